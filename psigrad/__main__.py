@@ -1,9 +1,32 @@
-"""`python -m psigrad`."""
+"""The command line: `psigrad` and `python -m psigrad`."""
 
 from __future__ import annotations
 
+import os
 import sys
 
-from psigrad.cli import main
+from psigrad.runs.survival import supervise
 
-sys.exit(main())
+# Commands that are used until their user ends them, and flags after which nothing of the user's runs.
+_UNTIL_ENDED = {"studio", "serve", "chat"}
+_HELP = {"-h", "--help", "--help-all"}
+
+
+def start() -> int:
+    """Run the command of this process in a supervised child, created before anything heavy is imported.
+
+    A rank of several has a launcher above it instead.
+    """
+    arguments = sys.argv[1:]
+    alone = not arguments or arguments[0] in _UNTIL_ENDED or _HELP.intersection(arguments) or "WORLD_SIZE" in os.environ
+    return _run() if alone else supervise(_run)
+
+
+def _run() -> int:
+    from psigrad.cli import main
+
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(start())

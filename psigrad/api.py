@@ -19,6 +19,7 @@ from psigrad.language.loading import given_model
 from psigrad.language.loading.given_model import START, GivenModel
 from psigrad.language.recipes import running
 from psigrad.objective import PolicyGradient
+from psigrad.paths import TypedPath, absolute, find_absolute
 from psigrad.runs.result import Result
 from psigrad.runs.session import new_folder
 
@@ -127,12 +128,13 @@ def _in_memory(objects: GivenModel, named: Mapping[str, Any], recipe: str) -> di
             "The model is an object and several processes train it; give output_dir, which all of them must agree on."
         )
     folder = Path(named.get("run.output_dir") or new_folder(recipe))
+    start = TypedPath(str(absolute(folder / START)), str(folder / START))
     if named.get("model.dtype", objects.dtype) != objects.dtype:
         raise UserError(
             f"The model's weights are {objects.dtype} and dtype is {named['model.dtype']!r}; leave dtype out, or convert "
             "the model before it is given."
         )
-    return {"run.output_dir": folder, "model.path": folder / START, "model.dtype": objects.dtype}
+    return {"run.output_dir": folder, "model.path": start, "model.dtype": objects.dtype}
 
 
 def _adapter(config: peft.LoraConfig | None, named: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,7 +165,9 @@ def score(
         return score_rows.score(rewards, _judged(dataset, settings), **settings)
     from psigrad.language.recipes import reward as rewarding
 
-    return [row["reward"] for row in rewarding.score_rows(os.fspath(model), _judged(dataset, settings), **settings)]
+    return [
+        row["reward"] for row in rewarding.score_rows(find_absolute(os.fspath(model)), _judged(dataset, settings), **settings)
+    ]
 
 
 def evaluate(
@@ -191,7 +195,7 @@ def _rows(dataset: Dataset, split: str = "train", setting: str = "split", usual:
     """
     name = parse_split(split).name
     if isinstance(dataset, str | os.PathLike):
-        return dataset
+        return find_absolute(os.fspath(dataset))
     if type(dataset).__name__ == "DataFrame":
         frame: Any = dataset
         return _plain(frame.to_dict("records"))

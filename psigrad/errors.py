@@ -5,9 +5,7 @@ from __future__ import annotations
 import difflib
 import errno
 import pickle
-import tempfile
 from collections.abc import Iterable
-from pathlib import Path
 
 # What `flock` says on a file system without locks, such as Lustre mounted without them.
 NO_LOCKS = frozenset((errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK))
@@ -24,22 +22,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the known name closest to `name`, or an empty string."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {match[0]!r}?" if match else ""
-
-
-def check_output(output: str) -> None:
-    """Raises `UserError` where the file `output` cannot be written, before the work that it is for; "" stands for none.
-
-    The folder of the file is made, and the file itself is as it was.
-    """
-    if not output:
-        return
-    path = Path(output)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") if path.exists() else tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise UserError(f"{output} cannot be written: {error.strerror}; name another file as --output.") from error
 
 
 def several(count: int, noun: str, one: str = "", more: str = "") -> str:
@@ -70,4 +52,5 @@ def reason_of(error: BaseException) -> str:
         return f"{type(error).__name__} {text}"
     if "trust_remote_code" in text:
         return "it comes with Python code of its own; set model.trust_remote_code=true if you have read and trust it"
-    return text.splitlines()[0]
+    first, *rest = text.splitlines()
+    return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first

@@ -8,12 +8,13 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from psigrad.errors import UserError, kind_of, nearest
+from psigrad.paths import kept_folder
 
 # The files that a module opened for reading while it was imported here, and the modules that came with it, by its name.
 opened_by: dict[str, set[str]] = {}
@@ -23,7 +24,6 @@ _found_in: dict[int, tuple[Any, str]] = {}
 _watching: list[int] = []
 # Modules loaded from a file are named so: `math.py` must not become the `math` of everyone else.
 FILE_MODULE = "_psigrad_file_"
-_WAYS = ("_exit", "execv", "execve")
 
 
 def imported(path: str, kind: str) -> Any:
@@ -67,41 +67,8 @@ def imported_module(name: str, kind: str) -> ModuleType:
     return _module(name, name, kind)
 
 
-@contextlib.contextmanager
-def exits_guarded(tell: Callable[[str], None] = lambda reason: None) -> Iterator[None]:
-    """For the length of the block `os._exit`, and `os.exec…`, which would put another program in this one's place, end the
-    process with status 1 or the one asked for; `tell` is given the reason first. Forked children end as they like.
-    """
-    if os._exit.__name__ == "leave":  # guarded already, by who says more
-        yield
-        return
-    own, before = os.getpid(), {name: getattr(os, name) for name in _WAYS}
-
-    def guarded(name: str) -> Callable[..., NoReturn]:
-        def leave(*given: Any, **named: Any) -> NoReturn:
-            if os.getpid() != own:
-                before[name](*given, **named)
-            reason = f"os.{name} was called before the run was finished: code of yours that it runs or imports ends the process."
-            with contextlib.suppress(Exception):  # a full disk must not keep the process
-                print(f"psigrad: {reason}", file=sys.stderr, flush=True)
-                tell(reason)
-            status = [*given, *named.values()][0] if name == "_exit" else 1
-            before["_exit"](status or 1)
-            raise AssertionError
-
-        return leave
-
-    for name in _WAYS:
-        setattr(os, name, guarded(name))
-    try:
-        yield
-    finally:
-        for name in _WAYS:
-            setattr(os, name, before[name])
-
-
 def _module(name: str, path: str, kind: str) -> ModuleType:
-    with exits_guarded():
+    with kept_folder():
         return _imported(name, path, kind)
 
 

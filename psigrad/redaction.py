@@ -27,7 +27,8 @@ _VARIABLE = r"(?-i:[A-Z][A-Z0-9_]*_(?:KEY|PASS|PWD|PAT|AUTH))"  # as `env OPENAI
 _WORD = rf"{_VARIABLE}|(?:api|access|private)[_-]?key|secret|password|passwd|passphrase|credentials?|authorization|{_TOKEN}"
 _NAMED = r"(?:api|access|private)[_-]?key|password|passwd"
 _KEY = re.compile(rf"(?:{_WORD})$", re.IGNORECASE)
-_FLAG = re.compile(rf"--?[\w.-]*(?:{_WORD})", re.IGNORECASE)
+_SHORT = r"--?(?:[\w.]+[_-])*(?:pass|pwd|pat|auth)"  # a whole word of a flag: --db-pass, and not --bypass
+_FLAG = re.compile(rf"--?[\w.-]*(?:{_WORD})|{_SHORT}", re.IGNORECASE)
 _QUOTED = r"'[^']+'|\"[^\"]+\""
 _SPOKEN = tuple(
     re.compile(pattern, re.IGNORECASE)
@@ -37,7 +38,8 @@ _SPOKEN = tuple(
         rf"((?:{_WORD})=)(?:{_QUOTED}|[^\s\"',;)&]+)",
         rf"((?:{_NAMED})[\"']?:\s+[\"']?)(?=[^\s\"']*\d)[^\s\"',;]{{6,}}",
         rf"(--[\w.-]*(?:{_WORD})\s+)(?:{_QUOTED}|[^\s\"']+)",
-        rf"(-[\w.-]*(?:{_WORD})[\"'],\s*[\"'])[^\"']+",  # in the error of a process that failed
+        rf"((?<![\w-]){_SHORT}(?:\s+|=))(?:{_QUOTED}|[^\s\"'-][^\s\"']*)",
+        rf"((?:-[\w.-]*(?:{_WORD})|(?<![\w-]){_SHORT})[\"'],\s*[\"'])[^\"']+",  # in the error of a process that failed
         rf"([\"'](?:[\w-]*(?:{_WORD}))[\"']\s*:\s*[\"'])[^\"']+",
         r"(\b(?:Bearer|Authorization:\s*\w+)\s+)(?:(?=\S*\d)[\w.~+/=-]{8,}|[\w.~+/=-]{16,})",
         r"(\b)(?:hf_|gsk_|glpat-|nvapi-|xai-|npm_|pypi-|gh[opsu]_|github_pat_\w+_|sk-[\w-]*|xox[abp]-[\w-]*|AKIA|AIza[\w-]*|eyJ[\w-]+\.[\w.-]*)[a-z0-9]{16,}(?:\.?[\w-]+)*",
@@ -65,9 +67,17 @@ def clear(value: Any) -> Any:
     return json.loads(without(json.dumps(hide(value)).encode(), values()))
 
 
+def escape(text: str) -> str:
+    """Spell out control characters, bidirectional overrides and lone surrogates, but no line ends and tabs.
+
+    A text of a model or a dataset may hold sequences that set a terminal's title or clipboard.
+    """
+    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+
+
 def say(text: str) -> None:
-    """A line for people on standard error."""
-    print(f"psigrad: {clear(text)}", file=sys.stderr, flush=True)
+    """Print a message on standard error, without secrets and control characters."""
+    print(f"psigrad: {escape(clear(text))}", file=sys.stderr, flush=True)
 
 
 def tell(kind: str, text: str, **fields: Any) -> None:

@@ -14,7 +14,8 @@ from psigrad.cli import flags
 from psigrad.config import LmEvalConfig, OnlineConfig, SampleConfig
 from psigrad.config.fields import flag_of
 from psigrad.config.methods import declaration
-from psigrad.errors import UserError, check_output
+from psigrad.errors import UserError
+from psigrad.paths import check_output
 from psigrad_extras.preflight.settings import PlanConfig
 
 

@@ -22,6 +22,7 @@ from psigrad.language.data import tasks
 from psigrad.language.models import backbone, tiny
 from psigrad.language.recipes import evaluate, online, sft
 from psigrad.language.recipes.finish import write_report
+from psigrad.paths import claim
 from psigrad.records.row_lines import read_steps
 from psigrad.runs import machine
 from psigrad.runs.progress import bar
@@ -46,7 +47,7 @@ def run(
     for name, steps in (("sft_steps", sft_steps), ("rl_steps", rl_steps)):
         if steps < 1:
             raise UserError(f"{name} is {steps}; expected at least 1.")
-    start, folder = time.perf_counter(), Path(output_dir)
+    start, folder = time.perf_counter(), claim(Path(output_dir).expanduser(), "demo")
     machine.prepare_torch(Run())
     files, shown = prepare(folder, seed, progress), _run(seed, progress)
     say = print if progress else lambda text, flush: None

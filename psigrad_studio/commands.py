@@ -7,7 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from psigrad.cli import flags
-from psigrad.errors import UserError, check_output
+from psigrad.errors import UserError
+from psigrad.paths import check_output
 
 _JUDGE_REPORT = "psigrad judge-report VOTES --model NAME --base-url URL [--criteria '{correctness: 2, brevity: 1}'] [flags]"
 

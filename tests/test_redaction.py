@@ -109,6 +109,22 @@ def test_what_a_secret_is_called_and_a_variable_that_is_set_later(tmp_path, monk
         assert not redaction.SECRET_NAME.search(name)
 
 
+def test_a_flag_of_a_command_in_words_hides_what_follows_it():
+    given = ["serve", "--pass", "abc", "--db-pwd", "x", "--author", "me"]
+    assert redaction.hide(given) == ["serve", "--pass", "***", "--db-pwd", "***", "--author", "me"]
+
+
+def test_no_control_character_of_a_text_reaches_the_terminal(tmp_path, capsys):
+    """A reward whose error quotes a completion that would set the terminal's title and clear the screen."""
+    (tmp_path / "quotes.py").write_text("def reward(completions, **more):\n    raise ValueError(completions[0])\n")
+    row = {"prompt": "p", "completion": "\x1b]0;GOT\x07\x1b[2J\u202etext\nmore", "answer": "a"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    main(["score", "--dataset", str(tmp_path / "rows.jsonl"), "--reward", f"{tmp_path}/quotes.py:reward"])
+    said = capsys.readouterr().err
+    assert "GOT" in said and "\\x1b[2J" in said
+    assert all(character.isprintable() or character in "\n\t" for character in said)
+
+
 def test_the_command_line_says_none(tmp_path, capsys):
     assert main(["report", f"https://me:{PLANTED['url']}@host/run"]) == 2
     said = capsys.readouterr().err
@@ -132,7 +148,10 @@ def test_the_command_line_says_none(tmp_path, capsys):
         ("glpat-" + "Ab1" * 7 + " gsk_" + "Ab1" * 8, "*** ***"),
         ("Authorization: Basic YWxhZGRpbjpvcGVu", "Authorization: Basic ***"),
         ("X-Api-Key: abc123def, password: hunter2pass", "X-Api-Key: ***, password: ***"),
+        ("mcp:serve --pass abc --db-pwd=x1 -auth 'a b' --path p", "mcp:serve --pass *** --db-pwd=*** -auth *** --path p"),
+        ("died of ['serve', '--smtp-pass', 'abc']", "died of ['serve', '--smtp-pass', '***']"),
         # what is none
+        ("--bypass 1 --pass-through x --author me --auth --steps 3", None),
         ("sort_key=name bypass=1 N_KEYS=3 MONKEY=1", None),
         ("the password: at least 12 characters", None),
         ("pad_token=<pad> max_tokens=5 --record-tokens 4", None),
@@ -217,4 +236,4 @@ def test_a_line_for_people_holds_no_secret_and_no_other_place_writes_such_lines(
         if f.name != "redaction.py" and prints.search(f.read_text())
     }
     # numbers and names that psigrad makes itself
-    assert found == {"psigrad/cli/__init__.py", "psigrad/importing.py", "psigrad/processes/parallel/launch.py"}
+    assert found == {"psigrad/cli/__init__.py", "psigrad/processes/parallel/launch.py"}

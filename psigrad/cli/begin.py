@@ -6,6 +6,7 @@ from pathlib import Path
 
 from psigrad.cli import flags
 from psigrad.errors import UserError, nearest
+from psigrad.paths import absolute, check_folder
 
 _TEMPLATES = Path(__file__).parent / "templates"
 # kind of project -> what it shows, and the command that trains it
@@ -27,7 +28,7 @@ def init(arguments: list[str]) -> int:
     names = [text for text in arguments if not text.startswith("-")]
     if not 1 <= len(names) <= 2 or len(names) < len(arguments):
         raise UserError(f"init takes a kind ({', '.join(KINDS)}) and a folder; for example: psigrad init verifiable my-project.")
-    kind, folder = names[0], Path(names[-1])
+    kind, folder = names[0], absolute(names[-1])
     if kind not in KINDS:
         raise UserError(f"There is no kind of project {kind!r}; expected {', '.join(KINDS)}{nearest(kind, KINDS) or '.'}")
     files = ", ".join(write(kind, folder))
@@ -37,11 +38,9 @@ def init(arguments: list[str]) -> int:
 
 
 def write(kind: str, folder: Path) -> list[str]:
-    """Write a project into a folder; the names of its files. Raises `UserError` rather than replace a file."""
+    """Write a project into a new folder and return the names of its files. Raises `UserError` for a folder with files."""
     files = {path.name.removesuffix(".in"): path for path in sorted((_TEMPLATES / kind).iterdir())}
-    there = [name for name in files if (folder / name).exists()]
-    if there or (folder.exists() and not folder.is_dir()):
-        raise UserError(f"{folder} has {', '.join(there) or 'no room: it is a file'} already; name another folder.")
+    check_folder(folder, "FOLDER", lambda found: all(path.name.startswith(".") for path in found.iterdir()))  # a new repository
     folder.mkdir(parents=True, exist_ok=True)
     for name, path in files.items():
         (folder / name).write_bytes(path.read_bytes())

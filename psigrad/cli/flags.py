@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import itertools
+import os
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin
@@ -98,7 +99,8 @@ def plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any], a
             )
     known, rest = parser.parse_known_args(join_columns(arguments))
     _refuse(rest, parser, "a value of one")
-    return vars(known)
+    # a shell does not expand `--output=~/x`
+    return {name: os.path.expanduser(value) if isinstance(value, str) else value for name, value in vars(known).items()}
 
 
 def join_columns(arguments: Sequence[str], settings: Container[str] = ()) -> list[str]:

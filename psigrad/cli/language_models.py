@@ -13,7 +13,8 @@ from psigrad import extras, redaction
 from psigrad.cli import flags
 from psigrad.config import EvalConfig
 from psigrad.config.methods import declaration, list_declarations
-from psigrad.errors import UserError, check_output
+from psigrad.errors import UserError
+from psigrad.paths import check_output
 
 
 def train(name: str) -> Callable[[list[str]], int]:
@@ -74,7 +75,7 @@ def score(arguments: list[str]) -> int:
     scores = score_rows.score(rewards, dataset, tokenizer=given["tokenizer"], **how)
     _write("".join(json.dumps(one.row()) + "\n" for one in scores), given["output"], len(scores))
     score_rows.check_scored(scores)
-    print(redaction.clear(score_rows.summary(scores)), file=sys.stderr)
+    print(redaction.escape(redaction.clear(score_rows.summary(scores))), file=sys.stderr)
     return 0
 
 
@@ -86,7 +87,7 @@ def _attack(rewards: list[str], dataset: str, output: str, **how: Any) -> int:
     found = attack.attack(rewards, dataset, **how)
     if output:
         _write("".join(json.dumps(asdict(one)) + "\n" for one in found), output, len(found))
-    print(attack.report(found))
+    print(redaction.escape(attack.report(found)))
     return 1 if any(one.misjudged and not one.right for one in found) else 0
 
 

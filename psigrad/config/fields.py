@@ -36,10 +36,13 @@ class Mark(Enum):
     STEPS = "counts steps, where TRL takes a share of the run too"
     SEVERAL = "may be one name or several"
     MAIN = "is in the short help"
+    PATH = "may name files of this disk, which are found from the folder in which the command began"
+    WRITTEN = "names what is written"
 
 
 FREE, RECORDED, LENGTH, LIVE = Mark.FREE, Mark.RECORDED, Mark.LENGTH, Mark.LIVE
 MACHINE, STEPS, SEVERAL, MAIN = Mark.MACHINE, Mark.STEPS, Mark.SEVERAL, Mark.MAIN
+PATH, WRITTEN = Mark.PATH, Mark.WRITTEN
 
 
 class On:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Lt
 from pydantic import AfterValidator
 
-from psigrad.config.fields import LIVE, MAIN, RECORDED, Needs, NotRead, On
+from psigrad.config.fields import LIVE, MAIN, PATH, RECORDED, WRITTEN, Needs, NotRead, On
 from psigrad.config.sections import (
     DRAWS,
     BelowOne,
@@ -92,7 +92,7 @@ class RewardSettings:
 
     reward: Annotated[tuple[Reward, ...], MAIN] = ()
     """Reward functions: built-in names or module:function, with TRL's signature."""
-    reward_model: Annotated[tuple[str, ...], MAIN] = ()
+    reward_model: Annotated[tuple[str, ...], PATH, MAIN] = ()
     """Folders or hub names of reward models, whose scores are added to the reward functions'."""
     reward_weights: tuple[float, ...] = ()
     """One weight per reward function, then one per reward model; empty: all 1."""
@@ -123,7 +123,7 @@ class EpisodeSettings:
     environment_sandbox: Annotated[bool, RECORDED, _ENCLOSED] = False
     """Run them in bubblewrap too, and agents: no network, nothing to write to but a temporary folder, and of the machine's files
     only Python, the working folder and where they are imported from. An agent still reaches the policy."""
-    environment_files: Annotated[tuple[str, ...], RECORDED, Needs("environment_sandbox")] = ()
+    environment_files: Annotated[tuple[str, ...], PATH, RECORDED, Needs("environment_sandbox")] = ()
     """Files and folders that they may read besides, with environment_sandbox."""
     max_turns: Annotated[Count, _PLAYED] = 8
     """Turns of the policy after which an episode is cut."""
@@ -224,12 +224,12 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
 
     algorithm: Algorithm = "grpo"
     """Preset name, or {preset: grpo, part: value, …}, or a PolicyGradient."""
-    reference: str = ""
+    reference: Annotated[str, PATH] = ""
     """Folder or hub name of the policy that the KL term holds to, such as a teacher; empty: the model that training starts
     from. Or the address of a server with OpenAI's API, such as http://localhost:8000/v1, that tells the log-probs of a prompt."""
     reference_model: str = ""
     """The name of the model on that server; empty: the only one that it serves."""
-    reference_tokenizer: str = ""
+    reference_tokenizer: Annotated[str, PATH] = ""
     """Folder or hub name of the tokenizer of the model on that server; empty: the policy's."""
     reference_top_k: Count = 20
     """Of how many tokens at each place that server is asked for the log-probs; all others count as one in the exact KL."""
@@ -243,7 +243,7 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     teacher_prompt: str = ""
     """Column of the dataset with the prompt that the reference reads in place of the policy's, such as one with the solution
     (self-distillation); empty: it reads the same."""
-    critic: str = ""
+    critic: Annotated[str, PATH] = ""
     """Folder or hub name of a reward model or language model that the critic starts from; empty: the policy's own weights."""
     critic_shared: bool = False
     """A value head on the policy's own backbone in place of a critic of its own: less memory, and value gradients in the
@@ -328,7 +328,7 @@ class PreferenceConfig(_SectionsForRows, PackingSettings, RewardSettings):
 
     loss: Loss = "dpo"
     """Preset name, or {preset: dpo, beta: 0.3, …}, or a Preference."""
-    reference: Annotated[str, MAIN] = ""
+    reference: Annotated[str, PATH, MAIN] = ""
     """Folder or hub name of the reference policy; empty: the model that training starts from."""
     cache_reference: bool = True
     """Keep the reference's log-probs on disk, by content, for the next run on the same model and data."""
@@ -357,9 +357,9 @@ class EvalConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetting
     """With a benchmark: worked examples before each question."""
     likelihood: bool = False
     """Answer by the letter of the choice that the model finds likeliest, as lm-eval does, instead of sampling an answer."""
-    fewshot_dataset: Annotated[str, Needs("num_fewshot")] = ""
+    fewshot_dataset: Annotated[str, PATH, Needs("num_fewshot")] = ""
     """Rows that the examples are taken from, the first ones; empty: the first ones of the dataset, which are then not asked."""
-    output: Annotated[str, MAIN] = ""
+    output: Annotated[str, WRITTEN, MAIN] = ""
     """JSON file for the figures, the settings that made them, and every completion."""
 
 
@@ -379,7 +379,7 @@ class SampleConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetti
     bradley_terry: Annotated[PositiveOrZero, Needs("keep=pairs")] = 0.0
     """With keep=pairs: compare two completions of each prompt and draw the winner with probability σ(this · difference of
     rewards), like a noisy human judge; 0: the best against the worst, without noise."""
-    output: Annotated[str, MAIN] = ""
+    output: Annotated[str, WRITTEN, MAIN] = ""
     """JSONL file that the rows go to."""
 
 
@@ -395,14 +395,14 @@ class LmEvalConfig(PackingSettings):
     the difference of both, paired by document.
     """
 
-    model: str = ""
+    model: Annotated[str, PATH] = ""
     """Folder or hub name of a model or of an adapter of peft, or a GGUF file."""
-    baseline: str = ""
+    baseline: Annotated[str, PATH] = ""
     """Another such model, such as the one that training started from: shows what training has broken."""
     tasks: tuple[str, ...] = ()
     """Names of lm-eval's tasks, YAML files of your own, or everyday: 110 facts and points of grammar that come with psigrad
     and need no network."""
-    include_path: str = ""
+    include_path: Annotated[str, PATH] = ""
     """Folder with YAML files of tasks, which may then be named."""
     num_fewshot: CountOrZero = 0
     """Examples before each question; 0: as the task has it."""
@@ -424,5 +424,5 @@ class LmEvalConfig(PackingSettings):
     """auto: cuda where there is one, else cpu."""
     trust_remote_code: bool = False
     """Run the Python code that comes with a model, with all your rights."""
-    output: str = ""
+    output: Annotated[str, WRITTEN] = ""
     """JSON file for the figures and every document's result."""

@@ -9,16 +9,17 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, TypeVar, get_origin
+from typing import Any, TypeVar, cast, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
-from psigrad.config.fields import STEPS, asked_once, settings_of, types_of, unread_of, usual_on
+from psigrad.config.fields import PATH, STEPS, WRITTEN, asked_once, find_marked, settings_of, types_of, unread_of, usual_on
 from psigrad.config.language import OnlineConfig
 from psigrad.config.methods import other_methods
 from psigrad.config.names import OWN, Names
 from psigrad.config.nested import Given, field_types, flat_names, put, read_file, read_value, value_below
 from psigrad.errors import UserError, kind_of, nearest
+from psigrad.paths import TypedPath, expand, find_absolute
 
 T = TypeVar("T")
 
@@ -56,7 +57,24 @@ def load(
         put(values, name, value, source)
         beside = beside | {name} if source != str(path) else beside - {name}
     _put_of_device(cls, values)
-    return _build(cls, values, str(path) if path else "", beside, names)
+    return _locate(_build(cls, values, str(path) if path else "", beside, names))
+
+
+def _locate(config: T) -> T:
+    """The settings with absolute paths of what is read: code of the user that changes the folder changes none of them."""
+    made: Any = config
+    for mark, find in ((PATH, find_absolute), (WRITTEN, expand)):
+        for name in find_marked(type(config), mark):
+            section, _, leaf = name.rpartition(".")
+            owner = getattr(made, section) if section else made
+            value = getattr(owner, leaf)
+            if not isinstance(value, str | list | tuple):
+                continue
+            several = value if isinstance(value, list | tuple) else [value]
+            found = [find(one) if isinstance(one, str) else one for one in several]
+            owner = dataclasses.replace(owner, **{leaf: found[0] if isinstance(value, str) else type(value)(found)})
+            made = dataclasses.replace(made, **{section: owner}) if section else owner
+    return cast(T, made)
 
 
 def _put_of_device(cls: type[Any], values: dict[str, Any]) -> None:
@@ -218,7 +236,7 @@ def _plain(value: Any, field: str = "") -> Any:
     if field in ("dataset", "eval_dataset") and not isinstance(value, str):
         rows = list(value)
         if rows and all(isinstance(name, str) for name in rows):
-            return rows
+            return [_plain(name) for name in rows]
         return f"rows:{len(rows)}:{hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()}"
     if field == "callbacks":
         return [_plain(v) if isinstance(v, str | Mapping) else _name(v) for v in value]
@@ -226,6 +244,8 @@ def _plain(value: Any, field: str = "") -> Any:
         name, plain = type(value).__module__, to_dict(value)
         ours = re.match(r"psigrad\.(config\b|\w+\.settings$)", name)
         return plain if ours else {"part": f"{name}:{type(value).__qualname__}", **plain}
+    if isinstance(value, TypedPath):
+        return value.typed
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -87,6 +87,8 @@ def read_file(path: str | Path) -> dict[str, Any]:
         values = yaml.load(Path(path).read_text(), _Loader)
     except OSError as error:
         raise UserError(f"The settings file {str(path)!r} cannot be read: {error.strerror}.") from error
+    except RecursionError:
+        raise UserError(f"The settings file {str(path)!r} is nested too deeply; expected name: value pairs.") from None
     except (yaml.YAMLError, ValueError) as error:
         said = " ".join(str(error).replace(' in "<unicode string>",', " at").split())
         hint = " Indent with spaces, not with tabs." if "'\\t'" in said else ""

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator
 
-from psigrad.config.fields import FREE, LENGTH, LIVE, MACHINE, MAIN, RECORDED, SEVERAL, STEPS, Needs, On
+from psigrad.config.fields import FREE, LENGTH, LIVE, MACHINE, MAIN, PATH, RECORDED, SEVERAL, STEPS, WRITTEN, Needs, On
 from psigrad.errors import UserError
 
 # Ranges are checked where settings are loaded: by the command line, YAML and psigrad.train alike.
@@ -69,13 +69,13 @@ def columns_of(given: str | Mapping[str, str]) -> dict[str, str]:
 class Model:
     """Which model, in which precision, and which of its weights learn."""
 
-    path: Annotated[str, MAIN] = ""
+    path: Annotated[str, PATH, MAIN] = ""
     """Folder or hub name of any Hugging Face causal language model, or of an adapter of peft; or a GGUF file."""
     revision: str = ""
     """Branch, tag or commit of a hub model; empty: its newest."""
     trust_remote_code: bool = False
     """Run the Python code that comes with a model, with all your rights. Set it only for models whose code you have read."""
-    chat_template_path: str = ""
+    chat_template_path: Annotated[str, PATH] = ""
     """Chat template in place of the tokenizer's own: a Jinja file, or a folder or hub model whose template it is. It is saved
     with the model."""
     chat_template_kwargs: str | dict[str, Any] = ""
@@ -127,7 +127,7 @@ class Model:
 class Data:
     """Where the rows come from."""
 
-    dataset: Annotated[str | Any, SEVERAL, MAIN] = ""
+    dataset: Annotated[str | Any, PATH, SEVERAL, MAIN] = ""
     """JSONL, JSON, Parquet or CSV file, folder of them, hub name, or task:NAME for a task of reasoning-gym, in one of TRL's
     dataset forms; from Python also rows. Several may be given, each with a weight: a.jsonl:0.7 b.jsonl:0.3."""
     columns: Annotated[str | Mapping[str, str], AfterValidator(lambda given: columns_of(given) or "")] = ""
@@ -138,7 +138,7 @@ class Data:
     the assistant's; a model without a template gets them as they are."""
     split: str = "train"
     """Split to train on, or a slice of it: train[:90%], train[100:]. A file has the split train alone."""
-    eval_dataset: Annotated[str | Any, SEVERAL] = ""
+    eval_dataset: Annotated[str | Any, PATH, SEVERAL] = ""
     """Held-out rows for evaluation; empty: `eval_prompts` rows of `dataset`, drawn at random, are held out."""
     eval_split: Annotated[str, Needs("data.eval_dataset")] = "test"
     """Split to evaluate on, or a slice of it. A file has the splits train and test."""
@@ -327,7 +327,7 @@ class Hub:
 class Run:
     """Where the run lives and how long it goes on."""
 
-    output_dir: Annotated[str, FREE, MAIN] = ""
+    output_dir: Annotated[str, WRITTEN, FREE, MAIN] = ""
     """Run folder; empty: runs/<recipe>-<time>."""
     max_steps: Annotated[CountOrZero, LENGTH, MAIN] = 0
     """Optimiser steps (SFT) or collect-and-update steps (online); 0: num_train_epochs decides."""

@@ -30,6 +30,7 @@ from psigrad.control.networks.distributions import Array
 from psigrad.control.run import play_episodes
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError, kind_of
+from psigrad.paths import absolute
 from psigrad.records import checkpoint
 from psigrad.runs.machine import prepared_torch
 from psigrad.runs.progress import bar
@@ -191,8 +192,10 @@ class Agent:
 
     def save(self, path: str | Path) -> Path:
         """The policy as a folder: `model.safetensors` and `config.json`. What `load` reads, and a run's `model/` holds."""
-        builder.save_policy(Path(path), self._trainer)
-        return Path(path)
+        folder = absolute(path)
+        policies.check_place(folder)
+        builder.save_policy(folder, self._trainer)
+        return folder
 
     @classmethod
     def load(
@@ -206,7 +209,7 @@ class Agent:
         `UserError` for others, for a folder that holds no policy, and for one of another algorithm.
         """
         policies.refuse(foreign, "load", ("path", "env", "tensorboard_log", "algorithm"))
-        path = policies.strip_zip(Path(path))
+        path = policies.strip_zip(absolute(path))
         agent = cls.__new__(cls)
         agent._hold(builder.load_policy(Path(path), env, algorithm), tensorboard_log)
         saved = builder.name_of(agent.settings.algorithm)

@@ -11,6 +11,8 @@ from gymnasium.spaces import Dict
 from psigrad.control.environments.vector import Environments
 from psigrad.control.methods.trainer import Trainer
 from psigrad.errors import UserError, nearest
+from psigrad.paths import absolute
+from psigrad.records.rows import parse_row
 
 MLP, CNN, MULTI = "MlpPolicy", "CnnPolicy", "MultiInputPolicy"
 # What a policy's name sets, below what is given. CnnPolicy: Mnih et al. 2015, whose layers policy and critic share.
@@ -204,8 +206,16 @@ def no_attribute(of: str, name: str, settings: Mapping[str, Any]) -> str:
 
 def tensors_file(path: str | Path) -> Path:
     """The safetensors file of that name, or of Stable-Baselines3's, which has no ending or .pkl."""
-    file = Path(path)
+    file = absolute(path)
     return file.with_suffix(".safetensors") if file.suffix in ("", ".pkl") else file
+
+
+def check_place(folder: Path) -> None:
+    """Raise `UserError` if a policy saved in the folder would replace files of anything else, such as a language model."""
+    config = folder / "config.json"
+    held = parse_row(config.read_bytes()) if config.is_file() else None
+    if "normalizer" not in (held or {}) and (config.exists() or (folder / "model.safetensors").exists()):
+        raise UserError(f"{folder} holds another model than a policy of psigrad. Choose another path.")
 
 
 def strip_zip(path: Path) -> Path:

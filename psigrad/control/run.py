@@ -22,13 +22,14 @@ from psigrad.control.methods.trainer import Trainer, generator
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
+from psigrad.paths import kept_folder
 from psigrad.records import checkpoint, pins, report, run_folder
 from psigrad.runs import session
 from psigrad.runs.cycle import Loop, cycle
 from psigrad.runs.journal import Journal
 from psigrad.runs.machine import pins_of, versions
 from psigrad.runs.result import Result
-from psigrad.runs.session import no_way_out
+from psigrad.runs.survival import exits_are_errors
 from psigrad.step import Clock, Outcome, RunState
 
 _EVALUATED_AT_ONCE = 16  # environments that an evaluation plays on
@@ -54,7 +55,7 @@ def run(config: ControlConfig) -> Result:
     """
     if config.run.max_steps or config.run.num_train_epochs != 1:
         raise UserError("Control counts steps of the environment: set total_timesteps in place of max_steps or num_train_epochs.")
-    with no_way_out():
+    with exits_are_errors(), kept_folder():
         trainer = builder.build(config)
         envs = evaluation_environments(config) if config.eval_episodes else None
     try:

@@ -134,11 +134,6 @@ def clip(value: Any, limit: int = TEXT_LIMIT) -> str:
     return text if len(text) <= limit else f"{text[:limit]} … {len(text) - limit:,} more characters"
 
 
-def escape(text: str) -> str:
-    """Control characters, bidirectional overrides and lone surrogates spelt out; line ends and tabs as they are."""
-    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
-
-
 def load_all(folders: Sequence[str | Path]) -> list[RunData]:
     """The runs in `folders`, under names that tell them apart: as much of each path as that takes."""
     runs = [load(folder) for folder in folders]
@@ -155,7 +150,7 @@ def load(folder: str | Path, *, rollouts: bool = True) -> RunData:
 
     Raises `UserError` where it is no run folder, or may not be read.
     """
-    path = Path(folder)
+    path = Path(folder).expanduser()
     if not path.is_dir():
         raise UserError(f"There is no folder {str(folder)!r}; name the output_dir of a run.")
     if not any((path / name).is_file() for name in ("config.json", "metrics.jsonl")):

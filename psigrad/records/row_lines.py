@@ -11,7 +11,7 @@ import re
 from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from psigrad.records.rows import parse_row, parse_step
 
@@ -194,6 +194,32 @@ def replace_file(file: Path, content: Iterable[bytes], writer: str = "") -> None
         os.replace(beside, file)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    """The device and inode of a file or folder; None if it does not exist."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def write_again(file: Path, stream: BinaryIO) -> None:
+    """Write a file again from the open `stream`, whose name was deleted or given to another file, and close the stream.
+
+    What has the name now is kept as FILE.replaced.
+    """
+
+    def pieces() -> Iterator[bytes]:
+        stream.seek(0)
+        while piece := stream.read(1 << 20):
+            yield piece
+
+    if file.is_file():
+        os.replace(file, file.with_name(f"{file.name}.replaced"))
+    replace_file(file, pieces())
+    stream.close()
 
 
 def _truncate(file: Path, size: int) -> None:

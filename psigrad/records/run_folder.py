@@ -17,12 +17,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
-from psigrad import redaction
+from psigrad import paths, redaction
 from psigrad.errors import NO_LOCKS, UserError
-from psigrad.records import checkpoint, pins, row_lines
+from psigrad.records import checkpoint, own_folder, pins, row_lines
+from psigrad.records.own_folder import ROWS
 from psigrad.records.rows import FORMAT, parse_row
 
-ROWS = ("metrics", "timings", "rollouts", "events")
 VIDEO = "episode.gif"
 _WRITTEN = (".jsonl", ".json", ".damaged", ".html", ".txt", ".log", ".gif")
 REPLAYS = "replays"
@@ -68,6 +68,7 @@ class RunFolder:
         """The size of this process' newest checkpoint."""
         self.finished = False
         """Whether the run came to its end before, its model is as it was written, and there is nothing left to do."""
+        self._identity, self._ends = row_lines.identity(path), dict[str, int]()
         self.lasting: dict[str, str] = {}
         """What a finished run was made of, by the names of `pins.PINS`."""
 
@@ -76,25 +77,19 @@ class RunFolder:
     def open(
         cls, path: str | Path, config: Mapping[str, Any], resume: str = "auto", settings: type[Any] | None = None
     ) -> Iterator[RunFolder]:
-        """The folder at `path`, made or gone on with, locked for the length of the block. `settings` is the class of the
-        settings, whose marks say what may change when a run goes on.
+        """Create or resume the folder at `path` and hold its lock for the length of the block. `settings` is the class of the
+        settings, whose marks say what may change when a run is resumed.
 
-        Raises `RunFolderError` where another process holds it, where it holds something else or another run (each setting
-        that differs is named), and where `resume` is "never" and there are checkpoints or "must" and there are none.
+        A start that raises `UserError` before the run has begun leaves no new folder. Raises `RunFolderError` if another process
+        holds the folder, if it holds something else or another run (each setting that differs is named), and if `resume` is
+        "never" and there are checkpoints or "must" and there are none.
         """
-        path = Path(path)
+        path = paths.absolute(path)
         if str(path).encode("utf-8", "replace") != os.fsencode(path):  # the Rust libraries that write models take no other name
             raise RunFolderError(f"The name of {str(path)!r} is not UTF-8; choose another output_dir.")
-        if path.is_file():
-            raise RunFolderError(f"{path} is a file; choose a new or an empty folder as output_dir.")
         with _errors_of(path):
-            path.mkdir(parents=True, exist_ok=True)
-            started = (".lock", ".config.json.tmp")  # all that a run killed at once leaves
-            begun = (path / "config.json").exists() or any(path.glob("checkpoints/step-*"))
-            if not begun and any(p.name not in started for p in path.iterdir()):
-                raise RunFolderError(
-                    f"{path} holds files but is not a run folder; choose an empty or a new folder as output_dir."
-                )
+            paths.check_folder(path, "output_dir", own_folder.is_run)
+            fresh, created = not (path.exists() and any(path.iterdir())), own_folder.create(path)
             for name in (".lock", ".config.json.tmp", "config.json", *(f"{rows}.jsonl" for rows in ROWS)):
                 _must_be_own(path / name, Path.is_file, "regular file")
             for name in ("checkpoints", "model"):
@@ -103,11 +98,15 @@ class RunFolder:
                 if place.name.startswith(".") or place.suffix in _WRITTEN:
                     _must_be_own(place, lambda one: one.is_file() or one.is_dir(), "regular file or folder")
             lock = lock_folder(path)
+        folder = cls(path, lock)
         try:
-            folder = cls(path, lock)
             with _errors_of(path):
                 folder._begin({"format": FORMAT, **config}, resume, settings)
             yield folder
+        except (UserError, KeyboardInterrupt):
+            if fresh and not folder._has_begun():
+                own_folder.remove_unused(path, created)
+            raise
         finally:
             for stream in folder._files.values():
                 stream.close()
@@ -140,7 +139,7 @@ class RunFolder:
         self._settle_model()
         row_lines.end_last_line(self.path / "events.jsonl")
         for name in ROWS:
-            self._files[name] = (self.path / f"{name}.jsonl").open("ab", buffering=0)
+            self._open(name)
         longer = any(change.is_length for change in changes)
         last = row_lines.last_event(self.path / "events.jsonl", "started", "resumed", "finished")
         self.finished = not longer and last.get("kind") == "finished" and self._holds_model(last.get("model") or {})
@@ -192,6 +191,12 @@ class RunFolder:
         events = self.path / "events.jsonl"
         return events.exists() and b'"kind": "started"' in events.read_bytes()
 
+    def _open(self, name: str) -> int:
+        """Open a file of rows and return its size."""
+        self._files[name] = (self.path / f"{name}.jsonl").open("a+b", buffering=0)
+        self._ends[name] = os.fstat(self._files[name].fileno()).st_size
+        return self._ends[name]
+
     def _append(self, name: str, lines: bytes) -> None:
         stream, rest = self._files[name], memoryview(redaction.without(lines, redaction.values()))
         if name != "events":
@@ -201,6 +206,7 @@ class RunFolder:
             try:
                 while rest:
                     rest = rest[stream.write(rest) :]
+                self._ends[name] = stream.tell()
             except OSError:
                 stream.truncate(end)  # a row is whole or not there
                 raise
@@ -231,18 +237,42 @@ class RunFolder:
         self.event(kind, **fields)
         redaction.say(f"{self.path}: {text}")
 
+    def _check_place(self) -> None:
+        """Compare the folder and its files of rows with those that this process has open.
+
+        A file that was deleted or replaced is written again; one that was shortened is reported. Raises `RunFolderError` if the
+        folder was moved or deleted.
+        """
+        if row_lines.identity(self.path) != self._identity:
+            raise RunFolderError(
+                f"{self.path} was moved or deleted during the run, which stopped. Move it back and start again: the run "
+                "continues from its newest checkpoint."
+            )
+        for name, stream in tuple(self._files.items()):
+            file, held = self.path / f"{name}.jsonl", os.fstat(stream.fileno())
+            if row_lines.identity(file) != (held.st_dev, held.st_ino):
+                row_lines.write_again(file, stream)
+                self._open(name)
+                self._warn("rows_restored", f"{file.name} was deleted or replaced and is written again.", file=file.name)
+            elif held.st_size < self._ends[name] and name in self.rows:
+                row_lines.end_last_line(file)
+                self._open(name)
+                left = sum(1 for _ in row_lines.read_lines(file))
+                missing, self.rows[name] = self.rows[name] - left, left
+                self._warn("rows_missing", f"{file.name} was shortened and lacks {missing} rows.", file=file.name, rows=missing)
+
     def flush(self, step: int = -1, keep: int = 0) -> None:
         """Everything written so far is on the disk when this returns. With a `step` it is all up to that step, and a checkpoint
         follows: where rollouts.jsonl is large (`PART` bytes) a new one is begun, and about `keep` rows before it stay (0: all).
         """
         with _errors_of(self.path):
+            self._check_place()
             for stream in self._files.values():
                 os.fsync(stream.fileno())
             if step >= 0 and os.fstat(self._files["rollouts"].fileno()).st_size >= PART:
                 self._files["rollouts"].close()
                 row_lines.put_aside(self.path, step, self.rows.get("rollouts", 0), keep)
-                file = self.path / "rollouts.jsonl"
-                self._files["rollouts"], self.rows["rollouts"] = file.open("ab", buffering=0), 0
+                self.rows["rollouts"] = self._open("rollouts")
                 checkpoint.sync(self.path)
 
     def rewind(
@@ -260,7 +290,7 @@ class RunFolder:
                 self._files[name].close()
                 found = row_lines.cut_back(file, step, expected, ends.get(name))
                 left, damaged = found or row_lines.take_back(file, step, expected)
-                self._files[name], self.rows[name] = file.open("ab", buffering=0), left
+                self.rows[name], _ = left, self._open(name)
                 if damaged:
                     said = f"{file.name} has damaged lines, {damaged}; they are kept in {file.name}.damaged."
                     self._warn("rows_damaged", said, file=file.name, lines=damaged)
@@ -283,6 +313,7 @@ class RunFolder:
         """The final `model/`, written beside, fsynced and renamed, so that it is whole or the old one."""
         final, beside, aside = self._models()
         with _errors_of(self.path):
+            self._check_place()
             shutil.rmtree(beside, ignore_errors=True)
             write(beside)
             checkpoint.sync_tree(beside)

@@ -22,6 +22,7 @@ from psigrad.config.load import reword
 from psigrad.config.nested import flat_names
 from psigrad.errors import UserError, nearest
 from psigrad.importing import imported_callable
+from psigrad.paths import kept_folder
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.records.row_lines import read_steps
 from psigrad.records.rows import by_step, deciding, headline
@@ -283,7 +284,8 @@ class Callbacks:
             return
         before = dict(self.control.changes), self.control.should_training_stop
         self.asked = [name, event]
-        method(self.args, self.visible_state, self.control, model=self.model, processing_class=self.tokenizer, **more)
+        with kept_folder():
+            method(self.args, self.visible_state, self.control, model=self.model, processing_class=self.tokenizer, **more)
         for setting, value in self.control.changes.items():
             if self.folder is not None and before[0].get(setting) != value:
                 self.folder.event("changed", step=step, callback=name, changes={setting: [self._value_before(setting), value]})

@@ -14,8 +14,9 @@ from psigrad.config import Run
 from psigrad.errors import UserError
 from psigrad.optim.optimizer import check_gradients
 from psigrad.runs.callbacks import CallbackError
-from psigrad.runs.journal import Interrupted, Journal, Stopped
+from psigrad.runs.journal import Journal
 from psigrad.runs.progress import bar
+from psigrad.runs.survival import Interrupted, Stopped
 from psigrad.step import Outcome, RunState
 
 S = TypeVar("S", bound=RunState)

@@ -1,13 +1,11 @@
-"""What a loop tells the world: rows of the run folder, trackers, seconds, memory, whether it was asked to stop, that it hangs."""
+"""The record of a loop: rows of the run folder, trackers, seconds of its phases, memory, warnings, and phases that hang."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import faulthandler
-import os
 import re
-import signal
 import sys
 import threading
 import time
@@ -15,17 +13,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 from psigrad import redaction
-from psigrad.errors import UserError
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.records import rows, run_folder
 from psigrad.records.row_lines import read_steps
 from psigrad.records.run_folder import RunFolder
 from psigrad.records.warnings import BY_NAME, Alert, SignalNames, Watch
 from psigrad.runs.callbacks import Callbacks
+from psigrad.runs.survival import Interrupted, Stopped, StopSignal
 from psigrad.step import Clock, Observe, Outcome
 
 STACKS = "stacks.txt"
@@ -48,70 +45,6 @@ class Tracker(Protocol):
     def close(self) -> None:
         """No more will come."""
         ...
-
-
-class Stopped(UserError):
-    """The run was asked to stop (SIGTERM or Ctrl-C); everything is saved. The program exits with 128 + the signal's number."""
-
-    exit_status = 128
-
-
-class Interrupted(BaseException):
-    """A stop was requested inside `StopSignal.interrupting`. A `BaseException`, so that no reward or callback swallows it."""
-
-
-_SAID = b"\npsigrad: Stopping after the current step, then saving. Ctrl-C again stops at once.\n"
-
-
-class StopSignal:
-    """While its block runs, the first SIGTERM, SIGHUP or SIGINT only sets `requested` (and `number`); the second raises
-    KeyboardInterrupt. Who pressed Ctrl-C is told so.
-
-    The process then exits with 128 + the signal's number: 143 (SIGTERM), 129 (SIGHUP), 130 (SIGINT). Outside the main thread,
-    where no handler can be set, it does nothing.
-    """
-
-    def __init__(self) -> None:
-        self.number = 0
-        self._interrupts = False
-        self._before: dict[int, Any] = {}
-
-    @property
-    def requested(self) -> bool:
-        """Whether a stop was asked for."""
-        return self.number != 0
-
-    def __enter__(self) -> StopSignal:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                self._before[number] = signal.signal(number, self._asked)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: set by something that is not Python
-        self._before.clear()
-
-    def _asked(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.number = number
-        if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
-            with contextlib.suppress(OSError):
-                os.write(2, _SAID)  # not print: the signal may come in the middle of one
-        if self._interrupts:
-            raise Interrupted
-
-    @contextlib.contextmanager
-    def interrupting(self) -> Iterator[None]:
-        """Raise `Interrupted` in the block as soon as a stop is requested, or at once if it was before."""
-        self._interrupts = True
-        try:
-            if self.requested:
-                raise Interrupted
-            yield
-        finally:
-            self._interrupts = False
 
 
 class Announcer:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import os
 import sys
 import time
 import traceback
@@ -14,12 +12,10 @@ from typing import Any
 
 import torch
 
-from psigrad import extras, redaction
+from psigrad import extras, paths, redaction
 from psigrad.config import Run
 from psigrad.config.fields import LENGTH, find_marked, idle
 from psigrad.config.load import to_dict
-from psigrad.errors import UserError
-from psigrad.importing import exits_guarded
 from psigrad.processes.parallel import launch
 from psigrad.processes.parallel.world import ALONE, Division, World, join_world
 from psigrad.records import checkpoint, pins
@@ -30,10 +26,11 @@ from psigrad.records.run_folder import NullRunFolder, RunFolder
 from psigrad.runs import callbacks, machine
 from psigrad.runs.best import Best
 from psigrad.runs.callbacks import Callbacks
-from psigrad.runs.journal import Announcer, Journal, Stopped, StopSignal, Watchdog
+from psigrad.runs.journal import Announcer, Journal, Watchdog
 from psigrad.runs.machine import device, prepared_torch
 from psigrad.runs.progress import readers_may_leave
 from psigrad.runs.result import Result
+from psigrad.runs.survival import Stopped, StopSignal, exits_are_errors
 
 
 @contextlib.contextmanager
@@ -55,7 +52,7 @@ def open_run(config: Any, recipe: str) -> Iterator[Journal]:
             division = Division(given.dp_replicate_size, given.tp_size, given.cp_size)
             joined = join_world(device=device(config.run), lockstep=lockstep, minutes=minutes, division=division)
             world = stack.enter_context(joined)
-        path = world.broadcast(Path(config.run.output_dir) if config.run.output_dir else new_folder(recipe))
+        path = world.broadcast(paths.absolute(config.run.output_dir or new_folder(recipe)))
         yield stack.enter_context(_open_as(world, path, config, recipe))
 
 
@@ -63,7 +60,7 @@ def open_run(config: Any, recipe: str) -> Iterator[Journal]:
 def _open_as(world: World, path: Path, config: Any, recipe: str) -> Iterator[Journal]:
     settings = {"recipe": recipe, **to_dict(config)}
     if world.rank:
-        with StopSignal() as stop, no_way_out():
+        with StopSignal() as stop, exits_are_errors():
             null_folder = NullRunFolder(path, world.broadcast(False))
             yield Journal(null_folder, signal=stop, world=world, callbacks=_callbacks(config, null_folder, world))
         return
@@ -75,7 +72,7 @@ def _open_as(world: World, path: Path, config: Any, recipe: str) -> Iterator[Jou
             60 * config.run.watchdog_minutes, path, lambda phase, s: folder.event("hanging", phase=phase, seconds=s)
         )
         try:
-            with watchdog.watching(), no_way_out(lambda reason: folder.event("failed", reason=reason)):
+            with watchdog.watching(), exits_are_errors():
                 callbacks = _callbacks(config, folder, world)
                 journal = Journal(folder, trackers, stop, Announcer(folder), watchdog, world, callbacks)
                 if not folder.finished and (unheard := idle(config)):
@@ -95,7 +92,8 @@ def _open_as(world: World, path: Path, config: Any, recipe: str) -> Iterator[Jou
 
 def _callbacks(config: Any, folder: RunFolder, world: World) -> Callbacks:
     """The run's callbacks, ready to be told."""
-    found = [callbacks.resolve(given) for given in config.run.callbacks]
+    with paths.kept_folder():
+        found = [callbacks.resolve(given) for given in config.run.callbacks]
     evaluation: Any = getattr(config, "evaluation", None)
     found += [Best(evaluation)] if Best.wanted(evaluation) else []
     for callback in found if world.rank == 0 else ():
@@ -210,30 +208,3 @@ def evaluations(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     rows = by_step(row for row in read_steps(folder / "metrics.jsonl") if any(name.startswith("eval/") for name in row))
     ordered = [rows[step] for step in sorted(rows) if step <= kept]
     return (ordered[0], ordered[-1]) if ordered else ({}, {})
-
-
-@contextlib.contextmanager
-def no_way_out(tell: Callable[[str], None] = lambda reason: None) -> Iterator[None]:
-    """For the length of the block nothing written in Python ends this process with status 0.
-
-    SystemExit becomes a `UserError`; all else is `importing.exits_guarded`. Behind a block that raised, `os._exit(0)` ends the
-    process with 1 where Python is ending: some simulators leave so.
-    """
-    own = os.getpid()
-
-    def at_exit() -> None:
-        really = os._exit
-        os._exit = lambda status: really(status or int(os.getpid() == own))
-
-    try:
-        with exits_guarded(tell):
-            yield
-    except BaseException as error:
-        atexit.register(at_exit)  # the last that is registered is called first
-        if not isinstance(error, SystemExit):
-            raise
-        code = "" if error.code is None else error.code
-        raise UserError(
-            f"sys.exit({code}) was called before the run was finished: an environment or a callback of yours ends the program. "
-            "Let it return, or raise an exception that says why."
-        ) from error

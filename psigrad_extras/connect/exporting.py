@@ -20,6 +20,7 @@ from psigrad.language.models.backbone import LOADING_ERRORS, without_bars, write
 from psigrad.language.models.lora import is_adapter
 from psigrad.language.models.sizes import size
 from psigrad.language.models.towers import keep_towers
+from psigrad.paths import check_folder
 from psigrad.records import checkpoint
 
 KINDS = ("gguf", "merged", "adapter")
@@ -67,9 +68,8 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
         if given not in known:
             raise UserError(f"{name} is {given!r}; expected {', '.join(known)}{nearest(given, known) or '.'}")
     model = meant(source)
-    folder = Path(output or f"{Path(source).name}-{to}")
-    if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
-        raise UserError(f"{folder} is there already; name another folder with --output.")
+    folder = Path(output or f"{Path(source).name}-{to}").expanduser()
+    check_folder(folder, "--output")
     if to == "adapter":
         places = [place for place in (Path(model) / "adapter", Path(model)) if is_adapter(place)]
         if not places:

@@ -25,7 +25,7 @@ from lm_eval.tasks import TaskManager
 
 from psigrad import redaction, seeds
 from psigrad.config import LmEvalConfig, Model, Run, Sampling
-from psigrad.errors import UserError, check_output, nearest, reason_of
+from psigrad.errors import UserError, nearest, reason_of
 from psigrad.language.data.chat.turns import Talk
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.loading.load_model import load_model, settle_chat
@@ -33,6 +33,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Ids
 from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.types import SamplingParams
+from psigrad.paths import check_output
 from psigrad.records.checkpoint import MANIFEST
 from psigrad.runs import machine
 from psigrad_extras.connect.likelihood import EVERYDAY, likelihoods

@@ -18,6 +18,7 @@ from psigrad.language.data.posted_forms import map_columns
 from psigrad.language.data.templates import completion_for_reward
 from psigrad.language.recipes import evaluate
 from psigrad.language.rollout.types import Trajectory
+from psigrad.paths import check_output
 from psigrad_extras.datasets import preferences
 from psigrad_extras.datasets.preferences import Converted
 
@@ -136,6 +137,7 @@ def convert(
     """
     if not dataset or not output:
         raise UserError("pairs takes --dataset FILE.jsonl and --output FILE.jsonl; one of them is missing.")
+    check_output(output)
     rows = read_jsonl(dataset)
     if renamed := columns_of(columns):
         rows = [map_columns(row, renamed, f"{dataset}:{i}") for i, row in enumerate(rows, 1)]

@@ -28,6 +28,7 @@ from psigrad.config.nested import flatten
 from psigrad.errors import UserError
 from psigrad.intervals import over_seeds
 from psigrad.language.recipes import evaluate, online_settings, running
+from psigrad.paths import absolute, claim
 from psigrad.processes.proc import die_with_parent
 from psigrad.records.row_lines import read_steps, replace_file
 from psigrad.records.rows import parse_row
@@ -57,8 +58,8 @@ def run(comparison: Comparison) -> Path:
     `UserError` on mistakes of the user, where the folder holds results of other settings, and where a run failed.
     """
     check(comparison)
-    folder = Path(comparison.config.run.output_dir or "runs/compare")
-    (folder / "settings").mkdir(parents=True, exist_ok=True)
+    folder = claim(absolute(comparison.config.run.output_dir or "runs/compare"), "compare")
+    (folder / "settings").mkdir(exist_ok=True)
     if "kto" in comparison.methods:  # it learns from each answer by itself
         write_jsonl(folder / UNPAIRED, preferences.split_pairs(read_jsonl(comparison.pairs)))
     jobs = list_jobs(comparison)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError
+from psigrad.paths import absolute
 from psigrad.records.read import show_number
 from psigrad.records.report.html import Cell, Table, render, save
 from psigrad.records.run_folder import REPLAYS, to_line
@@ -23,12 +24,12 @@ def write(replay: Any, output: str = "") -> Path:
     `UserError` where they cannot be written.
     """
     others = "".join(f"-{re.sub(r'[^a-z0-9]+', '_', name)}" for name in list(replay.methods)[1:])
-    target = Path(output) if output else Path(replay.run) / REPLAYS / f"step-{replay.step:08d}{others[:80]}.html"
+    target = absolute(output) if output else Path(replay.run) / REPLAYS / f"step-{replay.step:08d}{others[:80]}.html"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"The page cannot be written to {target}: {error.strerror}; name another file as --output.") from error
-    save(to_line(vars(replay)).decode(), target.with_suffix(".json"))
+    save(to_line(vars(replay)).decode(), target.with_suffix(".json"), b'"methods": ')
     return save(page(replay), target)
 
 

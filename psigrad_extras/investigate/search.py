@@ -15,6 +15,7 @@ from psigrad import extras, redaction
 from psigrad.config.nested import read_value
 from psigrad.errors import UserError
 from psigrad.intervals import over_seeds
+from psigrad.paths import absolute, claim
 from psigrad.processes.proc import die_with_parent
 from psigrad.records.rows import headline, number
 from psigrad.runs import session
@@ -67,7 +68,8 @@ def run(
     `metric` is the held-out figure (empty: the headline of the report); the direction is "minimize" for a loss unless it is
     given. A trial that fails is counted. Raises `UserError` if the first trial fails, and if the folder has another sweep.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = absolute(folder)
+    claim(folder, "sweep")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     direction = direction or ("minimize" if metric.removesuffix("/mean").endswith("loss") else "maximize")
     place = f"sqlite:///{folder / 'sweep.db'}"

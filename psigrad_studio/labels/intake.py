@@ -12,7 +12,7 @@ from sqlalchemy import delete, insert, select
 from sqlalchemy.orm import Session
 
 from psigrad import seeds
-from psigrad.records.read import escape
+from psigrad.redaction import escape
 from psigrad_studio.labels import completion_groups, people
 from psigrad_studio.labels.completion_groups import PromptGroup
 from psigrad_studio.labels.database import Database, now, reads, writes

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from psigrad.records.read import escape
 from psigrad.records.read import show_number as _shown
 from psigrad.records.rows import number
+from psigrad.redaction import escape
 
 Row = Mapping[str, Any]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from psigrad.records.read import escape
 from psigrad.records.rows import number, parse_row
 from psigrad.records.run_folder import REPLAYS
+from psigrad.redaction import escape
 from psigrad_studio.runs.files import content
 from psigrad_studio.runs.tokens import finite
 

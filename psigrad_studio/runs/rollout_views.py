@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError
-from psigrad.records.read import escape
 from psigrad.records.rows import number
+from psigrad.redaction import escape
 from psigrad_studio.labels.completion_groups import ROLLOUT
 from psigrad_studio.runs.advantage_notes import explained, group_said
 from psigrad_studio.runs.rollout_index import RolloutIndex, RolloutQuery

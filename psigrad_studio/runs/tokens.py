@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from psigrad.records.read import escape
 from psigrad.records.rows import number, parse_row
+from psigrad.redaction import escape
 from psigrad_studio.runs.files import content
 
 MOST_TOKENS = 2000

@@ -360,7 +360,7 @@ def test_a_file_where_a_model_is_expected_is_named_at_once(tmp_path, monkeypatch
     (tmp_path / "weights").write_text("nothing")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "one", "completion": "two"}\n')
     assert cli.main(["sft", "--model", "weights", "--dataset", "rows.jsonl", "--output-dir", "run"]) == 2
-    assert "'weights' is a file; give the folder of a model" in capsys.readouterr().err
+    assert "weights' is a file; give the folder of a model" in capsys.readouterr().err
 
 
 def test_a_reward_model_says_that_rewards_are_for_others(capsys):

@@ -21,7 +21,7 @@ from psigrad.control.environments.collector import ActionLog
 from psigrad.control.methods.trainer import Trainer
 from psigrad.errors import UserError
 from psigrad.records import checkpoint, run_folder
-from psigrad.runs.journal import Stopped
+from psigrad.runs.survival import Stopped
 
 # Lines of several iterations, most of which end in the middle of episodes.
 METHODS = {

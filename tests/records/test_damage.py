@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -88,6 +89,71 @@ def test_rows_that_are_missing_are_told(cut, tmp_path, capsys):
     assert taken_back(tmp_path / "run", 10, 10) == (lines[:left], b"")
     assert events(tmp_path / "run", "rows_missing") == [{"file": "metrics.jsonl", "rows": 10 - left}]
     assert f"metrics.jsonl lacks {10 - left} of its 10 rows" in capsys.readouterr().err
+
+
+VANISH = {
+    "deleted": lambda file: file.unlink(),
+    "replaced": lambda file: os.replace(shutil.copy(file, file.with_suffix(".copy")), file),
+    "replaced by another": lambda file: (file.unlink(), file.write_text('{"step": 7}\n')),
+}
+
+
+@pytest.mark.parametrize("name", ["metrics", "rollouts", "events"])
+@pytest.mark.parametrize("way", VANISH)
+def test_a_file_of_rows_that_vanishes_during_a_run_is_written_again(way, name, tmp_path):
+    path = tmp_path / "run"
+    with RunFolder.open(path, CONFIG) as folder:
+        for step in range(1, 7):
+            folder.event("started", step=step)
+            folder.metrics({"step": step})
+            folder.rollouts([{"step": step}])
+            if step == 3:
+                VANISH[way](path / f"{name}.jsonl")
+            if step == 4:
+                folder.flush()
+    for rows in ("metrics", "rollouts"):
+        found = [json.loads(line)["step"] for line in (path / f"{rows}.jsonl").read_bytes().splitlines()]
+        assert found == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in events(path, "started")] == [1, 2, 3, 4, 5, 6]
+    assert events(path, "rows_restored") == [{"file": f"{name}.jsonl"}]
+    assert (path / f"{name}.jsonl.replaced").exists() == (way != "deleted")
+
+
+def test_rows_that_are_cut_off_during_a_run_are_told(tmp_path, capsys):
+    path = tmp_path / "run"
+    with RunFolder.open(path, CONFIG) as folder:
+        for step in range(1, 7):
+            folder.metrics({"step": step})
+            if step == 4:
+                os.truncate(path / "metrics.jsonl", 25)  # a byte of the third of rows of 12 bytes
+                folder.flush()
+        assert folder.rows["metrics"] == 4
+    found = [json.loads(line)["step"] for line in (path / "metrics.jsonl").read_bytes().splitlines()]
+    assert found == [1, 2, 5, 6] and events(path, "rows_missing") == [{"file": "metrics.jsonl", "rows": 2}]
+    assert "metrics.jsonl was shortened and lacks 2 rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("way", ["moved", "deleted", "another"])
+def test_a_folder_that_is_moved_during_a_run_stops_it_at_the_next_save(way, tmp_path):
+    path = tmp_path / "run"
+    with pytest.raises(RunFolderError, match="was moved or deleted during the run"), RunFolder.open(path, CONFIG) as folder:
+        folder.event("started", step=0)
+        os.rename(path, tmp_path / "elsewhere")
+        if way == "deleted":
+            shutil.rmtree(tmp_path / "elsewhere")
+        if way == "another":
+            path.mkdir()
+        folder.flush()
+    assert path.exists() == (way == "another") and not (way == "another" and any(path.iterdir()))
+
+
+def test_negative_control_a_folder_that_stays_is_left_alone(tmp_path):
+    written(tmp_path / "run")
+    with RunFolder.open(tmp_path / "run", CONFIG) as folder:
+        folder.rewind(8)
+        folder.flush()
+        folder.save_model(lambda beside: beside.mkdir())
+    assert not events(tmp_path / "run", "rows_restored") and not events(tmp_path / "run", "rows_missing")
 
 
 def test_a_whole_last_row_without_its_line_end_stays(tmp_path):

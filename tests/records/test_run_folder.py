@@ -219,7 +219,7 @@ def test_a_checkpoint_of_a_newer_psigrad_is_not_passed_over_but_refused(tmp_path
 
 def test_a_folder_of_something_else_is_refused_and_untouched(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(RunFolderError, match="holds files but is not a run folder"), RunFolder.open(tmp_path, CONFIG):
+    with pytest.raises(UserError, match="holds files that this command did not write"), RunFolder.open(tmp_path, CONFIG):
         pass
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
@@ -261,8 +261,10 @@ def test_a_kill_at_any_moment_of_the_opening_leaves_a_folder_that_opens(tmp_path
 
 
 def test_a_damaged_config_is_one_sentence(tmp_path):
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(RunFolderError, match=r"config\.json is damaged"), RunFolder.open(tmp_path, CONFIG):
+    with RunFolder.open(tmp_path / "run", CONFIG) as folder:
+        folder.event("started", step=0)
+    (tmp_path / "run" / "config.json").write_text("{")
+    with pytest.raises(RunFolderError, match=r"config\.json is damaged"), RunFolder.open(tmp_path / "run", CONFIG):
         pass
 
 

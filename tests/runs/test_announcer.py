@@ -31,7 +31,7 @@ def test_rewards_that_do_not_differ_are_told_once(job, tmp_path, capsys):
 
 
 def test_negative_control_a_sound_run_is_quiet(tmp_path, capsys):
-    with RunFolder.open(tmp_path / "run", {}) as folder:
+    with RunFolder.open(tmp_path / "run", {"recipe": "sft"}) as folder:
         journal = Journal(folder, announcer=Announcer(folder))
         for step in range(1, 60):
             journal.metrics(step, {"reward": step / 60, "reward_std": 0.3, "frac_reward_zero_std": 0.1, "grad_norm": 1.0})
@@ -42,7 +42,7 @@ def test_negative_control_a_sound_run_is_quiet(tmp_path, capsys):
 def test_a_run_that_goes_on_is_told_of_nothing_twice(before, tmp_path, capsys):
     flat = {"reward": 1.0, "reward_std": 0.0}
     for steps in (range(1, before + 1), range(before + 1, 12)):
-        with RunFolder.open(tmp_path / "run", {}) as folder:
+        with RunFolder.open(tmp_path / "run", {"recipe": "sft"}) as folder:
             journal = Journal(folder, announcer=Announcer(folder))
             for step in steps:
                 journal.metrics(step, flat)
@@ -52,7 +52,7 @@ def test_a_run_that_goes_on_is_told_of_nothing_twice(before, tmp_path, capsys):
 @pytest.mark.parametrize("leaps", [2, 3])
 def test_a_leap_of_the_gradient_is_told_when_it_comes_again_and_again(leaps, tmp_path, capsys):
     at = (30, 90, 150)[:leaps]
-    with RunFolder.open(tmp_path / "run", {}) as folder:
+    with RunFolder.open(tmp_path / "run", {"recipe": "sft"}) as folder:
         journal = Journal(folder, announcer=Announcer(folder))
         for step in range(1, 200):
             journal.metrics(step, {"reward": 0.5, "reward_std": 0.3, "grad_norm": 30.0 if step in at else 1.0})

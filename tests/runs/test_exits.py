@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
+import fcntl
 import json
 import os
+import signal
+import subprocess
 import sys
+import termios
+import threading
+import time
 
 import gymnasium as gym
+import psutil
 import pytest
 
-from psigrad import cli
+from psigrad.__main__ import start
 from psigrad.control import builder, run
 from psigrad.errors import UserError
-from psigrad.runs.session import no_way_out
 
 
 class Leaving(gym.Env):
@@ -62,21 +66,117 @@ def status_of(work):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+# Code of the user in a command -> the exit status of the process.
 WAYS = {
-    "os._exit(0)": lambda: os._exit(0),
-    "os._exit(status=0)": lambda: os._exit(status=0),
-    "os.execv": lambda: os.execv("/bin/true", ["true"]),
-    "os.execvp": lambda: os.execvp("true", ["true"]),
+    "os._exit(0)": 1,
+    "from os import _exit; _exit(0)": 1,
+    "posix._exit(0)": 1,
+    "posix.execv('/bin/true', ['true'])": 1,
+    "os.execvp('true', ['true'])": 1,
+    "raise SystemExit(0)": 1,
+    "raise type('Other', (SystemExit,), {})(0)": 1,
+    "signal.signal(signal.SIGALRM, lambda *_: sys.exit(0)); signal.alarm(1); time.sleep(30)": 1,
+    "signal.signal(signal.SIGALRM, lambda *_: posix._exit(0)); signal.alarm(1); time.sleep(30)": 1,
+    "threading.Timer(0.1, posix._exit, (0,)).start(); time.sleep(30)": 1,
+    "atexit.register(posix._exit, 0); raise ValueError": 1,
+    "atexit.register(posix._exit, 0); return 2": 2,
+    "weakref.finalize(work, posix._exit, 0); raise ValueError": 1,
+    "threading._register_atexit(posix._exit, 0); raise ValueError": 1,
+    "os.fork() or posix._exit(0); posix.execv('/bin/true', ['true'])": 1,
+    "os.kill(os.getpid(), signal.SIGKILL)": -signal.SIGKILL,
+    "signal.raise_signal(signal.SIGSEGV)": -signal.SIGSEGV,
+    "return 3": 3,
+    "os.fork() or posix._exit(0); return 0": 0,
+    "atexit.register(posix._exit, 0); return 0": 0,
 }
+SUPERVISED = """
+import atexit, os, posix, signal, sys, threading, time, weakref
+from psigrad.runs.survival import StopSignal, supervise
+
+def stops():
+    with StopSignal() as stop:
+        print("at work", os.getpid(), flush=True)
+        while not stop.requested:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        return 128 + stop.number
+
+def work():
+    {way}
+
+sys.exit(supervise(work))
+"""
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("at_once", [False, True], ids=["step", "made"])
-def test_an_environment_that_ends_the_process_does_not_end_it_well(way, at_once, tmp_path):
-    assert status_of(lambda: run.run(settings(lambda: Leaving(WAYS[way], at_once), tmp_path / "run"))) == 1
-    if not at_once:
-        last = last_event(tmp_path / "run")
-        assert last["kind"] == "failed" and "before the run was finished" in last["reason"]
+def test_status_0_means_that_the_command_returned_it(way):
+    done = subprocess.run([sys.executable, "-c", SUPERVISED.format(way=way)], capture_output=True, timeout=60, check=False)
+    assert done.returncode == WAYS[way]
+    assert (b"before the command was finished" in done.stderr) == (done.returncode == 1)
+
+
+@pytest.fixture
+def stops():
+    """A supervised command with a terminal of its own, which stops when it is asked: (process, its child, the terminal)."""
+    terminal, inner = os.openpty()
+
+    def lead():
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    command = [sys.executable, "-c", SUPERVISED.format(way="return stops()")]
+    with subprocess.Popen(command, stdin=inner, stdout=subprocess.PIPE, preexec_fn=lead) as process:
+        os.close(inner)
+        yield process, int(process.stdout.readline().split()[-1]), terminal
+        process.kill()
+    os.close(terminal)
+
+
+@pytest.mark.parametrize(
+    ("send", "number"),
+    [
+        (lambda process, child, terminal: process.send_signal(signal.SIGTERM), signal.SIGTERM),
+        (lambda process, child, terminal: process.send_signal(signal.SIGINT), signal.SIGINT),
+        (lambda process, child, terminal: os.kill(child, signal.SIGTERM), signal.SIGTERM),
+        (lambda process, child, terminal: os.killpg(process.pid, signal.SIGTERM), signal.SIGTERM),
+        (lambda process, child, terminal: os.write(terminal, b"\x03"), signal.SIGINT),
+    ],
+    ids=["SIGTERM", "SIGINT", "SIGTERM to the child", "SIGTERM to the group", "Ctrl-C"],
+)
+def test_a_signal_reaches_the_run_once_however_it_is_sent(send, number, stops):
+    send(*stops)
+    assert stops[0].wait(60) == 128 + number
+
+
+def test_a_second_ctrl_c_interrupts_at_once(stops):
+    process, _, terminal = stops
+    os.write(terminal, b"\x03")
+    time.sleep(0.4)
+    os.write(terminal, b"\x03")
+    assert process.wait(60) == -signal.SIGINT, "Python ends so by a KeyboardInterrupt"
+
+
+def test_a_run_ends_with_its_parent(stops):
+    process, child, _ = stops
+    process.kill()
+    process.wait()
+    end = time.monotonic() + 5.0
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+POSIX = ("posix._exit(0)", "posix.execv('/bin/true', ['true'])", "atexit.register(posix._exit, 0); 1 / 0")
+
+
+@pytest.mark.parametrize("way", [*POSIX, ""])
+def test_a_callback_that_leaves_the_command_line_does_not_end_it_well(way, tmp_path):
+    callback = "import atexit, posix\n\nclass Leaves:\n    def on_step_end(self, *given, **more):\n        {way}\n"
+    (tmp_path / "leaves.py").write_text(callback.format(way=way or "pass"))
+    small = "--n-steps 16 --n-envs 1 --total-timesteps 32 --batch-size 16 --eval-episodes 0 --no-report --env CartPole-v1"
+    words = ["control", "ppo", *small.split(), "--callbacks", "leaves.py:Leaves", "--output-dir", "run"]
+    done = subprocess.run([sys.executable, "-m", "psigrad", *words], cwd=tmp_path, capture_output=True, timeout=300, check=False)
+    assert (done.returncode == 0) == (way == "") == (tmp_path / "run" / "model").is_dir(), done.stderr
 
 
 @pytest.mark.parametrize("code", [0, None, "as text"])
@@ -94,9 +194,7 @@ class Ends:
 
 
 @pytest.mark.parametrize("event", ["on_train_begin", "on_step_end", "on_train_end"])
-def test_a_callback_that_ends_the_process_does_not_end_it_well(event, tmp_path):
-    config = settings(lambda: Leaving(lambda: None), tmp_path / "run", callbacks=(Ends(event, lambda: os._exit(0)),))
-    assert status_of(lambda: run.run(config)) == 1
+def test_sys_exit_in_a_callback_is_a_mistake_in_a_sentence(event, tmp_path):
     config = settings(lambda: Leaving(lambda: None), tmp_path / "run", callbacks=(Ends(event, lambda: sys.exit(0)),))
     with pytest.raises(UserError):
         run.run(config)
@@ -116,34 +214,16 @@ def test_a_callback_that_ends_the_process_does_not_end_it_well(event, tmp_path):
         "control ppo --env {leaves}:f",
     ],
 )
-def test_a_module_that_ends_the_process_where_it_is_imported_does_not_end_it_well(words, job, tmp_path):
+def test_a_module_that_ends_the_process_where_it_is_imported_does_not_end_it_well(words, job, tmp_path, monkeypatch):
     """Whatever a command is given by name: it is imported once here, before a run has a folder."""
     leaves = tmp_path / "leaves.py"
     leaves.write_text("import os\nos._exit(0)\n\ndef f(*given, **also): return 0.0\n")
     model = f"--model {job / 'base'} --dataset {job / 'train.jsonl'}"
     model += "" if words.startswith("eval") else f" --output-dir {tmp_path / 'run'}"
     given = words.format(model=model, leaves=leaves, rows=job / "train.jsonl").split()
-    assert status_of(lambda: cli.main(given)) == 1
-
-
-def at_exit(work):
-    """The exit status of a Python that does the work, whose exit handlers are then called, one of which is `os._exit(0)`."""
-
-    def ends():
-        atexit._clear()
-        atexit.register(lambda: os._exit(0))
-        with contextlib.suppress(UserError):
-            work()
-        atexit._run_exitfuncs()
-        os._exit(7)
-
-    return status_of(ends)
-
-
-def test_an_exit_handler_of_a_simulator_does_not_end_a_failed_run_well(tmp_path):
-    failing = settings(lambda: Leaving(lambda: 1 / 0), tmp_path / "run")
-    assert at_exit(lambda: run.run(failing)) == 1
-    assert at_exit(lambda: run.run(settings(lambda: Leaving(lambda: None), tmp_path / "other"))) == 0
+    monkeypatch.setattr(sys, "argv", ["psigrad", *given])
+    monkeypatch.setattr(threading, "active_count", lambda: 1)  # whatever tests before have started
+    assert status_of(lambda: os._exit(start())) == 1
 
 
 def test_a_reader_of_the_output_who_leaves_ends_no_run(tmp_path, monkeypatch):
@@ -158,16 +238,6 @@ def test_a_reader_of_the_output_who_leaves_ends_no_run(tmp_path, monkeypatch):
         run.run(settings(lambda: Leaving(lambda: None), tmp_path / "run", progress=True))
         assert sys.stdout is stream
     assert last_event(tmp_path / "run")["kind"] == "finished" and (tmp_path / "run" / "model").is_dir()
-
-
-def test_a_fork_ends_as_it_likes_and_all_is_as_before_behind_the_block():
-    before = os._exit, os.execv, os.execve
-    with no_way_out():
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0)
-        assert os.waitpid(pid, 0)[1] == 0
-    assert (os._exit, os.execv, os.execve) == before
 
 
 def test_negative_control_an_environment_that_plays_leaves_a_model(tmp_path):

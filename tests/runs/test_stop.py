@@ -12,7 +12,8 @@ import pytest
 from tiny_jobs import forked
 
 from psigrad.records.run_folder import RunFolder
-from psigrad.runs.journal import Interrupted, Journal, StopSignal
+from psigrad.runs.journal import Journal
+from psigrad.runs.survival import Interrupted, StopSignal
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT]
 

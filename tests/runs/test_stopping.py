@@ -16,7 +16,7 @@ from psigrad.language.rewards.reward_pool import PoolScoring
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.optim import Optimizer
 from psigrad.records import checkpoint
-from psigrad.runs.journal import Stopped
+from psigrad.runs.survival import Stopped
 
 PHASES = {
     "start": (LanguageModel, "trainable", 1),

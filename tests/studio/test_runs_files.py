@@ -230,7 +230,7 @@ def _state(run: Path) -> str:
 
 
 def test_a_running_run_that_falls_silent_is_said_so(tmp_path):
-    with RunFolder.open(tmp_path / "run", {}) as folder:
+    with RunFolder.open(tmp_path / "run", {"recipe": "sft"}) as folder:
         folder.event("started", step=0)
         folder.metrics(figures(1))
         history = History(tmp_path / "run")
@@ -324,7 +324,7 @@ def test_searching_filtering_and_order(tmp_path):
 
 
 def test_an_index_follows_a_run_that_goes_back(tmp_path):
-    with RunFolder.open(tmp_path / "run", {}) as folder:
+    with RunFolder.open(tmp_path / "run", {"recipe": "sft"}) as folder:
         folder.rollouts([rollout(s, s, k) for s in range(1, 5) for k in range(2)])
         index = RolloutIndex(tmp_path / "run")
         index.read()

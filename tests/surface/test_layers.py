@@ -21,7 +21,7 @@ ROOMS = (
     *("runs", "records.report", "records", "language.rollout", "language.rewards", "processes.workers", "processes.sandbox"),
     *("language.models", "language.data", "kernels", "optim", "processes.parallel", "config", "objective", "tabular"),
 )
-LEAVES = ("cache_folder", "compiled", "errors", "extras", "importing", "intervals", "redaction", "seeds")
+LEAVES = ("cache_folder", "compiled", "errors", "extras", "importing", "intervals", "paths", "redaction", "seeds")
 # Kernels are a plug-in: only models, whose fused decoder is made of them, import them. All others ask `compiled`.
 ALLOWED = {room: {*ROOMS[i:], *LEAVES} - ({"tabular", "kernels"} - {room}) for i, room in enumerate(ROOMS)}
 ALLOWED["language.models"] |= {"kernels"}
@@ -47,8 +47,8 @@ ALLOWED |= {
 # Where the core reaches a room of other libraries' words; the packages beside psigrad it reaches by `extras.py` alone. The
 # sampler's cache is laid out as the kernels read it.
 HOOKS = {"config/load.py": {"compat"}, "language/rollout/samplers/cache.py": {"kernels"}}
-ALLOWED |= {leaf: {leaf} for leaf in LEAVES} | {"importing": {"importing", "errors"}, "extras": {"extras", "errors"}}
-ALLOWED |= {"": {*ROOMS, *LEAVES, ""}, "__main__": {"cli"}, "language": set(), "processes": set()}
+ALLOWED |= {leaf: {leaf} for leaf in LEAVES} | {leaf: {leaf, "errors", "paths"} for leaf in ("importing", "extras", "paths")}
+ALLOWED |= {"": {*ROOMS, *LEAVES, ""}, "__main__": {"cli", "runs"}, "language": set(), "processes": set()}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 MODULES_BESIDE = sorted(path for name in BESIDE for path in (ROOT / name).rglob("*.py"))

@@ -19,5 +19,5 @@ def test_the_snippets_run(tmp_path, monkeypatch):
     source = "\n".join(snippets).replace("MODEL", str(job / "base"))
     names: dict = {}
     exec(compile(source, str(PAGE), "exec"), names)
-    assert names["result"].folder == Path("runs/second")
+    assert names["result"].folder == Path("runs/second").absolute()
     assert (tmp_path / "runs" / "third" / "model").is_dir()

@@ -40,6 +40,8 @@ def read_named(dataset: str, split: str, *, streaming: bool = False, single: Seq
         raise UserError("The dataset name is empty; give a JSONL, JSON, Parquet or CSV file, a folder of them, or a hub name.")
     if is_folder:
         return part.take(_folder(path, part, single))
+    if exists and not path.is_file():  # a pipe or a device may never end
+        raise UserError(f"The dataset {show(dataset)} is no regular file; give a file, a folder or a hub name.")
     if exists:
         _check_single(part, path.name, split_of(path.stem), single)
         return part.take(read_file(path, path.name))

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from psigrad.errors import UserError, kind_of, reason_of
 from psigrad.language.models.backbone import DTYPES, dropouts_of, read_tokenizer, write
 from psigrad.language.models.lora import is_adapter, read_adapter_config, without_peft_warning
+from psigrad.paths import find_absolute
 from psigrad.processes.parallel.world import World
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ def take_objects(model: Any, tokenizer: Any) -> GivenModel | None:
             )
     if isinstance(tokenizer, str | os.PathLike):
         try:
-            tokenizer = read_tokenizer(tokenizer)
+            tokenizer = read_tokenizer(find_absolute(os.fspath(tokenizer)))
         except (OSError, ValueError) as error:
             raise UserError(
                 f"No tokenizer could be loaded from {os.fspath(tokenizer)!r} ({reason_of(error)}); give tokenizer= as an "

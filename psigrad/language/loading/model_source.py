@@ -26,7 +26,7 @@ from psigrad.config import Model
 from psigrad.errors import UserError, nearest, reason_of
 from psigrad.language.data.named_datasets import go_offline_without_network
 from psigrad.language.data.templates import stop_token_ids
-from psigrad.language.models.backbone import read_tokenizer, save_pretrained, without_bars, write
+from psigrad.language.models.backbone import LOADING_ERRORS, read_tokenizer, save_pretrained, without_bars, write
 from psigrad.language.models.coded_linear import CODED_BASE
 from psigrad.language.models.fused.gguf_weights import WEIGHTS, ends_in, has_head
 from psigrad.language.models.language_model import load
@@ -163,7 +163,7 @@ def load_tokenizer(path: str) -> Any:
         go_offline_without_network()
     try:
         return read_tokenizer(path)
-    except (OSError, ValueError) as error:
+    except LOADING_ERRORS as error:
         raise UserError(
             f"The tokenizer of {path!r} cannot be read ({reason_of(error)}); name a model's folder or a hub model."
         ) from error
@@ -232,7 +232,7 @@ def _is_model(folder: Path) -> bool:
     """Whether it has an adapter, or a configuration that names its kind of model, as the settings of a run do not."""
     try:
         return is_adapter(folder) or "model_type" in json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
 
 

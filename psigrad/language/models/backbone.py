@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 # What transformers raises for a folder or a name that is no model.
 LOADING_ERRORS = (
-    *(OSError, ValueError, KeyError, RuntimeError, AttributeError, ImportError),
-    *(SafetensorError, pickle.UnpicklingError, EOFError),
+    *(OSError, ValueError, KeyError, RuntimeError, AttributeError, ImportError, TypeError, ArithmeticError),
+    *(StrictDataclassError, SafetensorError, pickle.UnpicklingError, EOFError),
 )
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 

@@ -13,7 +13,7 @@ from psigrad import __version__, extras, redaction, seeds
 from psigrad.config import EvalConfig, OnlineConfig, SampleConfig
 from psigrad.config.fields import idle
 from psigrad.config.sections import columns_of
-from psigrad.errors import UserError, check_output
+from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.reward_view import score
@@ -32,6 +32,7 @@ from psigrad.language.rollout.episodes.episodes import Player
 from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.scoring import explain_unscored
 from psigrad.language.rollout.types import Trajectory
+from psigrad.paths import check_output
 from psigrad.records.pins import identify_data, identify_model
 from psigrad.records.read import prompt_text
 from psigrad.records.run_folder import to_line

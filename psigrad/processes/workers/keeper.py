@@ -1,7 +1,7 @@
 """The process above a worker: everything that the user's code starts is below it, and ends with the worker, however that ends.
 
-A child may leave its session and empty its environment; it can't leave the tree, as whoever loses its parent becomes the keeper's
-(PR_SET_CHILD_SUBREAPER of Linux).
+A child may leave its session and empty its environment. It can't leave the tree: an orphan becomes the keeper's child
+(PR_SET_CHILD_SUBREAPER of Linux). The keeper reaps it when it ends, or its process id would stay taken while the worker lives.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import resource
 import signal
 import time
 from pathlib import Path
 
-from psigrad.processes.proc import die_with_parent, stat_of
+from psigrad.processes.proc import die_with_parent, end_by, stat_of
 
 _DEATH_SIGNAL, _SUBREAPER = 1, 36
 # Seconds in which what a worker left behind must have ended.
@@ -49,18 +48,23 @@ def keep(parent: int) -> None:
     os.closerange(3, 1 << 16)
     end_without_parent()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-    os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)  # not reaped: its number is its own until here
+    _reap_until(worker)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     status = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
     _end_all()
     if status < 0:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with contextlib.suppress(OSError):
-            signal.signal(-status, signal.SIG_DFL)
-        os.kill(own, -status)
+        end_by(-status)
     os._exit(max(0, status))
+
+
+def _reap_until(worker: int) -> None:
+    """Wait for the worker, and reap every orphan that ends before it.
+
+    The worker itself is not reaped: until then no other process can get its number, which the signal handlers kill.
+    """
+    while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) and ended.si_pid != worker:
+        os.waitpid(ended.si_pid, 0)
 
 
 def _end_all() -> None:

@@ -13,16 +13,13 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack
 
 from psigrad.errors import UserError
-from psigrad.processes.proc import began
 from psigrad.processes.sandbox import Enclosure, cgroup
 from psigrad.processes.workers import child
 from psigrad.processes.workers.shipping import homes, pack
@@ -32,8 +29,6 @@ from psigrad.redaction import SECRET_NAME
 START_LIMIT = 120.0
 # Seconds in which a keeper must have ended what its worker started.
 KEEPER_LIMIT = 10.0
-# The environment variable by whose value all that a worker has started is known.
-MARK = "PSIGRAD_WORKER"
 # Bytes of one worker's output that are shown.
 SHOWN = 1 << 18
 # Variables that programs need to find their files, and no secrets.
@@ -63,7 +58,8 @@ class Worker:
 
     `service(payload)` is called in the worker and gives the function that answers. `homes` are files of modules that a fresh
     process does not find by name. `memory` limits its data in bytes (0: no limit), `variables` are environment variables that it
-    gets besides the usual ones. It runs in the `enclosure`, where one is given. It must be ready within `start_limit` seconds.
+    gets besides the usual ones. It starts in `folder` and runs in the `enclosure`, where one is given. It must be ready within
+    `start_limit` seconds.
 
     Pipes never block: a worker that was stopped in the middle of reading or writing is late like any other.
     """
@@ -79,11 +75,12 @@ class Worker:
         variables: Sequence[str] = (),
         enclosure: Enclosure | None = None,
         start_limit: float = START_LIMIT,
+        folder: str | None = None,
     ) -> None:
         request_read, self._requests = os.pipe()
         self._responses, response_write = os.pipe()
         printed, print_write = os.pipe()
-        self._mark, self._name, self._number = uuid.uuid4().hex, name, 0
+        self._name, self._number = name, 0
         prefix, given = enclosure.line() if enclosure else ([], [])
         self._kept = enclosure is None
         # an enclosure ends whole, with its first process
@@ -95,7 +92,8 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=print_write,
                 stderr=print_write,
-                env={**pick_variables(variables), MARK: self._mark},
+                env=pick_variables(variables),
+                cwd=folder,
                 start_new_session=True,
             )
         except OSError:  # such as no memory for a fork: a pool tries again, and would run out of descriptors too
@@ -178,7 +176,6 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         status = self.process.wait()
-        _kill_marked(self._mark)
         cgroup.sweep()
         _close(self._requests, self._responses)
         return f"signal {-status}" if status < 0 else f"exit status {status}"
@@ -215,26 +212,6 @@ def _forward(descriptor: int, name: str) -> None:
                 if left <= 0:
                     text = f"\npsigrad: {name} prints more than {SHOWN >> 10} KiB; the rest is dropped"
                     print(text, file=sys.stderr, flush=True)
-
-
-def _kill_marked(mark: str) -> None:
-    """Kill every process with this mark, until none is left. Without /proc (macOS) nothing is found."""
-    wanted = f"{MARK}={mark}".encode()
-    for _ in range(20):  # one that forks while it is looked for is found the next time
-        if not (found := _find_marked(wanted)):
-            return
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def _find_marked(wanted: bytes) -> list[int]:
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if wanted in (folder / "environ").read_bytes().split(b"\0") and began(int(folder.name)):
-                found.append(int(folder.name))
-    return found
 
 
 C = TypeVar("C")
@@ -332,7 +309,7 @@ class WorkerPool(Generic[C]):
     ) -> None:
         self.timeout = timeout
         self._decode, self._what, self._error = decode, what, error
-        each: Any = {"memory": int(memory_gb * 1e9), "variables": tuple(variables), "enclosure": enclosure}
+        each: Any = {"memory": int(memory_gb * 1e9), "variables": tuple(variables), "enclosure": enclosure, "folder": os.getcwd()}
         self._start = partial(Worker, service, payload, homes, name=f"the worker of the {what}", **each)
         self._places: list[_Place] = []
         self._looked = time.monotonic()

@@ -15,8 +15,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from psigrad.errors import UserError
+from psigrad.paths import absolute
 from psigrad.records import run_folder
-from psigrad.records.read import TEXT_LIMIT, RunData, Sample, clip, escape, interval, load_all, show_number
+from psigrad.records.read import TEXT_LIMIT, RunData, Sample, clip, interval, load_all, show_number
 from psigrad.records.report import plots
 from psigrad.records.report.facts import describe_method, facts, format_time, overrides
 from psigrad.records.report.verdict import verdict, watched
@@ -25,6 +26,7 @@ from psigrad.records.rows import number
 from psigrad.records.signals import SIGNAL_BY_NAME, name_of
 from psigrad.records.warnings import BY_NAME as RULES
 from psigrad.records.warnings import Alert
+from psigrad.redaction import escape
 
 SAMPLES, AT_ONCE = 24, 6
 _ELSEWHERE = ("time", "kind", "command", "machine", "traceback")  # what the page says of an event in a place of its own
@@ -84,12 +86,17 @@ def write(folders: str | Path | Sequence[str | Path], output: str | Path | None 
     runs = load_all([folders] if isinstance(folders, str | Path) else folders)
     if not runs:
         raise UserError("No run was named; give the output_dir of one or more runs.")
-    return save(page(runs), Path(output) if output else (runs[0].path if len(runs) == 1 else Path()) / "report.html")
+    return save(page(runs), absolute(output) if output else (runs[0].path if len(runs) == 1 else Path()) / "report.html")
 
 
-def save(content: str, target: Path) -> Path:
-    """Write a page, whole or not at all. Raises `UserError` where it cannot be written."""
+def save(content: str, target: Path, mark: bytes = b'name="generator" content="psigrad"') -> Path:
+    """Write a page, whole or not at all. A file at `target` is replaced only if it has the `mark` of an earlier page.
+
+    Raises `UserError` if the page cannot be written.
+    """
     try:
+        if target.is_file() and (before := target.read_bytes()) and mark not in before:
+            raise UserError(f"{target} exists and is not a page of psigrad; name another file as the output.")
         replace_file(target, [content.encode("utf-8", "backslashreplace")], f".{os.getpid()}")
     except OSError as error:
         why = error.strerror or error

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from psigrad.records.read import RunData, escape, kind_of, show_number
+from psigrad.records.read import RunData, kind_of, show_number
 from psigrad.records.rows import number
 from psigrad.records.signals import SIGNALS, Signal
+from psigrad.redaction import escape
 
 # Okabe and Ito (2008): colours that colour-blind readers tell apart. The page swaps in lighter ones in the dark.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")

@@ -11,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from psigrad.records import checkpoint, run_folder
-from psigrad.records.read import RunData, escape, interval, load, prompt_text, show_number
+from psigrad.records.read import RunData, interval, load, prompt_text, show_number
 from psigrad.records.report.verdict import verdict
 from psigrad.records.rows import first_and_last
+from psigrad.redaction import escape
 
 
 def fit_line(text: Any, width: int = 60, encoding: str = "utf-8") -> str:

@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from psigrad.errors import UserError, reason_of
 from psigrad.language.loading.model_source import meant
+from psigrad.language.models.backbone import LOADING_ERRORS
 from psigrad.language.models.lora import is_adapted
 from psigrad.language.models.sizes import NAMES, cached_numbers, size
 from psigrad.language.models.towers import towers_of, why_not_text
@@ -80,7 +81,12 @@ def shape_of(path: str, *, local: bool = False) -> Shape:
 
     With `local` a hub name is only looked up among what was downloaded before.
     """
-    return count_shape(config_of(path, local=local))
+    try:
+        return count_shape(config_of(path, local=local))
+    except UserError:
+        raise
+    except LOADING_ERRORS as error:  # sizes that no tensor has
+        raise UserError(f"The configuration of {path!r} describes no model ({reason_of(error)}).") from error
 
 
 @cache
@@ -92,7 +98,7 @@ def config_of(path: str, *, local: bool = False) -> PreTrainedConfig:
     try:
         found: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=local, trust_remote_code=False)
         return found
-    except (OSError, ValueError, KeyError) as error:
+    except LOADING_ERRORS as error:
         reason = reason_of(error)
         raise UserError(f"No model configuration could be read from {path!r} ({reason}); give a folder or a hub name.") from error
 

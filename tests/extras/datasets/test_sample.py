@@ -44,7 +44,7 @@ def test_sampled_rows_are_all_the_best_or_pairs_of_the_same_completions(job, tmp
         group = [row for row in found["all"] if row["prompt"] == pair["prompt"]]
         assert pair["score_chosen"] > pair["score_rejected"]
         assert pair["chosen"] in [row["completion"] for row in group]
-    unscored = sample.run(sample_config(job, tmp_path, "all", reward=()))
+    unscored = sample.run(sample_config(job, tmp_path, "all", reward=(), output=str(tmp_path / "unscored.jsonl")))
     assert unscored.rows == 48
     with pytest.raises(UserError, match="chooses completions by their reward"):
         sample.run(sample_config(job, tmp_path, "best", reward=()))
@@ -128,5 +128,6 @@ def test_pairs_on_the_command_line(tmp_path, capsys):
     assert json.loads(output.read_text()) == {"prompt": "p", "chosen": "b", "rejected": "a", "margin": 1.0}
     for wrong, said in (('{"x": 1}', "has the columns x"), ("[1]", "an object"), ("{", "not JSON")):
         source.write_text(wrong + "\n")
+        output.unlink(missing_ok=True)
         assert cli.main(["pairs", "--dataset", str(source), "--output", str(output)]) == 2
         assert said in capsys.readouterr().err

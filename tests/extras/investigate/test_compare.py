@@ -17,6 +17,7 @@ from psigrad.config import Evaluation, Model, OnlineConfig, Run
 from psigrad.config.methods import declaration, list_declarations
 from psigrad.errors import UserError
 from psigrad.intervals import over_seeds
+from psigrad.paths import claim
 from psigrad.records.report import terminal
 from psigrad_extras.investigate import compare as page
 from psigrad_extras.investigate import comparison as compare
@@ -87,7 +88,7 @@ def test_a_second_call_runs_nothing_again(compared, monkeypatch, capsys):
 def settled(job, folder):
     """A comparison all of whose results are there, as its processes leave them."""
     comparison = Comparison(("rloo", "dpo"), config(job, folder), (0,), str(job / "pairs.jsonl"))
-    (folder / "settings").mkdir()
+    (claim(folder, "compare") / "settings").mkdir()
     for method, seed in compare.list_jobs(comparison):
         found = {"method": method, "seed": seed, "curve": [], "process_seconds": 1.0, **dict.fromkeys(compare.FIGURES, 1.0)}
         (folder / "settings" / f"{method}-{seed}.json").write_text(json.dumps(compare._task(comparison, folder, method, seed)))

@@ -39,7 +39,7 @@ from psigrad.language.recipes import row_encoding, sft
 from psigrad.language.recipes.row_encoding import Encoder, encode_rows, prepare, sum_parts
 from psigrad.language.recipes.row_limits import prepare_answers
 from psigrad.processes.parallel.world import ALONE
-from psigrad.runs.journal import StopSignal
+from psigrad.runs.survival import StopSignal
 
 TURNS = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "b a"}]
 ids = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6)

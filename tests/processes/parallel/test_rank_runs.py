@@ -232,8 +232,9 @@ def started(job: Path, out: Path, *more: str) -> subprocess.Popen[str]:
 
 
 def ranks_of(run: subprocess.Popen[str]) -> dict[bytes, int]:
-    """The process of each rank."""
-    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    """The process of each rank: a child of the launcher, which is the child of the command."""
+    (launcher,) = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     return {Path(f"/proc/{pid}/environ").read_bytes().split(b"\0RANK=")[1][:1]: int(pid) for pid in children}
 
 

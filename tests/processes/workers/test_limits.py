@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from psigrad.language.rewards import RewardPool, RewardSpec, Samples, Unscored
+from psigrad.language.rewards.resolve import resolve
 from psigrad.processes.workers import worker_pool as process
 from psigrad.processes.workers.worker_pool import SHOWN, list_withheld, pick_variables
 
@@ -29,6 +30,12 @@ def alive_with(mark):
         if one.info["cmdline"] and mark in one.info["cmdline"]:
             found.append(one.pid)
     return found
+
+
+def dead_below(pool):
+    """Processes below the workers of a pool that have ended and were not reaped."""
+    below = [one for worker in pool.workers.processes for one in psutil.Process(worker).children(recursive=True)]
+    return [one.pid for one in below if one.status() == psutil.STATUS_ZOMBIE]
 
 
 def gone(mark, seconds=60.0):
@@ -53,7 +60,7 @@ def test_nothing_that_a_reward_started_outlives_it(way, end):
         import time
 
         if way in ("double fork", "nobody's"):
-            env = {"PATH": os.environ["PATH"]} if way == "nobody's" else None  # no mark by which it could be found
+            env = {"PATH": os.environ["PATH"]} if way == "nobody's" else None
             subprocess.run(["sh", "-c", f"setsid sleep {mark} & exit 0"], check=True, env=env)
         else:
             subprocess.Popen(["sleep", mark], start_new_session=way == "session")
@@ -67,8 +74,33 @@ def test_nothing_that_a_reward_started_outlives_it(way, end):
     assert gone(mark, 5.0)
 
 
+@pytest.mark.parametrize("way", ["orphans", pytest.param("programs", marks=pytest.mark.needs("bubblewrap"))])
+def test_no_dead_process_stays_while_the_workers_live(way):
+    """Each orphan and each judged program leaves a process whose parent ended first: 40 of them are no pid in the end."""
+
+    def orphans(completions, **columns):
+        for _ in completions:
+            subprocess.run(["sh", "-c", "sleep 0.01 & exit 0"], check=True)
+        return [1.0] * len(completions)
+
+    count = 40
+    texts = ["```python\nprint(input())\n```"] * count
+    tests = [[{"input": "3", "output": "3"}]] * count
+    spec = RewardSpec("mine", orphans) if way == "orphans" else resolve("code")
+    with RewardPool([spec], timeout=120.0) as pool:
+        for _ in range(2):
+            scoring = pool.begin()
+            scoring.add(Samples(texts, texts, [[1]] * count, columns={"tests": tests}))
+            assert [result.value for result in scoring.results()] == [1.0] * count
+            end = time.monotonic() + 5.0
+            while dead_below(pool) and time.monotonic() < end:
+                time.sleep(0.05)
+            assert dead_below(pool) == []
+        assert all(psutil.Process(worker).is_running() for worker in pool.workers.processes)
+
+
 def test_what_a_reward_started_ends_with_a_trainer_that_was_killed():
-    """Also a child in a session of its own with an emptied environment, which no mark finds."""
+    """Also a child in a session of its own with an emptied environment."""
     mark = f"{8000 + os.getpid() % 1000}.1234"
     code = f"""if True:
         import subprocess, time

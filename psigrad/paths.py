@@ -1,0 +1,121 @@
+"""The paths that a user names: where they lead, and what may be written there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from psigrad.errors import UserError
+
+# Names the command that made a folder which is no run folder, such as that of `psigrad compare`.
+OWNER = ".psigrad"
+_LONGEST_NAME = 255  # bytes, of every file system that matters
+
+
+class TypedPath(str):
+    """An absolute path that is recorded as the user typed it: a project that was moved resumes its runs."""
+
+    typed: str
+
+    def __new__(cls, path: str, typed: str) -> TypedPath:
+        """Return the text `path` that remembers `typed`."""
+        made = super().__new__(cls, path)
+        made.typed = typed
+        return made
+
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
+        return str(self), self.typed
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """Return the path from the root on, `~` expanded. Raises `UserError` for a name that no file system takes."""
+    found = Path(path).expanduser().absolute()
+    for name in found.parts:
+        if len(os.fsencode(name)) > _LONGEST_NAME:
+            raise UserError(f"The name {name[:40]!r}… has {len(os.fsencode(name))} bytes. Choose one of at most {_LONGEST_NAME}.")
+    return found
+
+
+@contextlib.contextmanager
+def kept_folder() -> Iterator[None]:
+    """Return to the current folder at the end of the block: user code in it may leave it by `os.chdir`."""
+    before = os.open(".", os.O_RDONLY)
+    try:
+        yield
+    finally:
+        os.fchdir(before)
+        os.close(before)
+
+
+def expand(text: str) -> str:
+    """Return a path to write to, with `~` expanded. Raises `UserError` for a name that no file system takes."""
+    found = absolute(text)
+    return TypedPath(str(found), text) if text.startswith("~") else text
+
+
+def find_absolute(text: str) -> str:
+    """Return the absolute path of what exists on this disk, `~` expanded. Return any other name unchanged."""
+    if not text or isinstance(text, TypedPath) or "\0" in text:
+        return text
+    weighed = re.fullmatch(r"(.+)(:(?:\d+(?:\.\d*)?|\.\d+))", text)  # a dataset with its weight
+    with contextlib.suppress(OSError, RuntimeError):
+        for name, rest in ((text, ""), *([weighed.groups()] if weighed else [])):
+            if os.path.exists(os.path.expanduser(name)):
+                return TypedPath(f"{Path(name).expanduser().absolute()}{rest}", text)
+    return text
+
+
+def check_folder(folder: Path, setting: str, owns: Callable[[Path], bool] = lambda folder: False) -> None:
+    """Check that a command may write into a folder: it does not exist, is empty, or `owns` says that psigrad made it.
+
+    Raises `UserError` naming the setting. Nothing is written.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; choose a new or an empty folder as {setting}.")
+    if folder.is_dir() and any(folder.iterdir()) and not owns(folder):
+        raise UserError(f"{folder} holds files that this command did not write. Choose a new or an empty folder as {setting}.")
+
+
+def claim(folder: Path, command: str, setting: str = "output_dir") -> Path:
+    """Create the folder of a command that is not a run, or take the one that this command made before.
+
+    Raises `UserError` if the folder holds anything else or cannot be written.
+    """
+    check_folder(folder, setting, lambda found: _owner(found) == command)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / OWNER).write_text(json.dumps({"command": command}) + "\n")
+    except OSError as error:
+        raise UserError(f"The folder {folder} cannot be written: {error.strerror}. Choose another {setting}.") from error
+    return folder
+
+
+def _owner(folder: Path) -> Any:
+    try:
+        return json.loads((folder / OWNER).read_text()).get("command")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def check_output(output: str) -> None:
+    """Check before the work that the file `output` can be written and replaces nothing; "" stands for none.
+
+    The folder of the file is created. Raises `UserError`.
+    """
+    if not output:
+        return
+    path = absolute(output)
+    if path.is_file() and path.stat().st_size:
+        raise UserError(f"{output} exists. Name a new file as --output, or delete the old one first.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") if path.exists() else tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UserError(f"{output} cannot be written: {error.strerror}; name another file as --output.") from error

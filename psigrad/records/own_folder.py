@@ -1,0 +1,47 @@
+"""Which folder is a run's: recognise it, create it, and remove what a refused start created."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from psigrad.records import checkpoint, row_lines
+from psigrad.records.rows import parse_row
+
+ROWS = ("metrics", "timings", "rollouts", "events")
+
+
+def is_run(path: Path) -> bool:
+    """Return True if psigrad wrote the run in a folder, or a start that was killed at once left it.
+
+    A model of Hugging Face has a config.json as well: that of a run names its `recipe` and its `format`.
+    """
+    file, events = path / "config.json", path / "events.jsonl"
+    saved = any(path.glob(f"checkpoints/step-*/{checkpoint.MANIFEST}"))
+    if config := parse_row(file.read_bytes()) if file.is_file() else None:
+        return "recipe" in config and ("format" in config or saved)
+    begun = events.is_file() and row_lines.last_event(events, "started", "resumed", "finished", "failed")
+    if saved or begun or file.is_symlink():  # a link is refused by a sentence of its own
+        return True
+    return all(one.name in (".lock", ".config.json.tmp") for one in path.iterdir())
+
+
+def create(path: Path) -> list[Path]:
+    """Create a folder that is missing, with those above it. Return the created ones, the innermost first."""
+    created = [one for one in (path, *path.parents) if not one.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    return created
+
+
+def remove_unused(path: Path, created: Sequence[Path]) -> None:
+    """Remove the files and folders of a refused start, unless others lie beside them, such as a tracker's."""
+    files = (".lock", "config.json", *(f"{rows}.jsonl" for rows in ROWS))
+    with contextlib.suppress(OSError):
+        if any(one.name not in (*files, "checkpoints") for one in path.iterdir()):
+            return
+        (path / "checkpoints").rmdir()
+        for name in files:
+            (path / name).unlink(missing_ok=True)
+        for folder in created:
+            folder.rmdir()

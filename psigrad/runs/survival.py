@@ -1,0 +1,153 @@
+"""What keeps the promises of a run when it is told to stop, or its program is left: `supervise` around a command,
+`exits_are_errors` and `StopSignal` around a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from psigrad import redaction
+from psigrad.errors import UserError
+from psigrad.processes.proc import die_with_parent, end_by
+
+_FORWARDED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+# Seconds in which the same signal may come to a supervised process twice.
+_TWICE = 0.3
+_supervised = False
+
+
+def supervise(work: Callable[[], int]) -> int:
+    """Run a command in a forked child and return its exit status, which is 0 only if `work` returned 0.
+
+    Code of the user in the command may leave the process by `os._exit(0)`, `posix.execv` or an exit handler; only a parent can
+    tell that from the end. Signals to this process reach the child, whose terminal, process group and folder are the same. It
+    ends with this process, and its death by a signal is this one's.
+
+    Without Linux, under a debugger, and beside other threads there is no child.
+    """
+    if not sys.platform.startswith("linux") or sys.gettrace() is not None or threading.active_count() > 1:
+        return work()
+    read, write = os.pipe()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # or both would write what is left in it
+    own, before = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, signal.SIGCHLD})
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return _work_below(own, work, write)
+    os.close(write)
+    code = os.waitstatus_to_exitcode(_wait_for(child))
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    os.set_blocking(read, False)
+    with contextlib.suppress(BlockingIOError), os.fdopen(read, "rb", buffering=0) as stream:
+        returned = stream.read(1)
+    if code < 0:
+        end_by(-code)
+    if code == 0 and not returned:
+        redaction.say("Code that the command runs or imports ended the process before the command was finished.")
+        return 1
+    return code or returned[0]
+
+
+def _work_below(parent: int, work: Callable[[], int], write: int) -> int:
+    global _supervised
+    _supervised = True
+    die_with_parent(parent)
+    own, status = os.getpid(), work()
+    if os.getpid() == own:
+        os.write(write, bytes([status]))
+    return status
+
+
+def _wait_for(child: int) -> int:
+    """Forward signals until the child has ended, and return its wait status. The terminal sends its signals to both."""
+    while True:
+        found = signal.sigwaitinfo({*_FORWARDED, signal.SIGCHLD})
+        if found.si_signo != signal.SIGCHLD:
+            if found.si_code <= 0:  # from a process, not from the kernel
+                os.kill(child, found.si_signo)
+        elif (ended := os.waitpid(child, os.WNOHANG))[0]:
+            return ended[1]
+
+
+@contextlib.contextmanager
+def exits_are_errors() -> Iterator[None]:
+    """Turn `sys.exit` in the block, by code of the user, into a `UserError`."""
+    try:
+        yield
+    except SystemExit as error:
+        code = "" if error.code is None else error.code
+        raise UserError(
+            f"sys.exit({code}) was called before the run was finished: an environment or a callback of yours ends the program. "
+            "Let it return, or raise an exception that says why."
+        ) from error
+
+
+class Stopped(UserError):
+    """The run was asked to stop (SIGTERM or Ctrl-C); everything is saved. The program exits with 128 + the signal's number."""
+
+    exit_status = 128
+
+
+class Interrupted(BaseException):
+    """A stop was requested inside `StopSignal.interrupting`. A `BaseException`, so that no reward or callback swallows it."""
+
+
+_SAID = b"\npsigrad: Stopping after the current step, then saving. Ctrl-C again stops at once.\n"
+
+
+class StopSignal:
+    """A block in which the first SIGTERM, SIGHUP or SIGINT only sets `requested` and `number`; the second raises
+    KeyboardInterrupt. After Ctrl-C a line on the terminal says so.
+
+    The process then exits with 128 + the signal's number: 143 (SIGTERM), 129 (SIGHUP), 130 (SIGINT). Outside the main thread,
+    which alone can set handlers, the block does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.requested, self.number, self._since, self._interrupts = False, 0, 0.0, False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                self._before[number] = signal.signal(number, self._asked)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: set by something that is not Python
+        self._before.clear()
+
+    def _asked(self, number: int, frame: FrameType | None) -> None:
+        if _supervised and number == self.number and time.monotonic() - self._since < _TWICE:
+            return  # it was sent to the whole group of processes, and once more by the parent
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested, self.number, self._since = True, number, time.monotonic()
+        if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+            with contextlib.suppress(OSError):
+                os.write(2, _SAID)  # not print: the signal may come in the middle of one
+        if self._interrupts:
+            raise Interrupted
+
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Raise `Interrupted` in the block as soon as a stop is requested, or at once if it was before."""
+        self._interrupts = True
+        try:
+            if self.requested:
+                raise Interrupted
+            yield
+        finally:
+            self._interrupts = False
