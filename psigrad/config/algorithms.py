@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
-from psigrad import objective
 from psigrad.errors import UserError, kind_of, nearest
 from psigrad.importing import imported
 from psigrad.objective import PolicyGradient, catalog
+from psigrad.objective import explain as describe
 from psigrad.objective.parts import advantage, aggregate, critic, group_advantage, ratio, surrogate
-from psigrad.objective.preferences import online_preference, preference_catalog
-from psigrad.objective.preferences.online_preference import OnlinePreference
+from psigrad.objective.preferences import preference_catalog
+from psigrad.objective.preferences.preference_catalog import OnlinePreference
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Preference
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ for module in (ratio, aggregate, critic, preference_catalog):
 DEFAULT_PART = {"kl": ratio.KL, "critic": critic.value_loss, "entropy": critic.bonus}
 PRESETS: dict[str, Any] = {
     name: method.algorithm
-    for methods in (catalog.METHODS, online_preference.METHODS, preference_catalog.METHODS)
+    for methods in (catalog.METHODS, preference_catalog.ONLINE_METHODS, preference_catalog.METHODS)
     for name, method in methods.items()
 }
 _OPTIONAL = ("kl", "critic", "entropy", "correction")
@@ -112,7 +112,7 @@ def resolve_online(spec: Spec | OnlinePreference) -> PolicyGradient | OnlinePref
     if isinstance(spec, OnlinePreference):
         return spec
     changes = {"preset": spec} if isinstance(spec, str) else dict(spec) if isinstance(spec, Mapping) else {}
-    if changes.pop("preset", "") not in online_preference.METHODS:
+    if changes.pop("preset", "") not in preference_catalog.ONLINE_METHODS:
         return resolve(spec)
     loss = resolve_loss(changes.pop("loss", "dpo"))
     if changes or isinstance(loss, KahnemanTversky):
@@ -126,7 +126,7 @@ def explain(spec: Spec | LossSpec | OnlinePreference, other: Spec | LossSpec | N
 
     Both may be names, mappings as in the settings, or objects.
     """
-    return objective.explain(_resolve_any(spec), None if other is None else _resolve_any(other))
+    return describe.explain(_resolve_any(spec), None if other is None else _resolve_any(other))
 
 
 def _resolve_any(spec: Any) -> PolicyGradient | OnlinePreference | Preference | KahnemanTversky:
@@ -135,7 +135,7 @@ def _resolve_any(spec: Any) -> PolicyGradient | OnlinePreference | Preference | 
     if isinstance(spec, Preference | KahnemanTversky) or (isinstance(name, str) and name in losses):
         return resolve_loss(spec)
     if isinstance(name, str) and ":" not in name:
-        _look_up(name, {**catalog.METHODS, **online_preference.METHODS, **losses}, "method")
+        _look_up(name, {**catalog.METHODS, **preference_catalog.ONLINE_METHODS, **losses}, "method")
     return resolve_online(spec)
 
 

@@ -31,7 +31,7 @@ from psigrad.config.sections import (
 
 if TYPE_CHECKING:
     from psigrad.objective import PolicyGradient
-    from psigrad.objective.preferences.online_preference import OnlinePreference
+    from psigrad.objective.preferences.preference_catalog import OnlinePreference
     from psigrad.objective.preferences.preference_loss import KahnemanTversky, Preference
 
     Algorithm = str | Mapping[str, Any] | PolicyGradient | OnlinePreference

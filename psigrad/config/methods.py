@@ -12,7 +12,7 @@ from psigrad.config.shortcuts import shortcuts_of
 from psigrad.errors import UserError, nearest
 from psigrad.objective import catalog
 from psigrad.objective.catalog import Method
-from psigrad.objective.preferences import online_preference, preference_catalog
+from psigrad.objective.preferences import preference_catalog
 
 TrainingConfig = SFTConfig | RewardConfig | PreferenceConfig | OnlineConfig
 
@@ -34,7 +34,7 @@ class Declaration(NamedTuple):
 @cache
 def list_declarations() -> dict[str, Declaration]:
     """Every training method by name."""
-    online: dict[str, Method[Any]] = {**catalog.METHODS, **online_preference.METHODS}
+    online: dict[str, Method[Any]] = {**catalog.METHODS, **preference_catalog.ONLINE_METHODS}
     return {
         "sft": Declaration("supervised fine-tuning on completions or conversations", SFTConfig, {}),
         **{name: Declaration(m.summary, OnlineConfig, {"algorithm": name, **m.defaults}) for name, m in online.items()},

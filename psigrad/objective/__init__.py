@@ -6,7 +6,6 @@ Read batch.py, then policy_gradient.py, then catalog.py; the parts stand by the 
 from __future__ import annotations
 
 from psigrad.objective.batch import Batch, Loss, PolicyOutputs, Prepared, Totals, terminal
-from psigrad.objective.explain import explain
 from psigrad.objective.policy_gradient import PolicyGradient
 
-__all__ = ["Batch", "Loss", "PolicyGradient", "PolicyOutputs", "Prepared", "Totals", "explain", "terminal"]
+__all__ = ["Batch", "Loss", "PolicyGradient", "PolicyOutputs", "Prepared", "Totals", "terminal"]

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from psigrad.objective.policy_gradient import PolicyGradient
-from psigrad.objective.preferences.online_preference import OnlinePreference
+from psigrad.objective.preferences.preference_catalog import OnlinePreference
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Preference
 
 WIDTH = 100

@@ -11,18 +11,21 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from psigrad.compiled import OptimizerKernels
-from psigrad.config import Optim
 from psigrad.errors import UserError
 from psigrad.optim.gradients import Sums, in_place
 from psigrad.optim.low_memory import LowMemoryAdamW, has_codes
 from psigrad.optim.rules import Adafactor, AdamW, Muon, StepSize, Update, UpdateRule, adamw_kernels, is_hidden_matrix
 from psigrad.processes.parallel.shards import copies_of, held_of, like, local_of
 from psigrad.processes.parallel.world import ALONE, World, sum_gradients
+
+if TYPE_CHECKING:
+    from psigrad.config import Optim
 
 STATE_FILE = "optimizer.safetensors"
 """The file of a checkpoint that holds `Optimizer.state_dict()`."""

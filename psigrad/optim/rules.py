@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +20,10 @@ from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS,
 from torch.optim.adamw import adamw
 
 from psigrad.compiled import AdamWWeight, OptimizerKernels, kernels
-from psigrad.config import Optim
 from psigrad.errors import UserError
+
+if TYPE_CHECKING:
+    from psigrad.config import Optim
 
 
 class StepSize(NamedTuple):

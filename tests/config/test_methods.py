@@ -17,9 +17,9 @@ from psigrad.config.methods import declaration, list_declarations, of_spec
 from psigrad.errors import UserError
 from psigrad.language.recipes import online, online_settings, running
 from psigrad.objective import PolicyGradient, catalog
-from psigrad.objective.preferences import online_preference, preference_catalog
+from psigrad.objective.preferences import preference_catalog
 
-OBJECTS = {**catalog.METHODS, **online_preference.METHODS, **preference_catalog.METHODS}
+OBJECTS = {**catalog.METHODS, **preference_catalog.ONLINE_METHODS, **preference_catalog.METHODS}
 ONLINE = [name for name, method in list_declarations().items() if method.online]
 
 

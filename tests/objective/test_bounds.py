@@ -27,7 +27,7 @@ from psigrad.objective.parts.surrogate import (
     measure_kl,
     soft_clip,
 )
-from psigrad.objective.preferences.online_preference import ONLINE_DPO
+from psigrad.objective.preferences.preference_catalog import ONLINE_DPO
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Labelled, Pairs, correct
 from psigrad.objective.preferences.reward_model import (
     BradleyTerry,

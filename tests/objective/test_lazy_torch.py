@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CATALOGS = (
-    "from psigrad.objective import catalog\nfrom psigrad.objective.preferences import online_preference, preference_catalog\n"
-)
+CATALOGS = "from psigrad.objective import catalog\nfrom psigrad.objective.preferences import preference_catalog\n"
 STAND_IN = "from psigrad.objective import batch, lazy_torch\nfrom psigrad.objective.parts import ratio\n"
 
 

@@ -25,8 +25,8 @@ from psigrad.objective.parts.surrogate import (
     truncated_weight,
     with_imitation,
 )
-from psigrad.objective.preferences.online_preference import METHODS as ONLINE
 from psigrad.objective.preferences.preference_catalog import METHODS as LOSSES
+from psigrad.objective.preferences.preference_catalog import METHODS as ONLINE
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, logistic, robust
 from psigrad.objective.preferences.reward_model import BradleyTerry
 

@@ -109,6 +109,7 @@ def test_only_torchs_own_imports_the_compiler():
     code = """
 import sys, torch
 from psigrad.config import Optim
+from psigrad.optim import Optimizer
 p = torch.nn.Parameter(torch.ones(2, 2))
 p.grad = p.detach()
 Optimizer({"p": p}, Optim()).apply(1.0, 0.1)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from psigrad import cli
 from psigrad.objective import catalog
-from psigrad.objective.preferences import online_preference, preference_catalog
+from psigrad.objective.preferences import preference_catalog
 
 LIST = Path(__file__).with_name("public_names.txt")
 MODULES = ("psigrad", "psigrad.config", "psigrad.control", "psigrad.objective", "psigrad.language.rewards", "psigrad.tabular")
@@ -19,7 +19,11 @@ MODULES = ("psigrad", "psigrad.config", "psigrad.control", "psigrad.objective", 
 def public() -> str:
     """Modules with their names, methods and commands."""
     lines = [f"{name}.{own}" for name in MODULES for own in sorted(importlib.import_module(name).__all__)]
-    lines += [f"method {name}" for found in (catalog, online_preference, preference_catalog) for name in found.METHODS]
+    lines += [
+        f"method {name}"
+        for found in (catalog.METHODS, preference_catalog.ONLINE_METHODS, preference_catalog.METHODS)
+        for name in found
+    ]
     return "\n".join([*lines, *(f"command {name}" for name in cli.COMMANDS)]) + "\n"
 
 

@@ -19,7 +19,7 @@ from psigrad.objective import PolicyGradient
 from psigrad.objective.explain import label
 from psigrad.objective.parts.aggregate import fixed_length
 from psigrad.objective.parts.ratio import truncated_importance
-from psigrad.objective.preferences.online_preference import OnlinePreference
+from psigrad.objective.preferences.preference_catalog import OnlinePreference
 from psigrad.runs.journal import Journal
 
 

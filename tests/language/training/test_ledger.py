@@ -10,7 +10,7 @@ from tiny_jobs import online_config
 from tiny_rewards import some
 
 from psigrad.language.recipes import online
-from psigrad.language.training.online import ledger
+from psigrad.language.training.online import collect
 
 
 def states(folder):
@@ -26,24 +26,24 @@ def test_the_ledger_balances_in_every_checkpoint_and_at_the_end(method, job, tmp
     assert len(found) == 6
     for state in found:
         entries = state["ledger"]
-        assert entries[ledger.ISSUED] == state["cursor"] == sum(n for name, n in entries.items() if name != ledger.ISSUED)
+        assert entries[collect.ISSUED] == state["cursor"] == sum(n for name, n in entries.items() if name != collect.ISSUED)
     last = json.loads((done.folder / "events.jsonl").read_text().splitlines()[-1])
     assert last["kind"] == "finished" and last["ledger"] == found[-1]["ledger"]
-    assert last["ledger"][ledger.UNSCORED] > 0 and last["ledger"][ledger.TRAINED] > 0
-    assert (ledger.NO_SIGNAL in last["ledger"]) == (method == "dapo")
+    assert last["ledger"][collect.UNSCORED] > 0 and last["ledger"][collect.TRAINED] > 0
+    assert (collect.NO_SIGNAL in last["ledger"]) == (method == "dapo")
 
 
 def test_negative_control_a_lost_or_doubled_prompt_is_noticed():
-    entries = {ledger.ISSUED: 8, ledger.TRAINED: 7, ledger.UNSCORED: 1}
-    ledger.check_balance(entries, 8)
-    for wrong in ({ledger.TRAINED: 6}, {ledger.TRAINED: 8}, {ledger.ISSUED: 9}):
+    entries = {collect.ISSUED: 8, collect.TRAINED: 7, collect.UNSCORED: 1}
+    collect.check_balance(entries, 8)
+    for wrong in ({collect.TRAINED: 6}, {collect.TRAINED: 8}, {collect.ISSUED: 9}):
         with pytest.raises(RuntimeError, match="does not balance"):
-            ledger.check_balance({**entries, **wrong}, 8)
+            collect.check_balance({**entries, **wrong}, 8)
     with pytest.raises(RuntimeError, match="12 were drawn"):
-        ledger.check_balance(entries, 12)
+        collect.check_balance(entries, 12)
 
 
 def test_a_run_from_before_there_was_a_ledger_goes_on():
-    begun = ledger.enter(ledger.open_ledger({}, 8), {ledger.ISSUED: 4, ledger.TRAINED: 4})
-    ledger.check_balance(begun, 12)
-    assert begun[ledger.EARLIER] == 8 and ledger.open_ledger({}, 0) == {}
+    begun = collect.enter(collect.open_ledger({}, 8), {collect.ISSUED: 4, collect.TRAINED: 4})
+    collect.check_balance(begun, 12)
+    assert begun[collect.EARLIER] == 8 and collect.open_ledger({}, 0) == {}

@@ -24,7 +24,6 @@ from transformers.utils import cached_file
 from psigrad.kernels.codes import CodedMatrix, Kind, can_code, code
 from psigrad.kernels.kernels import kernels
 from psigrad.language.models.coded_linear import CodedLinear
-from psigrad.language.models.fused import gguf_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -142,7 +141,12 @@ def load(
             tensors = {name: torch.empty(wanted[name], dtype=dtype).copy_(file.get_tensor(name)) for name, file in found.items()}
     if kind is not None:
         of_file = wanted.keys() - {"score.weight"}
-        each = gguf_weights.read(path, config, of_file) if kind == "gguf" else _code_layers(places, found, dtype, kind)
+        if kind == "gguf":
+            from psigrad.language.models.fused import gguf_weights
+
+            each = gguf_weights.read(path, config, of_file)
+        else:
+            each = _code_layers(places, found, dtype, kind)
         tensors = _put_codes(network, each, dtype, kind)
         missing = [name for name in missing if name == "score.weight"]
     for name in missing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -118,3 +118,17 @@ def step(run: Offline, state: State) -> Outcome[State]:
         metrics["grad_norm"] = norm
     after = replace(state, step=number, tokens=state.tokens + tokens, nonfinite=run.optimizer.nonfinite)
     return Outcome(after, metrics, timings=clock.read(), tokens=tokens, summary=f"loss {sums.last['loss']:.3f}")
+
+
+def terms_of(share: Share) -> dict[str, float]:
+    """The terms of one share of a loss."""
+    return {name: float(term) for name, term in share().terms.items()}
+
+
+def sum_terms(terms: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The terms of several shares, added up."""
+    total: dict[str, float] = {}
+    for own in terms:
+        for name, term in own.items():
+            total[name] = total.get(name, 0.0) + term
+    return total

@@ -14,8 +14,7 @@ from psigrad.language.examples import Answer, Judged, Pair
 from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Ids, pack_by_tokens
-from psigrad.language.training.offline.offline import Share
-from psigrad.language.training.offline.sft_task import sum_terms, terms_of
+from psigrad.language.training.offline.offline import Share, sum_terms, terms_of
 from psigrad.objective import Loss
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Labelled, Pairs, Preference, kl_of_mismatched
 from psigrad.processes.parallel.world import ALONE, World, each_once, shard, shares_of

@@ -13,8 +13,7 @@ from psigrad.intervals import mean_interval
 from psigrad.language.examples import Pair, Steps
 from psigrad.language.models.packing import Groups, Rows, pack_by_tokens
 from psigrad.language.models.scalar_model import ScalarModel
-from psigrad.language.training.offline.offline import Share
-from psigrad.language.training.offline.sft_task import sum_terms, terms_of
+from psigrad.language.training.offline.offline import Share, sum_terms, terms_of
 from psigrad.objective import Loss
 from psigrad.objective.preferences.preference_loss import correct
 from psigrad.objective.preferences.reward_model import BradleyTerry, calibration, process_loss

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from psigrad.language.examples import Example, common_prefix
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Rows, pack_by_tokens
-from psigrad.language.training.offline.offline import Share
+from psigrad.language.training.offline.offline import Share, sum_terms, terms_of
 from psigrad.objective import Loss
 from psigrad.processes.parallel.world import ALONE, World, each_once, shares_of
 
@@ -108,17 +108,3 @@ def _pack(bundles: Sequence[Bundle]) -> Rows | Groups:
         [[text.mask[start:] for text, start in zip(one.texts, one.starts, strict=True)] for one in bundles],
         [one.starts for one in bundles],
     )
-
-
-def terms_of(share: Share) -> dict[str, float]:
-    """The terms of one share of a loss."""
-    return {name: float(term) for name, term in share().terms.items()}
-
-
-def sum_terms(terms: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The terms of several shares, added up."""
-    total: dict[str, float] = {}
-    for own in terms:
-        for name, term in own.items():
-            total[name] = total.get(name, 0.0) + term
-    return total

@@ -18,13 +18,16 @@ from psigrad.errors import UserError
 from psigrad.language.models.packing import Groups, pack_groups
 from psigrad.language.rollout.spread import bring
 from psigrad.language.rollout.types import Stretch, Trajectory
-from psigrad.language.training.online.reward_precision import reward_dtype
 from psigrad.objective import Batch, PolicyOutputs, terminal
 from psigrad.processes.parallel.world import ALONE, World, shard, shares_of
 
 MicroBatch = list[list[int]]
 """Rows of a batch that share one forward pass. Rows of one group are together, since they share their prompt."""
 LENGTH_PENALTY = "soft_overlong"
+_ROUNDED = 1e-3
+"""Share of the spread of a group's rewards that float32 may round away."""
+_WIDE = 1e15
+"""A spread whose square float32 cannot hold."""
 
 
 def to_batch(
@@ -214,3 +217,18 @@ def metric_of(trajectory: Trajectory, name: str = "") -> float:
     if LENGTH_PENALTY not in trajectory.parts:
         return reward
     return math.fsum(float(part or 0.0) for other, part in trajectory.parts.items() if other != LENGTH_PENALTY)
+
+
+def reward_dtype(sizes: Sequence[int], columns: Sequence[Sequence[float]]) -> torch.dtype:
+    """Return the type for these columns of numbers, which belong to rows in groups of these sizes; NaN is no number.
+
+    Rewards of 1e6 and 1e6 + 0.001 are one number in float32, and the variance of 1e20 and 0 is infinite. Ordinary rewards stay in
+    float32, and with them every bit of their runs. Advantages are float32 in either case: `PolicyGradient.prepare` casts them.
+    """
+    for column in columns:
+        for exact in torch.tensor(column, dtype=torch.float64).split([*sizes]):
+            given = exact[~exact.isnan()]
+            spread = float(given.max() - given.min()) if len(given) else 0.0
+            if spread and (spread > _WIDE or float((given - given.float()).abs().max()) > _ROUNDED * spread):
+                return torch.float64
+    return torch.float32

@@ -1,10 +1,14 @@
-"""The scored completions that a step trains on. `lag.py` decides when they are collected, `rollout/collectors.py` makes them."""
+"""The scored completions that a step trains on, and the ledger of their prompts.
+
+`lag.py` decides when they are collected, `rollout/collectors.py` makes them. Every prompt that was drawn is trained on, dropped
+for a reason, or pending.
+"""
 
 from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,12 +18,15 @@ from psigrad.language.models.packing import order
 from psigrad.language.rollout.scoring import check_unscored
 from psigrad.language.rollout.types import Collected, Prompt, Trajectory
 from psigrad.language.training.online.batch import metric_of
-from psigrad.language.training.online.ledger import ISSUED, NO_SIGNAL, TRAINED, UNSCORED
 from psigrad.language.training.online.online_run import Online
 from psigrad.step import Clock
 
 if TYPE_CHECKING:
     from psigrad.language.models.fused.caches import ActivationCache
+
+
+ISSUED, TRAINED, PENDING = "issued", "trained", "pending"
+UNSCORED, NO_SIGNAL, EARLIER = "dropped: unscored", "dropped: equal rewards", "dropped: before there was a ledger"
 
 
 def collect(run: Online, cursor: int, version: int, clock: Clock, cache: ActivationCache | None = None) -> Collected:
@@ -90,3 +97,31 @@ def group_scored(trajectories: list[Trajectory], group_size: int, smallest: int)
         group = [t for t in trajectories[start : start + group_size] if t.reward is not None and t.completion.ids]
         if len(group) >= smallest:
             yield group
+
+
+def update_ledger(ledger: Mapping[str, int], cursor: int, collected: Collected) -> dict[str, int]:
+    """Return the ledger, which stood at `cursor` prompts, with a collection's prompts added. Raises `RuntimeError` as
+    `check_balance` does.
+    """
+    entries = enter(open_ledger(ledger, cursor), collected.entries)
+    check_balance(entries, collected.cursor)
+    return entries
+
+
+def open_ledger(ledger: Mapping[str, int], cursor: int) -> dict[str, int]:
+    """Return the ledger, or a new one in which the fate of the first `cursor` prompts is unknown."""
+    if ledger or not cursor:
+        return dict(ledger)
+    return {ISSUED: cursor, EARLIER: cursor}
+
+
+def enter(ledger: Mapping[str, int], entries: Mapping[str, int]) -> dict[str, int]:
+    """Return the ledger with these entries added; entries of 0 are left out."""
+    return dict(Counter(ledger) + Counter(entries))
+
+
+def check_balance(ledger: Mapping[str, int], cursor: int) -> None:
+    """Raise `RuntimeError` if a prompt was lost or counted twice."""
+    issued, rest = ledger.get(ISSUED, 0), sum(count for name, count in ledger.items() if name != ISSUED)
+    if not issued == rest == cursor:
+        raise RuntimeError(f"The ledger of prompts does not balance: {cursor} were drawn, {dict(ledger)}; please report this.")

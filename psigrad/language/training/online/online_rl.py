@@ -46,7 +46,7 @@ from psigrad.language.training.online.batch import (
     share_of,
     to_batch,
 )
-from psigrad.language.training.online.collect import check_rewards
+from psigrad.language.training.online.collect import ISSUED, check_rewards, update_ledger
 from psigrad.language.training.online.figures import (
     WITHIN_GROUPS,
     Learned,
@@ -56,7 +56,6 @@ from psigrad.language.training.online.figures import (
     staleness,
 )
 from psigrad.language.training.online.lag import next_collection
-from psigrad.language.training.online.ledger import ISSUED, update_ledger
 from psigrad.language.training.online.online_preferences import learn_preferences
 from psigrad.language.training.online.online_run import Online, ValueModel
 from psigrad.language.training.state import State
