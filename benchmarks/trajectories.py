@@ -24,7 +24,7 @@ import rank_trajectories
 import ranks
 from rank_trajectories import Written, collected, count_bytes, prompts_of
 
-from psigrad.language.training.online.batch import inputs_of, share_of, to_batch
+from psigrad.language.training.online.batching import inputs_of, share_of, to_batch
 from psigrad.language.training.online.figures import collection_metrics
 from psigrad.processes.parallel.world import World
 from psigrad.step import Clock

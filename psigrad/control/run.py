@@ -91,7 +91,7 @@ def begin(trainer: Trainer, journal: Journal) -> LineState:
     session.check_pins(config, journal, checkpoint.read_manifest(path), collect_pins(trainer.config))
     numbers = trainer.restore(path)
     session.note_start(config, journal, path, trainer.timesteps)
-    with journal.clock()("time/replay"):
+    with Clock(journal.watch)("time/replay"):
         replayed = trainer.go_on(path, numbers)
     if replayed is None:
         journal.tell("episodes_restarted", "The environments could not be brought back to where they stood: new episodes begin.")
@@ -131,7 +131,7 @@ def train(trainer: Trainer, state: LineState, envs: Environments | None, journal
 
     def judge(state: LineState) -> None:
         if envs is not None:
-            with journal.clock()("time/eval"):
+            with Clock(journal.watch)("time/eval"):
                 evaluate(trainer, envs, journal)
 
     eval_steps = config.eval_steps if envs is not None else 0

@@ -23,7 +23,7 @@ from psigrad.records.run_folder import RunFolder
 from psigrad.records.warnings import BY_NAME, Alert, SignalNames, Watch
 from psigrad.runs.callbacks import Callbacks
 from psigrad.runs.survival import Interrupted, Stopped, StopSignal
-from psigrad.step import Clock, Observe, Outcome
+from psigrad.step import Observe, Outcome
 
 STACKS = "stacks.txt"
 # A phase may take so many times as long as the longest of its kind so far.
@@ -144,10 +144,6 @@ class Journal:
     def watch(self) -> Observe:
         """The observer of the phases of a step."""
         return self.watchdog.phase if self.watchdog is not None else contextlib.nullcontext
-
-    def clock(self) -> Clock:
-        """Return a clock for one evaluation."""
-        return Clock(self.watch)
 
     def record(self, outcome: Outcome[Any]) -> None:
         """Write the rows, metrics and seconds of one step, and print its notes."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from psigrad.language.models.backbone import with_whole_weights
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, lay_out
-from psigrad.language.training.online.batch import fill
+from psigrad.language.training.online.batching import fill
 from psigrad.objective import Batch, PolicyGradient
 from psigrad.objective.batch import discounted_sum, explained_variance
 from psigrad.objective.parts.advantage import whitened

@@ -40,7 +40,7 @@ from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.samplers.distribution import filter_logits
 from psigrad.language.rollout.samplers.samplers import check_sampling
 from psigrad.language.rollout.types import Prompt, Prompts, Request, Sampler, SamplingParams, Trajectory
-from psigrad.language.training.online.batch import MicroBatch, inputs_of, micro_batches, outputs_by_row, rows_of, to_batch
+from psigrad.language.training.online.batching import MicroBatch, inputs_of, micro_batches, outputs_by_row, rows_of, to_batch
 from psigrad.objective import PolicyGradient, Totals
 from psigrad.objective.catalog import DAPO
 from psigrad.objective.parts.advantage import total_return

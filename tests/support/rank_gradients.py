@@ -29,9 +29,9 @@ from psigrad.language.training.offline.preference_task import KTOTask, Preferenc
 from psigrad.language.training.offline.reward_task import RewardTask
 from psigrad.language.training.offline.sft_task import SFTTask
 from psigrad.language.training.online import online_rl
-from psigrad.language.training.online.annotators.critic import values
 from psigrad.language.training.online.annotators.old_log_probs import log_probs
-from psigrad.language.training.online.batch import micro_batches, rows_of, to_batch
+from psigrad.language.training.online.annotators.values import values
+from psigrad.language.training.online.batching import micro_batches, rows_of, to_batch
 from psigrad.language.training.online.figures import TokenFigures
 from psigrad.language.training.online.online_run import ValueModel
 from psigrad.objective.preferences.preference_catalog import DPO, KTO

@@ -17,8 +17,8 @@ from psigrad.language.data.reward_view import reward_view
 from psigrad.language.rollout.collectors import Completions, ScoredRollout
 from psigrad.language.rollout.scoring import Scored
 from psigrad.language.rollout.types import Completion, Prompt, SamplingParams
-from psigrad.language.training.online.batch import inputs_of, share_of, to_batch
-from psigrad.language.training.online.figures import Learned, collection_metrics, rollout_rows
+from psigrad.language.training.online.batching import inputs_of, share_of, to_batch
+from psigrad.language.training.online.figures import UpdateResult, collection_metrics, rollout_rows
 from psigrad.processes.parallel import world as worlds
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.step import Clock
@@ -108,7 +108,7 @@ def share(world: World, folder: str, count: str, size: str, length: str, central
     inputs = [inputs_of(batch, micro) for micro, _ in micros]
     trained = dict(sent)
     holding = SimpleNamespace(trajectories=rows, groups=groups)
-    outcome = Learned({}, {}, [0.5] * len(rows))
+    outcome = UpdateResult({}, {}, [0.5] * len(rows))
     written = rollout_rows(world, prompts, holding, outcome, 1, 2) if hasattr(world, "exchange") else []
 
     whole = collected(ALONE, prompts, *shape)

@@ -15,7 +15,7 @@ from psigrad.language.models.language_model import Divergence, LanguageModel
 from psigrad.language.models.logprobs import Top
 from psigrad.language.models.packing import Groups
 from psigrad.language.training.online.annotators.reference import read_by_reference
-from psigrad.language.training.online.batch import MicroBatch, fill, reference_inputs_of
+from psigrad.language.training.online.batching import MicroBatch, fill, reference_inputs_of
 from psigrad.language.training.online.online_run import Annotator
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared
 from psigrad.objective.parts.ratio import span_kl

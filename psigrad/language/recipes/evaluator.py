@@ -17,12 +17,13 @@ from psigrad.language.models.packing import Groups
 from psigrad.language.rewards import Scorer
 from psigrad.language.rollout.collectors import ScoredRollout
 from psigrad.language.rollout.episodes.episodes import Player, collector_of
-from psigrad.language.rollout.rows import rollout_row
 from psigrad.language.rollout.spread import bring, to_writer
+from psigrad.language.rollout.trajectory_rows import rollout_row
 from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams, Trajectory
 from psigrad.processes.parallel.world import ALONE, World, each_once, shard
 from psigrad.records.rows import PARTS
 from psigrad.runs.journal import Journal
+from psigrad.step import Clock
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Evaluator:
 
     def record(self, model: LanguageModel, sampler: Sampler, step: int, journal: Journal) -> None:
         """Evaluate after `step` steps and write figures, completions and seconds to the run folder."""
-        clock = journal.clock()
+        clock = Clock(journal.watch)
         with clock("time/eval"):
             figures, trajectories = self(model, sampler, step)
         rows = {p.index: p.row for p in self.prompts}

@@ -20,6 +20,7 @@ from psigrad.language.training.online.online_run import Online
 from psigrad.language.training.state import State
 from psigrad.runs.cycle import Loop, cycle
 from psigrad.runs.journal import Journal
+from psigrad.step import Clock
 
 LESS_MEMORY = (
     "Resume with a smaller micro_batch_tokens, keep_activations_gb or sampling.max_decode_batch, or with "
@@ -93,7 +94,7 @@ def _evaluate(run: Offline, state: State, journal: Journal) -> None:
     """Measure the held-out rows, if there are any."""
     if run.held_out is None:
         return
-    clock = journal.clock()
+    clock = Clock(journal.watch)
     with clock("time/eval"), torch.no_grad():
         figures: Mapping[str, float] = run.held_out.held_out(run.config.micro_batch_tokens, run.world)
     journal.metrics(state.step, {f"eval/{name}": value for name, value in figures.items()})

@@ -37,9 +37,9 @@ from psigrad.language.rollout.episodes.tools import schemas
 from psigrad.language.rollout.samplers.samplers import sampling_params
 from psigrad.language.rollout.scoring import Scorer
 from psigrad.language.rollout.types import Prompts, Sampler
-from psigrad.language.training.online.annotators.critic import Values
 from psigrad.language.training.online.annotators.old_log_probs import OldEntropy, OldLogProbs
 from psigrad.language.training.online.annotators.reference import Reference
+from psigrad.language.training.online.annotators.values import Values
 from psigrad.language.training.online.online_run import Annotator, Online, ValueModel
 from psigrad.language.training.state import State
 from psigrad.optim import Optimizer

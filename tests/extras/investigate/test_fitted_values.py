@@ -10,7 +10,7 @@ import torch
 
 from psigrad.language.models import language_model
 from psigrad.language.rollout.types import Completion, Trajectory
-from psigrad.language.training.online.batch import to_batch
+from psigrad.language.training.online.batching import to_batch
 from psigrad.objective.parts.advantage import gae, whitened
 from psigrad_extras.investigate.fitted_values import FittedValues, fit_on_others
 

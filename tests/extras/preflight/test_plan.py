@@ -21,7 +21,7 @@ from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers import embedded
 from psigrad.language.rollout.types import Completion, Request, SamplingParams, Trajectory
-from psigrad.language.training.online.batch import inputs_of, micro_batches, to_batch
+from psigrad.language.training.online.batching import inputs_of, micro_batches, to_batch
 from psigrad.optim import Optimizer
 from psigrad.optim.rules import adamw_kernels
 from psigrad_extras.preflight import plan

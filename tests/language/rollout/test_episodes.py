@@ -22,7 +22,7 @@ from psigrad.language.rollout.episodes.episodes import Episodes, play
 from psigrad.language.rollout.episodes.tools import ToolBox, schemas
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import SamplingParams
-from psigrad.language.training.online.batch import to_batch
+from psigrad.language.training.online.batching import to_batch
 
 
 def judged(trajectories, row):

@@ -16,10 +16,10 @@ from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.episodes.environments import InProcess
 from psigrad.language.rollout.episodes.episodes import Episodes, play
 from psigrad.language.rollout.episodes.tools import ToolBoxes
-from psigrad.language.rollout.rows import rollout_row
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
+from psigrad.language.rollout.trajectory_rows import rollout_row
 from psigrad.language.rollout.types import Completion, Sampler, SamplingParams
-from psigrad.language.training.online.batch import inputs_of, to_batch
+from psigrad.language.training.online.batching import inputs_of, to_batch
 from psigrad.language.training.online.online_preferences import pick
 
 # As Qwen3 with thinking off: an empty thought before the turn that is sampled, and none before those of the past.

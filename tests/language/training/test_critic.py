@@ -21,7 +21,7 @@ from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.recipes import online, reward
 from psigrad.language.recipes.online import critic_rate
 from psigrad.language.training.online import online_rl as training
-from psigrad.language.training.online.annotators import critic as critic_module
+from psigrad.language.training.online.annotators import values as critic_module
 from psigrad.language.training.online.online_run import ValueModel
 from psigrad.language.training.state import State
 from psigrad.objective.batch import explained_variance

@@ -16,7 +16,7 @@ from psigrad.language.rollout.types import Completion, Cut, Trajectory
 from psigrad.language.training.loss_sums import LossSums
 from psigrad.language.training.online.annotators.old_log_probs import log_probs
 from psigrad.language.training.online.annotators.reference import reference_log_probs
-from psigrad.language.training.online.batch import to_batch
+from psigrad.language.training.online.batching import to_batch
 from psigrad.language.training.online.collect import penalise_cut
 from psigrad.language.training.online.figures import collection_metrics
 from psigrad.objective import Loss

@@ -22,7 +22,7 @@ from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Completion, SamplingParams, Trajectory
 from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.annotators.old_log_probs import Gap
-from psigrad.language.training.online.batch import metric_of, minibatches, rows_of, to_batch
+from psigrad.language.training.online.batching import metric_of, minibatches, rows_of, to_batch
 from psigrad.language.training.online.collect import collect, group_scored, pick_prompts
 from psigrad.language.training.online.online_run import Online
 from psigrad.language.training.state import State

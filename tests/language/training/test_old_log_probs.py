@@ -22,7 +22,7 @@ from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Completion, Trajectory
 from psigrad.language.training.online.annotators.old_log_probs import OldLogProbs, log_probs
 from psigrad.language.training.online.annotators.reference import reference_log_probs
-from psigrad.language.training.online.batch import to_batch
+from psigrad.language.training.online.batching import to_batch
 from psigrad.objective import PolicyOutputs, Prepared
 from psigrad.processes.parallel.world import ALONE
 

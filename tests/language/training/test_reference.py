@@ -19,7 +19,7 @@ from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes import online
 from psigrad.language.training.online.annotators.reference import exact_kl, follow, reference_log_probs
-from psigrad.language.training.online.batch import inputs_of, micro_batches, reference_inputs_of, rows_of, to_batch
+from psigrad.language.training.online.batching import inputs_of, micro_batches, reference_inputs_of, rows_of, to_batch
 from psigrad.language.training.online.collect import collect
 from psigrad.objective.parts.ratio import truncated_importance
 from psigrad.step import Clock

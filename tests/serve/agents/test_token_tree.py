@@ -18,7 +18,7 @@ from psigrad.cli.mathematics import explain
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.episodes.episodes import CREDIT
 from psigrad.language.rollout.types import Branch, Collected, Completion, Trajectory
-from psigrad.language.training.online.batch import inputs_of, micro_batches, outputs_by_row, rows_of, to_batch
+from psigrad.language.training.online.batching import inputs_of, micro_batches, outputs_by_row, rows_of, to_batch
 from psigrad.objective import PolicyGradient, PolicyOutputs
 from psigrad.objective.parts.advantage import leave_one_out, total_return
 from psigrad.objective.parts.aggregate import sequence_sum

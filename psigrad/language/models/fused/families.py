@@ -141,12 +141,7 @@ def load(
             tensors = {name: torch.empty(wanted[name], dtype=dtype).copy_(file.get_tensor(name)) for name, file in found.items()}
     if kind is not None:
         of_file = wanted.keys() - {"score.weight"}
-        if kind == "gguf":
-            from psigrad.language.models.fused import gguf_weights
-
-            each = gguf_weights.read(path, config, of_file)
-        else:
-            each = _code_layers(places, found, dtype, kind)
+        each = _of_gguf(path, config, of_file) if kind == "gguf" else _code_layers(places, found, dtype, kind)
         tensors = _put_codes(network, each, dtype, kind)
         missing = [name for name in missing if name == "score.weight"]
     for name in missing:
@@ -169,6 +164,13 @@ def _put_codes(
         else:
             rest[name] = torch.empty(read.shape, dtype=dtype).copy_(read)
     return rest
+
+
+def _of_gguf(path: str, config: PreTrainedConfig, wanted: set[str]) -> Iterator[tuple[str, CodedMatrix | Tensor]]:
+    """Read a GGUF file's weights; the reader is imported for such a file alone."""
+    from psigrad.language.models.fused import gguf_weights
+
+    yield from gguf_weights.read(path, config, wanted)
 
 
 def _code_layers(

@@ -17,7 +17,7 @@ from psigrad import seeds
 from psigrad.language.models.packing import order
 from psigrad.language.rollout.scoring import check_unscored
 from psigrad.language.rollout.types import Collected, Prompt, Trajectory
-from psigrad.language.training.online.batch import metric_of
+from psigrad.language.training.online.batching import metric_of
 from psigrad.language.training.online.online_run import Online
 from psigrad.step import Clock
 

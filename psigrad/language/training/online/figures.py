@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from psigrad.language.rollout.rows import log_probs_of, rollout_row, round_all
 from psigrad.language.rollout.spread import to_writer
+from psigrad.language.rollout.trajectory_rows import log_probs_of, rollout_row, round_all
 from psigrad.language.rollout.types import Collected, Prompt, Trajectory
 from psigrad.objective import PolicyOutputs, Prepared
 from psigrad.processes.parallel.world import World
 
 
 @dataclass(frozen=True)
-class Learned:
+class UpdateResult:
     """The result of all optimiser steps on one collection."""
 
     metrics: Mapping[str, Any]
@@ -169,7 +169,7 @@ def rollout_rows(
     world: World,
     prompts: Sequence[Prompt],
     collected: Collected,
-    learned: Learned,
+    learned: UpdateResult,
     step: int,
     record_tokens: int,
     record_prompts: int = 0,

@@ -16,8 +16,8 @@ from psigrad.language.rollout.spread import bring
 from psigrad.language.rollout.types import Trajectory
 from psigrad.language.training.loss_sums import LossSums
 from psigrad.language.training.offline.preference_task import PreferenceTask, reference_logps
-from psigrad.language.training.online.batch import minibatches
-from psigrad.language.training.online.figures import Learned
+from psigrad.language.training.online.batching import minibatches
+from psigrad.language.training.online.figures import UpdateResult
 from psigrad.language.training.online.online_run import Online
 from psigrad.language.training.state import State
 from psigrad.objective.preferences.preference_loss import Preference
@@ -35,7 +35,7 @@ def learn_preferences(
     state: State,
     lr: float,
     cache: ActivationCache | None,
-) -> Learned:
+) -> UpdateResult:
     """Take all optimiser steps on one collection by a preference loss. A group of equal rewards is left out.
 
     Source: Guo et al. 2024, Direct language model alignment from online AI feedback, arXiv:2402.04792.
@@ -57,7 +57,7 @@ def learn_preferences(
     signs = torch.zeros(picked.rows)
     signs[picked.chosen], signs[picked.rejected] = 1.0, -1.0
     metrics = {**(sums.figures() if sums.steps else {"updates": 0}), "pairs": len(picked.pairs)}
-    return Learned(metrics, dict(state.algorithm), signs.tolist())
+    return UpdateResult(metrics, dict(state.algorithm), signs.tolist())
 
 
 @dataclass(frozen=True)

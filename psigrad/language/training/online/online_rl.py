@@ -3,7 +3,7 @@
 Read this file first, then the files that it calls in the order of a step. One step, from top to bottom:
 
     state ──▶ next_collection ──▶ Collected ──▶ learn ─────────────────────────────▶ Outcome ──▶ cycle records it
-              lag.py, collect.py    │           to_batch          batch.py                       runs/cycle.py
+              lag.py, collect.py    │           to_batch          batching.py                     runs/cycle.py
               │        ▲            │           annotators        annotators/   logp_old, logp_ref, value
               ▼        │            │           prepare           objective/    advantages, filters
               sampler ─▶ rewards    │           losses ─▶ step    update.py     once for each share of the batch
@@ -36,7 +36,7 @@ from torch import Tensor
 from psigrad.language.rollout.types import Trajectory
 from psigrad.language.training.loss_sums import LossSums
 from psigrad.language.training.online.annotators.old_log_probs import log_probs
-from psigrad.language.training.online.batch import (
+from psigrad.language.training.online.batching import (
     MicroBatch,
     by_row,
     inputs_of,
@@ -49,8 +49,8 @@ from psigrad.language.training.online.batch import (
 from psigrad.language.training.online.collect import ISSUED, check_rewards, update_ledger
 from psigrad.language.training.online.figures import (
     WITHIN_GROUPS,
-    Learned,
     TokenFigures,
+    UpdateResult,
     collection_metrics,
     rollout_rows,
     staleness,
@@ -75,7 +75,7 @@ def step(run: Online, state: State) -> Outcome[State]:
     collected, pending = next_collection(run, state, clock, cache)
     unscored = check_rewards(run, collected.trajectories, state.unscored)
     notes = note_overflow(run, cache, collected.trajectories)
-    learned = Learned({}, state.algorithm)
+    learned = UpdateResult({}, state.algorithm)
     if collected.groups:
         with clock("time/update"):
             learned = learn(run, collected.groups, state, lr, cache)
@@ -146,7 +146,7 @@ def note_overflow(run: Online, cache: ActivationCache | None, sampled: Sequence[
 
 def learn(
     run: Online, groups: Sequence[Sequence[Trajectory]], state: State, lr: float, cache: ActivationCache | None = None
-) -> Learned:
+) -> UpdateResult:
     """Take all optimiser steps on one collection. Rows without a gradient skip the forward pass; without any, no weight moves."""
     config, algorithm = run.config, run.algorithm
     if not isinstance(algorithm, PolicyGradient):
@@ -183,7 +183,7 @@ def learn(
         now = log_probs(run.model, prepared.batch, config.micro_batch_tokens, run.params.temperature, world=run.world)
         after = algorithm.adapt(prepared, now)
     advantage = (prepared.advantage.sum(1) / batch.mask.sum(1).clamp(min=1)).tolist()
-    return Learned(figures, after, advantage, seen.gather(run.world).rows())
+    return UpdateResult(figures, after, advantage, seen.gather(run.world).rows())
 
 
 @dataclass(frozen=True)

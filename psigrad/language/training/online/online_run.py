@@ -15,7 +15,7 @@ from psigrad.language.models.language_model import Divergence, LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.rollout.collectors import ScoredRollout
 from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams
-from psigrad.language.training.online.batch import MicroBatch
+from psigrad.language.training.online.batching import MicroBatch
 from psigrad.language.training.online.figures import TokenFigures
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared
 from psigrad.objective.preferences.preference_catalog import OnlinePreference

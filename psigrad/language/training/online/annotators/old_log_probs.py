@@ -11,7 +11,7 @@ from torch import Tensor
 
 from psigrad.errors import UserError
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.training.online.batch import fill
+from psigrad.language.training.online.batching import fill
 from psigrad.language.training.online.online_run import Annotator, Online
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared
 from psigrad.processes.parallel.world import ALONE, World

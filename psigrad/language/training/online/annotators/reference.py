@@ -11,7 +11,7 @@ from torch import Tensor
 from psigrad.language.models.backbone import reshard
 from psigrad.language.models.language_model import Divergence, LanguageModel
 from psigrad.language.models.packing import Groups
-from psigrad.language.training.online.batch import MicroBatch, fill, inputs_of, reference_inputs_of
+from psigrad.language.training.online.batching import MicroBatch, fill, inputs_of, reference_inputs_of
 from psigrad.language.training.online.online_run import Annotator, Online
 from psigrad.objective import Batch, PolicyGradient
 from psigrad.processes.parallel.world import ALONE, World

@@ -10,7 +10,7 @@ from torch import Tensor
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.models.scalar_model import ScalarModel
-from psigrad.language.training.online.batch import fill
+from psigrad.language.training.online.batching import fill
 from psigrad.language.training.online.online_run import Annotator, Online
 from psigrad.objective import Batch
 from psigrad.processes.parallel.world import ALONE, World
