@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from psigrad.language.rollout.episodes.tool_calls import ToolCall
+from psigrad.language.episodes.tool_calls import ToolCall
 from psigrad_serve.api_errors import ApiError
 from psigrad_serve.chat_completions import event, identity, tool_calls
 from psigrad_serve.forms import Count, SamplingForm, offers, read_form, read_stop

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from psigrad import seeds
-from psigrad.language.rollout.episodes.tool_calls import ToolCall
+from psigrad.language.episodes.tool_calls import ToolCall
 from psigrad.language.rollout.types import DrawnToken
 from psigrad_serve.forms import MOST_CHOICES, MOST_TOP, Count, PenaltyForm, offers, read_form, read_stop
 from psigrad_serve.served import Call, Served, ServedAnswer, ServedChoice, ServedPiece

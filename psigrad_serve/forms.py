@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from psigrad.errors import nearest
-from psigrad.language.rollout.episodes.tool_calls import finite
+from psigrad.language.episodes.tool_calls import finite
 from psigrad_serve.api_errors import ApiError
 
 F = TypeVar("F", bound="SamplingForm")

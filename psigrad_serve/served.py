@@ -18,8 +18,8 @@ from psigrad import seeds
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row, RowError, validate
 from psigrad.language.data.templates import prompt_ids, stop_token_ids
-from psigrad.language.rollout.episodes.tool_calls import ToolCall
-from psigrad.language.rollout.episodes.tools import CallForm, call_form_of
+from psigrad.language.episodes.tool_calls import ToolCall
+from psigrad.language.episodes.tools import CallForm, call_form_of
 from psigrad.language.rollout.types import DrawnToken, SamplingParams
 from psigrad_serve.api_errors import ApiError
 from psigrad_serve.engine.engine import SamplingEngine

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from psigrad import extras
+from psigrad.language.episodes.tool_calls import FAMILIES
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.rollout.episodes.tool_calls import FAMILIES
 from psigrad.language.rollout.types import DrawnToken
 from psigrad_serve.api_errors import ApiError
 from psigrad_serve.engine.streams import Steer

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from psigrad.language.data.templates import decode
-from psigrad.language.rollout.episodes.tool_calls import FAMILIES, ToolCall
-from psigrad.language.rollout.episodes.tools import CallForm
+from psigrad.language.episodes.tool_calls import FAMILIES, ToolCall
+from psigrad.language.episodes.tools import CallForm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -97,8 +97,8 @@ class _Writer:
     """
 
     def __init__(self, model: LanguageModel, question: ChatQuestion, answer: ChatAnswer, again: bool) -> None:
-        from psigrad.language.rollout.samplers.samplers import make as sampler_for
-        from psigrad.language.rollout.samplers.samplers import sampling_params
+        from psigrad.language.loading.samplers import make as sampler_for
+        from psigrad.language.loading.samplers import sampling_params
         from psigrad_serve.engine.engine import SamplingEngine
 
         prompt, tokens = template_worker.shared().prompt(answer.checkpoint, question)

@@ -18,6 +18,8 @@ from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row, validate
 from psigrad.language.data.reward_view import reward_view
 from psigrad.language.data.templates import example
+from psigrad.language.episodes.environments import InProcess
+from psigrad.language.episodes.episodes import Episodes, collector_of
 from psigrad.language.models import language_model, scalar_model
 from psigrad.language.models.experts import balance_of
 from psigrad.language.models.language_model import LanguageModel
@@ -26,8 +28,6 @@ from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.recipes.online import annotators_of
 from psigrad.language.rewards import Result, Samples, Scored, Scoring
 from psigrad.language.rollout.collectors import ScoredRollout
-from psigrad.language.rollout.episodes.environments import InProcess
-from psigrad.language.rollout.episodes.episodes import Episodes, collector_of
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Prompt, SamplingParams
 from psigrad.language.training.offline import offline

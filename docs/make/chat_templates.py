@@ -21,10 +21,10 @@ from psigrad.errors import UserError
 from psigrad.language.data import templates
 from psigrad.language.data.chat import rendering
 from psigrad.language.data.dataset_rows import Row, validate
+from psigrad.language.episodes import tools
+from psigrad.language.episodes.environments import InProcess
+from psigrad.language.episodes.episodes import Episodes, play
 from psigrad.language.models import tiny
-from psigrad.language.rollout.episodes import tools
-from psigrad.language.rollout.episodes.environments import InProcess
-from psigrad.language.rollout.episodes.episodes import Episodes, play
 from psigrad.language.rollout.types import Completion, Sampler, SamplingParams
 from psigrad.language.training.offline.sft_task import SFTTask
 

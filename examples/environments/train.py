@@ -21,9 +21,9 @@ import psigrad
 from psigrad.language.data.chat.turns import Talk
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import CHATML
+from psigrad.language.episodes.environments import resolve
+from psigrad.language.episodes.tools import schemas
 from psigrad.language.models import tiny
-from psigrad.language.rollout.episodes.environments import resolve
-from psigrad.language.rollout.episodes.tools import schemas
 from psigrad.runs.result import Result
 
 HERE = Path(__file__).parent

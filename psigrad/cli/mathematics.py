@@ -47,7 +47,7 @@ def explain(arguments: list[str]) -> int:
     if not 1 <= len(methods) <= 2:
         raise UserError(f"explain got {len(methods)} names and takes one or two; the usage is {usage}.")
     from psigrad.config import algorithms
-    from psigrad.language.rollout.episodes.episodes import CREDIT
+    from psigrad.language.episodes.episodes import CREDIT
     from psigrad.objective.catalog import METHODS
 
     print(algorithms.explain(methods[0], *methods[1:]))

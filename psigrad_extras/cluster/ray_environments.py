@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from psigrad.language.rollout.episodes.environments import Answer, EpisodeCall, Playing
+from psigrad.language.episodes.environments import Answer, EpisodeCall, Playing
 from psigrad.processes.parallel.world import World
 from psigrad_extras.cluster.actor_pool import ActorPool, Affinity, JobBatch
 

@@ -14,12 +14,12 @@ import torch
 
 from psigrad.config import OnlineConfig, Placement, PreferenceConfig, SFTConfig
 from psigrad.errors import UserError
+from psigrad.language.episodes.environments import Playing
+from psigrad.language.loading import samplers
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.models import sharded
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rewards import RewardPool, Scorer
-from psigrad.language.rollout.episodes.environments import Playing
-from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.types import Sampler
 from psigrad.processes.parallel.world import World
 from psigrad.runs.journal import Journal

@@ -28,10 +28,10 @@ from psigrad.config import LmEvalConfig, Model, Run, Sampling
 from psigrad.errors import UserError, nearest, reason_of
 from psigrad.language.data.chat.turns import Talk
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.loading import samplers
 from psigrad.language.loading.load_model import load_model, settle_chat
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Ids
-from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.types import SamplingParams
 from psigrad.paths import check_output
 from psigrad.records.checkpoint import MANIFEST

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from psigrad.language.rollout.episodes.environments import Observation, Step
-from psigrad.language.rollout.episodes.tools import CallForm, ToolBox, ToolBoxes, resolve
+from psigrad.language.episodes.environments import Observation, Step
+from psigrad.language.episodes.tools import CallForm, ToolBox, ToolBoxes, resolve
 from psigrad_extras.connect.mcp_tools import MCPTool
 from psigrad_extras.connect.seeded_episodes import RESET, SEED, begin, rows_of
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from psigrad import extras
 from psigrad.errors import UserError, reason_of
-from psigrad.language.rollout.episodes.tools import ServerLost, ServerTool
+from psigrad.language.episodes.tools import ServerLost, ServerTool
 from psigrad.processes.workers.worker_pool import START_LIMIT
 
 INVALID_PARAMETERS = -32602

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeVar
 
 from psigrad import extras
 from psigrad.errors import UserError, reason_of
-from psigrad.language.rollout.episodes.environments import Observation
+from psigrad.language.episodes.environments import Observation
 from psigrad_extras.connect.seeded_episodes import begin, rows_of
 
 T = TypeVar("T")

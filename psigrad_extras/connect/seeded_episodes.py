@@ -7,7 +7,7 @@ from typing import Any
 
 from psigrad import seeds
 from psigrad.errors import UserError
-from psigrad.language.rollout.episodes.environments import Observation
+from psigrad.language.episodes.environments import Observation
 
 SEED, RESET = "seed", "reset"
 """Columns of a row: the seed that the server begins with, and an object of its other arguments."""

@@ -24,9 +24,9 @@ from typing import Any
 
 from psigrad import extras
 from psigrad.errors import UserError, nearest, reason_of
-from psigrad.language.rollout.episodes.environments import Message, Observation
-from psigrad.language.rollout.episodes.tool_calls import FAMILIES, BrokenCall, ToolCall
-from psigrad.language.rollout.episodes.tools import CallForm
+from psigrad.language.episodes.environments import Message, Observation
+from psigrad.language.episodes.tool_calls import FAMILIES, BrokenCall, ToolCall
+from psigrad.language.episodes.tools import CallForm
 
 # The column of a row that says which task of the taskset it is.
 TASK = "task_idx"

@@ -20,6 +20,7 @@ import torch
 from psigrad.config import OnlineConfig, Placement
 from psigrad.config.load import from_dict
 from psigrad.errors import UserError
+from psigrad.language.episodes.episodes import PlayerCollector, settle
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes.changes import apply_changes
@@ -27,7 +28,6 @@ from psigrad.language.recipes.online import open_job
 from psigrad.language.recipes.online_settings import correct, method
 from psigrad.language.recipes.scorers import RewardSetup
 from psigrad.language.rollout.collectors import ScoredRollout
-from psigrad.language.rollout.episodes.episodes import PlayerCollector, settle
 from psigrad.language.rollout.types import Branch, Completion, Sampler, SamplingParams, Trajectory
 from psigrad.language.training.online.collect import group_scored
 from psigrad.language.training.online.online_rl import learn, step

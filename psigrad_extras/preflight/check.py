@@ -26,19 +26,18 @@ from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.rendered_rows import Rendered
 from psigrad.language.data.sources import form_of, from_rows, read_rows
 from psigrad.language.data.templates import observation_ids, prompt_ids, said_otherwise, stop_token_ids
-from psigrad.language.loading import model_source
+from psigrad.language.episodes.tool_calls import BrokenCall
+from psigrad.language.episodes.tools import PROBE, call_form_of
+from psigrad.language.loading import model_source, samplers
 from psigrad.language.loading.load_model import load_model
+from psigrad.language.loading.samplers import check_sampling
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes.conversation import offer_tools
 from psigrad.language.recipes.online_settings import method
 from psigrad.language.recipes.row_encoding import Encoder, encode_rows
-from psigrad.language.rollout.episodes.tool_calls import BrokenCall
-from psigrad.language.rollout.episodes.tools import PROBE, call_form_of
-from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.samplers.distribution import filter_logits
-from psigrad.language.rollout.samplers.samplers import check_sampling
 from psigrad.language.rollout.types import Prompt, Prompts, Request, Sampler, SamplingParams, Trajectory
 from psigrad.language.training.online.batching import MicroBatch, inputs_of, micro_batches, outputs_by_row, rows_of, to_batch
 from psigrad.objective import PolicyGradient, Totals

@@ -17,12 +17,12 @@ from psigrad.language.data.dataset_rows import Row, show
 from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.rendered_rows import Rendered
 from psigrad.language.data.sources import form_of, from_rows, read_dataset
+from psigrad.language.episodes.environments import Fault, Playing, library_of
+from psigrad.language.episodes.tools import CallForm, ServerTool, ToolBox
 from psigrad.language.loading.load_model import settle_chat
 from psigrad.language.loading.model_source import load_tokenizer, tokenizer_path
 from psigrad.language.recipes.conversation import list_tools, offer_tools, playing_for
 from psigrad.language.recipes.score_rows import score
-from psigrad.language.rollout.episodes.environments import Fault, Playing, library_of
-from psigrad.language.rollout.episodes.tools import CallForm, ServerTool, ToolBox
 from psigrad.language.rollout.scoring import Unscored
 from psigrad.records.read import show_number
 

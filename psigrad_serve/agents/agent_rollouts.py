@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, Unpack
 
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.episodes.episodes import settle
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.rollout.episodes.episodes import settle
 from psigrad.language.rollout.types import Sampler, SamplingParams, Trajectory
 from psigrad.processes.workers import Lost, PoolLimits, WorkerPool
 from psigrad_serve.agents.agent_session import Session

@@ -9,8 +9,8 @@ from typing import Literal
 
 from psigrad.config import Model, Run, Sampling
 from psigrad.config.load import from_dict
+from psigrad.language.loading import samplers
 from psigrad.language.loading.load_model import load_model
-from psigrad.language.rollout.samplers import samplers
 from psigrad.runs import machine
 from psigrad_serve.engine.engine import SamplingEngine
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from psigrad.errors import UserError
-from psigrad.language.rollout.episodes.environments import resolve
+from psigrad.language.episodes.environments import resolve
 from psigrad_extras import games
 from psigrad_extras.games import GuessNumber, TextGrid, calculate
 

@@ -15,9 +15,9 @@ from transformers.utils import get_json_schema
 from psigrad.language.data.chat.rendering import settle
 from psigrad.language.data.dataset_rows import validate
 from psigrad.language.data.templates import examples, prompt_ids, stop_token_ids
-from psigrad.language.rollout.episodes.environments import InProcess
-from psigrad.language.rollout.episodes.episodes import Episodes, play
-from psigrad.language.rollout.episodes.tools import ToolBoxes, call_form_of
+from psigrad.language.episodes.environments import InProcess
+from psigrad.language.episodes.episodes import Episodes, play
+from psigrad.language.episodes.tools import ToolBoxes, call_form_of
 from psigrad.language.rollout.types import Completion, Sampler, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

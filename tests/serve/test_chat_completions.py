@@ -7,7 +7,7 @@ from dataclasses import replace
 import openai
 import pytest
 
-from psigrad.language.rollout.episodes.tools import CallForm
+from psigrad.language.episodes.tools import CallForm
 from psigrad_serve.engine.engine import SamplingEngine
 from psigrad_serve.served import Served
 

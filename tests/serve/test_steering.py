@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from psigrad import seeds
-from psigrad.language.rollout.episodes.tool_calls import FAMILIES, ToolCall, read_calls
-from psigrad.language.rollout.episodes.tools import CallForm
+from psigrad.language.episodes.tool_calls import FAMILIES, ToolCall, read_calls
+from psigrad.language.episodes.tools import CallForm
 from psigrad.language.rollout.types import DrawnToken
 from psigrad_serve.api_errors import ApiError
 from psigrad_serve.steering import Forms, Wish, call_grammar, chosen_tool

@@ -14,12 +14,12 @@ from psigrad.config import OnlineConfig, Optim, Run
 from psigrad.config.algorithms import resolve_online
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.reward_view import reward_view
+from psigrad.language.episodes.episodes import collector_of
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import LanguageModel, prepare
 from psigrad.language.recipes.online import annotators_of
 from psigrad.language.rewards import resolve as reward
 from psigrad.language.rollout.collectors import ScoredRollout
-from psigrad.language.rollout.episodes.episodes import collector_of
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Prompt, SamplingParams
 from psigrad.language.training.online import online_rl

@@ -15,11 +15,11 @@ from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import Tell, for_model
 from psigrad.language.data.sources import HELD_OUT, ONE_OF, check_held_out, from_rows, read_rows, tell_held_out
-from psigrad.language.rollout.episodes import environments
-from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
-from psigrad.language.rollout.episodes.environments import InProcess, Playing
-from psigrad.language.rollout.episodes.episodes import Episodes, Player
-from psigrad.language.rollout.episodes.tools import CallForm, Tool, ToolBoxes, call_form_of, resolve, schemas
+from psigrad.language.episodes import environments
+from psigrad.language.episodes.environment_pool import EnvironmentPool
+from psigrad.language.episodes.environments import InProcess, Playing
+from psigrad.language.episodes.episodes import Episodes, Player
+from psigrad.language.episodes.tools import CallForm, Tool, ToolBoxes, call_form_of, resolve, schemas
 from psigrad.processes.sandbox import enclosure_of_workers
 from psigrad.runs.journal import Journal
 

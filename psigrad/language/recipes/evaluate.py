@@ -18,6 +18,8 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.reward_view import score
 from psigrad.language.data.sources import read_dataset
+from psigrad.language.episodes.episodes import Player
+from psigrad.language.loading import samplers
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.loading.model_source import meant
 from psigrad.language.models.language_model import LanguageModel
@@ -28,8 +30,6 @@ from psigrad.language.rewards import Scorer
 from psigrad.language.rewards.benchmarks import BENCHMARKS, BenchmarkReward, Choice, as_prompts
 from psigrad.language.rewards.math_answers import Math
 from psigrad.language.rewards.resolve import name_of
-from psigrad.language.rollout.episodes.episodes import Player
-from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.scoring import explain_unscored
 from psigrad.language.rollout.types import Trajectory
 from psigrad.paths import check_output

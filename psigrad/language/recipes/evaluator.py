@@ -12,11 +12,11 @@ import torch
 from psigrad import seeds
 from psigrad.intervals import mean_interval, pass_at_k
 from psigrad.language.data.reward_view import reward_view
+from psigrad.language.episodes.episodes import Player, collector_of
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.rewards import Scorer
 from psigrad.language.rollout.collectors import ScoredRollout
-from psigrad.language.rollout.episodes.episodes import Player, collector_of
 from psigrad.language.rollout.spread import bring, to_writer
 from psigrad.language.rollout.trajectory_rows import rollout_row
 from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams, Trajectory

@@ -17,6 +17,7 @@ from psigrad.errors import reason_of
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.rendered_rows import first_rows
+from psigrad.language.loading import samplers
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_model, load_scalar_model
 from psigrad.language.loading.model_source import tell_ends
@@ -29,7 +30,6 @@ from psigrad.language.recipes.loops import Generated, train_offline
 from psigrad.language.recipes.memory_check import check_offline
 from psigrad.language.recipes.pinned import collect_pins
 from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
-from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.types import ReplicaSampler, Sampler
 from psigrad.language.training.offline import offline
 from psigrad.language.training.offline.offline import Task

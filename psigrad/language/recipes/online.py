@@ -14,8 +14,11 @@ from psigrad.config import OnlineConfig
 from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.posted_forms import Tell
 from psigrad.language.data.reward_view import reward_view
+from psigrad.language.episodes.episodes import Player, collector_of
+from psigrad.language.episodes.tools import schemas
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_critic, load_model, load_own_reference
+from psigrad.language.loading.samplers import sampling_params
 from psigrad.language.loading.teacher import Teacher, TeacherReference
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
@@ -32,9 +35,6 @@ from psigrad.language.recipes.pinned import collect_pins, lasting_pins
 from psigrad.language.recipes.row_encoding import prepare
 from psigrad.language.recipes.scorers import RewardSetup, completion_room, evaluator_for
 from psigrad.language.rollout.collectors import ScoredRollout
-from psigrad.language.rollout.episodes.episodes import Player, collector_of
-from psigrad.language.rollout.episodes.tools import schemas
-from psigrad.language.rollout.samplers.samplers import sampling_params
 from psigrad.language.rollout.scoring import Scorer
 from psigrad.language.rollout.types import Prompts, Sampler
 from psigrad.language.training.online.annotators.old_log_probs import OldEntropy, OldLogProbs

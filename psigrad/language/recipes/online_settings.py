@@ -8,11 +8,11 @@ from dataclasses import replace
 from psigrad.config import OnlineConfig
 from psigrad.config.algorithms import resolve_online
 from psigrad.errors import UserError, kind_of
+from psigrad.language.loading.samplers import check_sampling
 from psigrad.language.loading.teacher import Teacher, is_address
 from psigrad.language.models.experts import replay_routers
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.language.rollout.samplers.samplers import check_sampling
 from psigrad.language.rollout.types import Sampler
 from psigrad.language.training.online.online_run import is_exact
 from psigrad.objective import PolicyGradient

@@ -15,11 +15,11 @@ from psigrad.importing import imported_callable
 from psigrad.language.data.chat.rendering import day_of, prints_date
 from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.sources import parse_mixture
+from psigrad.language.episodes import environments
 from psigrad.language.loading.model_source import meant
 from psigrad.language.recipes.conversation import list_tools
 from psigrad.language.recipes.row_encoding import sum_parts
 from psigrad.language.recipes.scorers import RewardSetup
-from psigrad.language.rollout.episodes import environments
 from psigrad.records import pins
 from psigrad.runs.machine import pins_of
 

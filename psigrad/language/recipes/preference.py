@@ -24,6 +24,7 @@ from psigrad.language.data import pairs
 from psigrad.language.examples import Answer
 from psigrad.language.loading.given_model import GivenModel, digest_weights
 from psigrad.language.loading.load_model import load_frozen, load_model, load_reference
+from psigrad.language.loading.samplers import check_sampling
 from psigrad.language.models import sharded
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Ids
@@ -32,7 +33,6 @@ from psigrad.language.recipes.pinned import lasting_pins
 from psigrad.language.recipes.row_encoding import Encoder
 from psigrad.language.recipes.row_limits import check_positions, prepare_answers, token_limit
 from psigrad.language.recipes.scorers import RewardSetup
-from psigrad.language.rollout.samplers.samplers import check_sampling
 from psigrad.language.training.offline.offline import Task
 from psigrad.language.training.offline.preference_task import KTOTask, PreferenceTask, mismatch, reference_logps
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Preference

@@ -18,7 +18,9 @@ from psigrad.config.sections import columns_of
 from psigrad.errors import UserError, several
 from psigrad.language.data.dataset_rows import Row, column_names
 from psigrad.language.data.posted_forms import Tell
+from psigrad.language.episodes.episodes import Player
 from psigrad.language.loading.load_model import load_trained_scalar_model
+from psigrad.language.loading.samplers import sampling_params
 from psigrad.language.loading.teacher import Teacher
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes.evaluator import Evaluator
@@ -29,8 +31,6 @@ from psigrad.language.rewards.code import Code
 from psigrad.language.rewards.reward_pool import check_weights, names_apart
 from psigrad.language.rewards.reward_worker import needed_columns
 from psigrad.language.rewards.row_checks import missing_golds, row_faults
-from psigrad.language.rollout.episodes.episodes import Player
-from psigrad.language.rollout.samplers.samplers import sampling_params
 from psigrad.language.rollout.scoring import Samples
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.processes.sandbox import executor_for, tier_of_this_machine

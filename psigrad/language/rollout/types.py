@@ -117,7 +117,7 @@ class SamplingParams:
 
 
 class Sampler(ABC):
-    """Who samples: the embedded sampler, transformers' generate, vLLM, or one of your own (see `samplers.py`)."""
+    """Samples completions: the embedded sampler, transformers, vLLM, or a custom one (`language/loading/samplers.py`)."""
 
     exact: bool = False
     """Whether its log-probs are those of the trainer's own forward pass in float32, to rounding. Then a batch that is trained on

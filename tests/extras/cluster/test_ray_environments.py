@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from hostile_environments import BadReset, Counting
 
-from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
-from psigrad.language.rollout.episodes.environments import EpisodeCall, Fault, InProcess, Playing
+from psigrad.language.episodes.environment_pool import EnvironmentPool
+from psigrad.language.episodes.environments import EpisodeCall, Fault, InProcess, Playing
 from psigrad.processes.parallel.world import ALONE
 from psigrad_extras.cluster.ray_environments import EnvironmentWorker, RayEnvironments
 

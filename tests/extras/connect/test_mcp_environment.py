@@ -12,9 +12,9 @@ import pytest
 from environment_example import check_that_it_improves
 
 from psigrad.errors import UserError
-from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
-from psigrad.language.rollout.episodes.environments import Fault, Step, resolve, step
-from psigrad.language.rollout.episodes.tools import CallForm, schemas
+from psigrad.language.episodes.environment_pool import EnvironmentPool
+from psigrad.language.episodes.environments import Fault, Step, resolve, step
+from psigrad.language.episodes.tools import CallForm, schemas
 from psigrad_extras.connect import mcp_environment
 from psigrad_extras.connect.mcp_tools import MCPTool, ServerLost
 

@@ -16,9 +16,9 @@ import pytest
 from tiny_rewards import add
 
 from psigrad.errors import UserError
-from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
-from psigrad.language.rollout.episodes.environments import Fault
-from psigrad.language.rollout.episodes.tools import ToolBox, ToolBoxes, resolve, schemas
+from psigrad.language.episodes.environment_pool import EnvironmentPool
+from psigrad.language.episodes.environments import Fault
+from psigrad.language.episodes.tools import ToolBox, ToolBoxes, resolve, schemas
 from psigrad_extras.connect import mcp_tools
 
 SERVER = Path(__file__).parents[2] / "support" / "shop_server.py"

@@ -16,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from psigrad.errors import UserError
-from psigrad.language.rollout.episodes.environments import Fault, InProcess, Step
+from psigrad.language.episodes.environments import Fault, InProcess, Step
 from psigrad_extras.connect.verifiers_environment import TASK, adapt
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]

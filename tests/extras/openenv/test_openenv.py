@@ -13,8 +13,8 @@ import pytest
 from environment_example import check_that_it_improves
 
 from psigrad.errors import UserError
-from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
-from psigrad.language.rollout.episodes.environments import resolve
+from psigrad.language.episodes.environment_pool import EnvironmentPool
+from psigrad.language.episodes.environments import resolve
 from psigrad_extras.connect.openenv_environment import adapt
 
 pytestmark = [pytest.mark.openenv, pytest.mark.timeout(1800)]

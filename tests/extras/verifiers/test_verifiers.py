@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from environment_example import check_that_it_improves
 
-from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
-from psigrad.language.rollout.episodes.environments import InProcess, Step
+from psigrad.language.episodes.environment_pool import EnvironmentPool
+from psigrad.language.episodes.environments import InProcess, Step
 from psigrad_extras.connect.verifiers_environment import adapt
 
 pytestmark = [pytest.mark.verifiers, pytest.mark.timeout(1800)]

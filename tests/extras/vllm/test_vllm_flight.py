@@ -16,9 +16,9 @@ from hostile_environments import Counting
 
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import prompt_ids
-from psigrad.language.rollout.episodes import episodes as played_episodes
-from psigrad.language.rollout.episodes.environments import InProcess
-from psigrad.language.rollout.episodes.episodes import Episodes, play
+from psigrad.language.episodes import episodes as played_episodes
+from psigrad.language.episodes.environments import InProcess
+from psigrad.language.episodes.episodes import Episodes, play
 from psigrad.language.rollout.types import Completion, NextTurn, Request, RestartedDialogue, Sampler, SamplingParams
 from psigrad_extras.vllm import vllm_weights
 from psigrad_extras.vllm.flight import Flight, Ticket

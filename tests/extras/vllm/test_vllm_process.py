@@ -23,10 +23,10 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from psigrad.config import Sampling
 from psigrad.errors import UserError
+from psigrad.language.loading import samplers
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import LanguageModel, prepare
 from psigrad.language.models.lora import Lora
-from psigrad.language.rollout.samplers import samplers
 from psigrad_extras.vllm import vllm_backend, vllm_weights
 from psigrad_extras.vllm.vllm_backend import VLLMSampler
 from psigrad_extras.vllm.vllm_engine import Readback, scaling_of, wrong_in_adapter

@@ -23,8 +23,8 @@ from psigrad.language.data.dataset_rows import Row, RowError, validate
 from psigrad.language.data.sources import from_rows, load
 from psigrad.language.data.templates import example, examples, observation_ids, prompt_ids, said_otherwise, stop_token_ids
 from psigrad.language.loading.load_model import settle_chat
+from psigrad.language.loading.samplers import sampling_params
 from psigrad.language.recipes.row_limits import tell_translations
-from psigrad.language.rollout.samplers.samplers import sampling_params
 
 Build = Callable[..., PreTrainedTokenizerFast]
 USER, BOT = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "the cat"}

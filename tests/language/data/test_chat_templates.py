@@ -13,7 +13,7 @@ import scripts
 
 from psigrad.language.data import dataset_rows, templates
 from psigrad.language.data.chat import dialect, rendering, turns
-from psigrad.language.rollout.episodes import episode_history
+from psigrad.language.episodes import episode_history
 from psigrad.language.training.offline.sft_task import SFTTask
 
 WANTED = 38

@@ -20,11 +20,11 @@ from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.rendered_rows import Segment, render
 from psigrad.language.data.templates import CHATML
+from psigrad.language.episodes.environments import InProcess
+from psigrad.language.episodes.episodes import Episodes
 from psigrad.language.recipes import conversation, online, sft
 from psigrad.language.recipes.row_encoding import Encoder, encode_rows
 from psigrad.language.rewards import RewardError
-from psigrad.language.rollout.episodes.environments import InProcess
-from psigrad.language.rollout.episodes.episodes import Episodes
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,8 @@ def test_plain_prompts_of_a_run_with_a_chat_model(plain: bool, chat: Path, job: 
 
 def test_rewards_are_shown_the_text_of_the_dataset(chat: Path) -> None:
     from psigrad.language.data.posted_forms import as_turns
+    from psigrad.language.loading import samplers
     from psigrad.language.loading.load_model import load_model
-    from psigrad.language.rollout.samplers import samplers
     from psigrad.language.rollout.scoring import Scored, Scoring
     from psigrad.language.rollout.types import Prompt, SamplingParams
 

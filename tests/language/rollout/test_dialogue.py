@@ -10,7 +10,7 @@ import torch
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups
-from psigrad.language.rollout.episodes.dialogue import CachedDialogue
+from psigrad.language.rollout.samplers.dialogue import CachedDialogue
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import NextTurn, RestartedDialogue, Sampler, SamplingParams
 

@@ -15,10 +15,10 @@ from timing import LIMITS
 from tiny_jobs import online_config
 
 from psigrad.errors import UserError
+from psigrad.language.episodes.environment_pool import EnvironmentPool
+from psigrad.language.episodes.environments import Fault, InProcess, Step
+from psigrad.language.episodes.tools import ToolBox
 from psigrad.language.recipes import online
-from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
-from psigrad.language.rollout.episodes.environments import Fault, InProcess, Step
-from psigrad.language.rollout.episodes.tools import ToolBox
 from psigrad.processes.sandbox import enclosure_of_workers
 
 ROWS = [{"name": name} for name in "abcdef"]

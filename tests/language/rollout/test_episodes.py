@@ -13,13 +13,13 @@ from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.reward_view import score
 from psigrad.language.data.templates import CHATML, decode, prompt_ids
+from psigrad.language.episodes.environments import InProcess, Playing, resolve
+from psigrad.language.episodes.episodes import Episodes, play
+from psigrad.language.episodes.tools import ToolBox, schemas
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups
 from psigrad.language.rewards import resolve as reward
-from psigrad.language.rollout.episodes.environments import InProcess, Playing, resolve
-from psigrad.language.rollout.episodes.episodes import Episodes, play
-from psigrad.language.rollout.episodes.tools import ToolBox, schemas
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import SamplingParams
 from psigrad.language.training.online.batching import to_batch

@@ -10,12 +10,12 @@ import torch
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.reward_view import score
 from psigrad.language.data.templates import CHATML, prompt_ids
+from psigrad.language.episodes.environments import InProcess
+from psigrad.language.episodes.episodes import Episodes, play
+from psigrad.language.episodes.tools import ToolBoxes
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups
-from psigrad.language.rollout.episodes.environments import InProcess
-from psigrad.language.rollout.episodes.episodes import Episodes, play
-from psigrad.language.rollout.episodes.tools import ToolBoxes
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.trajectory_rows import rollout_row
 from psigrad.language.rollout.types import Completion, Sampler, SamplingParams

@@ -11,12 +11,12 @@ from psigrad.language.data import templates
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.reward_view import score
 from psigrad.language.data.templates import CHATML, decode, prompt_ids
+from psigrad.language.episodes.environments import InProcess
+from psigrad.language.episodes.episodes import CHARACTERS, Episodes, cut, fit, play
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes.scorers import completion_room
-from psigrad.language.rollout.episodes.environments import InProcess
-from psigrad.language.rollout.episodes.episodes import CHARACTERS, Episodes, cut, fit, play
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.trajectory_rows import rollout_row
 from psigrad.language.rollout.types import Collected, Cut, SamplingParams

@@ -14,13 +14,13 @@ from psigrad import seeds
 from psigrad.config import Evaluation
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import CHATML, prompt_ids
+from psigrad.language.episodes import episodes as played_episodes
+from psigrad.language.episodes.environment_pool import EnvironmentPool
+from psigrad.language.episodes.environments import InProcess
+from psigrad.language.episodes.episodes import Episodes, play
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.recipes import online
-from psigrad.language.rollout.episodes import episodes as played_episodes
-from psigrad.language.rollout.episodes.environment_pool import EnvironmentPool
-from psigrad.language.rollout.episodes.environments import InProcess
-from psigrad.language.rollout.episodes.episodes import Episodes, play
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.samplers.transformers_backend import TransformersSampler
 from psigrad.language.rollout.types import NextTurn, SamplingParams

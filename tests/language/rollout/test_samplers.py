@@ -12,10 +12,10 @@ from transformers import GenerationConfig
 
 from psigrad.config import Sampling
 from psigrad.errors import UserError
+from psigrad.language.loading import samplers
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups
-from psigrad.language.rollout.samplers import samplers
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.samplers.transformers_backend import TransformersSampler
 from psigrad.language.rollout.types import Completion, FinishReason, Request, Sampler, SamplingParams

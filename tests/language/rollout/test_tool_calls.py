@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerFast
 
 from psigrad.config import OnlineConfig
 from psigrad.language.data.templates import decode
+from psigrad.language.episodes.tool_calls import FAMILIES, MOST_CALLS, BrokenCall, ToolCall, read_calls
+from psigrad.language.episodes.tools import PROBE, CallForm, ToolBox, call_form_of, schemas
 from psigrad.language.recipes import conversation
 from psigrad.language.rewards.builtin import NAMES
-from psigrad.language.rollout.episodes.tool_calls import FAMILIES, MOST_CALLS, BrokenCall, ToolCall, read_calls
-from psigrad.language.rollout.episodes.tools import PROBE, CallForm, ToolBox, call_form_of, schemas
 from psigrad.language.rollout.types import Completion, Trajectory
 from psigrad.language.training.online.figures import collection_metrics
 

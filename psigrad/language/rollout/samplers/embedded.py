@@ -17,8 +17,8 @@ from psigrad.language.models.fused.caches import ActivationCache, CachedCompleti
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.models.probe import difference
-from psigrad.language.rollout.episodes.dialogue import CachedDialogue
 from psigrad.language.rollout.samplers.cache import KVCache, SharedCache, new_cache, prefill
+from psigrad.language.rollout.samplers.dialogue import CachedDialogue
 from psigrad.language.rollout.samplers.distribution import draw
 from psigrad.language.rollout.samplers.recorded import TOKENS_AT_ONCE, RecordedDecoding, fits
 from psigrad.language.rollout.types import Completion, Dialogue, Request, Sampler, SamplingParams

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 from psigrad.errors import UserError
-from psigrad.language.rollout.episodes.environments import Answer, EpisodeCall, Factory, Fault, InProcess, Playing, Step
+from psigrad.language.episodes.environments import Answer, EpisodeCall, Factory, Fault, InProcess, Playing, Step
 from psigrad.processes.workers import Lost, PoolLimits, WorkerPool, unpack
 from psigrad.processes.workers.child import reason_for
 from psigrad.processes.workers.shipping import Packed
@@ -22,7 +22,7 @@ class EnvironmentPool(Playing):
     """
 
     def __init__(self, factory: Factory, **limits: Unpack[PoolLimits]) -> None:
-        service = "psigrad.language.rollout.episodes.environment_pool:service"
+        service = "psigrad.language.episodes.environment_pool:service"
         self.workers: WorkerPool[Any] = WorkerPool.of(service, factory, decode, kind="environment", **limits)
         self._waiting: list[list[EpisodeCall]] = [[] for _ in range(len(self.workers))]
         """By worker, the calls that it is not at yet."""

@@ -11,8 +11,8 @@ from psigrad.language.data.chat.rendering import tools_of
 from psigrad.language.data.chat.turns import Talk, turn_form
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import Reading, observation_ids, read_on, words_of
-from psigrad.language.rollout.episodes.environments import Message, Observation
-from psigrad.language.rollout.episodes.tools import CallForm
+from psigrad.language.episodes.environments import Message, Observation
+from psigrad.language.episodes.tools import CallForm
 
 
 def as_messages(said: Observation) -> list[Message]:

@@ -20,10 +20,8 @@ from psigrad.importing import imported_callable
 from psigrad.language.data.chat.turns import Talk, TurnForm
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import decode
-from psigrad.language.examples import common_prefix
-from psigrad.language.rewards.reward_worker import finish
-from psigrad.language.rollout.episodes.environments import Message, Step
-from psigrad.language.rollout.episodes.tool_calls import (
+from psigrad.language.episodes.environments import Message, Step
+from psigrad.language.episodes.tool_calls import (
     FAMILIES,
     BrokenCall,
     CallError,
@@ -32,6 +30,8 @@ from psigrad.language.rollout.episodes.tool_calls import (
     read_calls,
     to_calls,
 )
+from psigrad.language.examples import common_prefix
+from psigrad.language.rewards.reward_worker import finish
 from psigrad.processes.workers.worker_pool import pick_variables
 
 if TYPE_CHECKING:

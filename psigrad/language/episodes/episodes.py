@@ -17,11 +17,11 @@ from psigrad import seeds
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import Reading, decode, prompt_ids
+from psigrad.language.episodes.environments import Fault, Message, Observation, Playing, Step
+from psigrad.language.episodes.episode_history import EpisodeHistory, as_messages
+from psigrad.language.episodes.tools import CallForm
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.collectors import Completions, SeedOf, TrajectoryCollector
-from psigrad.language.rollout.episodes.environments import Fault, Message, Observation, Playing, Step
-from psigrad.language.rollout.episodes.episode_history import EpisodeHistory, as_messages
-from psigrad.language.rollout.episodes.tools import CallForm
 from psigrad.language.rollout.scoring import transcript_of
 from psigrad.language.rollout.types import (
     Branch,
