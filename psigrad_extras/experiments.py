@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError, nearest
+from psigrad.paths import absolute, claim
 
 
 def find_checkout() -> Path | None:
@@ -106,12 +107,9 @@ def run(name: str, settings: Any, console: Any = None) -> Any:
     """
     from rich.console import Console
 
-    module, console, folder = find(name).module, console or Console(), Path(settings.out)
+    module, console, folder = find(name).module, console or Console(), absolute(settings.out)
     module.check(settings)  # before a folder is made
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"The folder {settings.out!r} cannot be made: {error.strerror}; name another with --out.") from error
+    claim(folder, "experiment", "--out")
     result = module.run(settings)
     for part in module.tables(result):
         console.print(part)

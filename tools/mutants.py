@@ -36,6 +36,7 @@ ROOMS = {
     "psigrad/language/models/logprobs.py": ("tests/language/models", "tests/objective"),
     "psigrad/language/rollout/samplers/distribution.py": ("tests/language/rollout",),
     "psigrad/language/training/**/*.py": ("tests/language/training", "tests/language/recipes"),
+    "psigrad/language/recipes/*.py": ("tests/language/recipes", "tests/language/training", "tests/language/rewards"),
     "psigrad/language/data/*.py": ("tests/language/data",),
 }
 SKIPPED_OPERATORS = ("VariableReplacer", "VariableInserter")

@@ -347,6 +347,7 @@ def test_temperature_0_is_greedy_whatever_the_seed(job, alone, capsys):
     for seed, more in ((0, "0"), (5, "0"), (5, "1")):
         assert cli.main(command("sample", job, alone, "--temperature", more, "--seed", str(seed))) == 0
         written.append((alone / "rows.jsonl").read_text())
+        (alone / "rows.jsonl").unlink()  # a file that is there is not overwritten
     assert written[0] == written[1] != written[2]
     assert cli.main(command("eval", job, alone, "--temperature", "0", "--eval-temperature", "1")) == 2
     assert "both are the setting evaluation.eval_temperature; give one of them" in capsys.readouterr().err

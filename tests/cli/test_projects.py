@@ -102,7 +102,7 @@ def test_negative_control_a_broken_reward_fails_the_projects_test(project, tmp_p
     [
         (["verifable", "x"], "did you mean 'verifiable'"),
         ([], "a kind (verifiable, preferences, tools, control) and a folder"),
-        (["tools", "here"], "here has README.md already"),
+        (["tools", "here"], "here holds files that this command did not write"),
         (["tools", "--here"], "a kind"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 
+from psigrad.compat import foreign_names
 from psigrad.config import EvalConfig, OnlineConfig, SFTConfig
 from psigrad.config import load as loading
 from psigrad.config.fields import usual_on
@@ -64,9 +65,9 @@ def test_what_is_given_stays(monkeypatch, tmp_path):
 def test_what_is_given_under_trls_names_stays(text, expected, monkeypatch, tmp_path):
     monkeypatch.setattr(loading, "sees_cuda", lambda: True)
     (tmp_path / "run.yaml").write_text(text + "\n")
-    assert values(loading.load(SFTConfig, tmp_path / "run.yaml")) == expected
+    assert values(foreign_names.load(SFTConfig, tmp_path / "run.yaml")) == expected
     flags = {name: yaml.safe_load(value) for name, _, value in (line.partition(": ") for line in text.split("\n"))}
-    assert values(loading.load(SFTConfig, flags=flags)) == expected
+    assert values(foreign_names.load(SFTConfig, flags=flags)) == expected
 
 
 def test_products_are_in_tf32_on_a_gpu_alone_and_only_while_a_run_lasts():

@@ -27,6 +27,6 @@ def test_every_command_takes_a_run(job, tmp_path, monkeypatch, capsys):
         ["sft", "--model", "run", *rows, "--max-steps", "1", "--eval-prompts", "0", "--output-dir", "second", "--no-report"],
     ):
         assert cli.main(command) == 0, (command, capsys.readouterr().err)
-    assert "model: run/model " in capsys.readouterr().out
+    assert f"model: {tmp_path / 'run' / 'model'} " in capsys.readouterr().out
     with opened_engine("run") as engine:
         assert engine.model.tokenizer("a").input_ids

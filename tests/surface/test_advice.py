@@ -37,7 +37,7 @@ def strings() -> Iterator[tuple[str, str]]:
                 yield place, "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs | inner:
                 yield place, node.value
-    for name in ("psigrad/cli/mistakes.yaml", "psigrad/records/alerts.yaml"):
+    for name in ("psigrad/records/alerts.yaml",):
         for key, entry in yaml.safe_load((ROOT / name).read_text()).items():
             yield from ((f"{name}:{key}", str(entry.get(part, ""))) for part in ("says", "why", "do"))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from psigrad.errors import UserError, reason_of
 from psigrad.kernels.codes import Kind
@@ -33,7 +33,7 @@ from psigrad.language.models.lora import Lora, base_of
 from psigrad.language.models.packing import ForwardInputs, Groups, Rows, Targets, lay_out
 from psigrad.language.models.probe import draw_texts
 from psigrad.language.models.sizes import size
-from psigrad.language.models.towers import keep_towers, why_no_text_at
+from psigrad.language.models.towers import keep_towers, why_not_text
 from psigrad.objective import PolicyOutputs
 
 if TYPE_CHECKING:
@@ -341,7 +341,7 @@ def load(
         if eos_token in tokenizer.get_vocab():
             tokenizer.eos_token = eos_token
     except LOADING_ERRORS as error:
-        what = why_no_text_at(path)
+        what = "" if isinstance(error, OSError) else _why_no_text(path)  # a hub that does not answer is asked once
         reason = "" if what else f" ({reason_of(error)})"
         raise UserError(
             f"No causal language model could be loaded from {path!r}{reason}; {what or 'give a folder or a hub name'}."
@@ -365,3 +365,11 @@ def prepare(
     if tokenizer.eos_token_id is None:
         raise UserError("The tokenizer has no EOS token, so no completion could ever end; set tokenizer.eos_token and save it.")
     return LanguageModel(network, tokenizer).prepare("CAUSAL_LM", lora, adapter, gradient_checkpointing, known)
+
+
+def _why_no_text(path: str) -> str:
+    """Return `why_not_text` of the checkpoint at `path`; empty if its configuration cannot be read."""
+    try:
+        return why_not_text(AutoConfig.from_pretrained(path))
+    except LOADING_ERRORS:
+        return ""

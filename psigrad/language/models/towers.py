@@ -132,16 +132,6 @@ def why_not_text(config: Any) -> str:
     )
 
 
-def why_no_text_at(path: str) -> str:
-    """Return `why_not_text` of the checkpoint at `path`; empty if it has no configuration that can be read."""
-    from transformers import AutoConfig
-
-    try:
-        return why_not_text(AutoConfig.from_pretrained(path))
-    except (OSError, ValueError, KeyError):
-        return ""
-
-
 def lora_exclusion(network: nn.Module) -> str | None:
     """Return the regular expression of the modules that an adapter leaves out; None if there are no towers."""
     names = towers_of(network)

@@ -36,7 +36,6 @@ def apply_changes(run: R, changes: Mapping[str, Any]) -> R:
     made: Any = with_changes(run, changes)
     for optimizer in (made.optimizer, *([made.critic.optimizer] if getattr(made, "critic", None) is not None else ())):
         optimizer.optim = made.config.optim
-        optimizer.rule.weight_decay = made.config.optim.weight_decay
     same: R = made
     return same
 

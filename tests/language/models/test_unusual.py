@@ -19,10 +19,10 @@ from transformers import (
 from unusual_models import LOOPED, MAMBA, MLA, TWICE
 
 from psigrad.errors import UserError
+from psigrad.language.loading import samplers
 from psigrad.language.models import backbone, language_model, tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups
-from psigrad.language.loading import samplers
 from psigrad.language.rollout.samplers import cache
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.samplers.transformers_backend import TransformersSampler

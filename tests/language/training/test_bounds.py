@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -106,7 +107,7 @@ def test_each_process_draws_every_second_prompt_and_of_a_sampler_for_all_the_fir
         world = SimpleNamespace(rank=rank, size=2)
         each = [["of rank 0"], []] if central else [["a", "c"], ["b", "d"]]
         monkeypatch.setattr(collectors, "spread", lambda world, own, whole: each)
-        return collectors.Rollout(Asked(central), None, reward_view(), world)(prompts, None, 1, max, version=0)
+        return collectors.ScoredRollout(Asked(central), None, reward_view(), world)(prompts, None, 1, max, version=0)
 
     assert of(0, False) == of(1, False) == ["a", "b", "c", "d"] and asked == [[0, 2], [1, 3]]
     asked.clear()
@@ -118,7 +119,10 @@ def test_an_evaluation_waits_for_episodes_that_are_played_ahead_and_for_nothing_
     done = []
     monkeypatch.setattr(loops, "cycle", lambda loop, state, *rest: loop.evaluate(state))
     ahead = (SimpleNamespace(result=lambda: done.append("played")),)
-    run, journal = make(tiny.tokenizer(["say a: b"], 270)), SimpleNamespace(callbacks=SimpleNamespace())
+    run, journal = (
+        make(tiny.tokenizer(["say a: b"], 270)),
+        SimpleNamespace(callbacks=SimpleNamespace(), interruptible=nullcontext),
+    )
     for player in (None, object()):
         state = State(step=3, pending=ahead)
         save = SimpleNamespace(wait=None)

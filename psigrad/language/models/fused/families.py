@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import LocalEntryNotFoundError, StrictDataclassError
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
@@ -24,6 +24,7 @@ from transformers.utils import cached_file
 from psigrad.kernels.codes import CodedMatrix, Kind, can_code, code
 from psigrad.kernels.kernels import kernels
 from psigrad.language.models.coded_linear import CodedLinear
+from psigrad.language.models.sizes import size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,7 +72,7 @@ def describes(config: PreTrainedConfig) -> bool:
         and not getattr(config, "mlp_bias", False)
         and rope.get("rope_type") == "default"
         and rope.get("partial_rotary_factor", 1.0) == 1.0
-        and config.num_attention_heads % config.num_key_value_heads == 0
+        and size(config, "heads") % size(config, "key_heads") == 0
         and layer_types <= {"full_attention", "sliding_attention"}
         and not any(getattr(config, name, None) for name in ("quantization_config", "auto_map", "transformers_weights"))
     )
@@ -108,7 +109,7 @@ def load(
         known = suits(config, dtype) and not _file(path, "adapter_config.json")
         files = _files(path) if known else []
         generation = None if scalar else _generation_config(path)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, StrictDataclassError) as error:
         # a hub that doesn't answer costs half a minute: transformers must not ask it again
         unanswered = isinstance(error.__cause__, LocalEntryNotFoundError)
         cached = (try_to_load_from_cache(path, name) for name in ("config.json", "adapter_config.json"))
