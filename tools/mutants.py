@@ -33,11 +33,14 @@ ROOMS = {
     "psigrad/objective/**/*.py": ("tests/objective", "tests/studies/test_psi.py", "tests/studies/test_groups.py"),
     "psigrad/tabular/*.py": ("tests/tabular",),
     "psigrad/control/methods/*.py": ("tests/control",),
+    "psigrad/control/environments/*.py": ("tests/control",),
+    "psigrad/control/networks/*.py": ("tests/control",),
     "psigrad/language/models/logprobs.py": ("tests/language/models", "tests/objective"),
-    "psigrad/language/rollout/samplers/distribution.py": ("tests/language/rollout",),
+    "psigrad/language/rollout/**/*.py": ("tests/language/rollout",),
+    "psigrad/language/rewards/*.py": ("tests/language/rewards",),
     "psigrad/language/training/**/*.py": ("tests/language/training", "tests/language/recipes"),
     "psigrad/language/recipes/*.py": ("tests/language/recipes", "tests/language/training", "tests/language/rewards"),
-    "psigrad/language/data/*.py": ("tests/language/data",),
+    "psigrad/language/data/**/*.py": ("tests/language/data",),
 }
 SKIPPED_OPERATORS = ("VariableReplacer", "VariableInserter")
 SECONDS = 1200
