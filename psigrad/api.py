@@ -122,8 +122,7 @@ def _of_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: bo
 
 
 def _in_memory(objects: GivenModel, named: Mapping[str, Any], recipe: str) -> dict[str, Any]:
-    """Return the settings for a model that is an object: its output folder, the path of its initial weights, and its precision.
-    """
+    """Return the settings for a model given as an object: its output folder, the path of its initial weights, its precision."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not named.get("run.output_dir"):
         raise UserError(
             "The model is an object and several processes train it; give output_dir, which all of them must agree on."

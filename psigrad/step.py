@@ -1,4 +1,4 @@
-"""The contract of one step: a state goes in, an `Outcome` comes out. The cycle that repeats it records what came out."""
+"""The contract of one step: a state goes in, an `Outcome` comes out. The cycle that repeats the step records the outcome."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class RunState:
     """The numbers of every run; each kind of training adds its own. A checkpoint stores them."""
 
     step: int = 0
-    """The number of rows and checkpoints."""
+    """The number of completed steps, which numbers rows and checkpoints."""
     tokens: int = 0
     """Tokens sampled or trained on; 0 if a run has none."""
     nonfinite: int = 0
@@ -25,7 +25,7 @@ class RunState:
     changes: dict[str, Any] = field(default_factory=dict)
     """Settings that callbacks have changed, by dotted name."""
     callbacks: dict[str, Any] = field(default_factory=dict)
-    """What callbacks remember, by their names."""
+    """The stored state of callbacks, by their names."""
     ended: bool = False
     """A callback has ended the run."""
 
@@ -48,7 +48,7 @@ class Outcome(Generic[S]):
     rows: Sequence[Mapping[str, Any]] = ()
     """Rows of rollouts.jsonl."""
     timings: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by phase, and "step_time" for all of it."""
+    """Seconds by phase, with the total as "step_time"."""
     tokens: int = 0
     """Tokens sampled or trained on in this step."""
     notes: Mapping[str, str] = field(default_factory=dict)
@@ -79,5 +79,5 @@ class Clock:
             self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - begin
 
     def read(self) -> dict[str, float]:
-        """Seconds by phase, with those since the clock was made as "step_time"."""
+        """Return the seconds by phase, with those since the clock's creation as "step_time"."""
         return {"step_time": time.perf_counter() - self._start, **self.phases}

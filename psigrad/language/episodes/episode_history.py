@@ -1,5 +1,4 @@
-"""A conversation as the policy reads it, turn by turn: the chat template's rendering of its messages, as a server would send it.
-"""
+"""A conversation as the policy reads it, turn by turn: the chat template's rendering of its messages, as a server sends it."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ from psigrad.language.rollout.types import (
     Trajectory,
 )
 
-# The wait for further answers before the next round: a share of the time that the previous round took, at least this many
-# seconds.
+# The wait for further answers before the next round: a share of the previous round's time, at least these seconds.
 LINGER = (0.1, 0.02)
 # The largest difference of log-probs, in nats, that a different order of summation explains.
 ROUNDING = 1e-3

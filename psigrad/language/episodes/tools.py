@@ -147,8 +147,7 @@ class CallForm:
             return [BrokenCall(f"the call cannot be read ({str(error).splitlines()[0][:200]}); write one as {self.seen}")]
 
     def begin(self, text: str) -> int:
-        """Return where a turn's calls start: the first mark after the thinking, or the end of the thinking if there is no mark.
-        """
+        """Return where a turn's calls start: at the first mark after the thinking, or without a mark at the thinking's end."""
         families = [family for family in FAMILIES if self.family in ("", family.name)]
         ends = (at + len(family.thought) for family in families if (at := text.rfind(family.thought)) >= 0)
         start = max(ends, default=0)

@@ -17,7 +17,7 @@ class State(RunState):
     algorithm: dict[str, float] = field(default_factory=dict)
     """The `PolicyGradient`'s own state: a moving-average baseline, an adaptive KL coefficient."""
     ledger: dict[str, int] = field(default_factory=dict)
-    """The fate of the prompts drawn so far, of online runs; see `online/ledger.py`."""
+    """The fate of the prompts drawn so far, in online runs; see `online/collect.py`."""
     pending: tuple[Pending, ...] = ()
     """Collections for later steps, in runs with a lag."""
     unscored: list[list[int]] = field(default_factory=list)
