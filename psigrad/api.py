@@ -62,8 +62,8 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
     - `tokenizer` is a transformers tokenizer or a name. The default is the tokenizer that the model was loaded with.
     - `dataset` and `eval_dataset` are a file, folder or hub name, or rows: a list of dicts, a `datasets.Dataset`, a DataFrame.
     - `peft_config` puts a LoRA adapter on the model, as the `lora_…` settings do.
-    - `settings` are those of the command line, by leaf name (learning_rate=1e-5) or dotted name (**{"optim.learning_rate":
-      1e-5}), with the same defaults. TRL's names are accepted too: `train_dataset`, `processing_class`, `reward_funcs`,
+    - `settings` are those of the command line, with the same defaults. Pass them by leaf name (learning_rate=1e-5) or by dotted
+      name (**{"optim.learning_rate": 1e-5}). TRL's names are accepted too: `train_dataset`, `processing_class`, `reward_funcs`,
       `per_device_train_batch_size`. So is `args`, a configuration such as `GRPOConfig(…)`, whose fields are converted as by
       `psigrad from-trl`. Settings passed explicitly override those of `args`.
 

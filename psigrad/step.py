@@ -17,17 +17,17 @@ class RunState:
     step: int = 0
     """The number of completed steps, which numbers rows and checkpoints."""
     tokens: int = 0
-    """Tokens sampled or trained on; 0 if a run has none."""
+    """The number of tokens sampled or trained on; 0 if a run has none."""
     nonfinite: int = 0
-    """Consecutive steps, up to this one, whose gradient was not finite."""
+    """The number of consecutive steps, up to this one, whose gradient was not finite."""
     evaluated: bool = False
-    """The evaluation that was due at this step, or before the first one, is complete."""
+    """True if the evaluation that is due at this step, or before the first one, is complete."""
     changes: dict[str, Any] = field(default_factory=dict)
-    """Settings that callbacks have changed, by dotted name."""
+    """The settings that callbacks have changed, by dotted name."""
     callbacks: dict[str, Any] = field(default_factory=dict)
     """The stored state of callbacks, by their names."""
     ended: bool = False
-    """A callback has ended the run."""
+    """True if a callback has ended the run."""
 
     @property
     def turns(self) -> int:
@@ -44,13 +44,13 @@ class Outcome(Generic[S]):
 
     state: S
     metrics: Mapping[str, Any]
-    """One row of metrics.jsonl: reproducible numbers only."""
+    """One row of metrics.jsonl, with reproducible numbers only."""
     rows: Sequence[Mapping[str, Any]] = ()
-    """Rows of rollouts.jsonl."""
+    """The rows of rollouts.jsonl."""
     timings: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase, with the total as "step_time"."""
     tokens: int = 0
-    """Tokens sampled or trained on in this step."""
+    """The number of tokens sampled or trained on in this step."""
     notes: Mapping[str, str] = field(default_factory=dict)
     """Messages for the user, by kind. The first of each kind in a run is printed and stored among its events."""
     summary: str = ""
@@ -58,7 +58,7 @@ class Outcome(Generic[S]):
 
 
 Observe = Callable[[str], AbstractContextManager[Any]]
-"""Observes the phase of this name while its block runs, as a watchdog does."""
+"""A function that observes the phase of this name while its block runs, as a watchdog does."""
 
 
 class Clock:

@@ -165,7 +165,7 @@ class _Episode:
     reason: str = ""
     branches: list[Branch] = field(default_factory=list)
     heard: tuple[int, ...] = ()
-    """The tokens that the policy reads before its next turn: appended to its context, or all of it if `anew`."""
+    """The tokens that the policy reads before its next turn. They extend its context, or replace it if the next field is True."""
     anew: bool = False
 
     @property

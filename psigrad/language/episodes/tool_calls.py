@@ -42,7 +42,7 @@ Value = Callable[[str, int], tuple[Any, int]]
 
 
 class CallError(ValueError):
-    """A call cannot be read."""
+    """The error of a call that cannot be read."""
 
 
 @dataclass(frozen=True)

@@ -192,8 +192,9 @@ def call_form_of(tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> CallFo
 
 
 def _play(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> tuple[str, str, bool]:
-    """Return the prompt of a question, the turn after it that calls a tool (as `decode` returns it), and True if psigrad offered
-    the tool or wrote the call because the template does not.
+    """Return the prompt of a question, the turn after it that calls a tool (as `decode` returns it), and a flag.
+
+    The flag is True if psigrad offered the tool or wrote the call because the template does not.
     """
     question: Message = {"role": "user", "content": "What is the price?"}
     call = {"type": "function", "id": "call00001", "function": {"name": PROBE.name, "arguments": PROBE.arguments}}

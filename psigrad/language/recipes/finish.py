@@ -181,7 +181,7 @@ def _best_of(
 
 
 def write_model(model: LanguageModel | ScalarModel, folder: Path, kept: str) -> None:
-    """Write the parts that `model.lora_save` names in Hugging Face form: the full model, its adapter, or both, with it in
+    """Write the model in Hugging Face form as `model.lora_save` asks: merged, its adapter, or both, with the adapter in
     `adapter/`.
     """
     if kept == "adapter":

@@ -29,7 +29,7 @@ from psigrad.runs.cycle import LEFT
 from psigrad.runs.journal import Journal
 
 Write = Callable[[Path, World], dict[str, Any] | None]
-"""Writes into a folder together with the other ranks of a world, and returns the file checksums that it knows already."""
+"""A function that writes into a folder together with a world's other ranks, and returns the file checksums known so far."""
 PENDING = "pending.jsonl"
 
 
@@ -157,7 +157,7 @@ def restore(path: Path, learners: Learners) -> State:
 
 
 class Keeper:
-    """Writes checkpoints for the loops: immediately, or in a thread during the steps with `async_save`.
+    """The writer of checkpoints for the loops: immediate, or in a thread during the steps with `async_save`.
 
     All ranks of a world save together. A thread uses a separate `world`.
     """
@@ -194,8 +194,8 @@ class Keeper:
         folder.event("saved", step=now.step)
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until the checkpoint is written, or raise `TimeoutError` after this many seconds. Raises an error of its writing
-        once.
+        """Wait until the checkpoint is written, or raise `TimeoutError` after this many seconds. An error of the writing is
+        raised once.
         """
         job, self._job = self._job, None
         if job is not None:

@@ -237,8 +237,8 @@ def _critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None,
 def critic_rate(critic: ScalarModel) -> float:
     """Return a learning rate at which a zero-initialised head learns.
 
-    A step of Adam moves each of its weights by the rate, and V by the rate times the sum of the hidden state's magnitudes, which
-    are about 1. So the rate falls with the width. At a width of 4,096 it is about the 1e-5 (verl) and 9e-6 (OpenRLHF) of critics
-    of 7B, with policies at 1e-6.
+    A step of Adam moves each of its weights by the rate. It moves V by the rate times the sum of the hidden state's magnitudes,
+    which are about 1. So the rate falls with the width. At a width of 4,096 it is about the 1e-5 (verl) and 9e-6 (OpenRLHF) of
+    critics of 7B, with policies at 1e-6.
     """
     return 0.05 / size(critic.network.config, "hidden")

@@ -41,7 +41,7 @@ from psigrad.runs.journal import Journal
 R = TypeVar("R")
 T = TypeVar("T")
 Keep = Callable[[Any], tuple[Any, Mapping[str, int]]]
-"""Returns the part of an encoded row to keep (None to drop it), and counts by name."""
+"""A function that returns the part of an encoded row to keep (None to drop it), and counts by name."""
 
 _AT_ONCE = 1024
 # Below this number of rows, extra processes and a cache file cost more than they save: a row takes half a millisecond.

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 SeedOf = Callable[[int, int], int]
 """(place of the prompt, number of the completion) -> the seed of that completion."""
 Show = Callable[[Sequence[Trajectory]], Samples]
-"""Returns the view of a group of trajectories that reward functions receive: text and columns in place of tokens."""
+"""A function that returns the view of a trajectory group that reward functions receive: text and columns in place of tokens."""
 
 
 class TrajectoryCollector(Protocol):
-    """Makes trajectories from prompts. It handles tokens; a `ScoredRollout` adds rewards."""
+    """A source of trajectories for prompts. It handles tokens; a `ScoredRollout` adds rewards."""
 
     @property
     def sampler(self) -> Sampler:
@@ -62,7 +62,7 @@ class Completions:
 
     sampler: Sampler
     decode: Callable[[Sequence[int]], str]
-    """Decodes token ids to the text that users and reward functions see."""
+    """The function that decodes token ids to the text that users and reward functions see."""
     plays: bool = False
 
     def collect(
@@ -103,7 +103,7 @@ class ScoredRollout:
     collector: TrajectoryCollector
     scorer: Scorer | None
     show: Callable[[Mapping[int, Any]], Show]
-    """Returns the view of trajectories that rewards receive, given their rows by index."""
+    """The function that returns the view of trajectories for rewards, given their rows by index."""
     world: World = ALONE
     complete: bool = False
     """True if every process gets all tokens of all trajectories, which a checkpoint of pending ones needs."""

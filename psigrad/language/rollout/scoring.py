@@ -122,7 +122,10 @@ Result = Scored | Failed | Unscored
 
 
 class Failure(Exception):
-    """Raised by a reward function (or returned in its list, for one sample) to report that the completion itself is at fault."""
+    """The exception by which a reward function reports that the completion itself is at fault.
+
+    It is raised, or returned in the function's list for one sample.
+    """
 
 
 class RewardError(UserError):

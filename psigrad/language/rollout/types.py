@@ -119,7 +119,7 @@ class SamplingParams:
 
 
 class Sampler(ABC):
-    """Samples completions: the embedded sampler, transformers, vLLM, or a custom one (`language/loading/samplers.py`)."""
+    """A sampler of completions: embedded, transformers, vLLM, or a custom one (`language/loading/samplers.py`)."""
 
     exact: bool = False
     """True if its log-probs equal those of the trainer's own forward pass in float32, up to rounding. Then several passes over a
@@ -172,7 +172,7 @@ class Sampler(ABC):
 
 
 class NextTurn(NamedTuple):
-    """The input of a turn: the observed tokens since the last turn, or, if `anew`, everything that the policy reads."""
+    """The input of a turn. `ids` are the tokens observed since the last turn, or the full context if `anew`."""
 
     ids: Sequence[int]
     seed: int

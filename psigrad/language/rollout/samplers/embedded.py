@@ -34,8 +34,8 @@ class OwnWeights(Sampler):
     def log_probs(
         self, prompt: tuple[int, ...], completions: Sequence[Sequence[int]], params: SamplingParams
     ) -> list[list[float]] | None:
-        """See `Sampler`. Uses one forward pass of the trainer. In half precision that is no more exact than the sampled
-        log-probs.
+        """See `Sampler`. Use one forward pass of the training model. In half precision it is as inexact as sampling, so return
+        None.
         """
         if self.model.network.dtype not in (torch.float32, torch.float64):
             return None
@@ -47,8 +47,8 @@ class EmbeddedSampler(OwnWeights):
     """A sampler with continuous batching in at most `max_batch` slots.
 
     A prompt is prefilled once for its group. Finished sequences leave immediately, and waiting groups enter as slots become free.
-    A token depends on its seed and on the number of tokens before it, never on the other sequences in the batch (except for the
-    rounding of matrix products of another size). `progress(tokens)` is called after each step. With `cuda_graphs`, decoding steps
+    A token depends on its seed and on the number of tokens before it, never on other sequences in the batch. Only the rounding of
+    matrix products varies with the batch size. `progress(tokens)` is called after each step. With `cuda_graphs`, decoding steps
     are recorded and replayed if `recorded.fits`. The cache then persists between calls, which must not overlap.
     """
 

@@ -29,7 +29,7 @@ _NARROWEST = 128
 # Distributions whose recordings are kept: training draws from one, evaluation from another.
 _KEPT = 4
 
-# Turns a function without arguments into its replay.
+# A function that turns a function without arguments into its replay.
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 
 

@@ -19,8 +19,9 @@ from psigrad.language.rollout.types import Completion, DrawnToken, FinishReason,
 
 
 class _Drawer(LogitsProcessor):
-    """Draws by psigrad's counter-based numbers and leaves generate's greedy search only that token. So both samplers write the
-    same text.
+    """A logits processor that draws by psigrad's counter-based numbers and leaves generate's greedy search only that token.
+
+    So both samplers write the same text.
     """
 
     def __init__(self, params: SamplingParams, seeds: np.ndarray) -> None:

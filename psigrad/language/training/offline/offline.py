@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from psigrad.config import Optim, Run
 
 Share = Callable[[], Loss]
-"""Computes the loss of one forward pass."""
+"""A function that computes the loss of one forward pass."""
 
 
 class Task(Protocol):
@@ -93,7 +93,7 @@ class Offline:
     world: World = ALONE
     """The processes of the run."""
     watch: Observe = contextlib.nullcontext
-    """Observes the phases of a step."""
+    """The observer of a step's phases."""
 
 
 def step(run: Offline, state: State) -> Outcome[State]:

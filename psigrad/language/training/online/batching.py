@@ -25,7 +25,7 @@ MicroBatch = list[list[int]]
 """Rows of a batch that share one forward pass. Rows of one group are adjacent, since they share their prompt."""
 LENGTH_PENALTY = "soft_overlong"
 _ROUNDED = 1e-3
-"""Share of the spread of a group's rewards that float32 may round away."""
+"""The share of the spread of a group's rewards that float32 may round away."""
 _WIDE = 1e15
 """A spread whose square overflows float32."""
 

@@ -98,9 +98,7 @@ def group_scored(trajectories: list[Trajectory], group_size: int, smallest: int)
 
 
 def update_ledger(ledger: Mapping[str, int], cursor: int, collected: Collected) -> dict[str, int]:
-    """Return the ledger, which stood at `cursor` prompts, with a collection's prompts added. Raises `RuntimeError` if it does not
-    balance.
-    """
+    """Return the ledger of the first `cursor` prompts, extended by a collection. Raises `RuntimeError` if it does not balance."""
     entries = enter(open_ledger(ledger, cursor), collected.entries)
     check_balance(entries, collected.cursor)
     return entries

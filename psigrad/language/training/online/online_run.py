@@ -40,7 +40,7 @@ class ValueModel:
 
 
 class Annotator:
-    """Adds one kind of column or term to the batches of a run. This base class adds nothing.
+    """A component that adds one kind of column or term to the batches of a run. This base class adds nothing.
 
     An annotator may store data of the current collection; `columns` starts a new one.
     """
@@ -88,9 +88,9 @@ class Online:
     prompts: Sequence[Prompt]
     params: SamplingParams
     rollout: ScoredRollout
-    """Makes scored completions of prompts."""
+    """The rollout that makes scored completions of prompts."""
     annotators: Sequence[Annotator]
-    """Add the columns that the algorithm reads, in this order."""
+    """The annotators, which add the columns that the algorithm reads, in this order."""
     total_steps: int
     critic: ValueModel | None = None
     executor: Executor | None = None
@@ -98,9 +98,9 @@ class Online:
     world: World = ALONE
     """The processes of the run."""
     watch: Observe = contextlib.nullcontext
-    """Observes the phases of a step."""
+    """The observer of a step's phases."""
     token_figures: Callable[[int, Prepared], TokenFigures] = TokenFigures
-    """Makes the observer of a step's log-probs."""
+    """The constructor of the observer of a step's log-probs."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     """The weight of each part of the rewards, by name; 1 for others."""
 
