@@ -53,8 +53,9 @@ Factory = Callable[[], Environment]
 
 @dataclass(frozen=True)
 class Fault:
-    """The reason why an environment gave no answer: it raised, hung, died, or returned something invalid. Its episode has no
-    reward.
+    """The reason why an environment gave no answer: it raised, hung, died, or returned something invalid.
+
+    Its episode has no reward.
     """
 
     reason: str
@@ -147,8 +148,8 @@ class Playing(ABC):
 
 
 class InProcess(Playing):
-    """Episodes in this process. Use it directly for psigrad's own environments, which neither hang nor exit, and in workers for
-    others.
+    """Episodes in this process, for psigrad's own environments, which neither hang nor exit. All others need this class in
+    workers.
     """
 
     paced = False

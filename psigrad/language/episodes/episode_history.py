@@ -73,8 +73,9 @@ class EpisodeHistory:
             self.messages = [*self.messages[:-1], turn, *as_messages(said)]
 
     def _turn(self, said: Observation) -> Message | None:
-        """Return the policy's turn as the template receives it before this observation; None if a tool answers a turn without a
-        call.
+        """Return the policy's turn as the template receives it before this observation.
+
+        None if a tool answers a turn without a call.
         """
         text, before = self.messages[-1]["content"], self.messages[-2]["role"] if len(self.messages) > 1 else "user"
         form = turn_form(Talk(self.tokenizer, self.row), before)

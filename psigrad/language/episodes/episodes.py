@@ -119,7 +119,7 @@ class Episodes:
     playing: Playing
     max_turns: int = 8
     max_turn_length: int = 0
-    """The most tokens of a turn, while all turns together share the sampling's `max_tokens`; 0: each turn may have `max_tokens`.
+    """The most tokens of a turn; then all turns together share the sampling's `max_tokens`. 0: each turn may have `max_tokens`.
     """
     max_observation_length: int = 0
     """The most tokens of an answer; 0: as many as fit."""
@@ -276,8 +276,8 @@ def play(
     version: int,
     max_length: int,
 ) -> list[Trajectory]:
-    """Play `num_generations` episodes for each (index, prompt ids, row), in order; `max_length` bounds prompt and episode
-    together.
+    """Play `num_generations` episodes for each (index, prompt ids, row), in order, each of at most `max_length` tokens with its
+    prompt.
 
     An episode continues when its own answer is ready. Ready episodes take their turns together, or join those being sampled if
     the engine supports it, while other environments work. A turn cut by the length limit, `max_turns` and `max_length` end an
@@ -428,8 +428,8 @@ MARK = "…"
 def fit(
     render: Callable[[Observation], Sequence[int]], said: Observation, limit: int
 ) -> tuple[Sequence[int], Observation] | None:
-    """Return (tokens, observation) for the longest tried beginning with at most `limit` tokens, or None if nothing fits. `render`
-    returns the tokens of an observation, with what the chat template writes around it.
+    """Return (tokens, observation), cut to at most `limit` tokens, or None if nothing fits. `render` returns the tokens of an
+    observation, with what the chat template writes around it.
     """
     size = length(said)
     kept = min(size, CHARACTERS * limit)

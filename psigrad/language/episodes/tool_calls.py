@@ -299,7 +299,7 @@ def _as_json(found: re.Match[str]) -> str:
 
 
 def _until(closes: str) -> Value:
-    """Return a reader up to a mark of what Python or Gemma write: either quote, `<|"|>` or none around keys, True,
+    """Return a reader of Python's or Gemma's syntax up to a mark: either quote, `<|"|>` or none around keys, True,
     [name(key=value)].
     """
 
@@ -361,9 +361,7 @@ def find_families(text: str) -> list[CallFamily]:
 
 
 def read_calls(text: str, parameters: Parameters, families: Sequence[CallFamily] = ()) -> list[ToolCall | BrokenCall]:
-    """Return the calls of a turn, by the first of these families that reads all of them. By default, use families whose marks
-    occur.
-    """
+    """Return the calls of a turn, by the first of these families that reads all of them. Default: families whose marks occur."""
     read = [family.calls(text, parameters) for family in families or find_families(text)]
     whole = [calls for calls in read if calls and not any(isinstance(call, BrokenCall) for call in calls)]
     return next(iter([*whole, *filter(None, read)]), [])

@@ -101,7 +101,7 @@ class ModelScorer:
         if not end:
             return own
         prompt, ids = own[0], list(own[1])
-        other = int(bool(ids) and ids[-1] in specials_of(self.model.tokenizer).ids)  # 1: another stop token
+        other = int(bool(ids) and ids[-1] in specials_of(self.model.tokenizer).ids)  # drops a different stop token
         written = next((k for k in range(len(end), 0, -1) if ids[-k:] == end[:k]), other)
         return prompt, [*ids[: len(ids) - written], *end]
 
