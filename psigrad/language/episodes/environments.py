@@ -65,8 +65,7 @@ class Fault:
 class EpisodeCall:
     """A request to an episode: answer the last of its `turns` so far, or return the opening if there are none.
 
-    An environment depends on these fields alone. A process that has not played the episode so far replays it and answers the
-    same.
+    An environment depends on these fields alone. A process that has not played the episode so far replays it first.
     """
 
     batch: int
@@ -148,9 +147,7 @@ class Playing(ABC):
 
 
 class InProcess(Playing):
-    """Episodes in this process, for psigrad's own environments, which neither hang nor exit. All others need this class in
-    workers.
-    """
+    """Episodes in this process, for psigrad's own environments, which neither hang nor exit. All others run it in workers."""
 
     paced = False
 

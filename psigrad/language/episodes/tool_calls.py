@@ -299,8 +299,7 @@ def _as_json(found: re.Match[str]) -> str:
 
 
 def _until(closes: str) -> Value:
-    """Return a reader of Python's or Gemma's syntax up to a mark: either quote, `<|"|>` or none around keys, True,
-    [name(key=value)].
+    """Return a reader of Python's or Gemma's syntax up to a mark: quotes, `<|"|>` or none around keys, True, [name(key=value)].
     """
 
     def read(text: str, at: int) -> tuple[Any, int]:

@@ -192,9 +192,7 @@ def is_address(reference: str) -> bool:
 
 
 def text_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[str, list[int]]:
-    """Return the text of tokens up to the last complete character, and the number of characters at each token's end; −1 inside a
-    character.
-    """
+    """Return the text of tokens up to the last complete character, and its length at each token's end (−1 inside a character)."""
     text, ends, new = "", [], []
     before = ids[0] if ids else 0
     for token in ids:

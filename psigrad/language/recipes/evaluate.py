@@ -74,8 +74,7 @@ class Report:
 
 
 def run(config: EvalConfig) -> Report:
-    """Sample `num_generations_eval` completions of each prompt and score them. With `best_of` n, keep the best of n by the
-    reward.
+    """Sample `num_generations_eval` completions of each prompt and score them. With `best_of` n, keep the one of highest reward.
 
     Raises `UserError` on mistakes of the user, including rewards that score no completion at all.
     """

@@ -84,8 +84,7 @@ def sampler_of(
 ) -> Iterator[Sampler]:
     """Yield the sampler that the settings name, on a cluster or local.
 
-    A sharded model is sampled from a full copy, unless the sampler is vLLM. `longest` bounds prompt and completion together, if
-    known.
+    A sharded model is sampled from a full copy, unless the sampler is vLLM. `longest` bounds prompt and completion together.
     """
     if config.placement.cluster and journal is not None:
         with extras.load("cluster").open_sampler(config, model, journal, longest) as sampler:
@@ -181,9 +180,7 @@ def _best_of(
 
 
 def write_model(model: LanguageModel | ScalarModel, folder: Path, kept: str) -> None:
-    """Write the model in Hugging Face form as `model.lora_save` asks: merged, its adapter, or both, with the adapter in
-    `adapter/`.
-    """
+    """Write the model in Hugging Face form as `model.lora_save` asks: merged, its adapter, or both (adapter in `adapter/`)."""
     if kept == "adapter":
         write(model.adapter, model.tokenizer, folder)
         return

@@ -194,9 +194,7 @@ class Keeper:
         folder.event("saved", step=now.step)
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until the checkpoint is written, or raise `TimeoutError` after this many seconds. An error of the writing is
-        raised once.
-        """
+        """Wait until the checkpoint is written, or raise `TimeoutError` after this many seconds. Raise a write error once."""
         job, self._job = self._job, None
         if job is not None:
             job.result(self._meet(job) if seconds is None and self._journal.world.lockstep else seconds)

@@ -173,8 +173,9 @@ def step_ends(tokenizer: Any, ids: Ids, separator: str) -> list[int]:
 
 @torch.no_grad()
 def score_all(model: ScalarModel, pairs: Sequence[tuple[Ids, Ids]], budget: int) -> list[float]:
-    """Return the score of every (prompt, completion), in forward passes of at most `budget` tokens. Equal adjacent prompts are
-    computed once.
+    """Return the score of every (prompt, completion), in forward passes of at most `budget` tokens.
+
+    Equal adjacent prompts are computed once.
     """
     scores = [0.0] * len(pairs)
     for part in pack_by_tokens([len(p) + len(c) for p, c in pairs], budget):

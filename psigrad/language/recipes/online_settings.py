@@ -115,9 +115,7 @@ def _check_replay(config: OnlineConfig, algorithm: PolicyGradient | OnlinePrefer
 
 
 def replay(config: OnlineConfig, model: LanguageModel, sampler: Sampler) -> Sampler:
-    """Return the sampler. With `router_replay`, it records the experts of each token from now on, and training uses the same
-    experts.
-    """
+    """Return the sampler. With `router_replay`, it records each token's experts from now on, and training reuses them."""
     if not config.router_replay:
         return sampler
     if not isinstance(sampler, EmbeddedSampler):

@@ -114,9 +114,7 @@ def token_limit(config: SFTConfig | RewardConfig | PreferenceConfig, model: Lang
 
 
 def check_positions(longest: int, **others: Any) -> None:
-    """Raise `UserError` for models, by name, with fewer positions than the run's longest text: some would compute without an
-    error.
-    """
+    """Raise `UserError` for models, by name, with fewer positions than the run's longest text. Some would compute regardless."""
     for name, other in others.items():
         if isinstance(other, Pretrained) and longest > other.max_length:
             raise UserError(

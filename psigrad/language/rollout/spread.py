@@ -41,8 +41,8 @@ class Away(Sequence[int]):
 
 
 def apart(trajectory: Trajectory) -> Trajectory:
-    """Return the part of a trajectory that every process receives: all but tokens and texts; tool answers keep only their error
-    mark.
+    """Return the part of a trajectory that every process receives: all but tokens and texts, with the error marks of tool
+    answers.
     """
 
     def away(ids: Sequence[int]) -> Any:

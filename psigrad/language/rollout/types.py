@@ -1,6 +1,4 @@
-"""The types of a rollout: token ids in, token ids out. Text is derived from them for users and verifiers, and never converted
-back.
-"""
+"""The types of a rollout: token ids in, token ids out. Text is only derived from them, for users and verifiers."""
 
 from __future__ import annotations
 
@@ -313,8 +311,9 @@ class Trajectory:
     teacher_prompt_ids: tuple[int, ...] = ()
     """The prompt that the reference reads instead; empty: the same prompt."""
     branches: tuple[Branch, ...] = ()
-    """The changes of context: an agent sent another prompt, or the chat template rewrote the past. Empty: all tokens follow the
-    prompt.
+    """The changes of context: an agent sent another prompt, or the chat template rewrote the past.
+
+    Empty: all tokens follow the prompt.
     """
     answer: str | None = None
     """The last answer of such a session, which rewards receive if the prompt is text; None: `text`."""

@@ -171,8 +171,7 @@ class Decode(_OnePass):
 
 
 class CachedPrompt:
-    """A prompt's keys and values [layers, keys and then values], float32, in the order in which a decoding step reads them
-    (`Kernels.prompt_tables`).
+    """A prompt's keys and values [layers, keys and then values], float32, in a decoding step's order (`Kernels.prompt_tables`).
     """
 
     def __init__(self, length: int, layers: int, heads: Heads) -> None:
@@ -230,8 +229,9 @@ class SharedCache:
 
     @property
     def exact(self) -> bool:
-        """True if the layers produce the same bits as in training. They do with packed matrices, if training multiplies by the
-        kernels too.
+        """True if the layers produce the same bits as in training.
+
+        They do with packed matrices, if training multiplies by the kernels too.
         """
         return self.packed_weights.bytes > 0
 
@@ -305,9 +305,7 @@ class SharedCache:
 
 @dataclass(frozen=True)
 class SharedPrefill:
-    """Packed prompts whose keys and values are also written to `tables` [layers, 2, G]. `starts` are the positions of first
-    tokens.
-    """
+    """Packed prompts whose keys and values are also written to `tables` [layers, 2, G]. Prompts begin at `starts`."""
 
     prompts: PackedLayout
     tables: Tensor
@@ -353,9 +351,7 @@ def prefill(
     copies: Tensor,
     keep: ActivationCache | None,
 ) -> Tensor:
-    """Read prompts into new slots of the cache, and return the logits [n, V] after them. `copies` [n] names the prompt of each
-    slot.
-    """
+    """Read prompts into new slots, and return the logits [n, V] after them. `copies` [n] names the prompt of each slot."""
     inputs = pack(Groups(prompts, [[] for _ in prompts]), model.device)
     assert isinstance(inputs.layout, PackedLayout) and inputs.prefix_ends is not None
     layout = cache.prefill(inputs.layout, copies)

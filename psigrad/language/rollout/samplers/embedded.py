@@ -34,8 +34,8 @@ class OwnWeights(Sampler):
     def log_probs(
         self, prompt: tuple[int, ...], completions: Sequence[Sequence[int]], params: SamplingParams
     ) -> list[list[float]] | None:
-        """See `Sampler`. Use one forward pass of the training model. In half precision it is as inexact as sampling, so return
-        None.
+        """See `Sampler`. Use one forward pass of the training model. Return None in half precision, which is as inexact as
+        sampling.
         """
         if self.model.network.dtype not in (torch.float32, torch.float64):
             return None

@@ -137,8 +137,9 @@ def active_adapters(model: LanguageModel) -> Hashable:
 
 
 def on_cuda() -> Recorder:
-    """Return a recorder of CUDA graphs, which share their memory. Allocations and choices of a function's first run are not
-    recorded.
+    """Return a recorder of CUDA graphs, which share their memory.
+
+    Allocations and choices of a function's first run are not recorded.
     """
     pool = torch.cuda.graph_pool_handle()
 

@@ -61,9 +61,7 @@ class Annotator:
     def in_pass(
         self, run: Online, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
     ) -> tuple[Prepared, PolicyOutputs]:
-        """Return the `rows` of a batch and the policy's outputs on them with further terms. `first` is True before any weight
-        changes.
-        """
+        """Return the `rows` of a batch and the policy's outputs with further terms. `first` is True before any weight changes."""
         return part, outputs
 
     def figures(self, run: Online, step: int) -> dict[str, float]:

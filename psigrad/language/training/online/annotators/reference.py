@@ -53,8 +53,8 @@ def exact_kl(algorithm: object, model: LanguageModel, inputs: Groups | None = No
 
 
 def reference_log_probs(model: LanguageModel, batch: Batch, budget: int, temperature: float, world: World = ALONE) -> Tensor:
-    """Return [N, T] log-probs under the reference, in passes of `budget` tokens. A LoRA model without its adapter is its own
-    reference.
+    """Return [N, T] log-probs under the reference, in passes of `budget` tokens. Under LoRA, that is the model without its
+    adapter.
     """
     with model.without_adapter() if model.is_own_reference else torch.no_grad():
         of = lambda x: model.evaluate(x, temperature=temperature).logp  # noqa: E731
