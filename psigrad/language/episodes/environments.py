@@ -65,7 +65,7 @@ class Fault:
 class EpisodeCall:
     """A request to an episode: answer the last of its `turns` so far, or return the opening if there are none.
 
-    An environment depends on these fields alone. A process that has not played the episode so far replays it first.
+    An environment depends on these fields alone. A process that has not played it so far replays it and answers the same.
     """
 
     batch: int

@@ -299,7 +299,8 @@ def _as_json(found: re.Match[str]) -> str:
 
 
 def _until(closes: str) -> Value:
-    """Return a reader of Python's or Gemma's syntax up to a mark: quotes, `<|"|>` or none around keys, True, [name(key=value)].
+    """Return a reader of Python's or Gemma's syntax up to a mark: quotes, `<|"|>` or no quotes around keys, True,
+    [name(key=value)].
     """
 
     def read(text: str, at: int) -> tuple[Any, int]:

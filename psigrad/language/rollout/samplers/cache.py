@@ -171,8 +171,7 @@ class Decode(_OnePass):
 
 
 class CachedPrompt:
-    """A prompt's keys and values [layers, keys and then values], float32, in a decoding step's order (`Kernels.prompt_tables`).
-    """
+    """A prompt's keys and values [layers, keys and then values], float32, ordered for decoding (`Kernels.prompt_tables`)."""
 
     def __init__(self, length: int, layers: int, heads: Heads) -> None:
         keys, values = table_sizes(length, heads)

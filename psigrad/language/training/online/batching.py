@@ -80,7 +80,9 @@ def to_batch(
 
 
 def _part(trajectory: Trajectory, name: str) -> float:
-    """Return the value of one reward function; NaN if it does not apply. A failed completion without parts has its reward in all.
+    """Return the value of one reward function; NaN if it does not apply.
+
+    A failed completion without parts has its reward in each.
     """
     if trajectory.status == "failed" and name not in trajectory.parts:
         return trajectory.reward or 0.0
