@@ -1,4 +1,4 @@
-"""The contract of one step: a state goes in, an `Outcome` comes out. The cycle that repeats it records what came out."""
+"""The contract of one step: a state goes in, an `Outcome` comes out. The cycle that repeats the step records the outcome."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class RunState:
     """The numbers of every run; each kind of training adds its own. A checkpoint stores them."""
 
     step: int = 0
-    """The number of rows and checkpoints."""
+    """The number of completed steps, which numbers rows and checkpoints."""
     tokens: int = 0
-    """Tokens sampled or trained on; 0 if a run has none."""
+    """The number of tokens sampled or trained on; 0 if a run has none."""
     nonfinite: int = 0
-    """Consecutive steps, up to this one, whose gradient was not finite."""
+    """The number of consecutive steps, up to this one, whose gradient was not finite."""
     evaluated: bool = False
-    """The evaluation that was due at this step, or before the first one, is complete."""
+    """True if the evaluation that is due at this step, or before the first one, is complete."""
     changes: dict[str, Any] = field(default_factory=dict)
-    """Settings that callbacks have changed, by dotted name."""
+    """The settings that callbacks have changed, by dotted name."""
     callbacks: dict[str, Any] = field(default_factory=dict)
-    """What callbacks remember, by their names."""
+    """The stored state of callbacks, by their names."""
     ended: bool = False
-    """A callback has ended the run."""
+    """True if a callback has ended the run."""
 
     @property
     def turns(self) -> int:
@@ -44,13 +44,13 @@ class Outcome(Generic[S]):
 
     state: S
     metrics: Mapping[str, Any]
-    """One row of metrics.jsonl: reproducible numbers only."""
+    """One row of metrics.jsonl, with reproducible numbers only."""
     rows: Sequence[Mapping[str, Any]] = ()
-    """Rows of rollouts.jsonl."""
+    """The rows of rollouts.jsonl."""
     timings: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by phase, and "step_time" for all of it."""
+    """Seconds by phase, with the total as "step_time"."""
     tokens: int = 0
-    """Tokens sampled or trained on in this step."""
+    """The number of tokens sampled or trained on in this step."""
     notes: Mapping[str, str] = field(default_factory=dict)
     """Messages for the user, by kind. The first of each kind in a run is printed and stored among its events."""
     summary: str = ""
@@ -58,7 +58,7 @@ class Outcome(Generic[S]):
 
 
 Observe = Callable[[str], AbstractContextManager[Any]]
-"""Observes the phase of this name while its block runs, as a watchdog does."""
+"""A function that observes the phase of this name while its block runs, as a watchdog does."""
 
 
 class Clock:
@@ -79,5 +79,5 @@ class Clock:
             self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - begin
 
     def read(self) -> dict[str, float]:
-        """Seconds by phase, with those since the clock was made as "step_time"."""
+        """Return the seconds by phase, with those since the clock's creation as "step_time"."""
         return {"step_time": time.perf_counter() - self._start, **self.phases}

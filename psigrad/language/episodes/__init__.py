@@ -1,1 +1,1 @@
-"""Episodes of several turns: environments, tools, dialogues, and whatever plays behind a server."""
+"""Episodes of several turns: environments, tools, dialogues, and players behind a server."""

@@ -1,4 +1,4 @@
-"""A user's environments and tools in processes that can be killed: the pool, and what a process of it does."""
+"""A pool of processes that run a user's environments and tools and can be killed, and the service that each process runs."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from psigrad.processes.workers.worker_pool import START_LIMIT
 
 
 class EnvironmentPool(Playing):
-    """Episodes spread over `workers` processes (1); one call of an environment has `timeout` seconds (10).
+    """Episodes spread over `workers` processes (default 1). Each call of an environment may take `timeout` seconds (default 10).
 
-    An environment that hangs, exits or crashes faults its own episode. The others of its process are played again in a fresh one
-    from their rows and turns, which gives the same: an environment depends on these alone.
+    An environment that hangs, exits or crashes faults its own episode. The other episodes of its process are replayed in a new
+    process from their rows and turns. The result is the same, since an environment depends on these alone.
     """
 
     def __init__(self, factory: Factory, **limits: Unpack[PoolLimits]) -> None:
         service = "psigrad.language.episodes.environment_pool:service"
         self.workers: WorkerPool[Any] = WorkerPool.of(service, factory, decode, kind="environment", **limits)
         self._waiting: list[list[EpisodeCall]] = [[] for _ in range(len(self.workers))]
-        """By worker, the calls that it is not at yet."""
+        """For each worker, the calls that it has not started."""
 
     def close(self) -> None:
         """Kill the workers."""
         self.workers.close()
 
     def submit(self, calls: Sequence[EpisodeCall]) -> None:
-        """See `Playing`: an episode stays with its worker."""
+        """See `Playing`. An episode always stays with the same worker."""
         for call in calls:
             self._waiting[call.number % len(self._waiting)].append(call)
         self._hand_out()
@@ -82,9 +82,9 @@ class EnvironmentPool(Playing):
 
 
 def service(payload: Packed) -> Callable[[Any], Iterator[Any]]:
-    """The worker's service for an environment's packed factory.
+    """Return the worker's service for an environment's packed factory.
 
-    A request is (count, seed) of rows, or a list of `EpisodeCall`; each of these is answered by itself, after null for each turn.
+    A request is (count, seed) of rows, or a list of `EpisodeCall`. Each call is answered separately, after one null per turn.
     """
     factory = unpack(payload)
     if callable(prepare := getattr(factory, "prepare", None)):
@@ -102,14 +102,14 @@ def service(payload: Packed) -> Callable[[Any], Iterator[Any]]:
             last: Answer = None
             for said in playing.play(call):
                 last = said
-                yield None  # a turn is over, and the time of the next begins
+                yield None  # the turn is complete, so the time limit starts again
             yield encode(last)
 
     return answer
 
 
 def encode(answer: Answer) -> Any:
-    """An answer as JSON."""
+    """Encode an answer as JSON."""
     if isinstance(answer, Fault):
         return {"fault": answer.reason}
     found = answer._asdict() if isinstance(answer, Step) else {"observation": answer}
@@ -121,7 +121,7 @@ def encode(answer: Answer) -> Any:
 
 
 def decode(call: EpisodeCall | None, content: Any) -> Any:
-    """The inverse of `encode`: the answer to a call, or rows where there is none. Raises `ValueError` for what is no answer."""
+    """Decode what `encode` returned: the answer to a call, or rows if `call` is None. Raises `ValueError` for anything else."""
     match content:
         case {"fault": str(reason)}:
             return Fault(reason)

@@ -1,4 +1,4 @@
-"""Text environments: what answers a completion in a conversation of several turns, and how one is named in the settings."""
+"""Text environments, which answer completions in a conversation of several turns, and how settings name them."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from psigrad.importing import imported_callable
 from psigrad.processes.workers.child import reason_for
 
 Message = dict[str, Any]
-# Environments of other libraries: what stands before the colon, and the module's name in `psigrad.extras`.
+# Environments of other libraries: the prefix before the colon, and the module's name in `psigrad.extras`.
 LIBRARIES = {"openenv": "openenv", "verifiers": "verifiers", "mcp": "mcp environment"}
-# What the policy reads next: text (a user's turn where the prompt is a conversation), or messages with roles of their own.
+# The policy's next input: text (a user turn if the prompt is a conversation), or messages with their own roles.
 Observation = str | list[Message]
 
 
 class Step(NamedTuple):
-    """What came of a completion."""
+    """The result of a completion."""
 
     observation: Observation
-    """What the policy reads next; unread where `done`."""
+    """The policy's next input; ignored if `done`."""
     reward: float
-    """Reward of this turn."""
+    """The reward of this turn."""
     done: bool
-    """Whether the episode is over."""
+    """True if the episode is over."""
 
 
 class Environment(Protocol):
-    """One episode. An object is made for each episode and used once; all that varies comes from the row.
+    """One episode. A new object is created for each episode, and everything that varies comes from the row.
 
     `step` may return any (observation, reward, done).
     """
 
     def reset(self, row: Mapping[str, Any]) -> Observation | None:
-        """Begin. `row` has the dataset row's `prompt` and columns; what is returned is read behind the prompt."""
+        """Start the episode. `row` has the dataset row's `prompt` and columns. The returned observation follows the prompt."""
         ...
 
     def step(self, completion: str) -> tuple[Observation, float, bool]:
-        """The answer to the policy's turn, as text (`templates.decode`)."""
+        """Answer the policy's turn, which is text (`templates.decode`)."""
         ...
 
 
@@ -53,16 +53,19 @@ Factory = Callable[[], Environment]
 
 @dataclass(frozen=True)
 class Fault:
-    """Why an environment gave no answer: it raised, hung, died, or returned what is none. Its episode has no reward."""
+    """The reason why an environment gave no answer: it raised, hung, died, or returned something invalid.
+
+    Its episode has no reward.
+    """
 
     reason: str
 
 
 @dataclass(frozen=True)
 class EpisodeCall:
-    """What an episode is asked: after its `turns` so far the answer to the last, or its opening where there is none.
+    """A request to an episode: answer the last of its `turns` so far, or return the opening if there are none.
 
-    An environment depends on these alone. So whoever has not played the episode so far plays it again, and answers the same.
+    An environment depends on these fields alone. A process that has not played it so far replays it and answers the same.
     """
 
     batch: int
@@ -71,46 +74,46 @@ class EpisodeCall:
     turns: tuple[str, ...] = ()
 
 
-# What an environment says: to an opening an observation or nothing, to a turn a step.
+# The answer of an environment: an observation or None to an opening, a `Step` to a turn, or a fault.
 Answer = Observation | Step | Fault | None
 
 
 class Playing(ABC):
-    """Many episodes under way at once, by number. Use as a context manager, or `close()`."""
+    """Many episodes under way at once, by number. Use as a context manager, or call `close()`."""
 
     paced = True
-    """Whether answers come as they are ready, and so in an order that nobody knows before."""
+    """True if answers arrive as they are ready, and so in an unpredictable order."""
     _batch = 0
     _episodes: dict[int, EpisodeCall]
 
     def begin(self, rows: Sequence[Mapping[str, Any]]) -> list[Observation | Fault | None]:
-        """New episodes 0, 1, … on these rows, in place of those before; what each `reset` said."""
+        """Replace all episodes by new ones 0, 1, … on these rows, and return what each `reset` returned."""
         self._batch += 1
         self._episodes = {number: EpisodeCall(self._batch, number, row) for number, row in enumerate(rows)}
         answers: dict[int, Any] = self.answer(list(self._episodes.values()))
         return [answers[number] for number in range(len(rows))]
 
     def ask(self, turns: Mapping[int, str]) -> None:
-        """Tell the policy's turn in each of these episodes, and do not wait; `answers` says what came of it."""
+        """Submit the policy's turn in each of these episodes without waiting. `answers` returns the results."""
         for number, text in turns.items():
             episode = self._episodes[number]
             self._episodes[number] = replace(episode, turns=(*episode.turns, text))
         self.submit([self._episodes[number] for number in turns])
 
     def step(self, turns: Mapping[int, str]) -> dict[int, Step | Fault]:
-        """The policy's turn in each of these episodes, and what came of it."""
+        """Submit the policy's turn in each of these episodes, wait, and return the results."""
         self.ask(turns)
         answers = self.wait(len(turns))
         return {number: answers[number] for number in turns}
 
     def answer(self, calls: Sequence[EpisodeCall]) -> dict[int, Answer]:
-        """What the environments say to these calls, by the number of the episode. Whatever else they were at is given up."""
+        """Return the environments' answers to these calls, by episode number. Calls still under way are given up."""
         self.give_up()
         self.submit(calls)
         return self.wait(len(calls))
 
     def wait(self, count: int, patience: float = math.inf) -> dict[int, Any]:
-        """Answers to some of `count` episodes: those that come until the first has waited for so many seconds."""
+        """Return answers to some of `count` episodes: all that arrive within `patience` seconds of the first."""
         answers: dict[int, Any] = {}
         first = math.inf
         while len(answers) < count and (left := first + patience - time.monotonic()) > 0:
@@ -120,23 +123,21 @@ class Playing(ABC):
 
     @abstractmethod
     def submit(self, calls: Sequence[EpisodeCall]) -> None:
-        """Have the environments answer these calls. Episodes of another batch are over."""
+        """Have the environments answer these calls. Episodes of another batch end."""
 
     @abstractmethod
     def answers(self, seconds: float) -> dict[int, Answer]:
-        """What has been answered since the last time, by the number of the episode. Where there is nothing it waits for so many
-        seconds, or less.
-        """
+        """Return the answers since the previous call, by episode number. If there are none, wait for at most `seconds`."""
 
     def give_up(self) -> None:  # noqa: B027
-        """Forget calls that have no answer yet; by default there are none."""
+        """Drop calls that have no answer yet. The default has none."""
 
     @abstractmethod
     def rows(self, count: int, seed: int) -> list[Mapping[str, Any]] | None:
-        """The rows that the environment brings along; None if it brings none."""
+        """Return the environment's own rows, or None if it has none."""
 
     def close(self) -> None:  # noqa: B027
-        """End what is under way; by default nothing is."""
+        """End the episodes under way. The default has nothing to end."""
 
     def __enter__(self) -> Self:
         return self
@@ -146,7 +147,7 @@ class Playing(ABC):
 
 
 class InProcess(Playing):
-    """Episodes in this process: for environments of psigrad's own, which neither hang nor exit, and in workers for all others."""
+    """Episodes in this process, for psigrad's own environments, which neither hang nor exit. All others run it in workers."""
 
     paced = False
 
@@ -161,7 +162,7 @@ class InProcess(Playing):
         self._said |= {call.number: deque(self.play(call), 1)[0] for call in calls}
 
     def answers(self, seconds: float) -> dict[int, Answer]:
-        """See `Playing`: all of them."""
+        """See `Playing`. All answers are ready at once."""
         said, self._said = self._said, {}
         return said
 
@@ -170,7 +171,7 @@ class InProcess(Playing):
         self._said = {}
 
     def play(self, call: EpisodeCall) -> Iterator[Answer]:
-        """The answer to a call, last; before it those of the turns that are played again."""
+        """Yield the answers of the turns that are replayed, and last the answer to the call."""
         if call.batch != self._played_batch:
             self._played_batch, self._played = call.batch, {}
         turns, environment = self._played.pop(call.number, ((), None))
@@ -200,7 +201,7 @@ class InProcess(Playing):
 
 
 def reset(environment: Environment, row: Mapping[str, Any]) -> Observation | Fault | None:
-    """What `reset` says, or why it says nothing."""
+    """Return the result of `reset`, or a `Fault` that says why there is none."""
     try:
         opening = environment.reset(row)
     except (Exception, SystemExit) as error:
@@ -210,7 +211,7 @@ def reset(environment: Environment, row: Mapping[str, Any]) -> Observation | Fau
 
 
 def step(environment: Environment, text: str) -> Step | Fault:
-    """What `step` gives, or why it gives nothing."""
+    """Return the result of `step`, or a `Fault` that says why there is none."""
     try:
         given = environment.step(text)
         observation, reward, done = given
@@ -235,19 +236,19 @@ def _shorten(value: object) -> str:
 
 
 def is_ours(environment: str | Factory) -> bool:
-    """Whether an environment is one of psigrad's games."""
+    """Return True if an environment is one of psigrad's games."""
     return isinstance(environment, str) and ":" not in environment
 
 
 def library_of(environment: str | Factory) -> str:
-    """The library that an environment is of, as `LIBRARIES` names it; empty for psigrad's games and a user's own."""
+    """Return the library of an environment, as `LIBRARIES` names it; empty for psigrad's games and a user's own environments."""
     kind = environment.partition(":")[0] if isinstance(environment, str) else ""
     return kind if kind in LIBRARIES else ""
 
 
 def resolve(environment: str | Factory) -> Factory:
-    """The environment that is meant: a built-in's name, "openenv:ADDRESS", "verifiers:TASKSET", "mcp:COMMAND", "module:Class", or
-    the class.
+    """Return the factory of an environment: a built-in name, "openenv:ADDRESS", "verifiers:TASKSET", "mcp:COMMAND",
+    "module:Class", or a class. Raise `UserError` if there is none.
     """
     if not isinstance(environment, str):
         return environment

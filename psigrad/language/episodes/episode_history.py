@@ -1,4 +1,4 @@
-"""A conversation as the policy reads it, turn by turn: what the chat template renders of its messages, as a server would."""
+"""A conversation as the policy reads it, turn by turn: the chat template's rendering of its messages, as a server sends it."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from psigrad.language.episodes.tools import CallForm
 
 
 def as_messages(said: Observation) -> list[Message]:
-    """Text is a turn of the user."""
+    """Return the observation as messages. Text becomes a user turn."""
     return [{"role": "user", "content": said}] if isinstance(said, str) else said
 
 
 @dataclass
 class EpisodeHistory:
-    """What the policy has read and written of a row's conversation.
+    """The conversation of a row, as the policy has read and written it.
 
-    What it reads next is what the chat template renders of the messages. Tokens stay as they were sampled as long as that goes
-    on from them, and a past that the template rewrites (Qwen3 drops what was thought) is read anew. So a turn is sampled in the
-    context in which it would be trained as a demonstration. Where no template has words for what was said (a call that cannot be
-    read, a prompt that is text), what was sampled stays, and what is heard is put behind it.
+    The policy's next input is the chat template's rendering of the messages. Sampled tokens are kept while that rendering
+    continues them. If the template rewrites the past (Qwen3 drops the thinking), the whole rendering is read again. So a turn is
+    sampled in the context in which it would be trained as a demonstration. If no template can render the messages (an unreadable
+    call, a text prompt), the sampled tokens are kept and the observation is appended.
     """
 
     tokenizer: Any
     row: Row
     form: CallForm
-    """How the policy writes calls of tools, which the template is given as calls."""
+    """The form of the policy's tool calls, which the template receives as parsed calls."""
     messages: list[Message]
     known: str
-    """All that was read and written, as text; empty where no template has words for it."""
+    """Everything read and written, as text; empty if no template can render it."""
 
     @classmethod
     def of(cls, tokenizer: Any, row: Row, form: CallForm) -> EpisodeHistory:
-        """That of a row whose prompt has been read."""
+        """Return the history of a row whose prompt has been read."""
         if not isinstance(row.prompt, list):
             return cls(tokenizer, row, form, [], "")
         return cls(tokenizer, row, form, list(row.prompt), Talk(tokenizer, row).prompt(row.prompt))
 
     def copy(self) -> EpisodeHistory:
-        """One that goes on in its own way."""
+        """Return a copy that changes independently."""
         return replace(self, messages=list(self.messages))
 
     def say(self, before: int, ids: Sequence[int], text: str) -> None:
-        """A turn of the policy, behind the token `before`."""
+        """Add a turn of the policy, which follows the token `before`."""
         if not self.known:
             return
         self.known += words_of(self.tokenizer, before, ids)
@@ -58,22 +58,25 @@ class EpisodeHistory:
         self.messages.append({"role": "assistant", "content": begun + text})
 
     def read(self, said: Observation) -> Reading:
-        """What the policy reads if it hears this; its text is empty where no template has words for it."""
+        """Return what the policy reads for this observation. The text is empty if no template can render it."""
         if self.known and (turn := self._turn(said)) is not None:
             try:
                 return read_on(self.tokenizer, self.row, [*self.messages[:-1], turn, *as_messages(said)], self.known)
-            except UserError:  # a template need not be able to say what the policy says
+            except UserError:  # a template need not be able to render what the policy wrote
                 pass
         return Reading("", observation_ids(self.tokenizer, self.row, said), False)
 
     def hear(self, said: Observation, reading: Reading) -> None:
-        """This is heard, of which the reading is what `read` gave."""
+        """Add an observation; `reading` is the result of `read` for it."""
         self.known = reading.text
         if self.known and (turn := self._turn(said)) is not None:
             self.messages = [*self.messages[:-1], turn, *as_messages(said)]
 
     def _turn(self, said: Observation) -> Message | None:
-        """The policy's turn as the template is given it, where this is said to it; None where a tool answers what is no call."""
+        """Return the policy's turn as the template receives it before this observation.
+
+        None if a tool answers a turn without a call.
+        """
         text, before = self.messages[-1]["content"], self.messages[-2]["role"] if len(self.messages) > 1 else "user"
         form = turn_form(Talk(self.tokenizer, self.row), before)
         if all(message["role"] != "tool" for message in as_messages(said)):

@@ -1,6 +1,6 @@
-"""Episodes of several turns: the policy's tokens as they were sampled, the environment's between them, and who wrote which.
+"""Episodes of several turns: the policy's sampled tokens, the environment's tokens between them, and a mask of the policy's.
 
-What an environment says is cut to the tokens that there is room for, before all of it is tokenised.
+An observation is cut to the available tokens before all of it is tokenised.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from psigrad.language.rollout.types import (
     Trajectory,
 )
 
-# Share of the time that a round of turns took, and seconds at least, for which the next round waits for further answers.
+# The wait for further answers before the next round: a share of the previous round's time, at least these seconds.
 LINGER = (0.1, 0.02)
-# Difference of log-probs up to which sums of another order explain it, in nats.
+# The largest difference of log-probs, in nats, that a different order of summation explains.
 ROUNDING = 1e-3
-# By which rule tokens earn what their session earned: its group are the sessions of its row.
+# The rule for assigning a session's reward to its tokens. Its group is the sessions of its row.
 CREDIT = "a session is one trajectory; what it earned goes to every token sampled in it, in whichever branch, once"
 
 
 class Player(Protocol):
-    """Who plays with the policy: environments and tools here, or agents that ask it over HTTP (psigrad_serve/agents/)."""
+    """A counterpart of the policy: local environments and tools, or agents that query it over HTTP (psigrad_serve/agents/)."""
 
     def play(
         self,
@@ -59,21 +59,21 @@ class Player(Protocol):
         version: int,
         needs_reward: bool,
     ) -> list[Trajectory]:
-        """`num_generations` trajectories from each (index, prompt ids, row), in order; `seed_of(i, k)` seeds the k-th of the
-        i-th. With `needs_reward` there is no reward but the player's own.
+        """Return `num_generations` trajectories for each (index, prompt ids, row), in order. `seed_of(i, k)` seeds the k-th of
+        the i-th. With `needs_reward`, the player's own reward is the only one.
         """
         ...
 
 
 @dataclass(frozen=True)
 class PlayerCollector:
-    """Collects what a player makes: episodes, or sessions of agents. All groups of a step are complete at once."""
+    """The collector of a player's trajectories: episodes, or sessions of agents. All groups of a step complete at once."""
 
     player: Player
     sampler: Sampler
     model: LanguageModel
     needs_reward: bool
-    """The player's own rewards are the only ones."""
+    """True if the player's own rewards are the only ones."""
     plays: bool = True
 
     def collect(
@@ -106,7 +106,7 @@ class PlayerCollector:
 def collector_of(
     sampler: Sampler, model: LanguageModel, player: Player | None = None, *, needs_reward: bool = False
 ) -> TrajectoryCollector:
-    """Return the collector of a player's episodes, or without a player that of single completions."""
+    """Return the collector of a player's episodes, or of single completions if there is no player."""
     if player is not None:
         return PlayerCollector(player, sampler, model, needs_reward)
     return Completions(sampler, partial(decode, model.tokenizer))
@@ -114,18 +114,19 @@ def collector_of(
 
 @dataclass(frozen=True)
 class Episodes:
-    """How episodes are played: who answers, and what limits them."""
+    """The rules by which episodes are played: the environments and the limits."""
 
     playing: Playing
     max_turns: int = 8
     max_turn_length: int = 0
-    """The most tokens of a turn, where all turns together may have `max_tokens` of the sampling; 0: each turn may."""
+    """The most tokens of a turn; then all turns together share the sampling's `max_tokens`. 0: each turn may have `max_tokens`.
+    """
     max_observation_length: int = 0
-    """The most tokens of an answer; 0: as many as there is room for."""
+    """The most tokens of an answer; 0: as many as fit."""
     together: bool = False
-    """Whether every turn waits for the answers of all episodes."""
+    """True if every turn waits for the answers of all episodes."""
     form: CallForm = field(default_factory=CallForm)
-    """How the policy writes calls of tools."""
+    """The form of the policy's tool calls."""
 
     def play(
         self,
@@ -143,7 +144,7 @@ class Episodes:
 
 @dataclass
 class _Episode:
-    """One episode under way. `ids` are all tokens behind the prompt, `mask` says which of them the policy chose."""
+    """One episode under way. `ids` are all tokens after the prompt, and `mask` is True for those that the policy chose."""
 
     index: int
     k: int
@@ -164,23 +165,23 @@ class _Episode:
     reason: str = ""
     branches: list[Branch] = field(default_factory=list)
     heard: tuple[int, ...] = ()
-    """What the policy reads before its next turn: behind all that it has, or `anew`."""
+    """The tokens that the policy reads before its next turn. They extend its context, or replace it if the next field is True."""
     anew: bool = False
 
     @property
     def next_turn(self) -> NextTurn:
-        """What the policy's next turn is sampled from."""
+        """The input from which the policy's next turn is sampled."""
         turn = len(self.policy_turns)
         return NextTurn(self.heard, self.seed if turn == 0 else seeds.derive(self.seed, "turn", turn), self.anew)
 
     @property
     def used(self) -> int:
-        """Tokens that the policy has before it."""
+        """The number of tokens in the policy's context."""
         start, prompt = self.branches[-1] if self.branches else (0, self.prompt)
         return len(prompt) + len(self.ids) - start
 
     def say(self, completion: Completion, text: str) -> None:
-        """A turn of the policy."""
+        """Add a turn of the policy."""
         self.history.say((self.heard or self.prompt)[-1], completion.ids, text)
         self.ids += completion.ids
         self.mask += [True] * len(completion.ids)
@@ -191,7 +192,7 @@ class _Episode:
         self.messages.append({"role": "assistant", "content": text})
 
     def hear(self, answer: Step | Fault, limits: _Limits) -> None:
-        """What the environment answers to the turn; a turn that was cut, or for which nothing is left, is the last."""
+        """Add the environment's answer to the turn. A turn that was cut, or that leaves no room, is the last."""
         was_cut, self.finish_reason = self.finish_reason == "length", "length"
         if isinstance(answer, Fault):
             self.over, self.reason = True, answer.reason
@@ -232,7 +233,7 @@ class _Episode:
 
 @dataclass(frozen=True)
 class _Limits:
-    """Tokens of a turn, of an answer (0: any), of all turns together (0: any), of the context; and turns."""
+    """The limits: tokens of a turn, of an answer (0: any), of all turns together (0: any), of the context; and turns."""
 
     turn: int
     observation: int
@@ -249,9 +250,8 @@ class _Limits:
         cuts: list[Cut],
         past: int = 0,
     ) -> tuple[Sequence[int], Observation] | None:
-        """`observations.fit` behind `used` tokens, so that there is room for another turn; what is cut is entered in `cuts`.
-
-        `past` tokens of a rendering are not the observation's.
+        """Fit an observation after `used` tokens so that another turn fits, and append any cut to `cuts`. `past` tokens of a
+        rendering are not the observation's.
         """
         room = self.context - used - self.turn
         limit, why = room, f"the context of {self.context} tokens and a turn of {self.turn} leave {max(0, room)}"
@@ -276,12 +276,12 @@ def play(
     version: int,
     max_length: int,
 ) -> list[Trajectory]:
-    """`num_generations` episodes from each (index, prompt ids, row), in order; `max_length` bounds prompt and episode together.
+    """Play `num_generations` episodes for each (index, prompt ids, row), in order, each of at most `max_length` tokens with its
+    prompt.
 
-    An episode goes on when its own answer is there: those that are ready take their turns together, or join those that are being
-    sampled where the engine lets them, while the environments of others are at work. A turn that the length limit cut,
-    `max_turns` and `max_length` end an episode as truncated. An answer is cut where it leaves no room for another turn. Each
-    turn's reward stands on its last token.
+    An episode continues when its own answer is ready. Ready episodes take their turns together, or join those being sampled if
+    the engine supports it, while other environments work. A turn cut by the length limit, `max_turns` and `max_length` end an
+    episode as truncated. An answer is cut if it leaves no room for another turn. Each turn's reward is placed on its last token.
     """
     playing, turn = rules.playing, rules.max_turn_length
     total = params.max_tokens if turn else 0
@@ -313,10 +313,10 @@ def play(
 
 
 def settle(sampler: Sampler, trajectories: list[Trajectory], params: SamplingParams) -> list[Trajectory]:
-    """The same with log-probs that do not depend on who was ready with whom, to the last bit: rounding differs between batches.
+    """Replace log-probs by exact ones that do not depend on how turns were batched, since rounding differs between batches.
 
-    Where they are others than rounding makes them, those of sampling stay, and training sees that they disagree. So do those of a
-    distribution with a filter, and all of a sampler that has no exact ones.
+    If the difference exceeds rounding, the sampled log-probs are kept, so training sees the disagreement. Log-probs of a filtered
+    distribution, and of a sampler without exact ones, are kept too.
     """
     logps = [[0.0] * len(t.completion.ids) for t in trajectories]
     for _, group in itertools.groupby(enumerate(trajectories), lambda one: (one[1].row, one[1].prompt_ids)):
@@ -351,7 +351,7 @@ def _begin(
     tokenizer: Any,
     limits: _Limits,
 ) -> list[_Episode]:
-    """`count` episodes of each prompt, after `reset`; what that says is read behind the prompt, and is the same for a group."""
+    """Start `count` episodes of each prompt. The observation of `reset` follows the prompt and is the same within a group."""
     shown = [{"prompt": row.dataset_prompt, **row.columns} for _, _, row in prompts for _ in range(count)]
     openings_of_all = rules.playing.begin(shown)
     episodes: list[_Episode] = []
@@ -384,7 +384,7 @@ def _render_opening(tokenizer: Any, row: Row, opening: Observation) -> list[int]
 
 
 def _opened(row: Row, opening: Observation) -> Row:
-    """The row with the environment's first words, which join a prompt that is text in the dataset."""
+    """Return the row with the environment's opening, which is joined to a prompt that is text in the dataset."""
     prompt: Any = row.prompt
     if isinstance(prompt, str):
         return replace(row, prompt=prompt + str(opening))
@@ -419,17 +419,17 @@ def _trajectory(episode: _Episode, version: int, tokenizer: Any) -> Trajectory:
     )
 
 
-# Characters for each token that there is room for, of which an answer is read at most: text has four or so, code two or three.
+# Characters read of an answer per available token, at most. Text has about four per token, code two or three.
 CHARACTERS = 16
-# Stands where the rest was.
+# Marks the place of the text that was cut.
 MARK = "…"
 
 
 def fit(
     render: Callable[[Observation], Sequence[int]], said: Observation, limit: int
 ) -> tuple[Sequence[int], Observation] | None:
-    """(tokens, what they say) of the observation, or of a beginning of it with at most `limit` tokens; None where there is no
-    room for any of it. `render` gives its tokens, with what the chat template writes around it.
+    """Return (tokens, observation), cut to at most `limit` tokens, or None if nothing fits. `render` returns the tokens of an
+    observation, with what the chat template writes around it.
     """
     size = length(said)
     kept = min(size, CHARACTERS * limit)
@@ -443,12 +443,12 @@ def fit(
 
 
 def length(said: Observation) -> int:
-    """Characters of an observation, of all its messages together."""
+    """Return the number of characters of an observation, summed over its messages."""
     return len(said) if isinstance(said, str) else sum(len(_text(message)) for message in said)
 
 
 def cut(said: Observation, kept: int) -> Observation:
-    """The first `kept` characters. All messages stay, since each tool call wants its answer; those behind the cut are empty."""
+    """Keep the first `kept` characters. Messages after the cut become empty but stay, since each tool call needs an answer."""
     if isinstance(said, str):
         return said[:kept] + MARK
     shown: list[Message] = []

@@ -1,6 +1,6 @@
-"""How each family of models writes a tool call, and reading it back, broken or not.
+"""The tool-call form of each model family, and readers for it that tolerate broken calls.
 
-Reading is linear in the text: from each mark of a call on it is read once, and of a turn `MOST_CALLS` are read.
+Reading is linear in the text: the text is read once from each call mark, and at most `MOST_CALLS` calls are read per turn.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST_CALLS = 64
-"""Calls of one turn that are run; those behind them get one answer that says so."""
+"""The most calls of one turn that are run. The calls after them share one answer that says so."""
 DEEPEST = 64
-"""Levels that the arguments may be nested."""
+"""The deepest nesting of the arguments."""
 SHOWN = 40
-"""Characters that an error shows of what the policy wrote."""
+"""Characters of the policy's text that an error shows."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that could be read. Whether there is such a tool, and whether it takes these arguments, is not known yet."""
+    """A call that could be read. The tool may not exist or may not accept these arguments."""
 
     name: str
     arguments: dict[str, Any]
@@ -30,42 +30,42 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class BrokenCall:
-    """What is wrong with a call that could not be read, as the policy is told."""
+    """The error of a call that could not be read, as reported to the policy."""
 
     reason: str
 
 
-# Of each tool its parameters, and of each of them its JSON schema: by it a value without quotes is text or a number.
+# For each tool, the JSON schema of each parameter. It decides whether an unquoted value is text or a number.
 Parameters = Mapping[str, Mapping[str, Any]]
 Reader = Callable[[str, int, Parameters], tuple[list[ToolCall], int]]
 Value = Callable[[str, int], tuple[Any, int]]
 
 
 class CallError(ValueError):
-    """A call cannot be read."""
+    """The error of a call that cannot be read."""
 
 
 @dataclass(frozen=True)
 class CallFamily:
-    """One form of tool calls: the marks before and behind a call, and who reads what is between."""
+    """One form of tool calls: the marks before and after a call, and the reader of the text between them."""
 
     name: str
     models: str
-    """Some that write it."""
+    """Some models that write it."""
     opens: str
     shown: str
-    """A call between the marks, for errors and the documentation."""
+    """A call between the marks, for errors and documentation."""
     closes: str
     read: Reader
-    """The calls from a place of the text on, and where they end. Raises `CallError`."""
+    """Return the calls from a position of the text on, and the position of their end. Raises `CallError`."""
     bare: bool = False
-    """A turn that is only a JSON object, without the marks, is a call too."""
+    """True if a turn that is only a JSON object, without marks, is a call."""
     behind_words: bool = False
-    """Such an object is a call behind words, too, if it has arguments and the name of a tool that is offered."""
+    """True if such an object is also a call after other words, provided it has arguments and names an offered tool."""
     thought: str = "</think>"
-    """What ends the thinking; what is called before it is not meant."""
+    """The end mark of the thinking. Calls before it are ignored."""
     lead: str = ""
-    """What stands before the mark in an example, and is not asked for."""
+    """The text before the mark in an example; it is not required."""
 
     @property
     def example(self) -> str:
@@ -73,7 +73,7 @@ class CallFamily:
         return f"{self.lead}{self.opens}{self.shown}{self.closes}"
 
     def calls(self, text: str, parameters: Parameters) -> list[ToolCall | BrokenCall]:
-        """The calls of a turn, in order."""
+        """Return the calls of a turn, in order."""
         _, ended, behind = text.partition(self.thought)
         found = list(self._read_marked(behind if ended else text, parameters))
         if not found and self.bare:
@@ -104,7 +104,7 @@ _TOO_DEEP = f"the arguments are nested more than {DEEPEST} deep"
 
 
 def finite(number: str) -> float:
-    """A number with a point or an exponent as JSON has it; NaN, Infinity and what is beyond a float are none."""
+    """Return a JSON number with a point or an exponent. Raise `ValueError` for NaN, Infinity and floats out of range."""
     if not math.isfinite(value := float(number)):
         raise ValueError(f"{number[:SHOWN]} is no number in JSON")
     return value
@@ -123,7 +123,7 @@ def _skip(text: str, at: int, gap: re.Pattern[str] = _GAP) -> int:
 
 
 def _expect(text: str, at: int, mark: str) -> int:
-    """Where the text goes on behind white space and a mark."""
+    """Return the position after white space and `mark`. Raise `CallError` if the mark is missing."""
     at = _skip(text, at) if mark else at
     if not text.startswith(mark, at):
         raise CallError(f"expected {mark} and found {_show(text, at)}")
@@ -135,20 +135,20 @@ def _json(text: str, at: int) -> tuple[Any, int]:
         value, end = _DECODER.raw_decode(text, _skip(text, at))
     except RecursionError:
         raise CallError(_TOO_DEEP) from None
-    except ValueError as error:  # JSONDecodeError, or a number of more digits than Python reads
+    except ValueError as error:  # JSONDecodeError, or a number with more digits than Python reads
         where = f" at {_show(text, error.pos)}" if isinstance(error, json.JSONDecodeError) else ""
         raise CallError(f"it is not JSON ({getattr(error, 'msg', error)}{where})") from None
     level, depth = [value], 0
     while level:
         inner = [list(x.values()) if isinstance(x, dict) else x for x in level if isinstance(x, dict | list)]
         level, depth = [x for values in inner for x in values], depth + 1
-        if depth > DEEPEST + 2:  # a list of calls, and a call
+        if depth > DEEPEST + 2:  # two more levels: a list of calls, and a call
             raise CallError(_TOO_DEEP)
     return value, end
 
 
 def to_calls(value: Any) -> Iterator[ToolCall]:
-    """The calls of one JSON object, or of a list of them; arguments may be JSON in a string, as OpenAI's are."""
+    """Yield the calls of one JSON object or of a list of them. Arguments may be a JSON string, as in OpenAI's format."""
     for item in value if isinstance(value, list) else [value]:
         call = item.get("function", item) if isinstance(item, dict) else item
         if not isinstance(call, dict):
@@ -165,7 +165,7 @@ def to_calls(value: Any) -> Iterator[ToolCall]:
 
 
 def _list_of(value: Value = _json) -> Reader:
-    """{"name": …, "arguments": {…}}, or a list of such objects."""
+    """Return a reader of {"name": …, "arguments": {…}}, or of a list of such objects."""
 
     def read(text: str, at: int, parameters: Parameters) -> tuple[list[ToolCall], int]:
         found, end = value(text, at)
@@ -183,7 +183,7 @@ def _objects_or(other: Reader) -> Reader:
 
 
 def _read_bare(text: str, parameters: Parameters, example: str) -> Iterator[ToolCall | BrokenCall]:
-    """Objects with nothing around them, `;` between them."""
+    """Yield the calls of objects without marks, separated by `;`."""
     at = 0 if '"name"' in text else len(text)
     while text.startswith(("{", "["), at):
         try:
@@ -197,12 +197,12 @@ def _read_bare(text: str, parameters: Parameters, example: str) -> Iterator[Tool
 
 
 def _read_behind_words(text: str, parameters: Parameters) -> Iterator[ToolCall | BrokenCall]:
-    """Yield the first call of an offered tool behind words, and those right behind it.
+    """Yield the first call of an offered tool that follows other words, and the calls directly after it.
 
-    What is inside other JSON is no call, nor what stands behind a tag: an unknown form of calls.
+    An object inside other JSON, or after a tag (an unknown call form), is not a call.
     """
     at = 0 if text.lstrip()[:1] not in ("{", "[") else len(text)
-    for _ in range(MOST_CALLS):  # a text of braces alone would take the square of its length
+    for _ in range(MOST_CALLS):  # without this bound, a text of braces alone would take quadratic time
         if (found := _BEGIN.search(text, at)) is None or "<" in text[: found.start()]:
             return
         try:
@@ -216,7 +216,7 @@ def _read_behind_words(text: str, parameters: Parameters) -> Iterator[ToolCall |
 
 
 def _is_answer(item: Any, parameters: Parameters) -> bool:
-    """Whether an object is the policy's answer, which happens to be JSON: it names no tool and has no arguments."""
+    """Return True if an object is a JSON answer of the policy: it names no tool and has no arguments."""
     if not isinstance(item, dict) or {"arguments", "parameters"} & set(item):
         return not isinstance(item, dict)
     named = item.get("name") if {"name", "tool_name", "function"} & set(item) else ""
@@ -224,7 +224,7 @@ def _is_answer(item: Any, parameters: Parameters) -> bool:
 
 
 def _name_then(header: str, value: Value = _json, footer: str = "") -> Reader:
-    """A name, as the first group of `header`, and an object of arguments behind it."""
+    """Return a reader of a name, the first group of `header`, followed by an object of arguments."""
     head, foot = re.compile(r"\s*" + header), re.compile(rf"(?:{footer})?")
 
     def read(text: str, at: int, parameters: Parameters) -> tuple[list[ToolCall], int]:
@@ -239,7 +239,7 @@ def _name_then(header: str, value: Value = _json, footer: str = "") -> Reader:
 
 
 def _tags_of(header: str, parameter: str, ends: str, closes: str = "") -> Reader:
-    """Names and arguments in tags; `ends` closes an argument, `closes` a call. There may be several calls."""
+    """Return a reader of names and arguments in tags. `ends` closes an argument, `closes` a call; there may be several calls."""
     head, key = re.compile(r"\s*" + header), re.compile(r"\s*" + parameter)
 
     def read(text: str, at: int, parameters: Parameters) -> tuple[list[ToolCall], int]:
@@ -262,9 +262,9 @@ def _tags_of(header: str, parameter: str, ends: str, closes: str = "") -> Reader
 
 
 def _to_type(text: str, schema: Mapping[str, Any]) -> Any:
-    """An argument without quotes: as it stands where the tool takes text, else what it is as JSON, where it is that."""
+    """Return an unquoted argument as text if the tool accepts a string; otherwise parse it as JSON if possible."""
     text = text.removeprefix("\n").removesuffix("\n")
-    schema = schema if isinstance(schema, Mapping) else {}  # true is a schema too
+    schema = schema if isinstance(schema, Mapping) else {}  # a schema may also be the boolean true
     kinds = [part.get("type") for part in (schema, *schema.get("anyOf", ())) if isinstance(part, Mapping)]
     flat = {kind for each in kinds for kind in (each if isinstance(each, list) else [each])}
     if "string" in flat and not (text in ("null", "None") and ("null" in flat or schema.get("nullable"))):
@@ -277,8 +277,9 @@ def _to_type(text: str, schema: Mapping[str, Any]) -> Any:
 
 
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
-# Text in the quotes of Gemma, then of Python and JSON; a name before its arguments, a key, another word; what ends arguments.
-# Text whose quotes are never closed goes on to the end: tried again from each quote in it, it would take quadratic time.
+# Alternatives, in order: Gemma's quoted text, Python's and JSON's quoted text, a name before its arguments, a key, another word,
+# and the end of the arguments. An unclosed quote extends to the end of the text: retrying from each quote inside it would take
+# quadratic time.
 _LOOSE = re.compile(
     r"""<\|"\|>(?P<raw>(?:[^<]|<(?!\|"\|>))*)(?:<\|"\|>)?|(?P<quote>['"])(?P<text>(?:\\.|(?!(?P=quote))[^\\])*)(?P=quote)?"""
     r"""|(?P<name>[^\W\d][\w.-]*)(?:(?P<call>\()|\s*(?P<key>[=:]))?|(?P<end>\))""",
@@ -298,7 +299,9 @@ def _as_json(found: re.Match[str]) -> str:
 
 
 def _until(closes: str) -> Value:
-    """Up to a mark, what Python or Gemma write: either quote, `<|"|>` or none around keys, True, [name(key=value)]."""
+    """Return a reader of Python's or Gemma's syntax up to a mark: quotes, `<|"|>` or no quotes around keys, True,
+    [name(key=value)].
+    """
 
     def read(text: str, at: int) -> tuple[Any, int]:
         end = text.find(closes, at) if closes else len(text)
@@ -349,16 +352,16 @@ FAMILIES = (
     CallFamily("Command", "Command R7B, A", "<|START_ACTION|>", _ACTION, "<|END_ACTION|>", _objects, thought="<|END_THINKING|>"),
     CallFamily("Llama", "Llama 3.1 to 3.3", "<|python_tag|>", _PARAMETERS, "", _LLAMA, bare=True, behind_words=True),
 )
-"""All forms; which is a model's, its chat template tells (`tools.call_form_of`)."""
+"""All call forms. The chat template determines a model's form (`tools.call_form_of`)."""
 
 
 def find_families(text: str) -> list[CallFamily]:
-    """Those whose mark is in a text, and last the one that needs none."""
+    """Return the families whose opening mark is in a text, and last the one that needs no mark."""
     return [family for family in FAMILIES if family.opens in text or family is FAMILIES[-1]]
 
 
 def read_calls(text: str, parameters: Parameters, families: Sequence[CallFamily] = ()) -> list[ToolCall | BrokenCall]:
-    """The calls of a turn: in the first of these forms that reads all of them. Without any, of those whose marks are there."""
+    """Return the calls of a turn, by the first of these families that reads all of them. Default: families whose marks occur."""
     read = [family.calls(text, parameters) for family in families or find_families(text)]
     whole = [calls for calls in read if calls and not any(isinstance(call, BrokenCall) for call in calls)]
     return next(iter([*whole, *filter(None, read)]), [])

@@ -1,6 +1,6 @@
 """Tools that the policy may call: typed Python functions and those of MCP servers, offered through the chat template.
 
-A call is answered in a turn of its own. What the policy got wrong is said in the answer, and never ends the episode or the run.
+A call is answered in its own turn. The policy's mistakes are reported in the answer and never end the episode or the run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PREFIX = "mcp:"
 
 
 class ServerLost(Exception):
-    """The server gave no answer, through no fault of the policy's."""
+    """The server gave no answer, through no fault of the policy."""
 
 
 class ServerTool(ABC):
@@ -49,34 +49,34 @@ class ServerTool(ABC):
 
     name: str
     schema: Mapping[str, Any]
-    """As the chat template shows it."""
+    """The schema that the chat template shows."""
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """JSON schemas of the parameters."""
+        """The JSON schemas of the parameters."""
         properties: Mapping[str, Any] = self.schema["function"]["parameters"].get("properties", {})
         return properties
 
     @abstractmethod
     def connect(self) -> Any:
-        """The connection of this process, made where there is none yet. Raises `UserError`."""
+        """Return this process's connection, and open it if there is none. Raises `UserError`."""
 
     @abstractmethod
     def run(self, arguments: Mapping[str, Any]) -> str:
-        """What the server answers. Raises `ServerLost`."""
+        """Return the server's answer. Raises `ServerLost`."""
 
 
 Tool = Callable[..., Any] | ServerTool
-# A call that shows how a template writes one: text with quotes, a number, an object.
+# A call that reveals how a template writes calls: text with quotes, a number, an object.
 PROBE = ToolCall("find_price", {"item": 'a "fine" <pen>', "count": 3, "options": {"colours": ["red", None], "gift": True}})
 _KINDS = {"item": {"type": "string"}, "count": {"type": "integer"}, "options": {"type": "object"}}
 _PROBE_SCHEMA = {"name": PROBE.name, "description": "The price.", "parameters": {"type": "object", "properties": _KINDS}}
 
 
 def resolve(tools: Sequence[str | Callable[..., Any]], variables: Sequence[str] = ()) -> list[Tool]:
-    """The tools that are meant: functions, "module:function", and all tools of "mcp:COMMAND" or "mcp:http://…".
+    """Return the tools for functions, "module:function", and all tools of "mcp:COMMAND" or "mcp:http://…".
 
-    `variables` are environment variables that a server gets besides the usual ones. Raises `UserError`.
+    `variables` are environment variables that a server receives in addition to the defaults. Raises `UserError`.
     """
     found: list[Tool] = []
     for tool in tools:
@@ -93,19 +93,19 @@ def resolve(tools: Sequence[str | Callable[..., Any]], variables: Sequence[str] 
 
 
 def name_of(tool: Tool) -> str:
-    """What the policy calls it."""
+    """Return the name by which the policy calls the tool."""
     return tool.name if isinstance(tool, ServerTool) else str(getattr(tool, "__name__", tool))
 
 
 def schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """JSON schemas of the tools for a dataset row's `tools` column. Raises `UserError` for one without types or docstring."""
+    """Return the tools' JSON schemas for a row's `tools` column. Raises `UserError` for a tool without types or a docstring."""
     from transformers.utils import get_json_schema
 
     made = []
     for tool in tools:
         try:
             made.append(dict(tool.schema) if isinstance(tool, ServerTool) else get_json_schema(tool))
-        except Exception as error:  # transformers has several exception types for one mistake
+        except Exception as error:  # transformers raises several exception types for one mistake
             raise UserError(
                 f"The tool {name_of(tool)!r} cannot be offered ({error}); give it type hints, a docstring and "
                 "an Args section with a line for each argument."
@@ -115,22 +115,22 @@ def schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class CallForm:
-    """How the model writes calls. Without a family and a response template each of the known forms is read."""
+    """The form in which the model writes calls. Without a family and a response template, each known form is tried."""
 
     family: str = ""
     response_template: Mapping[str, Any] | None = None
-    """The tokenizer's own, for transformers' `parse_response`."""
+    """The tokenizer's response template, for transformers' `parse_response`."""
     prefix: str = ""
-    """What the chat template has written when the policy begins."""
+    """The text that the chat template has written when the policy starts."""
     seen: str = ""
-    """The call that told it, as rewards and tools see it; empty where the template writes none."""
+    """The call from which the form was determined, as rewards and tools see it; empty if the template writes none."""
 
     def probe(self, text: str) -> list[ToolCall | BrokenCall]:
-        """What is read of a turn that calls the tool of `PROBE`."""
+        """Return the calls read from a turn that calls the tool of `PROBE`."""
         return self.read(text, {PROBE.name: _KINDS})
 
     def read(self, text: str, parameters: Mapping[str, Mapping[str, Any]]) -> list[ToolCall | BrokenCall]:
-        """The calls of a turn."""
+        """Return the calls of a turn."""
         if self.response_template is None:
             return read_calls(text, parameters, [family for family in FAMILIES if family.name == self.family])
         from transformers.utils.chat_parsing import parse_response
@@ -143,11 +143,11 @@ class CallForm:
             return list(to_calls(said.get("tool_calls") or []))
         except CallError as error:
             return [BrokenCall(f"{error}; write a call as {self.seen}")]
-        except Exception as error:  # a response template is a program
+        except Exception as error:  # a response template is a program and can raise anything
             return [BrokenCall(f"the call cannot be read ({str(error).splitlines()[0][:200]}); write one as {self.seen}")]
 
     def begin(self, text: str) -> int:
-        """Where the calls of a turn that has some begin: at the first mark behind what was thought, or, without one, there."""
+        """Return where a turn's calls start: at the first mark after the thinking, or without a mark at the thinking's end."""
         families = [family for family in FAMILIES if self.family in ("", family.name)]
         ends = (at + len(family.thought) for family in families if (at := text.rfind(family.thought)) >= 0)
         start = max(ends, default=0)
@@ -155,17 +155,17 @@ class CallForm:
         if not places:
             return start
         at, family = min(places, key=lambda place: place[0])
-        # DeepSeek writes a mark around all calls
+        # DeepSeek writes a mark around all calls.
         leads = (self.seen.partition(family.opens)[0].rpartition(family.thought)[2], family.lead)
         return at - next((len(lead) for lead in leads if lead and text[:at].endswith(lead)), 0)
 
     def end(self, text: str) -> int:
-        """Where the last call ends: behind its mark, or, without one, with the text."""
+        """Return where the last call ends: after its mark, or at the end of the text if there is no mark."""
         ends = {family.closes for family in FAMILIES if self.family in ("", family.name)} - {""}
         return max((at + len(mark) for mark in ends if (at := text.rfind(mark)) >= 0), default=len(text))
 
     def turn(self, text: str, parameters: Mapping[str, Mapping[str, Any]], form: TurnForm) -> Message | None:
-        """A turn with calls as a message; None where one cannot be read, or there is none."""
+        """Return a turn with calls as a message; None if there is no call or one cannot be read."""
         calls = self.read(text, parameters)
         if not calls or any(isinstance(call, BrokenCall) for call in calls):
             return None
@@ -176,10 +176,10 @@ class CallForm:
 
 
 def call_form_of(tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> CallForm:
-    """The form in which a row's calls are written under the tokenizer's chat template: the one that reads a call back exactly.
+    """Return the form of a row's calls under the tokenizer's chat template: the one that reads a call back exactly.
 
-    Where a template offers no tools or writes no calls psigrad does so in Hermes' form, and a model whose vocabulary has the
-    marks of another may write that: then each form is read by its marks. `arguments` are those of the template.
+    If a template offers no tools or writes no calls, psigrad uses Hermes' form. A model whose vocabulary has the marks of another
+    form may write that; then each form is read by its marks. `arguments` are those of the template.
     """
     before, seen, shows_hermes = _play(tokenizer, arguments)
     own = getattr(tokenizer, "response_template", None)
@@ -192,8 +192,9 @@ def call_form_of(tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> CallFo
 
 
 def _play(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> tuple[str, str, bool]:
-    """The prompt of a question, behind it the turn that calls a tool, as `decode` gives it, and whether psigrad offered the tool
-    or wrote the call because the template does not.
+    """Return the prompt of a question, the turn after it that calls a tool (as `decode` returns it), and a flag.
+
+    The flag is True if psigrad offered the tool or wrote the call because the template does not.
     """
     question: Message = {"role": "user", "content": "What is the price?"}
     call = {"type": "function", "id": "call00001", "function": {"name": PROBE.name, "arguments": PROBE.arguments}}
@@ -202,10 +203,10 @@ def _play(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> t
     try:
         talk = Talk(tokenizer, Row("a test conversation", columns=offered))
         before, after = talk.render([question], generation_prompt=True), talk.render([question, turn])
-    except UserError:  # no template, or one that refuses calls
+    except UserError:  # no template, or one that rejects calls
         return "", "", False
     shared = common_prefix(before, after)
-    # <think> and <tool_call> share their first letters
+    # <think> and <tool_call> share their first letters.
     mark = re.search(r"[<\[][^<>\[\]\s]*$", before[:shared])
     seen = decode(tokenizer, tokenizer(after[mark.start() if mark else shared :], add_special_tokens=False)["input_ids"])
     shows_hermes = talk.dialect.calls == "hermes" or not talk.dialect.tools
@@ -214,24 +215,24 @@ def _play(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> t
 
 @dataclass(frozen=True)
 class ToolBoxes:
-    """The environments of a run with tools."""
+    """The factory of a run's environments with tools."""
 
     tools: Sequence[Tool]
     form: CallForm = field(default_factory=CallForm)
 
     def prepare(self) -> None:
-        """Start the servers of this process: that may take longer than a call."""
+        """Start this process's servers in advance, since that may take longer than a call."""
         for tool in self.tools:
             if isinstance(tool, ServerTool):
                 tool.connect()
 
     def __call__(self) -> ToolBox:
-        """That of one episode."""
+        """Return the environment of one episode."""
         return ToolBox(self.tools, self.form)
 
 
 class ToolBox:
-    """An environment that runs the tools that a completion calls; a completion without a call ends the episode.
+    """An environment that runs the tools that a completion calls. A completion without a call ends the episode.
 
     Arguments are checked against the type hints. The reward comes from reward functions, which see the whole conversation.
     """
@@ -242,7 +243,7 @@ class ToolBox:
         self.parameters = {name_of(tool): _parameters_of(tool) for tool in tools}
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     def step(self, completion: str) -> Step:
         """Answer every call of the completion."""
@@ -263,12 +264,12 @@ class ToolBox:
         try:
             made = tool.run(arguments) if isinstance(tool, ServerTool) else tool(**arguments)
             return str(finish(made) if inspect.isawaitable(made) else made)
-        except ServerLost:  # not the policy's fault: the episode is unscored
+        except ServerLost:  # not the policy's fault, so the episode is unscored
             raise
         except ValidationError as error:
             first = error.errors()[0]
             return f"error: {name}: {'.'.join(map(str, first['loc']))[:80]}: {first['msg']}"
-        except Exception as error:  # whatever a tool raises is an answer that the policy can learn from
+        except Exception as error:  # any exception of a tool becomes an answer that the policy can learn from
             return f"error: {type(error).__name__}: {error}"
 
 
@@ -278,5 +279,5 @@ def _parameters_of(tool: Tool) -> Mapping[str, Any]:
     try:
         function: Any = tool
         return dict(TypeAdapter(function).json_schema().get("properties", {}))
-    except Exception:  # types that JSON schemas have no words for: what is not in quotes is read as JSON
+    except Exception:  # JSON schemas cannot express some types; unquoted values are then read as JSON
         return {}

@@ -1,1 +1,1 @@
-"""Models of a run: where they come from (a folder, the hub, a GGUF file, an adapter, an object in memory), loaded and ready."""
+"""The models of a run, loaded from a folder, the hub, a GGUF file, an adapter, or an object in memory."""

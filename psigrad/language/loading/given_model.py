@@ -1,4 +1,4 @@
-"""A model and a tokenizer that are given from Python as objects: trained in place, their beginning kept in the run folder."""
+"""A model and a tokenizer passed as Python objects: trained in place, with their initial weights saved in the run folder."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ if TYPE_CHECKING:
 
 START = "start"
 _DIGEST = "psigrad_weights.json"
-# The run folder that a module was trained into: its weights are then no longer those that the run began with.
+# The run folder that a module was trained into. Its weights then differ from the run's initial weights.
 _TRAINED: weakref.WeakKeyDictionary[nn.Module, Path] = weakref.WeakKeyDictionary()
 
 
 @dataclass
 class GivenModel:
-    """Objects in place of names. `network` is None where only the tokenizer is one.
+    """Objects in place of names. `network` is None if only the tokenizer is an object.
 
-    The weights that training starts from are kept as a Hugging Face folder, `start/` in the run folder: references, critics and
-    a resumed run are made from it.
+    The initial weights are saved as a Hugging Face folder, `start/` in the run folder. References, critics and a resumed run are
+    loaded from it.
     """
 
     network: PreTrainedModel | None
     tokenizer: PreTrainedTokenizerBase
     made: LanguageModel | ScalarModel | None = field(default=None, repr=False)
-    """What a recipe made of the network."""
+    """The model that a recipe built from the network."""
 
     @property
     def dtype(self) -> str:
-        """The precision of the module, as the setting calls it. Raises `UserError` for one that does not train."""
+        """The precision of the module, as the setting names it. Raises `UserError` for one that cannot be trained."""
         assert self.network is not None
         name = next((name for name, dtype in DTYPES.items() if dtype == self.network.dtype and name != "float64"), None)
         if name is None:
@@ -60,9 +60,9 @@ class GivenModel:
         return name
 
     def keep(self, folder: Path, world: World, allowed: bool) -> None:
-        """Leave the starting weights in `folder`, or give the network those that are there already.
+        """Save the initial weights in `folder`, or load the weights that are already there into the network.
 
-        Raises `UserError` where the run in that folder began with other weights, unless `allowed`.
+        Raises `UserError` if the run in that folder started from other weights, unless `allowed`.
         """
         network = self.network
         assert network is not None
@@ -76,7 +76,7 @@ class GivenModel:
         if known is None:
             if world.rank == 0:
                 self._write(folder, now)
-            world.all_gather(None)  # it is there
+            world.all_gather(None)  # wait until the folder is written
         elif known["class"] != now["class"] or (known != now and _TRAINED.get(network) != folder.resolve() and not allowed):
             raise UserError(
                 f"The run in {folder.parent} began with another model than the one that was given (a copy of its own is in "
@@ -87,7 +87,7 @@ class GivenModel:
         _TRAINED[network] = folder.resolve()
 
     def _write(self, folder: Path, digest: Mapping[str, str]) -> None:
-        """The whole folder, or nothing of it."""
+        """Write the folder atomically."""
         beside = folder.with_name(f".{folder.name}.new")
         shutil.rmtree(beside, ignore_errors=True)
         write(self.network, self.tokenizer, beside)
@@ -97,8 +97,8 @@ class GivenModel:
 
     @contextlib.contextmanager
     def as_it_was(self) -> Iterator[None]:
-        """A block behind which the network has its own attention, dropout and mode again, and the weights that it learnt: an
-        adapter that was put on it is merged in.
+        """Restore the network's own attention, dropout and mode after the block, and keep its trained weights. An adapter that
+        was put on it is merged in.
         """
         network: Any = self.network
         if network is None:
@@ -130,21 +130,21 @@ def _recomputes(network: nn.Module) -> bool:
 
 
 def weights_digest(network: nn.Module) -> str:
-    """SHA-256 over the names, types, shapes and bytes of a module's state."""
+    """Return the SHA-256 of the names, types, shapes and bytes of a module's state."""
     digest = hashlib.sha256()
     digest_weights(digest, network.state_dict().items())
     return digest.hexdigest()
 
 
 def digest_weights(digest: Any, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Take these weights into a digest of hashlib, in order of their names."""
+    """Update a hashlib digest with these weights, in order of their names."""
     for name, tensor in sorted(named):
         digest.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 
 def take_weights(network: PreTrainedModel, folder: Path) -> None:
-    """Give `network` the weights of the model in `folder`, an adapter merged in."""
+    """Load the weights of the model in `folder` into `network`, with any adapter merged in."""
     if is_adapter(folder):
         from peft import PeftModel
 
@@ -157,10 +157,10 @@ def take_weights(network: PreTrainedModel, folder: Path) -> None:
 
 
 def take_objects(model: Any, tokenizer: Any) -> GivenModel | None:
-    """What was given as an object, ready for a recipe; None where a name of the model is all there is.
+    """Return the given objects, ready for a recipe; None if both are names.
 
-    Without a tokenizer it is that of the folder or hub name that the module was loaded from. Raises `UserError` for anything that
-    is no causal model of transformers.
+    Without a tokenizer, use that of the folder or hub name that the module was loaded from. Raises `UserError` for an object that
+    is not a causal transformers model.
     """
     named = isinstance(model, str | os.PathLike)
     if named and tokenizer is None:
@@ -187,8 +187,8 @@ def take_objects(model: Any, tokenizer: Any) -> GivenModel | None:
 
 
 def _check(model: Any) -> None:
-    """Refuse what cannot be trained in place."""
-    from transformers import PreTrainedModel  # its modules take seconds to import, and a run from a folder needs none
+    """Raise `UserError` if the model cannot be trained in place."""
+    from transformers import PreTrainedModel  # imported here, since it takes seconds and a run from a folder does not need it
 
     kind = type(model).__name__
     if hasattr(model, "peft_config"):

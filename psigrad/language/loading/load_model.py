@@ -1,4 +1,4 @@
-"""The models of a run: from a folder, the hub or memory, at their beginning or as a checkpoint left them."""
+"""The models of a run, loaded from a folder, the hub or memory, with initial weights or those of a checkpoint."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ def load_model(
     value_head: bool = False,
     given: GivenModel | None = None,
 ) -> LanguageModel:
-    """The model to train: from `settings.path`, or the one `given` as an object, with the weights of the `checkpoint` where
-    there is one, and with a value head where it is its own critic. In lockstep processes each gets its shard.
+    """Load the model to train, from `settings.path` or the `given` object, with the weights of `checkpoint` if there is one.
+
+    A value head is added if the model is its own critic. In lockstep processes, each gets its shard.
     """
     if not settings.path:
         raise UserError("No model was given; name a folder or a hub model with --model (model.path).")
@@ -65,7 +66,7 @@ def load_model(
         if learnt and learnt != settings.quantize_base:
             redaction.say(f"The adapter learnt over its base in {learnt}; --quantize-base {learnt} goes on over the same.")
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(run.seed)  # a fresh adapter's A matrices
+            torch.manual_seed(run.seed)  # for the A matrices of a new adapter
             model = language_model.load(
                 str(whole) if whole is not None and lora is None else locate(settings if before is None else before.base),
                 lora=lora,
@@ -92,14 +93,14 @@ def _say_once(text: str) -> None:
 
 
 def _whole(checkpoint: Path | None) -> Path | None:
-    """The checkpoint, unless several processes wrote its weights in shards."""
+    """Return the checkpoint; None if several processes wrote its weights in shards."""
     return None if checkpoint is None or shards.written_in(checkpoint) else checkpoint
 
 
 def _prepare_given(
     prepare: Callable[..., M], given: GivenModel, settings: Model, run: Run, checkpoint: Path | None, world: World
 ) -> M:
-    """What `prepare` makes of a network that is in memory; its beginning is kept at `settings.path`."""
+    """Apply `prepare` to a network in memory, and save its initial weights at `settings.path`."""
     given.keep(Path(settings.path), world, "model" in run.allow)
     network: Any = given.network
     lora = lora_of(settings)
@@ -121,7 +122,7 @@ def _prepare_given(
 
 
 def _options(settings: Model, run: Run, world: World) -> dict[str, Any]:
-    """What every loader of a model that may learn is told by the settings."""
+    """Return the arguments that every loader of a trainable model takes from the settings."""
     return {
         "base": settings.quantize_base,
         "dtype": settings.dtype,
@@ -143,7 +144,7 @@ def _check_shards(settings: Model, lora: Lora | None, world: World) -> None:
 
 
 def take_shard(model: LanguageModel | ScalarModel, world: World, device: str, place: Path | None) -> None:
-    """In lockstep processes leave each with its shard on its device. `place` has weights that several processes wrote."""
+    """Leave each lockstep process with its shard on its device. Load the weights that several processes wrote in `place`."""
     if world.lockstep:
         sharded.shard(model, world, device)
     if place is not None:
@@ -154,11 +155,11 @@ def take_shard(model: LanguageModel | ScalarModel, world: World, device: str, pl
 def load_scalar_model(
     settings: Model, run: Run, checkpoint: Path | None, world: World = ALONE, given: GivenModel | None = None
 ) -> ScalarModel:
-    """As `load_model`, with a scalar head, which is fresh where `settings.path` has none."""
+    """Load a model as `load_model` does, with a scalar head, which is new if `settings.path` has none."""
     if not settings.path:
         raise UserError("No model was given; name a folder or a hub model with --model (model.path).")
     whole = _whole(checkpoint)
-    settings = replace(settings, adapter="merge")  # an adapter of a language model is the beginning of a reward model
+    settings = replace(settings, adapter="merge")  # the adapter of a language model is part of a reward model's initial weights
     if given is not None and given.network is not None:
         if getattr(given.network.config, "num_labels", 0) != 1 or "SequenceClassification" not in type(given.network).__name__:
             raise UserError(
@@ -171,7 +172,7 @@ def load_scalar_model(
         _check_shards(settings, lora, world)
         trained = whole is not None and lora is None
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(run.seed)  # a fresh head and a fresh adapter
+            torch.manual_seed(run.seed)  # for a new head and a new adapter
             model = scalar_model.load(
                 str(whole) if trained else locate(settings),
                 lora=lora,
@@ -188,7 +189,7 @@ def load_scalar_model(
 
 @without_bars()
 def load_trained_scalar_model(settings: Model, run: Run) -> ScalarModel:
-    """A reward model to score with."""
+    """Load a trained reward model for scoring."""
     if not settings.path:
         raise UserError("No reward model was given; name its folder or hub name with --model (model.path).")
     return scalar_model.load(
@@ -208,7 +209,7 @@ def load_reference(
     dtype: Literal["", "float32", "bfloat16"] = "",
     world: World = ALONE,
 ) -> LanguageModel:
-    """Another model than the one that trains, with the same tokens. Raises `UserError` where it has others."""
+    """Load a reference other than the trained model, with the same tokens. Raises `UserError` if its tokens differ."""
     other = _load_other(path, config, dtype, world)
     if other.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         raise UserError(
@@ -231,8 +232,10 @@ def _load_other(
 def load_own_reference(
     config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World = ALONE
 ) -> LanguageModel | Teacher:
-    """The model that `config.reference` names, or the one that training started from: under LoRA the model itself without its
-    adapter, else a copy that never learns. A `Teacher` where it is a server, or has another tokenizer.
+    """Load the model that `config.reference` names, or the initial weights if it names none.
+
+    Under LoRA, the initial model is the trained model without its adapter; otherwise it is a frozen copy. If the reference is a
+    server or has another tokenizer, return a `Teacher`.
     """
     dtype = config.reference_dtype or config.model.dtype
     if teacher.is_address(config.reference):
@@ -250,7 +253,7 @@ def load_own_reference(
 def load_start(
     config: Any, model: LanguageModel, checkpoint: Path | None, world: World, dtype: str = "", saved: Path | None = None
 ) -> LanguageModel:
-    """The model that training started from, which never learns: under LoRA the model itself without its adapter."""
+    """Load the frozen initial model of the training. Under LoRA, it is the trained model without its adapter."""
     dtype = dtype or config.model.dtype
     if model.is_own_reference:
         return model
@@ -261,7 +264,7 @@ def load_start(
 
 @without_bars()
 def load_frozen(settings: Model, run: Run, checkpoint: Path | None, world: World) -> LanguageModel:
-    """As `load_model`, one that never learns."""
+    """Load a model as `load_model` does, and freeze it."""
     model = load_model(settings, run, checkpoint, world)
     if not world.lockstep:
         return model.frozen_copy()
@@ -271,11 +274,11 @@ def load_frozen(settings: Model, run: Run, checkpoint: Path | None, world: World
 
 @without_bars()
 def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World = ALONE) -> ScalarModel:
-    """A critic of its own, from its checkpoint, from `critic.path`, or from the policy's starting weights with a zero head."""
+    """Load a separate critic from its checkpoint, from `critic.path`, or from the policy's initial weights with a zero head."""
     place = checkpoint / "critic" if checkpoint is not None else None
     whole = _whole(place)
     start = replace(config.model, path=config.critic, revision="") if config.critic else config.model
-    start = replace(start, quantize_base="")  # of the policy's base; a critic learns as a whole
+    start = replace(start, quantize_base="")  # only the policy's base is quantised; a critic trains all its weights
     made = scalar_model.load(
         locate(start) if whole is None else str(whole),
         fresh_head="zero" if whole is None else "refuse",
@@ -293,8 +296,9 @@ def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | N
 
 
 def settle_chat(tokenizer: PreTrainedTokenizerBase, settings: Model, checkpoint: Path | None = None, network: Any = None) -> None:
-    """Give the tokenizer the template and the EOS that the settings name, and the run's date: that of its start, which a
-    `checkpoint` has. What a `network` has no embedding for is refused when it is first met.
+    """Set the tokenizer's chat template and EOS from the settings, and the run's date, which a `checkpoint` stores.
+
+    A token for which `network` has no embedding raises an error when it first occurs.
     """
     if settings.eos_token:
         words = tokenizer.get_vocab()
@@ -313,14 +317,14 @@ def settle_chat(tokenizer: PreTrainedTokenizerBase, settings: Model, checkpoint:
 
 
 def _first_day(checkpoint: Path) -> str | None:
-    """The date that a checkpoint has, given as a whole or as a part of one: the folder of its reference or critic."""
+    """Return the date stored in a checkpoint, given its folder or that of its reference or critic."""
     whole = next((folder for folder in (checkpoint, checkpoint.parent) if (folder / MANIFEST).exists()), None)
     day: str | None = None if whole is None else json.loads((whole / MANIFEST).read_text()).get("date")
     return day
 
 
 def template_kwargs(given: str | Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the chat template, given as an object or as JSON text of one."""
+    """Return the arguments of the chat template, given as an object or as its JSON text."""
     wanted = "give an object, as '{\"enable_thinking\": false}'"
     try:
         kwargs = json.loads(given or "{}") if isinstance(given, str) else given
@@ -332,7 +336,7 @@ def template_kwargs(given: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_template(path: str) -> Any:
-    """The template in a Jinja file, in a folder's chat_template.jinja, or of the tokenizer of a folder or hub model."""
+    """Read the template of a Jinja file, of a folder's chat_template.jinja, or of the tokenizer of a folder or hub model."""
     place = Path(path).expanduser()
     place = place / "chat_template.jinja" if (place / "chat_template.jinja").is_file() else place
     if place.suffix == ".jinja" and not place.is_file():

@@ -1,7 +1,7 @@
-"""Where a model comes from: a folder, the hub, a GGUF file, or an adapter of peft, which goes on or is merged into its base.
+"""Sources of a model: a folder, the hub, a GGUF file, or a PEFT adapter, which is trained on or merged into its base.
 
-GGUF files and adapters to merge are converted once, into a cache of the last few. The folder there is named by what it was made
-of, so that another file of the same name is converted anew.
+GGUF files and adapters to merge are converted once, into a cache of the most recent few. The name of the cached folder is a hash
+of its sources, so another file of the same name is converted again.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from psigrad.language.models.towers import keep_towers
 from psigrad.records.rows import parse_row
 
 CONVERSIONS = 16
-"""Converted models that the cache holds, at most."""
-# What a revision of a hub model is made of; other frameworks' weights are left out.
+"""The most converted models in the cache."""
+# The files of a hub model's revision, without other frameworks' weights.
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 
 
 @dataclass(frozen=True)
 class TrainedAdapter:
-    """An adapter that was trained before and is trained on: its `folder`, its form, and the `base` that it is of."""
+    """A previously trained adapter whose training continues: its `folder`, its form, and its `base`."""
 
     folder: Path
     lora: Lora
@@ -58,13 +58,13 @@ class TrainedAdapter:
 
     @property
     def tokenizer(self) -> str:
-        """The folder of the tokenizer that it brings along; empty: the base's."""
+        """The folder of the adapter's own tokenizer; empty: the base's is used."""
         return str(self.folder) if (self.folder / "tokenizer_config.json").exists() else ""
 
 
 def locate(settings: Model) -> str:
-    """Where to load the model from: its path, a conversion of it, or the folder that a hub model's `revision` was downloaded
-    to. An adapter is merged into its base.
+    """Return where to load the model from: its path, a conversion of it, or the downloaded folder of a hub model's `revision`. An
+    adapter is merged into its base.
     """
     settings = replace(settings, path=meant(settings.path))
     check_path(settings.path)
@@ -75,9 +75,9 @@ def locate(settings: Model) -> str:
 
 
 def find_adapter(settings: Model, *, local: bool = False) -> TrainedAdapter | None:
-    """The adapter that these settings go on training; None where the model is no adapter, or is to be merged.
+    """Return the adapter that these settings continue to train; None if the model is no adapter, or is to be merged.
 
-    With `local` a hub name is only looked up among what was downloaded before.
+    With `local`, look a hub name up only among previous downloads.
     """
     if settings.lora_rank or settings.adapter == "merge" or not settings.path:
         return None
@@ -99,7 +99,7 @@ def find_adapter(settings: Model, *, local: bool = False) -> TrainedAdapter | No
 
 
 def lora_of(settings: Model) -> Lora | None:
-    """The adapter that is trained: a fresh one that the settings ask for, or the one that goes on."""
+    """Return the adapter to train: a new one that the settings request, or the one whose training continues."""
     if settings.lora_rank:
         return Lora(
             settings.lora_rank,
@@ -120,7 +120,8 @@ def lora_of(settings: Model) -> Lora | None:
 
 
 def resolve_for_plan(settings: Model, *, local: bool = False) -> Model:
-    """The same model as a base with an adapter's rank, whose sizes its configuration gives; what has to be converted is.
+    """Return the model as a base with an adapter's rank, whose configuration gives the sizes. Convert the model if necessary.
+
     `local`: see `find_adapter`.
     """
     found = find_adapter(settings, local=local)
@@ -131,24 +132,25 @@ def resolve_for_plan(settings: Model, *, local: bool = False) -> Model:
 
 
 def tokenizer_path(settings: Model) -> str:
-    """Where its tokenizer is loaded from."""
+    """Return the path from which the model's tokenizer is loaded."""
     found = find_adapter(settings)
     return _folder_of(settings) if found is None else found.tokenizer or found.base.path
 
 
 def ends_of(tokenizer: Any) -> list[int]:
-    """The tokens that end a completion, for those who read no chat template: the EOS, and its end of a turn."""
+    """Return the tokens that end a completion for readers without a chat template: the EOS and the template's end of a turn."""
     ends = [tokenizer.eos_token_id]
-    with contextlib.suppress(UserError):  # a template that shows no end
+    with contextlib.suppress(UserError):  # the template may show no end
         ends += stop_token_ids(tokenizer) if tokenizer.chat_template else []
     return list(dict.fromkeys(ends))
 
 
 def tell_ends(folder: Path, tokenizer: Any, known: Sequence[int] = ()) -> None:
-    """Have `generate` and servers, which read generation_config.json, end the completions of a saved model where a run does,
-    besides where it ended one before, and at the `known` tokens.
+    """Write the run's end tokens and the `known` tokens to generation_config.json, in addition to the tokens already there.
+
+    `generate` and servers read that file, so they end the completions of a saved model where the run does.
     """
-    file = folder / "generation_config.json"  # transformers saves no object of it that was changed, where published ones err
+    file = folder / "generation_config.json"  # edited as JSON: transformers refuses to save a change if the original has errors
     held = json.loads(file.read_text()) if file.exists() else None
     own = held["eos_token_id"] if held and "eos_token_id" in held else []
     ends = {*(own if isinstance(own, list) else [own])} - {None}
@@ -157,7 +159,7 @@ def tell_ends(folder: Path, tokenizer: Any, known: Sequence[int] = ()) -> None:
 
 
 def load_tokenizer(path: str) -> Any:
-    """A model's tokenizer without its weights. Raises `UserError`."""
+    """Load a model's tokenizer without its weights. Raises `UserError`."""
     path = meant(path)
     if not Path(path).exists():
         go_offline_without_network()
@@ -170,7 +172,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 def check_path(text: str, what: str = "") -> None:
-    """Refuse a folder that is not there before the hub is asked for a model of that name."""
+    """Raise `UserError` for a missing folder before the hub is queried for a model of that name."""
     path = Path(text).expanduser()
     local = text.startswith((".", "/", "~")) or text.count("/") > 1 or ("/" in text and Path(text.split("/")[0]).is_dir())
     if local and not path.exists():
@@ -186,7 +188,7 @@ def check_path(text: str, what: str = "") -> None:
 
 
 def _check_base(base: str, adapter: str) -> None:
-    """Refuse an adapter whose base is gone, before peft takes its path for a name on the hub."""
+    """Raise `UserError` for an adapter whose base is missing, before PEFT takes its path for a hub name."""
     made = Path(base).parent == cache_folder("models")
     again = (
         "; it was converted, and any command on the GGUF file or adapter that it was made of converts it again" if made else ""
@@ -195,8 +197,8 @@ def _check_base(base: str, adapter: str) -> None:
 
 
 def check_there(settings: Model, run: str) -> None:
-    """Refuse a model that is nowhere before the settings are compared with those of the run in a folder: on this disk, and where
-    that run began with another, on the hub.
+    """Raise `UserError` for a missing model before the settings are compared with those of the run in a folder. Look on this
+    disk, and on the hub if that run started from another model.
     """
     from transformers.utils import cached_file
 
@@ -214,8 +216,8 @@ def check_there(settings: Model, run: str) -> None:
 
 
 def meant(text: str) -> str:
-    """The model that a path names. In the folder of a run of psigrad or of transformers that is the trained one, else that of the
-    newest checkpoint. Raises `UserError` where a run has none yet.
+    """Return the model that a path names. In the run folder of psigrad or transformers, return the trained model, or else the
+    newest checkpoint. Raises `UserError` if a run has neither.
     """
     path = Path(text or "-").expanduser()
     if not path.is_dir() or _is_model(path):
@@ -229,7 +231,7 @@ def meant(text: str) -> str:
 
 
 def _is_model(folder: Path) -> bool:
-    """Whether it has an adapter, or a configuration that names its kind of model, as the settings of a run do not."""
+    """Return True for a folder with an adapter or with a configuration that names its model type, unlike a run's settings."""
     try:
         return is_adapter(folder) or "model_type" in json.loads((folder / "config.json").read_text())
     except (OSError, ValueError, RecursionError):
@@ -252,7 +254,7 @@ def _download(path: str, revision: str) -> Path:
 
 @lru_cache(maxsize=8)
 def _adapter_on_hub(path: str, revision: str = "", *, local: bool = False) -> Path | None:
-    """The folder that a hub adapter was downloaded to; None where the name is none of an adapter's."""
+    """Return the folder that a hub adapter was downloaded to; None if the name is not an adapter's."""
     from huggingface_hub import snapshot_download
     from transformers.utils import cached_file
 
@@ -267,15 +269,15 @@ def _adapter_on_hub(path: str, revision: str = "", *, local: bool = False) -> Pa
         if adapter is None or whole is not None:
             return None
         return Path(snapshot_download(path, allow_patterns=_MODEL_FILES, **which))
-    except (OSError, ValueError):  # the loader says what is wrong with the name
+    except (OSError, ValueError):  # the loader reports what is wrong with the name
         return None
 
 
 def plain_folder(path: str) -> str:
-    """Where `path` lies as a folder of transformers: itself, unless it is a GGUF file, a folder with one such file and no
-    config.json, or an adapter of peft (which is merged into its base).
+    """Return the transformers folder of `path`: the path itself, or a conversion of it.
 
-    Raises `UserError` where it cannot be converted.
+    A GGUF file, a folder with one such file and no config.json, and a PEFT adapter (merged into its base) are converted. Raises
+    `UserError` if the conversion fails.
     """
     path = meant(path)
     place = Path(path).expanduser()
@@ -295,12 +297,12 @@ def plain_folder(path: str) -> str:
 
 
 def _folder_of(settings: Model) -> str:
-    """Where the settings' path lies as a folder of transformers, without the weights where they are read as they are."""
+    """Return the transformers folder of the settings' path, without weights if they are read from the GGUF file directly."""
     return str(_without_weights(settings.path)) if settings.quantize_base == "gguf" else plain_folder(settings.path)
 
 
 def _without_weights(path: str) -> Path:
-    """A folder with the configuration and the tokenizer of a GGUF file, whose weights are read as they are."""
+    """Return a folder with the configuration and the tokenizer of a GGUF file, whose weights are read directly."""
     place = Path(path).expanduser()
     if (place / WEIGHTS).exists():  # the base that an adapter names
         return place
@@ -323,7 +325,7 @@ def _identity(files: list[Path], *more: str) -> str:
 
 
 def _base_as_it_is(adapter: Path) -> str:
-    """What changes when an adapter's base does: of a folder the size and time of its files, of the hub's the snapshot."""
+    """Return a text that changes with an adapter's base: the size and time of a folder's files, or the hub snapshot."""
     from transformers.utils import cached_file
 
     base = Path(json.loads((adapter / CONFIG).read_text())["base_model_name_or_path"] or "")
@@ -336,7 +338,7 @@ def _base_as_it_is(adapter: Path) -> str:
 
 
 def _convert_once(name: str, source: Path, make: Callable[[Path, Path], None]) -> str:
-    """The converted folder, made unless it is there; what was begun and not ended is never taken for one."""
+    """Return the converted folder, converting it if it is missing. An incomplete conversion is never used."""
     conversions = cache_folder("models")
     place = conversions / name
     if place.is_dir():
@@ -349,7 +351,7 @@ def _convert_once(name: str, source: Path, make: Callable[[Path, Path], None]) -
             make(source, made)
         try:
             made.rename(place)
-        except OSError:  # another process was first
+        except OSError:  # another process finished first
             if not place.is_dir():
                 raise
             shutil.rmtree(made)
@@ -358,8 +360,8 @@ def _convert_once(name: str, source: Path, make: Callable[[Path, Path], None]) -
 
 
 def _note_use(place: Path) -> None:
-    """Make a conversion the newest of the cache, and drop those beyond `CONVERSIONS`; what is being read stays readable."""
-    with contextlib.suppress(OSError):  # of another user, or another process was first
+    """Make a conversion the newest of the cache, and evict those beyond `CONVERSIONS`. Files being read stay readable."""
+    with contextlib.suppress(OSError):  # the file is another user's, or another process removed it first
         os.utime(place)
         for old in sorted(place.parent.iterdir(), key=lambda one: one.stat().st_mtime)[:-CONVERSIONS]:
             shutil.rmtree(old)
@@ -374,12 +376,12 @@ def _in_a_sentence(source: Path) -> Iterator[None]:
 
 
 def _convert_gguf(file: Path, folder: Path) -> None:
-    """The weights as numbers, whatever their quantisation was, with the tokenizer and chat template of the file."""
+    """Convert a GGUF file to plain weights, whatever its quantisation, with its tokenizer and chat template."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     given: dict[str, Any] = {"gguf_file": file.name}
     model: Any = AutoModelForCausalLM.from_pretrained(file.parent, **given)
-    if hasattr(model.config, "quantization_config"):  # it is none any more
+    if hasattr(model.config, "quantization_config"):  # the weights are no longer quantised
         del model.config.quantization_config
     model.hf_quantizer = None
     save_pretrained(model, folder)
@@ -387,7 +389,7 @@ def _convert_gguf(file: Path, folder: Path) -> None:
 
 
 def _convert_words(file: Path, folder: Path) -> None:
-    """All but the weights."""
+    """Convert everything but the weights."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     config: Any = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
@@ -398,7 +400,7 @@ def _convert_words(file: Path, folder: Path) -> None:
 
 
 def coded_base(adapter: Path) -> dict[str, Any]:
-    """How the base was coded that an adapter learnt over (`quantize_base`, `dtype`); empty where it was not."""
+    """Return the coding of the base that an adapter was trained over (`quantize_base`, `dtype`); empty if it was not coded."""
     file = adapter / CODED_BASE
     return (parse_row(file.read_bytes()) or {}) if file.is_file() else {}
 
@@ -409,7 +411,7 @@ def _save_words(tokenizer: Any, file: Path, folder: Path) -> None:
 
 
 def _merge_adapter(adapter: Path, folder: Path) -> None:
-    """The base with the adapter's weights added; a base that was in codes with the numbers that they stood for."""
+    """Merge an adapter into its base. A coded base is merged with its decoded weights."""
     import peft
     from transformers import AutoTokenizer
 

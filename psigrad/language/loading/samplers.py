@@ -1,4 +1,4 @@
-"""The samplers by name. One of your own is "module:Class" or "file.py:Class": a `Sampler` made from (model, settings)."""
+"""The samplers by name. A custom one is "module:Class" or "file.py:Class": a `Sampler` constructed from (model, settings)."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ def make(
     longest: int = 0,
     whole: Callable[[], LanguageModel] | None = None,
 ) -> Sampler:
-    """Return the sampler that the settings ask for. Models that psigrad's own cannot decode are sampled by transformers.
-    `longest` is how many tokens a prompt and its completion may have together; 0: as many as the model allows. `whole` makes a
-    copy of a model in shards, for samplers that take its weights from there.
+    """Return the sampler that the settings name. Models that psigrad's own cannot decode are sampled by transformers.
 
-    `tell(kind, text, **fields)` hears of what it has to cope with; without it that is printed. Close the sampler after use.
-
-    Raises `UserError` for an unknown name, and for what the machine or the model cannot do.
+    `longest` is the most tokens of a prompt with its completion; 0: as many as the model allows. `whole` returns a full copy of a
+    sharded model, for samplers that take their weights from it. `tell(kind, text, **fields)` receives messages about limitations;
+    without it they are printed. Close the sampler after use. Raises `UserError` for an unknown name, and for what the machine or
+    the model does not support.
     """
     name = sampling.sampler
     if ":" in name:
@@ -70,18 +69,18 @@ def make(
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Refuse settings that describe no distribution before anything is loaded."""
+    """Raise an error for settings that describe no distribution, before anything is loaded."""
     SamplingParams(sampling.max_completion_length, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
 
 
 def sampling_params(
     sampling: Sampling, model: LanguageModel | None, rows: Iterable[Row], temperature: float | None = None
 ) -> SamplingParams:
-    """The distribution that is sampled from; evaluation may have its own temperature.
+    """Return the sampling distribution. Evaluation may have its own temperature.
 
-    Chat models end a turn with a token that is not always the EOS; where the prompts are conversations it stops a completion too,
-    and so does the end of a call where one of the first thousand offers tools. Without a `model` a server samples, which knows
-    that itself.
+    Chat models do not always end a turn with the EOS. If the prompts are conversations, the end of a turn also stops a
+    completion. If one of the first thousand offers tools, so does the end of a call. Without a `model`, a server samples and
+    handles this itself.
     """
     talks = islice((row for row in rows if not isinstance(row.prompt, str)), 1000)
     talk = max(talks, key=lambda row: bool(row.columns.get("tools")), default=None)

@@ -1,4 +1,4 @@
-"""A reference that is more than a model of the policy's tokens in this process: behind a server, or with another tokenizer."""
+"""References other than a local model with the policy's tokens: behind a server, or with another tokenizer."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
     from psigrad.language.training.online.online_run import Online
 
 _HALF = "\ufffd"
-_CONTEXT = 8  # tokens of a prompt behind which a text is cut into tokens
+_CONTEXT = 8  # tokens of a prompt that precede a text when it is tokenised
 
 
 @dataclass(frozen=True)
 class Said:
-    """What a teacher says of one completion: the log-prob [T] of each token and, where asked, the most probable ones [T, k]."""
+    """A teacher's evaluation of one completion: the log-prob [T] of each token and, on request, the top tokens [T, k]."""
 
     logp: Tensor
     top: Top | None = None
 
 
 Ask = Callable[[Groups, float, int], Sequence[Said]]
-"""(prompts with their completions in the teacher's tokens, temperature, k) -> what is said of each completion, in order."""
+"""(prompts with completions in the teacher's tokens, temperature, k) -> the evaluation of each completion, in order."""
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """Answers for the reference. With `spans` its tokens are others than the policy's, and it is compared by pieces of text."""
+    """A teacher that serves as the reference. With `spans`, its tokens differ from the policy's: pieces of text are compared."""
 
     ask: Ask
     policy: LanguageModel
@@ -53,23 +53,23 @@ class Teacher:
     max_length: int
     top_k: int = 0
     where: str = ""
-    """For people: its folder or address."""
+    """The folder or address, for messages."""
     _heard: dict[Any, Said] = field(default_factory=dict, repr=False)
     _pieces: list[Tensor] = field(default_factory=list, repr=False)
-    """Of the last batch: where pieces of text end [N, T], what is said of each, there, and the baseline [N]."""
+    """For the last batch: a mask of the ends of text pieces [N, T], the teacher's log-prob at each end, and the baseline [N]."""
 
     @property
     def is_own_reference(self) -> bool:
-        """It never is the policy."""
+        """False: a teacher is never the policy."""
         return False
 
     def forget(self) -> None:
-        """What was said of the last batch."""
+        """Discard the evaluations of the last batch."""
         self._heard.clear()
         self._pieces.clear()
 
     def check(self, algorithm: PolicyGradient) -> None:
-        """Raises `UserError` where the KL term can't be had of it."""
+        """Raise `UserError` if this teacher cannot provide the KL term."""
         kind = "" if algorithm.kl is None else algorithm.kl.estimator
         if self.spans and kind != "span":
             raise UserError(
@@ -79,25 +79,25 @@ class Teacher:
             )
 
     def log_probs(self, groups: Groups, temperature: float) -> Tensor:
-        """[n, T] of the completions' tokens, padded with zeros."""
+        """Return the log-probs [n, T] of the completions' tokens, padded with zeros."""
         said = self._said(groups, temperature, 0)
         return torch.nn.utils.rnn.pad_sequence([one.logp for one in said], batch_first=True)
 
     def top(self, groups: Groups, temperature: float) -> Top:
-        """[n, T, k] the most probable tokens at each place of the completions."""
+        """Return the most probable tokens [n, T, k] at each position of the completions."""
         tops = [one.top for one in self._said(groups, temperature, self.top_k) if one.top is not None]
         ids, logp = ([getattr(top, name) for top in tops] for name in ("ids", "logp"))
         return Top(*(torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (ids, logp)))
 
     def settle(self, ends: Tensor, theirs: Tensor, logp: Tensor) -> None:
-        """Keep the pieces [N, T] of a whole batch, of which `logp` are the policy's log-probs."""
+        """Store the pieces [N, T] of a full batch; `logp` are the policy's log-probs."""
         d = torch.where(ends, span_kl(logp, ends, theirs), 0.0).sum(1)
         count = ends.sum(1)
         others = (count.sum() - count).clamp(min=1)
         self._pieces[:] = [ends, theirs, (d.sum() - d) / others]
 
     def add_kl(self, evaluation: PolicyOutputs, rows: Tensor) -> PolicyOutputs:
-        """The evaluation [n, T] of these rows of the batch with the KL by pieces of text, where that was settled."""
+        """Return the evaluation [n, T] of these rows of the batch, with the KL by pieces of text if `settle` stored them."""
         if not self._pieces:
             return evaluation
         ends, theirs, baseline = (x[rows] for x in self._pieces)
@@ -112,7 +112,7 @@ class Teacher:
         return [self._heard[row] for row in rows]
 
     def pieces(self, groups: Groups, temperature: float) -> tuple[Tensor, Tensor]:
-        """[n, T] where a piece of text ends, and there the teacher's log-prob of the piece."""
+        """Return a mask [n, T] of the ends of text pieces, and the teacher's log-prob of each piece at its end."""
         rows = [(tuple(p), tuple(c)) for p, own in zip(groups.prompts, groups.completions, strict=True) for c in own]
         read = [self._translate(prompt, ids) for prompt, ids in rows]
         said = self._said(Groups([p for p, _ in rows], [[ids] for ids, _ in read]), temperature, 0)
@@ -126,13 +126,13 @@ class Teacher:
         return ends, theirs
 
     def _translate(self, prompt: tuple[int, ...], ids: tuple[int, ...]) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-        """A completion in the teacher's tokens, and for each piece of text how many tokens of each lie before its end."""
+        """Return a completion in the teacher's tokens, and for each piece of text the token counts of both up to its end."""
         eos, finished = self.tokenizer.eos_token_id, bool(ids) and ids[-1] in self.policy.eos_token_ids
         body = ids[:-1] if finished else ids
         text, own = text_ends(self.policy.tokenizer, body)
         theirs = encode_after(self.tokenizer, str(self.tokenizer.decode(list(prompt[-_CONTEXT:]))), text) if text else []
         read, ends = text_ends(self.tokenizer, theirs)
-        if read != text:  # it cannot say it to the letter: one piece
+        if read != text:  # the teacher's tokens cannot express it exactly, so it is one piece
             ends = [*[-1] * (len(theirs) - 1), len(text)] if theirs else []
         room = self.max_length - len(prompt)
         cuts = align(own, ends) + ([(len(ids), len(theirs) + 1)] if finished else [])
@@ -148,7 +148,7 @@ class TeacherReference(Annotator):
     gives_reference = True
 
     def columns(self, run: Online, batch: Batch, step: int, cache: Any) -> Batch:
-        """Add `logp_ref` where the KL term reads sampled tokens; ask about pieces of text where it reads those."""
+        """Add `logp_ref` if the KL term reads sampled tokens. If it reads pieces of text, request their log-probs."""
         algorithm, budget, temperature = run.algorithm, run.config.micro_batch_tokens, run.params.temperature
         self.teacher.forget()
         if not isinstance(algorithm, PolicyGradient):
@@ -161,7 +161,7 @@ class TeacherReference(Annotator):
         return replace(batch, logp_ref=fill(batch, budget, of, world=run.world, inputs=read_by_reference))
 
     def _settle_pieces(self, batch: Batch, budget: int, temperature: float, world: World) -> None:
-        """Ask the teacher for its log-probs of the pieces of text of a batch."""
+        """Request the teacher's log-probs of a batch's pieces of text."""
 
         def ask(part: int) -> Tensor:
             of = lambda inputs: self.teacher.pieces(inputs, temperature)[part].float()  # noqa: E731
@@ -171,7 +171,7 @@ class TeacherReference(Annotator):
         self.teacher.settle(ends > 0, theirs, batch.logp_old)
 
     def divergence(self, run: Online, batch: Batch, micro: MicroBatch) -> Divergence | None:
-        """See `Annotator`. The KL by pieces of text is no sum over the vocabulary."""
+        """See `Annotator`. The KL by pieces of text is not a sum over the vocabulary."""
         algorithm, inputs = run.algorithm, reference_inputs_of(batch, micro)
         if not isinstance(algorithm, PolicyGradient) or not algorithm.needs_exact_kl or algorithm.kl is None:
             return None
@@ -187,12 +187,12 @@ class TeacherReference(Annotator):
 
 
 def is_address(reference: str) -> bool:
-    """Whether it names a server."""
+    """Return True if a reference names a server."""
     return reference.startswith(("http://", "https://"))
 
 
 def text_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[str, list[int]]:
-    """The text of tokens up to the last whole character, and how many characters end with each token; −1 inside of one."""
+    """Return the text of tokens up to the last complete character, and its length at each token's end (−1 inside a character)."""
     text, ends, new = "", [], []
     before = ids[0] if ids else 0
     for token in ids:
@@ -208,13 +208,13 @@ def text_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[s
 
 
 def align(own: Sequence[int], others: Sequence[int]) -> list[tuple[int, int]]:
-    """For each place of the text where tokens of both end: how many tokens of each lie before it."""
+    """Return the token counts of both at every position of the text where a token of each ends."""
     mine, theirs = ({end: i + 1 for i, end in enumerate(ends) if end > 0} for ends in (own, others))
     return [(mine[end], theirs[end]) for end in sorted(mine.keys() & theirs.keys())]
 
 
 def of_model(model: LanguageModel, policy: LanguageModel, where: str) -> Teacher:
-    """A model in this process, whose tokenizer is another than the policy's."""
+    """Return a teacher for a local model whose tokenizer differs from the policy's."""
 
     def ask(groups: Groups, temperature: float, top: int) -> list[Said]:
         with torch.no_grad():

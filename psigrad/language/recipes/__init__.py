@@ -1,1 +1,1 @@
-"""Whole runs, from settings to a trained model on disk."""
+"""Complete runs, from settings to a trained model on disk."""

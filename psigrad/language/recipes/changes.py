@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def with_changes(run: R, changes: Mapping[str, Any]) -> R:
-    """The parts of a run (`Online` or `Offline`) with these settings. Raises `UserError` where a part has no such number."""
+    """Return a run's parts (`Online` or `Offline`) with these settings. Raises `UserError` if a part has no such number."""
     made: Any = run
     for name, value in changes.items():
         head, _, rest = name.partition(".")
@@ -30,7 +30,7 @@ def with_changes(run: R, changes: Mapping[str, Any]) -> R:
 
 
 def apply_changes(run: R, changes: Mapping[str, Any]) -> R:
-    """As `with_changes`, the optimisers with it."""
+    """Apply the changes as `with_changes` does, and update the optimisers."""
     if not changes:
         return run
     made: Any = with_changes(run, changes)
@@ -41,7 +41,7 @@ def apply_changes(run: R, changes: Mapping[str, Any]) -> R:
 
 
 def _with_part(run: Any, head: str, rest: str, value: float) -> Any:
-    """The run with another number in its algorithm, or in its preference loss."""
+    """Return the run with another number in its algorithm or its preference loss."""
     name = f"{head}.{rest}"
     if head == "loss":
         tasks = {own: task for own in ("task", "held_out") if (task := getattr(run, own)) is not None}
@@ -54,7 +54,7 @@ def _with_part(run: Any, head: str, rest: str, value: float) -> Any:
 
 
 def _replace_in(thing: Any, path: list[str], value: Any, name: str) -> Any:
-    """A copy of a frozen dataclass with another value at the end of `path`."""
+    """Return a copy of a frozen dataclass with another value at the end of `path`."""
     known = [f.name for f in fields(thing)] if is_dataclass(thing) else []
     if path[0] not in known:
         raise UserError(f"{name} cannot be changed: there is no {path[0]!r}{nearest(path[0], known) or '.'}")

@@ -26,16 +26,16 @@ from psigrad.runs.journal import Journal
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Rows of a built-in environment when no dataset was given.
+# Rows of a built-in environment if no dataset was given.
 OWN_ROWS = 2000
 
 
 @contextlib.contextmanager
 def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Journal | None = None) -> Iterator[Player | None]:
-    """How episodes, or sessions of agents, are played; None where a completion is all there is.
+    """Yield the player of episodes or of agent sessions; None if a row is a single completion.
 
-    psigrad's own games run in this process, a user's environments and tools in workers that can be killed, and all of them on a
-    cluster if the placement says so. How calls of tools are read, the tokenizer tells.
+    psigrad's own games run in this process. A user's environments and tools run in workers that can be killed. All of them run on
+    a cluster if the placement says so. The tokenizer determines how tool calls are read.
     """
     given = [name for name in ("environment", "tools", "agent", "agent_command") if getattr(config, name)]
     if len(given) > 1:
@@ -73,7 +73,7 @@ def _episodes(config: Played, playing: Playing, form: CallForm) -> Episodes:
 
 
 def playing_for(config: Played, form: CallForm) -> Playing:
-    """What answers the policy's turns: psigrad's own games in this process, all else in workers."""
+    """Return the environments that answer the policy: psigrad's own games in this process, all others in workers."""
     factory: Any
     if server := _server(config):
         factory = extras.load("mcp environment").episodes_of(server, config.worker_env, form)
@@ -93,8 +93,10 @@ def playing_for(config: Played, form: CallForm) -> Playing:
 
 
 def rows_for(config: OnlineConfig, episodes: Player | None, tokenizer: Any, tell: Tell) -> tuple[list[Row], list[Row]]:
-    """Training and held-out rows as the model reads them: the dataset's, or those that the environment brings along, of which the
-    first are held out, as many as of a dataset. Tools are offered in every row. Raises `UserError` if none is left to train on.
+    """Return training and held-out rows as the model reads them, from the dataset or from the environment.
+
+    The environment's first rows are held out, as many as from a dataset. Tools are offered in every row. Raises `UserError` if no
+    rows are left to train on.
     """
     own, asked = own_rows(config, episodes), config.evaluation.eval_prompts
     if own is None:
@@ -109,7 +111,7 @@ def rows_for(config: OnlineConfig, episodes: Player | None, tokenizer: Any, tell
 
 
 def own_rows(config: Played, episodes: Player | None) -> list[Row] | None:
-    """The rows that the environment brings along, where no dataset was given."""
+    """Return the environment's own rows if no dataset was given."""
     if not isinstance(episodes, Episodes) or config.data.dataset:
         return None
     asked = config.evaluation.eval_prompts
@@ -118,19 +120,19 @@ def own_rows(config: Played, episodes: Player | None) -> list[Row] | None:
 
 
 def _server(config: Played) -> str:
-    """The MCP server that is the environment; empty where it is none."""
+    """Return the MCP server that is the environment; empty if it is none."""
     return str(config.environment) if environments.library_of(config.environment) == "mcp" else ""
 
 
 def list_tools(config: Played) -> list[Tool]:
-    """What the policy may call: the tools, or those of an environment that is a server. Raises `UserError`."""
+    """Return the tools that the policy may call: the given tools, or those of a server environment. Raises `UserError`."""
     if server := _server(config):
         return list(extras.load("mcp environment").episodes_of(server, config.worker_env).tools)
     return resolve(config.tools, config.worker_env)
 
 
 def offer_tools(config: Played, rows: Sequence[Row]) -> list[Row]:
-    """The rows with the tools' schemas, which the chat template shows to the model."""
+    """Return the rows with the tools' schemas, which the chat template shows to the model."""
     if not (shown := schemas(list_tools(config))):
         return list(rows)
     for row in rows:

@@ -41,16 +41,16 @@ from psigrad.runs import machine
 
 @dataclass(frozen=True)
 class Report:
-    """Figures of one evaluation (`eval/…`) and the completions behind them, with their dataset rows."""
+    """The figures of one evaluation (`eval/…`) and the completions behind them, with their dataset rows."""
 
     figures: dict[str, Any]
     trajectories: list[Trajectory]
     rows: Sequence[Row]
     settings: dict[str, Any] = field(default_factory=dict)
-    """What made the figures: template, examples, extraction, decoding, model and data."""
+    """The conditions of the figures: template, examples, extraction, decoding, model and data."""
 
     def save(self, output: str) -> None:
-        """Write all of it as JSON."""
+        """Write the report as JSON."""
         completions = [
             {"source": self.rows[t.row].source, "prompt": prompt, "completion": t.text, "score": t.reward, "reason": t.reason}
             for t, prompt in zip(self.trajectories, self.prompts, strict=True)
@@ -63,7 +63,7 @@ class Report:
 
     @property
     def unscored(self) -> str:
-        """How many completions have no reward, and why most of these have none; empty where each has one."""
+        """A message with the number of completions without reward and the most common reason; empty if all have one."""
         reasons = [t.reason or "no reason was given" if t.reward is None else None for t in self.trajectories]
         return explain_unscored(reasons, [self.rows[t.row].source for t in self.trajectories]) if any(reasons) else ""
 
@@ -74,9 +74,9 @@ class Report:
 
 
 def run(config: EvalConfig) -> Report:
-    """Sample `num_generations_eval` completions of each prompt and score them; with `best_of` n, the best of n by the reward.
+    """Sample `num_generations_eval` completions of each prompt and score them. With `best_of` n, keep the one of highest reward.
 
-    Raises `UserError` on mistakes of the user, among them rewards that score no completion at all.
+    Raises `UserError` on mistakes of the user, including rewards that score no completion at all.
     """
     if config.benchmark and not (config.reward or config.reward_model or config.evaluation.metric):
         shape = BENCHMARKS[config.benchmark]
@@ -104,7 +104,7 @@ def run(config: EvalConfig) -> Report:
 
 
 def settings_beside(config: EvalConfig, found: Report) -> dict[str, Any]:
-    """What a score depends on, to stand beside it."""
+    """Return the settings that a score depends on, to be stored with it."""
     dataset, model = config.data.dataset, config.model.path if config.server else meant(config.model.path)
     shape, sampling, evaluation = BENCHMARKS.get(config.benchmark), config.sampling, config.evaluation
     chat = found.rows and isinstance(found.rows[0].prompt, list)
@@ -133,7 +133,7 @@ def settings_beside(config: EvalConfig, found: Report) -> dict[str, Any]:
 
 
 def sample_and_score(config: EvalConfig | SampleConfig, scored: bool) -> Report:
-    """The completions, scored or as they are."""
+    """Sample completions, and score them if `scored`."""
     check_output(config.output)
     for text in idle(config).values():
         redaction.say(text)
@@ -160,7 +160,7 @@ def _by_model(
     model: LanguageModel,
     episodes: Player | None,
 ) -> tuple[dict[str, Any], list[Trajectory], Sequence[Row]]:
-    """`size` completions of each prompt by a model here."""
+    """Sample and score `size` completions of each prompt with a local model."""
     rows = rewards.judgeable(_rows(config, episodes, model.tokenizer), redaction.tell)
     if isinstance(config, EvalConfig) and config.likelihood:
         letters = extras.load("likelihood").likeliest_letters(model, rows)
@@ -175,7 +175,7 @@ def _by_model(
 def _by_server(
     config: EvalConfig | SampleConfig, rewards: RewardSetup, scorer: Scorer | None, size: int
 ) -> tuple[dict[str, Any], list[Trajectory], Sequence[Row]]:
-    """`size` completions of each prompt by a server, under the seeds that a model here would have."""
+    """Sample `size` completions of each prompt from a server and score them, with the seeds that a local model would use."""
     if config.plays:
         raise UserError("Episodes and agents need a model here; leave out --server, or environment, tools and agent.")
     if config.evaluation.eval_kl:
@@ -203,7 +203,7 @@ def _choose(
     trajectories: list[Trajectory],
     rows: Sequence[Row],
 ) -> Report:
-    """All completions, or with `best_of` the best of each prompt, by the metric where there is one."""
+    """Report all completions, or with `best_of` the best of each prompt, scored by the metric if there is one."""
     if not isinstance(config, EvalConfig) or config.best_of == 1:
         return Report(figures, trajectories, rows)
     best = _best(trajectories, config.best_of)
@@ -216,7 +216,7 @@ def _choose(
 
 
 def kls_to(model: str, reference: str, found: Report, config: OnlineConfig | EvalConfig) -> list[float]:
-    """Exact KL(model‖reference) of each of the completions found, in nats."""
+    """Return the exact KL(model‖reference) of each completion in `found`, in nats."""
     plain = replace(config.model, lora_rank=0, adapter="merge", quantize_base="")
     pair = [
         load_model(replace(plain, path=path, revision=plain.revision if path == plain.path else ""), config.run, None)
@@ -227,19 +227,19 @@ def kls_to(model: str, reference: str, found: Report, config: OnlineConfig | Eva
 
 
 def kl_to(model: str, reference: str, found: Report, config: OnlineConfig) -> float:
-    """Mean exact KL(model‖reference) of the completions found, in nats per completion."""
+    """Return the mean exact KL(model‖reference) of the completions in `found`, in nats per completion."""
     values = kls_to(model, reference, found, config)
     return sum(values) / max(1, len(values))
 
 
 def _best(trajectories: list[Trajectory], size: int) -> list[Trajectory]:
-    """The completion of each prompt with the highest reward, the earliest of equals."""
+    """Return the completion of each prompt with the highest reward. The earliest wins a tie."""
     groups = [trajectories[i : i + size] for i in range(0, len(trajectories), size)]
     return [max(group, key=lambda t: float("-inf") if t.reward is None else t.reward) for group in groups]
 
 
 def _rows(config: EvalConfig | SampleConfig, episodes: Player | None, tokenizer: Any) -> list[Row]:
-    """The rows of the dataset, or those that the environment brings along, as the model reads them."""
+    """Return the rows of the dataset or of the environment, as the model reads them."""
     own, data = own_rows(config, episodes), config.data
     benchmark = config.benchmark if isinstance(config, EvalConfig) else ""
     if own is None and isinstance(config, EvalConfig) and benchmark:
@@ -251,7 +251,7 @@ def _rows(config: EvalConfig | SampleConfig, episodes: Player | None, tokenizer:
 
 
 def _benchmark_rows(config: EvalConfig) -> list[Row]:
-    """The dataset's rows as a benchmark's prompts, behind their examples."""
+    """Return the dataset's rows as a benchmark's prompts, preceded by their examples."""
     asked = {"prompt": "{" + BENCHMARKS[config.benchmark].asked + "}"}
     data = replace(config.data, columns={**asked, **columns_of(config.data.columns)})
     rows, count = read_dataset(data, "prompt-only", data.dataset, data.split, redaction.tell).rows, config.num_fewshot

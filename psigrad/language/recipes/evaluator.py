@@ -1,4 +1,4 @@
-"""Held-out evaluation: sample, score by a metric that need not be the reward, report with intervals."""
+"""Held-out evaluation: sample, score by a metric that may differ from the reward, and report with intervals."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from psigrad.step import Clock
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Held-out prompts and how they are sampled and scored.
+    """Held-out prompts, with the settings for sampling and scoring them.
 
-    The seeds depend on the prompt and not on the step, so two evaluations of one run differ by the policy alone. With
-    `reference`, the exact KL(pi‖ref) of each completion (summed over its tokens, in nats) is measured too.
+    The seeds depend on the prompt and not on the step, so two evaluations of one run differ only by the policy. With `reference`,
+    the exact KL(pi‖ref) of each completion (summed over its tokens, in nats) is measured too.
     """
 
     prompts: Sequence[Prompt]
@@ -46,7 +46,7 @@ class Evaluator:
     world: World = ALONE
 
     def __call__(self, model: LanguageModel, sampler: Sampler, version: int) -> tuple[dict[str, float], list[Trajectory]]:
-        """`eval/…` figures and the completions behind them."""
+        """Return the `eval/…` figures and the completions behind them."""
         collector = collector_of(sampler.snapshot(), model, self.player, needs_reward=self.scorer is None)
         rollout = ScoredRollout(collector, self.scorer, reward_view(model.tokenizer, collector.plays), self.world)
         seed_of = lambda i, k: seeds.derive(self.seed, "eval", self.prompts[i].index, k)  # noqa: E731
@@ -72,7 +72,7 @@ class Evaluator:
 
     @torch.no_grad()
     def kl(self, model: LanguageModel, trajectories: list[Trajectory]) -> list[float]:
-        """Exact KL of each completion to the reference, in nats; each process of the world computes its share."""
+        """Return the exact KL of each completion to the reference, in nats. Each process of the world computes its share."""
         rows = [t for t in trajectories if t.completion.ids]
         longest = max((len(c.prompt_ids) + len(c.ids) for t in rows for c in t.contexts), default=1)
         size = max(1, self.micro_batch_tokens // (longest * max((len(t.contexts) for t in rows), default=1)))
@@ -95,11 +95,10 @@ class Evaluator:
 
 
 def figures_of(trajectories: Sequence[Trajectory], num_generations: int, metric: str) -> dict[str, Any]:
-    """Mean of the metric over prompts with its 95 % interval, pass@k where k > 1 and the metric is 0 or 1, and lengths. Where
-    several reward functions make the metric, the same of each.
+    """Return the metric's mean over prompts with its 95 % interval, pass@k, and lengths.
 
-    Unscored completions are left out and counted. With several completions per prompt the interval is over prompts, since
-    completions of one prompt are not independent.
+    pass@k requires k > 1 and a metric of 0 or 1. If several reward functions form the metric, report the mean of each. Unscored
+    completions are excluded and counted. The interval is over prompts, since completions of one prompt are not independent.
     """
     groups = [trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)]
     values = [[t.reward for t in group if t.reward is not None] for group in groups]
@@ -121,7 +120,7 @@ def figures_of(trajectories: Sequence[Trajectory], num_generations: int, metric:
 
 
 def _over_prompts(name: str, values: Sequence[Sequence[float]]) -> dict[str, float]:
-    """The mean over prompts of what their completions got, and its 95 % interval."""
+    """Return the mean over prompts of their completions' values, and its 95 % interval."""
     if not values:
         return {}
     means = [math.fsum(group) / len(group) for group in values]

@@ -1,5 +1,5 @@
-"""What recipes share: the optimiser and the sampler that their settings ask for, the rest of every offline recipe once its rows
-are tokens, and how every run ends.
+"""Shared parts of the recipes: the optimiser and sampler from settings, the remainder of every offline recipe once rows are
+tokens, and the end of every run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig
 
 
 def optimizer_of(model: LanguageModel | ScalarModel, config: Config, world: World = ALONE) -> Optimizer:
-    """The optimiser of what learns in the model."""
+    """Return the optimiser of the model's trainable weights."""
     recompute = config.model.gradient_checkpointing
     return Optimizer(model.trainable(), config.optim, recompute=recompute, world=world, seed=config.run.seed)
 
@@ -62,7 +62,7 @@ def train_on_rows(
     judges: Sequence[RewardSetup | None] = (),
     given: GivenModel | None = None,
 ) -> Result:
-    """The rest of every offline recipe: train on `task` from the `checkpoint` on, and leave the model behind.
+    """Run the remainder of every offline recipe: train on `task` from the `checkpoint` on, and save the model.
 
     `judges` are the reward and the held-out metric.
     """
@@ -82,8 +82,9 @@ def train_on_rows(
 def sampler_of(
     config: SFTConfig | OnlineConfig | PreferenceConfig, model: LanguageModel, journal: Journal | None = None, longest: int = 0
 ) -> Iterator[Sampler]:
-    """The sampler that the settings ask for: on a cluster, or here; of a model in shards it samples from a whole copy, unless it
-    is vLLM's. `longest` bounds prompt and completion together, where that is known.
+    """Yield the sampler that the settings name, on a cluster or local.
+
+    A sharded model is sampled from a full copy, unless the sampler is vLLM. `longest` bounds prompt and completion together.
     """
     if config.placement.cluster and journal is not None:
         with extras.load("cluster").open_sampler(config, model, journal, longest) as sampler:
@@ -91,7 +92,7 @@ def sampler_of(
         return
     tell = None if journal is None else journal.tell
     drawn = config.sampling
-    # vLLM takes weights out of shards; the policy's log-probs of a filtered draw come of a whole copy
+    # vLLM reads weights from shards. The policy's log-probs of a filtered distribution need a full copy.
     itself = model.root is None or (drawn.sampler == "vllm" and not drawn.filtered)
     twin = model if itself else load_model(config.model, config.run, None)
     whole = partial(load_model, config.model, replace(config.run, device="cpu"), None)
@@ -108,7 +109,7 @@ def generated_of(
     reference: Callable[[], LanguageModel | None],
     journal: Journal,
 ) -> Iterator[Generated | None]:
-    """What is measured of completions of held-out prompts, beside a loss; None where no reward measures them."""
+    """Yield the evaluation on completions of held-out prompts, in addition to a loss; None if no reward measures them."""
     if not (measure.weights and rows):
         yield None
         return
@@ -122,7 +123,7 @@ def generated_of(
 def note_rows(
     config: Config, model: LanguageModel | ScalarModel, rows: Sequence[Row], journal: Journal, checkpoint: Path | None
 ) -> None:
-    """The first rows as the model reads them, among the events of a run that begins: the studio shows them."""
+    """Record the first rows as the model reads them in the events of a new run. The studio shows them."""
     separator = config.step_separator if isinstance(config, RewardConfig) else "\n"
     if checkpoint is None:
         journal.folder.event("first_rows", rows=first_rows(model.tokenizer, rows, separator))
@@ -131,12 +132,12 @@ def note_rows(
 def finish(
     config: Config, journal: Journal, model: LanguageModel | ScalarModel, given: GivenModel | None = None, **noted: Any
 ) -> Result:
-    """The final model, the report, and what they hold; `noted` goes into the event. `given` are the objects that are trained."""
+    """Save the final model and write the report. `noted` is added to the event; `given` are the objects that are trained."""
     world = journal.world
     model = _best_of(config, journal, model, given) if config.evaluation.load_best_model_at_end else model
     saved = "adapter" if config.model.quantize_base and config.model.lora_save == "both" else config.model.lora_save
     if saved == "adapter" and isinstance(model, ScalarModel):
-        saved = "both"  # an adapter does not say how its rows were read
+        saved = "both"  # an adapter does not record how its rows were read
     kept = "merged" if model.adapter is None else saved
     write_it = partial(write_model, model) if model.root is None else partial(sharded.save_merged, model, world)
 
@@ -146,7 +147,7 @@ def finish(
 
     journal.folder.save_model(leave)
     if world.rank and model.root is not None:
-        leave(journal.folder.path)  # what the others have of it
+        leave(journal.folder.path)  # all ranks take part in gathering the weights
     session.note_end(journal, **noted)
     if world.rank == 0:
         write_card(journal.folder.path)
@@ -158,7 +159,7 @@ def finish(
 def _best_of(
     config: Config, journal: Journal, model: LanguageModel | ScalarModel, given: GivenModel | None
 ) -> LanguageModel | ScalarModel:
-    """The model as it was at its best evaluation, from the checkpoint of that step."""
+    """Return the model of the best evaluation, from the checkpoint of that step."""
     best = next((found for found in journal.callbacks.callbacks if isinstance(found, Best)), None)
     step, value = journal.world.broadcast((best.step, best.value) if best else (0, 0.0))
     place = journal.folder.checkpoints / f"step-{step:08d}"
@@ -167,19 +168,19 @@ def _best_of(
         journal.tell("kept_last", f"The last weights are kept: {why}.", best=step)
         return model
     journal.tell("kept", f"The weights of step {step} are kept, whose evaluation was the best ({value:.4g}).", step=step)
-    if model.adapter is not None and model.root is None:  # it alone has learnt, and the layers of a network given are wrapped
+    if model.adapter is not None and model.root is None:  # only the adapter was trained; a given network has wrapped layers
         adapter: Any = model.adapter
         adapter.load_adapter(place, "default", is_trainable=True)
         return model
     if isinstance(model, LanguageModel):
         return load_model(config.model, config.run, place, journal.world, given=given)
     loaded = load_scalar_model(config.model, config.run, place, journal.world, given)
-    loaded.network.config = model.network.config  # with what the recipe noted there
+    loaded.network.config = model.network.config  # the recipe stored values in this configuration
     return loaded
 
 
 def write_model(model: LanguageModel | ScalarModel, folder: Path, kept: str) -> None:
-    """What `model.lora_save` asks for, in Hugging Face form: the whole model, its adapter, or both, the adapter in `adapter/`."""
+    """Write the model in Hugging Face form as `model.lora_save` asks: merged, its adapter, or both (adapter in `adapter/`)."""
     if kept == "adapter":
         write(model.adapter, model.tokenizer, folder)
         return
@@ -189,19 +190,19 @@ def write_model(model: LanguageModel | ScalarModel, folder: Path, kept: str) -> 
 
 
 def write_card(folder: Path) -> None:
-    """README.md beside the weights, as everybody looks for it there. A card that cannot be written ends no run."""
+    """Write README.md beside the weights, where users expect it. A failure to write it does not end the run."""
     from psigrad.records.report import card
 
     model = folder / "model"
     try:
         (model / "README.md").write_text(card.text(folder), encoding="utf-8")
-        (model / "adapter" / "README.md").unlink(missing_ok=True)  # peft's, a form that nobody has filled in
+        (model / "adapter" / "README.md").unlink(missing_ok=True)  # PEFT's card is an unfilled template
     except OSError as error:
         redaction.say(f"{model / 'README.md'} could not be written: {reason_of(error)}.")
 
 
 def write_report(folder: Path) -> Path:
-    """report.html of one run; matplotlib is loaded only here."""
+    """Write the report.html of one run. matplotlib is imported only here."""
     from psigrad.records import report
 
     return report.write([folder])

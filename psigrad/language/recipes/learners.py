@@ -29,15 +29,15 @@ from psigrad.runs.cycle import LEFT
 from psigrad.runs.journal import Journal
 
 Write = Callable[[Path, World], dict[str, Any] | None]
-"""Writes into a folder, with the other ranks of a world; what it knows already of the files' sums."""
+"""A function that writes into a folder together with a world's other ranks, and returns the file checksums known so far."""
 PENDING = "pending.jsonl"
 
 
 class Saved(Protocol):
-    """A model that writes itself into a folder."""
+    """A model that can write itself into a folder."""
 
     def save(self, folder: Path) -> None:
-        """Weights in Hugging Face form."""
+        """Write weights in Hugging Face form."""
         ...
 
 
@@ -52,7 +52,7 @@ class Learner:
 
 @dataclass(frozen=True)
 class Follower:
-    """A model whose weights change without an optimiser, as a reference that follows the policy."""
+    """A model whose weights change without an optimiser, such as a reference that follows the policy."""
 
     model: Saved
     place: str
@@ -62,7 +62,7 @@ Learners = Sequence[Learner | Follower]
 
 
 def commit(root: Path, step: int, write: Write, world: World, meta: Mapping[str, Any]) -> Path | None:
-    """A checkpoint of what `write` writes; the folder on rank 0. Where models are in shards all ranks call it."""
+    """Write a checkpoint with `write` and return its folder on rank 0. If models are sharded, all ranks call it."""
     if world.rank:
         if world.lockstep:
             write(world.broadcast(root), world)
@@ -73,8 +73,10 @@ def commit(root: Path, step: int, write: Write, world: World, meta: Mapping[str,
 
 
 def stage(state: State, learners: Learners, world: World, *, copies: bool) -> Write:
-    """What writes a checkpoint of now: with `copies` of everything that training changes in the host's memory, so that it may be
-    called while steps go on. Raises `NonFiniteError` where there is something in the weights that no run should go on from.
+    """Return a writer of a checkpoint of the current state.
+
+    With `copies`, everything that training changes is copied to host memory, so the writer may run while steps continue. Raises
+    `NonFiniteError` if the weights contain values from which no run should continue.
     """
     for learner in learners:
         if isinstance(learner, Follower):
@@ -99,7 +101,7 @@ def stage(state: State, learners: Learners, world: World, *, copies: bool) -> Wr
 
 
 def _part(learner: Learner | Follower, copies: bool) -> Callable[[Path, World], None]:
-    """What writes a learner's weights and moments into its place, those of now where they are copied."""
+    """Return a writer of a learner's weights and moments into its place. With `copies`, it writes their current values."""
     moments = learner.optimizer.state_dict() if isinstance(learner, Learner) else {}
     model: Any = learner.model
     if getattr(model, "root", None) is not None:
@@ -119,7 +121,7 @@ def _part(learner: Learner | Follower, copies: bool) -> Callable[[Path, World], 
 
 
 def copy_weights(model: Any) -> Any:
-    """A model with weights of its own in the host's memory, which can be saved and does nothing else."""
+    """Return a model with a copy of the weights in host memory, which can only be saved."""
     modules = {
         name: module for name in ("network", "adapter", "value_head") if (module := getattr(model, name, None)) is not None
     }
@@ -138,7 +140,7 @@ def _numbers(state: State) -> dict[str, Any]:
 
 
 def restore(path: Path, learners: Learners) -> State:
-    """The state of a verified checkpoint; fills the optimisers in. The models are loaded from `path` by the caller."""
+    """Return the state of a verified checkpoint and restore the optimisers. The caller loads the models from `path`."""
     for learner in learners:
         if not isinstance(learner, Learner):
             continue
@@ -155,26 +157,26 @@ def restore(path: Path, learners: Learners) -> State:
 
 
 class Keeper:
-    """What loops save through: writes a checkpoint of a state at once, or, with `async_save`, in a thread beside the steps.
+    """The writer of checkpoints for the loops: immediate, or in a thread during the steps with `async_save`.
 
-    All ranks of a world have theirs together; a thread's has a `world` of its own.
+    All ranks of a world save together. A thread uses a separate `world`.
     """
 
     def __init__(self, config: Any, journal: Journal, learners: Learners, pinned: Mapping[str, str]) -> None:
         self._config, self._journal, self._learners, self._pinned = config, journal, learners, pinned
-        # a callback is shown a checkpoint that is there
+        # callbacks expect a checkpoint that is already written
         self._beside = config.run.async_save and not journal.callbacks
         make: Callable[[], World] | None = getattr(journal.world, "beside", None) if self._beside else None
         self._world: World = make() if make is not None and journal.world.lockstep else journal.world
         self._job: Future[None] | None = None
 
     def __call__(self, now: State) -> None:
-        """A checkpoint of the state; the one before is there then."""
+        """Save a checkpoint of the state, once the previous one is complete."""
         world, journal = self._journal.world, self._journal
         if world.rank and not world.lockstep:
             return
         self.wait()
-        # the rows are on the disk before the checkpoint that vouches for them
+        # The rows must be on disk before the checkpoint that vouches for them.
         journal.folder.flush(now.step, getattr(self._config, "record_rows", 0))
         meta = {**machine.versions(), **self._pinned, **session.vouch_for(journal)}
         write = stage(now, self._learners, world, copies=self._beside)
@@ -192,14 +194,14 @@ class Keeper:
         folder.event("saved", step=now.step)
 
     def wait(self, seconds: float | None = None) -> None:
-        """Until the checkpoint is there, or for so many seconds (`TimeoutError`). Raises what its writing raised, once."""
+        """Wait until the checkpoint is written, or raise `TimeoutError` after this many seconds. Raise a write error once."""
         job, self._job = self._job, None
         if job is not None:
             job.result(self._meet(job) if seconds is None and self._journal.world.lockstep else seconds)
 
     def _meet(self, job: Future[None]) -> float | None:
-        """Wait until all have written, or one has failed: then so many seconds are left. By this one that stands still is missed
-        as in a step; what is written would wait for it for hours.
+        """Wait until all ranks have written or one has failed; after a failure, return the seconds left for the others. A stalled
+        rank is detected here as well; otherwise the write would block for hours.
         """
         states = [0]
         while 0 in states and 2 not in states:
@@ -209,7 +211,7 @@ class Keeper:
 
 
 def _in_thread(work: Callable[[], None]) -> Future[None]:
-    """What comes of `work` in a thread. It may wait for a process that stands still, so Python ends without it."""
+    """Run `work` in a daemon thread and return its future. It may wait for a stalled process, and Python exits without it."""
     found: Future[None] = Future()
 
     def run() -> None:
@@ -225,7 +227,7 @@ def _in_thread(work: Callable[[], None]) -> Future[None]:
 
 @dataclass(frozen=True)
 class Begun:
-    """Where a run begins or goes on: its state, and what loops save through."""
+    """The start of a new or resumed run: its state, and the `Keeper` through which loops save."""
 
     state: State
     save: Keeper
@@ -240,10 +242,10 @@ def begin(
     fresh: State,
     rows: tuple[int, int],
 ) -> Begun:
-    """The state to start from: `fresh`, or that of the checkpoint `found`, which fills in the learners' optimisers too.
+    """Return the state to start from: `fresh`, or that of the checkpoint `found`, which also restores the learners' optimisers.
 
-    `pinned` is what checkpoints pin (`language/recipes/pinned.py`), `rows` how many are trained on and held out. Raises
-    `UserError` where a pin differs from the checkpoint's, and `run.allow` does not name the difference.
+    `pinned` are the values that checkpoints pin (`language/recipes/pinned.py`). `rows` are the numbers of training and held-out
+    rows. Raises `UserError` if a pin differs from the checkpoint's and `run.allow` does not name the difference.
     """
     world = journal.world
     if world.size > 1:
@@ -267,12 +269,12 @@ def begin(
 
 
 def _best(state: State) -> int:
-    """The step whose weights `load_best_model_at_end` wants; 0 where there is none."""
+    """Return the step whose weights `load_best_model_at_end` keeps; 0 if there is none."""
     return int(state.callbacks.get("Best", {}).get("step", 0))
 
 
 def _sums_of(learners: Learners) -> dict[str, str]:
-    """The sum of every weight that learns, to tell whether two processes begin alike."""
+    """Return the sum of each trainable weight, to check that processes start with equal weights."""
     optimizers = [learner.optimizer for learner in learners if isinstance(learner, Learner)]
     whole = (w.local for optimizer in optimizers for w in optimizer.weights.values() if w.local is w.parameter)
     return {"weights": " ".join(str(float(p.detach().double().sum())) for p in whole)}

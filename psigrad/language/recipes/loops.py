@@ -1,4 +1,4 @@
-"""The loops of online RL and of training on recorded data: the cycle around the steps of a language model."""
+"""The loops of online RL and of training on recorded data: the cycle around a language model's steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LESS_MEMORY = (
 
 @dataclass(frozen=True)
 class Generated:
-    """Evaluation on generated completions, for models that generate."""
+    """The evaluation on generated completions, for models that generate."""
 
     model: LanguageModel
     sampler: Sampler
@@ -40,12 +40,12 @@ class Generated:
 def train_online(
     run: Online, state: State, save: Keeper, journal: Journal, evaluate: Callable[[int], None] | None = None
 ) -> State:
-    """Run online RL from `state` to its last step. `evaluate` measures the policy after so many steps."""
+    """Run online RL from `state` to its last step. `evaluate` measures the policy after the given number of steps."""
 
     def judge(state: State) -> None:
         if evaluate is not None:
             with journal.interruptible():
-                for pending in state.pending if run.rollout.collector.plays else ():  # environments play for one at a time
+                for pending in state.pending if run.rollout.collector.plays else ():  # environments serve one player at a time
                     pending.result()
                 evaluate(state.step)
 
@@ -91,7 +91,7 @@ def train_offline(
 
 
 def _evaluate(run: Offline, state: State, journal: Journal) -> None:
-    """Measure the held-out rows, if there are any."""
+    """Evaluate the held-out rows, if there are any."""
     if run.held_out is None:
         return
     clock = Clock(journal.watch)

@@ -1,6 +1,6 @@
-"""The largest forward and backward pass of a run, before its first step: memory that does not suffice shows at once.
+"""A trial of a run's largest forward and backward pass before its first step, so that a lack of memory shows at once.
 
-Nothing comes of it: gradients are thrown away, no random number is drawn that anything else would have drawn.
+The trial leaves no trace: gradients are discarded, and the random state is restored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from psigrad.optim.gradients import in_place
 
 
 def check_online(run: Online) -> None:
-    """The fullest micro-batch of one optimiser step on the longest prompts, every completion as long as it may be."""
+    """Run the fullest micro-batch of an optimiser step on the longest prompts, with completions of maximum length."""
     inputs = _fullest(run)
     method = run.algorithm if isinstance(run.algorithm, PolicyGradient) else None
     needs_critic = run.algorithm.needs_critic
@@ -43,16 +43,16 @@ def check_online(run: Online) -> None:
 
 
 def check_offline(run: Offline) -> None:
-    """The fullest micro-batch of a step on the longest rows."""
+    """Run the fullest micro-batch of a step on the longest rows."""
     task = run.task
     longest = sorted(range(len(task)), key=lambda i: -task.tokens([i]))[: run.config.batch_size]
     with _trial([run.optimizer]):
-        first = task.shares(longest, run.config.micro_batch_tokens)[0]  # the longest row stands in the first
+        first = task.shares(longest, run.config.micro_batch_tokens)[0]  # the first share contains the longest row
         first().value.backward()
 
 
 def _fullest(run: Online) -> Groups:
-    """The micro-batch with the most tokens."""
+    """Return the micro-batch with the most tokens."""
     config = run.config
     count = math.ceil(config.prompts_per_step / config.num_minibatches)
     prompts = sorted((p.ids for p in run.prompts), key=len)[-count:]
@@ -69,7 +69,7 @@ def _fullest(run: Online) -> Groups:
 
 @contextlib.contextmanager
 def _trial(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """As in a step, but afterwards no gradient is left."""
+    """Set up the block as a step does, and discard its gradients afterwards."""
     try:
         with torch.random.fork_rng(devices=[]), in_place(*(o.sums for o in optimizers)):
             yield

@@ -1,4 +1,4 @@
-"""Scorers beside processes of this machine: reward models, and sums of scorers."""
+"""Scorers that need no worker processes: reward models, and weighted sums of scorers."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _ONE_AT_A_TIME = threading.Lock()
 class ModelScorer:
     """A reward model as a `Scorer`.
 
-    `same_tokens` says that it reads the policy's own tokens: then what was sampled is what is scored, token for token, up to the
-    answer's end; that is the one it was trained on. Else prompt and completion are written in the reward model's own template.
+    With `same_tokens`, it reads the policy's own tokens: the sampled tokens are scored as they are, followed by the answer end
+    from its training. Otherwise, prompt and completion are rendered by the reward model's own template.
     """
 
     name: str
@@ -49,19 +49,19 @@ class ModelScorer:
 
     @property
     def separator(self) -> str:
-        """What ends a step, for a process reward model; empty: the model judges whole texts."""
+        """The end mark of a step, for a process reward model; empty: the model judges complete texts."""
         return str(getattr(self.model.network.config, STEP_SEPARATOR, "") or "")
 
     def begin(self) -> Scoring:
-        """All groups in few forward passes at the end, since the policy samples on the same device until then."""
+        """Score all groups in few forward passes at the end, since the policy samples on the same device until then."""
         return Scoring(self._score_groups)
 
     def _score_groups(self, groups: Sequence[Samples]) -> list[Result]:
-        with _ONE_AT_A_TIME:  # threads that collect would each take the memory of a pass
+        with _ONE_AT_A_TIME:  # concurrent collector threads would each use the memory of a pass
             return self.score(join(groups))
 
     def score(self, samples: Samples) -> list[Result]:
-        """The model's score of every completion."""
+        """Return the model's score of every completion."""
         own = None if samples.prompt_ids is None else list(zip(samples.prompt_ids, samples.completion_ids, strict=True))
         if self.separator and own is not None:
             return self._where_it_fits(own, self._by_steps)
@@ -70,7 +70,7 @@ class ModelScorer:
         return self._where_it_fits(pairs, self._by_texts)
 
     def _where_it_fits(self, pairs: Sequence[tuple[Ids, Ids]], score: Callable[..., list[Result]]) -> list[Result]:
-        """What `score` makes of the texts that the model has positions for."""
+        """Apply `score` to the texts within the model's positions; the others are `Unscored`."""
         long = [beyond_positions(self.model, pair) for pair in pairs]
         found = iter(score([pair for pair, why in zip(pairs, long, strict=True) if not why]))
         return [Unscored(f"the reward model {self.name} cannot read {why}") if why else next(found) for why in long]
@@ -79,7 +79,7 @@ class ModelScorer:
         return [self._result(value) for value in score_all(self.model, pairs, self.micro_batch_tokens)]
 
     def _row(self, samples: Samples, i: int) -> Row:
-        """A completion as a dataset row; one of messages behind a plain prompt makes that a turn."""
+        """Return a completion as a dataset row. A plain prompt before a completion of messages becomes a user turn."""
         prompt, completion = samples.prompts[i], samples.completions[i]
         if isinstance(prompt, str) and not isinstance(completion, str):
             talks = bool(self.model.tokenizer.chat_template) and not self.model.plain_prompts
@@ -89,9 +89,11 @@ class ModelScorer:
         return as_turns(self.model.tokenizer, Row("a completion", prompt, completion, columns=columns), self.model.plain_prompts)
 
     def _tokens(self, row: Row, own: tuple[Ids, Ids] | None) -> tuple[Ids, Ids]:
-        """A prompt with its completion: the policy's tokens with the end that answers have in the reward model's training, since
-        a template may write more than the token at which sampling stops, and a completion that was cut has no end. Or the row as
-        it is written, where the policy's tokens are others, or the template would begin the answer otherwise.
+        """Return the tokens of a prompt and of its completion.
+
+        Use the policy's tokens with the answer end of the reward model's training. A template may write more than the token at
+        which sampling stops, and a cut completion has no end. Use the rendered row instead if the policy's tokens differ, or if
+        the template starts the answer differently.
         """
         end = self._ends[isinstance(row.prompt, str)] if self.same_tokens and own else None
         if end is None or own is None:
@@ -99,7 +101,7 @@ class ModelScorer:
         if not end:
             return own
         prompt, ids = own[0], list(own[1])
-        other = int(bool(ids) and ids[-1] in specials_of(self.model.tokenizer).ids)  # of a sampler that stops elsewhere
+        other = int(bool(ids) and ids[-1] in specials_of(self.model.tokenizer).ids)  # drops a different stop token
         written = next((k for k in range(len(end), 0, -1) if ids[-k:] == end[:k]), other)
         return prompt, [*ids[: len(ids) - written], *end]
 
@@ -109,8 +111,8 @@ class ModelScorer:
 
     @torch.no_grad()
     def _by_steps(self, pairs: Sequence[tuple[Ids, Ids]]) -> list[Result]:
-        """The mean of σ(z) over the steps, in few forward passes; each step's share stands on its last token, where any estimator
-        can use it.
+        """Return the mean of σ(z) over the steps, in few forward passes. Each step's share is placed on its last token, where any
+        estimator can use it.
         """
         found: list[Result] = [Scored(0.0, {self.name: 0.0})] * len(pairs)
         ends = [step_ends(self.model.tokenizer, completion, self.separator) for _, completion in pairs]
@@ -132,20 +134,21 @@ class ModelScorer:
 
 
 def beyond_positions(model: ScalarModel, pair: tuple[Ids, Ids]) -> str:
-    """What of a text a model cannot read, for a message; empty where it has positions for all of it."""
+    """Return a message about a text that exceeds the model's positions; empty if it fits."""
     tokens = sum(map(len, pair))
     return f"{tokens} tokens, beyond its {model.max_length} positions" if tokens > model.max_length else ""
 
 
 def judged_ids(model: ScalarModel, row: Row) -> Ids:
-    """The tokens of a prompt with its answer as this reward model was trained to read them; the score stands behind the last."""
+    """Return the tokens of a prompt with its answer as in the reward model's training. The score is read after the last token."""
     return example(model.tokenizer, as_turns(model.tokenizer, row, model.plain_prompts)).ids
 
 
 def answer_end(tokenizer: Any, plain: bool) -> list[int] | None:
-    """The tokens with which every answer ends: EOS, or the end of a turn and what the chat template writes behind it. None where
-    the template writes something between the generation prompt and an answer, as Qwen3's empty thinking; empty where it can't
-    render a conversation, so that only the policy's own tokens can be read.
+    """Return the tokens that end every answer: EOS, or the end of a turn and the template's text after it.
+
+    None if the template writes something between the generation prompt and an answer, as with Qwen3's empty thinking. Empty if it
+    cannot render a conversation, so that only the policy's own tokens can be read.
     """
     rows = [Row("a test conversation", "a", text) for text in ("b", "c")]
     rows = rows if plain else [as_turns(tokenizer, row) for row in rows]
@@ -160,7 +163,7 @@ def answer_end(tokenizer: Any, plain: bool) -> list[int] | None:
 
 
 def step_ends(tokenizer: Any, ids: Ids, separator: str) -> list[int]:
-    """Places of the last token of each step: those that hold the separator, and the last before EOS of an open step."""
+    """Return the positions of each step's last token: those with the separator, and the last before EOS of an unfinished step."""
     ends = [i for i, token in enumerate(ids) if separator in tokenizer.decode([token])]
     last = len(ids) - 1
     while last >= 0 and ids[last] == tokenizer.eos_token_id:
@@ -170,8 +173,9 @@ def step_ends(tokenizer: Any, ids: Ids, separator: str) -> list[int]:
 
 @torch.no_grad()
 def score_all(model: ScalarModel, pairs: Sequence[tuple[Ids, Ids]], budget: int) -> list[float]:
-    """The score of every (prompt, completion), in forward passes of at most `budget` tokens; equal prompts that stand next to one
-    another are computed once.
+    """Return the score of every (prompt, completion), in forward passes of at most `budget` tokens.
+
+    Equal adjacent prompts are computed once.
     """
     scores = [0.0] * len(pairs)
     for part in pack_by_tokens([len(p) + len(c) for p, c in pairs], budget):
@@ -179,7 +183,7 @@ def score_all(model: ScalarModel, pairs: Sequence[tuple[Ids, Ids]], budget: int)
         completions: list[list[Ids]] = []
         for i in part:
             prompt, completion = pairs[i]
-            if not prompt:  # a text that is not split: its first token stands for the prompt
+            if not prompt:  # an unsplit text: its first token serves as the prompt
                 prompt, completion = completion[:1], completion[1:]
             if not prompts or list(prompts[-1]) != list(prompt):
                 prompts.append(prompt)
@@ -192,18 +196,18 @@ def score_all(model: ScalarModel, pairs: Sequence[tuple[Ids, Ids]], budget: int)
 
 @dataclass(frozen=True)
 class Mixture:
-    """Several scorers whose weighted results are added; a completion that one of them cannot score stays unscored."""
+    """A weighted sum of several scorers. A completion that one of them cannot score stays unscored."""
 
     scorers: Sequence[Scorer]
     weights: Sequence[float]
 
     def begin(self) -> Scoring:
-        """Each scorer begins as early as it can."""
+        """Start each scorer as early as it can."""
         return MixedScoring([scorer.begin() for scorer in self.scorers], self.weights)
 
 
 class MixedScoring(Scoring):
-    """A `Scoring` by several."""
+    """The `Scoring` of a `Mixture`."""
 
     def __init__(self, parts: Sequence[Scoring], weights: Sequence[float]) -> None:
         self._parts, self._weights = parts, weights

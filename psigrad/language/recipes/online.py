@@ -52,7 +52,7 @@ from psigrad.runs.result import Result
 
 @dataclass(frozen=True)
 class Job:
-    """An online run that is ready to start: its parts, its state, and the ways to save and to evaluate it."""
+    """An online run that is ready to start: its parts, its state, and the functions that save and evaluate it."""
 
     run: Online
     state: State
@@ -61,14 +61,14 @@ class Job:
 
 
 Setup = tuple[RewardSetup, RewardSetup | None]
-"""The reward, and the held-out metric where it is another."""
+"""The reward, and the held-out metric if it differs."""
 
 
 def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
     """Train `config.model` on the prompts of `config.data` against `config.reward` by `config.algorithm`.
 
-    Goes on from the newest checkpoint of the run folder where there is one. Raises `UserError` on mistakes of the user,
-    `ValueError` where the algorithm's parts do not fit.
+    Resumes from the newest checkpoint of the run folder if there is one. Raises `UserError` on mistakes of the user, and
+    `ValueError` if the algorithm's parts do not fit together.
     """
     check(config, method(config))
     setup = (RewardSetup.of(config), RewardSetup.of_metric(config))
@@ -93,9 +93,9 @@ def open_job(
     scores: bool = True,
     reference: bool = False,
 ) -> Iterator[Job]:
-    """Load the parts of a run that starts, or resumes from a checkpoint. `setup` is the reward and the held-out metric.
+    """Load the parts of a new run, or of one that resumes from a checkpoint. `setup` is the reward and the held-out metric.
 
-    Without `scores` nothing is scored or evaluated. `reference`: load one, even if the algorithm does not read it.
+    Without `scores`, nothing is scored or evaluated. With `reference`, load one even if the algorithm does not read it.
     """
     algorithm, (rewards, metric), evaluator = method(config), setup, None
     with contextlib.ExitStack() as stack:
@@ -150,7 +150,7 @@ def _learners(
     critic: ValueModel | None,
     reference: LanguageModel | Teacher | None,
 ) -> list[Learner | Follower]:
-    """Return everything whose weights a checkpoint holds."""
+    """Return everything whose weights a checkpoint stores."""
     learners: list[Learner | Follower] = [Learner(model, optimizer)]
     if critic is not None:
         learners.append(Learner(critic.model, critic.optimizer, "critic"))
@@ -168,7 +168,7 @@ def _rollout(
         scorer,
         reward_view(model.tokenizer, collector.plays),
         world=ALONE if sampler.central else world,
-        complete=config.lag > 0,  # a checkpoint holds the collections that are not trained on yet
+        complete=config.lag > 0,  # a checkpoint stores the collections that are not trained on yet
     )
 
 
@@ -183,8 +183,9 @@ def annotators_of(reference: LanguageModel | Teacher | None) -> list[Annotator]:
 
 @contextlib.contextmanager
 def executor_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterator[Executor | None]:
-    """Yield threads that collect while steps train, if a cluster samples and a lag gives them the time: one for each collection
-    under way, but only one if environments play.
+    """Yield threads that collect during training steps, if a cluster samples and `lag` is above 0.
+
+    There is one thread for each collection under way, but only one if environments play.
     """
     if not (sampler.central and config.lag and world.rank == 0):
         yield None
@@ -199,7 +200,7 @@ def executor_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterato
 def _prepare_rows(
     config: OnlineConfig, model: LanguageModel, journal: Journal, episodes: Player | None, setup: Setup
 ) -> PreparedRows[Any]:
-    """The rows that can be judged, and the tokens of their prompts."""
+    """Return the rows that can be judged, and the tokens of their prompts."""
     rewards, metric = setup
 
     def make(tell: Tell) -> PreparedRows[Any]:
@@ -218,8 +219,8 @@ def _prepare_rows(
 
 
 def longest_of(config: OnlineConfig, prepared: PreparedRows[Any], evaluator: Evaluator | None) -> int:
-    """Tokens of the longest prompt with the longest completion; 0 where a completion is an episode, which hears more, and may
-    fill the model's positions.
+    """Return the tokens of the longest prompt with the longest completion. Return 0 if a completion is an episode, which adds
+    observations and may fill the model's positions.
     """
     if config.plays:
         return 0
@@ -234,8 +235,10 @@ def _critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None,
 
 
 def critic_rate(critic: ScalarModel) -> float:
-    """A learning rate at which a head that says 0 learns: a step of Adam moves each of its weights by the rate, and V by the rate
-    times the sum of the hidden state's sizes, which are about 1. The wider, the lower: at a width of 4,096 it is the 1e-5 that
-    verl and OpenRLHF (9e-6) give the critics of 7B, with policies at 1e-6.
+    """Return a learning rate at which a zero-initialised head learns.
+
+    A step of Adam moves each of its weights by the rate. It moves V by the rate times the sum of the hidden state's magnitudes,
+    which are about 1. So the rate falls with the width. At a width of 4,096 it is about the 1e-5 (verl) and 9e-6 (OpenRLHF) of
+    critics of 7B, with policies at 1e-6.
     """
     return 0.05 / size(critic.network.config, "hidden")

@@ -1,4 +1,4 @@
-"""What the settings of an online run mean together: its algorithm, and what is refused before anything is loaded."""
+"""The combined meaning of an online run's settings: its algorithm, and errors that are raised before anything is loaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from psigrad.runs.journal import Journal
 
 
 def method(config: OnlineConfig) -> PolicyGradient | OnlinePreference:
-    """The algorithm asked for. A preset that divides by a constant length divides by max_completion_length, as in TRL."""
+    """Return the algorithm. A preset that divides by a constant length divides by max_completion_length, as in TRL."""
     algorithm, spec = resolve_online(config.algorithm), config.algorithm
     if isinstance(algorithm, OnlinePreference):
         return algorithm
@@ -37,8 +37,10 @@ def method(config: OnlineConfig) -> PolicyGradient | OnlinePreference:
 def correct(
     algorithm: PolicyGradient | OnlinePreference, config: OnlineConfig, sampler: Sampler, model: LanguageModel, journal: Journal
 ) -> PolicyGradient | OnlinePreference:
-    """The algorithm, with truncated importance weights where the sampler's log-probs are not exactly the trainer's and the
-    settings say nothing about the correction slot. What the algorithm makes no use of is told.
+    """Return the algorithm, with truncated importance weights if they are needed and the settings do not set the correction.
+
+    They are needed if the sampler's log-probs are not exactly the trainer's. Settings that the algorithm does not use are
+    reported.
     """
     _tell_unused(config, algorithm, journal)
     stated = not isinstance(config.algorithm, str | Mapping) or (
@@ -64,7 +66,7 @@ def correct(
 
 
 def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
-    """Refuse settings that cannot work before anything is loaded."""
+    """Raise `UserError` for settings that cannot work, before anything is loaded."""
     needs_reward = isinstance(algorithm, OnlinePreference) or algorithm.needs_reward
     if needs_reward and not (config.reward or config.reward_model or config.environment or config.asks):
         raise UserError(
@@ -113,7 +115,7 @@ def _check_replay(config: OnlineConfig, algorithm: PolicyGradient | OnlinePrefer
 
 
 def replay(config: OnlineConfig, model: LanguageModel, sampler: Sampler) -> Sampler:
-    """The sampler; where that is asked for it records the experts of each token from now on, and training follows them."""
+    """Return the sampler. With `router_replay`, it records each token's experts from now on, and training reuses them."""
     if not config.router_replay:
         return sampler
     if not isinstance(sampler, EmbeddedSampler):
@@ -123,7 +125,7 @@ def replay(config: OnlineConfig, model: LanguageModel, sampler: Sampler) -> Samp
 
 
 def _tell_unused(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference, journal: Journal) -> None:
-    """Say which settings away from their defaults this algorithm gives no effect (`idle` knows those that others give none)."""
+    """Report changed settings that have no effect with this algorithm (`idle` covers those without effect for other reasons)."""
     needs = {}
     if not (isinstance(algorithm, PolicyGradient) and algorithm.dynamic_sampling):
         needs = dict.fromkeys(("max_refills", "filter_metric"), "dynamic_sampling")
@@ -173,7 +175,7 @@ def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePre
 
 
 def check_teacher(reference: object, config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
-    """Refuse what cannot be had of a reference with another tokenizer or behind a server, and of one without."""
+    """Raise `UserError` if the settings need what the reference lacks, or if `span` is set and the tokens are the same."""
     spans = isinstance(algorithm, PolicyGradient) and algorithm.kl is not None and algorithm.kl.estimator == "span"
     if not isinstance(reference, Teacher):
         if spans and reference is not None:
@@ -192,7 +194,7 @@ def check_teacher(reference: object, config: OnlineConfig, algorithm: PolicyGrad
 
 
 def check_following(config: OnlineConfig, adapter: bool) -> None:
-    """Refuse a reference that follows a policy which trains an adapter."""
+    """Raise `UserError` if the reference follows a policy that trains an adapter."""
     if config.ref_model_sync_steps and adapter:
         raise UserError(
             "ref_model_sync_steps moves the reference's weights, and with LoRA the reference is the model without its adapter; "

@@ -1,4 +1,4 @@
-"""What a language model's run pins: its data, models, the user's code, and the machine."""
+"""The pins of a language model's run: its data, models, the user's code, and the machine."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def collect_pins(
     prepared: PreparedRows[Any],
     judges: Sequence[RewardSetup | None] = (),
 ) -> dict[str, str]:
-    """Hashes and values by the names of `pins.PINS`; what a run does not have is not among them. `judges` are the reward and the
-    held-out metric, whose functions are pinned too.
+    """Return hashes and values by the names of `pins.PINS`, without those that a run does not have.
+
+    `judges` are the reward and the held-out metric, whose functions are pinned too.
     """
     content = pins.hash_parts({"tokenizer": tokenizer.get_vocab(), "chat_template": tokenizer.chat_template})
     rows = prepared.sums or sum_parts(prepared)
@@ -42,15 +43,13 @@ def collect_pins(
 
 
 def lasting_pins(config: Config, judges: Sequence[RewardSetup | None] = ()) -> dict[str, str]:
-    """What a finished run is compared by when it is asked for again: all that can be told without reading rows or loading a
-    model.
-    """
+    """Return the pins by which a finished run is compared when it is run again: those that need no rows and no loaded model."""
     data = {name: _data(getattr(config.data, name)) for name in ("dataset", "eval_dataset")}
     return {**{name: found for name, found in data.items() if found}, **_models(config), **_code(config, judges)}
 
 
 def _data(given: Any) -> str:
-    """The sums of the files of a dataset, or of rows from Python; empty where neither is here."""
+    """Return the hashes of a dataset's files, or of rows from Python; empty if neither is local."""
     if isinstance(given, list | tuple) and not all(isinstance(one, str) for one in given):
         return pins.hash_parts({"rows": given})["rows"]
     names = [share.dataset for share in parse_mixture(given) if isinstance(share.dataset, str) and share.dataset]

@@ -1,4 +1,4 @@
-"""The preference family from settings to a model on disk."""
+"""Preference training from settings to a model on disk."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ from psigrad.runs.result import Result
 
 
 def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
-    """Train `config.model` on preference rows by `config.loss`; KTO takes unpaired-preference rows.
+    """Train `config.model` on preference rows by `config.loss`. KTO takes unpaired-preference rows.
 
-    The reference's log-probs are computed once, before training, and kept on disk by content; no reference model stays in
-    memory. Goes on from the newest checkpoint of the run folder where there is one. Raises `UserError` on mistakes of the user.
+    The reference's log-probs are computed once, before training, and cached on disk by content. No reference model stays in
+    memory. Resumes from the newest checkpoint of the run folder if there is one. Raises `UserError` on mistakes of the user.
     """
     loss = resolve_loss(config.loss)
     check_sampling(config.sampling)
@@ -72,7 +72,7 @@ def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
 def _reference(
     config: PreferenceConfig, loss: Preference | KahnemanTversky, model: LanguageModel, checkpoint: Path | None, world: World
 ) -> LanguageModel | None:
-    """Who gives the reference's log-probs, before the first step: another model, the model itself, or nobody."""
+    """Return the model that computes the reference's log-probs before training: another model, the model itself, or None."""
     if config.reference and not loss.needs_reference:
         raise UserError(f"The settings name a reference model, but {loss.name} uses none; remove it.")
     if not (loss.needs_reference or config.evaluation.eval_kl):
@@ -94,7 +94,7 @@ def _task(
     made: Sequence[Any],
     journal: Journal,
 ) -> Task:
-    """The encoded rows, with the reference's log-probs where the loss reads them."""
+    """Return the task on the encoded rows, with the reference's log-probs if the loss reads them."""
     if isinstance(loss, KahnemanTversky):
         answers = [[row.answer, other] for row, other in zip(made, mismatch(made), strict=True)]
         return KTOTask(model, loss, made, _logps(config, reference, [row.prompt for row in made], answers, journal.world))
@@ -111,7 +111,7 @@ def _logps(
     answers: Sequence[Sequence[Answer]],
     world: World,
 ) -> list[list[float]]:
-    """The reference's log-probs, from the disk where they were computed before for the same weights and tokens."""
+    """Return the reference's log-probs, from the disk cache if they were computed for the same weights and tokens."""
     assert reference is not None
     if not config.cache_reference:
         return reference_logps(reference, prompts, answers, config.micro_batch_tokens, world)
@@ -125,7 +125,7 @@ def _logps(
     computed = reference_logps(reference, prompts, answers, config.micro_batch_tokens, world)
     if world.rank:
         return computed
-    with contextlib.suppress(OSError):  # a cache that cannot be written costs time, not the run
+    with contextlib.suppress(OSError):  # without a writable cache the run only takes longer
         cache.mkdir(parents=True, exist_ok=True)
         beside = path.with_suffix(f".{os.getpid()}")
         save_file({"logps": torch.tensor(computed, dtype=torch.float64)}, beside)
@@ -134,7 +134,7 @@ def _logps(
 
 
 def _content(model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]]) -> str:
-    """SHA-256 of the reference's weights and of every token."""
+    """Return the SHA-256 of the reference's weights and of every token."""
     digest = hashlib.sha256()
     held = model.network.state_dict().items() if model.root is None else sharded.gather(model)
     digest_weights(digest, ((name, tensor) for name, tensor in held if not (model.is_own_reference and "lora_" in name)))

@@ -29,10 +29,10 @@ from psigrad.runs.result import Result
 
 
 def run(config: RewardConfig, given: GivenModel | None = None) -> Result:
-    """Train a scalar head on `config.model`, and the model with it, on preference rows (or stepwise rows with `process`).
+    """Train a scalar head and `config.model` with it, on preference rows (or stepwise rows with `process`).
 
-    `model/` in the run folder opens with transformers' `AutoModelForSequenceClassification`. Goes on from the newest checkpoint
-    of the run folder where there is one. Raises `UserError` on mistakes of the user.
+    `model/` in the run folder opens with transformers' `AutoModelForSequenceClassification`. Resumes from the newest checkpoint
+    of the run folder if there is one. Raises `UserError` on mistakes of the user.
     """
     with session.open_run(config, "reward") as journal:
         if (done := session.load_finished(config, journal, lasting_pins(config))) is not None:
@@ -44,7 +44,7 @@ def run(config: RewardConfig, given: GivenModel | None = None) -> Result:
                 f"{config.model.path!r} gives no score for every token, which --process needs; give a causal language model."
             )
         if config.process:
-            setattr(model.network.config, STEP_SEPARATOR, config.step_separator)  # config.json takes it along
+            setattr(model.network.config, STEP_SEPARATOR, config.step_separator)  # stored in config.json
         if config.data.plain_prompts != model.plain_prompts:
             setattr(model.network.config, PLAIN_PROMPTS, config.data.plain_prompts)
         form = "stepwise" if config.process else "preference"
@@ -74,10 +74,11 @@ def score_rows(
     columns: str | Mapping[str, str] = "",
     bad_rows: Literal["stop", "skip"] = "stop",
 ) -> list[dict[str, Any]]:
-    """Every prompt-completion row, in order, with the reward model's score r(x, y) in the column `reward`; higher is better.
+    """Return every prompt-completion row, in order, with the reward model's score r(x, y) in the column `reward`; higher is
+    better.
 
-    `rows` is a file, folder or hub dataset, or rows from Python; `columns` renames their columns. Raises `UserError` where
-    `model` has no trained scalar head.
+    `rows` is a file, folder or hub dataset, or rows from Python; `columns` renames their columns. Raises `UserError` if `model`
+    has no trained scalar head.
     """
     data = Data(dataset=rows, columns=columns, split=split, bad_rows=bad_rows)
     config = RewardConfig(model=Model(path=model), data=data, run=Run(device=device))

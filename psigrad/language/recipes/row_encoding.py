@@ -1,4 +1,4 @@
-"""A run's rows as tokens: encoded by several processes, and kept for the next start with the same data and settings."""
+"""A run's rows as tokens: encoded by several processes, and cached for the next start with the same data and settings."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ from psigrad.runs.journal import Journal
 R = TypeVar("R")
 T = TypeVar("T")
 Keep = Callable[[Any], tuple[Any, Mapping[str, int]]]
-"""What is kept of an encoded row, None for nothing, and what is counted of it."""
+"""A function that returns the part of an encoded row to keep (None to drop it), and counts by name."""
 
 _AT_ONCE = 1024
-# Rows below which other processes, and a file, would cost more than they save: each takes half a millisecond.
+# Below this number of rows, extra processes and a cache file cost more than they save: a row takes half a millisecond.
 FEW = 4000
 
 
 @dataclass(frozen=True)
 class Encoder(Generic[R]):
-    """How a row becomes what is trained on."""
+    """The function that encodes a row for training."""
 
     tokenizer: PreTrainedTokenizerBase
     encode: Callable[[R], Any]
     keep: Keep | None = None
     ahead: Callable[[Sequence[R]], None] | None = None
-    """What may be done for all rows at once."""
+    """Work that can be done for all rows at once."""
 
     def __call__(self, rows: Sequence[R]) -> tuple[list[Any], list[BadRow], Counter[str]]:
-        """(what is trained on, what was refused, what was counted) of some rows."""
+        """Encode some rows and return (encoded rows, bad rows, counts)."""
         found, refused, counts = [], list[BadRow](), Counter[str]()
         with fixed(self.tokenizer):
             if self.ahead is not None:
@@ -81,8 +81,9 @@ class Encoder(Generic[R]):
 def encode_rows(
     rows: Sequence[R], encoder: Encoder[R], data: Data, tell: Tell | None = None
 ) -> tuple[Sequence[Any], Counter[str]]:
-    """What the encoder makes of the rows, in Arrow where they are many, and what it counted. A row that it refuses stops the run,
-    by its place in the file, or is left out and counted with `bad_rows: skip`.
+    """Return the encoded rows, in Arrow if there are many, and the encoder's counts.
+
+    A row that the encoder rejects stops the run with its place in the file. With `bad_rows: skip` it is dropped and counted.
     """
     if len(rows) < FEW and data.num_proc <= 1:
         made: Sequence[Any]
@@ -102,14 +103,14 @@ def encode_rows(
 
 
 def _batches(rows: Sequence[Any], encoder: Encoder[Any], wanted: int) -> Iterator[tuple[bytes, list[BadRow], Counter[str]]]:
-    """What the encoder makes of the rows, in order, as batches of Arrow, by several processes where there are many."""
+    """Yield the encoded rows, in order, as Arrow batches, using several processes if there are many rows."""
     spans = [slice(start, start + _AT_ONCE) for start in range(0, len(rows), _AT_ONCE)]
     here = machine.cores() if sys.platform == "linux" else 1
     count = min(wanted or (here if len(rows) >= FEW else 1), len(spans))
     if count <= 1:
         yield from (_encode(encoder, rows[span]) for span in spans)
         return
-    # forked, they have the rows and the tokenizer without a copy; they call nothing of torch, whose threads a fork leaves behind
+    # Forked processes have the rows and the tokenizer without a copy. They call nothing of torch, whose threads a fork loses.
     pool = ProcessPoolExecutor(count, get_context("fork"), initializer=_begin, initargs=(rows, encoder))
     try:
         with pool:
@@ -124,9 +125,9 @@ _work: dict[str, Any] = {}
 
 
 def _begin(rows: Sequence[Any], encoder: Encoder[Any]) -> None:
-    gc.freeze()  # what the parent had is not collected here: it may end threads or sockets, which a fork leaves behind
+    gc.freeze()  # never collect the parent's objects here: that may end threads or sockets, which a fork loses
     die_with_parent()
-    os.setsid()  # what is sent to the parent's group, by Ctrl-C or `timeout`, is the parent's to answer
+    os.setsid()  # signals to the parent's group, by Ctrl-C or `timeout`, are for the parent to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _work.update(rows=rows, encoder=encoder)
@@ -148,8 +149,10 @@ def prepare(
     journal: Journal,
     make: Callable[[Tell], PreparedRows[T]],
 ) -> PreparedRows[T]:
-    """What `make` makes of the data, or what it made at an earlier start of the same files by the same settings, mapped from the
-    disk; what it told is told again. Of several processes rank 0 makes it, and those that share its disk map it.
+    """Return the rows that `make` prepares, or map them from the cache of an earlier start with the same files and settings.
+
+    Messages logged when the cache was written are repeated. Among several processes, rank 0 prepares the rows, and those that
+    share its disk map them.
     """
     world, key = journal.world, _key(data, tokenizer, settings)
     place = cache_folder("rows") / f"{key}.arrow" if key else None
@@ -185,14 +188,14 @@ def _make_or_map(place: Path | None, tell: Tell, make: Callable[[Tell], Prepared
 
 
 def sum_parts(prepared: PreparedRows[Any]) -> dict[str, str]:
-    """The SHA-256 of what a run pins of its rows, by the names of `pins.PINS`."""
+    """Return the SHA-256 of the rows that a run pins, by the names of `pins.PINS`."""
     names = [f.name for f in fields(Row) if f.name not in ("source", "plain_prompt")]
     parts = {"dataset": prepared.rows, "eval_dataset": prepared.held_out}
     return pins.hash_parts({part: [[getattr(row, name) for name in names] for row in rows] for part, rows in parts.items()})
 
 
 def _key(data: Data, tokenizer: PreTrainedTokenizerBase, settings: Sequence[Any]) -> str:
-    """The SHA-256 of all that rows and tokens depend on; empty where that is not known, or little would be saved."""
+    """Return the SHA-256 of everything that rows and tokens depend on; empty if that is unknown or a cache would save little."""
     names = [share.dataset for given in (data.dataset, data.eval_dataset) if given for share in parse_mixture(given)]
     if not all(isinstance(name, str) for name in names) or not kept_rows.limit():
         return ""
@@ -208,7 +211,7 @@ def _key(data: Data, tokenizer: PreTrainedTokenizerBase, settings: Sequence[Any]
         "data": {name: value for name, value in asdict(data).items() if name != "num_proc"},
         "settings": settings,
         "tokenizer": [backend.to_str(), tokenizer.chat_template, tokenizer.special_tokens_map, str(type(tokenizer))],
-        # not the names of files, which are others in a checkpoint
+        # Exclude file names, which differ in a checkpoint.
         "flags": {name: value for name, value in tokenizer.init_kwargs.items() if isinstance(value, bool)},
         "settled": repr(settled and (settled.kwargs, settled.rows)),
         "day": rendering.day_of(tokenizer).isoformat() if rendering.prints_date(tokenizer) else "",
@@ -223,7 +226,7 @@ def _size(path: Path) -> int:
 
 @functools.cache
 def _code() -> str:
-    """The SHA-256 of what reads and encodes rows: another psigrad may do it otherwise."""
+    """Return the SHA-256 of the code that reads and encodes rows, since another psigrad version may differ."""
     rooms = (data_room, rewards_room)
     files = [Path(__file__), *(file for room in rooms for file in sorted(Path(room.__path__[0]).rglob("*.py")))]
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()

@@ -1,4 +1,4 @@
-"""What fits into the model: prompts that leave room for a completion, and rows of at most `max_length` tokens."""
+"""The limits of the model: prompts that leave room for a completion, and rows of at most `max_length` tokens."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from psigrad.runs.journal import Journal
 
 
 def encode_prompts(rows: Sequence[Row], model: LanguageModel, data: Data, completion: int, tell: Tell | None = None) -> Prompts:
-    """The rows with their prompt tokens, each of which leaves room for `completion` tokens among the model's positions.
+    """Return the rows with their prompt tokens, each of which leaves room for `completion` tokens among the model's positions.
 
-    A prompt that is too long is refused by its place in the file, or left out and counted with `bad_rows: skip`.
+    A prompt that is too long raises `UserError` with its place in the file. With `bad_rows: skip` it is dropped and counted.
     """
     room, limit = model.max_length - completion, data.max_prompt_length
 
@@ -59,9 +59,9 @@ def encode_prompts(rows: Sequence[Row], model: LanguageModel, data: Data, comple
 
 
 def tell_translations(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], tell: Tell) -> None:
-    """Say once what the chat template has no words for and is said otherwise, of the first row with such among a hundred."""
+    """Report once, for the first such row among a hundred, the content that the chat template cannot render directly."""
     for row in rows[:100]:
-        with contextlib.suppress(RowError):  # it was left out, and that was said
+        with contextlib.suppress(RowError):  # such a row was dropped and reported already
             if notes := said_otherwise(tokenizer, row):
                 text = f"The chat template has no words for some of {row.source}: {'; '.join(notes)}."
                 tell("said_otherwise", text, what=notes)
@@ -71,10 +71,10 @@ def tell_translations(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], t
 def add_teacher_prompts(
     prompts: Sequence[Prompt], config: OnlineConfig, model: LanguageModel, reference: LanguageModel | Teacher | None
 ) -> Sequence[Prompt]:
-    """The prompts with the tokens of what the reference reads in their place: from a column of the dataset, and in a teacher's
-    own tokens. Without either, or a reference, as they are.
+    """Add the tokens that the reference reads in place of each prompt, from a dataset column and in a teacher's own tokens.
 
-    Raises `UserError` for a row that has none, or one that leaves no room for a completion.
+    Without a reference, or without either of these, return the prompts unchanged. Raises `UserError` for a row that lacks the
+    column or leaves no room for a completion.
     """
     column, completion = config.teacher_prompt, config.sampling.max_completion_length
     if reference is None or not (column or isinstance(reference, Teacher)):
@@ -109,12 +109,12 @@ def _teacher_row(row: Row, column: str, tokenizer: PreTrainedTokenizerBase) -> R
 
 
 def token_limit(config: SFTConfig | RewardConfig | PreferenceConfig, model: LanguageModel | ScalarModel) -> int:
-    """The most tokens of a row: `max_length`, or the model's positions if they are fewer."""
+    """Return the most tokens of a row: `max_length`, or the model's positions if they are fewer."""
     return min(config.max_length or model.max_length, model.max_length)
 
 
 def check_positions(longest: int, **others: Any) -> None:
-    """Refuse models of a run, by their names, that have fewer positions than its longest text: some would give numbers."""
+    """Raise `UserError` for models, by name, with fewer positions than the run's longest text. Some would compute regardless."""
     for name, other in others.items():
         if isinstance(other, Pretrained) and longest > other.max_length:
             raise UserError(
@@ -124,7 +124,7 @@ def check_positions(longest: int, **others: Any) -> None:
 
 
 def name_limit(config: SFTConfig | RewardConfig | PreferenceConfig, limit: int) -> str:
-    """What a `token_limit` comes from, and what to do about it."""
+    """Return a description of the source of a `token_limit`, and advice."""
     if limit == config.max_length:
         return f"max_length {limit} tokens; raise it"
     return f"{limit} tokens, the model's number of positions; shorten them or take a model with more"
@@ -137,8 +137,10 @@ def prepare_answers(
     limit: int,
     journal: Journal,
 ) -> PreparedRows[Any]:
-    """The rows of answers that are compared, and their tokens. Half an answer cannot be judged: rows with more tokens than
-    `limit` are left out and counted; a dataset is refused if none is left.
+    """Return the rows of answers to compare, and their tokens.
+
+    A truncated answer cannot be judged, so rows with more tokens than `limit` are dropped and counted. Raises `UserError` if none
+    is left.
     """
     settings = [form, limit, config.evaluation.eval_prompts, config.run.seed, getattr(config, "step_separator", ""), type(config)]
     return prepare(config.data, encoder.tokenizer, settings, journal, partial(_answers, config, form, encoder, limit))

@@ -1,4 +1,4 @@
-"""One run of any recipe, from its settings to its model on the disk and on the hub."""
+"""One run of any recipe, from its settings to its model on disk and on the hub."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from psigrad.runs.result import Result
 
 C = TypeVar("C", bound=TrainingConfig)
 UNPLANNED = 8192
-"""Tokens of a micro-batch if the settings leave them to the device and nothing can plan them."""
+"""Tokens of a micro-batch if the settings leave them to the device and there is no planner."""
 
 
 def fit_memory(config: C) -> C:
-    """The settings with micro-batches, and all else that is left to the device, as its memory allows."""
-    machine.check_device(config.run)  # one that is not here has no memory to plan with
+    """Return the settings with micro-batches and other automatic values planned for the device's memory."""
+    machine.check_device(config.run)  # a missing device has no memory to plan with
     if config.run.max_memory or (not config.micro_batch_tokens and extras.find("fit")):
         made: C = extras.load("fit").fit(config)
         return made
@@ -31,9 +31,9 @@ def fit_memory(config: C) -> C:
 
 
 def run(config: TrainingConfig, given: GivenModel | None = None) -> Result:
-    """Train as the settings say; their class says which recipe. `given` are objects in place of the model that they name.
+    """Train as the settings say, by the recipe of their class. `given` are objects in place of the model that the settings name.
 
-    Where `push_to_hub` is set the model is pushed once the run is finished, and on the same call again.
+    With `push_to_hub`, the model is pushed when the run finishes, and again if the same finished run is called again.
     """
     config = fit_memory(config)
     check_schedule(config.optim)
@@ -46,7 +46,7 @@ def run(config: TrainingConfig, given: GivenModel | None = None) -> Result:
     else:
         with given.as_it_was():
             result = _run(config, given)
-        if given.network is not None and given.made is None:  # the run was finished before
+        if given.network is not None and given.made is None:  # the run had already finished
             given_model.take_weights(given.network, result.model)
     if speaks:
         hub.after_run(config.hub, result.folder)

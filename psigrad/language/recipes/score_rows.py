@@ -1,4 +1,4 @@
-"""What reward functions give to completions that are there already: before any training, to see whether a reward is right."""
+"""The rewards of existing completions: a check of reward functions before any training."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class RowScore:
     """The reward of one row."""
 
     source: str
-    """File and line, or the number of the row."""
+    """The file and line, or the number of the row."""
     result: Result
     """`Scored` with the parts, `Failed` or `Unscored` with the reason."""
     seconds: float
-    """How long the functions took, with the way to the worker process and back."""
+    """The duration of the functions, including the round trip to the worker process."""
 
     def row(self) -> dict[str, Any]:
-        """As a line of JSON: source, status, reward, parts, reason, seconds."""
+        """Return the score as a line of JSON: source, status, reward, parts, reason, seconds."""
         about: dict[str, Any] = {"source": self.source, "status": type(self.result).__name__.lower()}
         about["reward"] = None
         if not isinstance(self.result, Unscored):
@@ -59,12 +59,12 @@ def score(
     columns: str | Mapping[str, str] = "",
     bad_rows: Literal["stop", "skip"] = "stop",
 ) -> list[RowScore]:
-    """What the reward functions give to each prompt-completion row, in order and one row after the other, in a worker process.
+    """Score each prompt-completion row by the reward functions, in order, one at a time, in a worker process.
 
-    `rows` is a file, folder or hub dataset, or rows from Python; columns beside prompt and completion go to the functions.
-    `columns` renames some first. `tokenizer` names a model whose tokens the functions are shown as `completion_ids`; without one
-    they are empty. `bad_rows="skip"` leaves malformed rows out. Raises `UserError` if a reward counts tokens and no tokenizer is
-    given.
+    `rows` is a file, folder or hub dataset, or rows from Python. Columns other than prompt and completion are passed to the
+    functions. `columns` renames some first. `tokenizer` names a model whose tokens the functions receive as `completion_ids`;
+    without one they are empty. `bad_rows="skip"` drops malformed rows. Raises `UserError` if a reward counts tokens and no
+    tokenizer is given.
     """
     if not rewards:
         raise UserError("No reward was given; name one with --reward, such as exact or my_module:my_reward.")
@@ -97,14 +97,14 @@ def score(
 
 
 def check_scored(scores: Sequence[RowScore]) -> None:
-    """Raises `UserError` where no row has a reward, with the reason that most of them have."""
+    """Raise `UserError` if no row has a reward, with the most common reason."""
     reasons = [s.result.reason if isinstance(s.result, Unscored) else None for s in scores]
     if scores and all(reasons):
         raise UserError(f"{explain_unscored(reasons, [s.source for s in scores])} Fix the reward function or the dataset.")
 
 
 def summary(scores: Sequence[RowScore]) -> str:
-    """One line: how many were scored, their mean, and how long a row took."""
+    """Return one line: the number of scored rows, their mean reward, and the median time of a row."""
     values = [s.result.value for s in scores if isinstance(s.result, Scored | Failed)]
     failed = sum(isinstance(s.result, Failed) for s in scores)
     mean = f"mean reward {sum(values) / len(values):.4g}" if values else "no reward"
@@ -113,7 +113,7 @@ def summary(scores: Sequence[RowScore]) -> str:
 
 
 def _ids(tokenizer: str) -> Callable[[Row], list[int]]:
-    """The tokens of a row's completion."""
+    """Return a function that gives the tokens of a row's completion."""
     if not tokenizer:
         return lambda row: []
     loaded = load_tokenizer(tokenizer)

@@ -1,4 +1,4 @@
-"""What rewards a run's completions, resolved once from its settings: it names and weighs its parts, pins, and scores."""
+"""The rewards of a run, resolved once from its settings: names, weights, pins, and scoring."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ from psigrad.runs.journal import Journal
 
 @dataclass(frozen=True)
 class RewardSetup:
-    """Reward functions and reward models with their weights, under names that differ."""
+    """The reward functions and reward models of a run with their weights, under distinct names."""
 
     config: Scored
     alone: tuple[Reward, ...] | None
-    """These functions in place of all that the settings name."""
+    """Functions that replace all rewards of the settings."""
     specs: tuple[RewardSpec, ...]
-    """The functions themselves: a user's code is imported once in a run."""
+    """The resolved functions: a user's code is imported once per run."""
     weights: Mapping[str, float]
-    """The weight of each part by name: of the functions first, then of the models."""
+    """The weight of each part by name: functions first, then models."""
 
     @classmethod
     def of(cls, config: Scored, functions: Sequence[Reward] | None = None) -> RewardSetup:
-        """What `config.reward` and `config.reward_model` describe, weighed by `config.reward_weights`, or these functions alone.
+        """Return the rewards of `config.reward` and `config.reward_model` with `config.reward_weights`, or only these functions.
 
-        Raises `UserError` for functions that do not exist, and weights that are not one for each.
+        Raises `UserError` for functions that do not exist, and if the number of weights differs.
         """
         given: Sequence[Reward] = config.reward if functions is None else functions
         paths, weights = (config.reward_model, config.reward_weights) if functions is None else ((), ())
@@ -65,7 +65,7 @@ class RewardSetup:
 
     @classmethod
     def of_metric(cls, config: Scored) -> RewardSetup | None:
-        """The metric that held-out completions are measured by, where one is named."""
+        """Return the metric that measures held-out completions, if one is named."""
         return cls.of(config, (config.evaluation.metric,)) if config.evaluation.metric else None
 
     @property
@@ -75,15 +75,15 @@ class RewardSetup:
 
     @property
     def metric(self) -> str:
-        """The name of what is measured: that of the only part, or "reward"."""
+        """The name of the measured value: that of the only part, or "reward"."""
         plays = isinstance(self.config, EpisodeSettings) and bool(self.config.environment or self.config.asks)
         return next(iter(self.weights)) if len(self.weights) == 1 and not plays else "reward"
 
     @contextlib.contextmanager
     def scorer(self, tokenizer: PreTrainedTokenizerBase | None, journal: Journal | None = None) -> Iterator[Scorer | None]:
-        """Who scores, at work for the length of the block; None: the environment alone rewards.
+        """Yield the scorer, which runs during the block; None if only the environment gives rewards.
 
-        `tokenizer` is the policy's; None where only text is known of it.
+        `tokenizer` is the policy's; None if only its text is known.
         """
         if journal is not None and any(_is_unsafe(function) for function in self.functions):
             text = "Programs that the model writes run without a sandbox, with your rights: allow_unsafe_code is set."
@@ -110,9 +110,9 @@ class RewardSetup:
             yield pool
 
     def pool(self) -> RewardPool:
-        """The reward functions in processes of this machine.
+        """Return the reward functions in processes of this machine.
 
-        Raises `SandboxError` where they judge programs and there is no sandbox: a step is not sampled for nothing.
+        Raises `SandboxError` if they judge programs and there is no sandbox, before a step is sampled in vain.
         """
         for function in self.functions:
             if isinstance(function, Code) and not function.service:
@@ -131,9 +131,9 @@ class RewardSetup:
     def judgeable(self, rows: Sequence[Row], tell: Tell | None = None) -> Sequence[Row]:
         """Return the rows that the functions can judge.
 
-        A row without a gold is dropped, and counted by the empty column: no function would apply to it. One with a gold that is
-        not read whole raises `UserError` with its place in the file, or is dropped and counted with `bad_rows: skip`: an answer
-        that is read in part would reward wrong ones.
+        A row without a gold answer is dropped, and counted by its empty column, since no function would apply to it. A gold
+        answer that cannot be read completely raises `UserError` with its place in the file; with `bad_rows: skip` it is dropped
+        and counted. A partly read answer would reward wrong completions.
         """
         rows = self._with_golds(rows, tell)
         if not any(hasattr(function, "check_row") for function in self.functions):
@@ -156,7 +156,7 @@ class RewardSetup:
 
     @property
     def needs(self) -> list[list[str]]:
-        """The columns that each function needs; with a reward model, which judges every row, none."""
+        """The columns that each function needs; empty with a reward model, which judges every row."""
         return [] if self.config.reward_model else [needed_columns(function) for function in self.functions]
 
     def _with_golds(self, rows: Sequence[Row], tell: Tell | None) -> Sequence[Row]:
@@ -190,20 +190,21 @@ _ROWS_AT_ONCE = 64
 
 
 def samples_of(rows: Sequence[Row], names: Sequence[str]) -> Samples:
-    """Rows as reward functions are shown them, with the completions that they bring along and the columns of these names (those
-    of all rows: `column_names`), None where a row lacks one.
+    """Return rows in the form that reward functions receive, with their own completions and the columns of these names.
+
+    `names` are those of all rows (`column_names`). A row that lacks a column has None there.
     """
     columns = {name: [row.columns.get(name) for row in rows] for name in names}
     return Samples([row.prompt for row in rows], [row.completion or "" for row in rows], [[]] * len(rows), columns)
 
 
 def _pool_of(config: Scored, alone: Sequence[Reward] | None) -> RewardPool:
-    """The pool of another machine, which imports the user's code itself."""
+    """Return the pool on another machine, which imports the user's code itself."""
     return RewardSetup.of(config, alone).pool()
 
 
 def _is_unsafe(function: Any) -> bool:
-    """Whether a reward runs the model's programs with nothing around them."""
+    """Return True if a reward runs the model's programs without a sandbox."""
     return (
         isinstance(function, Code)
         and function.allow_unsafe_code
@@ -213,12 +214,12 @@ def _is_unsafe(function: Any) -> bool:
 
 
 def _name_of(path: str) -> str:
-    """The name of a reward model: its folder's, or the one above `model`."""
+    """Return the name of a reward model: its folder's name, or that of the parent of `model`."""
     return Path(path).name if Path(path).name not in ("model", "") else Path(path).parent.name or "reward_model"
 
 
 def _load_model(path: str, name: str, config: Scored, tokenizer: PreTrainedTokenizerBase | None) -> ModelScorer:
-    """A reward model that never learns."""
+    """Load a frozen reward model."""
     model = load_trained_scalar_model(replace(config.model, path=path, revision="", quantize_base=""), config.run)
     model.network.requires_grad_(False)
     own = model.tokenizer
@@ -228,9 +229,7 @@ def _load_model(path: str, name: str, config: Scored, tokenizer: PreTrainedToken
 
 
 def _resolve(given: Reward, tokens: int) -> RewardSpec:
-    """As `resolve`; a length reward counts against the run's own max_completion_length where it is given no other, and the cache
-    is a quarter of what it counts against.
-    """
+    """Resolve a reward. A length reward defaults to the run's max_completion_length, and its cache to a quarter of the limit."""
     asked: Any = {"reward": given} if isinstance(given, str) else given
     name = asked.get("reward") if isinstance(asked, Mapping) else None
     if name not in ("length", "soft_overlong"):
@@ -241,7 +240,7 @@ def _resolve(given: Reward, tokens: int) -> RewardSpec:
 
 
 def completion_room(config: Scored) -> int:
-    """Tokens that a prompt must leave free: those of a completion, or of an episode's first turn."""
+    """Return the tokens that a prompt must leave free: those of a completion, or of an episode's first turn."""
     whole = config.sampling.max_completion_length
     turn = config.max_turn_length if isinstance(config, EpisodeSettings) and config.plays else 0
     return min(turn or whole, whole)
@@ -258,7 +257,7 @@ def evaluator_for(
     size: int | None = None,
     world: World = ALONE,
 ) -> Evaluator:
-    """Held-out evaluation by these rewards, which `scorer` gives."""
+    """Return the held-out evaluation by these rewards, computed by `scorer`."""
     prompts = encode_prompts(rewards.judgeable(rows), model, config.data, completion_room(config))
     return Evaluator(
         prompts=prompts,

@@ -28,10 +28,10 @@ from psigrad.runs.result import Result
 
 
 def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
-    """Fine-tune `config.model` on `config.data`: cross-entropy on completions (prompt-completion rows) or assistant turns
-    (messages).
+    """Fine-tune `config.model` on `config.data` by cross-entropy.
 
-    Goes on from the newest checkpoint of the run folder where there is one. Raises `UserError` on mistakes of the user.
+    The targets are completions (prompt-completion rows) or assistant turns (messages). Resumes from the newest checkpoint of the
+    run folder if there is one. Raises `UserError` on mistakes of the user.
     """
     rewards, metric = RewardSetup.of(config), RewardSetup.of_metric(config)
     with session.open_run(config, "sft") as journal, contextlib.ExitStack() as stack:
@@ -50,7 +50,7 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
 
 
 def _prepare(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int, tell: Tell) -> PreparedRows[list[Example]]:
-    """The rows as texts with something to learn."""
+    """Return the rows as texts with target tokens."""
     read = read_rows(config.data, "sft", config.evaluation.eval_prompts, config.run.seed, tell)
     rows, held_out = for_model(tokenizer, read, config.data.plain_prompts, tell)
     empty = config.train_empty_thinking
@@ -74,6 +74,6 @@ def _prepare(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int, 
 
 
 def _with_targets(texts: Sequence[Example]) -> tuple[list[Example] | None, dict[str, int]]:
-    """Of a row the texts with something to learn; a row without one is left out."""
+    """Keep the texts of a row that have target tokens. A row without any is dropped."""
     own = [text for text in texts if any(text.mask)]
     return own or None, {"rows": 1, "texts": len(texts), "cut": sum(text.truncated for text in texts)}

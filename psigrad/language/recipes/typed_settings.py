@@ -1,7 +1,7 @@
-"""The keyword arguments of `psigrad.train` as editors show them. When a program runs, this file is empty.
+"""The keyword arguments of `psigrad.train` as editors show them. At run time, this module is empty.
 
 `Settings` inherits every section and configuration, so its constructor takes each setting by its last name, with the type and the
-description that `psigrad.config` gives. `accept` hands these parameters to an overload of `train`.
+description from `psigrad.config`. `accept` adds these parameters to an overload of `train`.
 """
 
 # A section and an argument may share a name and differ in type: "model" is a path here.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         config.Model, config.Data, config.Optim, config.Sampling, config.Evaluation, config.Run, config.Placement, config.Hub,
         config.SFTConfig, config.OnlineConfig, config.PreferenceConfig, config.RewardConfig,
     ):  # fmt: skip
-        """All settings of all methods, and what may be an object in place of its name."""
+        """All settings of all methods, and the arguments that may be objects in place of names."""
 
         model: Path | PreTrainedModel = ""
         tokenizer: Path | PreTrainedTokenizerBase = ""
@@ -50,5 +50,5 @@ if TYPE_CHECKING:
         hub: Any = field(init=False)
 
     def accept(settings: Callable[P, object]) -> Callable[[Callable[[M], Result]], Callable[Concatenate[M, P], Result]]:
-        """Give a function of the method alone the parameters of `settings` too."""
+        """Add the parameters of `settings` to a function of the method alone."""
         ...

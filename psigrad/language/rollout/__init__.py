@@ -1,1 +1,1 @@
-"""Who produces trajectories: the embedded sampler, transformers' generate, vLLM, and many of them on Ray, behind one protocol."""
+"""Producers of trajectories: the embedded sampler, transformers' generate, vLLM, and several on Ray, behind one protocol."""

@@ -1,6 +1,6 @@
-"""From prompts to scored trajectories: a `TrajectoryCollector` makes them, a `ScoredRollout` has them scored meanwhile.
+"""From prompts to scored trajectories: a `TrajectoryCollector` makes them, and a `ScoredRollout` has them scored meanwhile.
 
-`Completions` are single answers. Episodes, sessions of agents and recorded completions are collectors outside of the core.
+`Completions` are single answers. Episodes, sessions of agents and recorded completions are collectors outside the core.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 SeedOf = Callable[[int, int], int]
 """(place of the prompt, number of the completion) -> the seed of that completion."""
 Show = Callable[[Sequence[Trajectory]], Samples]
-"""The view of a group of trajectories that reward functions get: text and columns in place of tokens."""
+"""A function that returns the view of a trajectory group that reward functions receive: text and columns in place of tokens."""
 
 
 class TrajectoryCollector(Protocol):
-    """Makes trajectories of prompts. It knows tokens; rewards are added by a `ScoredRollout`."""
+    """A source of trajectories for prompts. It handles tokens; a `ScoredRollout` adds rewards."""
 
     @property
     def sampler(self) -> Sampler:
-        """The sampler that completes prompts, or that an agent's requests are answered by."""
+        """The sampler that completes prompts, or that answers an agent's requests."""
         ...
 
     @property
@@ -48,11 +48,11 @@ class TrajectoryCollector(Protocol):
         version: int,
         cache: ActivationCache | None = None,
     ) -> Iterator[list[tuple[int, list[Trajectory]]]]:
-        """Yield (place of the prompt, its trajectories) as groups are complete. A sampler may fill `cache` for the trainer."""
+        """Yield (place of the prompt, its trajectories) as groups complete. A sampler may fill `cache` for the trainer."""
         ...
 
     def snapshot(self) -> Self:
-        """Return this collector on the weights that the policy has now; see `Sampler.snapshot`."""
+        """Return this collector with the policy's current weights; see `Sampler.snapshot`."""
         ...
 
 
@@ -62,7 +62,7 @@ class Completions:
 
     sampler: Sampler
     decode: Callable[[Sequence[int]], str]
-    """Token ids to the text that people and reward functions see."""
+    """The function that decodes token ids to the text that users and reward functions see."""
     plays: bool = False
 
     def collect(
@@ -94,19 +94,19 @@ class Completions:
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """Scored trajectories of prompts, made by all processes of a world together.
+    """Scored trajectories of prompts, made jointly by all processes of a world.
 
-    A group goes to the scorer when its last completion has ended, while others are still being sampled. Without a scorer the
-    rewards are those of the environment.
+    A group goes to the scorer when its last completion ends, while others are still being sampled. Without a scorer, the rewards
+    are those of the environment.
     """
 
     collector: TrajectoryCollector
     scorer: Scorer | None
     show: Callable[[Mapping[int, Any]], Show]
-    """From rows by index to the view of their trajectories that rewards get."""
+    """The function that returns the view of trajectories for rewards, given their rows by index."""
     world: World = ALONE
     complete: bool = False
-    """Give every process all tokens of all trajectories, which a checkpoint of pending ones needs."""
+    """True if every process gets all tokens of all trajectories, which a checkpoint of pending ones needs."""
 
     def __call__(
         self,
@@ -120,7 +120,7 @@ class ScoredRollout:
     ) -> list[Trajectory]:
         """Return `num_generations` scored trajectories of each prompt, in order. `version` is the policy's step.
 
-        `clock` counts "time/sample", and as "time/score" the wait for rewards that are not there when sampling has ended.
+        `clock` counts "time/sample", and as "time/score" the wait for rewards after sampling has ended.
         """
         clock, world, central = clock or Clock(), self.world, self.collector.sampler.central
         share = range(world.rank, len(prompts), 1 if central else world.size)
@@ -162,14 +162,14 @@ class ScoredRollout:
             return scoring.give_to([t for place in range(len(mine)) for t in groups[place]])
 
     def snapshot(self) -> ScoredRollout:
-        """Return this rollout on the weights that the policy has now."""
+        """Return this rollout with the policy's current weights."""
         return replace(self, collector=self.collector.snapshot())
 
 
 class PendingRewards:
     """Trajectories that wait for their rewards.
 
-    Rewards of the environment and of steps are added to the scorer's; without a scorer they are the only ones.
+    Rewards of the environment and of steps are added to the scorer's. Without a scorer, they are the only ones.
     """
 
     def __init__(self, scorer: Scorer | None, show: Show) -> None:
@@ -177,7 +177,7 @@ class PendingRewards:
         self._places: dict[int, int] = {}
 
     def add_all(self, trajectories: Sequence[Trajectory]) -> None:
-        """Add them group by group. A row that is drawn twice in a step has two groups."""
+        """Add trajectories group by group. A row that is drawn twice in a step has two groups."""
         starts = [i for i, t in enumerate(trajectories) if t.k == 0 or i == 0]
         for start, end in itertools.pairwise([*starts, len(trajectories)]):
             self.add(trajectories[start:end])
@@ -189,7 +189,7 @@ class PendingRewards:
             self._scoring.add(self._show(group))
 
     def poll(self) -> None:
-        """Let the scorer do what it can without waiting."""
+        """Let the scorer make progress without waiting."""
         if self._scoring is not None:
             self._scoring.poll()
 
@@ -201,7 +201,7 @@ class PendingRewards:
 
 def add_reward(trajectory: Trajectory, result: Result) -> Trajectory:
     """Return the trajectory with its reward: the scorer's value and the rewards of its steps."""
-    if trajectory.reason:  # the environment or the agent broke
+    if trajectory.reason:  # the environment or the agent failed
         return replace(trajectory, status="unscored")
     if isinstance(result, Unscored):
         return replace(trajectory, status="unscored", reason=result.reason)

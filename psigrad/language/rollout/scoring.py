@@ -1,4 +1,4 @@
-"""What a scorer is given, what scoring a completion can come to, and who scores."""
+"""The inputs and possible results of scoring, and the protocol of scorers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, Protocol
 from psigrad.errors import UserError
 
 WINDOW = 200
-"""Completions over which `max_unscored` is judged."""
+"""The number of completions over which `max_unscored` is checked."""
 _ENOUGH = 8
-"""Completions after which a reward that has never worked stops a run."""
+"""The number of completions after which a reward that has never worked stops a run."""
 NOT_APPLICABLE = "no reward function applies to it"
-"""The reason of a completion that no reward function gave a number."""
+"""The reason of a completion for which no reward function returned a number."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Completions with their prompts and what else is known of them; sequences of one length."""
+    """Completions with their prompts and further data, as sequences of equal length."""
 
     prompts: Sequence[Any]
     completions: Sequence[Any]
@@ -26,13 +26,13 @@ class Samples:
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """The other columns of the prompts' rows, by name."""
     prompt_ids: Sequence[Sequence[int]] | None = None
-    """For scorers that read the policy's own tokens."""
+    """The prompt's tokens, for scorers that read the policy's own tokens."""
     policy_turns: Sequence[Sequence[str]] | None = None
-    """What the policy wrote, turn by turn, where a completion holds what others said too; None: see `turns_of`."""
+    """The policy's text, turn by turn, if a completion also contains other speakers; None: see `turns_of`."""
     policy_ids: Sequence[Sequence[int]] | None = None
     """The tokens that the policy wrote; None: all of `completion_ids`."""
     opened_thoughts: Sequence[str] | None = None
-    """The tag of a thought that each prompt ends in, which the completion goes on with; None: of none."""
+    """The tag of the open thought at the end of each prompt, which the completion continues; None: no prompt has one."""
 
     def __post_init__(self) -> None:
         lengths = {name: len(values) for name, values in self.shown.items()}
@@ -46,14 +46,14 @@ class Samples:
 
     @property
     def shown(self) -> dict[str, Sequence[Any]]:
-        """What goes to the reward functions' workers, by name."""
+        """The columns sent to the reward functions' workers, by name."""
         own = {"prompts": self.prompts, "completions": self.completions, "completion_ids": self.completion_ids}
         policy = {"policy_turns": self.policy_turns, "policy_ids": self.policy_ids, "opened_thoughts": self.opened_thoughts}
         return {**self.columns, **own, **{name: values for name, values in policy.items() if values is not None}}
 
 
 def join(parts: Sequence[Samples]) -> Samples:
-    """All of these, one behind the other. Raises `ValueError` unless they say the same kinds of things of every completion."""
+    """Concatenate these samples. Raises `ValueError` if they do not have the same kinds of columns."""
     optional = ("prompt_ids", "policy_turns", "policy_ids", "opened_thoughts")
     kinds = {(*sorted(part.columns), *(name for name in optional if getattr(part, name) is not None)) for part in parts}
     if len(kinds) > 1:
@@ -70,25 +70,25 @@ def join(parts: Sequence[Samples]) -> Samples:
 
 
 def pick(shown: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
-    """What is shown of the samples at these indices."""
+    """Return the columns of the samples at these indices."""
     return {name: [values[i] for i in indices] for name, values in shown.items()}
 
 
 class Preparable:
-    """A reward function that is looked at before a run, and made ready in its worker before the first completion's clock runs."""
+    """A reward function that is checked before a run, and prepared in its worker before the first completion is timed."""
 
     def check(self) -> None:
-        """Raises `UserError` where its parameters are no use."""
+        """Raise `UserError` if the parameters are invalid."""
 
     def prepare(self) -> None:
-        """Load what it asks."""
+        """Load the resources that it needs."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A reward: `value` is the weighted sum, `parts` what each function gave (None: not applicable).
+    """A reward: `value` is the weighted sum, `parts` the value of each function (None: not applicable).
 
-    `steps` are (place, reward) of rewards for steps inside the completion, beside `value`, which is for the whole of it.
+    `steps` are (place, reward) of rewards for steps inside the completion, in addition to `value`, which is for all of it.
     """
 
     value: float
@@ -98,8 +98,8 @@ class Scored:
 
 @dataclass(frozen=True)
 class Failed:
-    """A reward function said through `Failure` that the policy is at fault, and counts with the failure value: `value` is the
-    weighted sum with it, `parts` what each function gave.
+    """A completion that is the policy's fault, as a reward function reported by `Failure`. It counts with the failure value:
+    `value` is the weighted sum with it, `parts` the value of each function.
     """
 
     value: float
@@ -109,9 +109,10 @@ class Failed:
 
 @dataclass(frozen=True)
 class Unscored:
-    """Our fault: a time-out, an exception, a malformed return. Never a silent 0: such completions are not trained on.
+    """A completion without reward through no fault of the policy: a time-out, an exception, a malformed return.
 
-    A reward function may return one in its list, where it cannot judge a completion through no fault of the policy's.
+    It is never a silent 0: such completions are not trained on. A reward function may return one in its list if it cannot judge a
+    completion.
     """
 
     reason: str
@@ -121,17 +122,20 @@ Result = Scored | Failed | Unscored
 
 
 class Failure(Exception):
-    """Raised by a reward function (or returned in its list, for one sample) to say that the completion as such is at fault."""
+    """The exception by which a reward function reports that the completion itself is at fault.
+
+    It is raised, or returned in the function's list for one sample.
+    """
 
 
 class RewardError(UserError):
-    """The rewards cannot be used: the functions do not load, or too many completions stay unscored."""
+    """The rewards are unusable: the functions do not load, or too many completions stay unscored."""
 
 
 class Scoring:
-    """Completions on their way to their rewards, added group by group as they are written.
+    """Completions that wait for their rewards, added group by group as they are written.
 
-    This one asks `score` for all groups at the end; a scorer that can begin earlier has a subclass.
+    This class calls `score` for all groups at the end. A scorer that can start earlier has a subclass.
     """
 
     def __init__(self, score: Callable[[Sequence[Samples]], list[Result]]) -> None:
@@ -139,22 +143,22 @@ class Scoring:
         self._groups: list[Samples] = []
 
     def add(self, group: Samples) -> None:
-        """One more group, which reward functions are shown together."""
+        """Add a group, which reward functions receive together."""
         self._groups.append(group)
 
     def poll(self) -> None:
-        """Do what can be done now without waiting."""
+        """Make progress without waiting."""
 
     def results(self) -> list[Result]:
-        """One result per completion, in the order in which they were added."""
+        """Return one result per completion, in the order in which they were added."""
         return self._score(self._groups)
 
 
 class Scorer(Protocol):
-    """Who scores completions: reward functions in processes, reward models, or a mixture of both."""
+    """A scorer of completions: reward functions in processes, reward models, or a mixture of both."""
 
     def begin(self) -> Scoring:
-        """A new scoring; what an earlier one has not finished is given up."""
+        """Start a new scoring, and drop what an earlier one has not finished."""
         ...
 
 
@@ -163,8 +167,9 @@ def check_unscored(
 ) -> list[list[int]]:
     """Raise `RewardError` if more than `limit` of the last `WINDOW` completions are unscored through a fault, or if all are.
 
-    `reasons` has one entry per completion of a step: why it is unscored, or None. One to which no function applies is no fault.
-    `before` is what the previous step returned: [faults, completions] of each of the last steps, which now ends in this one.
+    `reasons` has one entry per completion of a step: the reason why it is unscored, or None. A completion to which no function
+    applies is no fault. `before` is the previous step's return value: [faults, completions] of each of the last steps. The
+    returned window includes this step.
     """
     faults = [None if reason is None or reason.startswith(NOT_APPLICABLE) else reason for reason in reasons]
     window = [*map(list, before), [sum(reason is not None for reason in faults), len(faults)]]
@@ -180,7 +185,7 @@ def check_unscored(
 
 
 def explain_unscored(reasons: Sequence[str | None], sources: Sequence[str] = (), above: str = "") -> str:
-    """Return how many of the completions are unscored, and the reason that most of these have, with their rows.
+    """Return the number of unscored completions, and the most common reason with its rows.
 
     `reasons` are as in `check_unscored`. `sources` are the places of the rows in their files.
     """
@@ -197,19 +202,19 @@ def explain_unscored(reasons: Sequence[str | None], sources: Sequence[str] = (),
 
 
 def turns_of(completion: Any) -> list[str]:
-    """What the policy wrote in a completion, turn by turn: the text, or the contents of the assistant's messages."""
+    """Return the policy's turns in a completion: the text, or the contents of the assistant's messages."""
     if isinstance(completion, str):
         return [completion]
     return [_content(message) for message in completion if message.get("role") == "assistant"]
 
 
 def text_of(completion: Any) -> str:
-    """What the policy said last: a text as it is, of messages the assistant's last."""
+    """Return the policy's last turn: a text unchanged, or the content of the last assistant message."""
     return (turns_of(completion) or [""])[-1]
 
 
 def transcript_of(messages: Any) -> str:
-    """All that was said: a text as it is, or the contents of all messages."""
+    """Return the full conversation: a text unchanged, or the contents of all messages."""
     return messages if isinstance(messages, str) else "\n".join(map(_content, messages))
 
 

@@ -1,8 +1,8 @@
-"""A step's trajectories where several processes train: each is whole where it was made and where it is trained on.
+"""A step's trajectories if several processes train: each is complete where it was made and where it is trained on.
 
-Everybody is told what a step computes of all of them: rewards, lengths, masks, log-probs (`apart`). Tokens go to those who read
-them (`bring`), rows of rollouts.jsonl to rank 0, which writes them (`to_writer`). They travel as arrays in the form of
-safetensors, and the little that is no array as JSON beside them.
+Every process receives the values that a step computes over all trajectories: rewards, lengths, masks, log-probs (`apart`). Tokens
+go to the processes that read them (`bring`), and rows of rollouts.jsonl to rank 0, which writes them (`to_writer`). They are sent
+as arrays in safetensors format, with the small remainder as JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from psigrad.processes.parallel.world import World
 
 
 class Away(Sequence[int]):
-    """Tokens that another process has: how many, and their hash, by which they equal the same tokens, here or away."""
+    """Tokens stored in another process: their number and their hash, by which they equal the same tokens, local or away."""
 
     def __init__(self, length: int, key: int) -> None:
         self.length, self.key = length, key
@@ -41,7 +41,9 @@ class Away(Sequence[int]):
 
 
 def apart(trajectory: Trajectory) -> Trajectory:
-    """What everybody is told: all but tokens and texts; of the answers of tools, whether they are errors."""
+    """Return the part of a trajectory that every process receives: all but tokens and texts, with the error marks of tool
+    answers.
+    """
 
     def away(ids: Sequence[int]) -> Any:
         return Away(len(ids), hash(ids))
@@ -60,7 +62,7 @@ def apart(trajectory: Trajectory) -> Trajectory:
 
 
 def tokens_of(trajectory: Trajectory) -> Trajectory:
-    """What a model reads of it, and no more."""
+    """Return the part of a trajectory that a model reads."""
     bare = replace(trajectory.completion, logprobs=(), sampling_logprobs=())
     return replace(trajectory, completion=bare, text="", parts={}, mask=(), messages=(), policy_turns=(), step_rewards=())
 
@@ -69,7 +71,7 @@ _KINDS = {"ids": np.int32, "prompts": np.int32, "numbers": np.float64, "mask": n
 
 
 def pack(rows: Sequence[Trajectory]) -> bytes:
-    """Trajectories as arrays: each prompt once, however many stand behind it."""
+    """Serialise trajectories as arrays. Each prompt is stored once, however many trajectories continue it."""
     arrays: dict[str, list[Any]] = {name: [np.empty(0, kind)] for name, kind in _KINDS.items()}
     prompts: dict[Any, int] = {}
 
@@ -100,7 +102,7 @@ def pack(rows: Sequence[Trajectory]) -> bytes:
 
 
 def unpack(data: bytes) -> list[Trajectory]:
-    """The inverse of `pack`. Log-probs and masks of trajectories that are apart stay in their arrays."""
+    """Deserialise the trajectories of `pack`. Log-probs and masks of trajectories that are apart stay in their arrays."""
     arrays = safetensors.numpy.load(data)
     held, at = json.loads(arrays["rest"].tobytes().decode("utf-8", "surrogatepass")), dict.fromkeys(arrays, 0)
 
@@ -124,12 +126,12 @@ def unpack(data: bytes) -> list[Trajectory]:
 
 
 def _said(made: Any) -> dict[str, Any]:
-    """The fields that are not their defaults."""
+    """Return the fields that differ from their defaults."""
     return {f.name: x for f in fields(made) if (x := getattr(made, f.name)) != f.default}
 
 
 def spread(world: World, own: Sequence[Trajectory], *, whole: bool = False) -> list[list[Trajectory]]:
-    """What each process has made, by rank: its own as they are, the others' apart or, if `whole`, whole."""
+    """Return the trajectories of each process, by rank: its own unchanged, the others' apart or, if `whole`, complete."""
     made = list(own) if whole else [replace(t, holders=(world.rank,)) for t in own]
     told = pack(made if whole else [apart(t) for t in made])
     each = world.exchange([b"" if rank == world.rank else told for rank in range(world.size)])
@@ -137,7 +139,7 @@ def spread(world: World, own: Sequence[Trajectory], *, whole: bool = False) -> l
 
 
 def spread_collected(world: World, held: Collected) -> Collected:
-    """The collection that rank 0 holds."""
+    """Return the collection that rank 0 holds, on every rank."""
     place = {id(t): n for n, t in enumerate(held.trajectories)}
     groups = [[place[id(t)] for t in group] for group in held.groups]
     groups, cursor, entries = world.broadcast((groups, held.cursor, held.entries))
@@ -146,7 +148,7 @@ def spread_collected(world: World, held: Collected) -> Collected:
 
 
 def bring(world: World, rows: list[Trajectory], wanted: Sequence[Sequence[int]]) -> None:
-    """Put into `rows` the tokens of those at the places `wanted[rank]`, on each rank. All call it with the same places."""
+    """Put into `rows` the tokens of those at the places `wanted[rank]`, on each rank. All ranks call it with the same places."""
     lacks = [[i for i in places if rows[i].holders and rank not in rows[i].holders] for rank, places in enumerate(wanted)]
     if not any(lacks):
         return
@@ -163,7 +165,7 @@ def bring(world: World, rows: list[Trajectory], wanted: Sequence[Sequence[int]])
 
 
 def to_writer(world: World, made: Mapping[int, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Rows of all processes, by their places, in that order on rank 0."""
+    """Return the rows of all processes, by place, in that order on rank 0."""
     told = json.dumps(list(made.items())).encode() if world.rank else b""
     each = world.exchange([b"" if rank else told for rank in range(world.size)])
     rows = [*made.items(), *(pair for part in each if part for pair in json.loads(part))]

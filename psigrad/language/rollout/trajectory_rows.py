@@ -8,7 +8,7 @@ from typing import Any, Literal
 from psigrad.language.rollout.types import Completion, Trajectory
 
 DIGITS = 4
-"""Digits behind the point of figures per token."""
+"""Decimal digits of figures per token."""
 
 
 def rollout_row(

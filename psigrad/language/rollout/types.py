@@ -1,4 +1,4 @@
-"""What a rollout is: token ids in, token ids out. Text is derived from it for people and verifiers and never comes back."""
+"""The types of a rollout: token ids in, token ids out. Text is only derived from them, for users and verifiers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One dataset row as training sees it: its index, its tokens, the row itself (text and columns for the rewards), and the
-    tokens that the reference reads in place of its own.
+    """One dataset row as training sees it: its index, its tokens, and the row itself (text and columns for the rewards).
+
+    `teacher_ids` are the tokens that the reference reads in place of `ids`.
     """
 
     index: int
@@ -29,7 +30,7 @@ class Prompt:
 
 
 class Prompts(Sequence[Prompt]):
-    """The prompts of rows, each made where it is asked for."""
+    """The prompts of rows, each created on access."""
 
     def __init__(self, rows: Sequence[Any], made: Sequence[Any]) -> None:
         self.rows, self.made = rows, made
@@ -50,7 +51,7 @@ class Prompts(Sequence[Prompt]):
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and the seeds of the completions wanted for it; `len(seeds)` is the group size."""
+    """One prompt and the seeds of its completions; `len(seeds)` is the group size."""
 
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
@@ -60,9 +61,8 @@ class Request:
 class Completion:
     """One sampled completion.
 
-    `sampling_logprobs[t]` is the log-probability of token t under the exact distribution it was drawn from (after
-    temperature, top-k, top-p, min-p); `logprobs[t]` is the policy's own, after temperature only, which is what the trainer
-    recomputes.
+    `sampling_logprobs[t]` is the log-probability of token t under the exact distribution it was drawn from (after temperature,
+    top-k, top-p, min-p). `logprobs[t]` is the policy's own, after temperature only, which the trainer recomputes.
     """
 
     ids: tuple[int, ...]
@@ -71,9 +71,9 @@ class Completion:
     finish_reason: FinishReason
     seed: int
     experts: str = ""
-    """The experts that each of its tokens but the last was sent to, where that is recorded (`models/experts.py`)."""
+    """The experts of each of its tokens but the last, if they are recorded (`models/experts.py`)."""
     prompt_experts: str = ""
-    """Those of the prompt's tokens."""
+    """The experts of the prompt's tokens, in the same form."""
 
 
 class DrawnToken(NamedTuple):
@@ -87,9 +87,9 @@ class DrawnToken(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The distribution that tokens are drawn from, and when a completion ends.
+    """The distribution that tokens are drawn from, and the conditions that end a completion.
 
-    The filters act in the order of transformers: temperature, top_k, top_p, min_p. `temperature` 0 is greedy.
+    The filters are applied in transformers' order: temperature, top_k, top_p, min_p. `temperature` 0 is greedy.
     """
 
     max_tokens: int
@@ -112,62 +112,65 @@ class SamplingParams:
 
     @property
     def filtered(self) -> bool:
-        """Whether a filter may forbid tokens, so that they are drawn from another distribution than the policy's."""
+        """True if a filter may forbid tokens, so that the sampling distribution differs from the policy's."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 class Sampler(ABC):
-    """Samples completions: the embedded sampler, transformers, vLLM, or a custom one (`language/loading/samplers.py`)."""
+    """A sampler of completions: embedded, transformers, vLLM, or a custom one (`language/loading/samplers.py`)."""
 
     exact: bool = False
-    """Whether its log-probs are those of the trainer's own forward pass in float32, to rounding. Then a batch that is trained on
-    in several passes need not be run forward again first."""
+    """True if its log-probs equal those of the trainer's own forward pass in float32, up to rounding. Then several passes over a
+    batch need no extra forward pass first.
+    """
 
     central: bool = False
-    """Whether one process has it sample for all that train together, instead of each its share."""
+    """True if one process samples for all processes that train together, instead of each sampling its share."""
 
     @abstractmethod
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample, and after each step tell the places of the requests that it completed, with their completions.
+        """Sample, and after each step yield the places of the requests that it completed, with their completions.
 
-        A sampler that runs the trainer's own weights may fill `cache` with what it computes.
+        A sampler that runs the trainer's own weights may fill `cache` with its activations.
         """
 
     def sample(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
-        """The completions of each request, in the order of the requests and of their seeds."""
+        """Return the completions of each request, in the order of the requests and of their seeds."""
         done = dict(complete for step in self.steps(requests, params) for complete in step)
         return [done[place] for place in range(len(requests))]
 
     def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
-        """Episodes of several turns that begin with these prompts; those of a group stand together."""
+        """Start episodes of several turns with these prompts, where those of one group are adjacent."""
         return RestartedDialogue(self, prompts, params)
 
     def log_probs(
         self, prompt: tuple[int, ...], completions: Sequence[Sequence[int]], params: SamplingParams
     ) -> list[list[float]] | None:
-        """Log-probs of these completions of a prompt under the weights that it samples from, after temperature, by a pass that
-        depends on nothing else; None where it has none that is exact.
+        """Return log-probs of these completions of a prompt under the sampler's weights, after temperature.
+
+        They come from a pass that depends on nothing else. Return None if the sampler has no such exact pass.
         """
         return None
 
     def count(self) -> dict[str, Any]:
-        """What it has counted, for the record of the run."""
+        """Return the sampler's counters, for the run's record."""
         return {}
 
     def close(self) -> None:  # noqa: B027
-        """Give back what it holds besides memory of this process; it samples no more."""
+        """Release all resources but this process's memory. The sampler cannot be used afterwards."""
 
     def snapshot(self) -> Sampler:
-        """A sampler of the trainer's weights of now: this one, after taking them over where it has a copy of its own. All
-        processes that train together call it, before any of them samples.
+        """Return a sampler of the trainer's current weights: this one, after updating its copy if it has one.
+
+        All processes that train together call it before any of them samples.
         """
         return self
 
 
 class NextTurn(NamedTuple):
-    """What a turn is sampled from: the tokens that were heard since the last one, or, `anew`, all that the policy reads."""
+    """The input of a turn. `ids` are the tokens observed since the last turn, or the full context if `anew`."""
 
     ids: Sequence[int]
     seed: int
@@ -178,23 +181,23 @@ class Dialogue(ABC):
     """Episodes under way, by their place among the prompts."""
 
     joins: bool = False
-    """Whether it takes `more`: turns of episodes that were answered meanwhile, which join those being sampled."""
+    """True if it calls `more` for the turns of episodes answered meanwhile, which join those being sampled."""
     more: Callable[[], Mapping[int, NextTurn]] = dict
 
     @abstractmethod
     def turns(self, wanted: Mapping[int, NextTurn]) -> Iterator[tuple[int, Completion]]:
-        """The next turn of the policy in these episodes, each as it ends. Others may be over, or be waiting for an answer."""
+        """Yield the policy's next turn in these episodes, each as it ends. Other episodes may be over or awaiting an answer."""
 
 
 class RestartedDialogue(Dialogue):
-    """A `Dialogue` of any sampler's: each turn is a completion of all that came before."""
+    """A `Dialogue` for any sampler: each turn is a completion of all tokens before it."""
 
     def __init__(self, sampler: Sampler, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> None:
         self.sampler, self.params = sampler, params
         self.contexts = [tuple(prompt) for prompt in prompts]
 
     def turns(self, wanted: Mapping[int, NextTurn]) -> Iterator[tuple[int, Completion]]:
-        """See `Dialogue`. On the first turn a group shares its prompt, and ends together."""
+        """See `Dialogue`. On the first turn, a group shares its prompt and ends together."""
         requests, owners = self._begin(wanted)
         for completed in self._steps(requests, owners):
             for place, completions in completed:
@@ -203,7 +206,7 @@ class RestartedDialogue(Dialogue):
                     yield i, completion
 
     def _begin(self, wanted: Mapping[int, NextTurn]) -> tuple[list[Request], list[list[int]]]:
-        """Requests of these turns, and the episodes that each is of."""
+        """Return requests for these turns, and the episodes of each request."""
         requests: list[Request] = []
         owners: list[list[int]] = []
         for i in sorted(wanted):
@@ -218,12 +221,12 @@ class RestartedDialogue(Dialogue):
         return requests, owners
 
     def _steps(self, requests: list[Request], owners: list[list[int]]) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """See `Sampler.steps`; `owners[place]` are the episodes whose turn a request is. Who adds requests adds their owners."""
+        """See `Sampler.steps`. `owners[place]` are the episodes of a request. A subclass that adds requests adds their owners."""
         return self.sampler.steps(requests, self.params)
 
 
 class ReplicaSampler(Sampler):
-    """A sampler that runs a copy of the weights, which `refresh` brings up to date."""
+    """A sampler that runs a copy of the weights, which `refresh` updates."""
 
     def __init__(self, inner: Sampler, refresh: Callable[[], None]) -> None:
         self.inner, self.exact, self._refresh = inner, inner.exact, refresh
@@ -231,7 +234,7 @@ class ReplicaSampler(Sampler):
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """See `Sampler`; the trainer's cache knows other weights."""
+        """See `Sampler`. The trainer's cache is not filled, since it belongs to other weights."""
         return self.inner.steps(requests, params)
 
     def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
@@ -255,7 +258,7 @@ class ReplicaSampler(Sampler):
 
 
 class Cut(NamedTuple):
-    """That an environment's answer to a turn (0: its opening) was cut, or dropped, which ends the episode; and why."""
+    """A record that an environment's answer to a turn (0: its opening) was cut or dropped, and why. A drop ends the episode."""
 
     turn: int
     kind: Literal["cut", "dropped"]
@@ -263,14 +266,14 @@ class Cut(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """That from token `start` of a completion on the policy read this prompt, in place of all that stands before."""
+    """A change of context: from token `start` of a completion on, the policy read this prompt instead of all that precedes."""
 
     start: int
     prompt_ids: tuple[int, ...]
 
 
 class Stretch(NamedTuple):
-    """Tokens of a completion, from its token `start` on, behind the prompt that they were sampled behind."""
+    """Tokens of a completion from its token `start` on, with the prompt after which they were sampled."""
 
     start: int
     prompt_ids: tuple[int, ...]
@@ -279,8 +282,9 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One scored completion of one prompt, ready for the mathematics and for `rollouts.jsonl`; or one episode of several turns,
-    whose completion then holds the tokens of both sides; or one session of an agent, whose completion holds all its branches.
+    """One scored completion of one prompt, ready for training and for `rollouts.jsonl`.
+
+    An episode of several turns holds the tokens of both sides in its completion. A session of an agent holds all its branches.
     """
 
     row: int
@@ -294,42 +298,43 @@ class Trajectory:
     reason: str = ""
     parts: dict[str, Any] = field(default_factory=dict)
     mask: tuple[bool, ...] = ()
-    """Which tokens the policy chose, in episodes of several turns; empty: all."""
+    """True for the tokens that the policy chose, in episodes of several turns; empty: all."""
     step_rewards: tuple[tuple[int, float], ...] = ()
-    """(place, reward) of rewards that came before the end; they are part of `reward`."""
+    """(place, reward) of rewards before the end, which are part of `reward`."""
     turns: int = 1
     messages: tuple[dict[str, Any], ...] = ()
-    """The conversation behind the prompt, in episodes of several turns."""
+    """The conversation after the prompt, in episodes of several turns."""
     cuts: tuple[Cut, ...] = ()
-    """What an environment said and the policy was not shown, in such episodes."""
+    """The parts of an environment's answers that the policy did not read, in such episodes."""
     policy_turns: tuple[str, ...] = ()
-    """What the policy wrote, turn by turn, in such episodes; empty: `text` is its only turn."""
+    """The policy's text, turn by turn, in such episodes; empty: `text` is its only turn."""
     teacher_prompt_ids: tuple[int, ...] = ()
-    """What the reference reads in place of the prompt; empty: the prompt."""
+    """The prompt that the reference reads instead; empty: the same prompt."""
     branches: tuple[Branch, ...] = ()
-    """Where the policy read another past than what stands before: an agent asked so, or the chat template rewrote it. Empty:
-    everything stands behind the prompt.
+    """The changes of context: an agent sent another prompt, or the chat template rewrote the past.
+
+    Empty: all tokens follow the prompt.
     """
     answer: str | None = None
-    """The last answer of such a session, which is what rewards are shown behind a prompt that is text; None: `text`."""
+    """The last answer of such a session, which rewards receive if the prompt is text; None: `text`."""
     holders: tuple[int, ...] = ()
-    """The ranks that have its tokens, where not all have (`spread.py`): that which made it, then those that it was sent to."""
+    """The ranks that have its tokens if not all have (`spread.py`): the one that made it, then those that received it."""
 
     @property
     def home(self) -> int:
-        """The rank that made it, or rank 0 where all have it."""
+        """The rank that made it, or rank 0 if all have it."""
         return self.holders[0] if self.holders else 0
 
     @property
     def contexts(self) -> list[Stretch]:
-        """The completion in the pieces that stand behind one prompt each; with no branches it is the only one."""
+        """The completion in pieces that follow one prompt each; a single piece without branches."""
         starts = [Branch(0, self.prompt_ids), *self.branches]
         ends = [branch.start for branch in starts[1:]] + [len(self.completion.ids)]
         return [Stretch(at, prompt, self.completion.ids[at:end]) for (at, prompt), end in zip(starts, ends, strict=True)]
 
     @property
     def step_return(self) -> float:
-        """The sum of the rewards that came before the end."""
+        """The sum of the rewards before the end."""
         return math.fsum(reward for _, reward in self.step_rewards)
 
     @property
@@ -352,14 +357,14 @@ class Collected:
     groups: list[list[Trajectory]]
     cursor: int
     entries: dict[str, int]
-    """What became of the prompts, as the ledger has it."""
+    """The fate of the prompts, as ledger entries."""
 
     def result(self) -> Collected:
-        """Itself; a collection that another thread is at work on has to be waited for."""
+        """Return this collection; see `Pending`."""
         return self
 
     def to_json(self) -> str:
-        """All of it as text, floats to their last digit."""
+        """Return the collection as JSON, with floats in full precision."""
         place = {id(t): n for n, t in enumerate(self.trajectories)}
         groups = [[place[id(t)] for t in group] for group in self.groups]
         rest = {"groups": groups, "cursor": self.cursor, "entries": self.entries}
@@ -368,7 +373,7 @@ class Collected:
 
     @classmethod
     def from_json(cls, text: str) -> Collected:
-        """The inverse of `to_json`."""
+        """Load a collection that `to_json` returned."""
         held = json.loads(text)
         trajectories = [trajectory_of(fields) for fields in held["trajectories"]]
         groups = [[trajectories[n] for n in group] for group in held["groups"]]
@@ -376,19 +381,19 @@ class Collected:
 
 
 ELSEWHERE = Collected([], [], 0, {})
-"""Stands for a collection that another process has."""
+"""A placeholder for a collection that another process has."""
 
 
 class Pending(Protocol):
     """A collection that may still be under way."""
 
     def result(self) -> Collected:
-        """Wait for it."""
+        """Wait for the collection and return it."""
         ...
 
 
 def trajectory_of(held: dict[str, Any]) -> Trajectory:
-    """A trajectory of its fields as JSON has them."""
+    """Return a trajectory from its fields as JSON stores them."""
     fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in held.items()}
     written: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in held["completion"].items()}
     fields["completion"] = Completion(**written)

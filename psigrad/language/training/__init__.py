@@ -1,1 +1,1 @@
-"""How models are trained: `online/` (RL) and `offline/` (recorded data), and what both stand on."""
+"""The training of models: `online/` (RL) and `offline/` (recorded data), and the parts that both share."""

@@ -13,7 +13,7 @@ from psigrad.processes.parallel.world import ALONE, World, sum_figures
 
 
 class LossSums:
-    """Adds up the terms of micro-batches within an optimiser step, and averages them over the steps."""
+    """Sums of the terms of micro-batches within an optimiser step, averaged over the steps."""
 
     def __init__(self, world: World = ALONE) -> None:
         self.world = world
@@ -26,13 +26,13 @@ class LossSums:
         self._now: dict[str, Tensor] = {}
 
     def add(self, loss: Loss) -> Tensor:
-        """Count a micro-batch's share of the loss, and return it for the backward pass."""
+        """Add a micro-batch's share of the loss, and return it for the backward pass."""
         for name, term in {"loss": loss.value.detach(), **loss.terms}.items():
             self._now[name] = term.double() + self._now.get(name, 0.0)  # float() here would stall a GPU
         return loss.value
 
     def of(self, share: Callable[[], Loss], weight: float = 1.0) -> Tensor:
-        """Compute a share and add it. With weight 0 return a loss of 0 that counts nowhere."""
+        """Compute a share and add it. With weight 0, return a loss of 0 that is not counted."""
         loss = share()
         return self.add(loss) if weight else 0.0 * loss.value
 

@@ -1,1 +1,1 @@
-"""Who produces completions: the embedded sampler, transformers' generate, vLLM, and many of them on Ray."""
+"""Producers of completions: the embedded sampler, transformers' generate, vLLM, and several on Ray."""

@@ -1,7 +1,7 @@
 """Keys and values of the sequences being decoded.
 
-`KVCache` is for any model: one slot for each sequence, left-aligned, filled by prefill and grown by decoding. `SharedCache` is
-for the fused decoder: a prompt's keys and values are kept once for its whole group, each slot holds its own tokens only.
+`KVCache` supports any model: one left-aligned slot for each sequence, filled by prefill and grown by decoding. `SharedCache` is
+for the fused decoder: a prompt's keys and values are stored once for its group, and each slot holds only its own tokens.
 """
 
 from __future__ import annotations
@@ -20,34 +20,35 @@ from psigrad.language.models.fused.caches import ActivationCache, PackedWeights
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Ids, pack
 
-GROWTH = 64  # tokens by which the slots grow at least
-BLOCK = 16  # tokens whose keys the fused decoder reads together
+GROWTH = 64  # tokens by which the slots grow, at least
+BLOCK = 16  # tokens whose keys the fused decoder reads at once
 
 
 class KVCache:
-    """Per attention, keys and values [slots, H_kv, capacity, D]; slots 0 … active - 1 are in use and hold `lengths` tokens each.
+    """Keys and values [slots, H_kv, capacity, D] per attention; slots 0 … active - 1 are in use and hold `lengths` tokens each.
 
-    An attention is known by its layer and by how often that layer attended before in the same pass: DiffLlama attends twice in
-    each layer, and HRM-Text runs its layers several times.
+    The key of an attention is its layer and the number of earlier attentions of that layer in the same pass. DiffLlama attends
+    twice in each layer, and HRM-Text runs its layers several times.
     """
 
     exact = False
     packed_weights: PackedWeights | None = None
 
     def __init__(self, slots: int, longest: int) -> None:
-        """`longest` is what a slot may come to hold, in tokens."""
+        """Create empty slots. `longest` is the capacity of a slot, in tokens."""
         self.slots, self.longest = slots, longest
         self.layers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.lengths = torch.zeros(0, dtype=torch.long)
 
     @property
     def active(self) -> int:
-        """How many sequences are still being sampled; they fill the first slots."""
+        """The number of sequences still being sampled, which fill the first slots."""
         return self.lengths.numel()
 
     def room(self, layer: tuple[int, int], k: Tensor, v: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of an attention with room for `tokens` per slot. `k` and `v` [·, H_kv, ·, D] give heads,
-        widths and type. Their widths may differ (multi-head latent attention).
+        """Return the keys and values of an attention with room for `tokens` per slot.
+
+        `k` and `v` [·, H_kv, ·, D] determine heads, widths and type. Their widths may differ (multi-head latent attention).
         """
         have = self.layers.get(layer)
         if have is None or have[0].shape[2] < tokens:
@@ -59,26 +60,26 @@ class KVCache:
         return self.layers[layer]
 
     def clear(self) -> None:
-        """Empty all slots; what a broken step may have left there, NaN too, is gone."""
+        """Empty all slots, and zero any values (such as NaN) that a failed step left there."""
         self.lengths = torch.zeros(0, dtype=torch.long)
         for pair in self.layers.values():
             for x in pair:
                 x.zero_()
 
     def prefill(self, prompts: PackedLayout, copies: Tensor) -> Prefill:
-        """The layout that computes the prompts; `copies` [n] names, for each new slot, the one that it continues."""
+        """Return the layout that computes the prompts; `copies` [n] names, for each new slot, the prompt that it continues."""
         return Prefill(self, prompts, copies)
 
     def decode(self) -> Decode:
-        """The layout of one decoding step: a new token for every active slot."""
+        """Return the layout of one decoding step: a new token for every active slot."""
         places, self.lengths = self.lengths, self.lengths + 1
         room = int(places.max()) + 1
         return Decode(self, places, room, room)
 
     def remove(self, finished: Tensor) -> Tensor:
-        """Give up the slots where `finished` [active] is True; the last sequences move into the holes.
+        """Release the slots where `finished` [active] is True, and move the last sequences into the gaps.
 
-        Returns the order [active after] in which the remaining sequences now stand.
+        Returns the new order [active after] of the remaining sequences.
         """
         left = int((~finished).sum())
         order = torch.arange(left, device=finished.device)
@@ -94,7 +95,7 @@ class KVCache:
 
 
 class _OnePass:
-    """A layout that counts how often each layer attends in one forward pass."""
+    """A layout that counts the attentions of each layer in one forward pass."""
 
     def __init__(self) -> None:
         self._calls: Counter[int] = Counter()
@@ -106,10 +107,10 @@ class _OnePass:
 
 
 class Prefill(_OnePass):
-    """The layout of a prefill: packed prompts that also leave their keys and values in the slots that continue them."""
+    """The layout of a prefill: packed prompts whose keys and values are also stored in the slots that continue them."""
 
     def __init__(self, cache: KVCache, prompts: PackedLayout, copies: Tensor) -> None:
-        """`copies` [n] names, for each new slot, the prompt that it continues."""
+        """Add the slots; `copies` [n] names, for each new slot, the prompt that it continues."""
         super().__init__()
         self.cache, self.prompts, self.copies = cache, prompts, copies
         self.first = cache.active
@@ -119,7 +120,7 @@ class Prefill(_OnePass):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
-        """Keep this layer's keys and values, then attend as the prompts' layout does."""
+        """Store this layer's keys and values, then attend as the prompts' layout does."""
         self._keep(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
         return self.prompts.attend(layer, q, k, v, scale, window, how)
 
@@ -133,11 +134,11 @@ class Prefill(_OnePass):
 
 
 class Decode(_OnePass):
-    """The layout of one decoding step: one new token per active slot, which sees its own slot only."""
+    """The layout of one decoding step: one new token per active slot, which attends only to its own slot."""
 
     def __init__(self, cache: KVCache, places: Tensor, columns: int, room: int) -> None:
-        """The next tokens of the first len(places) slots come to `places`; `columns` of the slots are read, and they have room
-        for `room` tokens.
+        """Place the next tokens of the first len(places) slots at `places`. The step reads `columns` of the slots, which have
+        room for `room` tokens.
         """
         super().__init__()
         self.cache, self.positions, self.width, self.room = cache, places, columns, room
@@ -145,7 +146,7 @@ class Decode(_OnePass):
         self._masks: dict[int | None, Tensor] = {}
 
     def mask(self, window: int | None) -> Tensor:
-        """[active, 1, 1, width] True where a sequence may see a column; `window` limits how far back, in tokens."""
+        """Return [active, 1, 1, width], True where a sequence may attend to a column. `window` limits the distance, in tokens."""
         if window not in self._masks:
             columns = torch.arange(self.width, device=self.positions.device)[None]
             seen = columns <= self.positions[:, None]
@@ -162,7 +163,7 @@ class Decode(_OnePass):
         keys[self.slots, :, self.positions] = k[:, :, 0]
         values[self.slots, :, self.positions] = v[:, :, 0]
         batch, heads, _, dim = q.shape
-        # query heads that share a key head stand as its rows, so nothing is repeated
+        # Query heads that share a key head become its rows, so keys are not repeated.
         queries = q.view(batch, k.shape[1], heads // k.shape[1], dim)
         keys, values = (x[:batch, :, : self.width] for x in (keys, values))
         out = how(queries, keys, values, attn_mask=self.mask(window), scale=scale)
@@ -170,9 +171,7 @@ class Decode(_OnePass):
 
 
 class CachedPrompt:
-    """A prompt's keys and values [layers, keys and then values], in the order in which a decoding step reads them
-    (`Kernels.prompt_tables`), float32.
-    """
+    """A prompt's keys and values [layers, keys and then values], float32, ordered for decoding (`Kernels.prompt_tables`)."""
 
     def __init__(self, length: int, layers: int, heads: Heads) -> None:
         keys, values = table_sizes(length, heads)
@@ -180,36 +179,36 @@ class CachedPrompt:
         self.tables = torch.empty(layers, keys + values)
         first, size = self.tables.data_ptr(), self.tables.element_size()
         self.addresses = (first, first + size * keys, size * (keys + values))
-        """Of the first layer's keys and values, and how far apart the layers are."""
+        """The addresses of the first layer's keys and values, and the distance between layers, in bytes."""
 
 
 def addresses(prompts: list[CachedPrompt], layers: int) -> Tensor:
-    """[layers, 2, G] of the prompts' keys and values."""
+    """Return the addresses [layers, 2, G] of the prompts' keys and values."""
     *first, apart = np.array([p.addresses for p in prompts], dtype=np.int64).reshape(-1, 3).T
     return torch.from_numpy(np.stack(first) + np.arange(layers)[:, None, None] * apart)
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The rows of a decoding step by the prompt that they continue: those of a prompt stand together."""
+    """The rows of a decoding step, with those of one prompt adjacent."""
 
     prompts: Tensor
-    """[layers, 2, G] addresses."""
+    """[layers, 2, G] addresses of the prompts' keys and values."""
     lengths: Tensor
-    """[G] of the prompts."""
+    """[G] length of each prompt."""
     first: Tensor
-    """[G + 1] where each group begins."""
+    """[G + 1] first row of each group."""
     before: Tensor
-    """[active] length of the prompt of each row."""
+    """[active] prompt length of each row."""
 
 
 class SharedCache:
-    """As `KVCache`, but that no sequence moves: row i of a step continues slot `slots[i]`, which holds `lengths[i]` tokens behind
-    prompt `prompt[i]`. Rows stand in the order in which they came, and so by their prompts.
+    """A `KVCache` in which no sequence moves: row i of a step continues slot `slots[i]`, which holds `lengths[i]` tokens after
+    prompt `prompt[i]`. Rows keep their order of arrival, so those of one prompt are adjacent.
     """
 
     def __init__(self, slots: int, longest: int, layers: int, heads: Heads, dtype: torch.dtype) -> None:
-        """`longest` is what a slot may come to hold behind its prompt, in tokens."""
+        """Create empty slots. `longest` is the capacity of a slot after its prompt, in tokens."""
         self.longest, self.layers, self.heads = longest, layers, heads
         self.packed_weights = PackedWeights()
         self.own = [torch.empty(2, slots, heads.keys, 0, heads.dim, dtype=dtype) for _ in range(layers)]
@@ -224,18 +223,19 @@ class SharedCache:
 
     @property
     def active(self) -> int:
-        """How many sequences are still being sampled; they fill the first slots."""
+        """The number of sequences still being sampled, which fill the first slots."""
         return self.lengths.size
 
     @property
     def exact(self) -> bool:
-        """Whether the layers give the bits that they give in training: from packed matrices they do, where training multiplies by
-        the kernels too.
+        """True if the layers produce the same bits as in training.
+
+        They do with packed matrices, if training multiplies by the kernels too.
         """
         return self.packed_weights.bytes > 0
 
     def prefill(self, prompts: PackedLayout, copies: Tensor) -> SharedPrefill:
-        """The layout that computes the prompts; `copies` [n] names, for each new slot, the one that it continues."""
+        """Return the layout that computes the prompts; `copies` [n] names, for each new slot, the prompt that it continues."""
         starts, lengths = prompts.spans.prefixes.t().contiguous()
         new = [CachedPrompt(length, self.layers, self.heads) for length in lengths.tolist()]
         self.prompts |= {self._met + i: prompt for i, prompt in enumerate(new)}
@@ -248,13 +248,13 @@ class SharedCache:
         return SharedPrefill(prompts, addresses(new, self.layers), starts, lengths, self.packed_weights)
 
     def decode(self) -> SharedDecode:
-        """The layout of one decoding step: a new token for every active slot."""
+        """Return the layout of one decoding step: a new token for every active slot."""
         return SharedDecode(self)
 
     def remove(self, finished: Tensor) -> Tensor:
-        """Give up the slots of the rows where `finished` [active] is True, and prompts that nobody continues any more.
+        """Release the slots of the rows where `finished` [active] is True, and prompts that no row continues.
 
-        Returns the order [active after] in which the remaining sequences now stand.
+        Returns the new order [active after] of the remaining sequences.
         """
         order = np.flatnonzero(~finished.numpy())
         self._free = np.concatenate([self._free, self.slots[finished.numpy()]])
@@ -265,21 +265,22 @@ class SharedCache:
         return torch.from_numpy(order)
 
     def seat(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
-        """Make these the rows of the next steps, [active] each, those of a prompt together. The other slots wait."""
+        """Make these the rows of the next steps, [active] each, with those of one prompt adjacent. The other slots wait."""
         self.prompt, self.lengths, self.slots = prompt, lengths, slots
         self._arranged = None
 
     def keep_waiting(self, prompt: np.ndarray, slots: np.ndarray) -> None:
-        """Take everybody from their seats, and keep these prompts and slots, which wait; all others are free."""
+        """Remove all rows from the next steps, keep these waiting prompts and slots, and free all others."""
         self.seat(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
         self._free = np.setdiff1d(np.arange(self.own[0].shape[1]), slots)
         kept = set(prompt.tolist())
         self.prompts = {number: table for number, table in self.prompts.items() if number in kept}
 
     def room(self, tokens: int) -> tuple[list[Tensor], Tensor]:
-        """Keys and values of each layer [2, slots, H_kv, capacity, D], with room for `tokens` per slot, and where they are.
+        """Return keys and values of each layer [2, slots, H_kv, capacity, D], with room for `tokens` per slot, and their
+        addresses.
 
-        They grow layer by layer, so that no more than one lies there twice.
+        They grow layer by layer, so at most one layer is in memory twice.
         """
         *shape, have, dim = self.own[0].shape
         if have < tokens:
@@ -291,7 +292,7 @@ class SharedCache:
         return self.own, self._addresses
 
     def arrangement(self) -> Arrangement:
-        """The active slots by prompt, worked out when they change."""
+        """Return the active slots by prompt, computed when they change."""
         if self._arranged is None:
             first = np.flatnonzero(np.diff(self.prompt, prepend=-1, append=-1))
             prompts = [self.prompts[number] for number in self.prompt[first[:-1]].tolist()]
@@ -303,9 +304,7 @@ class SharedCache:
 
 @dataclass(frozen=True)
 class SharedPrefill:
-    """Packed prompts whose keys and values also go to `tables` [layers, 2, G]; the first token of each is at its place in
-    `starts`.
-    """
+    """Packed prompts whose keys and values are also written to `tables` [layers, 2, G]. Prompts begin at `starts`."""
 
     prompts: PackedLayout
     tables: Tensor
@@ -315,13 +314,13 @@ class SharedPrefill:
     slots = None
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep the prompts' keys and values for this layer, then attend as the prompts' layout does."""
+        """Store the prompts' keys and values for this layer, then attend as the prompts' layout does."""
         layer.native.prompt_tables(rotated, qkv, self.starts, self.lengths, layer.heads, self.tables[layer.index])
         return self.prompts.mix(layer, rotated, qkv)
 
 
 class SharedDecode:
-    """One new token per active slot, which sees its prompt and its own slot."""
+    """One new token per active slot, which attends to its prompt and its own slot."""
 
     def __init__(self, cache: SharedCache) -> None:
         (own, addresses), arranged = cache.room(int(cache.lengths.max()) + 1), cache.arrangement()
@@ -329,7 +328,7 @@ class SharedDecode:
         self.slots = Slots(own, addresses, slots, places, arranged.prompts, arranged.lengths, arranged.first)
         self.packed_weights = cache.packed_weights
         self.positions = arranged.before + places
-        """[active] of the new tokens."""
+        """[active] positions of the new tokens."""
         cache.lengths = cache.lengths + 1
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
@@ -338,7 +337,7 @@ class SharedDecode:
 
 
 def new_cache(model: LanguageModel, slots: int, longest: int, behind: int = 0) -> KVCache | SharedCache:
-    """An empty cache for this model: a slot holds up to `longest` tokens, of them `behind` (0: all) behind its prompt."""
+    """Return an empty cache for this model. A slot holds up to `longest` tokens, of which `behind` (0: all) follow its prompt."""
     if model.decoder is None:
         return KVCache(slots, longest)
     return SharedCache(slots, behind or longest, len(model.decoder.layers), model.decoder.heads, model.decoder.dtype)
@@ -351,9 +350,7 @@ def prefill(
     copies: Tensor,
     keep: ActivationCache | None,
 ) -> Tensor:
-    """Read prompts into new slots of the cache, of which `copies` [n] names the prompt that each continues; the logits [n, V]
-    behind them.
-    """
+    """Read prompts into new slots, and return the logits [n, V] after them. `copies` [n] names the prompt of each slot."""
     inputs = pack(Groups(prompts, [[] for _ in prompts]), model.device)
     assert isinstance(inputs.layout, PackedLayout) and inputs.prefix_ends is not None
     layout = cache.prefill(inputs.layout, copies)

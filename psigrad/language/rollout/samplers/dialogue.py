@@ -1,4 +1,4 @@
-"""Episodes whose keys and values stay in the cache from turn to turn: what a turn adds is computed, and nothing before it."""
+"""Episodes whose keys and values stay cached between turns, so that only the new tokens of a turn are computed."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from psigrad.language.rollout.samplers.cache import SharedCache, prefill
 from psigrad.language.rollout.samplers.distribution import draw
 from psigrad.language.rollout.types import Completion, Dialogue, NextTurn, SamplingParams
 
-# A decoding step costs as much as the prefill of so many tokens, however few sequences take part.
+# A decoding step costs as much as the prefill of this many tokens, even with few sequences.
 STEP = 8
 
 
 class CachedDialogue(Dialogue):
-    """A `Dialogue` of the embedded sampler's, with the fused decoder.
+    """The embedded sampler's `Dialogue` with the fused decoder.
 
-    The first turn prefills each prompt once for its group. In later turns the environment's tokens go through decoding steps,
-    beside the policy's own of episodes that have fewer to read. Where the environment says so much that a prefill of everything
-    is cheaper, the episodes begin anew with all that they hold as their prompt.
+    The first turn prefills each prompt once for its group. In later turns, the environment's tokens go through decoding steps,
+    together with the policy's tokens in episodes that have fewer to read. If the environment's text is so long that a full
+    prefill is cheaper, the episodes restart with all their tokens as their prompt.
     """
 
     def __init__(
@@ -34,11 +34,11 @@ class CachedDialogue(Dialogue):
         self.stops = np.array(sorted({*model.eos_token_ids, *params.stop_token_ids}))
         self.cache = SharedCache(len(prompts), model.max_length, len(decoder.layers), decoder.heads, decoder.dtype)
         self.held = np.zeros(len(prompts), dtype=bool)
-        """Which episodes are in the cache."""
-        # of each episode: its prompt in the cache, the tokens behind it that the cache holds, and its slot
+        """True for the episodes in the cache."""
+        # For each episode: its prompt in the cache, the number of cached tokens after it, and its slot.
         self.prompt, self.lengths, self.slots = (np.zeros(len(prompts), dtype=np.int64) for _ in range(3))
         self.prefilled = 0
-        """Tokens that were computed by prefills so far."""
+        """The number of tokens computed by prefills so far."""
 
     @torch.inference_mode()
     def turns(self, wanted: Mapping[int, NextTurn]) -> Iterator[tuple[int, Completion]]:
@@ -46,7 +46,7 @@ class CachedDialogue(Dialogue):
         self.model.switch(training=False)
         unread = {}
         for i, (ids, _, anew) in wanted.items():
-            # the last token of the turn before was drawn and never read
+            # The last token of the previous turn was drawn but never read.
             unread[i] = [*self.contexts[i][-1:], *ids]
             self.contexts[i] = [*([] if anew else self.contexts[i]), *ids]
             self.held[i] &= not anew
@@ -62,7 +62,7 @@ class CachedDialogue(Dialogue):
         yield from turn.decode(self.cache, {} if anew else unread)
 
     def _prefill(self, live: Sequence[int]) -> torch.Tensor:
-        """Make all that these episodes hold their prompts in the cache, each seated; the logits behind each."""
+        """Prefill all tokens of these episodes as their prompts, seat them, and return the logits after each."""
         firsts = [n for n, i in enumerate(live) if n == 0 or self.contexts[i] != self.contexts[live[n - 1]]]
         copies = on_device(np.cumsum([n in set(firsts) for n in range(len(live))]) - 1, self.model.device)
         prompts = [self.contexts[live[n]] for n in firsts]
@@ -81,14 +81,14 @@ class _Turn:
     def __init__(self, dialogue: CachedDialogue, live: Sequence[int], seeds: Mapping[int, int]) -> None:
         self.dialogue, self.seeds = dialogue, seeds
         self.ended: list[int] = []
-        """Rows that have ended since they were last asked for."""
+        """Rows that have ended since the last `_pop_ended`."""
         self.rows = np.array(live, dtype=np.int64)
         self.ids: dict[int, list[int]] = {i: [] for i in live}
         self.logprobs: dict[int, list[float]] = {i: [] for i in live}
         self.sampling_logprobs: dict[int, list[float]] = {i: [] for i in live}
 
     def decode(self, cache: SharedCache, unread: dict[int, list[int]]) -> Iterator[tuple[int, Completion]]:
-        """Token by token: what is still to be read, then what the policy writes, until every row has ended its turn."""
+        """Decode token by token: first the unread tokens, then the policy's, until every row has ended its turn."""
         model = self.dialogue.model
         yield from self._pop_ended()
         while len(self.rows):
@@ -103,7 +103,7 @@ class _Turn:
                 yield from self._pop_ended()
 
     def write(self, logits: torch.Tensor, places: np.ndarray) -> None:
-        """Draw and record a token for the rows at `places`; let go of those that end their turn."""
+        """Draw and record a token for the rows at `places`, and release those that end their turn."""
         dialogue, rows = self.dialogue, self.rows[places]
         counts = np.array([len(self.ids[i]) for i in rows])
         drawn = draw(logits, dialogue.params, np.array([self.seeds[i] for i in rows], dtype=np.uint64), counts)
@@ -126,7 +126,7 @@ class _Turn:
         return [(i, self._completion(i)) for i in ended]
 
     def _completion(self, i: int) -> Completion:
-        """What an episode wrote; it joins what the episode holds."""
+        """Return the completion of an episode's turn, and append it to the episode's context."""
         ids = self.ids[i]
         self.dialogue.contexts[i] += ids
         return Completion(

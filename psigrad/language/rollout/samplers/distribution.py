@@ -1,4 +1,4 @@
-"""The distribution a token is drawn from, and the draw itself by a counter-based uniform number."""
+"""The distribution that a token is drawn from, and the draw itself by a counter-based uniform number."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from psigrad.compiled import kernels
 from psigrad.language.models.logprobs import upcast
 from psigrad.language.rollout.types import SamplingParams
 
-# Tokens of a large vocabulary that are summed together.
+# Tokens per block in which a large vocabulary is summed.
 _BLOCK = 1024
 
-# Logits that tensor operations take at once on a CPU: their float64 sums then stay in the caches and in the allocator's hands.
+# Logits per tensor operation on a CPU, so that their float64 sums fit the caches and the allocator reuses their memory.
 _AT_ONCE = 1 << 20
 
 
@@ -31,11 +31,11 @@ class Drawn:
 
 
 def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Logits [B, V], already divided by the temperature, with -inf where top-k, top-p and min-p forbid.
+    """Return logits [B, V], already divided by the temperature, with -inf where top-k, top-p and min-p forbid a token.
 
-    Each filter sees what the one before it left, in transformers' order. Ties at the top-k threshold are all kept; top-p
-    keeps the smallest set whose probability reaches p, and always one token (Holtzman et al. 2020); min-p keeps p >= min_p ·
-    max p (Nguyen et al. 2024).
+    Each filter sees the result of the previous one, in transformers' order. Ties at the top-k threshold are all kept. top-p keeps
+    the smallest set whose probability reaches p, and always one token (Holtzman et al. 2020). min-p keeps p >= min_p · max p
+    (Nguyen et al. 2024).
     """
     if params.top_k and params.top_k < logits.shape[-1]:
         threshold = logits.topk(params.top_k, dim=-1).values[:, -1:]
@@ -52,9 +52,9 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> Drawn:
-    """One token per row of logits [B, V]: the inverse of the cumulative distribution at u(seed, counter).
+    """Draw one token per row of logits [B, V]: the inverse of the cumulative distribution at u(seed, counter).
 
-    Row i depends on `logits[i]`, `seeds_u64[i]` and `counter[i]` (its number of tokens so far) only. At temperature 0 the most
+    Row i depends only on `logits[i]`, `seeds_u64[i]` and `counter[i]` (its number of tokens so far). At temperature 0 the most
     probable token is taken: then `sampling_logprobs` is 0 and `logprobs` is at temperature 1.
     """
     if logits.device.type != "cpu":
@@ -71,12 +71,12 @@ def draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter:
 
 
 def _draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> Drawn:
-    """`draw` in tensor operations."""
+    """Draw as `draw` does, in tensor operations."""
     return draw_at(logits, params, torch.from_numpy(seeds.uniform(seeds_u64, counter)).to(logits.device)[:, None])
 
 
 def draw_at(logits: Tensor, params: SamplingParams, u: Tensor) -> Drawn:
-    """One token per row of logits [B, V] at the uniform numbers u [B, 1], float64. On a GPU nothing waits for the CPU."""
+    """Draw one token per row of logits [B, V] at the uniform numbers u [B, 1], float64. A GPU never waits for the CPU."""
     logits = upcast(logits)
     if params.temperature not in (0.0, 1.0):
         logits = logits / params.temperature
@@ -91,16 +91,16 @@ def draw_at(logits: Tensor, params: SamplingParams, u: Tensor) -> Drawn:
 
 
 def _weights(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(logits − their maximum) [B, V] and log Σ exp(logits) [B]."""
+    """Return exp(logits − their maximum) [B, V] and log Σ exp(logits) [B]."""
     top = logits.amax(-1, keepdim=True)
     weights = (logits - top).exp_()
     return weights, top[:, 0] + weights.sum(-1).log()
 
 
 def inverse(weights: Tensor, u: Tensor) -> Tensor:
-    """The first place [B] whose cumulative weight exceeds u [B, 1] · the total, of weights [B, V] >= 0 in any scale.
+    """Return the first index [B] whose cumulative weight exceeds u [B, 1] · the total, for weights [B, V] >= 0 of any scale.
 
-    A large vocabulary is summed in blocks and looked at only inside the block that is hit: a tenth of the time.
+    A large vocabulary is summed in blocks, and searched only inside the selected block, in a tenth of the time.
     """
     batch, size = weights.shape
     if size <= 2 * _BLOCK:
@@ -112,27 +112,27 @@ def inverse(weights: Tensor, u: Tensor) -> Tensor:
     before = torch.where(block > 0, ends.gather(1, (block - 1).clamp_min_(0)), 0.0)
     inside = blocks[torch.arange(batch, device=weights.device), block[:, 0]]
     ids = block[:, 0] * _BLOCK + _first_above(inside, lambda total: target - before)
-    # what rounding leaves over may point behind all weights: then the last that counts is meant
+    # After rounding, the target may lie beyond all weights. Then take the last index with weight.
     lost = ~(weights.gather(1, ids.clamp_max(size - 1)[:, None])[:, 0] > 0)
     return torch.where(lost, _last(weights), ids) if _may_be(lost) else ids
 
 
 def _first_above(weights: Tensor, target: Callable[[Tensor], Tensor]) -> Tensor:
-    """The first place whose cumulative weight is above target(total) [B, 1], at most the last that has any weight."""
-    # float64: a float32 sum over a large vocabulary would make rare tokens unreachable
+    """Return the first index whose cumulative weight exceeds target(total) [B, 1], at most the last with any weight."""
+    # In float32, a sum over a large vocabulary would make rare tokens unreachable.
     sums = weights.double().cumsum(-1)
     ids = torch.searchsorted(sums, target(sums[:, -1:]), right=True)[:, 0]
-    # u · total may round up to the total itself
+    # u · total may round up to the total itself.
     return torch.minimum(ids, _last(weights)) if _may_be(ids == weights.shape[1]) else ids
 
 
 def _may_be(rare: Tensor) -> bool:
-    """Whether any is True, which a GPU is not asked: the answer would cost more than what it saves."""
+    """Return True if any value may be True. A GPU is not asked, since the transfer would cost more than it saves."""
     return rare.is_cuda or bool(rare.any())
 
 
 def _last(weights: Tensor) -> Tensor:
-    """The last place [B] with any weight."""
+    """Return the last index [B] with any weight."""
     return weights.shape[1] - 1 - (weights.flip(-1) > 0).int().argmax(-1)
 
 

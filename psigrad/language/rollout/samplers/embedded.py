@@ -1,4 +1,4 @@
-"""psigrad's own sampler: it decodes with the very model that trains, so there are no weights to copy and no second arithmetic."""
+"""psigrad's own sampler. It decodes with the training model itself, so weights are not copied and arithmetic is the same."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class OwnWeights(Sampler):
     def log_probs(
         self, prompt: tuple[int, ...], completions: Sequence[Sequence[int]], params: SamplingParams
     ) -> list[list[float]] | None:
-        """See `Sampler`: one forward pass of the trainer's. In half precision it is no truer than what sampling gave."""
+        """See `Sampler`. Use one forward pass of the training model. Return None in half precision, which is as inexact as
+        sampling.
+        """
         if self.model.network.dtype not in (torch.float32, torch.float64):
             return None
         logp = self.model.evaluate(Groups([prompt], [completions]), temperature=params.temperature or 1.0).logp
@@ -42,12 +44,12 @@ class OwnWeights(Sampler):
 
 
 class EmbeddedSampler(OwnWeights):
-    """Continuous batching in at most `max_batch` slots: a prompt is prefilled once for its group, sequences that end leave at
-    once, waiting groups enter as slots come free.
+    """A sampler with continuous batching in at most `max_batch` slots.
 
-    A token depends on its seed and on how many tokens came before it, never on who else is in the batch (but for the rounding of
-    matrix products of another size). `progress(tokens)` is called after each step. With `cuda_graphs` decoding steps are recorded
-    and replayed, where `recorded.fits`; the cache then stays between calls, which may not be under way together.
+    A prompt is prefilled once for its group. Finished sequences leave immediately, and waiting groups enter as slots become free.
+    A token depends on its seed and on the number of tokens before it, never on other sequences in the batch. Only the rounding of
+    matrix products varies with the batch size. `progress(tokens)` is called after each step. With `cuda_graphs`, decoding steps
+    are recorded and replayed if `recorded.fits`. The cache then persists between calls, which must not overlap.
     """
 
     def __init__(
@@ -64,9 +66,9 @@ class EmbeddedSampler(OwnWeights):
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """See `Sampler`. The rows of `cache` are named when the last request is complete.
+        """See `Sampler`. The rows of `cache` are registered when the last request is complete.
 
-        Raises `UserError` where a prompt leaves no room for `max_tokens`.
+        Raises `UserError` if a prompt leaves no room for `max_tokens`.
         """
         check_room(self.model, requests, params)
         self.model.switch(training=False)
@@ -83,26 +85,26 @@ class EmbeddedSampler(OwnWeights):
         batch.name_rows()
 
     def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
-        """See `Sampler`. With the fused decoder, and slots for all, keys and values stay from turn to turn."""
+        """See `Sampler`. With the fused decoder and a slot for every episode, keys and values stay cached between turns."""
         if self.model.decoder is None or len(prompts) > self.max_batch:
             return super().dialogue(prompts, params)
         check_room(self.model, [Request(prompt, (0,)) for prompt in prompts], params)
         return CachedDialogue(self.model, self.model.decoder, prompts, params)
 
     def _recording(self, requests: list[Request], params: SamplingParams) -> RecordedDecoding | None:
-        """The recorded steps for these requests, those of the last call where they fit; None where steps are not recorded."""
+        """Return recorded steps for these requests, those of the last call if they fit; None if steps are not recorded."""
         own = self.model
         if not self.cuda_graphs or own.decoder is not None or own.root is not None or own.routing is not None or not requests:
             return None
         slots, longest = _room_for(requests, params, self.max_batch)
         if self._recorded is None or not self._recorded.serves(slots, longest):
-            # with room to spare, so that the next call's prompts, a little longer, need no other
+            # Round up, so that the slightly longer prompts of the next call need no new recording.
             slots = min(self.max_batch, 1 << (slots - 1).bit_length())
             longest = min(self.model.max_length, -(-longest // 256) * 256)
             rooms = [(slots, longest)]
-            if self._recorded is not None:  # what was needed before will be again
+            if self._recorded is not None:  # earlier needs will recur
                 rooms.insert(0, (max(slots, self._recorded.cache.slots), max(longest, self._recorded.cache.longest)))
-            self._recorded = None  # its memory is free before the next takes some
+            self._recorded = None  # free its memory before the next allocates
             room = next((room for room in rooms if fits(self.model, *room)), None)
             if room is None:
                 return None
@@ -113,7 +115,7 @@ class EmbeddedSampler(OwnWeights):
 
 @torch.no_grad()
 def why_not_embedded(model: LanguageModel) -> str:
-    """Return why `EmbeddedSampler` cannot sample this packed model, and an empty string where it can.
+    """Return the reason why `EmbeddedSampler` cannot sample this packed model; empty if it can.
 
     Its prefill and one decoding step are compared with the packed forward pass. Fused models and shards are not compared.
     """
@@ -139,13 +141,13 @@ def why_not_embedded(model: LanguageModel) -> str:
 
 
 def _room_for(requests: list[Request], params: SamplingParams, max_batch: int) -> tuple[int, int]:
-    """The slots that these requests need, and what each may come to hold, in tokens."""
+    """Return the number of slots that these requests need, and the capacity of each, in tokens."""
     slots = min(max_batch, sum(len(request.seeds) for request in requests))
     return slots, max(len(request.prompt_ids) for request in requests) + params.max_tokens
 
 
 def check_room(model: LanguageModel, requests: list[Request], params: SamplingParams) -> None:
-    """Refuse empty prompts and prompts that would run past the model's positions."""
+    """Raise `UserError` for empty prompts and for prompts that would exceed the model's positions."""
     for request in requests:
         if not request.prompt_ids:
             raise UserError("A prompt has no tokens; give it some text or a tokenizer with a BOS token.")
@@ -157,7 +159,7 @@ def check_room(model: LanguageModel, requests: list[Request], params: SamplingPa
 
 
 class _Batch:
-    """The state of one call: what waits, what is being decoded (aligned with the cache's slots), what has been written."""
+    """The state of one call: waiting groups, sequences being decoded (aligned with the cache's slots), and written tokens."""
 
     def __init__(
         self,
@@ -172,7 +174,7 @@ class _Batch:
         self.stops = np.array(sorted({*model.eos_token_ids, *params.stop_token_ids}))
         self.seeds = np.array([s for r in requests for s in r.seeds], dtype=np.uint64)
         firsts = np.cumsum([0] + [len(r.seeds) for r in requests])
-        # a group wider than the batch enters in pieces
+        # A group larger than the batch enters in parts.
         self.waiting = deque(
             (r, np.arange(start, min(start + max_batch, firsts[r + 1])))
             for r in range(len(requests))
@@ -189,10 +191,10 @@ class _Batch:
         self.counts = np.zeros(len(self.seeds), dtype=np.int64)
         self.stopped = np.zeros(len(self.seeds), dtype=bool)
         self.owner = np.repeat(np.arange(len(requests)), np.diff(firsts))
-        # completions that each request still lacks, and the requests that lack none since they were last asked for
+        # The completions that each request still lacks, and the requests that completed since the last `pop_complete`.
         self.lacking, self.complete = np.diff(firsts), [r for r in range(len(requests)) if not requests[r].seeds]
         self.kept = cache
-        # where each prompt's first token and each written token but the last went among the kept rows
+        # The kept row of each prompt's first token, and of each written token but the last.
         self.prompt_rows: dict[int, int] = {}
         self.rows = np.zeros(self.ids.shape, dtype=np.int64) if self.kept is not None else None
         self.routes = None if model.routing is None else Routes(model.routing, *self.ids.shape)
@@ -201,7 +203,7 @@ class _Batch:
         return bool(self.waiting) and self.sequences.size + len(self.waiting[0][1]) <= self.max_batch
 
     def admit(self) -> None:
-        """Prefill the waiting groups that fit, draw their first tokens."""
+        """Prefill the waiting groups that fit, and draw their first tokens."""
         groups = []
         room = self.max_batch - self.sequences.size
         while self.waiting and len(self.waiting[0][1]) <= room:
@@ -223,7 +225,7 @@ class _Batch:
         self._draw(logits, new)
 
     def decode(self) -> int:
-        """A token for every sequence in the batch, or several where steps are recorded. Returns the number of tokens."""
+        """Decode a token for every sequence in the batch, or several if steps are recorded. Returns the number of tokens."""
         counts = self.counts[self.sequences]
         last = self.ids[self.sequences, counts - 1]
         if self.recorded is not None:
@@ -243,15 +245,15 @@ class _Batch:
         return self._draw(self.model.head(hidden[:, 0], self.cache.exact, self.cache.packed_weights), self.sequences)
 
     def _recording(self) -> contextlib.AbstractContextManager[Any]:
-        """Where it is recorded which experts the tokens are sent to."""
+        """Return a context that records the experts of each token, if the batch records them."""
         return contextlib.nullcontext([]) if self.routes is None else self.routes.routing.record()
 
     def _keep(self) -> ActivationCache | None:
-        """Where this forward pass is to be kept, while there is room."""
+        """Return the cache that stores this forward pass, while it has room."""
         return self.kept if self.kept is not None and self.kept.open else None
 
     def name_rows(self) -> None:
-        """Say which kept rows are whose."""
+        """Register the kept rows of each prompt and completion."""
         if self.kept is None or self.rows is None or not self.kept.open:
             return
         rows, logps = self.rows, self.logprobs[0]
@@ -265,15 +267,15 @@ class _Batch:
             self.kept.register(request.prompt_ids, np.arange(start, start + len(request.prompt_ids)), own)
 
     def _draw(self, logits: torch.Tensor, sequences: np.ndarray) -> int:
-        """Draw and record a token for each of `sequences`; returns their number."""
+        """Draw and record a token for each of `sequences`. Returns their number."""
         drawn = draw(logits, self.params, self.seeds[sequences], self.counts[sequences])
         logprobs = torch.stack([drawn.logprobs, drawn.sampling_logprobs])
         return self._write(drawn.ids.cpu().numpy()[None], logprobs.cpu().numpy()[None], sequences)
 
     def _write(self, ids: np.ndarray, logprobs: np.ndarray, sequences: np.ndarray) -> int:
-        """Record tokens [K, n] and log-probs [K, 2, n] of `sequences`, each up to its end, and let go of those that end.
+        """Record tokens [K, n] and log-probs [K, 2, n] of `sequences`, each up to its end, and release those that end.
 
-        Returns how many tokens were recorded.
+        Returns the number of recorded tokens.
         """
         stops = (ids[..., None] == self.stops).any(-1)
         before = self.counts[sequences]
@@ -295,7 +297,7 @@ class _Batch:
         return int(taken.sum())
 
     def pop_complete(self) -> list[tuple[int, list[Completion]]]:
-        """The requests that have become complete since the last call, with what was written."""
+        """Return the requests that have completed since the last call, with their completions."""
         places, self.complete = self.complete, []
         return [(r, [self._completion(i) for i in range(self.firsts[r], self.firsts[r + 1])]) for r in places]
 

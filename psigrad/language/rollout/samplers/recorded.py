@@ -1,7 +1,7 @@
-"""Decoding on a GPU without its CPU: several tokens for every slot by replays of one recording.
+"""Decoding on a GPU without the CPU: several tokens for every slot by replays of one recording.
 
-A small model's step is hundreds of launches that each take longer than their kernel, and to ask for each token makes the GPU
-wait. So a step is recorded once, draw included, and replayed `TOKENS_AT_ONCE` times before its tokens are read.
+A small model's step has hundreds of launches that each take longer than their kernel, and reading each token makes the GPU wait.
+So a step, including the draw, is recorded once and replayed `TOKENS_AT_ONCE` times before its tokens are read.
 """
 
 from __future__ import annotations
@@ -22,46 +22,46 @@ from psigrad.language.rollout.samplers.distribution import draw_at
 from psigrad.language.rollout.types import SamplingParams
 from psigrad.seeds import uniform_on_device
 
-# Tokens of a sequence between two looks at who has ended; those drawn behind an end are thrown away.
+# Tokens of a sequence between two checks for ended sequences. Tokens drawn after an end are discarded.
 TOKENS_AT_ONCE = 8
-# Columns of keys and values that the shortest recording reads; longer ones read twice as many each.
+# Columns of keys and values that the shortest recording reads. Each longer one reads twice as many.
 _NARROWEST = 128
 # Distributions whose recordings are kept: training draws from one, evaluation from another.
 _KEPT = 4
 
-# What makes of a function without arguments its replay.
+# A function that turns a function without arguments into its replay.
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 class RecordedDecoding:
-    """The decoding steps of a model on a cache whose slots have all their room from the beginning.
+    """The decoding steps of a model on a cache whose slots have full capacity from the start.
 
-    The cache and the recordings stay from call to call, since a recording holds their addresses and those of the weights. A
-    recording is of one distribution and one shape: of 1, 2, 4, … slots and so many columns. Slots that are empty write keys and
-    values where the next prompt will overwrite them, and nobody reads what they draw.
+    The cache and the recordings persist between calls, since a recording contains their addresses and those of the weights. A
+    recording is specific to one distribution and one shape: 1, 2, 4, … slots and a number of columns. Empty slots write keys and
+    values where the next prompt will overwrite them, and their draws are ignored.
     """
 
     def __init__(self, model: LanguageModel, slots: int, longest: int, record: Recorder | None = None) -> None:
-        """`longest` is what a slot may come to hold, in tokens. Call `begin` before each batch."""
+        """Create the cache; `longest` is the capacity of a slot, in tokens. Call `begin` before each batch."""
         self.model = model
         self.cache = KVCache(slots, longest)
         self.weights = addresses(model)
         self._record = record or on_cuda()
         self._kept: dict[Hashable, dict[tuple[int, int], Callable[[], None]]] = {}
         device = model.device
-        # of each slot: its last token, where the next goes, how many were drawn, and the seed
+        # For each slot: its last token, the position of the next, the number of drawn tokens, and the seed.
         self.state = torch.zeros(4, slots, dtype=torch.long, device=device)
         self.at = torch.zeros(1, dtype=torch.long, device=device)
         self.ids = torch.zeros(TOKENS_AT_ONCE, slots, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(TOKENS_AT_ONCE, 2, slots, device=device)
 
     def serves(self, slots: int, longest: int) -> bool:
-        """Whether these recordings are of the model's present weights, with room enough."""
+        """Return True if these recordings are of the model's current weights and have enough room."""
         room = self.cache.slots >= slots and self.cache.longest >= longest
         return room and self.weights == addresses(self.model)
 
     def begin(self, params: SamplingParams) -> None:
-        """Empty all slots, and find the recordings of this distribution and of the adapters that are at work."""
+        """Empty all slots, and select the recordings of this distribution and of the active adapters."""
         self.cache.clear()
         self.params = replace(params, max_tokens=1, stop_token_ids=())
         drawn_from = self.params, active_adapters(self.model)
@@ -70,9 +70,9 @@ class RecordedDecoding:
             del self._kept[oldest]
 
     def decode(self, last: np.ndarray, counts: np.ndarray, seeds: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:
-        """Up to `steps` more tokens for every active slot, whose last token, number of tokens and seed are [active] each.
+        """Decode up to `steps` more tokens for every active slot, given its last token, number of tokens and seed, [active] each.
 
-        Returns their ids [steps, active] and log-probs [steps, 2, active]: the policy's, and that of the distribution drawn from.
+        Returns their ids [steps, active] and log-probs [steps, 2, active]: the policy's, and those of the sampling distribution.
         """
         active, steps = self.cache.active, min(steps, TOKENS_AT_ONCE)
         size = min(1 << (active - 1).bit_length(), self.cache.slots)
@@ -92,17 +92,17 @@ class RecordedDecoding:
         return min(_NARROWEST << doublings, self.cache.longest)
 
     def _replay(self, size: int, columns: int) -> Callable[[], None]:
-        """The recording of this shape, made when it is first wanted."""
+        """Return the recording of this shape, made on first use."""
         if (size, columns) not in self._replays:
             before = self.state.clone(), self.at.clone()
-            # the recorder runs the step: in the slots that are at work it writes where this very step will
+            # The recorder runs the step. In active slots it writes where this same step will write again.
             self._replays[size, columns] = self._record(partial(self._step, self.params, size, columns))
             self.state.copy_(before[0])
             self.at.copy_(before[1])
         return self._replays[size, columns]
 
     def _step(self, params: SamplingParams, size: int, columns: int) -> None:
-        """One token for the first `size` slots, without a word from the CPU."""
+        """Decode one token for the first `size` slots without waiting for the CPU."""
         tokens, places, counts, seeds = self.state[:, :size]
         step = Decode(self.cache, places.clone(), columns, self.cache.longest)
         hidden = self.model.forward(tokens[:, None], places[:, None], step)
@@ -112,12 +112,12 @@ class RecordedDecoding:
         self.logprobs[:, :, :size].index_copy_(0, self.at, logprobs[None])
         tokens.copy_(drawn.ids)
         counts.add_(1)
-        places.add_(1).clamp_(max=self.cache.longest - 1)  # only of a sequence that has ended, whose last tokens nobody reads
+        places.add_(1).clamp_(max=self.cache.longest - 1)  # clamps only ended sequences, whose last tokens are ignored
         self.at.add_(1)
 
 
 def fits(model: LanguageModel, slots: int, longest: int) -> bool:
-    """Whether the model is on a GPU whose memory these slots, of so many tokens, take no more than a fifth of."""
+    """Return True if the model is on a GPU and these slots, of `longest` tokens each, take at most a fifth of its memory."""
     if model.device.type != "cuda":
         return False
     values = cached_numbers(model.network.config) * slots * longest
@@ -126,18 +126,21 @@ def fits(model: LanguageModel, slots: int, longest: int) -> bool:
 
 
 def addresses(model: LanguageModel) -> tuple[int, ...]:
-    """Where the weights lie."""
+    """Return the addresses of the weights."""
     return tuple(p.data_ptr() for p in model.network.parameters())
 
 
 def active_adapters(model: LanguageModel) -> Hashable:
-    """Which LoRA adapters each layer adds: with others the same weights are computed with otherwise."""
+    """Return the LoRA adapters that each layer adds, since a recording is valid only for the same adapters."""
     layers: list[Any] = [module for module in model.network.modules() if hasattr(module, "_disable_adapters")]
     return tuple((layer.disable_adapters, *layer.active_adapters, *getattr(layer, "merged_adapters", ())) for layer in layers)
 
 
 def on_cuda() -> Recorder:
-    """Makes CUDA graphs, which share their memory. What a function allocates and chooses when it first runs is not recorded."""
+    """Return a recorder of CUDA graphs, which share their memory.
+
+    Allocations and choices of a function's first run are not recorded.
+    """
     pool = torch.cuda.graph_pool_handle()
 
     def record(run: Callable[[], None]) -> Callable[[], None]:
@@ -147,7 +150,7 @@ def on_cuda() -> Recorder:
             run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # others may allocate meanwhile
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may allocate
             run()
         replay: Callable[[], None] = graph.replay
         return replay

@@ -19,8 +19,9 @@ from psigrad.language.rollout.types import Completion, DrawnToken, FinishReason,
 
 
 class _Drawer(LogitsProcessor):
-    """Draws by our counter-based numbers and leaves generate's greedy search no other choice, so both samplers write the same
-    text.
+    """A logits processor that draws by psigrad's counter-based numbers and leaves generate's greedy search only that token.
+
+    So both samplers write the same text.
     """
 
     def __init__(self, params: SamplingParams, seeds: np.ndarray) -> None:
@@ -36,7 +37,7 @@ class _Drawer(LogitsProcessor):
 
 
 class TransformersSampler(OwnWeights):
-    """Left-padded batches of at most `max_batch` sequences through `model.generate`. See `Sampler` for `exact`."""
+    """A sampler of left-padded batches of at most `max_batch` sequences by `model.generate`. See `Sampler` for `exact`."""
 
     def __init__(self, model: LanguageModel, max_batch: int = 256, exact: bool = True) -> None:
         self.model, self.max_batch, self.exact = model, max_batch, exact
@@ -45,7 +46,7 @@ class TransformersSampler(OwnWeights):
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """See `Sampler`: all in one step. Raises `UserError` where a prompt leaves no room for `max_tokens`."""
+        """See `Sampler`. Yields everything in one step. Raises `UserError` if a prompt leaves no room for `max_tokens`."""
         check_room(self.model, requests, params)
         self.model.network.eval()
         flat = [(request.prompt_ids, seed) for request in requests for seed in request.seeds]
@@ -56,7 +57,7 @@ class TransformersSampler(OwnWeights):
 
     @torch.inference_mode()
     def stream(self, request: Request, params: SamplingParams) -> Iterator[DrawnToken]:
-        """The tokens of one completion, each as soon as it is drawn: what `sample` gives for the request's only seed."""
+        """Yield the tokens of one completion as they are drawn, equal to those of `sample` for the request's only seed."""
         check_room(self.model, [request], params)
         self.model.network.eval()
         stops = {*self.model.eos_token_ids, *params.stop_token_ids}
@@ -77,7 +78,7 @@ class TransformersSampler(OwnWeights):
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in batch], device=self.model.device)
         drawer = _Drawer(params, np.array([seed for _, seed in batch], dtype=np.uint64))
         config = GenerationConfig(max_new_tokens=params.max_tokens, do_sample=False, eos_token_id=stops, pad_token_id=stops[0])
-        # generate fills what a config leaves out from the model's own (Qwen2.5's has a repetition penalty): this view has none
+        # generate fills missing values of a config from the model's own (Qwen2.5's has a repetition penalty). This view has none.
         bare: Any = copy.copy(self.model.network)
         bare.generation_config = GenerationConfig()
         out = bare.generate(ids, attention_mask=mask, generation_config=config, logits_processor=LogitsProcessorList([drawer]))
@@ -87,7 +88,7 @@ class TransformersSampler(OwnWeights):
 
 
 def _completion(ids: list[int], logprobs: list[float], sampling: list[float], stops: set[int], seed: int) -> Completion:
-    """Cut after the first stop token; what generate wrote behind it is padding."""
+    """Cut a completion after the first stop token, since generate writes padding after it."""
     count = next((t + 1 for t, token in enumerate(ids) if token in stops), len(ids))
     reason: FinishReason = "stop" if ids[count - 1] in stops else "length"
     return Completion(tuple(ids[:count]), tuple(logprobs[:count]), tuple(sampling[:count]), reason, seed)

@@ -22,63 +22,63 @@ if TYPE_CHECKING:
     from psigrad.config import Optim, Run
 
 Share = Callable[[], Loss]
-"""The loss of one forward pass."""
+"""A function that computes the loss of one forward pass."""
 
 
 class Task(Protocol):
-    """Rows to learn from, and how any of them become a loss."""
+    """Rows to learn from, and the losses of any of them."""
 
     @property
     def name(self) -> str:
-        """What the progress bar says."""
+        """The label on the progress bar."""
         ...
 
     @property
     def model(self) -> Pretrained:
-        """What learns."""
+        """The model that is trained."""
         ...
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         ...
 
     def tokens(self, rows: Sequence[int]) -> int:
-        """Tokens in these rows."""
+        """Return the number of tokens in these rows."""
         ...
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """The loss of one optimiser step on these rows, as one function per forward pass of at most `budget` tokens.
+        """Return the loss of one optimiser step on these rows, as one function per forward pass of at most `budget` tokens.
 
-        For several `ranks`, which take turns in taking one, there are about as many tokens in each. Values, gradients and terms
-        of all of them add up to those of the step, however it is split.
+        For several `ranks`, which take passes in turn, each pass has about as many tokens. Values, gradients and terms of all
+        passes add up to those of the step, however it is split.
         """
         ...
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
-        """Figures over all rows, to be called without gradient. Each process of the world computes its share of the passes, and
-        all of them get the whole.
+        """Return figures over all rows; call without gradient. Each process of the world computes its share of the passes, and
+        all receive the result.
         """
         ...
 
 
 class Settings(Protocol):
-    """What an offline recipe's settings have in common."""
+    """The common settings of offline recipes."""
 
     @property
     def optim(self) -> Optim:
-        """Settings of the optimiser."""
+        """The settings of the optimiser."""
 
     @property
     def run(self) -> Run:
-        """Run folder, seed, checkpoints and trackers."""
+        """The run folder, seed, checkpoints and trackers."""
 
     @property
     def batch_size(self) -> int:
-        """Rows of each optimiser step."""
+        """The number of rows per optimiser step."""
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Most tokens of one forward pass."""
+        """The most tokens of one forward pass."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Offline:
     world: World = ALONE
     """The processes of the run."""
     watch: Observe = contextlib.nullcontext
-    """Observes the phases of a step."""
+    """The observer of a step's phases."""
 
 
 def step(run: Offline, state: State) -> Outcome[State]:
@@ -121,12 +121,12 @@ def step(run: Offline, state: State) -> Outcome[State]:
 
 
 def terms_of(share: Share) -> dict[str, float]:
-    """The terms of one share of a loss."""
+    """Return the terms of one share of a loss."""
     return {name: float(term) for name, term in share().terms.items()}
 
 
 def sum_terms(terms: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The terms of several shares, added up."""
+    """Return the sums of the terms of several shares."""
     total: dict[str, float] = {}
     for own in terms:
         for name, term in own.items():

@@ -1,4 +1,4 @@
-"""The preference family: DPO and its relatives on pairs, KTO on completions without a partner."""
+"""Preference tasks: DPO and its relatives on pairs, KTO on completions without a partner."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from psigrad.processes.parallel.world import ALONE, World, each_once, shard, sha
 def answer_logps(
     model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]], cache: ActivationCache | None = None
 ) -> tuple[Tensor, Tensor]:
-    """([N] log π of every answer, summed over the tokens of its mask; [N] number of those tokens)."""
+    """Return ([N] log π of every answer, summed over the tokens of its mask; [N] number of those tokens)."""
     texts = [[text for answer in group for text in answer.texts] for group in answers]
     logp = model.evaluate(Groups(prompts, [[text.ids for text in group] for group in texts]), cache=cache).logp
     mask = torch.zeros(logp.shape, dtype=torch.bool)
@@ -33,7 +33,7 @@ def answer_logps(
     summed, count = torch.where(mask, logp, 0.0).sum(1), mask.sum(1)
     if len(counts := [len(answer.texts) for group in answers for answer in group]) == len(summed):
         return summed, count
-    # the turns of an answer, each in a context of its own
+    # Sum over the turns of an answer, each of which has its own context.
     of = torch.arange(len(counts), device=logp.device).repeat_interleave(torch.tensor(counts, device=logp.device))
     return tuple(x.new_zeros(len(counts)).index_add(0, of, x) for x in (summed, count))  # type: ignore[return-value]
 
@@ -42,7 +42,7 @@ def answer_logps(
 def reference_logps(
     model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]], budget: int, world: World = ALONE
 ) -> list[list[float]]:
-    """log π_ref of every answer of every prompt; a LoRA model is its own reference, without its adapter."""
+    """Return log π_ref of every answer of every prompt. A LoRA model is its own reference, without its adapter."""
     found: list[list[float]] = [[] for _ in prompts]
     sizes = [len(p) + sum(a.tokens for a in group) for p, group in zip(prompts, answers, strict=True)]
     for part, _ in shard(world, pack_by_tokens(sizes, budget, shares_of(world))):
@@ -57,9 +57,9 @@ def reference_logps(
 
 @dataclass(frozen=True)
 class PreferenceTask:
-    """A `Preference` loss on pairs; `reference` holds (chosen, rejected) log-probs where the loss reads them.
+    """A `Preference` loss on pairs; `reference` has (chosen, rejected) log-probs if the loss reads them.
 
-    `cache` holds what sampling has computed of them, where the model itself wrote them.
+    `cache` has the activations from sampling, if the model itself wrote the answers.
     """
 
     model: LanguageModel
@@ -77,7 +77,7 @@ class PreferenceTask:
         return len(self.pairs)
 
     def tokens(self, rows: Sequence[int]) -> int:
-        """Tokens in these rows."""
+        """Return the number of tokens in these rows."""
         return sum(self.pairs[i].tokens for i in rows)
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
@@ -87,7 +87,7 @@ class PreferenceTask:
         return [partial(self._loss, [rows[k] for k in part], len(rows), targets) for part in parts]
 
     def evaluate(self, rows: Sequence[int]) -> Pairs:
-        """These pairs under the model as it is now."""
+        """Evaluate these pairs under the current model."""
         picked = [self.pairs[i] for i in rows]
         answers = [[p.chosen, p.rejected] for p in picked]
         logp, tokens = answer_logps(self.model, [p.prompt for p in picked], answers, self.cache)
@@ -107,7 +107,7 @@ class PreferenceTask:
         return self.loss.loss(self.evaluate(rows), total, targets)
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
-        """Loss and rewards over all pairs; accuracy with its 95 % interval."""
+        """Return loss and rewards over all pairs, and accuracy with its 95 % interval."""
         targets = sum(p.chosen.targets for p in self.pairs)
         parts = pack_by_tokens([p.tokens for p in self.pairs], budget, shares_of(world))
         found = each_once(world, parts, partial(self._judge, targets))
@@ -115,7 +115,7 @@ class PreferenceTask:
         return {**sum_terms(terms for terms, _ in found), "rewards/accuracies/low": low, "rewards/accuracies/high": high}
 
     def _judge(self, targets: int, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
-        """The terms of the loss on these rows, and whether each pair is told apart."""
+        """Return the terms of the loss on these rows, and 1 for each pair that is ranked correctly."""
         evaluated = self.evaluate(rows)
         terms = self.loss.loss(evaluated, len(self), targets).terms
         return {name: float(term) for name, term in terms.items()}, self.loss.correct(evaluated).tolist()
@@ -123,7 +123,7 @@ class PreferenceTask:
 
 @dataclass(frozen=True)
 class KTOTask:
-    """KTO. `reference` holds per row the log-probs of its answer and of the answer that it is mismatched with."""
+    """The KTO loss on judged rows. `reference` has, per row, the log-probs of its answer and of its mismatched answer."""
 
     model: LanguageModel
     loss: KahnemanTversky
@@ -143,11 +143,11 @@ class KTOTask:
         return len(self.rows)
 
     def tokens(self, rows: Sequence[int]) -> int:
-        """Tokens in these rows."""
+        """Return the number of tokens in these rows."""
         return sum(self.rows[i].tokens for i in rows)
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """See `Task`. The KL estimate is of the whole step: a pass without gradient over mismatched answers comes first."""
+        """See `Task`. The KL estimate covers the full step, so a pass without gradient over mismatched answers comes first."""
         return self._shares(rows, budget, ALONE, ranks)
 
     def _shares(self, rows: Sequence[int], budget: int, world: World, ranks: int = 0) -> list[Share]:
@@ -158,7 +158,7 @@ class KTOTask:
 
     @torch.no_grad()
     def _z(self, rows: Sequence[int], budget: int, world: World) -> Tensor:
-        """z of the step from every row's prompt with the answer of `mismatch`."""
+        """Return z of the step from every row's prompt with the answer of `mismatch`."""
         others = [self._mismatched[i] for i in rows]
         sizes = [len(self.rows[i].prompt) + a.tokens for i, a in zip(rows, others, strict=True)]
         logps, parts = torch.zeros(len(rows)), pack_by_tokens(sizes, budget, shares_of(world))
@@ -179,16 +179,17 @@ class KTOTask:
         return self.loss.loss(Labelled(logp, ref, good, z), total, desirable)
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
-        """Loss and rewards over all rows."""
+        """Return loss and rewards over all rows."""
         return sum_terms(each_once(world, self._shares(range(len(self)), budget, world), terms_of))
 
 
 def mismatch(rows: Sequence[Judged]) -> list[Answer]:
-    """The answer that each row is mismatched with: that of the last row before it with another prompt, as in TRL. Before the
-    first row stands the last. A row without another prompt keeps its own.
+    """Return the mismatched answer of each row: that of the last row before it with another prompt, as in TRL.
+
+    The first row is preceded by the last. A row without another prompt keeps its own answer.
     """
     found, other = list(rows), None
-    for i in range(1 - len(rows), len(rows)):  # once around, so that the first row knows what stands before it
+    for i in range(1 - len(rows), len(rows)):  # start one round earlier, so that the first row has a predecessor
         if rows[i].prompt != rows[i - 1].prompt:
             other = rows[i - 1]
         found[i] = rows[i] if other is None else other

@@ -1,4 +1,4 @@
-"""Reward models: comparisons (one number behind each text) and steps (one behind each step)."""
+"""Reward models: comparisons (one score after each text) and steps (one score after each step)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from psigrad.processes.parallel.world import ALONE, World, each_once, shares_of
 
 @dataclass(frozen=True)
 class RewardTask:
-    """Bradley–Terry on pairs; both answers share one pass over their prompt."""
+    """The Bradley–Terry loss on pairs; both answers share one pass over their prompt."""
 
     model: ScalarModel
     loss: BradleyTerry
@@ -33,7 +33,7 @@ class RewardTask:
         return len(self.pairs)
 
     def tokens(self, rows: Sequence[int]) -> int:
-        """Tokens in these rows."""
+        """Return the number of tokens in these rows."""
         return sum(self.pairs[i].tokens for i in rows)
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
@@ -42,7 +42,7 @@ class RewardTask:
         return [partial(self._loss, [rows[k] for k in part], len(rows)) for part in parts]
 
     def scores(self, rows: Sequence[int]) -> Tensor:
-        """[n, 2] scores of chosen and rejected."""
+        """Return the scores [n, 2] of chosen and rejected answers."""
         picked = [self.pairs[i] for i in rows]
         return self.model.scores(Groups([p.prompt for p in picked], [[p.chosen.ids, p.rejected.ids] for p in picked])).view(-1, 2)
 
@@ -55,14 +55,14 @@ class RewardTask:
         return self.loss.loss(scores[:, 0], scores[:, 1], margin, total)
 
     def _judge(self, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
-        """The terms of the loss on these rows, and by how much each chosen answer leads."""
+        """Return the terms of the loss on these rows, and the lead of each chosen answer."""
         scores = self.scores(rows)
         loss = self._loss_of(scores, rows, len(self))
         lead = scores.double()
         return {name: float(term) for name, term in loss.terms.items()}, (lead[:, 0] - lead[:, 1]).tolist()
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
-        """Loss, accuracy with its 95 % interval, and how well σ(r_w − r_l) is calibrated."""
+        """Return loss, accuracy with its 95 % interval, and the calibration of σ(r_w − r_l)."""
         lead = torch.zeros(len(self), dtype=torch.float64)
         parts = pack_by_tokens([p.tokens for p in self.pairs], budget, shares_of(world))
         found = each_once(world, parts, self._judge)
@@ -77,7 +77,7 @@ class RewardTask:
 
 @dataclass(frozen=True)
 class ProcessRewardTask:
-    """A process reward model: is each step right? The logit stands behind the step's last token."""
+    """A process reward model, which judges each step. The logit is read after the step's last token."""
 
     model: ScalarModel
     solutions: Sequence[Steps]
@@ -87,7 +87,7 @@ class ProcessRewardTask:
         return len(self.solutions)
 
     def tokens(self, rows: Sequence[int]) -> int:
-        """Tokens in these rows."""
+        """Return the number of tokens in these rows."""
         return sum(self.solutions[i].tokens for i in rows)
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
@@ -102,13 +102,13 @@ class ProcessRewardTask:
         return process_loss(logits, labels, total)
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
-        """Loss and accuracy over the steps of all solutions."""
+        """Return loss and accuracy over the steps of all solutions."""
         return sum_terms(each_once(world, self.shares(range(len(self)), budget, shares_of(world)), terms_of))
 
 
 def step_values(model: ScalarModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
-    """The model's number behind each of the places `ends` of every text (ids, ends)."""
-    # V "before" the next token is V behind this one; behind the last stands a token that is never computed
+    """Return the model's value after each of the places `ends` of every text (ids, ends)."""
+    # V "before" the next token is V after this one. A dummy token follows the last and is never computed.
     rows = [[*ids, 0] for ids, _ in texts]
     masks = [[t - 1 in set(ends) for t in range(len(ids) + 1)] for ids, ends in texts]
     values = model.values(Rows(rows, masks))

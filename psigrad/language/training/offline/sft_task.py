@@ -21,24 +21,24 @@ class SFTTask:
     Formula: L = −(1/M) Σ log π(a_t|s_t) over the M target tokens of the whole optimiser step; with label smoothing ε it is
     −(1/M) Σ [(1 − ε) log π(a_t|s_t) + ε/V · Σ_v log π(v|s_t)] over a vocabulary of V, as in transformers' `LabelSmoother`
 
-    A row is one text, or several: its turns in contexts of their own (`templates.examples`). What these share is computed once.
+    A row is one text, or several: its turns with separate contexts (`templates.examples`). Their shared tokens are computed once.
     """
 
     model: LanguageModel
     rows: Sequence[Sequence[Example]]
     name: str = "SFT"
     label_smoothing: float = 0.0
-    """ε; figures of held-out rows are without it."""
+    """The ε of label smoothing; held-out figures do not use it."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def tokens(self, rows: Sequence[int]) -> int:
-        """Tokens that are computed of these rows: what texts of one row share counts once."""
+        """Return the number of tokens computed for these rows. Tokens shared by the texts of a row count once."""
         return sum(one.tokens for i in rows for one in bundle(self.rows[i]))
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """One forward pass after the other; see `Task`."""
+        """Return the forward passes; see `Task`."""
         bundles = [bundle(self.rows[i]) for i in rows]
         targets = max(1, sum(sum(text.mask) for own in bundles for one in own for text in one.texts))
         parts = pack_by_tokens([sum(one.tokens for one in own) for own in bundles], budget, ranks)
@@ -56,13 +56,13 @@ class SFTTask:
         return Loss(value, {name: figure.detach() for name, figure in figures.items()})
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
-        """Loss, entropy and accuracy on the target tokens of all examples."""
+        """Return loss, entropy and accuracy on the target tokens of all examples."""
         return sum_terms(each_once(world, self.shares(range(len(self)), budget, shares_of(world)), terms_of))
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """Texts that begin as their `trunk`, which is computed once: of each the first `starts` tokens."""
+    """Texts that share the start of their `trunk`, which is computed once: each shares the first `starts` tokens."""
 
     trunk: Sequence[int]
     texts: Sequence[Example]
@@ -70,12 +70,12 @@ class Bundle:
 
     @property
     def tokens(self) -> int:
-        """Tokens that are computed."""
+        """The number of computed tokens."""
         return len(self.trunk) + sum(len(text.ids) - start for text, start in zip(self.texts, self.starts, strict=True))
 
 
 def bundle(texts: Sequence[Example]) -> list[Bundle]:
-    """The texts of a row, in order, in the bundles of fewest tokens; a text shares nothing that is trained in it.
+    """Return the texts of a row, in order, in the bundles with the fewest tokens. Target tokens are never shared.
 
     The trunk is the context of a bundle's last text, from which the others branch off.
     """
@@ -84,21 +84,21 @@ def bundle(texts: Sequence[Example]) -> list[Bundle]:
         found = []
         for begin in range(end):
             one = _branch(texts[begin:end])
-            if all(one.starts):  # what begins otherwise stands alone
+            if all(one.starts):  # texts without a common start are separate
                 found.append((best[begin][0] + one.tokens, [*best[begin][1], one]))
         best.append(min(found, key=lambda pair: pair[0]))
     return best[-1][1]
 
 
 def _branch(texts: Sequence[Example]) -> Bundle:
-    """One bundle; nothing that is trained stands in the trunk."""
+    """Return one bundle, whose trunk has no target tokens."""
     contexts = [text.ids[: text.mask.index(True)] if any(text.mask) else text.ids for text in texts]
     starts = [common_prefix(context, contexts[-1]) for context in contexts]
     return Bundle(contexts[-1], texts, starts)
 
 
 def _pack(bundles: Sequence[Bundle]) -> Rows | Groups:
-    """Texts as they are; where some share a beginning, each bundle as a group behind it."""
+    """Return texts as rows, or, if some share a start, each bundle as a group after its trunk."""
     if all(len(one.texts) == 1 for one in bundles):
         texts = [text for one in bundles for text in one.texts]
         return Rows([text.ids for text in texts], [text.mask for text in texts])

@@ -1,1 +1,1 @@
-"""Online RL: sample, score, advantage, loss, update, record. Begin with `online_rl.py`."""
+"""Online RL: sample, score, advantage, loss, update, record. Start with `online_rl.py`."""

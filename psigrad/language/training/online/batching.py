@@ -1,7 +1,7 @@
-"""A step's trajectories as a batch, the micro-batches of its forward passes, and the way from a pass back to the batch's rows.
+"""A step's trajectories as a batch, the micro-batches of its forward passes, and the mapping from a pass to the batch's rows.
 
-The `inputs` of a batch are the trajectories of its rows. A micro-batch names rows of one forward pass and nothing else; the
-model's inputs are made from their trajectories.
+The `inputs` of a batch are the trajectories of its rows. A micro-batch only names the rows of one forward pass; the model's
+inputs are created from their trajectories.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from psigrad.objective import Batch, PolicyOutputs, terminal
 from psigrad.processes.parallel.world import ALONE, World, shard, shares_of
 
 MicroBatch = list[list[int]]
-"""Rows of a batch that share one forward pass. Rows of one group are together, since they share their prompt."""
+"""Rows of a batch that share one forward pass. Rows of one group are adjacent, since they share their prompt."""
 LENGTH_PENALTY = "soft_overlong"
 _ROUNDED = 1e-3
-"""Share of the spread of a group's rewards that float32 may round away."""
+"""The share of the spread of a group's rewards that float32 may round away."""
 _WIDE = 1e15
-"""A spread whose square float32 cannot hold."""
+"""A spread whose square overflows float32."""
 
 
 def to_batch(
@@ -35,7 +35,8 @@ def to_batch(
 ) -> Batch:
     """Return the padded view [N, T] of scored groups. Its `inputs` are their trajectories, in order.
 
-    The reward of an outcome is on the policy's last token. `reward_weights` are the weights of the rewards' parts, by name.
+    The reward of an outcome is placed on the policy's last token. `reward_weights` are the weights of the rewards' parts, by
+    name.
     """
     rows = [t for group in groups for t in group]
     lengths = torch.tensor([len(t.completion.ids) for t in rows])
@@ -51,7 +52,7 @@ def to_batch(
             row[: len(trajectory.completion.ids)] = values(trajectory)
         return out
 
-    # rewards of steps are on the token where they were earned, the rest is on the last token
+    # Rewards of steps are placed on the token where they were earned, and the remainder on the last token.
     names = sorted({name for t in rows for name in t.parts})
     metric, parts = [metric_of(t, filter_metric) for t in rows], [[_part(t, name) for name in names] for t in rows]
     precision = reward_dtype([*map(len, groups)], [[t.reward or 0.0 for t in rows], metric, *zip(*parts, strict=True)])
@@ -62,7 +63,7 @@ def to_batch(
             earned[n, place] += reward
             rewarded[n, place] = True
     outcome = torch.tensor([(t.reward or 0.0) - math.fsum(r for _, r in t.step_rewards) for t in rows], dtype=precision)
-    ends = (outcome != 0) | ~rewarded.any(1)  # beside rewards of steps, an outcome of 0 is no reward
+    ends = (outcome != 0) | ~rewarded.any(1)  # next to rewards of steps, an outcome of 0 is no reward
     return Batch(
         mask=mask,
         reward=terminal(outcome, mask) + earned,
@@ -79,8 +80,9 @@ def to_batch(
 
 
 def _part(trajectory: Trajectory, name: str) -> float:
-    """Return the value of one reward function, NaN if it does not apply. A failed completion without parts has its reward in
-    each.
+    """Return the value of one reward function; NaN if it does not apply.
+
+    A failed completion without parts has its reward in each.
     """
     if trajectory.status == "failed" and name not in trajectory.parts:
         return trajectory.reward or 0.0
@@ -89,10 +91,9 @@ def _part(trajectory: Trajectory, name: str) -> float:
 
 
 def micro_batches(batch: Batch, wanted: Tensor, budget: int, ranks: int = 1) -> list[MicroBatch]:
-    """Return forward passes of at most `budget` tokens over the rows where `wanted` [N] is True. A group's prompt is computed
-    once.
+    """Return forward passes of at most `budget` tokens over the rows where `wanted` [N] is True.
 
-    For several `ranks`, which take passes in turn, each pass has about as many tokens.
+    A group's prompt is computed once. For several `ranks`, which take passes in turn, each pass has about as many tokens.
     """
     group = batch.group.tolist()
     rows = [i for i, asked in enumerate(wanted.tolist()) if asked]
@@ -109,8 +110,9 @@ def _size(trajectory: Trajectory, shared: Sequence[int]) -> int:
 
 
 def share_of(world: World, batch: Batch, wanted: Tensor, budget: int) -> list[tuple[MicroBatch, float]]:
-    """Return the micro-batches of this process with their weights: 0 for one that only keeps step with other processes. The
-    tokens of each are transferred to the process that computes it.
+    """Return this process's micro-batches with their weights: 0 for one that only keeps step with other processes.
+
+    The tokens of each are transferred to the process that computes it.
     """
     micros = micro_batches(batch, wanted, budget, shares_of(world))
     if world.size > 1:
@@ -125,7 +127,7 @@ def rows_of(micro: MicroBatch) -> Tensor:
 
 
 def inputs_of(batch: Batch, micro: MicroBatch) -> Groups:
-    """Return the model's inputs for these rows: each prompt with the pieces of completions that were sampled behind it."""
+    """Return the model's inputs for these rows: each prompt with the pieces of completions that were sampled after it."""
     read = _contexts_of(batch, micro)
     rows = [[batch.inputs[i].completion for i, _ in own] for _, own in read]
     experts = [(own[0].prompt_experts, [one.experts for one in own]) for own in rows]
@@ -135,7 +137,7 @@ def inputs_of(batch: Batch, micro: MicroBatch) -> Groups:
 
 
 def reference_inputs_of(batch: Batch, micro: MicroBatch) -> Groups | None:
-    """Return the same completions behind the prompts of the reference, or None if it reads the policy's."""
+    """Return the same completions after the reference's prompts, or None if it reads the policy's."""
     own = [batch.inputs[members[0]].teacher_prompt_ids for members in micro]
     if not any(own):
         return None
@@ -159,10 +161,10 @@ def by_row(x: Tensor, batch: Batch, micro: MicroBatch) -> Tensor:
     """Return [n, T] for the rows of a micro-batch from the model's outputs on the pieces of `inputs_of`, padded with zeros."""
     width, rows = batch.mask.shape[1], rows_of(micro).tolist()
     pieces = [piece for _, own in _contexts_of(batch, micro) for piece in own]
-    if [i for i, _ in pieces] == rows:  # a piece for each row, in its order
+    if [i for i, _ in pieces] == rows:  # one piece for each row, in order
         return torch.nn.functional.pad(x, (0, width - x.shape[1]))
     place = {i: n for n, i in enumerate(rows)}
-    source = torch.full((len(rows), width), x.numel())  # a token in no piece reads the zero behind the last
+    source = torch.full((len(rows), width), x.numel())  # a token in no piece reads the zero at the end
     for n, (i, context) in enumerate(pieces):
         end = context.start + len(context.ids)
         source[place[i], context.start : end] = torch.arange(len(context.ids)) + n * x.shape[1]
@@ -196,14 +198,14 @@ def fill(
     out = torch.zeros_like(batch.logp_old)
     for micro, weight in share_of(world, batch, batch.present.cpu() if wanted is None else wanted, budget):
         part = of(inputs(batch, micro))
-        if weight and world.rank % world.division.team == 0:  # processes that compute one share together count once
+        if weight and world.rank % world.division.team == 0:  # a team that computes one share together counts once
             out[rows_of(micro).to(out.device)] = by_row(part.to(out.dtype), batch, micro)
     return world.all_reduce(out)
 
 
 def metric_of(trajectory: Trajectory, name: str = "") -> float:
-    """Return the value that dynamic sampling compares within a group: the reward function `name`, or without a name all rewards
-    but the penalty on length. Raises `UserError` if no function has that name.
+    """Return the value that dynamic sampling compares within a group: the reward function `name`, or all rewards but the length
+    penalty. Raises `UserError` if no function has that name.
     """
     reward = trajectory.reward or 0.0
     if trajectory.status == "unscored" or (trajectory.status == "failed" and not trajectory.parts):
@@ -220,10 +222,10 @@ def metric_of(trajectory: Trajectory, name: str = "") -> float:
 
 
 def reward_dtype(sizes: Sequence[int], columns: Sequence[Sequence[float]]) -> torch.dtype:
-    """Return the type for these columns of numbers, which belong to rows in groups of these sizes; NaN is no number.
+    """Return the type for these columns of numbers, which belong to rows in groups of these sizes. NaN values are ignored.
 
-    Rewards of 1e6 and 1e6 + 0.001 are one number in float32, and the variance of 1e20 and 0 is infinite. Ordinary rewards stay in
-    float32, and with them every bit of their runs. Advantages are float32 in either case: `PolicyGradient.prepare` casts them.
+    Rewards of 1e6 and 1e6 + 0.001 are equal in float32, and the variance of 1e20 and 0 is infinite. Ordinary rewards stay in
+    float32, so their runs keep every bit. Advantages are float32 in either case: `PolicyGradient.prepare` casts them.
     """
     for column in columns:
         for exact in torch.tensor(column, dtype=torch.float64).split([*sizes]):

@@ -1,7 +1,7 @@
 """The scored completions that a step trains on, and the ledger of their prompts.
 
-`lag.py` decides when they are collected, `rollout/collectors.py` makes them. Every prompt that was drawn is trained on, dropped
-for a reason, or pending.
+`lag.py` decides when they are collected, `rollout/collectors.py` makes them. Every drawn prompt is trained on, dropped for a
+reason, or pending.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ def collect(run: Online, cursor: int, version: int, clock: Clock, cache: Activat
 
 
 def check_rewards(run: Online, trajectories: Sequence[Trajectory], before: Sequence[Sequence[int]] = ()) -> list[list[int]]:
-    """Return the counts of faults that the next step is judged with. Raise `RewardError` if the rewards do not work; it names
-    the rows.
-    """
+    """Return the counts of faults for checking the next step. Raise `RewardError`, with the rows, if the rewards do not work."""
     reasons = [t.reason if t.status == "unscored" else None for t in trajectories]
     place = lambda row: bisect.bisect_left(run.prompts, row, key=lambda prompt: prompt.index)  # noqa: E731
     sources = [run.prompts[place(t.row)].row.source for t in trajectories] if any(reasons) else []
@@ -79,7 +77,7 @@ def pick_prompts(prompts: Sequence[Prompt], seed: int, cursor: int, count: int) 
 
 
 def seed_at(seed: int, cursor: int, i: int, k: int) -> int:
-    """Return the seed of completion k of a step's i-th prompt, whose place in the sequence of prompts stands for the step too."""
+    """Return the seed of completion k of a step's i-th prompt. The place in the sequence of prompts determines the step."""
     return seeds.derive(seed, "sample", cursor + i, k)
 
 
@@ -92,7 +90,7 @@ def penalise_cut(trajectory: Trajectory, penalty: float) -> Trajectory:
 
 
 def group_scored(trajectories: list[Trajectory], group_size: int, smallest: int) -> Iterator[list[Trajectory]]:
-    """Yield groups of consecutive completions without unscored members. Drop a group that has fewer than `smallest` left."""
+    """Yield groups of consecutive completions without unscored members. Drop a group with fewer than `smallest` left."""
     for start in range(0, len(trajectories), group_size):
         group = [t for t in trajectories[start : start + group_size] if t.reward is not None and t.completion.ids]
         if len(group) >= smallest:
@@ -100,9 +98,7 @@ def group_scored(trajectories: list[Trajectory], group_size: int, smallest: int)
 
 
 def update_ledger(ledger: Mapping[str, int], cursor: int, collected: Collected) -> dict[str, int]:
-    """Return the ledger, which stood at `cursor` prompts, with a collection's prompts added. Raises `RuntimeError` as
-    `check_balance` does.
-    """
+    """Return the ledger of the first `cursor` prompts, extended by a collection. Raises `RuntimeError` if it does not balance."""
     entries = enter(open_ledger(ledger, cursor), collected.entries)
     check_balance(entries, collected.cursor)
     return entries
@@ -116,7 +112,7 @@ def open_ledger(ledger: Mapping[str, int], cursor: int) -> dict[str, int]:
 
 
 def enter(ledger: Mapping[str, int], entries: Mapping[str, int]) -> dict[str, int]:
-    """Return the ledger with these entries added; entries of 0 are left out."""
+    """Return the ledger with these entries added. Entries of 0 are dropped."""
     return dict(Counter(ledger) + Counter(entries))
 
 

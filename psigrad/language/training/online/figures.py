@@ -30,18 +30,18 @@ class UpdateResult:
     advantages: list[float] = field(default_factory=list)
     """The advantage of each row, its mean over the row's tokens."""
     tokens: list[dict[str, Any]] = field(default_factory=list)
-    """Columns of rollouts.jsonl for each row; those per token for the first rows."""
+    """The columns of rollouts.jsonl for each row; those per token only for the first rows."""
 
 
 WITHIN_GROUPS = ("reward_std", "frac_reward_zero_std")
-"""Figures of how rewards differ within the groups."""
+"""Figures of the differences between rewards within groups."""
 
 
 def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> dict[str, Any]:
-    """Rewards, lengths and an entropy estimate over all completions of a step, those that are not trained on included.
+    """Return rewards, lengths and an entropy estimate over all completions of a step, including those not trained on.
 
-    `entropy` is the mean of -log pi(a) over sampled tokens: an unbiased estimate of the policy's entropy that costs nothing,
-    where they were drawn from pi. Under top-k and the like they are its likelier tokens alone; the mean is then `surprise`.
+    `entropy` is the mean of -log pi(a) over sampled tokens. If they were drawn from pi, it is an unbiased estimate of the
+    policy's entropy that costs nothing. Filters such as top-k keep only the likelier tokens; the mean is then named `surprise`.
     """
     rewards = [t.reward for t in trajectories if t.reward is not None]
     groups = [
@@ -51,7 +51,7 @@ def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> d
     groups = [group for group in groups if group]
     lengths = [t.chosen for t in trajectories]
     ended = [t.chosen for t in trajectories if t.completion.finish_reason == "stop"]
-    # 0 on tokens that the policy did not choose
+    # Log-probs are 0 on tokens that the policy did not choose.
     likelihood = math.fsum(itertools.chain.from_iterable(t.completion.logprobs for t in trajectories))
     filtered = any(
         abs(own - drawn) > 1e-3
@@ -93,7 +93,7 @@ def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> d
 
 
 def _stdev(values: Sequence[float]) -> float:
-    """The sample standard deviation, 0 of a single value. Python's own computes with fractions, fifty times as long."""
+    """Return the sample standard deviation; 0 for a single value. Python's own uses fractions and takes fifty times as long."""
     if len(values) < 2:
         return 0.0
     mean = math.fsum(values) / len(values)
@@ -101,8 +101,9 @@ def _stdev(values: Sequence[float]) -> float:
 
 
 def staleness(trajectories: Sequence[Trajectory], step: int, lag: int) -> dict[str, float]:
-    """How many steps ago, in the mean, the weights that drew the completions were those of the trainer. Raises `RuntimeError`
-    where that is not the lag: older weights have then been sampled from, which is a fault of ours.
+    """Return the mean age of the weights that drew the completions, in steps.
+
+    Raises `RuntimeError` if it differs from the lag: then older weights have been sampled from, which is a bug in psigrad.
     """
     if not lag or not trajectories:
         return {}
@@ -115,7 +116,7 @@ def staleness(trajectories: Sequence[Trajectory], step: int, lag: int) -> dict[s
 
 
 class TokenFigures:
-    """Log-probs and entropies of the last forward pass over each of the first `rows` rows of a batch.
+    """The log-probs and entropies of the last forward pass over each of the first `rows` rows of a batch.
 
     [rows, T], NaN where no pass was made.
     """
@@ -126,7 +127,7 @@ class TokenFigures:
         self.logp, self.entropy = torch.full(shape, math.nan), torch.full(shape, math.nan)
 
     def see(self, rows: Tensor, evaluation: PolicyOutputs) -> None:
-        """Keep what a pass over these rows of the batch found."""
+        """Store the results of a pass over these rows of the batch."""
         wanted = rows.cpu() < self.count
         if not bool(wanted.any()):
             return
@@ -136,18 +137,18 @@ class TokenFigures:
             self.entropy[picked] = evaluation.entropy.detach().float().cpu()[wanted]
 
     def gather(self, world: World) -> TokenFigures:
-        """These figures with those that other processes have seen."""
+        """Add the figures of other processes, and return self."""
         for logp, entropy in world.all_gather((self.logp, self.entropy)):
             self.logp = torch.where(logp.isnan(), self.logp, logp)
             self.entropy = torch.where(entropy.isnan(), self.entropy, entropy)
         return self
 
     def rows(self) -> list[dict[str, Any]]:
-        """Columns of rollouts.jsonl for every row of the batch: `kept` False where a filter left it out, and for the first rows
-        what is known of each token up to the last that the policy chose, 0 for those that it did not choose.
+        """Return columns of rollouts.jsonl for every row of the batch.
 
-        `trained_logprobs` under the policy of the last pass over the row, before its step; `ref_logprobs` under the reference;
-        `entropy` exact, in nats; `advantages` where they differ between tokens.
+        `kept` is False if a filter dropped the row. The first rows have a value for each token up to the policy's last, 0 for
+        those that it did not choose: `trained_logprobs` under the policy of the last pass over the row, before its step;
+        `ref_logprobs` under the reference; `entropy` exact, in nats; `advantages` if they differ between tokens.
         """
         rows: list[dict[str, Any]] = [{} if keep else {"kept": False} for keep in self.prepared.keep.tolist()]
         batch = self.prepared.batch
@@ -174,16 +175,18 @@ def rollout_rows(
     record_tokens: int,
     record_prompts: int = 0,
 ) -> Sequence[Mapping[str, Any]]:
-    """A row of rollouts.jsonl for every completion of the step: those that were trained on with their advantage, and the first
-    `record_tokens` groups token by token. With `record_prompts` only those of the first so many prompts. Each process makes those
-    of its own completions, and rank 0 gets all.
+    """Return a row of rollouts.jsonl for every completion of the step.
+
+    Completions that were trained on have their advantage, and the first `record_tokens` groups have values per token.
+    `record_prompts` limits the rows to the first prompts. Each process makes the rows of its own completions, and rank 0 gets
+    all.
     """
     written = collected.trajectories
     if record_prompts:
         groups = {*list(dict.fromkeys((t.row, t.prompt_ids) for t in written))[:record_prompts]}
         written = [t for t in written if (t.row, t.prompt_ids) in groups]
     own = {n: t for n, t in enumerate(written) if t.home == world.rank}
-    # prompts stand in the order of their rows; a look at all of them in every step would cost more than the step
+    # Prompts are in the order of their rows. Searching all of them in every step would cost more than the step.
     numbers = {t.row for t in own.values()}
     rows: dict[int, Any] = {n: prompts[bisect.bisect_left(prompts, n, key=lambda p: p.index)].row for n in numbers}
     used = [t for group in collected.groups for t in group]

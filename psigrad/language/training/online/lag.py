@@ -1,7 +1,7 @@
 """Collections in advance: with a lag of k, step s trains on completions of the weights after step max(0, s - k).
 
-All completions of a step have the same lag, however long any takes. So no short completion comes before its turn, and a run can
-be repeated bitwise.
+All completions of a step have the same lag, regardless of their length. So short completions are not preferred, and a run can be
+repeated bitwise.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def next_collection(
 
 
 def begun_by(step: int, lag: int, total: int) -> int:
-    """Return how many of a run's `total` collections have started when `step` steps are done: `lag` beyond the next one."""
+    """Return the number of a run's `total` collections that have started after `step` steps: `lag` beyond the next one."""
     return min(step + lag + 1, total)
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """A collection that a thread is making, and the place at which the next one starts, if that is known in advance."""
+    """A collection under way in a thread, and the place at which the next one starts, if that is known in advance."""
 
     found: Future[Collected]
     end: int | None
@@ -67,7 +67,7 @@ class InFlight:
 
 
 def _end_of(previous: Pending | None, state: State) -> int:
-    """Return the place of the first prompt behind a collection."""
+    """Return the place of the first prompt after a collection."""
     if previous is None:
         return state.cursor
     return previous.end if isinstance(previous, InFlight) and previous.end is not None else previous.result().cursor

@@ -36,7 +36,7 @@ def learn_preferences(
     lr: float,
     cache: ActivationCache | None,
 ) -> UpdateResult:
-    """Take all optimiser steps on one collection by a preference loss. A group of equal rewards is left out.
+    """Take all optimiser steps on one collection by a preference loss. A group of equal rewards is dropped.
 
     Source: Guo et al. 2024, Direct language model alignment from online AI feedback, arXiv:2402.04792.
     """
@@ -87,7 +87,7 @@ def pick(groups: Sequence[Sequence[Trajectory]], world: World = ALONE) -> Pick:
 
 
 def _texts(trajectory: Trajectory) -> list[Example]:
-    """Return the sampled tokens, each piece behind the prompt that it was sampled behind."""
+    """Return the sampled tokens, each piece after its prompt."""
     mask = trajectory.mask or (True,) * len(trajectory.completion.ids)
     return [
         Example([*prompt, *ids], [False] * len(prompt) + list(mask[start : start + len(ids)]), False)

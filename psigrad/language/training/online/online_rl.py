@@ -93,7 +93,7 @@ def step(run: Online, state: State) -> Outcome[State]:
         "prompts": collected.entries[ISSUED],
     }
     if config.num_generations == 1 or (isinstance(run.algorithm, PolicyGradient) and not run.algorithm.needs_reward):
-        for name in WITHIN_GROUPS:  # nothing is compared within a group, so equal rewards are not a fault
+        for name in WITHIN_GROUPS:  # groups are not compared, so equal rewards are no fault
             metrics.pop(name, None)
     after = replace(
         state,
@@ -123,15 +123,15 @@ def critic_warms_up(run: Online, state: State) -> bool:
 
 
 def activation_cache(run: Online) -> ActivationCache | None:
-    """Return a cache for what sampling computes under the weights that train, so that training need not compute it again."""
-    # an episode is sampled turn by turn; another process, or a later step, may train on what is sampled here
+    """Return a cache for sampling's activations under the trained weights, so that training need not recompute them."""
+    # An episode is sampled turn by turn, and another process or a later step may train on these completions.
     if run.config.model.gradient_checkpointing or run.rollout.collector.plays or run.world.size > 1 or run.config.lag:
         return None
     return run.model.new_cache(run.config.keep_activations_gb * 1e9) if run.config.keep_activations_gb else None
 
 
 def note_overflow(run: Online, cache: ActivationCache | None, sampled: Sequence[Trajectory]) -> dict[str, str]:
-    """Return a note if sampling computed more than the cache may keep. It says what would keep it."""
+    """Return a note if sampling computed more than the cache may keep, with the setting that would keep it."""
     limit, decoder = run.config.keep_activations_gb, run.model.decoder
     if cache is None or decoder is None or cache.bytes <= limit * 1e9:
         return {}
@@ -147,7 +147,10 @@ def note_overflow(run: Online, cache: ActivationCache | None, sampled: Sequence[
 def learn(
     run: Online, groups: Sequence[Sequence[Trajectory]], state: State, lr: float, cache: ActivationCache | None = None
 ) -> UpdateResult:
-    """Take all optimiser steps on one collection. Rows without a gradient skip the forward pass; without any, no weight moves."""
+    """Take all optimiser steps on one collection. Rows without a gradient skip the forward pass.
+
+    Without any gradient, no weight changes.
+    """
     config, algorithm = run.config, run.algorithm
     if not isinstance(algorithm, PolicyGradient):
         return learn_preferences(run, algorithm.loss, groups, state, lr, cache)
@@ -156,9 +159,9 @@ def learn(
     cache = run.model.usable(cache)
     for annotator in run.annotators:
         batch = annotator.columns(run, batch, state.step, cache)
-    prepared = algorithm.prepare(batch, state.algorithm)  # the advantages
+    prepared = algorithm.prepare(batch, state.algorithm)  # computes the advantages
     optimizers = [(run.optimizer, lr)]
-    if run.critic is not None:  # it follows the same schedule from a peak of its own
+    if run.critic is not None:  # the critic follows the same schedule with its own peak
         schedule = replace(config.optim, learning_rate=run.critic.learning_rate)
         optimizers.append((run.critic.optimizer, learning_rate(schedule, state.step, run.total_steps)))
     seen = run.token_figures(sum(map(len, groups[: config.record_tokens])), prepared)
@@ -179,7 +182,7 @@ def learn(
     if passes.warms_up:  # the policy had no gradient
         figures.pop("grad_norm", None)
     after = prepared.state
-    if algorithm.adapts and passes.sums.norms and not passes.warms_up:  # else the policy has not moved
+    if algorithm.adapts and passes.sums.norms and not passes.warms_up:  # otherwise the policy is unchanged
         now = log_probs(run.model, prepared.batch, config.micro_batch_tokens, run.params.temperature, world=run.world)
         after = algorithm.adapt(prepared, now)
     advantage = (prepared.advantage.sum(1) / batch.mask.sum(1).clamp(min=1)).tolist()
@@ -197,11 +200,12 @@ class Passes:
     seen: TokenFigures
     cache: ActivationCache | None
     warms_up: bool
-    """Only the critic learns."""
+    """True if only the critic learns."""
 
     def losses(self, micros: Sequence[tuple[MicroBatch, float]], totals: Totals) -> Iterator[Callable[[], Tensor]]:
-        """Yield the losses of one optimiser step, a function for each pass: the policy's, then those of a separate critic, when
-        the policy's activations are freed. A pass of weight 0 only keeps step with other processes.
+        """Yield the losses of one optimiser step, one function for each pass: the policy's, then those of a separate critic.
+
+        The policy's activations are freed before the critic's passes. A pass of weight 0 only keeps step with other processes.
         """
         balance, passes = self.run.model.balance, 1.0
         if balance is not None:

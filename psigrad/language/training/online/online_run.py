@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ValueModel:
-    """A critic that is a model of its own, with its optimiser and its peak learning rate."""
+    """A critic that is a separate model, with its optimiser and its peak learning rate."""
 
     model: ScalarModel
     optimizer: Optimizer
@@ -40,36 +40,36 @@ class ValueModel:
 
 
 class Annotator:
-    """Adds one kind of column or term to the batches of a run. This base class adds nothing.
+    """A component that adds one kind of column or term to the batches of a run. This base class adds nothing.
 
-    An annotator may keep what belongs to the current collection: `columns` starts a new one.
+    An annotator may store data of the current collection; `columns` starts a new one.
     """
 
     gives_reference = False
-    """True if it answers for the reference of a KL term."""
+    """True if it provides the reference of a KL term."""
     reference: LanguageModel | None = None
-    """The model that is the reference."""
+    """The reference model."""
 
     def columns(self, run: Online, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
-        """Return the batch with further columns [N, T]. `step` counts the steps that the policy has behind it."""
+        """Return the batch with further columns [N, T]. `step` is the number of completed steps."""
         return batch
 
     def divergence(self, run: Online, batch: Batch, micro: MicroBatch) -> Divergence | None:
-        """Return the KL that the policy's forward pass is to sum over the vocabulary, if any."""
+        """Return the KL that the policy's forward pass should sum over the vocabulary, if any."""
         return None
 
     def in_pass(
         self, run: Online, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
     ) -> tuple[Prepared, PolicyOutputs]:
-        """Return the `rows` of a batch and the policy's outputs on them with further terms. `first`: no weight has moved yet."""
+        """Return the `rows` of a batch and the policy's outputs with further terms. `first` is True before any weight changes."""
         return part, outputs
 
     def figures(self, run: Online, step: int) -> dict[str, float]:
-        """Return metrics of the collection, after its last optimiser step. Raises `UserError` where a run must not continue."""
+        """Return metrics of the collection, after its last optimiser step. Raises `UserError` if the run must not continue."""
         return {}
 
     def after_step(self, run: Online, number: int) -> None:
-        """Update what follows the policy, after step `number`."""
+        """Update state that follows the policy, after step `number`."""
 
 
 @dataclass(frozen=True)
@@ -86,19 +86,19 @@ class Online:
     prompts: Sequence[Prompt]
     params: SamplingParams
     rollout: ScoredRollout
-    """Makes scored completions of prompts."""
+    """The rollout that makes scored completions of prompts."""
     annotators: Sequence[Annotator]
-    """Add the columns that the algorithm reads, in this order."""
+    """The annotators, which add the columns that the algorithm reads, in this order."""
     total_steps: int
     critic: ValueModel | None = None
     executor: Executor | None = None
-    """Threads that collect while steps train. None: collections are made between the steps."""
+    """Threads that collect during training steps. None: collections are made between the steps."""
     world: World = ALONE
     """The processes of the run."""
     watch: Observe = contextlib.nullcontext
-    """Observes the phases of a step."""
+    """The observer of a step's phases."""
     token_figures: Callable[[int, Prepared], TokenFigures] = TokenFigures
-    """Makes the observer of a step's log-probs."""
+    """The constructor of the observer of a step's log-probs."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     """The weight of each part of the rewards, by name; 1 for others."""
 
@@ -109,12 +109,12 @@ class Online:
 
     @property
     def reference(self) -> LanguageModel | None:
-        """The model that is the reference; None if there is none, or a teacher in its place."""
+        """The reference model; None if there is none, or if a teacher replaces it."""
         return next((one.reference for one in self.annotators if one.reference is not None), None)
 
     @property
     def has_reference(self) -> bool:
-        """True if a model or a teacher answers for the reference of a KL term."""
+        """True if a model or a teacher provides the reference of a KL term."""
         return any(one.gives_reference for one in self.annotators)
 
     def check_reference(self) -> None:
@@ -123,7 +123,7 @@ class Online:
             raise UserError("This algorithm's KL term needs a reference model; none was loaded.")
 
     def updates(self) -> int:
-        """Return how often this process has updated weights."""
+        """Return the number of this process's weight updates."""
         return self.optimizer.updates + (self.critic.optimizer.updates if self.critic is not None else 0)
 
     @property

@@ -1,1 +1,1 @@
-"""What a method needs beside tokens and rewards, each in a file: a reference, a teacher, old log-probs, a critic's values."""
+"""The additional inputs of a method, one file each: a reference, a teacher, old log-probs, a critic's values."""

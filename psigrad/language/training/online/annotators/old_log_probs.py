@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from psigrad.language.models.packing import Groups
 
 COMPARE_EVERY, COMPARED = 4, 20
-"""If training reuses what sampling computed, one completion of so many is run forward again in every so many steps."""
+"""If training reuses sampling's activations: one of `COMPARED` completions is run forward again, every `COMPARE_EVERY` steps."""
 
 
 class Gap:
@@ -67,7 +67,7 @@ class Gap:
 
 
 class OldLogProbs(Annotator):
-    """`logp_old` of the trainer where the sampler's log-probs do not suffice, and the gap between the two.
+    """The trainer's `logp_old` if the sampler's log-probs do not suffice, and the gap between the two.
 
     The sampler's suffice if they are exact, or if the only optimiser step makes the ratio 1 by definition. Completions of earlier
     weights always get new ones.
@@ -77,16 +77,16 @@ class OldLogProbs(Annotator):
         self.gap, self._compares = Gap(), False
 
     def columns(self, run: Online, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
-        """Replace `logp_old` if needed, and measure the gap where no later pass can."""
+        """Replace `logp_old` if needed, and measure the gap if no later pass can."""
         self.gap = Gap()
         model, budget, temperature, world = run.model, run.config.micro_batch_tokens, run.params.temperature, run.world
-        reused = cache is not None and bool(cache.slabs)  # then the log-probs of training are those of sampling
+        reused = cache is not None and bool(cache.slabs)  # then training and sampling have the same log-probs
         stale = any(t.version != step for t in batch.inputs)
         enough = (run.exact_sampling or run.single_pass) and not stale
-        drops = run.config.model.lora_dropout > 0  # then the policy that trains is not the one that sampled
+        drops = run.config.model.lora_dropout > 0  # then the trained policy differs from the sampling one
         self._compares = enough and not reused and not drops
         if (reused or drops) and not stale and step % COMPARE_EVERY == 0 and len(present := batch.present.cpu().nonzero()[:, 0]):
-            # other completions each time, run forward without the cache
+            # Take other completions each time, and run them forward without the cache.
             size, count = math.ceil(len(present) / COMPARED), step // COMPARE_EVERY
             some = torch.zeros(len(batch.mask), dtype=torch.bool)
             some[present[(torch.arange(size) + count * size) % len(present)]] = True
@@ -95,14 +95,14 @@ class OldLogProbs(Annotator):
         if enough:
             return batch
         again = log_probs(model, batch, budget, temperature, cache=cache, world=world)
-        if not reused and not stale:  # earlier weights gave other log-probs
+        if not reused and not stale:  # earlier weights had other log-probs
             self.gap.add(again, batch)
         return replace(batch, logp_old=again)
 
     def in_pass(
         self, run: Online, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
     ) -> tuple[Prepared, PolicyOutputs]:
-        """Measure the gap in the first optimiser step. With a single one the ratio is 1, whatever the sampler's rounding."""
+        """Measure the gap in the first optimiser step. With a single step the ratio is 1, despite the sampler's rounding."""
         if first and self._compares:
             self.gap.add(outputs.logp.detach(), part.batch)
         if run.single_pass:
@@ -117,7 +117,7 @@ class OldLogProbs(Annotator):
 
 
 class OldEntropy(Annotator):
-    """The entropy of each step's distribution before the update, for methods that read it."""
+    """The entropy of each token's distribution before the update, for methods that read it."""
 
     def columns(self, run: Online, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
         """Add `entropy`, in nats."""

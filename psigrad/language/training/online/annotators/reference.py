@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Reference(Annotator):
-    """Log-probs under a model that does not learn, or its exact KL within the policy's passes."""
+    """Log-probs under a frozen model, or its exact KL within the policy's passes."""
 
     gives_reference = True
 
@@ -36,7 +36,7 @@ class Reference(Annotator):
         return replace(batch, logp_ref=logp)
 
     def divergence(self, run: Online, batch: Batch, micro: MicroBatch) -> Divergence | None:
-        """See `Annotator`. The reference may read prompts of its own."""
+        """See `Annotator`. The reference may read different prompts."""
         return exact_kl(run.algorithm, self.model, reference_inputs_of(batch, micro))
 
     def after_step(self, run: Online, number: int) -> None:
@@ -46,14 +46,14 @@ class Reference(Annotator):
 
 
 def exact_kl(algorithm: object, model: LanguageModel, inputs: Groups | None = None) -> Divergence | None:
-    """Return the KL that an algorithm's term sums over the vocabulary, or None if it reads sampled tokens alone."""
+    """Return the KL that an algorithm's term sums over the vocabulary, or None if it reads only sampled tokens."""
     if not isinstance(algorithm, PolicyGradient) or not algorithm.needs_exact_kl or algorithm.kl is None:
         return None
     return Divergence(model, algorithm.kl.estimator, algorithm.kl.mixture, inputs)
 
 
 def reference_log_probs(model: LanguageModel, batch: Batch, budget: int, temperature: float, world: World = ALONE) -> Tensor:
-    """Return [N, T] log-probs under the reference, in passes of `budget` tokens. A LoRA model is its own reference, without its
+    """Return [N, T] log-probs under the reference, in passes of `budget` tokens. Under LoRA, that is the model without its
     adapter.
     """
     with model.without_adapter() if model.is_own_reference else torch.no_grad():
@@ -62,7 +62,7 @@ def reference_log_probs(model: LanguageModel, batch: Batch, budget: int, tempera
 
 
 def read_by_reference(batch: Batch, micro: MicroBatch) -> Groups:
-    """Return the inputs of the reference for these rows. It chooses its experts itself."""
+    """Return the reference's inputs for these rows, without recorded experts, since it routes tokens itself."""
     return reference_inputs_of(batch, micro) or replace(inputs_of(batch, micro), experts=None)
 
 

@@ -1,4 +1,4 @@
-"""The critic's values: those of a model with an optimiser of its own, or of a head on the policy."""
+"""The critic's values: those of a separate model with its own optimiser, or of a head on the policy."""
 
 from __future__ import annotations
 
