@@ -93,7 +93,7 @@ def step(run: Online, state: State) -> Outcome[State]:
         "prompts": collected.entries[ISSUED],
     }
     if config.num_generations == 1 or (isinstance(run.algorithm, PolicyGradient) and not run.algorithm.needs_reward):
-        for name in WITHIN_GROUPS:  # groups are not compared, so equal rewards are no fault
+        for name in WITHIN_GROUPS:  # rewards are not compared within a group: equal ones are no fault
             metrics.pop(name, None)
     after = replace(
         state,
