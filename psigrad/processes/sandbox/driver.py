@@ -1,5 +1,4 @@
-"""The driver inside the sandbox: runs the program, then evaluates expressions and writes their values to a pipe. It has no
-secrets.
+"""The driver inside the sandbox: runs the program, then writes the values of expressions to a pipe. It has no secrets.
 
 The file is read as text and given to the sandbox's own Python, which does not have psigrad.
 """

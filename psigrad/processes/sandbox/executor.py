@@ -30,8 +30,7 @@ class Limits:
     """The limits of one program. Beyond a limit it is killed with all processes that it started."""
 
     seconds: float = 5.0
-    """CPU time of each process, rounded up to whole seconds, restarted for each expression. A busy machine thus fails no program.
-    """
+    """CPU time of each process, rounded up to whole seconds, restarted for each expression; a busy machine fails no program."""
     wall_seconds: float = 0.0
     """Wall-clock time of each expression, or of the run; 0: five times `seconds`."""
     memory_mb: int = 512
@@ -47,7 +46,7 @@ class Limits:
 
     @property
     def wall(self) -> float:
-        """Seconds by the clock."""
+        """Seconds of wall-clock time."""
         return self.wall_seconds or 5 * self.seconds
 
 

@@ -125,8 +125,7 @@ def read_request(stream: BinaryIO) -> tuple[int, Any]:
 
 
 def reason_for(name: str, error: BaseException) -> str:
-    """Return the reason why a user's function failed: its exception, and the last line of the user's own code in the traceback.
-    """
+    """Return the reason why a user's function failed: its exception, and the last traceback line in the user's code."""
     foreign = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_OURS, "<frozen"))]
     own = [f for f in foreign if not f.filename.startswith(_PYTHON) and "-packages" + os.sep not in f.filename] or foreign
     where = f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""

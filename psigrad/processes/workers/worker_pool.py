@@ -333,7 +333,7 @@ class WorkerPool(Generic[C]):
 
     @property
     def processes(self) -> list[int]:
-        """The process id of each worker."""
+        """The process ids of the workers."""
         return [place.worker.process.pid for place in self._places]
 
     @property
