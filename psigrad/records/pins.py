@@ -191,9 +191,9 @@ def _folder_hash(folder: Path) -> str:
 def hash_code(*objects: Any) -> str | None:
     """Return the SHA-256 of the user's code behind functions, classes and objects; None if all of it is psigrad's or a library's.
 
-    It covers the files that define them, the user's own modules that those files import, and the data files that these opened
-    while `psigrad.importing` imported them. Definitions in a script or notebook are covered function by function, since the rest
-    of the script may change.
+    It covers the files that define them, and the user's own modules that those files import. It also covers the data files that
+    these opened while `psigrad.importing` imported them. Definitions in a script or notebook are covered function by function,
+    since the rest of the script may change.
     """
     found: dict[str, str] = {}
     for thing in objects:

@@ -43,8 +43,8 @@ def find_kept_step(events: Sequence[Mapping[str, Any]]) -> float:
 class RunData:
     """One run. `metrics` and `timings` are rows with a "step", in the order in which they were written.
 
-    `rewards` are those of the training completions of each step, `troubles` counts (status, reason) of completions without a
-    plain score, and `samples` are the first completions of held-out rows at the first, the middle and the last evaluation.
+    `rewards` are those of the training completions of each step. `troubles` counts (status, reason) of completions without a
+    plain score. `samples` are the first completions of held-out rows at the first, the middle and the last evaluation.
     """
 
     name: str

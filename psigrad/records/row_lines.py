@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from psigrad.records.rows import parse_row, parse_step
 
-# The size in bytes from which a file is truncated without reading all of it, and the size of its end searched for the last row.
+# Bytes from which a file is truncated without reading all of it, and bytes of its end that are searched for the last row.
 _LARGE, _TAIL = 1 << 26, 1 << 22
 _PART = re.compile(r"rollouts-(\d{8,})-(\d+)\.jsonl")
 

@@ -97,7 +97,7 @@ class RolloutRow(TypedDict):
     reward: float | None
     """The reward for training or measurement; None if it is unscored."""
     parts: dict[str, Any]
-    """Reward function -> its value (None: not applicable)."""
+    """Reward function -> its value (None: no value)."""
     status: str
     """scored; failed (a reward function raised or timed out); unscored."""
     reason: str

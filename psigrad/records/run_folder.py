@@ -64,7 +64,7 @@ class RunFolder:
         self.rows: dict[str, int] = {}
         """The number of rows of metrics, timings and rollouts."""
         self.checkpoint_bytes = 0
-        """The size of this process' newest checkpoint."""
+        """The size of this process's newest checkpoint."""
         self.finished = False
         """True if the run finished earlier, its model is unchanged, and there is nothing left to do."""
         self._identity, self._ends = row_lines.identity(path), dict[str, int]()
@@ -79,9 +79,9 @@ class RunFolder:
         """Create or resume the folder at `path` and hold its lock for the length of the block.
 
         `settings` is the class of the settings, whose marks define the permitted changes of a resumed run. A start that raises
-        `UserError` before the run has begun leaves no new folder. Raise `RunFolderError` if another process holds the folder, if
-        it contains other files or another run (each setting that differs is named), and if `resume` is "never" and there are
-        checkpoints or "must" and there are none.
+        `UserError` before the run has begun leaves no new folder. Raise `RunFolderError` if another process holds the folder, or
+        if it contains other files or another run (each setting that differs is named). Raise it also if `resume` is "never" and
+        there are checkpoints, or "must" and there are none.
         """
         path = paths.absolute(path)
         if str(path).encode("utf-8", "replace") != os.fsencode(path):  # the Rust libraries that write models accept no other name
@@ -226,7 +226,10 @@ class RunFolder:
         self._append("rollouts", b"".join(map(to_line, told)))
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Write one row of events.jsonl, with the time. `rows` come from the data and are not redacted."""
+        """Write one row of events.jsonl, with the time.
+
+        `rows` come from the data: they are written as the model reads them, without redaction.
+        """
         if kind in ("started", "resumed") and self._changes:  # not earlier: a start that fails changes nothing
             changes, self._changes = {c.name: [c.before, c.now] for c in self._changes}, []
             self._write_settings(self.settings)

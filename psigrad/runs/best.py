@@ -13,7 +13,9 @@ from psigrad.runs.callbacks import Callback, Control
 
 
 class Best(Callback):
-    """The best evaluation after a step. It requests a checkpoint, and ends the run by `early_stopping_patience`.
+    """A callback that tracks the best evaluation after a step.
+
+    It requests a checkpoint of it, and ends the run by `early_stopping_patience`.
 
     The rules are those of transformers: an evaluation is better if its figure is, by any amount, and counts against the patience
     unless it is better by more than `early_stopping_threshold`. The figure is the same for all evaluations; one that is missing

@@ -140,9 +140,9 @@ def prepared_torch(run: Run, *, recompute: bool = False, tf32: bool = False) -> 
 def keep_freed_memory(up_to: int = _ALL) -> None:
     """Make glibc keep freed blocks of `up_to` so many bytes for torch's next tensor of that size.
 
-    By default it returns every large block to the kernel at once, and takes a new one a moment later, page fault by page fault.
-    On a CPU that costs a fifth of a training step or more, and half of it with a large vocabulary. The kept memory is fragmented,
-    so some tensors do not fit. Other C libraries have no such setting.
+    By default it returns every large block to the kernel at once. It takes a new one a moment later, page fault by page fault. On
+    a CPU that costs a fifth of a training step or more, and half of it with a large vocabulary. The kept memory is fragmented, so
+    some tensors do not fit. Other C libraries have no such setting.
     """
     if not sys.platform.startswith("linux"):
         return

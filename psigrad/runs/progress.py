@@ -128,7 +128,7 @@ def bar(
     """Yield a bar from `done` to `total`, which ends with the block; draw nothing unless `shown`.
 
     In a notebook the bar is below its cell. If standard output is not a terminal (a log file, a cluster's queue), a line is
-    printed every `every` moves instead, and after `SILENCE` seconds.
+    printed instead: every `every` moves, and after `SILENCE` seconds.
     """
     if not shown:
         yield lambda count=1, note="": None

@@ -53,7 +53,7 @@ def encode_steps(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = 
 
 
 def longest(made: Pair | Judged | Steps) -> int:
-    """Return the length in tokens of the longest text of a pair, or of a prompt with its only answer."""
+    """Return the number of tokens in the longest text of a pair, or in a prompt with its only answer."""
     if not isinstance(made, Pair):
         return made.tokens
     return len(made.prompt) + max(len(text.ids) for side in (made.chosen, made.rejected) for text in side.texts)

@@ -162,7 +162,7 @@ def _refuse_one_object(data: bytes, path: Path) -> None:
 
 
 def _json_list(text: str, name: str) -> Records:
-    """Yield the objects of a JSON list one by one, so that each has its line number and a bad one does not hide the others."""
+    """Yield the objects of a JSON list one by one. Each has its line number, and a bad one does not hide the others."""
     at, line, counted = _skip(text, _skip(text, 0) + 1), 1, 0
     more = text[at : at + 1] != "]"
     while more:

@@ -44,8 +44,8 @@ of a turn, and no token needs to be added.
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[int]:
     """Return the token ids that a completion of this row continues.
 
-    Plain: the tokenizer's encoding with its default special tokens. Conversational: the chat template with the generation prompt,
-    and the row's `tools` (list, or JSON text of one) and `chat_template_kwargs` if it has these columns, as in TRL. A last
+    Plain: the tokenizer's encoding with its default special tokens. Conversational: the chat template with the generation prompt.
+    It gets the row's `tools` (list, or JSON text of one) and `chat_template_kwargs` if it has these columns, as in TRL. A last
     assistant's turn is the beginning of the answer (prefill): its text follows the generation prompt. Raise `RowError` if the
     template leaves out a part of the prompt, and if there are no tokens.
     """
@@ -78,8 +78,8 @@ def examples(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0, 
 
     An assistant turn is its content and the token that ends it, not the line break that a template writes after it. If the
     template rewrites earlier turns, a conversation gives several examples: each turn in the context in which it is sampled. Raise
-    `RowError` for a turn without such a context, one that does not end with a special token, and one of which the template leaves
-    out a part.
+    `RowError` for a turn without such a context, and for one that does not end with a special token. Raise it also for a turn of
+    which the template leaves out a part.
     """
     if isinstance(row.completion, str):
         made = [_plain(tokenizer, row, row.completion)]

@@ -54,8 +54,8 @@ exact, math = Exact(), Math()
 class Format:
     """A reward of 1 if the whole completion matches `pattern`, otherwise 0.
 
-    The default pattern is one block of reasoning in <think>, then one answer in <answer>, with none of these tags inside, and
-    nothing around them but white space. If the prompt ends with <think>, which some chat templates write before each answer, that
+    The default pattern is one block of reasoning in <think>, then one answer in <answer>. None of these tags may occur inside,
+    and only white space around them. If the prompt ends with <think>, which some chat templates write before each answer, that
     tag is put before the completion.
     """
 

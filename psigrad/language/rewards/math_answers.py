@@ -61,10 +61,10 @@ class Math:
     r"""A reward of 1 if the completion's answer equals an accepted answer mathematically, otherwise 0.
 
     The column `answer` holds one answer or a list. Numbers are compared as in `numeric`, words as words, and all else by
-    math-verify, which decides if two expressions are equal. The completion's answer is its last \boxed{…}, the text after its
-    last ####, in its last <answer>, or after "the answer is", its last fenced LaTeX, or its last line. Units must agree if both
-    name one. The reward is None if the answer is null. An answer that cannot be parsed completely is rejected, and also gives
-    None.
+    math-verify, which decides if two expressions are equal. The completion's answer is its last \boxed{…}, or the text after its
+    last ####, in its last <answer>, or after "the answer is". Otherwise it is its last fenced LaTeX, or its last line. Units must
+    agree if both name one. The reward is None if the answer is null. An answer that cannot be parsed completely is rejected, and
+    also gives None.
     """
 
     def __call__(self, completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:

@@ -56,9 +56,9 @@ class Number:
 
 
 def equal(found: Number | None, wanted: Number, tolerance: float = 1e-6) -> bool:
-    """Return True if the numbers are equal: integers exactly, others within `tolerance` · |wanted|, times part by part.
+    """Return True if two numbers are equal: integers exactly, others within `tolerance` · |wanted|.
 
-    Ratios are compared part by part as well. 50% equals 50%, 0.5 and, since questions ask for "what percent", 50.
+    Times and ratios are compared part by part. 50% equals 50%, 0.5 and, since questions ask for "what percent", 50.
     """
     if found is None or found.parts or wanted.parts:
         return found is not None and found.parts == wanted.parts

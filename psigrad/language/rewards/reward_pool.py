@@ -51,8 +51,8 @@ class RewardCall:
 class RewardPool:
     """Scoring with `workers` processes. A function has `timeout` seconds for a group, and for each sample on its second try.
 
-    If a function raises, hangs, crashes or returns an invalid result on a group, it is called again sample by sample, so that one
-    bad sample does not affect its group. The other functions still receive the whole group. Results do not depend on the number
+    If a function raises, hangs, crashes or returns an invalid result on a group, it is called again sample by sample. One bad
+    sample thus does not affect its group. The other functions still receive the whole group. Results do not depend on the number
     of workers. `weights` default to 1. Several threads may each have a scoring in progress. Use the pool as a context manager, or
     call `close()`.
     """

@@ -25,8 +25,8 @@ class Malformed(ValueError):
     """An error for a return value that is not a reward."""
 
 
-# One function's result for one sample: a number, None (not applicable), a Failure (the policy's fault) or Unscored (the
-# function's fault).
+# One function's result for one sample: a number, None (not applicable), a Failure (the policy's fault) or Unscored (not the
+# policy's fault).
 Part = float | None | Failure | Unscored
 
 

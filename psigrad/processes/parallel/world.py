@@ -41,8 +41,8 @@ class RankLost(UserError):
 class Division(NamedTuple):
     """The further division of processes that hold a model in shards.
 
-    `replicate` is the number of groups that each hold the model, `tensor` the number of processes that compute every layer
-    together, and `context` the number that divide the tokens of every row.
+    `replicate` is the number of groups that each hold the model. `tensor` processes compute every layer together. `context`
+    processes divide the tokens of every row.
     """
 
     replicate: int = 1

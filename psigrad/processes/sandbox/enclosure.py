@@ -1,8 +1,8 @@
 """The single enclosure for all untrusted code: a model's programs, and a user's environments and tools.
 
-bubblewrap runs the process with no network, no capabilities, no uid 0, a view of Python and the system's libraries alone, a
-seccomp filter, and a process namespace that ends with it. The process can reach only the listed sockets, FIFOs and files of the
-machine.
+bubblewrap runs the process with no network, no capabilities, no uid 0, and a seccomp filter. The process sees Python and the
+system's libraries alone, in a process namespace that ends with it. The process can reach only the listed sockets, FIFOs and files
+of the machine.
 """
 
 from __future__ import annotations
