@@ -83,7 +83,7 @@ class RolloutRow(TypedDict):
     step: int
     """Optimiser step that used it; for held-out completions, the number of steps before the evaluation."""
     kind: Literal["train", "eval"]
-    """"train" if it was trained on, "eval" if it was held out."""
+    """The use of the completion: "train" if it was trained on, "eval" if it was held out."""
     row: int
     """Index of the prompt's dataset row."""
     k: int
@@ -105,7 +105,7 @@ class RolloutRow(TypedDict):
     advantage: float | None
     """Mean over its tokens, if it was trained on."""
     finish_reason: Literal["stop", "length"]
-    """"stop" if it ended by itself, "length" if the length limit cut it."""
+    """The end of the completion: "stop" if it ended by itself, "length" if the length limit cut it."""
     seed: int
     """Seed of its sampling."""
     version: int

@@ -1,4 +1,4 @@
-"""The keeper, the parent process of a worker: it ends everything that the user's code started once the worker has ended.
+"""The keeper, the parent process of a worker: once the worker has ended, it ends all that the user's code started.
 
 A child may leave its session and empty its environment. It cannot leave the tree: an orphan becomes the keeper's child
 (PR_SET_CHILD_SUBREAPER of Linux). The keeper reaps it when it ends; otherwise its process id would stay in use while the worker
