@@ -1,4 +1,4 @@
-"""What Linux knows of processes, and does for them: their state in /proc, and that one ends with its parent."""
+"""Linux's data on processes in /proc, and ending a process with its parent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Stat(NamedTuple):
-    """Of a process: whether only its remains are there, its parent, and when it began, in the kernel's ticks."""
+    """The state of a process: True if it is a zombie or dead, its parent, and its start time in the kernel's ticks."""
 
     ended: bool
     parent: int
@@ -20,9 +20,9 @@ class Stat(NamedTuple):
 
 
 def stat_of(process: int) -> Stat | None:
-    """From /proc/PID/stat; None where there is no such process, or no /proc."""
+    """Return the state from /proc/PID/stat; None if there is no such process, or no /proc."""
     try:
-        # the name stands in parentheses and may hold some
+        # the name is in parentheses and may contain some
         fields = Path("/proc", str(process), "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
@@ -30,14 +30,15 @@ def stat_of(process: int) -> Stat | None:
 
 
 def began(process: int) -> str:
-    """When a process that runs began; empty where it has ended, though its parent may not have noticed yet."""
+    """Return the start time of a running process; empty if it has ended, even before its parent has noticed."""
     stat = stat_of(process)
     return "" if stat is None or stat.ended else stat.began
 
 
 def die_with_parent(parent: int = 0) -> None:
-    """Have the kernel kill this process when its parent ends, however that ends; end at once where it is not `parent` any more.
-    Only Linux knows such a thing.
+    """Make the kernel kill this process when its parent ends, for any reason. This works on Linux alone.
+
+    Exit at once if the parent is no longer `parent`.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -46,7 +47,7 @@ def die_with_parent(parent: int = 0) -> None:
 
 
 def end_by(number: int) -> None:
-    """End this process by a signal, as another one was. Nothing happens if the signal does not end a process."""
+    """End this process by a signal that ended another one. Nothing happens if the signal does not end a process."""
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):

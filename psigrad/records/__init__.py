@@ -1,1 +1,1 @@
-"""What a run leaves on the disk: its folder and checkpoints, the rows of its files, how they are read, and what they warn of."""
+"""The files of a run: its folder and checkpoints, the rows of its files, reading them, and warnings."""

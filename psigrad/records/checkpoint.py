@@ -1,8 +1,8 @@
-"""Checkpoints that are either whole or not there.
+"""Checkpoints that are either complete or absent.
 
-A save writes a folder beside, fsyncs every file, writes `manifest.json` (sizes and SHA-256) last, renames, and fsyncs the
-parent. There is no pointer file: the latest checkpoint is the newest that verifies. Nothing is ever unpickled. The lock of
-the run folder makes this process the only one that writes here.
+A save writes a temporary folder, fsyncs every file, writes `manifest.json` (sizes and SHA-256) last, renames the folder, and
+fsyncs the parent. There is no pointer file: the latest checkpoint is the newest that verifies. Nothing is ever unpickled. The
+lock of the run folder ensures that only this process writes here.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from psigrad.records.pins import check_format
 from psigrad.records.rows import FORMAT
 
 MANIFEST = "manifest.json"
-# A checkpoint that is being replaced keeps its content under the second form until the new one is in place.
+# A checkpoint that is being replaced has the second form of name until the new one is in place.
 _STEP = re.compile(r"step-(\d{8,})(\.replaced-[0-9a-f]{8})?")
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp-[0-9a-f]{8}")
 
 
 class CheckpointError(UserError):
-    """A checkpoint cannot be written, or is not what was written."""
+    """An error for a checkpoint that cannot be written, or that differs from its manifest."""
 
 
 @dataclass(frozen=True)
 class Latest:
-    """The newest checkpoint that verifies (or None), its step, and a line for each newer one that was passed over."""
+    """The newest checkpoint that verifies (or None), its step, and a line for each newer one that was skipped."""
 
     path: Path | None
     step: int = 0
@@ -49,11 +49,10 @@ class Latest:
 
 
 def save(root: Path, step: int, write: Callable[[Path], Mapping[str, Any] | None], *, meta: Mapping[str, Any]) -> Path:
-    """Make `root/step-…` out of what `write(folder)` puts into a folder; `meta` goes into the manifest. `write` may return what
-    `seal_file` has found of some of the files.
+    """Write a checkpoint `root/step-…` from the files that `write(folder)` puts into a folder. `meta` goes into the manifest.
 
-    A checkpoint of the same step is replaced, and can be found at every moment of it. Raises `CheckpointError` where the
-    disk is full or read-only: what was there before is untouched.
+    `write` may return the `seal_file` results of some of the files. A checkpoint of the same step is replaced, and can be found
+    at every moment of the save. Raise `CheckpointError` if the disk is full or read-only; earlier checkpoints are then unchanged.
     """
     final, beside = root / f"step-{step:08d}", _temporary(root, step)
     try:
@@ -92,22 +91,24 @@ def _temporary(root: Path, step: int) -> Path:
 
 
 def _discard(path: Path) -> None:
-    """Delete a checkpoint; renamed first, so that a half deleted one is never taken for one."""
+    """Delete a checkpoint. Rename it first, so that a partly deleted one is not mistaken for a checkpoint."""
     beside = _temporary(path.parent, step_of(path) or 0)
     os.rename(path, beside)
     shutil.rmtree(beside, ignore_errors=True)
 
 
 def seal_file(path: Path) -> dict[str, Any]:
-    """The size and the SHA-256 of a file, which is on the disk then."""
+    """Return the size and the SHA-256 of a file, after flushing it to the disk."""
     found = {"bytes": path.stat().st_size, "sha256": sha256(path)}
     sync(path)
     return found
 
 
 def seal(folder: Path, known: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """The size and the SHA-256 of every file below a folder, which is on the disk then: files are summed, all at once, while the
-    disk writes them. Of some both are `known` already, by those who wrote them.
+    """Return the size and the SHA-256 of every file below a folder, after flushing them to the disk.
+
+    Files are hashed in parallel, while the disk writes them. `known` has the sizes and hashes that the writers of some files
+    computed.
     """
     found = [path for path in folder.rglob("*") if path.is_file()]
     if lost := known.keys() - {str(path.relative_to(folder)) for path in found}:
@@ -123,8 +124,9 @@ def seal(folder: Path, known: Mapping[str, Any] = MappingProxyType({})) -> dict[
 
 
 def check_sealed(folder: Path, files: Mapping[str, Any]) -> None:
-    """Raises `CheckpointError` naming the first file of a sealed folder that is not as it was. Of a folder of an older psigrad
-    nothing is known, and only cut and missing weights are found.
+    """Raise `CheckpointError` naming the first file of a sealed folder that has changed.
+
+    A folder of an older psigrad has no hashes, so only truncated and missing weights are detected.
     """
     for name, entry in files.items():
         _verify_file(folder, name, entry)
@@ -139,7 +141,7 @@ def check_sealed(folder: Path, files: Mapping[str, Any]) -> None:
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -149,24 +151,25 @@ def _write_manifest(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
-    """The SHA-256 of a manifest's content, which the manifest holds itself."""
+    """Return the SHA-256 of a manifest's content, which the manifest itself contains."""
     content = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-# What this process has written or verified: a checkpoint is read and summed once, and then only where a file was touched.
+# The checkpoints that this process has written or verified. Each is read and hashed once, and again only if a file was touched.
 _verified: dict[Path, Any] = {}
 
 
 def _traces(path: Path, files: Mapping[str, Any]) -> list[Any]:
-    """What tells that a file was touched: its place on the disk, its size and its times."""
+    """Return data that changes when a file is touched: its inode, its size and its times."""
     found = ((name, (path / name).stat()) for name in (*files, MANIFEST))
     return [(name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in found]
 
 
 def verify(path: Path, rank: int = 0, size: int = 1) -> dict[str, Any]:
-    """The manifest of a checkpoint whose every file is as it was written. Raises `CheckpointError` naming the file that is
-    not. Of several processes each sums every `size`-th file; where none of them finds a fault, `trust` it.
+    """Return the manifest of a checkpoint whose files are all unchanged. Raise `CheckpointError` naming a changed file.
+
+    With several processes each hashes every `size`-th file. If none of them finds a fault, call `trust`.
     """
     manifest = read_manifest(path)
     check_format(path, manifest)
@@ -194,12 +197,12 @@ def verify(path: Path, rank: int = 0, size: int = 1) -> dict[str, Any]:
 
 
 def trust(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Its files are as they were written, and are not summed again until they change."""
+    """Record that the files are unchanged, so that they are not hashed again until they change."""
     _verified[path.absolute()] = _traces(path, manifest["files"])
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest as it was written: what it holds besides is then what `save` put in."""
+    """Return the manifest, verified by its own hash. Further entries are those that `save` added."""
     file = path / MANIFEST
     if not file.is_file():
         raise CheckpointError(f"{path.name} has no {MANIFEST}: its save was never finished.")
@@ -229,13 +232,13 @@ def _verify_file(root: Path, name: str, entry: Mapping[str, Any], summed: bool =
 
 
 def step_of(path: Path) -> int | None:
-    """The step in a checkpoint folder's name, or None for another folder."""
+    """Return the step in a checkpoint folder's name, or None for another folder."""
     match = _STEP.fullmatch(path.name)
     return int(match.group(1)) if match else None
 
 
 def steps(root: Path) -> list[Path]:
-    """Checkpoint folders, newest first; of one step the one in place before one that was replaced."""
+    """Return checkpoint folders, newest first; for one step, the current one before a replaced one."""
     if not root.is_dir():
         return []
     found = [path for path in root.iterdir() if step_of(path) is not None and path.is_dir() and not path.is_symlink()]
@@ -243,8 +246,9 @@ def steps(root: Path) -> list[Path]:
 
 
 def latest(root: Path | Sequence[Path], most: int | None = None, check: Callable[[Path], dict[str, Any]] = verify) -> Latest:
-    """The newest checkpoint under `root`, or of these, that verifies, of step `most` or before; the lines in `ignored` say why
-    newer ones do not. `check` may be what verifies on several processes.
+    """Return the newest checkpoint under `root`, or of the given ones, that verifies, of step `most` or before.
+
+    The lines in `ignored` give the reasons why newer ones do not verify. `check` may verify on several processes.
     """
     ignored = []
     for path in steps(root) if isinstance(root, Path) else root:
@@ -260,10 +264,10 @@ def latest(root: Path | Sequence[Path], most: int | None = None, check: Callable
 
 
 def prune(root: Path, keep: int, spare: int = 0) -> None:
-    """Delete all but the newest `keep` (at least 1) checkpoints, counted from the newest that verifies, and leftovers of
-    dead saves. That of the step `spare` stays.
+    """Delete all but the newest `keep` (at least 1) checkpoints, counted from the newest that verifies.
 
-    Newer ones that do not verify are left for people to look at, until the run has passed them.
+    Delete leftovers of interrupted saves as well. The checkpoint of step `spare` stays. Newer ones that do not verify stay for
+    inspection until the run has passed them.
     """
     newest = latest(root).path
     if newest is not None:
@@ -277,12 +281,12 @@ def prune(root: Path, keep: int, spare: int = 0) -> None:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Named tensors as a safetensors file."""
+    """Write named tensors to a safetensors file."""
     save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, path)
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file. Raises `CheckpointError` where it is none."""
+    """Return the tensors of a safetensors file. Raise `CheckpointError` for any other file."""
     try:
         return dict(load_file(path))
     except (SafetensorError, OSError) as error:
@@ -290,7 +294,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def sync(path: Path) -> None:
-    """Everything in a file, or the names in a folder, is on the disk when this returns."""
+    """Flush the content of a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -299,14 +303,14 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """`sync` of every file below a folder, then of the folders."""
+    """Call `sync` for every file below a folder, then for the folders."""
     below = sorted(folder.rglob("*"))
     for path in [*(p for p in below if p.is_file()), *(p for p in below if p.is_dir()), folder]:
         sync(path)
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes free where `path` is or would be."""
+    """Return the free bytes on the disk of `path`, which need not exist."""
     path = path.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -314,10 +318,10 @@ def free_bytes(path: Path) -> int:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes in the files below a folder; 0 where there is none."""
+    """Return the bytes in the files below a folder; 0 if there is none."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
 
 
 def is_disk_trouble(error: BaseException) -> bool:
-    """Whether an exception tells of the disk: the Rust code of safetensors and tokenizers has no OSError and says it in words."""
+    """Return True if an exception is about the disk. The Rust code of safetensors and tokenizers only mentions it in the text."""
     return isinstance(error, OSError) or "(os error " in str(error)

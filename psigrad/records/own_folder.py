@@ -1,4 +1,4 @@
-"""Which folder is a run's: recognise it, create it, and remove what a refused start created."""
+"""The folder of a run: recognise it, create it, and remove the files of a rejected start."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def is_run(path: Path) -> bool:
     if config := parse_row(file.read_bytes()) if file.is_file() else None:
         return "recipe" in config and ("format" in config or saved)
     begun = events.is_file() and row_lines.last_event(events, "started", "resumed", "finished", "failed")
-    if saved or begun or file.is_symlink():  # a link is refused by a sentence of its own
+    if saved or begun or file.is_symlink():  # a link gets its own error message
         return True
     return all(one.name in (".lock", ".config.json.tmp") for one in path.iterdir())
 
 
 def create(path: Path) -> list[Path]:
-    """Create a folder that is missing, with those above it. Return the created ones, the innermost first."""
+    """Create a missing folder and its missing parents. Return the created ones, the innermost first."""
     created = [one for one in (path, *path.parents) if not one.exists()]
     path.mkdir(parents=True, exist_ok=True)
     return created
 
 
 def remove_unused(path: Path, created: Sequence[Path]) -> None:
-    """Remove the files and folders of a refused start, unless others lie beside them, such as a tracker's."""
+    """Remove the files and folders of a rejected start, unless there are others beside them, such as a tracker's."""
     files = (".lock", "config.json", *(f"{rows}.jsonl" for rows in ROWS))
     with contextlib.suppress(OSError):
         if any(one.name not in (*files, "checkpoints") for one in path.iterdir()):

@@ -1,7 +1,7 @@
-"""What a run must find unchanged when it goes on: its settings, data, models, code and machine.
+"""The pins of a run: settings, data, models, code and machine that must be unchanged when it is resumed.
 
-Which settings may change is marked on their fields (config/fields.py). A continuation that finds something else changed is
-refused by name. `run.allow` takes a change deliberately; it is then recorded among the run's events.
+The fields of the settings are marked if they may change (config/fields.py). Resuming with any other change raises an error that
+names it. `run.allow` permits a change, which is then recorded among the run's events.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from psigrad.errors import UserError, nearest
 from psigrad.importing import home_of, loaded_by, opened_by
 from psigrad.records.rows import FORMAT
 
-# What is pinned besides the settings, by the names that `run.allow` takes.
+# The pins besides the settings, by the names that `run.allow` accepts.
 PINS = (
     *("dataset", "eval_dataset", "tokenizer", "chat_template", "date"),
     *("model", "reference", "critic", "reward_model"),
@@ -43,20 +43,20 @@ _OLD_NAMES = {"held-out dataset": "eval_dataset", "chat template": "chat_templat
 
 @dataclass(frozen=True)
 class Change:
-    """Something that was one thing in the run so far and is another now."""
+    """A value that differs between the previous run and its continuation."""
 
     name: str
     before: Any
     now: Any
     is_length: bool = False
-    """Whether it says how long the run is."""
+    """True if the setting determines the length of the run."""
 
     def __str__(self) -> str:
         return f"{self.name} was {self.before!r} and is {self.now!r}"
 
 
 def check_format(place: Path, held: Mapping[str, Any]) -> None:
-    """Refuse what a newer psigrad wrote. Without a number it is format 0, from before there were numbers, and readable."""
+    """Raise an error for files of a newer psigrad. No number means format 0, from before numbers existed, which is readable."""
     form = held.get("format", 0)
     if not isinstance(form, int) or form > FORMAT:
         raise UserError(
@@ -68,10 +68,10 @@ def check_format(place: Path, held: Mapping[str, Any]) -> None:
 def check_settings(
     folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], settings: type[Any] | None = None
 ) -> list[Change]:
-    """The settings that differ between a run and its continuation, all of which may.
+    """Return the settings that differ between a run and its continuation, all of which may differ.
 
-    The marks on the fields of the class `settings` say which may; without a class none. A setting that an older psigrad did not
-    have counts as having its default. Raises `UserError` naming the settings that must not differ.
+    The marks on the fields of the class `settings` define which may; without a class none may. A setting that an older psigrad
+    did not have counts as its default. Raise `UserError` naming the settings that must not differ.
     """
     old, new, default = (
         name_preset_once({name: value for name, value in flatten(one).items() if value != {}})
@@ -90,7 +90,8 @@ def check_settings(
                 raise UserError(f"{change}; run.extend goes on beyond the end, so give more than {change.before}.")
         refused = [c for c in refused if not c.is_length]
     if refused:
-        refused.sort(key=lambda change: not change.name.startswith(("model.", "data.")))  # a mistyped one explains the rest
+        # a mistyped model or data setting explains the rest
+        refused.sort(key=lambda change: not change.name.startswith(("model.", "data.")))
         more = f"; and {len(refused) - 5} more" if len(refused) > 5 else ""
         advice = "set them back to go on with it, or choose another output_dir"
         if refused == longer:
@@ -103,7 +104,7 @@ def check_settings(
 
 
 def _read_allowed(now: Mapping[str, Any], leaves: Mapping[str, Any]) -> set[str]:
-    """The names in `run.allow`. Raises `UserError` for one that is neither a pin nor a setting."""
+    """Return the names in `run.allow`. Raise `UserError` for one that is neither a pin nor a setting."""
     names = set(now.get("run", {}).get("allow", ()))
     known = {*PINS, *leaves, *(name.rpartition(".")[2] for name in leaves)}
     for name in sorted(names - known):
@@ -112,21 +113,21 @@ def _read_allowed(now: Mapping[str, Any], leaves: Mapping[str, Any]) -> set[str]
 
 
 def name_preset_once(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by dotted name, where a method as it was named and one with a part changed are both `algorithm` (`loss`)."""
+    """Return settings by dotted name, with a method's preset under `algorithm` (`loss`), even if a part of it was changed."""
     return {n.removesuffix(".preset") if n in ("algorithm.preset", "loss.preset") else n: v for n, v in settings.items()}
 
 
 def hash_parts(parts: Mapping[str, Any]) -> dict[str, str]:
-    """The SHA-256 of each part's JSON form, by name."""
+    """Return the SHA-256 of each part's JSON form, by name."""
     return {
         name: hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest() for name, part in parts.items()
     }
 
 
 def check_pins(folder: Path, before: Mapping[str, Any], now: Mapping[str, str], allow: Iterable[str] = ()) -> list[Change]:
-    """The pins that differ from those in the checkpoint's manifest `before`, all of them allowed.
+    """Return the pins that differ from those in the checkpoint's manifest `before`, all of them allowed.
 
-    A pin that only one side has is not compared. Raises `UserError` naming the pins that differ and are not allowed.
+    A pin that only one side has is not compared. Raise `UserError` naming the pins that differ and are not allowed.
     """
     before = {_OLD_NAMES.get(name, name): value for name, value in before.items()}
     changes = [Change(name, before[name], value) for name, value in now.items() if before.get(name, value) != value]
@@ -144,7 +145,10 @@ def check_pins(folder: Path, before: Mapping[str, Any], now: Mapping[str, str], 
 
 
 def identify_model(path: str, revision: str = "") -> str | None:
-    """What identifies the model at `path`: a hub model's commit, or the SHA-256 of a folder's files. None if it is not here."""
+    """Return the identity of the model at `path`: a hub model's commit, or the SHA-256 of a folder's files.
+
+    Return None if the model is not on this machine.
+    """
     if Path(path).is_dir():
         return _folder_hash(Path(path))
     if Path(path).is_file():
@@ -157,7 +161,7 @@ def identify_model(path: str, revision: str = "") -> str | None:
 
 
 def identify_data(path: str) -> str | None:
-    """The SHA-256 of a file of rows, or of all files of a folder; None if it is not here."""
+    """Return the SHA-256 of a file of rows, or of all files of a folder; None if it is not on this machine."""
     place = Path(path).expanduser()
     if place.is_dir():
         files = sorted(file for file in place.rglob("*") if file.is_file())
@@ -172,7 +176,7 @@ def _file_hash(file: Path) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _hash_as_it_is(file: Path, *stat: int) -> str:
-    """A run asks for the sums of its data and models several times, which takes seconds for a million rows."""
+    """Return the hash of a file, cached: a run requests the same hashes several times, which takes seconds for a million rows."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -185,11 +189,11 @@ def _folder_hash(folder: Path) -> str:
 
 
 def hash_code(*objects: Any) -> str | None:
-    """The SHA-256 of the user's code behind functions, classes and objects; None where all of it is psigrad's or a library's.
+    """Return the SHA-256 of the user's code behind functions, classes and objects; None if all of it is psigrad's or a library's.
 
-    It covers the files that define them, the user's own modules that those files import, and the data files that these opened
-    while `psigrad.importing` imported them. What a script or notebook defines is covered function by function, since the rest of
-    the script may well change.
+    It covers the files that define them, and the user's own modules that those files import. It also covers the data files that
+    these opened while `psigrad.importing` imported them. Definitions in a script or notebook are covered function by function,
+    since the rest of the script may change.
     """
     found: dict[str, str] = {}
     for thing in objects:
@@ -220,8 +224,10 @@ def _source(thing: Any) -> str:
 
 
 def _add_module(module: ModuleType, found: dict[str, str]) -> None:
-    """Add the file of a user's module, the data files that it opened while it was imported, and the user's modules that it
-    refers to, by a value or in an import statement anywhere in it.
+    """Add the file of a user's module and its dependencies to `found`.
+
+    These are the data files that it opened while it was imported, and the user's modules to which it refers. A reference is a
+    value, or an import statement anywhere in it.
     """
     file = str(module.__file__)
     if file in found:
@@ -240,14 +246,15 @@ def _add_module(module: ModuleType, found: dict[str, str]) -> None:
 
 
 def _is_hidden(path: Path, home: Path) -> bool:
-    """Whether a file lies in a hidden folder, as caches do, as seen from the folder of the code that opens it."""
+    """Return True if a file is in a hidden folder, such as a cache, relative to the folder of the code that opens it."""
     seen = Path(os.path.relpath(path, home)).parts
     return any(part.startswith((".", "__pycache__")) and part != ".." for part in seen)
 
 
 def _imported_by(module: ModuleType, source: str) -> Iterator[ModuleType]:
-    """The modules that a source's import statements name: of a constant nothing else tells where it comes from. One that was not
-    imported yet, for its statement stands in a function, is not imported for this, but found.
+    """Yield the modules that a source's import statements name. For an imported constant, only the statement gives its module.
+
+    A module that was not imported yet, because its import statement is inside a function, is located but not imported.
     """
     try:
         nodes = list(ast.walk(ast.parse(source)))
@@ -268,7 +275,7 @@ def _imported_by(module: ModuleType, source: str) -> Iterator[ModuleType]:
 
 
 def _stand_in_for(name: str) -> ModuleType | None:
-    """A stand-in for a module that was not imported, with its name and its file; None where there is none."""
+    """Return a placeholder for a module that was not imported, with its name and its file; None if there is no such module."""
     spec, path = None, None
     for end in range(name.count(".") + 1):
         spec = PathFinder.find_spec(".".join(name.split(".")[: end + 1]), path)
@@ -283,7 +290,7 @@ def _stand_in_for(name: str) -> ModuleType | None:
 
 
 def _is_users(module: ModuleType) -> bool:
-    """Whether a module's file is neither psigrad's nor Python's nor an installed package's."""
+    """Return True if a module's file is not psigrad's, Python's or an installed package's."""
     file = getattr(module, "__file__", None)
     if file is None:
         return getattr(module, "__name__", "") == "__main__"
@@ -292,7 +299,7 @@ def _is_users(module: ModuleType) -> bool:
 
 
 def _is_library(path: Path) -> bool:
-    """Whether it is Python's, psigrad's or an installed package's, also where another environment's packages are on the path."""
+    """Return True if the path is Python's, psigrad's or an installed package's, even in another environment on the path."""
     return not {"site-packages", "dist-packages"}.isdisjoint(path.parts) or any(path.is_relative_to(h) for h in _libraries())
 
 

@@ -1,4 +1,4 @@
-"""Run folders as data. Anything may be missing, torn or malformed: a report is wanted most when a run has gone wrong."""
+"""Run folders as data. Any file may be missing, truncated or malformed: reports matter most when a run has gone wrong."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from psigrad.records.row_lines import read_lines, read_steps, rollout_files
 from psigrad.records.rows import metric_of, number, parse_row, rollout_figures
 
 TEXT_LIMIT = 600
-# After the last two another step may become the best.
+# After the last two events another step may become the best.
 KEEPS = ("kept", "started", "resumed")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One held-out completion, its texts cut to what a page shows; `reward` is NaN where it was not scored.
+    """One held-out completion, its texts truncated for a page; `reward` is NaN if it was not scored.
 
-    `messages` are (role, text) of a conversational prompt, and empty for one that is plain text.
+    `messages` are (role, text) of a conversational prompt, and empty for a plain text prompt.
     """
 
     prompt: str
@@ -34,17 +34,17 @@ class Sample:
 
 
 def find_kept_step(events: Sequence[Mapping[str, Any]]) -> float:
-    """The step whose weights a run left behind as its best ones; infinite where it left its last ones."""
+    """Return the step whose weights a run kept as its best ones; infinite if it kept its last ones."""
     last: Mapping[str, Any] = next((event for event in reversed(events) if event.get("kind") in KEEPS), {})
     return number(last.get("step")) if last.get("kind") == "kept" else math.inf
 
 
 @dataclass(frozen=True)
 class RunData:
-    """One run. `metrics` and `timings` are rows with a "step", in the order they were written.
+    """One run. `metrics` and `timings` are rows with a "step", in the order in which they were written.
 
-    `rewards` are those of the training completions of each step, `troubles` counts (status, reason) of completions without a
-    plain score, and `samples` are the first completions of held-out rows at the first, the middle and the last evaluation.
+    `rewards` are those of the training completions of each step. `troubles` counts (status, reason) of completions without a
+    plain score. `samples` are the first completions of held-out rows at the first, the middle and the last evaluation.
     """
 
     name: str
@@ -59,14 +59,14 @@ class RunData:
     samples: dict[int, dict[str, Sample]] = field(default_factory=dict)
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Steps and values of one metric (or timing) where it is a finite number."""
+        """Return steps and values of one metric (or timing), for finite numbers."""
         rows = self.timings if key.startswith("time/") or key in ("step_time", "tokens_per_second") else self.metrics
         points = [(row["step"], number(row[key])) for row in rows if key in row]
         points = [(step, value) for step, value in points if math.isfinite(value)]
         return [step for step, _ in points], [value for _, value in points]
 
     def keys(self, prefix: str) -> list[str]:
-        """Names of metrics that begin with `prefix`, in the order in which they first occur."""
+        """Return names of metrics that begin with `prefix`, in the order in which they first occur."""
         return list(dict.fromkeys(key for row in self.metrics for key in row if key.startswith(prefix)))
 
     @property
@@ -97,7 +97,7 @@ class RunData:
 
     @property
     def compared(self) -> list[dict[int, Sample]]:
-        """Held-out rows that every shown evaluation has, as {step: sample}; those whose reward changed come first."""
+        """Held-out rows that every displayed evaluation has, as {step: sample}; those whose reward changed come first."""
         steps = list(self.samples)
         common = [row for row in (self.samples[steps[0]] if steps else ()) if all(row in self.samples[s] for s in steps)]
         rows = [{step: self.samples[step][row] for step in steps} for row in common]
@@ -105,7 +105,7 @@ class RunData:
 
 
 def kind_of(config: Mapping[str, Any]) -> str:
-    """What a run's settings are of: sft, reward, control, preference or online."""
+    """Return the kind of a run's settings: sft, reward, control, preference or online."""
     recipe = config.get("recipe")
     if recipe in ("sft", "reward", "control"):
         return str(recipe)
@@ -113,7 +113,7 @@ def kind_of(config: Mapping[str, Any]) -> str:
 
 
 def show_number(value: Any) -> str:
-    """A number for people: whole up to a million, else four significant digits; a dash for what is no number."""
+    """Format a number for display: whole up to a million, otherwise four significant digits; a dash for any other value."""
     if type(value) is int and abs(value) < 10**15:
         return f"{value:,}"
     value = number(value)
@@ -123,19 +123,19 @@ def show_number(value: Any) -> str:
 
 
 def interval(row: Mapping[str, Any], stem: str = "") -> str:
-    """`low to high` of a row that has both, else an empty string."""
+    """Return `low to high` of a row that has both, otherwise an empty string."""
     low, high = number(row.get(f"{stem}low")), number(row.get(f"{stem}high"))
     return "" if math.isnan(low) or math.isnan(high) else f"{show_number(low)} to {show_number(high)}"
 
 
 def clip(value: Any, limit: int = TEXT_LIMIT) -> str:
-    """The text of a value; beyond `limit` characters only how many there are."""
+    """Return the text of a value; beyond `limit` characters, only the number of remaining characters."""
     text = value if isinstance(value, str) else str(value)
     return text if len(text) <= limit else f"{text[:limit]} … {len(text) - limit:,} more characters"
 
 
 def load_all(folders: Sequence[str | Path]) -> list[RunData]:
-    """The runs in `folders`, under names that tell them apart: as much of each path as that takes."""
+    """Return the runs in `folders`, with the shortest ends of their paths that are distinct as names."""
     runs = [load(folder) for folder in folders]
     parts = [run.path.resolve().parts for run in runs]
     for depth in range(1, max(map(len, parts), default=0) + 1):
@@ -146,9 +146,9 @@ def load_all(folders: Sequence[str | Path]) -> list[RunData]:
 
 
 def load(folder: str | Path, *, rollouts: bool = True) -> RunData:
-    """The run in `folder`; without `rollouts` none of its completions, which take the most time.
+    """Return the run in `folder`; without `rollouts`, omit its completions, which take the most time.
 
-    Raises `UserError` where it is no run folder, or may not be read.
+    Raise `UserError` if it is not a run folder, or not readable.
     """
     path = Path(folder).expanduser()
     if not path.is_dir():
@@ -179,8 +179,9 @@ def load(folder: str | Path, *, rollouts: bool = True) -> RunData:
 
 
 def _rollouts(files: Sequence[Path]) -> tuple[dict[int, list[float]], Counter[tuple[str, str]], dict[int, dict[str, Sample]]]:
-    """Rewards, troubles and samples in one pass over the files, which can be far larger than memory: of held-out rows only the
-    places are kept, and only those of three evaluations are read again.
+    """Return rewards, troubles and samples in one pass over the files, which can be far larger than memory.
+
+    For held-out rows only the positions are kept, and only those of three evaluations are read again.
     """
     rewards: dict[int, list[float]] = {}
     troubles: Counter[tuple[str, str]] = Counter()
@@ -224,19 +225,19 @@ def _samples(places: Sequence[tuple[Path, int]]) -> dict[str, Sample]:
 
 
 def prompt_text(prompt: Any) -> Any:
-    """Messages as lines of `role: text`; a plain prompt as it is."""
+    """Return messages as lines of `role: text`; a plain prompt unchanged."""
     said = messages(prompt)
     return "\n".join(f"{role}: {text}" for role, text in said) if said else "" if isinstance(prompt, list) else prompt
 
 
 def messages(prompt: Any) -> list[tuple[str, str]]:
-    """(role, text) of each message of a conversational prompt; nothing for a plain one."""
+    """Return (role, text) of each message of a conversational prompt; an empty list for a plain one."""
     said = [m for m in prompt if isinstance(m, Mapping)] if isinstance(prompt, list) else []
     return [(str(m.get("role") or "message"), _text_of(m)) for m in said]
 
 
 def _text_of(message: Mapping[str, Any]) -> str:
-    """The text of a message: of content in parts their texts, of a call of a tool its name and arguments."""
+    """Return the text of a message: the texts of content parts, and the name and arguments of tool calls."""
     content = message.get("content")
     if isinstance(content, list):
         parts = [p.get("text", f"[{p.get('type', 'part')}]") if isinstance(p, Mapping) else p for p in content]

@@ -1,6 +1,6 @@
-"""The files of rows: one tolerant reader, and taking them back to a step without losing a row that is whole.
+"""The files of rows: one tolerant reader, and truncating them to a step without losing a complete row.
 
-What is damaged is kept aside in FILE.damaged: a line that is no row, and a row whose step can't stand where it does.
+Damaged lines are moved to FILE.damaged: lines that are not rows, and rows whose step is out of order.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, BinaryIO, NamedTuple
 
 from psigrad.records.rows import parse_row, parse_step
 
-# Bytes of a file that is cut and not read through, and of the end in which its last row is looked for.
+# Bytes from which a file is truncated without reading all of it, and bytes of its end that are searched for the last row.
 _LARGE, _TAIL = 1 << 26, 1 << 22
 _PART = re.compile(r"rollouts-(\d{8,})-(\d+)\.jsonl")
 
 
 class RolloutPart(NamedTuple):
-    """A full rollouts.jsonl that was put aside: its name says the step of its last row, and how many rows it has."""
+    """A full rollouts.jsonl that was renamed: its name gives the step of its last row, and its number of rows."""
 
     path: Path
     last: int
@@ -29,19 +29,20 @@ class RolloutPart(NamedTuple):
 
 
 def parts_of(folder: Path) -> list[RolloutPart]:
-    """The parts of a run's completions that were put aside, the oldest first; rollouts.jsonl goes on behind them."""
+    """Return the renamed parts of a run's completions, the oldest first; rollouts.jsonl continues them."""
     found = ((path, _PART.fullmatch(path.name)) for path in folder.glob("rollouts-*.jsonl"))
     return sorted((RolloutPart(path, int(match[1]), int(match[2])) for path, match in found if match), key=lambda part: part.last)
 
 
 def rollout_files(folder: Path) -> list[Path]:
-    """Every file of a run's completions that there is, in their order."""
+    """Return the existing files of a run's completions, in order."""
     return [part.path for part in parts_of(folder)] + [folder / "rollouts.jsonl"]
 
 
 def put_aside(folder: Path, last: int, rows: int, keep: int) -> None:
-    """Make rollouts.jsonl, whose rows end at step `last`, a part; the oldest parts go while the others hold `keep` rows (0: all
-    stay).
+    """Rename rollouts.jsonl, whose rows end at step `last`, to a part.
+
+    Delete the oldest parts while the others have at least `keep` rows (0: all stay).
     """
     os.replace(folder / "rollouts.jsonl", folder / f"rollouts-{last:08d}-{rows}.jsonl")
     parts = parts_of(folder)
@@ -50,8 +51,10 @@ def put_aside(folder: Path, last: int, rows: int, keep: int) -> None:
 
 
 def bring_back(folder: Path, step: int, written: int | None) -> None:
-    """Undo `put_aside` of rows behind `step`, as a run that goes back to an older checkpoint must: the part that holds the step
-    is rollouts.jsonl again. So is one that ends there, where the checkpoint knew its rows, `written`, under that name.
+    """Undo `put_aside` for rows after `step`, for a run that returns to an older checkpoint.
+
+    The part that contains the step becomes rollouts.jsonl again. So does one that ends there, if the checkpoint recorded its
+    rows, `written`, under that name.
     """
     for part in reversed(parts_of(folder)):
         if part.last > step or (part.last == step and part.rows == written):
@@ -59,26 +62,26 @@ def bring_back(folder: Path, step: int, written: int | None) -> None:
 
 
 class TakenBack(NamedTuple):
-    """What became of a file of rows: how many are left, and how many lines were damaged and are kept aside."""
+    """The result of truncating a file of rows: the number of remaining rows, and of damaged lines that were moved."""
 
     rows: int
     damaged: int
 
 
 def read_lines(file: Path) -> Iterator[bytes]:
-    """The lines of a file; none where it is missing, or no regular file."""
+    """Yield the lines of a file; none if it is missing, or not a regular file."""
     if file.is_file():
         with file.open("rb") as stream:
             yield from stream
 
 
 def read_steps(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows of metrics, timings or rollouts, in the order they were written; lines that are no rows are passed over."""
+    """Return the rows of metrics, timings or rollouts, in the order in which they were written; skip lines that are not rows."""
     return (row for line in read_lines(file) if (row := parse_step(line)) is not None)
 
 
 def last_event(events: Path, *kinds: str) -> dict[str, Any]:
-    """The last event of these kinds; empty where there is none."""
+    """Return the last event of these kinds; empty if there is none."""
     with events.open("rb") as stream:
         stream.seek(max(0, events.stat().st_size - (1 << 20)))
         lines = stream.read().splitlines()
@@ -86,7 +89,10 @@ def last_event(events: Path, *kinds: str) -> dict[str, Any]:
 
 
 def end_last_line(file: Path, *, cut: bool = True) -> None:
-    """See that the next row begins a line: a whole row that lacks its line end gets it; what a kill has torn goes, with `cut`."""
+    """End the last line of a file, so that the next row begins a new one.
+
+    A complete row without a line end gets one. With `cut`, a row torn by a kill is removed.
+    """
     begin = end = 0
     line = b"\n"
     for line in read_lines(file):
@@ -101,11 +107,11 @@ def end_last_line(file: Path, *, cut: bool = True) -> None:
 
 
 def take_back(file: Path, step: int, written: int | None) -> TakenBack:
-    """Take a file back to its rows of step `step` and before. `written` says how many there were, where that is known.
+    """Truncate a file to its rows of step `step` and before. `written` is their former number, if known.
 
-    Rows stand in order of their steps, so one out of order is damaged: of all that could be, the fewest are. Where rows are
-    missing, the lines behind the last row are kept aside as well, for one of them may have been it; else they are what a kill
-    has left.
+    Rows are ordered by their steps, so a row out of order is damaged; the fewest possible rows are taken as damaged. If rows are
+    missing, the lines after the last row are moved to FILE.damaged too, since a missing row may be among them. Otherwise they are
+    leftovers of a kill.
     """
     end_last_line(file, cut=False)
     ends, steps, end = array("q", [0]), array("q"), 0
@@ -128,8 +134,10 @@ def take_back(file: Path, step: int, written: int | None) -> TakenBack:
 
 
 def cut_back(file: Path, step: int, written: int | None, end: int | None) -> TakenBack | None:
-    """`take_back` of a large file that had `end` bytes and `written` rows at `step`, without reading it: a gigabyte takes a
-    quarter of a minute. None where the file is small, or no row of a step up to `step` ends there.
+    """Return `take_back` of a large file that had `end` bytes and `written` rows at `step`, without reading it.
+
+    Reading takes a quarter of a minute per gigabyte. Return None if the file is small, or if no row of a step up to `step` ends
+    there.
     """
     if written is None or end is None or end < _LARGE or not file.is_file() or file.stat().st_size < end:
         return None
@@ -144,8 +152,8 @@ def cut_back(file: Path, step: int, written: int | None, end: int | None) -> Tak
 
 
 def _longest_order(steps: array[int]) -> list[int]:
-    """The places of the longest run of steps that never falls, by patience sorting; -1 stands for no step."""
-    ends: list[int] = []  # by length, the place of the smallest last step
+    """Return the positions of the longest non-decreasing subsequence of steps, by patience sorting; -1 means no step."""
+    ends: list[int] = []  # by length, the position of the smallest last step
     lasts: list[int] = []
     before = array("q")
     for i, step in enumerate(steps):
@@ -181,9 +189,9 @@ def _keep(file: Path, spans: list[tuple[int, int]]) -> None:
 
 
 def replace_file(file: Path, content: Iterable[bytes], writer: str = "") -> None:
-    """The file with another content: it is the old or the new one at every moment, and the new one is on the disk in the end.
+    """Replace the content of a file: it is the old or the new one at every moment, and the new one is flushed to the disk.
 
-    Where several may write it at once, `writer` tells them apart.
+    If several processes may write it at once, `writer` distinguishes their temporary files.
     """
     beside = file.with_name(f".{file.name}{writer}.tmp")
     try:
@@ -197,7 +205,7 @@ def replace_file(file: Path, content: Iterable[bytes], writer: str = "") -> None
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """The device and inode of a file or folder; None if it does not exist."""
+    """Return the device and inode of a file or folder; None if it does not exist."""
     try:
         found = path.stat()
     except OSError:
@@ -206,9 +214,9 @@ def identity(path: Path) -> tuple[int, int] | None:
 
 
 def write_again(file: Path, stream: BinaryIO) -> None:
-    """Write a file again from the open `stream`, whose name was deleted or given to another file, and close the stream.
+    """Restore a file from the open `stream`, whose name was deleted or given to another file, and close the stream.
 
-    What has the name now is kept as FILE.replaced.
+    Any file that now has the name is renamed to FILE.replaced.
     """
 
     def pieces() -> Iterator[bytes]:

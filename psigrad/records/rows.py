@@ -1,7 +1,7 @@
-"""The rows of a run folder's files: the one place where their keys are named, for writers and readers.
+"""The rows of a run folder's files: the single definition of their keys, for writers and readers.
 
 Every file is JSON Lines: one object per line, strict JSON (NaN and infinities are the strings "NaN", "Infinity", "-Infinity").
-Readers ignore keys that they do not know, and never rely on the order of keys.
+Readers ignore unknown keys, and never rely on the order of keys.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
-# Of run folders, rows and checkpoint manifests. It goes up when what is written today could be misread by yesterday's readers.
+# The version of run folders, rows and checkpoint manifests. It increases when older readers could misread the current format.
 FORMAT = 1
 
 PARTS = "eval/rewards/"
-"""What the held-out figures of single reward functions begin with, beside those of their sum."""
+"""The prefix of the held-out figures of single reward functions, beside those of their sum."""
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_LARGEST = 1e100  # beyond it the arithmetic of axes overflows; such a value is no figure of a run
+_LARGEST = 1e100  # beyond it the arithmetic of axes overflows, and no figure of a run is so large
 _NUMBERS = re.compile(rb"\[[-+.0-9eE, ]+\]")
 
 
 class Headline(NamedTuple):
-    """The held-out figure that tells whether a run improves: the mean of the metric, else an accuracy, else the loss."""
+    """The held-out figure that measures a run's progress: the mean of the metric, otherwise an accuracy, otherwise the loss."""
 
     name: str
     value: float
@@ -33,7 +33,7 @@ class Headline(NamedTuple):
 
 
 def by_step(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The figures of each step, which may stand in several rows: what is written later counts."""
+    """Return the figures of each step, which may be in several rows; later rows take precedence."""
     found: dict[int, dict[str, Any]] = {}
     for row in rows:
         found.setdefault(row["step"], {}).update(row)
@@ -41,12 +41,12 @@ def by_step(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
 
 
 def first_and_last(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The first and the last evaluation of a run, to stand side by side; one of them where there was only one."""
+    """Return the first and the last evaluation of a run, for a comparison; a single one if there was only one."""
     return [after] if before == after else [before, after]
 
 
 def headline(row: Mapping[str, Any]) -> Headline | None:
-    """The headline of a row of metrics, with its 95 % interval where there is one; None where the row is no evaluation."""
+    """Return the headline of a row of metrics, with its 95 % interval if it has one; None if the row is not an evaluation."""
     means = [stem for key in row if (stem := metric_of(key))]
     with_interval = [key.removesuffix("/low") for key in row if key.startswith("eval/") and key.endswith("/low")]
     accuracies = [stem for stem in with_interval if stem in row and stem != "eval/kl"]
@@ -60,10 +60,10 @@ def headline(row: Mapping[str, Any]) -> Headline | None:
 
 
 def deciding(row: Mapping[str, Any], name: str = "", greater: bool | None = None) -> tuple[str, float, bool] | None:
-    """The name and the value of the figure by which evaluations are compared, and whether more of it is better: `greater`, or
-    unless its name ends in loss.
+    """Return the name and the value of the figure that compares evaluations, and True if more of it is better.
 
-    It is that of `name`, with or without "eval/" or "eval_" before it, else the headline. None where the row has none.
+    More is better if `greater`, or by default unless the name ends in loss. The figure is that of `name`, with or without "eval/"
+    or "eval_" before it, otherwise the headline. Return None if the row has none.
     """
     stem = name.removeprefix("eval_").removeprefix("eval/").removesuffix("/mean")
     if not stem:
@@ -73,7 +73,7 @@ def deciding(row: Mapping[str, Any], name: str = "", greater: bool | None = None
 
 
 def metric_of(key: str) -> str:
-    """The held-out metric ("eval/exact") whose mean a key of metrics.jsonl is; empty for every other key."""
+    """Return the held-out metric ("eval/exact") whose mean a key of metrics.jsonl is; empty for every other key."""
     return key.removesuffix("/mean") if key.startswith("eval/") and key.endswith("/mean") and not key.startswith(PARTS) else ""
 
 
@@ -81,9 +81,9 @@ class RolloutRow(TypedDict):
     """One completion in rollouts.jsonl, written by language-model runs. Lists per token are as long as `completion_ids`."""
 
     step: int
-    """Optimiser step that used it; of held-out completions, steps done before the evaluation."""
+    """Optimiser step that used it; for held-out completions, the number of steps before the evaluation."""
     kind: Literal["train", "eval"]
-    """Whether it was trained on, or held out."""
+    """The use of the completion: "train" if it was trained on, "eval" if it was held out."""
     row: int
     """Index of the prompt's dataset row."""
     k: int
@@ -95,21 +95,21 @@ class RolloutRow(TypedDict):
     completion_ids: list[int]
     """Its tokens; in episodes of several turns those of both sides."""
     reward: float | None
-    """What it was trained on or measured by; None where it is unscored."""
+    """The reward for training or measurement; None if it is unscored."""
     parts: dict[str, Any]
-    """Reward function -> what it gave (None: nothing)."""
+    """Reward function -> its value (None: no value)."""
     status: str
     """scored; failed (a reward function raised or timed out); unscored."""
     reason: str
-    """Why it failed or stayed unscored; else empty."""
+    """The reason why it failed or stayed unscored; otherwise empty."""
     advantage: float | None
-    """Mean over its tokens, where it was trained on."""
+    """Mean over its tokens, if it was trained on."""
     finish_reason: Literal["stop", "length"]
-    """Whether it ended by itself or was cut at the length limit."""
+    """The end of the completion: "stop" if it ended by itself, "length" if the length limit cut it."""
     seed: int
-    """Seed that it was sampled with."""
+    """Seed of its sampling."""
     version: int
-    """Optimiser steps that the sampling policy had behind it."""
+    """Number of optimiser steps of the sampling policy."""
     turns: NotRequired[int]
     """Turns of the policy, in episodes of several."""
     mask: NotRequired[list[int]]
@@ -117,15 +117,16 @@ class RolloutRow(TypedDict):
     cuts: NotRequired[list[dict[str, Any]]]
     """Answers of the environment that were cut, or dropped, which ends the episode: {"turn", "kind", "reason"}."""
     contexts: NotRequired[list[tuple[int, list[int]]]]
-    """(place, prompt): from this token on the policy read this prompt, in place of what stood before. Of agents, and of episodes
-    whose chat template rewrites the past.
+    """(place, prompt): from this token on the policy read this prompt instead of the previous text.
+
+    Present for agents, and for episodes whose chat template rewrites earlier turns.
     """
     step_rewards: NotRequired[list[list[float]]]
     """(place, reward) of rewards before the end."""
     logprobs: NotRequired[list[float]]
-    """Per token: log-prob under the policy that sampled. This and what follows: of the first `record_tokens` groups of a step."""
+    """Per token: log-prob under the sampling policy. This and later keys: only of the first `record_tokens` groups of a step."""
     sampling_logprobs: NotRequired[list[float]]
-    """Per token: log-prob under the distribution it was drawn from, where top-k and the like made that another one."""
+    """Per token: log-prob under the distribution it was drawn from, if top-k and the like changed the distribution."""
     trained_logprobs: NotRequired[list[float]]
     """Per token: log-prob under the policy of the last pass over the row, before its optimiser step."""
     ref_logprobs: NotRequired[list[float]]
@@ -133,34 +134,34 @@ class RolloutRow(TypedDict):
     entropy: NotRequired[list[float]]
     """Per token: entropy of the policy in nats."""
     advantages: NotRequired[list[float]]
-    """Per token, where they are not all alike."""
+    """Per token, if they are not all equal."""
     kept: NotRequired[bool]
-    """False where a filter of the method left the row out of the loss."""
+    """False if a filter of the method excluded the row from the loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutFigures:
-    """What an index keeps of a row of rollouts.jsonl, whatever wrote it: keys that are missing or malformed have a default."""
+    """The content of a row of rollouts.jsonl for an index, from any writer: missing or malformed keys have a default."""
 
     step: int
     kind: str
-    """train, eval, episode; "other" where there is none."""
+    """train, eval, episode; "other" if there is none."""
     row: int
-    """-1 where there is none."""
+    """-1 if there is none."""
     k: int
     """Number within the group, or of the episode."""
     reward: float
-    """NaN where there is none."""
+    """NaN if there is none."""
     advantage: float
-    """NaN where there is none."""
+    """NaN if there is none."""
     status: str
     reason: str
     cut: bool
-    """Whether the length limit ended it."""
+    """True if the length limit ended it."""
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """A line as an object; None where it is none."""
+    """Return a line as an object; None if it is not one."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -169,16 +170,16 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 def parse_step(line: bytes) -> dict[str, Any] | None:
-    """A line as a row with a valid "step" (a whole number from 0), as those of metrics, timings and rollouts; else None."""
+    """Return a line as a row with a valid "step" (an integer from 0), as in metrics, timings and rollouts; otherwise None."""
     row = parse_row(line)
     step = None if row is None else row.get("step")
     return row if type(step) is int and 0 <= step < 2**53 else None
 
 
 def rollout_figures(line: bytes) -> RolloutFigures | None:
-    """What an index needs of a line of rollouts.jsonl; None where the line is no row.
+    """Return an index's content of a line of rollouts.jsonl; None if the line is not a row.
 
-    About 100,000 lines of 1 kB a second: lists of numbers, half of a line's time, are emptied before it is parsed.
+    The speed is about 100,000 lines of 1 kB a second: lists of numbers, half of a line's time, are emptied before parsing.
     """
     row = parse_step(_NUMBERS.sub(b"[]", line))
     if row is None:
@@ -199,7 +200,7 @@ def rollout_figures(line: bytes) -> RolloutFigures | None:
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a row of metrics.jsonl: every number but "step", "NaN" and the infinities among them."""
+    """Return the figures of a row of metrics.jsonl: every number but "step", "NaN" and the infinities among them."""
     found: dict[str, float] = {}
     for key, raw in row.items():
         value = raw if type(raw) is float else number(raw)
@@ -209,7 +210,7 @@ def figures(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def number(value: Any) -> float:
-    """A JSON value as a float: non-finite ones are written as strings; what is no number is NaN."""
+    """Return a JSON value as a float: non-finite numbers are written as strings; any other value is NaN."""
     if isinstance(value, str):
         return _NON_FINITE.get(value, math.nan)
     if not isinstance(value, int | float):

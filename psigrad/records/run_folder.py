@@ -1,6 +1,4 @@
-"""The run folder: everything about a run, as files that anything can read. Trainers only write it; reports and trackers only
-read it.
-"""
+"""The run folder: all data of a run, as files in open formats. Trainers only write it; reports and trackers only read it."""
 
 from __future__ import annotations
 
@@ -27,17 +25,18 @@ VIDEO = "episode.gif"
 _WRITTEN = (".jsonl", ".json", ".damaged", ".html", ".txt", ".log", ".gif")
 REPLAYS = "replays"
 """The folder of `psigrad replay`'s pages."""
-# Bytes at which a new rollouts.jsonl is begun.
+# The size in bytes at which a new rollouts.jsonl starts.
 PART = 1 << 30
 
 
 class RunFolderError(UserError):
-    """The run folder is in use, is another run's, or cannot be written."""
+    """An error for a run folder that is in use, is another run's, or cannot be written."""
 
 
 def to_line(row: Mapping[str, Any]) -> bytes:
-    """A row as one line of strict JSON: NaN and infinities become strings, anything Unicode is escaped (lone surrogates
-    survive).
+    """Return a row as one line of strict JSON.
+
+    NaN and infinities become strings, and all non-ASCII characters are escaped (lone surrogates survive).
     """
     return (json.dumps(_strict(row), ensure_ascii=True, allow_nan=False) + "\n").encode("ascii")
 
@@ -53,39 +52,39 @@ def _strict(value: Any) -> Any:
 
 
 class RunFolder:
-    """A run folder that this process holds the lock of. Made by `RunFolder.open`."""
+    """A run folder whose lock this process holds. Made by `RunFolder.open`."""
 
     def __init__(self, path: Path, lock: BinaryIO) -> None:
         self.path, self._lock = path, lock
         self.checkpoints = path / "checkpoints"
         self._files: dict[str, BinaryIO] = {}
         self.settings: dict[str, Any] = {}
-        """The run's settings as they are written down."""
+        """The run's settings in the form of config.json."""
         self._changes: list[pins.Change] = []
         self.rows: dict[str, int] = {}
-        """How many rows metrics, timings and rollouts have."""
+        """The number of rows of metrics, timings and rollouts."""
         self.checkpoint_bytes = 0
-        """The size of this process' newest checkpoint."""
+        """The size of this process's newest checkpoint."""
         self.finished = False
-        """Whether the run came to its end before, its model is as it was written, and there is nothing left to do."""
+        """True if the run finished earlier, its model is unchanged, and there is nothing left to do."""
         self._identity, self._ends = row_lines.identity(path), dict[str, int]()
         self.lasting: dict[str, str] = {}
-        """What a finished run was made of, by the names of `pins.PINS`."""
+        """The pins of a finished run, by the names of `pins.PINS`."""
 
     @classmethod
     @contextlib.contextmanager
     def open(
         cls, path: str | Path, config: Mapping[str, Any], resume: str = "auto", settings: type[Any] | None = None
     ) -> Iterator[RunFolder]:
-        """Create or resume the folder at `path` and hold its lock for the length of the block. `settings` is the class of the
-        settings, whose marks say what may change when a run is resumed.
+        """Create or resume the folder at `path` and hold its lock for the length of the block.
 
-        A start that raises `UserError` before the run has begun leaves no new folder. Raises `RunFolderError` if another process
-        holds the folder, if it holds something else or another run (each setting that differs is named), and if `resume` is
-        "never" and there are checkpoints or "must" and there are none.
+        `settings` is the class of the settings, whose marks define the permitted changes of a resumed run. A start that raises
+        `UserError` before the run has begun leaves no new folder. Raise `RunFolderError` if another process holds the folder, or
+        if it contains other files or another run (each setting that differs is named). Raise it also if `resume` is "never" and
+        there are checkpoints, or "must" and there are none.
         """
         path = paths.absolute(path)
-        if str(path).encode("utf-8", "replace") != os.fsencode(path):  # the Rust libraries that write models take no other name
+        if str(path).encode("utf-8", "replace") != os.fsencode(path):  # the Rust libraries that write models accept no other name
             raise RunFolderError(f"The name of {str(path)!r} is not UTF-8; choose another output_dir.")
         with _errors_of(path):
             paths.check_folder(path, "output_dir", own_folder.is_run)
@@ -94,7 +93,7 @@ class RunFolder:
                 _must_be_own(path / name, Path.is_file, "regular file")
             for name in ("checkpoints", "model"):
                 _must_be_own(path / name, Path.is_dir, "folder")
-            for place in path.iterdir():  # what is written besides: rows kept aside, parts, pages, files that are renamed
+            for place in path.iterdir():  # other written files: damaged rows, parts, pages, and temporary files
                 if place.name.startswith(".") or place.suffix in _WRITTEN:
                     _must_be_own(place, lambda one: one.is_file() or one.is_dir(), "regular file or folder")
             lock = lock_folder(path)
@@ -152,8 +151,9 @@ class RunFolder:
         row_lines.replace_file(self.path / "config.json", [(json.dumps(settings, indent=1) + "\n").encode()])
 
     def _settings_before(self, file: Path) -> dict[str, Any] | None:
-        """The settings of the run so far: those of its newest checkpoint where config.json is damaged or gone; None where it has
-        none, as in checkpoints of an older psigrad.
+        """Return the settings of the run so far, or those of its newest checkpoint if config.json is damaged or missing.
+
+        Return None if the checkpoint has none, as in an older psigrad.
         """
         found = parse_row(file.read_bytes()) if file.exists() else None
         if found is None and (newest := checkpoint.latest(self.checkpoints)).path is not None:
@@ -163,8 +163,9 @@ class RunFolder:
         return found
 
     def _holds_model(self, files: Mapping[str, Any]) -> bool:
-        """Whether the model of a finished run is as it was written. If not, it is kept aside, to be written from the newest
-        checkpoint again. Raises `RunFolderError` where there is none.
+        """Return True if the model of a finished run is unchanged.
+
+        If it is not, rename it, so that it is written again from the newest checkpoint. Raise `RunFolderError` if there is none.
         """
         model = self.path / "model"
         try:
@@ -184,7 +185,7 @@ class RunFolder:
             return False
 
     def _has_begun(self) -> bool:
-        """Whether there is a run to go on with. One that was refused before its first step leaves its settings and no figure."""
+        """Return True if there is a run to resume. A start that failed before its first step leaves only its settings."""
         files = [self.path / f"{name}.jsonl" for name in ROWS if name != "events"]
         if any(self.checkpoints.glob("step-*")) or any(file.exists() and file.stat().st_size for file in files):
             return True
@@ -208,25 +209,28 @@ class RunFolder:
                     rest = rest[stream.write(rest) :]
                 self._ends[name] = stream.tell()
             except OSError:
-                stream.truncate(end)  # a row is whole or not there
+                stream.truncate(end)  # a row is either complete or absent
                 raise
 
     def metrics(self, row: Mapping[str, Any]) -> None:
-        """One row of metrics.jsonl; `row` has a "step"."""
+        """Write one row of metrics.jsonl; `row` has a "step"."""
         self._append("metrics", to_line(row))
 
     def timings(self, row: Mapping[str, Any]) -> None:
-        """One row of timings.jsonl: seconds, which no two runs share."""
+        """Write one row of timings.jsonl: seconds, which differ from run to run."""
         self._append("timings", to_line(row))
 
     def rollouts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Rows of rollouts.jsonl."""
+        """Write rows of rollouts.jsonl."""
         told = ({**row, "reason": redaction.hide(row["reason"])} if row.get("reason") else row for row in rows)
         self._append("rollouts", b"".join(map(to_line, told)))
 
     def event(self, kind: str, **fields: Any) -> None:
-        """One row of events.jsonl, with the time. `rows` are of the data, and are told as the model reads them."""
-        if kind in ("started", "resumed") and self._changes:  # not before: a start that is refused changes nothing
+        """Write one row of events.jsonl, with the time.
+
+        `rows` come from the data: they are written as the model reads them, without redaction.
+        """
+        if kind in ("started", "resumed") and self._changes:  # not earlier: a start that fails changes nothing
             changes, self._changes = {c.name: [c.before, c.now] for c in self._changes}, []
             self._write_settings(self.settings)
             self.event("settings_changed", changes=changes)
@@ -240,8 +244,8 @@ class RunFolder:
     def _check_place(self) -> None:
         """Compare the folder and its files of rows with those that this process has open.
 
-        A file that was deleted or replaced is written again; one that was shortened is reported. Raises `RunFolderError` if the
-        folder was moved or deleted.
+        A file that was deleted or replaced is written again; a warning reports one that was shortened. Raise `RunFolderError` if
+        the folder was moved or deleted.
         """
         if row_lines.identity(self.path) != self._identity:
             raise RunFolderError(
@@ -262,8 +266,10 @@ class RunFolder:
                 self._warn("rows_missing", f"{file.name} was shortened and lacks {missing} rows.", file=file.name, rows=missing)
 
     def flush(self, step: int = -1, keep: int = 0) -> None:
-        """Everything written so far is on the disk when this returns. With a `step` it is all up to that step, and a checkpoint
-        follows: where rollouts.jsonl is large (`PART` bytes) a new one is begun, and about `keep` rows before it stay (0: all).
+        """Flush all written rows to the disk.
+
+        A `step` means that all rows up to it are written, and that a checkpoint follows. If rollouts.jsonl is then large (`PART`
+        bytes), start a new one, and keep about `keep` rows before it (0: all).
         """
         with _errors_of(self.path):
             self._check_place()
@@ -278,10 +284,10 @@ class RunFolder:
     def rewind(
         self, step: int, written: Mapping[str, int] = MappingProxyType({}), ends: Mapping[str, int] = MappingProxyType({})
     ) -> None:
-        """Take metrics, timings and rollouts back to their rows of step `step` and before, of which so many were `written`, up to
-        the bytes `ends` of each file: a large file is cut there and not read.
+        """Truncate metrics, timings and rollouts to their rows of step `step` and before.
 
-        Damaged lines of others are kept aside, and said, as rows that are missing are.
+        So many rows were `written`, up to the bytes `ends` of each file: a large file is truncated there without reading it.
+        Damaged lines are moved to FILE.damaged. A warning reports them, and missing rows as well.
         """
         with _errors_of(self.path):
             row_lines.bring_back(self.path, step, written.get("rollouts"))
@@ -299,18 +305,18 @@ class RunFolder:
                     self._warn("rows_missing", said, file=file.name, rows=expected - left)
 
     def ends(self) -> dict[str, int]:
-        """How many bytes metrics, timings and rollouts have."""
+        """Return the number of bytes of metrics, timings and rollouts."""
         return {name: os.fstat(self._files[name].fileno()).st_size for name in self.rows}
 
     def disk_low(self) -> str:
-        """Why another checkpoint may not fit on the disk; empty if one does, or none was made yet."""
+        """Return the reason why another checkpoint may not fit on the disk; empty if one does, or none was made yet."""
         free, needed = checkpoint.free_bytes(self.path), self.checkpoint_bytes
         if free >= 1.5 * needed:
             return ""
         return f"The disk of {self.path} has {free} bytes free, and a checkpoint takes {needed}."
 
     def save_model(self, write: Callable[[Path], None]) -> Path:
-        """The final `model/`, written beside, fsynced and renamed, so that it is whole or the old one."""
+        """Write the final `model/` to a temporary folder, fsync and rename it, so that it is complete or the old one."""
         final, beside, aside = self._models()
         with _errors_of(self.path):
             self._check_place()
@@ -337,7 +343,7 @@ class RunFolder:
 
 
 class NullRunFolder(RunFolder):
-    """The run folder as the other processes of a run see it: they know where it is, and write nothing."""
+    """The run folder in the other processes of a run: it has the path, and writes nothing."""
 
     def __init__(self, path: Path, finished: bool) -> None:
         self.path, self.checkpoints = path, path / "checkpoints"
@@ -348,27 +354,27 @@ class NullRunFolder(RunFolder):
         pass
 
     def rollouts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Rank 0 has them."""
+        """Do nothing: rank 0 has the rows."""
 
     def flush(self, step: int = -1, keep: int = 0) -> None:
-        """Nothing was written."""
+        """Do nothing: this process wrote nothing."""
 
     def rewind(
         self, step: int, written: Mapping[str, int] = MappingProxyType({}), ends: Mapping[str, int] = MappingProxyType({})
     ) -> None:
-        """Rank 0 does it."""
+        """Do nothing: rank 0 rewinds the files."""
 
     def disk_low(self) -> str:
-        """Rank 0 looks."""
+        """Return "": rank 0 checks the disk."""
         return ""
 
     def save_model(self, write: Callable[[Path], None]) -> Path:
-        """Rank 0 writes it."""
+        """Return the path of the model: rank 0 writes it."""
         return self.path / "model"
 
 
 def truncate(folder: RunFolder, rows: Mapping[str, int], ends: Mapping[str, int]) -> None:
-    """Remove what was written since the folder had that many `rows` and, by `ends`, that many bytes."""
+    """Remove all rows after the folder's first `rows` rows, at the byte counts `ends`."""
     with _errors_of(folder.path):
         for name in folder.rows:
             folder._files[name].truncate(ends.get(name, 0))
@@ -376,7 +382,7 @@ def truncate(folder: RunFolder, rows: Mapping[str, int], ends: Mapping[str, int]
 
 
 def _must_be_own(place: Path, is_right: Callable[[Path], bool], kind: str) -> None:
-    """Refuse a link, which leads elsewhere, and a pipe or a device, which would hang who opens it."""
+    """Reject a link, which leads elsewhere, and a pipe or a device, which would block when it is opened."""
     if place.is_symlink():
         raise RunFolderError(f"{place} is a link; a run folder holds its own files, so remove the link.")
     if place.exists() and not is_right(place):
@@ -384,9 +390,9 @@ def _must_be_own(place: Path, is_right: Callable[[Path], bool], kind: str) -> No
 
 
 def lock_folder(path: Path) -> BinaryIO:
-    """The lock of the folder. The kernel lets go of it when its holder dies, so a lock is never stale.
+    """Lock the folder. The kernel releases the lock when its holder dies, so a lock is never stale.
 
-    Raises `RunFolderError` where another process holds it.
+    Raise `RunFolderError` if another process holds it.
     """
     stream = (path / ".lock").open("a+b")
     try:
@@ -411,7 +417,7 @@ def lock_folder(path: Path) -> BinaryIO:
 
 @contextlib.contextmanager
 def _errors_of(path: Path) -> Iterator[None]:
-    """Disk trouble as one sentence."""
+    """Convert errors of the disk to a `RunFolderError` with one sentence."""
     try:
         yield
     except Exception as error:

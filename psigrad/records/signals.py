@@ -1,7 +1,7 @@
-"""The figures of a run that people look at, each declared once for the warnings, the report and the studio.
+"""The figures of a run for display, each declared once for the warnings, the report and the studio.
 
-A signal is one name for a figure, whichever trainer wrote it. The order is that of the pictures. A key that no signal claims is
-listed under "more" by the studio, as it is.
+A signal is one name for a figure, from any trainer. The order is that of the pictures. The studio lists a key without a signal
+under "more", by its own name.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class Signal:
     title: str
     says: str
     keys: tuple[str, ...]
-    """A star stands for any part of a key."""
+    """A star matches any part of a key."""
     unit: str = ""
     share: bool = False
-    """True if it lies between 0 and 1."""
+    """True if it is between 0 and 1."""
     beside: tuple[str, ...] = ()
     """Keys that a report draws in the same picture."""
     labels: tuple[str, ...] = ("",)
     """The report's labels of the figure itself and of those beside it."""
     smooth: bool = True
-    """Whether a report draws its moving average."""
+    """True if a report draws its moving average."""
     kinds: tuple[str, ...] = _ALL
     """Kinds of runs whose report draws it."""
 
@@ -108,7 +108,7 @@ SIGNALS = (
 SIGNAL_BY_NAME = {signal.name: signal for signal in SIGNALS}
 _EXACT = {key: signal.name for signal in SIGNALS for key in signal.keys if "*" not in key}
 _PATTERNS = [(re.compile(re.escape(key).replace(r"\*", "(.+)")), s.name) for s in SIGNALS for key in s.keys if "*" in key]
-# Parts of a signal or counts that mean nothing as a curve.
+# Parts of a signal, or counts, that are meaningless as a curve.
 _NO_HELD_OUT = ("completions/", "length", "rewards/")
 
 

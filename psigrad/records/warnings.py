@@ -1,8 +1,8 @@
-"""The rules that say when a run goes wrong.
+"""The rules that detect problems of a run.
 
-Each rule looks at one row of figures after the other and remembers a little. It is raised after `patience` rows in a row past its
-threshold, and taken back after `patience` rows on the good side of a second, gentler one. In between it stays as it is, so a
-figure that oscillates around the threshold raises one warning.
+Each rule reads the rows of figures in order and keeps a small memory. It is raised after `patience` consecutive rows beyond its
+threshold, and withdrawn after `patience` rows on the good side of a second, gentler one. In between its state does not change, so
+a figure that oscillates around the threshold raises one warning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CORRECTION = "sampling/importance_sampling_ratio/mean"
 
 
 class SignalNames:
-    """The names of a run's figures. Where several keys mean one signal, the first gets its name and the others keep their own."""
+    """The names of a run's figures. If several keys mean one signal, the first gets its name and the others keep their own."""
 
     def __init__(self) -> None:
         self._of: dict[str, str] = {}
@@ -35,7 +35,7 @@ class SignalNames:
         return len(self._of)
 
     def of(self, key: str) -> str:
-        """The name of a key."""
+        """Return the name of a key."""
         if key not in self._of:
             name = name_of(key)
             self._of[key] = key if name in self._given else name
@@ -48,7 +48,7 @@ Figures = Mapping[str, float]
 
 @dataclass
 class Memory:
-    """What a rule keeps between two rows."""
+    """The state of a rule between two rows."""
 
     values: deque[float] = field(default_factory=lambda: deque(maxlen=50))
     start: list[float] = field(default_factory=list)
@@ -58,26 +58,27 @@ class Memory:
     _squares: float = 0.0
 
     def keep(self, value: float) -> None:
-        """Remember a value, and forget the one 50 before it."""
+        """Store a value, and drop the one 50 before it."""
         old = self.values[0] if len(self.values) == self.values.maxlen else 0.0
         self.values.append(value)
         self._sum += value - old
         self._squares += value * value - old * old
 
     def spread(self) -> tuple[float, float]:
-        """Mean and deviation of the values kept."""
+        """Return mean and deviation of the stored values."""
         mean = self._sum / len(self.values)
         return mean, math.sqrt(max(0.0, self._squares / len(self.values) - mean * mean))
 
 
 Measure = Callable[[Figures, Memory], float | None]
-"""A row's figure, None where the row says nothing; larger is worse."""
+"""A function that returns a row's figure, or None if the row does not have it; larger is worse."""
 
 
 @cache
 def texts() -> dict[str, dict[str, Any]]:
-    """What each rule has to say, for `psigrad explain NAME` and docs/warnings.md: its title, what is wrong, why, what to do, an
-    example and its files.
+    """Return the texts of each rule, for `psigrad explain NAME` and docs/warnings.md.
+
+    They are its title, the problem, its cause, the remedy, an example and its files.
     """
     import yaml
 
@@ -88,7 +89,7 @@ def texts() -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule: raised where the measure is above `above`, taken back where it is at most `until`."""
+    """One rule: raised if the measure is above `above`, withdrawn if it is at most `until`."""
 
     name: str
     measure: Measure
@@ -96,26 +97,26 @@ class Rule:
     until: float
     patience: int = 1
     worst: str = "reward"
-    """Which completions of the step to look at: those of the lowest "reward", or the "longest"."""
+    """The completions of the step to display: those of the lowest "reward", or the "longest"."""
     signal: str = ""
     grave: bool = False
     told_from: int = 1
-    """How often it is raised before a run tells of it; a report has every time."""
+    """The number of times that it must be raised before a run warns; a report lists every time."""
 
     @property
     def title(self) -> str:
-        """What people call it."""
+        """The title for display."""
         return str(texts()[self.name]["title"])
 
     @property
     def advice(self) -> str:
-        """What is wrong, and what to do."""
+        """The problem and its remedy."""
         return f"{texts()[self.name]['says']} {texts()[self.name]['do']}"
 
 
 @dataclass(frozen=True)
 class Alert:
-    """A rule that was raised at `step`, and taken back at `ended` if it was; its worst `value` stands at `worst_step`."""
+    """A rule that was raised at `step`, and withdrawn at `ended` if so; its worst `value` was at `worst_step`."""
 
     rule: str
     step: float
@@ -125,7 +126,7 @@ class Alert:
 
 
 def _finite(figures: Figures, name: str) -> float | None:
-    """A figure of a row, None where it is no number."""
+    """Return a figure of a row, or None if it is not a finite number."""
     value = figures.get(name)
     return value if value is not None and math.isfinite(value) else None
 
@@ -139,27 +140,27 @@ def _mean(values: Collection[float]) -> float:
 
 
 def _not_finite(figures: Figures, memory: Memory) -> float | None:
-    """How many figures of a row are no numbers. A row of held-out figures alone does not say that training is sound again."""
+    """Return the number of non-finite figures of a row. Held-out figures alone do not show that training has recovered."""
     found = sum(not math.isfinite(value) for name, value in figures.items() if not name.startswith("eval/"))
-    found += "loss" in figures and figures.get("updates") == 0  # the step was skipped, for its gradient was not finite
+    found += "loss" in figures and figures.get("updates") == 0  # the step was skipped, because its gradient was not finite
     return float(found) if found or any(not name.startswith(("eval/", "held_out")) for name in figures) else None
 
 
 def _uncorrected(figures: Figures, memory: Memory) -> float | None:
-    """How far sampler and trainer are apart, where nothing makes up for it."""
+    """Return the distance between sampler and trainer, if nothing corrects it."""
     return None if _CORRECTION in figures else _of("mismatch")(figures, memory)
 
 
 def _correction(figures: Figures, memory: Memory) -> float | None:
-    """How far the mean weight that makes up for the sampler is from 1."""
+    """Return the distance from 1 of the mean weight that corrects for the sampler."""
     weight = _finite(figures, _CORRECTION)
     return None if weight is None else abs(1 - weight)
 
 
 def _entropy_left(figures: Figures, memory: Memory) -> float | None:
-    """How much of the entropy of the first five rows is gone."""
+    """Return the share of the first five rows' entropy that is lost."""
     value = figures.get("entropy", figures.get("surprise"))
-    learns_by_reward = "reward" in figures or "return" in figures  # imitation is meant to make up its mind
+    learns_by_reward = "reward" in figures or "return" in figures  # imitation is supposed to lose entropy
     if value is None or not math.isfinite(value) or not learns_by_reward:
         return None
     if len(memory.start) < 5:
@@ -170,9 +171,9 @@ def _entropy_left(figures: Figures, memory: Memory) -> float | None:
 
 
 def _grad_norm_z(figures: Figures, memory: Memory) -> float | None:
-    """(log norm − mean) / deviation of its logarithm over the last 50 rows before it; the deviation counts as log √2 at least.
+    """Return (log norm − mean) / deviation of its logarithm over the previous 50 rows; the deviation is at least log √2.
 
-    Norms are skewed: on their own scale half of the runs that end well have such a row.
+    Norms are skewed: on their own scale half of the successful runs have such a row.
     """
     if (norm := _finite(figures, "grad_norm")) is None:
         return None
@@ -185,7 +186,7 @@ def _grad_norm_z(figures: Figures, memory: Memory) -> float | None:
 
 
 def _below_zero_late(figures: Figures, memory: Memory) -> float | None:
-    """Minus the explained variance, after the ten rows that a critic may need to find its scale."""
+    """Return minus the explained variance, after the ten rows that a critic may need to find its scale."""
     if (value := _finite(figures, "explained_variance")) is None:
         return None
     memory.held_back += 1
@@ -193,7 +194,7 @@ def _below_zero_late(figures: Figures, memory: Memory) -> float | None:
 
 
 def _longer_for_nothing(figures: Figures, memory: Memory) -> float | None:
-    """Growth of the length over its first five rows, while the held-out metric has not been better for three evaluations."""
+    """Return the length's growth over its first five rows, if the held-out metric has not improved for three evaluations."""
     length, held_out = _finite(figures, "length"), _finite(figures, "held_out")
     if held_out is not None:
         memory.held_back = 0 if held_out > memory.best + 1e-9 else memory.held_back + 1
@@ -208,7 +209,7 @@ def _longer_for_nothing(figures: Figures, memory: Memory) -> float | None:
 
 
 def _cut_while_rewarded(figures: Figures, memory: Memory) -> float | None:
-    """How much the share of cut completions rose over the last 20 rows, in which the reward rose too."""
+    """Return the rise of the share of truncated completions over the last 20 rows, if the reward rose too."""
     cut, reward = _finite(figures, "truncated"), _finite(figures, "reward")
     if cut is None or reward is None:
         return None
@@ -223,8 +224,9 @@ def _cut_while_rewarded(figures: Figures, memory: Memory) -> float | None:
 
 
 def _below_best(figures: Figures, memory: Memory) -> float | None:
-    """How far the held-out metric is below its best, in half widths of their difference's 95 % interval, while the reward of
-    training is above what it was then. Looked at when the run is evaluated.
+    """Return the held-out metric's distance below its best, if training's reward has risen since.
+
+    The distance is in half widths of the 95 % interval of their difference. It is computed when the run is evaluated.
     """
     reward, held_out = _finite(figures, "reward"), _finite(figures, "held_out")
     if reward is not None:
@@ -239,12 +241,12 @@ def _below_best(figures: Figures, memory: Memory) -> float | None:
     low, best = next(lows, math.nan), max(memory.best, held_out)
     width = held_out - low if math.isfinite(low) else 0.1 * abs(best)
     if held_out > memory.best or not memory.values:
-        # before the first step no reward is known: that of the first three steps is as good as the policy's at the start
+        # Before the first step no reward is known. The reward of the first three steps approximates the initial policy's.
         memory.held_back = 0 if memory.values else 3
         known = [] if memory.held_back else [_mean(list(memory.values)[-10:])]
         memory.best, memory.start = held_out, [width, *known]
         return 0.0
-    # a run that shakes loses reward and truth together; a mean over more rows would hide that its reward has fallen too
+    # An unstable run loses reward and held-out metric together. A mean over more rows would hide that its reward has fallen too.
     recent, spread = _mean(list(memory.values)[-3:]), math.hypot(width, memory.start[0])
     return (memory.best - held_out) / spread if spread > 0 and recent > _mean(memory.start[1:]) else 0.0
 
@@ -274,13 +276,13 @@ RULES = (
 )
 BY_NAME = {rule.name: rule for rule in RULES}
 CALM = frozenset({"entropy", "dead_groups", "flat_reward", "grad_norm"})
-"""What a policy does that has nothing left to learn."""
+"""The warnings that are normal for a policy with nothing left to learn."""
 _SCORES = ("held_out", "reward", "accuracy")
 
 
 @dataclass
 class _Standing:
-    """How a rule stands."""
+    """The state of a rule."""
 
     memory: Memory = field(default_factory=Memory)
     over: int = 0
@@ -301,7 +303,7 @@ class Watch:
         self._first: dict[str, float] = {}
 
     def see(self, step: float, figures: Figures) -> None:
-        """Take in one row of figures."""
+        """Process one row of figures."""
         for rule in RULES:
             standing = self._standing[rule.name]
             value = rule.measure(figures, standing.memory)
@@ -314,19 +316,21 @@ class Watch:
 
     @property
     def score(self) -> float | None:
-        """The score of a task that the run has solved: the mean of the last three held-out metrics, or else rewards, where it is
-        0.9 or more of 1 and the first was less. Else None.
+        """The score of a solved task, otherwise None.
+
+        It is the mean of the last three held-out metrics, or else rewards. A task is solved if that is 0.9 or more of 1 and the
+        first was less.
         """
         name = next((name for name, last in self._scores.items() if last), "")
         score = _mean(self._scores[name]) if name and self._first[name] < 0.9 else 0.0
         return score if score >= 0.9 else None
 
     def explains(self, rule: str) -> bool:
-        """Whether what a rule says is no more than that the task is solved."""
+        """Return True if a solved task fully explains the rule's warning."""
         return rule in CALM and self.score is not None
 
     def advice(self, rule: str) -> str:
-        """What is wrong, and what to do, of a run that was seen so far."""
+        """Return the problem and its remedy, given the rows of the run so far."""
         if not self.explains(rule):
             return BY_NAME[rule].advice
         return f"Nothing to do: the task is solved ({self.score:.2g} of 1), and there is little left to learn from."
@@ -349,7 +353,7 @@ class Watch:
             standing.pending = None
 
     def alerts(self) -> list[Alert]:
-        """Those that stand, then those that were taken back, the newest first."""
+        """Return the current warnings, then the withdrawn ones, the newest first."""
         standing = [s.alert for s in self._standing.values() if s.alert is not None]
         return [*sorted(standing, key=lambda a: -a.step), *reversed(self._past)]
 

@@ -1,1 +1,1 @@
-"""The life of a run, whatever it trains: its cycle of steps, callbacks, saving, stopping and going on."""
+"""The life of any run: its cycle of steps, callbacks, saving, stopping and resuming."""

@@ -1,4 +1,4 @@
-"""The best evaluation of a run: its weights are kept, and training ends when there was none better for a while."""
+"""The best evaluation of a run: its weights are kept, and training ends if no later one is better for a while."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from psigrad.runs.callbacks import Callback, Control
 
 
 class Best(Callback):
-    """Remembers the best evaluation after a step, asks for a checkpoint of it, and ends the run by `early_stopping_patience`.
+    """A callback that tracks the best evaluation after a step.
 
-    transformers' rules: an evaluation is better if its figure is, by however little, and counts against the patience unless it
-    is better by more than `early_stopping_threshold`. The figure is the same for all: one that is missing or NaN is no better.
+    It requests a checkpoint of it, and ends the run by `early_stopping_patience`.
+
+    The rules are those of transformers: an evaluation is better if its figure is, by any amount, and counts against the patience
+    unless it is better by more than `early_stopping_threshold`. The figure is the same for all evaluations; one that is missing
+    or NaN is no better.
     """
 
     def __init__(self, settings: Evaluation) -> None:
@@ -25,20 +28,20 @@ class Best(Callback):
 
     @staticmethod
     def wanted(settings: Any) -> bool:
-        """Whether a run's settings ask for it."""
+        """Return True if a run's settings need it."""
         return bool(getattr(settings, "load_best_model_at_end", False) or getattr(settings, "early_stopping_patience", 0))
 
     def state_dict(self) -> dict[str, Any]:
-        """The best so far, of which figure, and for how many evaluations there was none better."""
+        """Return the best so far, the name of its figure, and the number of evaluations without a better one."""
         return {"step": self.step, "value": self.value if self.step else None, "waited": self.waited, "figure": self.figure}
 
     def load_state_dict(self, held: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`."""
+        """Invert `state_dict`."""
         self.step, self.waited, self.figure = held["step"], held["waited"], held.get("figure", "")
         self.value = math.nan if held["value"] is None else held["value"]
 
     def on_evaluate(self, args: Any, state: Any, control: Control, metrics: Mapping[str, Any], **kwargs: Any) -> None:
-        """Compare. The model before its first step is no candidate."""
+        """Compare the evaluation with the best one. The model before its first step is not a candidate."""
         value, greater = self._figure(metrics, state.step)
         if state.step == 0:
             return
@@ -51,7 +54,7 @@ class Best(Callback):
             control.should_training_stop = True
 
     def _figure(self, metrics: Mapping[str, Any], step: int) -> tuple[float, bool]:
-        """The figure that decides, that of the first evaluation that has one, and whether more of it is better."""
+        """Return the deciding figure, that of the first evaluation that has one, and True if more of it is better."""
         name = self.figure or self.settings.metric_for_best_model
         found = deciding(metrics, name, self.settings.greater_is_better)
         known = [key.removeprefix("eval/") for key in metrics if key.startswith("eval/")]

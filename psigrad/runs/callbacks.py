@@ -1,7 +1,7 @@
-"""Callbacks of a run: objects of a user's that are told of its steps, evaluations and checkpoints, and may intervene.
+"""Callbacks of a run: a user's objects that receive its steps, evaluations and checkpoints, and may intervene.
 
-The shape is that of transformers' `TrainerCallback`, whose subclasses work where they use these events. Rank 0 calls them, and
-all ranks do what they ask for.
+The interface is that of transformers' `TrainerCallback`, whose subclasses work if they use these events. Rank 0 calls them, and
+all ranks carry out their requests.
 """
 
 from __future__ import annotations
@@ -31,49 +31,49 @@ from psigrad.step import RunState
 
 S = TypeVar("S", bound=RunState)
 EVENTS = ("on_init_end", "on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
-# What the held-out figure that tells whether a run improves is called among the metrics of `on_evaluate`.
+# The name of the held-out figure that measures the run's progress, among the metrics of `on_evaluate`.
 HEADLINE = "headline"
-# Sections whose every number a callback may change.
+# Sections of which a callback may change every number.
 PARTS = ("algorithm", "loss")
 
 
 class Callback:
-    """What a run tells. Override what you need; each method may take `**kwargs`, among them `model` and `processing_class`.
+    """The events of a run. Override those you need; each method may take `**kwargs`, among them `model` and `processing_class`.
 
     `args` are the run's settings by name. `state` has `step` (also `global_step`), `max_steps`, `metrics` (the newest figures),
-    `history` (all rows of metrics.jsonl, also `log_history`), `best_metric` and `best_global_step`. `control` asks for something:
+    `history` (all rows of metrics.jsonl, also `log_history`), `best_metric` and `best_global_step`. `control` takes requests:
     `should_training_stop`, `should_evaluate` and `should_save` are attributes to set, `control.change(learning_rate=1e-6)`
     changes settings from the next step on.
 
-    A callback that remembers something over a stop has `state_dict()`, which returns what JSON can hold, and
+    A callback with state that must survive a stop has `state_dict()`, which returns a value that JSON can represent, and
     `load_state_dict(held)`.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
-        """Before the first step, also of a run that goes on."""
+        """Handle the start of training, before the first step, also of a resumed run."""
 
     def on_step_begin(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
-        """Before each step."""
+        """Handle the start of each step."""
 
     def on_step_end(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
-        """After each step. `should_evaluate` and `should_save` say what is due; they may be set either way."""
+        """Handle the end of each step. `should_evaluate` and `should_save` are True if due; they may be set either way."""
 
     def on_log(self, args: Any, state: Any, control: Control, logs: Mapping[str, Any], **kwargs: Any) -> None:
-        """After each row of metrics, which `logs` is."""
+        """Handle each row of metrics, passed as `logs`."""
 
     def on_evaluate(self, args: Any, state: Any, control: Control, metrics: Mapping[str, Any], **kwargs: Any) -> None:
-        """After each evaluation. `metrics` has "eval/…", and the same as "eval_…" for transformers' callbacks."""
+        """Handle the end of each evaluation. `metrics` has "eval/…", and the same as "eval_…" for transformers' callbacks."""
 
     def on_save(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
-        """After each checkpoint; `checkpoint` is its folder."""
+        """Handle each saved checkpoint; `checkpoint` is its folder."""
 
     def on_train_end(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
-        """After the last step, before the final model is written."""
+        """Handle the end of the last step, before the final model is written."""
 
 
 @dataclass
 class Control:
-    """What callbacks ask for. transformers' names."""
+    """The requests of callbacks, with transformers' names."""
 
     should_training_stop: bool = False
     should_evaluate: bool = False
@@ -85,14 +85,16 @@ class Control:
     check: Callable[[str, Any], tuple[str, Any]] = field(default=lambda name, value: (name, value), repr=False)
 
     def change(self, **settings: Any) -> None:
-        """Change settings from the next step on, by leaf name or dotted name: `change(learning_rate=1e-6)`,
-        `change(**{"algorithm.kl.coefficient": 0.1})`. Raises `UserError` for what cannot be changed during a run.
+        """Change settings from the next step on, by leaf name or dotted name.
+
+        Examples are `change(learning_rate=1e-6)` and `change(**{"algorithm.kl.coefficient": 0.1})`. Raise `UserError` for a
+        setting that cannot be changed during a run.
         """
         self.changes |= dict(self.check(name, value) for name, value in settings.items())
 
 
 class Arguments:
-    """A run's settings by leaf name, and those that transformers' own callbacks read of `TrainingArguments`."""
+    """A run's settings by leaf name, and the `TrainingArguments` that transformers' own callbacks use."""
 
     def __init__(self, config: Any) -> None:
         self._config = config
@@ -126,7 +128,7 @@ class Arguments:
 
 @dataclass
 class Callbacks:
-    """The callbacks of a run, and what rank 0 tells them."""
+    """The callbacks of a run, and the events that rank 0 sends to them."""
 
     callbacks: Sequence[Any] = ()
     config: Any = None
@@ -136,7 +138,7 @@ class Callbacks:
     def __post_init__(self) -> None:
         self.control = Control(check=self._check)
         self.trial: Callable[[Mapping[str, Any]], Any] = dict
-        """Raises where the run's parts cannot have these settings."""
+        """A function that raises if the run's parts cannot have these settings."""
         self.args: Any = Arguments(self.config) if self.callbacks else None
         self.asked: list[str] = []
         self.held: dict[str, Any] = {}
@@ -153,16 +155,16 @@ class Callbacks:
         return bool(self.callbacks)
 
     def know(self, model: Any, tokenizer: Any = None) -> None:
-        """The model that trains, as callbacks see it."""
+        """Set the model and tokenizer that callbacks receive."""
         self.model, self.tokenizer = model, tokenizer
 
     def see(self, row: Mapping[str, Any]) -> None:
-        """A row of metrics, which they are told of at the next event."""
+        """Store a row of metrics, which the callbacks get at the next event."""
         if self.callbacks:
             self._rows.append(dict(row))
 
     def begin(self, state: S, total: int) -> S:
-        """Give each callback what it remembered; then the run begins."""
+        """Restore each callback's state, then start the run."""
         if not self.callbacks:
             return state
         self.visible_state.max_steps = total
@@ -180,16 +182,16 @@ class Callbacks:
         return self._tell("on_train_begin", self._tell("on_init_end", state))
 
     def step_begin(self, state: S) -> S:
-        """A step is about to begin."""
+        """Send the start of a step."""
         return self._tell("on_step_begin", state) if self.callbacks else state
 
     def step_end(self, state: S, evaluate: bool, save: bool) -> S:
-        """A step has ended; `control` says afterwards whether to evaluate and to save."""
+        """Send the end of a step; `control` then has the requests to evaluate and to save."""
         self.control.should_evaluate, self.control.should_save = evaluate, save
         return self._tell("on_step_end", state) if self.callbacks else state
 
     def after_evaluation(self, state: S) -> S:
-        """The model was evaluated."""
+        """Send the end of an evaluation."""
         if not self.callbacks:
             return state
         metrics = {k: v for row in self._rows for k, v in row.items() if k.startswith("eval/")}
@@ -205,15 +207,15 @@ class Callbacks:
         return state
 
     def after_save(self, state: S, checkpoint: Any) -> S:
-        """A checkpoint was made."""
+        """Send a saved checkpoint."""
         return self._tell("on_save", state, checkpoint=checkpoint) if self.callbacks else state
 
     def end(self, state: S) -> S:
-        """The last step was made."""
+        """Send the end of the last step."""
         return self._tell("on_train_end", state) if self.callbacks else state
 
     def collect_memory(self, state: S) -> S:
-        """The state with what the callbacks remember, before it is saved."""
+        """Return the state with the callbacks' own state, for saving."""
         if not self.callbacks or self.world.rank:
             return state
         held: dict[str, Any] = {}
@@ -226,7 +228,7 @@ class Callbacks:
         return replace(state, callbacks=held)
 
     def _name_each(self) -> list[tuple[str, Any]]:
-        """Each callback with a name that no other has."""
+        """Return each callback with a unique name."""
         names = [type(callback).__name__ for callback in self.callbacks]
         return [
             (name if names.count(name) == 1 else f"{name} {names[: i + 1].count(name)}", callback)
@@ -239,7 +241,7 @@ class Callbacks:
         return change
 
     def _value_before(self, setting: str) -> Any:
-        """What a setting was before it is changed; None where only the algorithm knows."""
+        """Return a setting's value before a change; None if only the algorithm knows it."""
         if setting in self.held or setting.partition(".")[0] in PARTS:
             return self.held.get(setting)
         return getattr(self.args, setting.rpartition(".")[2])
@@ -253,13 +255,13 @@ class Callbacks:
                 self.visible_state.best_metric, self.visible_state.best_global_step = value, step
 
     def _take_history(self, history: Sequence[Mapping[str, Any]]) -> None:
-        """What happened before this process: all rows, and the best evaluation."""
+        """Restore the history before this process: all rows, and the best evaluation."""
         self.visible_state.history = self.visible_state.log_history = list(history)
         for step, row in by_step(history).items():  # an evaluation may have several rows
             self._keep_best(row, step)
 
     def _tell(self, event: str, state: S, **more: Any) -> S:
-        """Call the method of that name, and do what was asked for on every rank."""
+        """Call the method of that name, and apply its requests on every rank."""
 
         def call() -> None:
             visible = self.visible_state
@@ -294,7 +296,7 @@ class Callbacks:
             self.folder.event("stop_asked", step=step, callback=name)
 
     def _on_rank_0(self, work: Callable[[], None], state: S) -> S:
-        """Do something of the callbacks, whose failure ends every rank, and take over what was asked for."""
+        """Run callback code on rank 0, end all ranks if it fails, and apply its requests."""
         failure = ""
         if self.world.rank == 0:
             try:
@@ -315,7 +317,7 @@ class Callbacks:
 
 
 def check_change(config: Any, name: str, value: Any) -> tuple[str, Any]:
-    """(dotted name, value) of a change, or a `UserError` where the setting stays as it is, or takes no such value."""
+    """Return (dotted name, value) of a change. Raise `UserError` for a fixed setting or an invalid value."""
     leaves = dict(flat_names(type(config)))
     dotted = leaves.get(name, name)
     if dotted.partition(".")[0] in PARTS and "." in dotted and hasattr(config, dotted.partition(".")[0]):
@@ -338,7 +340,7 @@ def check_change(config: Any, name: str, value: Any) -> tuple[str, Any]:
 
 
 class CallbackError(UserError):
-    """A callback raised."""
+    """An error that a callback raised."""
 
 
 def _describe(error: Exception, asked: Sequence[str]) -> str:
@@ -354,7 +356,7 @@ def _describe(error: Exception, asked: Sequence[str]) -> str:
 
 
 def collect_memory(callback: Any) -> Any:
-    """What a callback remembers: its `state_dict()`, or the attributes that transformers' `ExportableState` names."""
+    """Return a callback's state: its `state_dict()`, or the attributes that transformers' `ExportableState` names."""
     if hasattr(callback, "state_dict"):
         return callback.state_dict()
     state = getattr(callback, "state", None)
@@ -362,7 +364,7 @@ def collect_memory(callback: Any) -> Any:
 
 
 def load(callback: Any, held: Any) -> None:
-    """The inverse of `remembered`."""
+    """Invert `collect_memory`."""
     if hasattr(callback, "load_state_dict"):
         callback.load_state_dict(held)
         return
@@ -371,9 +373,9 @@ def load(callback: Any, held: Any) -> None:
 
 
 def resolve(given: Any) -> Any:
-    """The callback that is meant: an object, a class, "module:Class", or {"callback": …, parameter: value}.
+    """Return the callback for a user's notation: an object, a class, "module:Class", or {"callback": …, parameter: value}.
 
-    Raises `UserError` for what is none.
+    Raise `UserError` for anything else.
     """
     parameters: dict[str, Any] = {}
     found = given
@@ -399,6 +401,6 @@ def resolve(given: Any) -> Any:
 
 
 def never_called(callback: Any) -> list[str]:
-    """Events of transformers' that a callback waits for and that no run of ours has."""
+    """Return transformers' events that a callback handles and that no psigrad run has."""
     bases = [base for base in type(callback).__mro__ if base.__module__ not in ("transformers.trainer_callback", __name__)]
     return sorted({name for base in bases for name in vars(base) if name.startswith("on_")} - set(EVENTS))

@@ -1,4 +1,4 @@
-"""The cycle that every loop turns: step, evaluate when due, save when due, leave when asked."""
+"""The cycle of every loop: step, evaluate when due, save when due, stop on request."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from psigrad.runs.survival import Interrupted, Stopped
 from psigrad.step import Outcome, RunState
 
 S = TypeVar("S", bound=RunState)
-# Seconds that processes which hold a model in shards give a save beside the steps once one has failed: another may be gone.
+# Seconds that processes with a sharded model wait for a background save after one has failed: another may have ended.
 LEFT = 20.0
 
 
 @dataclass(frozen=True)
 class Loop(Generic[S]):
-    """What a kind of training gives the cycle."""
+    """The parts of one kind of training that the cycle needs."""
 
     name: str
     """The label of the progress bar."""
@@ -36,7 +36,7 @@ class Loop(Generic[S]):
     evaluate: Callable[[S], None]
     save: Callable[[S], None]
     updates: Callable[[], int]
-    """Counts the updates of weights, and of anything else that a state does not hold."""
+    """Counts the updates of weights, and of anything else outside the state."""
     eval_steps: int = 0
     less_memory: str = ""
     """Advice for a step that ran out of memory."""
@@ -45,13 +45,13 @@ class Loop(Generic[S]):
 
 
 def cycle(loop: Loop[S], state: S, settings: Run, journal: Journal) -> S:
-    """Repeat the step from `state` to the loop's last one; evaluate and save as often as the settings say.
+    """Repeat the step from `state` to the loop's last one; evaluate and save at the intervals of the settings.
 
-    `eval_steps` and `save_steps` count turns of the cycle. Callbacks see every event, and the cycle does what they ask for.
-    Everything of step s is in the run folder before checkpoint s is, so a resumed run repeats nothing and lacks nothing. A
-    request to stop is served between steps, or interrupts an evaluation, which the resumed run repeats: the state is saved, then
-    `Stopped` is raised. If a step fails before it has moved a weight, the state before it is saved, then the error propagates.
-    The run stops while a checkpoint still fits on the disk.
+    `eval_steps` and `save_steps` count turns of the cycle. Callbacks receive every event, and the cycle carries out their
+    requests. All rows of step s are in the run folder before checkpoint s is, so a resumed run repeats no row and lacks none. A
+    request to stop takes effect between steps, or interrupts an evaluation, which the resumed run repeats: the state is saved,
+    then `Stopped` is raised. If a step fails before it has changed a weight, the previous state is saved, then the error
+    propagates. The run stops while a checkpoint still fits on the disk.
     """
     hooks, shown = journal.callbacks, settings.progress and journal.world.rank == 0
     state = hooks.begin(state, loop.total)
@@ -79,15 +79,16 @@ def cycle(loop: Loop[S], state: S, settings: Run, journal: Journal) -> S:
 
 
 class _Saves(Generic[S]):
-    """When a run is saved, and what is saved where it fails."""
+    """The schedule of a run's checkpoints, and the state to save if it fails."""
 
     def __init__(self, loop: Loop[S], state: S, settings: Run, journal: Journal) -> None:
         self.loop, self.settings, self.journal = loop, settings, journal
         self.good, self.moved, self.saved, self.saved_at = state, loop.updates(), state.step, time.monotonic()
 
     def due(self, state: S) -> bool:
-        """Whether the settings want a checkpoint now. A step without a finite gradient changed nothing and must push no older one
-        out.
+        """Return True if the settings require a checkpoint now.
+
+        A step without a finite gradient changed nothing, and must not evict an older checkpoint.
         """
         minutes = _now(state, "save_minutes", self.settings.save_minutes)
         every = _now(state, "save_steps", self.settings.save_steps)
@@ -95,7 +96,7 @@ class _Saves(Generic[S]):
         return not state.nonfinite and bool((minutes and spent >= 60 * minutes) or (every and state.turns % every == 0))
 
     def keep(self, state: S) -> S:
-        """Save the state, and tell the callbacks."""
+        """Save the state, and call the callbacks."""
         self.loop.save(self.journal.callbacks.collect_memory(state))
         self.saved, self.saved_at = state.step, time.monotonic()
         return self.journal.callbacks.after_save(state, self.journal.folder.checkpoints / f"step-{state.step:08d}")
@@ -110,7 +111,7 @@ class _Saves(Generic[S]):
         return self.journal.callbacks.after_evaluation(replace(state, evaluated=True))
 
     def after(self, state: S, last: bool) -> S:
-        """Save behind a step where that is due, by a callback's wish too, or the disk gets full."""
+        """Save after a step if due, if a callback requests it, or if the disk becomes full."""
         if not state.nonfinite:
             self.good = state
         if self.journal.callbacks.control.should_save or (last and self.good.step > self.saved):
@@ -121,7 +122,7 @@ class _Saves(Generic[S]):
         return state
 
     def step(self, state: S) -> Outcome[S]:
-        """Take and record one step. If it fails before it has moved a weight, the state before it is saved."""
+        """Take and record one step. If it fails before it has changed a weight, save the previous state."""
         try:
             outcome = self.loop.step(state)
             self.journal.record(outcome)
@@ -142,7 +143,7 @@ class _Saves(Generic[S]):
 
     @contextlib.contextmanager
     def rescue(self) -> Iterator[None]:
-        """A block for the whole loop. A callback that fails fails on all ranks and has moved no weight."""
+        """Wrap the whole loop. A callback that fails does so on all ranks and has changed no weight."""
         try:
             yield
             self.loop.wait(None)
@@ -161,10 +162,10 @@ class _Saves(Generic[S]):
 
 
 def _now(state: RunState, setting: str, given: Any) -> Any:
-    """A setting as the run has it, or as a callback has changed it."""
+    """Return a setting's current value, which a callback may have changed."""
     return next((value for name, value in state.changes.items() if name.rpartition(".")[2] == setting), given)
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    """PyTorch's CPU allocator has no exception of its own."""
+    """Return True for an out-of-memory error. PyTorch's CPU allocator has no exception class for it."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

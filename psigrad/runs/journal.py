@@ -32,24 +32,26 @@ _HELD = {"memory_bytes": "VmRSS", "peak_memory_bytes": "VmHWM", "anonymous_bytes
 
 
 class Tracker(Protocol):
-    """Where figures go besides the run folder: psigrad_extras/connect/trackers.py."""
+    """A destination of figures besides the run folder: psigrad_extras/connect/trackers.py."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The figures of one step."""
+        """Log the figures of one step."""
         ...
 
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Rows of rollouts.jsonl of one step."""
+        """Log rows of rollouts.jsonl of one step."""
         ...
 
     def close(self) -> None:
-        """No more will come."""
+        """Close the tracker at the end."""
         ...
 
 
 class Announcer:
-    """Tells once of each rule of `psigrad.records.warnings` that a run's figures raise: on stderr and as an event. What a solved
-    task explains is not told while it is solved, and what happens once in a sound run not before it happens again.
+    """The warnings of a run: each rule of `psigrad.records.warnings` is reported once, on stderr and as an event.
+
+    Warnings that a solved task explains are suppressed while it is solved. A rule that is raised once in a sound run is reported
+    only when it is raised again.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -58,7 +60,7 @@ class Announcer:
         self._begun = False
 
     def see(self, step: int, row: Mapping[str, Any]) -> None:
-        """Take in one row of metrics. Before the first, those of the run so far are taken in without a word."""
+        """Process one row of metrics. Before the first one, process the earlier rows of the run without warning."""
         if not self._begun:
             self._begun = True
             for before in read_steps(self._folder.path / "metrics.jsonl"):
@@ -80,9 +82,7 @@ class Announcer:
 
 
 def memory() -> dict[str, int]:
-    """Bytes of memory that this process holds now, the most that it has held, and what of it is no file's; empty where the system
-    does not say.
-    """
+    """Return this process's memory in bytes: current, peak, and anonymous; empty if the system does not report it."""
     try:
         said = Path("/proc/self/status").read_text()
     except OSError:
@@ -92,31 +92,31 @@ def memory() -> dict[str, int]:
 
 
 class Trimmer:
-    """Gives freed memory back to the system where more and more is held: tensors of ever new sizes leave holes that the next ones
-    do not fit into.
+    """A limiter of memory growth: it returns freed memory to the system.
 
-    What a process holds between its first steps is what it needs. Above it by a fiftieth, the holes are given back; they cost
-    page faults when they are used again, so that is not done in every step.
+    Tensors of many different sizes leave holes that later ones do not fit into. The memory of a process between its first steps
+    is what it needs. The holes are returned once it exceeds that by a fiftieth. Reusing returned memory costs page faults, so
+    this is not done in every step.
     """
 
     def __init__(self, steps: int = 3, above: float = 1.02) -> None:
         self._left, self._above, self._usual = steps, above, 0
 
     def __call__(self) -> dict[str, int]:
-        """To be called at the end of each step, with whose row `memory` goes."""
+        """Return `memory` for the row of a step, at whose end it is called, and trim if necessary."""
         held = memory()
-        now = held.pop("anonymous_bytes", 0)  # pages of files come and go with what the machine needs its memory for
+        now = held.pop("anonymous_bytes", 0)  # cached pages of files vary with the machine's other needs
         if self._left > 0:
             self._left -= 1
             self._usual = max(self._usual, now)
         elif now > self._above * self._usual:
             give_back()
-            self._usual = max(self._usual, memory().get("anonymous_bytes", 0))  # what is held then is needed
+            self._usual = max(self._usual, memory().get("anonymous_bytes", 0))  # the remaining memory is in use
         return held
 
 
 def give_back() -> None:
-    """Have glibc give all freed memory back to the system; other C libraries have no such call."""
+    """Make glibc return all freed memory to the system; other C libraries have no such call."""
     if sys.platform.startswith("linux"):
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -124,8 +124,9 @@ def give_back() -> None:
 
 @dataclass(frozen=True)
 class Journal:
-    """Run folder, trackers, warnings and stop signal as one. `metrics` and `rollouts` hold what is reproducible; seconds go to
-    `timings`.
+    """Run folder, trackers, warnings and stop signal in one object.
+
+    `metrics` and `rollouts` have reproducible figures; seconds go to `timings`.
     """
 
     folder: RunFolder
@@ -138,7 +139,7 @@ class Journal:
     callbacks: Callbacks = field(default_factory=Callbacks)
     trim: Callable[[], dict[str, int]] = field(default_factory=Trimmer)
     told: set[str] = field(default_factory=set)
-    """The kinds of what `tell_once` has told."""
+    """The kinds that `tell_once` has logged."""
 
     @property
     def watch(self) -> Observe:
@@ -155,23 +156,23 @@ class Journal:
         self.timings(outcome.state.step, outcome.timings, outcome.tokens)
 
     def tell(self, kind: str, text: str, **fields: Any) -> None:
-        """An event, and a line for people on stderr."""
+        """Write an event, and print a line on stderr."""
         self.folder.event(kind, **fields)
         if self.world.rank == 0:
             redaction.say(text)
 
     def tell_once(self, kind: str, text: str) -> None:
-        """As `tell`, the first time that this process has something of this kind to tell; the event's `why` is the text."""
+        """Call `tell` for the first message of this kind in this process; the event's `why` is the text."""
         if kind not in self.told:
             self.told.add(kind)
             self.tell(kind, text, why=text)
 
     def disk_low(self) -> str:
-        """Why another checkpoint may not fit on the disk; empty if one does."""
+        """Return the reason why another checkpoint may not fit on the disk; empty if one does."""
         return self.world.broadcast(self.folder.disk_low())
 
     def metrics(self, step: int, figures: Mapping[str, Any]) -> None:
-        """One row of metrics.jsonl, shown to the trackers as well; the run is warned of what it shows."""
+        """Write one row of metrics.jsonl, check it for warnings, and log it to the trackers."""
         if self.announcer is not None:
             self.announcer.see(step, figures)
         self.folder.metrics({"step": step, **figures})
@@ -180,19 +181,19 @@ class Journal:
             tracker.log(step, {name: float(value) for name, value in figures.items() if isinstance(value, int | float)})
 
     def timings(self, step: int, seconds: Mapping[str, float], tokens: int) -> None:
-        """Write one row of timings.jsonl; `seconds` as of `Clock.read`, `tokens` sampled or trained on meanwhile."""
+        """Write one row of timings.jsonl; `seconds` are from `Clock.read`, `tokens` were sampled or trained on meanwhile."""
         rate = tokens / seconds["step_time"]
         self.folder.timings({"step": step, **seconds, "tokens": tokens, "tokens_per_second": rate, **self.trim()})
 
     def rollouts(self, completions: Sequence[Mapping[str, Any]]) -> None:
-        """Rows of rollouts.jsonl, of which trackers are shown some."""
+        """Write rows of rollouts.jsonl, and log some to the trackers."""
         self.folder.rollouts(completions)
-        shown = [row for row in completions if "completion" in row]  # in control rows are episodes
+        shown = [row for row in completions if "completion" in row]  # in control, rows are episodes
         for tracker in self.trackers if shown else ():
             tracker.completions(int(shown[0]["step"]), shown)
 
     def stop_requested(self) -> bool:
-        """Whether SIGTERM or Ctrl-C came, to any process."""
+        """Return True if any process received SIGTERM or Ctrl-C."""
         return any(self.world.all_gather(self.signal is not None and self.signal.requested))
 
     @contextlib.contextmanager
@@ -213,7 +214,7 @@ class Journal:
             raise
 
     def stopped(self, step: int) -> None:
-        """Leave the loop after a stop was asked for and the state saved."""
+        """Leave the loop after a requested stop, once the state is saved."""
         self.folder.event("stopped", step=step)
         stopped = Stopped(f"Stopped as asked after step {step}; everything is saved. The same command goes on from there.")
         stopped.exit_status += max(self.world.all_gather(self.signal.number if self.signal is not None else 0))
@@ -221,7 +222,9 @@ class Journal:
 
 
 class Watchdog:
-    """Reports a phase that lasts longer than `seconds`, and than ten times the longest one of its name. It stops nothing.
+    """The monitor of phases: it reports one longer than `seconds`, and than ten times the longest one of its name.
+
+    It stops nothing.
 
     `report(phase, seconds)` is called once for each such phase, from the watchdog's thread.
     """
@@ -247,7 +250,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Inside the block the run is in the phase `name`."""
+        """Mark the block as the phase `name`."""
         self._turn()
         self._phases.append(name)
         begun = time.monotonic()

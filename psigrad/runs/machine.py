@@ -1,4 +1,4 @@
-"""The machine and the process: threads and device of a run, and when, on what and by which command something ran."""
+"""The machine and the process: threads and device of a run, and its time, hardware and command."""
 
 from __future__ import annotations
 
@@ -24,32 +24,36 @@ from psigrad.errors import UserError
 _LIBRARIES = ("torch", "transformers", "trl")
 # malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-# Shapes whose products in bfloat16 oneDNN, and torch's layer over it, keep code for, a third of a MB each: more than a pass has.
-# By default it is a thousand, and numbers of tokens are seldom the same twice.
+# The most shapes of bfloat16 products for which oneDNN, and torch's layer over it, cache code. Each takes a third of a MB, and a
+# pass has fewer. The default is a thousand, and numbers of tokens seldom repeat.
 _PRODUCTS = "64"
-# Bytes of the blocks that are kept: where memory is short, so few that no hole is as large as a tensor.
+# The largest freed block that is kept, in bytes. If memory is short it is small, so that no hole is as large as a tensor.
 _ALL, _PIECE = 1 << 30, 1 << 20
-# The most that glibc itself comes to keep, once large blocks have been freed.
+# The most that glibc itself keeps by default, once large blocks have been freed.
 _USUAL = 1 << 25
 
 
 def cores() -> int:
-    """Cores that this process may use. macOS cannot be asked that: there it is all of the machine's."""
+    """Return the cores that this process may use. macOS has no such query: the result is the machine's number."""
     asked = getattr(os, "sched_getaffinity", None)
     return len(asked(0)) if asked else os.cpu_count() or 1
 
 
 def default_threads() -> int:
-    """Threads for torch where no setting says how many: OMP_NUM_THREADS, or one per core. Several processes on one machine share
-    its cores: torchrun sets OMP_NUM_THREADS=1 for those by itself, so that it says nothing there.
+    """Return torch's default number of threads: OMP_NUM_THREADS, or one per core.
+
+    Several processes on one machine share its cores. torchrun itself sets OMP_NUM_THREADS=1 for them, so the variable is ignored
+    there.
     """
     here, asked = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), os.environ.get("OMP_NUM_THREADS", "")
     return int(asked) if here == 1 and asked.isdecimal() and int(asked) else max(1, cores() // here)
 
 
 def provenance(device: str) -> dict[str, Any]:
-    """What figures need to be read next to those from another day or machine: `when` (UTC), `processor`, its `cores` for this
-    process, its `vectors` as torch uses them (AVX2, AVX512, …), the `gpu` where `device` is one, and `versions`.
+    """Return the facts for comparing figures across days and machines.
+
+    They are `when` (UTC), `processor`, its `cores` for this process, its `vectors` as torch uses them (AVX2, AVX512, …), the
+    `gpu` if `device` is one, and `versions`.
     """
     found: dict[str, Any] = {
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -64,7 +68,7 @@ def provenance(device: str) -> dict[str, Any]:
 
 
 def command() -> str:
-    """What was typed to start this process: `psigrad grpo --model …`, or the script that calls psigrad."""
+    """Return the command line of this process: `psigrad grpo --model …`, or the script that calls psigrad."""
     program, *arguments = sys.argv or [""]
     path = Path(program)
     if path.stem == "psigrad" or path.parts[-2:] == ("psigrad", "__main__.py"):
@@ -91,7 +95,7 @@ def _version(library: str) -> str | None:
 
 
 def prepare_torch(run: Run, *, recompute: bool = False) -> None:
-    """Threads as asked for, and a loud refusal of a device that is not there."""
+    """Set threads and memory for the run. Raise an error for a missing device."""
     torch.set_num_threads(run.threads or default_threads())
     for kept in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(kept, _PRODUCTS)
@@ -100,7 +104,7 @@ def prepare_torch(run: Run, *, recompute: bool = False) -> None:
 
 
 def check_device(run: Run) -> None:
-    """Raises `UserError` where the device is not here."""
+    """Raise `UserError` if the machine does not have the device."""
     if run.device == "auto":
         return
     try:
@@ -117,8 +121,9 @@ def check_device(run: Run) -> None:
 
 @contextlib.contextmanager
 def prepared_torch(run: Run, *, recompute: bool = False, tf32: bool = False) -> Iterator[None]:
-    """The same while the block lasts, with `tf32` products of float32 on a GPU in TF32. Whoever called psigrad then has their
-    threads again, and malloc gives large blocks back.
+    """Apply `prepare_torch` for the length of the block; with `tf32`, float32 products on a GPU use TF32.
+
+    After it the caller's threads are restored, and malloc returns large blocks again.
     """
     before = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
     prepare_torch(run, recompute=recompute)
@@ -133,11 +138,11 @@ def prepared_torch(run: Run, *, recompute: bool = False, tf32: bool = False) -> 
 
 
 def keep_freed_memory(up_to: int = _ALL) -> None:
-    """Let glibc keep blocks of `up_to` so many bytes that torch frees, for the next tensor of that size.
+    """Make glibc keep freed blocks of `up_to` so many bytes for torch's next tensor of that size.
 
-    By default it gives every large block back to the kernel at once, and takes a new one, page fault by page fault, a moment
-    later: on a CPU a fifth of a training step and more, and half of it where the vocabulary is large. What is kept lies in pieces
-    that not every tensor fits into. Other C libraries have no such setting.
+    By default it returns every large block to the kernel at once. It takes a new one a moment later, page fault by page fault. On
+    a CPU that costs a fifth of a training step or more, and half of it with a large vocabulary. The kept memory is fragmented, so
+    some tensors do not fit. Other C libraries have no such setting.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -148,13 +153,14 @@ def keep_freed_memory(up_to: int = _ALL) -> None:
 
 
 def device(run: Run) -> str:
-    """The device of the run: what was asked for, or cuda where there is one."""
+    """Return the device of the run: the one in the settings, or cuda if available."""
     return ("cuda" if torch.cuda.is_available() else "cpu") if run.device == "auto" else run.device
 
 
 def pins_of(run: Run, kernels: object) -> dict[str, str]:
-    """Pins of the machine: threads and kernels change the last bits of sums, and a device more. `kernels` is the reason, a
-    string, where there are none.
+    """Return the pins of the machine: threads and kernels change the last bits of sums, and the device changes more.
+
+    `kernels` is a string with the reason if there are none.
     """
     return {
         "threads": str(torch.get_num_threads()),
@@ -164,6 +170,6 @@ def pins_of(run: Run, kernels: object) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of what computes, as a checkpoint's manifest records them."""
+    """Return the versions of the computing libraries, for a checkpoint's manifest."""
     libraries = {name: version for name in ("torch", "transformers") if (version := _version(name))}
     return {"psigrad": __version__, **libraries}

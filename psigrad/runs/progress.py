@@ -1,4 +1,4 @@
-"""Progress bars on the terminal. They show; they never decide."""
+"""Progress bars on the terminal. They only display and have no effect on the run."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 SILENCE = 10.0
-"""Seconds after which a line is printed where standard output is no terminal, once a step has ended."""
+"""Seconds after which a finished step prints a line, if standard output is not a terminal."""
 NARROW = 100
-"""Columns of a terminal below which the bar itself is left out, so that its numbers fit."""
+"""Columns of a terminal below which the bar itself is omitted, so that its numbers fit."""
 
 
 class _Unheard:
-    """A stream whose reader may leave, as `head` does: what is written then goes nowhere, and nothing is raised. A sign that its
-    encoding lacks becomes a question mark.
+    """A stream whose reader may close it, as `head` does: later output is dropped without an error.
+
+    A character that its encoding lacks becomes a question mark.
     """
 
     def __init__(self, stream: Any) -> None:
-        self._stream = stream or io.StringIO()  # None where the shell has closed it: `>&-`
+        self._stream = stream or io.StringIO()  # None if the shell has closed it: `>&-`
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -54,13 +55,13 @@ class _Unheard:
 
 @contextlib.contextmanager
 def readers_may_leave() -> Iterator[None]:
-    """For the length of the block it ends nothing that the reader of our output has left, or that there never was one."""
+    """Ignore, for the length of the block, output streams that are closed or missing."""
     with contextlib.redirect_stdout(_Unheard(sys.stdout)), contextlib.redirect_stderr(_Unheard(sys.stderr)):
         yield
 
 
 class Advance(Protocol):
-    """Move a bar by `count`; `note` replaces the text behind it."""
+    """A function that moves a bar by `count`; `note` replaces the text after it."""
 
     def __call__(self, count: float = 1, note: str = "") -> None:
         """Move the bar by `count` and replace the note."""
@@ -91,14 +92,14 @@ def show_left(seconds: float) -> str:
 
 
 def _notebook_display() -> Any:
-    """IPython's `display` in the kernel of a notebook, else None."""
+    """Return IPython's `display` in the kernel of a notebook, otherwise None."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return sys.modules["IPython.display"].display if type(shell).__name__ == "ZMQInteractiveShell" else None
 
 
 def _in_notebook(show: Any, description: str, total: float, done: float) -> Advance:
-    """A bar that is drawn again in its place, at most four times a second."""
+    """Draw a bar that is updated in place, at most four times a second."""
     at, text, drawn, begun = done, "", -math.inf, time.monotonic()
 
     def draw() -> dict[str, str]:
@@ -124,10 +125,10 @@ def _in_notebook(show: Any, description: str, total: float, done: float) -> Adva
 def bar(
     description: str, total: float, *, shown: bool = True, done: float = 0, every: int = 0, unit: str = "step"
 ) -> Iterator[Advance]:
-    """A bar from `done` to `total`, gone from the terminal's cursor when the block ends; nothing is drawn when not `shown`.
+    """Yield a bar from `done` to `total`, which ends with the block; draw nothing unless `shown`.
 
-    In a notebook the bar is shown below its cell. Where standard output is no terminal (a log file, a cluster's queue), a line is
-    printed every `every` moves instead, and after `SILENCE` seconds.
+    In a notebook the bar is below its cell. If standard output is not a terminal (a log file, a cluster's queue), a line is
+    printed instead: every `every` moves, and after `SILENCE` seconds.
     """
     if not shown:
         yield lambda count=1, note="": None

@@ -1,4 +1,4 @@
-"""What a run leaves behind, as an object: its figures as tables, its model, and how a notebook shows it."""
+"""The result of a run as an object: its figures as tables, its model, and its notebook display."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
     import pandas
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# The rows of a history that a notebook shows.
+# The rows of a history that a notebook displays.
 _SHOWN = 10
 
 
 class MetricsHistory(list[dict[str, Any]]):
-    """The rows of metrics.jsonl, a training step or an evaluation each, in order of their "step".
+    """The rows of metrics.jsonl, each a training step or an evaluation, in order of their "step".
 
     `pandas.DataFrame(history)` is the table; `to_pandas()` makes it with one row for each step.
     """
 
     def to_pandas(self) -> pandas.DataFrame:
-        """One row for each step, its evaluations beside it, indexed by "step"."""
+        """Return a table with one row for each step, its evaluations beside it, indexed by "step"."""
         import pandas
 
         rows = list(by_step(self).values())
         return pandas.DataFrame(rows).set_index("step").sort_index() if rows else pandas.DataFrame()
 
     def series(self, name: str) -> tuple[list[int], list[Any]]:
-        """The steps and the values of one figure."""
+        """Return the steps and the values of one figure."""
         rows = [row for row in self if name in row]
         return [row["step"] for row in rows], [row[name] for row in rows]
 
@@ -50,7 +50,7 @@ class MetricsHistory(list[dict[str, Any]]):
 
 @dataclass(frozen=True)
 class Result:
-    """What a run leaves behind: its folder, the trained model's folder, and its evaluations `before` training and `after`."""
+    """The result of a run: its folder, the trained model's folder, and its evaluations `before` training and `after`."""
 
     folder: Path
     model: Path
@@ -60,7 +60,7 @@ class Result:
 
     @cached_property
     def history(self) -> MetricsHistory:
-        """Every row of metrics.jsonl, as it stands now."""
+        """The current rows of metrics.jsonl."""
         return MetricsHistory(read_steps(self.folder / "metrics.jsonl"))
 
     @property
@@ -69,9 +69,9 @@ class Result:
         return {name: value for row in self.history for name, value in row.items()}
 
     def load(self, **options: Any) -> PreTrainedModel:
-        """The trained model, by transformers; `options` go to `from_pretrained`. An adapter comes on its base.
+        """Load the trained model with transformers; `options` go to `from_pretrained`. An adapter is loaded on its base.
 
-        Raises `UserError` where the run left no language model.
+        Raise `UserError` if the run left no language model.
         """
         from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -84,22 +84,22 @@ class Result:
         return model
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, revision: str = "") -> str:
-        """Upload the model with its card to the hub, as `psigrad push` does, and give the repository's address.
+        """Upload the model with its card to the hub, as `psigrad push` does, and return the repository's address.
 
-        Raises `UserError` for a wrong name, a token that is missing or refused, and a hub that cannot be reached.
+        Raise `UserError` for a wrong name, a missing or rejected token, and an unreachable hub.
         """
         address: str = extras.load("hub").push(self.folder, repo_id, private=private, revision=revision)
         return address
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the trained model."""
+        """Return the tokenizer of the trained model."""
         from transformers import AutoTokenizer
 
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.model)
         return tokenizer
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the held-out figures before and after, and where everything is."""
+        """Return the notebook display: the held-out figures before and after, and the paths."""
         names = [name for name in self.after if name.startswith("eval/") and not name.endswith(("/low", "/high"))]
         ends = first_and_last(self.before, self.after)
         lines = [
@@ -113,7 +113,7 @@ class Result:
         return f"<div><p>{self._verdict()}</p>{table}<ul>{where}</ul></div>"
 
     def _verdict(self) -> str:
-        """One line: the headline before and after."""
+        """Return one line: the headline before and after."""
         first, last = headline(self.before), headline(self.after)
         if first is None or last is None or first.name != last.name:
             return f"<b>{html.escape(self.folder.name)}</b>"

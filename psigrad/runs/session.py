@@ -1,4 +1,4 @@
-"""A run's session: its folder with its lock, where it goes on from, and what it leaves."""
+"""A run's session: its folder with its lock, the checkpoint to resume from, and its results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from psigrad.runs.survival import Stopped, StopSignal, exits_are_errors
 
 @contextlib.contextmanager
 def open_run(config: Any, recipe: str) -> Iterator[Journal]:
-    """The processes of the run, its folder with its lock, the trackers, and the stop signal, for the length of the block.
+    """Open the processes of the run, its locked folder, the trackers, and the stop signal, for the length of the block.
 
     Rank 0 has the folder; the others write nothing.
     """
@@ -91,7 +91,7 @@ def _open_as(world: World, path: Path, config: Any, recipe: str) -> Iterator[Jou
 
 
 def _callbacks(config: Any, folder: RunFolder, world: World) -> Callbacks:
-    """The run's callbacks, ready to be told."""
+    """Return the run's callbacks, ready for events."""
     with paths.kept_folder():
         found = [callbacks.resolve(given) for given in config.run.callbacks]
     evaluation: Any = getattr(config, "evaluation", None)
@@ -104,7 +104,7 @@ def _callbacks(config: Any, folder: RunFolder, world: World) -> Callbacks:
 
 
 def new_folder(recipe: str) -> Path:
-    """A folder that no run has yet, named by recipe and time."""
+    """Return a folder that no run has yet, named by recipe and time."""
     name = f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     return next(
         path for path in (Path(f"{name}{suffix}") for suffix in ("", *(f"-{i}" for i in range(2, 10000)))) if not path.exists()
@@ -112,10 +112,10 @@ def new_folder(recipe: str) -> Path:
 
 
 def load_finished(config: Any, journal: Journal, lasting: Mapping[str, str]) -> Result | None:
-    """The result of a run that came to its end before, after saying so; None where there is something left to do.
+    """Return the result of a run that finished earlier, after printing that; None if there is something left to do.
 
-    `lasting` is what the run is made of, by the names of `pins.PINS`. Raises `UserError` where that is not what the finished run
-    was made of, and `run.allow` does not name it.
+    `lasting` are the pins of the run, by the names of `pins.PINS`. Raise `UserError` if they differ from those of the finished
+    run and `run.allow` does not name them.
     """
     folder = journal.folder.path
     if not journal.folder.finished:
@@ -131,7 +131,7 @@ def load_finished(config: Any, journal: Journal, lasting: Mapping[str, str]) -> 
 
 
 def newest_checkpoint(journal: Journal) -> Path | None:
-    """The newest checkpoint that verifies, after the run folder was taken back to its step; without one, to the beginning."""
+    """Return the newest checkpoint that verifies, after rewinding the run folder to its step; without one, to the beginning."""
     found = _verify_together(journal.world, journal.folder.checkpoints)
     for line in found.ignored:
         journal.folder.event("checkpoint_ignored", reason=line)
@@ -141,7 +141,7 @@ def newest_checkpoint(journal: Journal) -> Path | None:
 
 
 def _verify_together(world: World, root: Path) -> checkpoint.Latest:
-    """The newest checkpoint that verifies, of those that rank 0 sees; each process sums its share of the files."""
+    """Return the newest checkpoint that verifies, of those that rank 0 sees. Each process hashes its share of the files."""
 
     def check(path: Path) -> dict[str, Any]:
         manifest, fault = dict[str, Any](), ""
@@ -158,7 +158,7 @@ def _verify_together(world: World, root: Path) -> checkpoint.Latest:
 
 
 def save_checkpoint(journal: Journal, step: int, write: Callable[[Path], None], run: Run, meta: Mapping[str, Any]) -> None:
-    """A checkpoint of what `write` puts into its folder; old ones go. The rows of the run are on the disk before it."""
+    """Save a checkpoint of the files that `write` makes, and delete old ones. The run's rows are flushed to the disk first."""
     journal.folder.flush()
     path = checkpoint.save(journal.folder.checkpoints, step, write, meta={**meta, **vouch_for(journal)})
     checkpoint.prune(journal.folder.checkpoints, run.save_total_limit)
@@ -167,32 +167,32 @@ def save_checkpoint(journal: Journal, step: int, write: Callable[[Path], None], 
 
 
 def vouch_for(journal: Journal) -> dict[str, Any]:
-    """What a checkpoint's manifest says of the run folder: its settings, and how many rows and bytes of them there are."""
+    """Return a manifest's facts about the run folder: its settings, and the number of its rows and bytes."""
     return {"settings": journal.folder.settings, "rows": dict(journal.folder.rows), "ends": journal.folder.ends()}
 
 
 def note_end(journal: Journal, **noted: Any) -> None:
-    """The event that a run has come to its end, with the sums of the model's files and what it was made of."""
+    """Write the event for the end of a run, with the hashes of the model's files and the run's pins."""
     folder = journal.folder
     folder.flush()
     if journal.world.rank == 0:
         sums = checkpoint.seal(folder.path / "model")
-        sums = {name: sum for name, sum in sums.items() if not name.endswith("README.md")}  # a card is its reader's to change
+        sums = {name: sum for name, sum in sums.items() if not name.endswith("README.md")}  # a reader may change the card
         folder.event("finished", model=sums, pins=folder.lasting, **noted)
 
 
 def note_start(run: Run, journal: Journal, found: Path | None, step: int, **noted: Any) -> None:
-    """The event that a run has begun, or goes on from the checkpoint `found`: at which step, by which command, and where."""
+    """Write the event for the start of a run, or its resumption from `found`: step, command and machine."""
     here = machine.provenance(device(run))
-    del here["when"]  # an event has its time
+    del here["when"]  # an event has its own time
     kind = "started" if found is None else "resumed"
     journal.folder.event(kind, step=step, command=machine.command(), machine=here | {"threads": torch.get_num_threads()}, **noted)
 
 
 def check_pins(run: Run, journal: Journal, manifest: Mapping[str, Any], pinned: Mapping[str, str]) -> None:
-    """Refuse to go on with what a checkpoint's manifest pins otherwise, and record what `run.allow` takes."""
+    """Raise an error if pins differ from a checkpoint's manifest, and record the changes that `run.allow` permits."""
     if manifest.get("ranks", "1") != pinned.get("ranks", "1"):
-        # who shares the work among more or fewer processes asks for other rounding
+        # sharing the work among more or fewer processes implies other rounding
         journal.folder.event("ranks_changed", before=manifest.get("ranks", "1"), now=pinned.get("ranks", "1"))
         pinned = {name: value for name, value in pinned.items() if name not in ("ranks", "threads")}
     for change in pins.check_pins(journal.folder.path, manifest, pinned, run.allow):
@@ -203,7 +203,7 @@ def check_pins(run: Run, journal: Journal, manifest: Mapping[str, Any], pinned: 
 
 
 def evaluations(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The first evaluation of a run and that of the weights it left, with their steps."""
+    """Return the first evaluation of a run and that of its final weights, with their steps."""
     kept = find_kept_step([last_event(folder / "events.jsonl", *KEEPS)])
     rows = by_step(row for row in read_steps(folder / "metrics.jsonl") if any(name.startswith("eval/") for name in row))
     ordered = [rows[step] for step in sorted(rows) if step <= kept]

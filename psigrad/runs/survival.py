@@ -1,6 +1,4 @@
-"""What keeps the promises of a run when it is told to stop, or its program is left: `supervise` around a command,
-`exits_are_errors` and `StopSignal` around a run.
-"""
+"""Safe handling of stops and exits: `supervise` around a command, `exits_are_errors` and `StopSignal` around a run."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from psigrad.errors import UserError
 from psigrad.processes.proc import die_with_parent, end_by
 
 _FORWARDED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
-# Seconds in which the same signal may come to a supervised process twice.
+# Seconds within which a supervised process may receive the same signal twice.
 _TWICE = 0.3
 _supervised = False
 
@@ -27,9 +25,9 @@ _supervised = False
 def supervise(work: Callable[[], int]) -> int:
     """Run a command in a forked child and return its exit status, which is 0 only if `work` returned 0.
 
-    Code of the user in the command may leave the process by `os._exit(0)`, `posix.execv` or an exit handler; only a parent can
-    tell that from the end. Signals to this process reach the child, whose terminal, process group and folder are the same. It
-    ends with this process, and its death by a signal is this one's.
+    A user's code in the command may leave the process by `os._exit(0)`, `posix.execv` or an exit handler; only a parent can
+    distinguish that from a normal end. Signals to this process are forwarded to the child, which has the same terminal, process
+    group and folder. The child ends with this process. If a signal ends the child, it ends this process as well.
 
     Without Linux, under a debugger, and beside other threads there is no child.
     """
@@ -37,7 +35,7 @@ def supervise(work: Callable[[], int]) -> int:
         return work()
     read, write = os.pipe()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # or both would write what is left in it
+        stream.flush()  # otherwise both would write the buffered output
     own, before = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, signal.SIGCHLD})
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     child = os.fork()
@@ -82,7 +80,7 @@ def _wait_for(child: int) -> int:
 
 @contextlib.contextmanager
 def exits_are_errors() -> Iterator[None]:
-    """Turn `sys.exit` in the block, by code of the user, into a `UserError`."""
+    """Turn a `sys.exit` of user code in the block into a `UserError`."""
     try:
         yield
     except SystemExit as error:
@@ -94,24 +92,24 @@ def exits_are_errors() -> Iterator[None]:
 
 
 class Stopped(UserError):
-    """The run was asked to stop (SIGTERM or Ctrl-C); everything is saved. The program exits with 128 + the signal's number."""
+    """A requested stop of the run (SIGTERM or Ctrl-C); all is saved. The program exits with 128 + the signal's number."""
 
     exit_status = 128
 
 
 class Interrupted(BaseException):
-    """A stop was requested inside `StopSignal.interrupting`. A `BaseException`, so that no reward or callback swallows it."""
+    """A stop requested inside `StopSignal.interrupting`. A `BaseException`, so that no reward or callback swallows it."""
 
 
 _SAID = b"\npsigrad: Stopping after the current step, then saving. Ctrl-C again stops at once.\n"
 
 
 class StopSignal:
-    """A block in which the first SIGTERM, SIGHUP or SIGINT only sets `requested` and `number`; the second raises
-    KeyboardInterrupt. After Ctrl-C a line on the terminal says so.
+    """A block in which the first SIGTERM, SIGHUP or SIGINT only sets `requested` and `number`.
 
-    The process then exits with 128 + the signal's number: 143 (SIGTERM), 129 (SIGHUP), 130 (SIGINT). Outside the main thread,
-    which alone can set handlers, the block does nothing.
+    The second raises KeyboardInterrupt. After Ctrl-C a line on the terminal announces the stop. The process then exits with 128 +
+    the signal's number: 143 (SIGTERM), 129 (SIGHUP), 130 (SIGINT). Outside the main thread, which alone can set handlers, the
+    block does nothing.
     """
 
     def __init__(self) -> None:
@@ -137,13 +135,13 @@ class StopSignal:
         self.requested, self.number, self._since = True, number, time.monotonic()
         if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
             with contextlib.suppress(OSError):
-                os.write(2, _SAID)  # not print: the signal may come in the middle of one
+                os.write(2, _SAID)  # not print: the signal may interrupt one
         if self._interrupts:
             raise Interrupted
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Raise `Interrupted` in the block as soon as a stop is requested, or at once if it was before."""
+        """Raise `Interrupted` in the block as soon as a stop is requested, or at once if it was already."""
         self._interrupts = True
         try:
             if self.requested:

@@ -1,10 +1,10 @@
-"""One row of a dataset, checked once: every other room may trust what it finds in a `Row`.
+"""One row of a dataset, checked once: all other modules may trust the content of a `Row`.
 
 Forms and column names are those of TRL (docs/source/dataset_formats.md): prompt-only `prompt`; prompt-completion `prompt`,
 `completion`; conversations `messages`, and their plain kin `text`; preference `prompt`, `chosen`, `rejected`; unpaired-preference
 `prompt`, `completion`, `label`; stepwise `prompt`, `completions`, `labels`. Each is plain (strings) or conversational (lists of
-{"role", "content"}); stepwise rows are plain. Messages of ShareGPT ({"from", "value"}) and text in content parts are read too;
-rows under other names are `posted_forms`'.
+{"role", "content"}); stepwise rows are plain. Messages of ShareGPT ({"from", "value"}) and text in content parts are read too.
+`posted_forms` reads rows with other column names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from psigrad.language.examples import common_prefix
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-# Keyword arguments that every reward function gets; a column of that name would be passed twice.
+# Every reward function gets these keyword arguments; a column of that name would be passed twice.
 _TAKEN = ("prompts", "completions")
 _FOREIGN_ROLES = {
     "human": "user",
@@ -39,7 +39,7 @@ _FOREIGN_ROLES = {
 }
 _LABELS = {"true": True, "false": False, "1": True, "0": False}
 MAX_DEPTH = 100
-"""Levels of lists and objects in a column: what walks them recursively, JSON and pickle among it, must not run out of stack."""
+"""The most levels of lists and objects in a column: recursive code, such as JSON and pickle, must not exhaust the stack."""
 _KINDS = {"NoneType": "null", "int": "a number", "float": "a number", "str": "a string", "dict": "an object", "list": "a list"}
 
 
@@ -47,11 +47,11 @@ _KINDS = {"NoneType": "null", "int": "a number", "float": "a number", "str": "a 
 class Row:
     """One checked row. `source` is file and 1-based line or row number, as in "my.jsonl:12".
 
-    Set are: `prompt` (prompt-only); `prompt` and `completion` (prompt-completion); `messages`; `completion` alone, which is
-    plain text to model as a whole (TRL's `text`); `prompt`, `completion` (the chosen one) and `rejected` (preference); `prompt`,
-    `completion` and `label` (unpaired-preference); `prompt`, `steps` and their `labels` (stepwise). `columns` holds all other
-    columns, which reward functions receive. `plain_prompt` is set where prompt and answers are turns for a chat model and were
-    text in the dataset: the prompt as it stood there, which reward functions and people are shown.
+    These fields are set: `prompt` (prompt-only); `prompt` and `completion` (prompt-completion); `messages`; `completion` alone,
+    which is plain text to model as a whole (TRL's `text`); `prompt`, `completion` (the chosen one) and `rejected` (preference);
+    `prompt`, `completion` and `label` (unpaired-preference); `prompt`, `steps` and their `labels` (stepwise). `columns` holds all
+    other columns, which reward functions receive. `plain_prompt` is set if prompt and answers are turns for a chat model and were
+    text in the dataset. It is the original prompt, which reward functions receive and which is displayed.
     """
 
     source: str
@@ -65,15 +65,15 @@ class Row:
     columns: dict[str, Any] = field(default_factory=dict)
     plain_prompt: str | None = None
     places: dict[str, list[Any]] = field(default_factory=dict, compare=False)
-    """Of columns that the file has otherwise: its column there, how many turns further on, and what the content is called."""
+    """The mapping for columns that the file names differently: its column, the offset in turns, and its name for the content."""
 
     @property
     def dataset_prompt(self) -> Any:
-        """The prompt as it is in the dataset: the one that reward functions, environments and people see."""
+        """The prompt in the form of the dataset, for reward functions, environments and display."""
         return self.prompt if self.plain_prompt is None else self.plain_prompt
 
     def place_of(self, what: str) -> str:
-        """A place in the row, as messages[0].content, as the file has it: conversations[0].value."""
+        """Translate a place in the row, such as messages[0].content, to the names of the file: conversations[0].value."""
         name, index, rest = re.fullmatch(r"([^[.]*)(?:\[(\d+)\])?(.*)", what, re.DOTALL).groups()  # type: ignore[union-attr]
         if name not in self.places:
             return "chosen" + what.removeprefix(name) if name == "completion" and self.rejected is not None else what
@@ -85,7 +85,10 @@ class Row:
 
 @dataclass(frozen=True)
 class BadRow:
-    """Why a row was refused. `column` is "" when the whole row is at fault; `source` then ends in the character, if known."""
+    """The reason for which a row was rejected.
+
+    `column` is "" if the whole row is at fault. `source` then ends in the character, if known.
+    """
 
     source: str
     column: str
@@ -96,7 +99,7 @@ class BadRow:
 
 
 class RowError(UserError):
-    """A row that can't be used; `bad` says where and why."""
+    """An error for a row that cannot be used; `bad` holds the place and the reason."""
 
     def __init__(self, bad: BadRow) -> None:
         super().__init__(str(bad))
@@ -104,18 +107,18 @@ class RowError(UserError):
 
 
 def show(value: object, limit: int = 60) -> str:
-    """A short form of any value, safe to print: lone surrogates and control characters are escaped."""
+    """Return a short form of any value, safe to print: lone surrogates and control characters are escaped."""
     text = repr(value)
     text = text if len(text) <= limit else text[: limit - 1] + "…"
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def validate(raw: object, form: str, source: str, *, empty: bool = False) -> Row:
-    """The `Row` in one raw mapping.
+    """Return the `Row` of one raw mapping.
 
-    `form` is a name of `FORMS`; "sft" takes prompt-completion where the row has both columns, else messages. Strings are kept as
-    they are, lone surrogates and NUL included; keys that are null in a message (Parquet's way of saying "absent") are dropped
-    from it. With `empty` a turn may say nothing. Raises RowError with source, column and reason.
+    `form` is a name of `FORMS`. "sft" takes prompt-completion if the row has both columns, otherwise messages. Strings are
+    unchanged, lone surrogates and NUL included. Null keys of a message (Parquet's form of "absent") are dropped. With `empty`, a
+    turn may have no content. Raise RowError with source, column and reason.
     """
     check = _Check(source, empty)
     if not isinstance(raw, Mapping):
@@ -135,9 +138,9 @@ def validate(raw: object, form: str, source: str, *, empty: bool = False) -> Row
 
 
 def rows_of(raw: object, form: str, source: str) -> list[Row]:
-    """The rows that one as read comes to: itself, checked, and of a pair where labelled answers are wanted both, as TRL does.
+    """Return the checked rows of one raw row.
 
-    Raises `RowError`.
+    A preference pair gives both answers if labelled answers are wanted, as in TRL. Any other row gives itself. Raise `RowError`.
     """
     is_pair = isinstance(raw, Mapping) and raw.get("completion") is None and {"chosen", "rejected"} <= raw.keys()
     if form != "unpaired-preference" or not is_pair:
@@ -150,7 +153,7 @@ def rows_of(raw: object, form: str, source: str) -> list[Row]:
 
 
 def find_form(raw: object) -> str:
-    """The form that a row as read fits, one with more columns before one with fewer; empty where it fits none."""
+    """Return the form that a raw row fits, more columns before fewer; empty if it fits none."""
     for form in FORMS:
         with contextlib.suppress(RowError):
             validate(raw, form, "row")
@@ -159,24 +162,24 @@ def find_form(raw: object) -> str:
 
 
 def role_of(message: Mapping[str, Any]) -> str:
-    """The role of a message as ours or ShareGPT's names have it; empty where it has none."""
+    """Return the role of a message under psigrad's or ShareGPT's names; empty if it has none."""
     if "role" in message or "from" not in message:
         return str(message.get("role") or "")
     return _FOREIGN_ROLES.get(str(message["from"]).lower(), str(message["from"]).lower())
 
 
 def column_names(rows: Iterable[Row]) -> list[str]:
-    """The columns that any of these rows has beside those of its form, by the alphabet."""
+    """Return the columns of these rows that are not part of their form, sorted alphabetically."""
     return sorted({name for row in rows for name in row.columns})
 
 
 def name_columns(raw: Mapping[str, Any]) -> str:
-    """The columns of a row, for a message."""
+    """Return the columns of a row as text for an error message."""
     return ", ".join(show(name)[1:-1] for name in list(raw)[:12]) or "none"
 
 
 def _refuse_several_missing(check: _Check, raw: Mapping[str, Any], needs: Sequence[str]) -> None:
-    """Name all columns at once where more than one is missing."""
+    """Name all missing columns in one error if more than one is missing."""
     first, *others = [name for name in needs if name not in raw] or [""]
     if others:
         are = "are" if others[1:] else "is"
@@ -184,7 +187,7 @@ def _refuse_several_missing(check: _Check, raw: Mapping[str, Any], needs: Sequen
 
 
 def _choose_for_sft(check: _Check, raw: Mapping[str, Any]) -> str:
-    """Which form a row to fine-tune on has."""
+    """Return the form of a fine-tuning row."""
     if not raw.keys() & {"prompt", "completion", "messages", "text"}:
         what = "is missing, and so are messages and text; sft learns from prompt and completion, from messages or from text"
         check.fail("prompt", f"{what} (found: {name_columns(raw)})")
@@ -210,7 +213,7 @@ def _messages(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pair(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A pair. Without a `prompt` column the prompt is what both begin with (TRL's implicit prompt)."""
+    """Return the fields of a pair. The default prompt is the common beginning of both answers (TRL's implicit prompt)."""
     if raw.get("prompt") is None:
         raw = {**raw, **_split_prompt(check, raw)}
     prompt = check.prompt(raw)
@@ -221,7 +224,7 @@ def _pair(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split_prompt(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The common beginning of `chosen` and `rejected` as `prompt`, and what is left of both."""
+    """Return the common beginning of `chosen` and `rejected` as `prompt`, and the remainder of both."""
     chosen, rejected = check.present(raw, "chosen"), check.present(raw, "rejected")
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
         check.fail("rejected", f"is {_kind(rejected)} and chosen is {_kind(chosen)}; both must be strings or lists of messages")
@@ -259,17 +262,17 @@ def _steps(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Form:
-    """What rows of a form are made of: `fields` gives those of a `Row`, out of the `columns` that it uses up."""
+    """The columns of a form. `fields` returns the fields of a `Row` and uses up `columns`."""
 
     columns: tuple[str, ...]
     fields: Callable[[_Check, Mapping[str, Any]], dict[str, Any]]
     needs: tuple[str, ...] = ()
     for_rewards: bool = False
-    """Its other columns go to reward functions, so that none may have the name of one of their arguments."""
+    """True if all other columns are passed to reward functions; then none may have the name of one of their arguments."""
 
 
-# A row that fits several is called by the first of them. TRL hands no `completion` to reward functions either: that name is the
-# sampled one's.
+# A row that fits several forms gets the first of them. As in TRL, reward functions get no `completion` from the dataset: that
+# name belongs to the sampled completion.
 FORMS = {
     "preference": Form(("prompt", "chosen", "rejected"), _pair, ("chosen", "rejected")),
     "unpaired-preference": Form(("prompt", "completion", "label"), _label, ("prompt", "completion", "label")),
@@ -287,11 +290,11 @@ def _kind(value: object) -> str:
 
 @dataclass(frozen=True)
 class _Check:
-    """The checks of one row; every method returns the good value or raises RowError."""
+    """The checks of one row. Every method returns the valid value or raises RowError."""
 
     source: str
     empty: bool = False
-    """Whether a turn may say nothing."""
+    """True if a turn may have no content."""
 
     def fail(self, column: str, reason: str) -> NoReturn:
         raise RowError(BadRow(self.source, column, reason))
@@ -316,7 +319,7 @@ class _Check:
             return self.text(value, "prompt")
         turns = self.turns(value, "prompt")
         last = turns[-1]
-        # an assistant's turn at the end is the beginning of the answer, which the model continues
+        # a last assistant's turn is the beginning of the answer, which the model continues
         if last["role"] not in ("user", "tool") and not (last["role"] == "assistant" and len(turns) > 1 and last.get("content")):
             self.fail("prompt", f"ends with the role {last['role']!r}; the turn before the model's must be 'user' or 'tool'")
         return turns
@@ -363,7 +366,7 @@ class _Check:
         if "role" not in message and "from" in message and "value" in message:
             rest = {key: value for key, value in message.items() if key not in ("from", "value")}
             message = {"role": role_of(message), "content": message["value"], **rest}
-            if message["role"] == "function_call":  # LLaMA-Factory's: the value is a call, or a list of calls
+            if message["role"] == "function_call":  # LLaMA-Factory's form: the value is a call, or a list of calls
                 message = {"role": "assistant", "content": "", **rest, "tool_calls": self._calls(message["content"], where)}
         if (depth := _depth(message)) > MAX_DEPTH:
             self.fail(where, f"is nested {depth} levels deep; at most {MAX_DEPTH} are read")
@@ -421,7 +424,7 @@ class _Check:
 
 
 def _depth(value: object) -> int:
-    """Levels of lists and objects, without recursion."""
+    """Return the number of levels of lists and objects, without recursion."""
     depth, level = 0, [value]
     while level := [x for x in level if isinstance(x, Mapping | list | tuple)]:
         depth += 1
@@ -430,7 +433,7 @@ def _depth(value: object) -> int:
 
 
 def _numbers(name: str, value: object) -> Iterator[tuple[str, Any]]:
-    """Path and value of every float in a column. A stack, not recursion: rows may be nested as deep as JSON allows."""
+    """Yield path and value of every float in a column. Use a stack, not recursion: rows may be nested as deep as JSON allows."""
     stack: list[tuple[str, object]] = [(name, value)]
     while stack:
         path, item = stack.pop()

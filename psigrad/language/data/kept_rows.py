@@ -1,7 +1,7 @@
-"""Rows and their tokens in Arrow: four bytes a token and the text, decoded where they are asked for, and files that are mapped.
+"""Rows and their tokens in Arrow: four bytes a token plus the text, decoded on access, in memory-mapped files.
 
-A file is Arrow's own format with the SHA-256 of it behind its end. It is written beside and renamed, so that of several
-processes each finds it whole or not there; what is damaged or cut is not read.
+A file is in Arrow's own format, followed by its SHA-256. It is written under a temporary name and renamed, so that other
+processes find it complete or not at all. Damaged or truncated files are ignored.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ T = TypeVar("T")
 _MADE: dict[str, Any] = {kind.__name__: kind for kind in (Example, Answer, Pair, Judged, Steps)}
 _NAMES = {name: [f.name for f in fields(kind)] for name, kind in _MADE.items()}
 _ENDING = 64
-"""Bytes of the SHA-256 behind a file."""
+"""Bytes of the SHA-256 at the end of a file."""
 
 
 class NotKeptError(ValueError):
-    """A value that would not come back as it was."""
+    """A value that would change in a round trip."""
 
 
 def pack_row(row: Row) -> tuple[str, list[int]]:
-    """A row as JSON. Raises `NotKeptError` where JSON has no form for something in it."""
+    """Return a row as JSON. Raise `NotKeptError` if JSON cannot represent some part of it."""
     held = {f.name: value for f in fields(row) if (value := getattr(row, f.name)) not in (None, (), {})}
     try:
         text = json.dumps(held)
@@ -50,7 +50,7 @@ def pack_row(row: Row) -> tuple[str, list[int]]:
 
 
 def unpack_row(text: str, _: list[int]) -> Row:
-    """The inverse of `pack_row`."""
+    """Invert `pack_row`."""
     held: dict[str, Any] = json.loads(text)
     for name in ("steps", "labels"):
         held[name] = tuple(held.get(name, ()))
@@ -58,8 +58,10 @@ def unpack_row(text: str, _: list[int]) -> Row:
 
 
 def pack(value: Any) -> tuple[str, list[int]]:
-    """What a method trains on: its form as JSON, and its tokens. A list of tokens is their number there, one of flags the lengths
-    of its runs, of which the first is of False.
+    """Return the form of a training item as JSON, and its tokens.
+
+    In the JSON, a list of tokens becomes its length. A list of flags becomes the lengths of its runs, the first of them for
+    False.
     """
     ids: list[int] = []
 
@@ -81,7 +83,7 @@ def pack(value: Any) -> tuple[str, list[int]]:
 
 
 def unpack(text: str, ids: list[int]) -> Any:
-    """The inverse of `pack`."""
+    """Invert `pack`."""
     rest = iter(ids)
 
     def value(form: Any) -> Any:
@@ -102,33 +104,33 @@ def unpack(text: str, ids: list[int]) -> Any:
 
 @functools.cache
 def _schema() -> pa.Schema:
-    """pyarrow, and pandas with it, take 70 MB: they are loaded where there are many rows."""
+    """Return the schema. Import pyarrow here: with pandas it takes 70 MB, and only large data needs it."""
     import pyarrow as pa
 
     return pa.schema([("json", pa.large_string()), ("ids", pa.large_list(pa.int32()))])
 
 
 def batch_of(packed: Sequence[tuple[str, list[int]]]) -> pa.RecordBatch:
-    """Packed things as a batch of Arrow."""
+    """Return packed items as an Arrow batch."""
     import numpy as np
     import pyarrow as pa
 
     texts, each = zip(*packed, strict=True) if packed else ((), ())
     ends = np.cumsum([0, *map(len, each)])
-    flat = np.fromiter(itertools.chain.from_iterable(each), np.int32, int(ends[-1]))  # a tenth of what pyarrow takes for lists
+    flat = np.fromiter(itertools.chain.from_iterable(each), np.int32, int(ends[-1]))  # takes a tenth of pyarrow's time for lists
     ids = pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), pa.array(flat))
     return pa.record_batch([pa.array(texts, pa.large_string()), ids], schema=_schema())
 
 
 def batch_from(data: bytes) -> pa.RecordBatch:
-    """The batch that was serialised."""
+    """Return the batch from its serialised bytes."""
     import pyarrow as pa
 
     return pa.ipc.read_record_batch(pa.py_buffer(data), _schema())
 
 
 class Packed(Sequence[T], Generic[T]):
-    """Things in batches of Arrow, each made anew where it is asked for."""
+    """Items in Arrow batches, each decoded on every access."""
 
     def __init__(self, batches: Sequence[pa.RecordBatch], made_of: Callable[[str, list[int]], T]) -> None:
         self.batches, self._made_of = [batch for batch in batches if batch.num_rows], made_of
@@ -155,19 +157,20 @@ class Packed(Sequence[T], Generic[T]):
 
 @dataclass(frozen=True)
 class PreparedRows(Generic[T]):
-    """What a run needs of its data: the rows as the model reads them, and what they are trained on, for both parts."""
+    """The data of a run: the rows as the model reads them, and their training items, for both parts."""
 
     rows: Sequence[Row]
     held_out: Sequence[Row]
     made: Sequence[T]
     judged: Sequence[T]
     sums: Mapping[str, str] = field(default_factory=dict)
-    """What a run pins of the rows, where it is known."""
+    """The checksums of the rows that a run pins, if known."""
 
 
 def write(path: Path, prepared: PreparedRows[Any], told: Any, most: int) -> None:
-    """Keep it in a file, with what was told of it; older files of the folder go until all of them have `most` bytes. A disk that
-    is full, and rows that would not come back as they were, only mean that nothing is kept.
+    """Write the rows and their messages to the cache. Evict the oldest files until the cache is at most `most` bytes.
+
+    If the disk is full or a row would change in a round trip, nothing is cached and no error is raised.
     """
     import pyarrow as pa
 
@@ -195,7 +198,7 @@ def write(path: Path, prepared: PreparedRows[Any], told: Any, most: int) -> None
 
 
 def read(path: Path) -> tuple[PreparedRows[Any], Any] | None:
-    """What `write` has kept, mapped and not read, and what was told; None where it is not there, or not as it was written."""
+    """Return the rows that `write` cached, memory-mapped, and their messages; None if the file is missing or damaged."""
     if not path.is_file():
         return None
     import pyarrow as pa
@@ -223,7 +226,7 @@ def read(path: Path) -> tuple[PreparedRows[Any], Any] | None:
 
 
 def limit() -> int:
-    """How many bytes of rows are kept: `PSIGRAD_CACHE_GB`, 20 if it is not set."""
+    """Return the cache limit in bytes: `PSIGRAD_CACHE_GB`, or 20 GB if it is not set."""
     given = os.environ.get("PSIGRAD_CACHE_GB", "20")
     try:
         return int(float(given) * 1e9)
@@ -240,7 +243,7 @@ def _batches(part: Sequence[Any], packed: Callable[[Any], tuple[str, list[int]]]
 
 
 def _make_room(newest: Path, most: int) -> None:
-    """Delete what was used longest ago, and what a kill has left an hour ago."""
+    """Delete the files used least recently, and temporary files that a killed process left an hour ago or more."""
     kept = sorted(newest.parent.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True)
     used = 0
     for file in kept:
@@ -251,7 +254,7 @@ def _make_room(newest: Path, most: int) -> None:
 
 
 class _Hashing:
-    """A file whose bytes are summed while they are written."""
+    """A file wrapper that hashes the bytes while they are written."""
 
     closed = False
 
@@ -259,17 +262,17 @@ class _Hashing:
         self._file, self.digest = file, hashlib.sha256()
 
     def write(self, data: Any) -> int:
-        """As a file's."""
+        """Write the data and add it to the hash."""
         self.digest.update(data)
         return int(self._file.write(data))
 
     def flush(self) -> None:
-        """As a file's."""
+        """Flush the file."""
         self._file.flush()
 
     def tell(self) -> int:
-        """As a file's."""
+        """Return the position in the file."""
         return int(self._file.tell())
 
     def close(self) -> None:
-        """The file's owner closes it."""
+        """Do nothing: the file's owner closes it."""

@@ -1,4 +1,4 @@
-"""Records of a dataset by its name: a file, a folder, a dataset of the hub, or a task."""
+"""Records of a named dataset: a file, a folder, a dataset of the hub, or a task."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from psigrad.language.data.row_files import READERS, Raw, Records, kind_of_file,
 from psigrad.language.data.splits import SplitSlice, parse_split, split_of, usual_split
 
 SINGLE = ("train", "test")
-"""Splits that a source without splits is: what trains asks for the first, what evaluates for the second."""
-# Files of data that are not read. A folder with one is refused: a part of a dataset would be missing without a word.
+"""Splits that a source without splits provides: training asks for the first, evaluation for the second."""
+# Data files that psigrad does not read. A folder with one is rejected: otherwise a part of the dataset would be missing silently.
 _OTHER = "parquet arrow feather orc avro xlsx xls zip tar tgz 7z pkl npz npy h5 hdf5 db sqlite"
 _UNREAD = frozenset(f".{ending}" for ending in _OTHER.split())
 _network = {"missing": False}
@@ -25,7 +25,7 @@ _network = {"missing": False}
 def read_named(dataset: str, split: str, *, streaming: bool = False, single: Sequence[str] = SINGLE) -> Records:
     """Return the records of a split, or of a slice of it. A source without splits is its own, and those of `single`.
 
-    Raises `UserError` for a name or a split that does not exist.
+    Raise `UserError` for a name or a split that does not exist.
     """
     part = parse_split(split)
     if dataset.startswith("task:"):
@@ -66,7 +66,7 @@ def _check_single(part: SplitSlice, name: str, own: str, single: Sequence[str]) 
 
 
 def _neighbour(path: Path) -> str:
-    """The most similar name in the folder that the path points into."""
+    """Return the most similar name in the folder that the path points into."""
     return nearest(path.name, os.listdir(path.parent)) if path.parent.is_dir() else ""
 
 
@@ -110,11 +110,11 @@ def _read_saved(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
             saved = saved[part.name]
         else:
             _check_single(part, str(path), str(saved.split or ""), single)
-        # a format such as "torch" is saved too, and rewards get plain values
+        # a format such as "torch" is saved too, but rewards get plain values
         yield from (Raw(f"{path.name}:{i}", raw) for i, raw in enumerate(saved.with_format(None), 1))
     except UserError:
         raise
-    except Exception as error:  # a damaged folder fails in Arrow, json or datasets, each with types of its own
+    except Exception as error:  # a damaged folder raises Arrow's, json's or datasets' own error types
         raise UserError(
             f"The saved dataset {path} can't be read ({name_reason(error)}); save it again with save_to_disk."
         ) from error
@@ -140,9 +140,9 @@ def _hub(dataset: str, split: str, streaming: bool) -> Records:
 
 
 def go_offline_without_network() -> None:
-    """Use what was downloaded before where the hub's name leads nowhere, as without a network.
+    """Switch to downloaded files if the hub's name does not resolve, as without a network.
 
-    huggingface_hub would ask for every file five times, a minute in all, before it looks at what is there.
+    Otherwise huggingface_hub tries each file five times, a minute in total, before it uses the downloaded one.
     """
     import socket
     from urllib.parse import urlsplit
@@ -151,7 +151,7 @@ def go_offline_without_network() -> None:
     from huggingface_hub import constants
 
     if (constants.HF_HUB_OFFLINE and not _network["missing"]) or {"http", "https", "all"} & getproxies().keys():
-        return  # asked for by the user; or the proxy knows the name
+        return  # requested by the user, or the proxy resolves the name
     hub = urlsplit(constants.ENDPOINT).hostname or ""
     try:
         socket.getaddrinfo(hub, None)

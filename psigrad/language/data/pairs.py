@@ -1,4 +1,4 @@
-"""Token ids of comparisons: what a preference loss, a reward model and a process reward model train on."""
+"""Token ids of comparisons, the training items of a preference loss, a reward model and a process reward model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def encode_pair(tokenizer: PreTrainedTokenizerBase, row: Row, *, whole: bool = True) -> Pair:
-    """The two texts of a preference row, behind the prompt that they share. Plain answers end with EOS.
+    """Return the two texts of a preference row, after the prompt that they share. Plain answers end with EOS.
 
-    `whole` asks for every turn of an answer, of which a template that rewrites earlier turns makes several texts; else the last
-    text alone is read. Raises `RowError` where there is no such prompt, or the margin is no number.
+    With `whole`, every turn of an answer is included; a template that rewrites earlier turns makes several texts of them.
+    Otherwise only the last text is included. Raise `RowError` if there is no shared prompt, or the margin is not a number.
     """
     own = {**row.places, "completion": row.places.get("rejected", ["rejected", 0, "content"])}
     other = replace(row, completion=row.rejected, places=own)
@@ -34,14 +34,14 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, row: Row, *, whole: bool = T
 
 
 def encode_judged(tokenizer: PreTrainedTokenizerBase, row: Row) -> Judged:
-    """The text of an unpaired-preference row."""
+    """Return the text of an unpaired-preference row."""
     texts = examples(tokenizer, row)
     start = shared_prefix(texts)
     return Judged(texts[0].ids[:start], answer_behind(start, texts), bool(row.label))
 
 
 def encode_steps(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") -> Steps:
-    """The tokens of a stepwise row: prompt, then every step with `separator` behind it."""
+    """Return the tokens of a stepwise row: the prompt, then every step followed by `separator`."""
     ids, ends = list(prompt_ids(tokenizer, row)), []
     before = row.prompt if isinstance(row.prompt, str) else str(tokenizer.decode(ids[-1:]))
     for step in row.steps:
@@ -53,7 +53,7 @@ def encode_steps(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = 
 
 
 def longest(made: Pair | Judged | Steps) -> int:
-    """Tokens of the longest text of a pair, or of all that a prompt has with its only answer."""
+    """Return the number of tokens in the longest text of a pair, or in a prompt with its only answer."""
     if not isinstance(made, Pair):
         return made.tokens
     return len(made.prompt) + max(len(text.ids) for side in (made.chosen, made.rejected) for text in side.texts)

@@ -1,7 +1,7 @@
-"""Rows as people post them, brought to the words of `dataset_rows`: renamed columns, ShareGPT, Alpaca, a system column, answers
-that carry their prompt; and plain prompts as the turns of a chat model.
+"""Common dataset layouts converted to the columns of `dataset_rows`, and plain prompts converted to chat turns.
 
-A form is recognised by its keys, and what was recognised has a name that a run can tell.
+The layouts are renamed columns, ShareGPT, Alpaca, a system column, and answers that include their prompt. A layout is recognised
+by its keys and has a name that a run can log.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ _USUAL_ANSWERS = ("answer", "final_answer", "solution", "ground_truth", "target"
 
 
 def map_columns(raw: Mapping[str, Any], columns: Mapping[str, str], source: str) -> dict[str, Any]:
-    """Return the row under the names that `columns` gives: {"question": "prompt"} renames a column, which takes the old name
-    away; {"prompt": "{question} Think."} makes one of others, and {"new": "{old}"} copies one. "a.b" is the entry b of the object
-    in column a; {{ and }} are braces.
+    """Return the row under the names that `columns` gives.
 
-    Raises `RowError` naming the columns that are there.
+    {"question": "prompt"} renames a column and removes the old name. {"prompt": "{question} Think."} makes a column from others,
+    and {"new": "{old}"} copies one. "a.b" is the entry b of the object in column a; {{ and }} are braces.
+
+    Raise `RowError` that lists the existing columns.
     """
     row = dict(raw)
 
@@ -81,12 +82,12 @@ _MISSING = object()
 
 
 def is_template(text: str) -> bool:
-    """Return True if a value of `columns` makes a column out of others, as "{question} Think." does."""
+    """Return True if a value of `columns` makes a column from others, as "{question} Think." does."""
     return any(found[1] is not None for found in _FIELD.finditer(text))
 
 
 def translate(raw: Mapping[str, Any], form: str, source: str) -> tuple[dict[str, Any], list[str]]:
-    """(the row in TRL's columns, what was recognised in it). Columns that are not used up stay. Raises `RowError`."""
+    """Return (the row in TRL's columns, the names of recognised layouts). Unused columns stay. Raise `RowError`."""
     row, found = dict(raw), []
     for step in (_conversations, _alpaca, _split_messages, _same_kind, _system_turn):
         if said := step(row, form, source):
@@ -95,9 +96,9 @@ def translate(raw: Mapping[str, Any], form: str, source: str) -> tuple[dict[str,
 
 
 def place_in(raw: Mapping[str, Any], row: Mapping[str, Any], column: str) -> str:
-    """The place `column` of a translated row, as messages[0].role, in the row that was read: conversations[0].from."""
+    """Translate a place in a translated row, such as messages[0].role, to the original row: conversations[0].from."""
     name, index, rest = re.fullmatch(r"([^[.]*)(?:\[(\d+)\])?(.*)", column, re.DOTALL).groups()  # type: ignore[union-attr]
-    if index and row.get("prompt") is None and "chosen" in row:  # the prompt is what both answers begin with
+    if index and row.get("prompt") is None and "chosen" in row:  # the prompt is the common beginning of both answers
         shift = 0 if name == "prompt" else common_prefix(row["chosen"], row["rejected"])
         name, index = "chosen" if name == "prompt" else name, str(int(index) + shift)
     value = row.get(name)
@@ -113,9 +114,10 @@ def place_in(raw: Mapping[str, Any], row: Mapping[str, Any], column: str) -> str
 
 
 def places_of(raw: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """`Row.places` of a translated row."""
+    """Return `Row.places` of a translated row."""
     found: dict[str, list[Any]] = {}
-    split = row.get("prompt") is None and isinstance(row.get("chosen"), list)  # the prompt is what both answers begin with
+    # the prompt is the common beginning of both answers
+    split = row.get("prompt") is None and isinstance(row.get("chosen"), list)
     shared = common_prefix(row["chosen"], row["rejected"]) if split else 0
     for name, read in (("messages", "messages"), ("prompt", "prompt"), ("completion", "completion"), *_PAIR):
         last = len(row[name]) - 1 - shared if isinstance(row.get(name), list) else -1
@@ -129,7 +131,7 @@ _PAIR = (("chosen", "completion"), ("rejected", "rejected"))
 
 
 def _conversations(row: dict[str, Any], form: str, source: str) -> str:
-    """ShareGPT: `conversations` of from and value. The messages themselves are read by `dataset_rows`."""
+    """Rename ShareGPT's `conversations` of from and value. `dataset_rows` reads the messages themselves."""
     for name in ("conversations", "conversation"):
         if isinstance(row.get(name), list) and row[name] and row.get("messages") is None and row.get("prompt") is None:
             row["messages"] = row.pop(name)
@@ -154,7 +156,7 @@ def _alpaca(row: dict[str, Any], form: str, source: str) -> str:
 
 
 def _split_messages(row: dict[str, Any], form: str, source: str) -> str:
-    """A conversation where a prompt is wanted: what comes before its last answer. With answers of its own it is all prompt."""
+    """Split a conversation before its last answer if the form needs a prompt. With separate answers all of it is the prompt."""
     said = row.get("messages")
     if form in ("sft", "messages", "stepwise") or not isinstance(said, list) or not said or row.get("prompt") is not None:
         return ""
@@ -169,8 +171,9 @@ def _split_messages(row: dict[str, Any], form: str, source: str) -> str:
 
 
 def _same_kind(row: dict[str, Any], form: str, source: str) -> str:
-    """Prompt and answers as text, or all as messages: of ultrafeedback_binarized the prompt is text, and the answers, which are
-    conversations, begin with it.
+    """Convert prompt and answers to text alone, or to messages alone.
+
+    In ultrafeedback_binarized the prompt is text, and the answers are conversations that begin with it.
     """
     prompt, names = row.get("prompt"), _answers(row, form)
     row |= {name: [row[name]] for name in names if isinstance(row[name], Mapping)}
@@ -195,7 +198,7 @@ def _same_kind(row: dict[str, Any], form: str, source: str) -> str:
 
 
 def _system_turn(row: dict[str, Any], form: str, source: str) -> str:
-    """A column of that name is the conversation's first turn. Beside a plain prompt it waits for `as_turns`."""
+    """Make a system column the first turn of the conversation. With a plain prompt, `as_turns` uses the column."""
     name, text = system_of(row)
     if not text or form == "stepwise":
         return ""
@@ -213,12 +216,12 @@ def _system_turn(row: dict[str, Any], form: str, source: str) -> str:
 
 
 def system_of(row: Mapping[str, Any]) -> tuple[str, str]:
-    """(name, text) of the column with the system turn; empty where there is none."""
+    """Return (name, text) of the column with the system turn; empty if there is none."""
     return next(((n, row[n]) for n in SYSTEM if isinstance(row.get(n), str) and row[n].strip()), ("", ""))
 
 
 def usual_names(raw: Mapping[str, Any], form: str) -> str:
-    """How to map the columns that are likely to be the prompt and its answer, for a message; empty where none looks like one."""
+    """Return a hint, for an error message, that maps the likely prompt and answer columns; empty if none looks like one."""
     found = next((name for name in _USUAL if isinstance(raw.get(name), str)), "")
     if not found or "prompt" in raw:
         return ""
@@ -231,8 +234,10 @@ def usual_names(raw: Mapping[str, Any], form: str) -> str:
 def for_model(
     tokenizer: PreTrainedTokenizerBase | None, parts: Sequence[Sequence[Row]], plain_prompts: bool, tell: Tell | None = None
 ) -> list[list[Row]]:
-    """The rows as this model reads them (`as_turns`), part by part. `tell` hears how plain prompts go, unless `plain_prompts`
-    asks for the only way there is. Without a tokenizer it is a server's model, which is taken for one with a template.
+    """Return the rows as this model reads them (`as_turns`), part by part.
+
+    `tell` receives how plain prompts are sent, unless `plain_prompts` selects the only available way. Without a tokenizer, the
+    model is a server's and is assumed to have a template.
     """
     made = [[as_turns(tokenizer, row, plain_prompts) for row in part] for part in parts]
     rows = [row for part in made for row in part]
@@ -257,9 +262,10 @@ def for_model(
 
 
 def as_turns(tokenizer: PreTrainedTokenizerBase | None, row: Row, plain_prompts: bool = False) -> Row:
-    """The row with its plain prompt as one user turn, and its plain answers as the assistant's, where the tokenizer has a chat
-    template. A prompt with special tokens in it has been rendered already and stays as it is. Without a template the text of a
-    system column goes before the prompt. A row that was read so stays as it is.
+    """Return the row with its plain prompt as a user turn and its plain answers as assistant turns.
+
+    This applies if the tokenizer has a chat template. A prompt with special tokens is already rendered and stays unchanged.
+    Without a template, the text of a system column is put before the prompt. A converted row stays unchanged.
     """
     if not isinstance(row.prompt, str) or row.plain_prompt is not None:
         return row
@@ -291,7 +297,10 @@ def _said(turn: Mapping[str, Any], source: str) -> str:
 
 
 def _common_lead(answers: Sequence[Sequence[Any]]) -> list[Any]:
-    """What conversations have in common before the answer in which they differ; of one, what comes before its first answer."""
+    """Return the common turns of conversations before the answer in which they differ.
+
+    For a single conversation, return the turns before its first answer.
+    """
     lead: list[Any] = []
     for turns in itertools.islice(zip(*answers, strict=False), min(map(len, answers)) - 1):
         is_answer = isinstance(turns[0], Mapping) and role_of(turns[0]) == "assistant"
@@ -302,7 +311,7 @@ def _common_lead(answers: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def _answers(row: Mapping[str, Any], form: str) -> list[str]:
-    """The columns with answers that this form reads."""
+    """Return the columns with answers that this form reads."""
     names = {"prompt-only": (), "preference": ANSWERS[1:], "unpaired-preference": ANSWERS}.get(form, ANSWERS[:1])
     return [name for name in names if row.get(name) is not None]
 

@@ -1,4 +1,4 @@
-"""What a model reads of a row, for people: its tokens as text, and which of them are trained."""
+"""A readable view of a row as the model reads it: its tokens as text, and which of them are trained."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHOWN, _LONGEST = 3, 2000
 
 
 class Segment(NamedTuple):
-    """Tokens of one kind in a row: prompt, trained, masked (read behind what was trained, without loss), or sampled."""
+    """Tokens of one kind in a row: prompt, trained, masked (read after the trained ones, without loss), or sampled."""
 
     kind: str
     text: str
@@ -32,7 +32,7 @@ class Rendered(NamedTuple):
 
 
 def render(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") -> list[Rendered]:
-    """The row as its model reads it, special tokens and all; a pair as its two texts. Long pieces lose their middle."""
+    """Return the row as its model reads it, with special tokens; a pair as its two texts. Long pieces lose their middle."""
     if row.steps:
         made = encode_steps(tokenizer, row, separator)
         first = len(prompt_ids(tokenizer, row))
@@ -51,7 +51,7 @@ def render(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") 
 
 
 def first_rows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], separator: str = "\n") -> list[Rendered]:
-    """The first three rows as their model reads them, or why one is left out."""
+    """Return the first three rows as their model reads them, or the reason why one is skipped."""
     found: list[Rendered] = []
     for row in rows[:SHOWN]:
         try:

@@ -1,4 +1,4 @@
-"""The view of trajectories that reward functions get: TRL's arguments, text and columns in place of tokens."""
+"""The view of trajectories for reward functions: TRL's arguments, with text and columns instead of tokens."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from psigrad.language.rollout.types import Trajectory
 
 
 def reward_view(tokenizer: Any = None, plays: bool = False) -> Callable[[Mapping[int, Row]], Show]:
-    """Return what a `ScoredRollout` has as `show`. `plays` adds the turns and tokens of the policy alone.
+    """Return the `show` function of a `ScoredRollout`. `plays` adds the turns and tokens of the policy alone.
 
-    Rewards of a completion get the columns of all rows of the rollout, None for those that its own row lacks.
+    Reward functions get the columns of all rows of the rollout. The value is None if a completion's own row lacks the column.
     """
 
     def show(rows: Mapping[int, Row]) -> Show:
@@ -27,7 +27,7 @@ def reward_view(tokenizer: Any = None, plays: bool = False) -> Callable[[Mapping
 
 
 def _samples(group: Sequence[Trajectory], rows: Mapping[int, Row], names: Sequence[str], tokenizer: Any, plays: bool) -> Samples:
-    """An episode is shown as its messages, or as its text if the prompt is plain text."""
+    """Return the samples of a group. An episode is given as its messages, or as its text if the prompt is plain text."""
     sources = [rows[t.row] for t in group]
     texts = [t.text if t.answer is None else t.answer for t in group]
     shown = [list(t.messages) or completion_for_reward(row, text) for row, t, text in zip(sources, group, texts, strict=True)]

@@ -1,7 +1,7 @@
 """Files of rows: JSON lines, JSON, Parquet, CSV and TSV, with the line of each row and of each fault.
 
-JSON is read here and not through `datasets`: Arrow can't hold a lone surrogate, and its errors name no line. In CSV and TSV the
-first line names the columns and shows the delimiter, and every value is text. All but Parquet may be compressed.
+JSON is parsed here and not through `datasets`: Arrow cannot hold a lone surrogate, and its errors name no line. In CSV and TSV
+the first line names the columns and determines the delimiter, and every value is text. All but Parquet may be compressed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from psigrad.errors import UserError, name_reason
 from psigrad.language.data.dataset_rows import BadRow, show
 
 MAX_LINE_BYTES = 32 * 2**20
-"""A longer line is refused: nobody writes one on purpose, and it would be held in memory several times over."""
+"""The longest line in bytes. Longer lines are mistakes, and several copies of one would be in memory."""
 
 _BOM = b"\xef\xbb\xbf"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
@@ -36,7 +36,7 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
 class Raw(NamedTuple):
-    """A row as it was read, before it has a form, and where it stands."""
+    """A row as read from the file, before it has a form, and its position."""
 
     source: str
     value: object
@@ -46,7 +46,7 @@ Records = Iterator["Raw | BadRow"]
 
 
 def read_file(path: Path, name: str) -> Records:
-    """Yield the rows of a file, called `name` in messages. Raises `UserError` if the file is not readable to its end."""
+    """Yield the rows of a file, called `name` in messages. Raise `UserError` if the file cannot be read to its end."""
     kind = kind_of_file(path.name)
     if kind not in READERS:
         known = ", ".join(READERS)
@@ -58,14 +58,14 @@ def read_file(path: Path, name: str) -> Records:
 
 
 def kind_of_file(name: str) -> str:
-    """Return the ending that says how a file is read, a key of `READERS`; empty for a file that is not read."""
+    """Return the ending that determines the reader, a key of `READERS`; empty if psigrad cannot read the file."""
     stem, ending = os.path.splitext(name.lower())
     inner = os.path.splitext(stem)[1] if ending in COMPRESSED else ending
     return inner if inner in READERS and (inner == ending or inner != ".parquet") else ""
 
 
 def _open(path: Path) -> IO[bytes]:
-    """Open a file for reading, and decompress it if its last ending says so."""
+    """Open a file for reading, decompressing it if its last ending is one of `COMPRESSED`."""
     ending = path.suffix.lower()
     if ending == ".zst":  # Python reads it from 3.14 on
         import pyarrow as pa
@@ -81,7 +81,7 @@ class _DuplicateKeyError(ValueError):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON lets a key occur twice and Python keeps the last in silence; here it is an error."""
+    """Return the object of a JSON text. Raise an error for a duplicate key, of which Python silently keeps the last value."""
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
@@ -152,7 +152,7 @@ def _json(path: Path, name: str) -> Records:
 
 
 def _refuse_one_object(data: bytes, path: Path) -> None:
-    """`.json` often holds JSON lines, which is fine; one object over several lines is not."""
+    """Raise `UserError` for one object over several lines. JSON lines in a `.json` file are common and allowed."""
     try:
         one_object = b"\n" in data.strip() and isinstance(json.loads(data), dict)
     except (ValueError, RecursionError):
@@ -162,7 +162,7 @@ def _refuse_one_object(data: bytes, path: Path) -> None:
 
 
 def _json_list(text: str, name: str) -> Records:
-    """Objects of a JSON list one by one, so that each keeps its line number and a bad one doesn't hide the others."""
+    """Yield the objects of a JSON list one by one. Each has its line number, and a bad one does not hide the others."""
     at, line, counted = _skip(text, _skip(text, 0) + 1), 1, 0
     more = text[at : at + 1] != "]"
     while more:
@@ -192,7 +192,7 @@ def _skip(text: str, at: int) -> int:
 
 
 def _end_of(text: str, at: int) -> int:
-    """Where a value ends that the strict decoder refused, when Python's own can still read it."""
+    """Return the end of a value that the strict decoder rejected, if Python's own decoder can read it."""
     try:
         return _PLAIN.raw_decode(text, at)[1]
     except json.JSONDecodeError:
@@ -221,7 +221,7 @@ def _parquet(path: Path, name: str) -> Records:
 
 
 def _batch(batch: Any, name: str, number: int) -> Records:
-    """The rows of an Arrow batch. Its text is not checked when it is read, so a cell of bad UTF-8 shows up only here."""
+    """Yield the rows of an Arrow batch. Arrow does not check text when reading, so bad UTF-8 raises an error only here."""
     try:
         yield from [Raw(f"{name}:{number + i}", raw) for i, raw in enumerate(batch.to_pylist(), 1)]
     except UnicodeDecodeError:
@@ -246,7 +246,7 @@ def _csv(usual: str, path: Path, name: str) -> Records:
 
 
 def _csv_rows(path: Path, usual: str) -> Iterator[tuple[int, dict[str, object] | str]]:
-    """Yield (line, row) of each row, or (line, its fault). An empty cell is null. Raises `UserError` if there are no columns."""
+    """Yield (line, row) of each row, or (line, its fault). An empty cell is null. Raise `UserError` if there are no columns."""
     csv.field_size_limit(32 * 2**20)
     try:
         with io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="") as file:
@@ -265,7 +265,10 @@ def _csv_rows(path: Path, usual: str) -> Iterator[tuple[int, dict[str, object] |
 
 
 def _delimiter(header: str, usual: str) -> str:
-    """Return the usual delimiter if it separates names in the header, else one that does: Excel writes ; where , is decimal."""
+    """Return the usual delimiter if it separates names in the header, otherwise one that does.
+
+    Excel writes ; in locales whose decimal separator is the comma.
+    """
     for delimiter in (usual, ",", ";", "\t", "|"):
         with contextlib.suppress(csv.Error):
             if len(next(csv.reader([header], delimiter=delimiter), ())) > 1:

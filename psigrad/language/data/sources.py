@@ -1,4 +1,4 @@
-"""From files, folders, hub names, tasks or any iterable to checked rows; a fault is named by file, line, column and reason."""
+"""Checked rows from files, folders, hub names, tasks or any iterable. Errors name file, line, column and reason."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ _WEIGHT = re.compile(r"^(.+):(\d+(?:\.\d*)?|\.\d+)$")
 
 @dataclass(frozen=True)
 class LoadedRows:
-    """The good rows in the order of the source, those that were left out (`bad_rows="skip"`), and what other form was recognised
-    in how many (`posted_forms`).
+    """The valid rows in the order of the source, the skipped rows, and the recognised layouts.
+
+    Rows are skipped with `bad_rows="skip"`. `recognised` maps each layout (`posted_forms`) to the number of its rows.
     """
 
     rows: list[Row]
@@ -51,13 +52,14 @@ def load(
 ) -> LoadedRows:
     """Load the rows of a JSONL, JSON, Parquet, CSV or TSV file, a folder of them or of `Dataset.save_to_disk`, or a hub dataset.
 
-    `split` may be a slice, as in `datasets`: train[:90%], train[100:]. In a folder whose file names carry split words (train,
-    validation, test and their usual variants) only the files of the split are read. A source without splits, such as a file,
-    has the split that its name carries, and those of `single`. A hub configuration is named after a colon: "openai/gsm8k:main".
-    "task:NAME" makes rows of a reasoning-gym task. With `max_rows` only the first ones are read, and a hub dataset is streamed;
-    `columns` renames some (`posted_forms.map_columns`).
-    Raises UserError naming file, line, column and reason; with `bad_rows="skip"` malformed rows are left out and returned as
-    `skipped`, and only a file that can't be read on raises.
+    `split` may be a slice, as in `datasets`: train[:90%], train[100:]. If file names in a folder contain split words (train,
+    validation, test and their usual variants), only the files of the split are read. A source without splits, such as a file,
+    provides the split in its name, and those of `single`. A hub configuration is named after a colon: "openai/gsm8k:main".
+    "task:NAME" makes rows of a reasoning-gym task. With `max_rows` only the first rows are read, and a hub dataset is streamed.
+    `columns` renames some columns (`posted_forms.map_columns`).
+
+    Raise UserError naming file, line, column and reason. With `bad_rows="skip"`, malformed rows are skipped and returned as
+    `skipped`; only an unreadable file raises an error.
     """
     records = read_named(dataset, split, streaming=max_rows > 0, single=single)
     return _collect(islice(records, max_rows) if max_rows else records, form, dataset, bad_rows, columns or {})
@@ -70,7 +72,7 @@ def from_rows(
     bad_rows: Literal["stop", "skip"] = "stop",
     columns: Mapping[str, str] | None = None,
 ) -> LoadedRows:
-    """Check rows in memory likewise: a list of dicts, a `datasets.Dataset`, any iterable of mappings.
+    """Check rows in memory in the same way: a list of dicts, a `datasets.Dataset`, any iterable of mappings.
 
     Rewards get plain values: tensors and arrays, as a `Dataset` with a format gives them, become numbers and lists.
     """
@@ -82,13 +84,13 @@ def from_rows(
 
 
 def unformatted(rows: Any) -> Any:
-    """Return rows that give Python's values: a `datasets.Dataset` loses its format, such as "torch"."""
+    """Return rows with Python's own values: a `datasets.Dataset` loses its format, such as "torch"."""
     return rows.with_format(None) if hasattr(rows, "with_format") else rows
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
     """Return a value with arrays, tensors and their scalars as lists and numbers; the same object if it has none."""
-    if depth > MAX_DEPTH:  # which the checks refuse
+    if depth > MAX_DEPTH:  # the checks reject such depths
         return value
     if isinstance(value, dict):
         made = {name: _plain(inner, depth + 1) for name, inner in value.items()}
@@ -102,12 +104,13 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 
 def holdout(parts: Sequence[Sequence[Row]], counts: Sequence[int], seed: int = 0) -> tuple[list[list[Row]], list[Row]]:
-    """(the rows of each part to train on, held-out rows of all parts), in the order of the source; of each part about as many are
-    held out as `counts` says, drawn by `seed`.
+    """Return (the rows of each part to train on, held-out rows of all parts), in the order of the source.
 
-    All rows of a prompt, in whichever part, are on one side. Prompts are taken in random order while they fit; if none of a part
-    does, one with at most twice the rows that are wanted; if none has so few, rows are drawn whatever their prompts, and only the
-    two answers of a pair stay together. UserError if no row is left to train on.
+    About `counts` rows of each part are held out, drawn with `seed`. All rows of a prompt, in any part, are on one side. Prompts
+    are taken in random order while they fit. If no prompt of a part fits, take one with at most twice the wanted rows. If no
+    prompt has so few, draw rows regardless of their prompts; only the two answers of a pair stay together.
+
+    Raise UserError if no row is left to train on.
     """
     for part, count in zip(parts, counts, strict=True):
         check_held_out(count, len(part))
@@ -122,7 +125,7 @@ def holdout(parts: Sequence[Sequence[Row]], counts: Sequence[int], seed: int = 0
 
 
 def check_held_out(count: int, total: int) -> None:
-    """Raises `UserError` where no row is left to train on."""
+    """Raise `UserError` if no row is left to train on."""
     if not 0 <= count < total:
         raise UserError(
             f"Holding out {count} of {total} rows is not possible; set eval_prompts (--eval-prompts) to fewer, 0 for no "
@@ -131,7 +134,7 @@ def check_held_out(count: int, total: int) -> None:
 
 
 def tell_held_out(count: int, total: int, which: str, tell: Tell | None) -> None:
-    """Say how many rows are held out of how many, and which these are."""
+    """Log how many rows are held out, of how many, and which."""
     if tell is not None and count:
         are = "is" if count == 1 else "are"
         text = f"{count} of {total} rows, {which}, {are} held out; --eval-prompts sets their number."
@@ -139,7 +142,7 @@ def tell_held_out(count: int, total: int, which: str, tell: Tell | None) -> None
 
 
 def _tell_seen(train: Iterable[Row], held_out: Sequence[Row], tell: Tell) -> None:
-    """Say how many held-out rows have a prompt that is trained on."""
+    """Log how many held-out rows have a prompt that is also in the training rows."""
     keys = [_prompt_key(row) for row in held_out]
     trained = set(keys).intersection(map(_prompt_key, train)) if keys else ()
     if count := sum(key in trained for key in keys):
@@ -149,7 +152,10 @@ def _tell_seen(train: Iterable[Row], held_out: Sequence[Row], tell: Tell) -> Non
 
 
 def _draw(counts: Sequence[int], seed: int, keys: Sequence[Sequence[Any]]) -> tuple[set[Any], list[int]]:
-    """(keys, how many rows of each part have them): about as many as `counts` says, in the order of a permutation of the keys."""
+    """Return (keys, the number of rows of each part that have them).
+
+    About `counts` rows are drawn, in the order of a permutation of the keys.
+    """
     parts, held, taken = [Counter(own) for own in keys], set[Any](), [0] * len(keys)
     for most in (1, 2):
         for place, (own, count) in enumerate(zip(parts, counts, strict=True)):
@@ -166,8 +172,9 @@ def _draw(counts: Sequence[int], seed: int, keys: Sequence[Sequence[Any]]) -> tu
 
 
 def _prompt_key(row: Row) -> bytes:
-    """A hash of what a model reads before its first answer: of a conversation the turns before the first that is trained. A row
-    of text alone goes by its text.
+    """Return a hash of the text that a model reads before its first answer.
+
+    For a conversation, hash the turns before the first trained one. For a row of text alone, hash its text.
     """
     asked = as_turns(None, row).prompt or row.completion
     read = list(takewhile(lambda turn: not is_trained(turn), row.messages)) if row.messages else asked
@@ -223,16 +230,16 @@ def _summary(name: str, form: str, total: int, bad: list[BadRow], fits: str, hin
 
 
 class Share(NamedTuple):
-    """A dataset of several, and its weight; None where none is given."""
+    """One dataset of several, and its weight; None if no weight is given."""
 
     dataset: Any
     weight: float | None
 
 
 def parse_mixture(dataset: object) -> list[Share]:
-    """The datasets of a list of names, "a.jsonl:0.7" with a weight behind it; anything else is one dataset.
+    """Return the datasets of a list of names, where "a.jsonl:0.7" has a weight at the end. Anything else is one dataset.
 
-    Raises `UserError` where only some have a weight, or one is 0.
+    Raise `UserError` if only some have a weight, or if a weight is 0.
     """
     if not isinstance(dataset, list | tuple) or not dataset or not all(isinstance(name, str) for name in dataset):
         return [Share(dataset, None)]
@@ -247,16 +254,17 @@ def parse_mixture(dataset: object) -> list[Share]:
 
 
 def quotas(total: int, weights: Sequence[float]) -> list[int]:
-    """`total` divided in proportion to the weights, each within 1 of its share: ends are rounded, so nothing is lost."""
+    """Return `total` divided in proportion to the weights, each within 1 of its share. Ends are rounded, so the sum is exact."""
     ends = [round(total * sum(weights[: i + 1]) / sum(weights)) for i in range(len(weights))]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def mix(parts: Sequence[Sequence[Row]], weights: Sequence[float | None], seed: int) -> list[Row]:
-    """As many rows as all datasets have together, of which each has its share.
+    """Return as many rows as all datasets have together, with each dataset's share.
 
-    Without weights that is every row once. Else a dataset of n rows with quota q gives each of them ⌊q/n⌋ or ⌈q/n⌉ times; which
-    ones come once more depends on the seed and the place of the dataset alone. Training shuffles them anew in every epoch.
+    Without weights, every row occurs once. Otherwise each row of a dataset of n rows with quota q occurs ⌊q/n⌋ or ⌈q/n⌉ times.
+    The rows that occur once more depend only on the seed and the position of the dataset. Training shuffles the rows in every
+    epoch.
     """
     rows: list[Row] = []
     given = [weight for weight in weights if weight is not None]
@@ -268,18 +276,19 @@ def mix(parts: Sequence[Sequence[Row]], weights: Sequence[float | None], seed: i
     return rows
 
 
-# Rows that are held out where their number is not given: prompts, and comparisons, which cost no sampling; and of how many rows
-# at most one is.
+# The default numbers of held-out rows: prompts, and comparisons, which cost no sampling. At most one of `ONE_OF` rows is held
+# out.
 HELD_OUT, _HELD_OUT_PAIRS, ONE_OF = 64, 256, 10
 
 
 def read_rows(
     data: Data, form: str, eval_prompts: int | None, seed: int, tell: Tell | None = None
 ) -> tuple[list[Row], list[Row]]:
-    """Training rows and held-out rows. Without an eval dataset `eval_prompts` rows, drawn by `seed`, are held out; where that is
-    None a tenth of the rows (of each of several datasets too), and no more than 64 (of comparisons 256).
+    """Return training rows and held-out rows.
 
-    Of several datasets each gives its share of both. `tell` hears what was recognised, left out and held out.
+    Without an eval dataset, `eval_prompts` rows are held out, drawn with `seed`. If that is None, a tenth of the rows is held out
+    (of each of several datasets as well), and at most 64 (comparisons: 256). Each of several datasets contributes its share to
+    both. `tell` receives the counts of recognised, skipped and held-out rows.
     """
     shares = parse_mixture(data.dataset)
     parts = _read_each(data, form, shares, data.split, tell, single=SINGLE[:1])
@@ -291,13 +300,13 @@ def read_rows(
     if data.eval_dataset:
         given = read_dataset(data, form, data.eval_dataset, data.eval_split, tell)
         held_out_rows = given.rows
-        if wanted < len(given.rows):  # what is not drawn is not trained on either, so a prompt may be on both sides
+        if wanted < len(given.rows):  # rows that are not drawn are not trained on either, so a prompt may be on both sides
             drawn = _draw([wanted], seed, [[row.source for row in given.rows]])[0]
             held_out_rows = [row for row in given.rows if row.source in drawn]
     elif wanted:
         sizes = [len(part.rows) if share.weight is None else share.weight for part, share in zip(parts, shares, strict=True)]
         counts = quotas(wanted, sizes)
-        if eval_prompts is None:  # a dataset may have few rows and much weight
+        if eval_prompts is None:  # a dataset may have few rows and a large weight
             counts = [min(n, -(-len(part.rows) // ONE_OF), len(part.rows) - 1) for part, n in zip(parts, counts, strict=True)]
         rows, held_out_rows = holdout(rows, counts, seed)
         if len(held_out_rows) != sum(counts):
@@ -310,13 +319,13 @@ def read_rows(
 
 
 def read_dataset(data: Data, form: str, dataset: Any, split: str, tell: Tell | None = None) -> LoadedRows:
-    """The rows of one dataset, or of several one after the other; a missing name is refused."""
+    """Return the rows of one dataset, or of several one after the other. Raise an error for a missing name."""
     parts = _read_each(data, form, parse_mixture(dataset), split, tell)
     return LoadedRows([row for part in parts for row in part.rows], [bad for part in parts for bad in part.skipped])
 
 
 def form_of(data: Data) -> str:
-    """The form that the first row of the first dataset has; empty where it has none. Of an answered prompt it is "sft"."""
+    """Return the form of the first row of the first dataset; empty if it has none. For an answered prompt it is "sft"."""
     first = parse_mixture(data.dataset)[0].dataset
     for form in ("preference", "unpaired-preference", "stepwise", "sft", "prompt-only"):
         with contextlib.suppress(UserError):
@@ -328,7 +337,7 @@ def form_of(data: Data) -> str:
 def _read_each(
     data: Data, form: str, shares: Sequence[Share], split: str, tell: Tell | None, single: Sequence[str] = SINGLE
 ) -> list[LoadedRows]:
-    """The rows of each dataset. `tell` hears what form other than ours they have, and how many were left out."""
+    """Return the rows of each dataset. `tell` receives the recognised layouts and the number of skipped rows."""
     parts = [_read_one(data, form, share.dataset, split, single) for share in shares]
     if tell is None:
         return parts
@@ -340,7 +349,7 @@ def _read_each(
 
 
 def describe_skipped(bad: Sequence[BadRow]) -> str:
-    """Return a sentence on rows that were left out: how many for which reason, with the first place of each."""
+    """Return a sentence on skipped rows: the number for each reason, with the first place of each."""
     first: dict[str, BadRow] = {}
     counts: Counter[str] = Counter()
     for row in bad:

@@ -1,4 +1,4 @@
-"""Names of splits, and slices of them in the words of `datasets`: train, train[:90%], test[100:200]."""
+"""Names of splits, and slices of them in the syntax of `datasets`: train, train[:90%], test[100:200]."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class SplitSlice(NamedTuple):
 
     @property
     def is_slice(self) -> bool:
-        """Return True if only a part of the split is asked for."""
+        """True if the slice selects only a part of the split."""
         return bool(self.start or self.stop)
 
     @property
     def needs_total(self) -> bool:
-        """Return True if the number of rows must be known: for a share, and for a bound that counts from the end."""
+        """True if the number of rows must be known: for a share, and for a bound that counts from the end."""
         return "%" in self.start + self.stop or "-" in self.start + self.stop
 
     def take(self, rows: Iterable[Any]) -> Iterator[Any]:
@@ -44,8 +44,8 @@ class SplitSlice(NamedTuple):
 
 
 def parse_split(split: str) -> SplitSlice:
-    """Return the split that is meant. Raises `UserError` for a slice that is none."""
-    if "[" not in split or "+" in split:  # of a sum of splits the hub knows
+    """Parse a split, with or without a slice. Raise `UserError` for an invalid slice."""
+    if "[" not in split or "+" in split:  # the hub parses a sum of splits
         return SplitSlice(split)
     found = _SLICE.fullmatch(split.strip())
     if found is None:
@@ -54,7 +54,7 @@ def parse_split(split: str) -> SplitSlice:
 
 
 def split_of(name: str) -> str:
-    """Return the split that a file's name carries, as on the hub: data/train-00000-of-00002.parquet is train. Empty for none."""
+    """Return the split in a file's name, as on the hub: data/train-00000-of-00002.parquet is train. Return "" for none."""
     words = re.split(r"[^a-z]+", name.lower())
     return next((_SPLIT_OF[word] for word in words if word in _SPLIT_OF), "")
 

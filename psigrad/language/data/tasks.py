@@ -1,5 +1,7 @@
-"""Procedural tasks from reasoning-gym as dataset rows, and imperfect demonstrations of them. The demo's task, words to spell
-backward, needs no other library: it is made and scored as by reasoning-gym, to the bit.
+"""Procedural tasks from reasoning-gym as dataset rows, and imperfect demonstrations of them.
+
+The demo's task, words to spell backward, needs no other library. Its rows and scores are identical to reasoning-gym's, to the
+bit.
 """
 
 from __future__ import annotations
@@ -20,21 +22,21 @@ SHORTEST, LONGEST = 3, 8
 
 @functools.cache
 def words() -> tuple[str, ...]:
-    """88,186 words of 3 to 8 letters from Webster's Second (1934, in the public domain), in the order of reasoning-gym's file."""
+    """Return 88,186 words of 3 to 8 letters from Webster's Second (1934, public domain), in the order of reasoning-gym's file."""
     packed = resources.files("psigrad.language.data").joinpath("words.txt.xz").read_bytes()
     return tuple(lzma.decompress(packed).decode().split("\n"))
 
 
 def spells(name: str, settings: dict[str, Any]) -> bool:
-    """Whether `spell_rows` can make this task with these settings; reasoning-gym makes every other one."""
+    """Return True if `spell_rows` can make this task with these settings; reasoning-gym makes all others."""
     if name != TASK or not settings.keys() <= {"min_word_len", "max_word_len"}:
         return False
-    shortest, longest = settings.get("min_word_len", 3), settings.get("max_word_len", 10)  # its defaults
+    shortest, longest = settings.get("min_word_len", 3), settings.get("max_word_len", 10)  # reasoning-gym's defaults
     return bool(SHORTEST <= shortest <= longest <= LONGEST)
 
 
 def spell_rows(size: int, seed: int, *, min_word_len: int = SHORTEST, max_word_len: int) -> list[dict[str, Any]]:
-    """`size` rows of words between these lengths; row i depends on `seed` + i only."""
+    """Return `size` rows of words between these lengths; row i depends on `seed` + i only."""
     known, found = [word for word in words() if min_word_len <= len(word) <= max_word_len], []
     lengths = {"difficulty": {"word_len": (min_word_len, max_word_len)}}
     for i in range(size):
@@ -46,7 +48,10 @@ def spell_rows(size: int, seed: int, *, min_word_len: int = SHORTEST, max_word_l
 
 
 def score_spelling(text: str, entry: dict[str, Any]) -> float:
-    """1 for the answer in any case of letters, else the share of its places that hold its letter; 0.8 for it with more behind."""
+    """Return 1 for the answer in any letter case, otherwise the share of correct letters by position.
+
+    The answer followed by more text gives 0.8.
+    """
     said, answer, share = text.lower(), entry["answer"].lower(), 0.0
     if said == answer:
         return 1.0
@@ -56,7 +61,10 @@ def score_spelling(text: str, entry: dict[str, Any]) -> float:
 
 
 def library() -> Any:
-    """reasoning-gym. Raises `UserError` where it is not installed: a part of it is compiled when it is."""
+    """Return the module reasoning_gym.
+
+    Raise `UserError` if it is not installed: installing it compiles a part of it.
+    """
     try:
         import reasoning_gym
     except ImportError as error:
@@ -68,7 +76,7 @@ def library() -> Any:
 
 
 def task_names() -> list[str]:
-    """The names of its tasks."""
+    """Return the names of reasoning-gym's tasks."""
     library()
     from reasoning_gym.factory import DATASETS
 
@@ -76,8 +84,9 @@ def task_names() -> list[str]:
 
 
 def generate(name: str, size: int, seed: int, **settings: Any) -> list[dict[str, Any]]:
-    """`size` rows of a reasoning-gym task: `prompt`, `answer`, `task` and `metadata`, ready for the `reasoning_gym` reward.
+    """Return `size` rows of a reasoning-gym task: `prompt`, `answer`, `task` and `metadata`.
 
+    The rows fit the `reasoning_gym` reward.
     Row i depends on (seed, i) only.
     """
     if spells(name, settings):
@@ -92,10 +101,10 @@ def generate(name: str, size: int, seed: int, **settings: Any) -> list[dict[str,
 
 
 def distinct(name: str, size: int, seed: int, **settings: Any) -> list[dict[str, Any]]:
-    """`size` rows with different prompts, so that no held-out prompt is ever trained on.
+    """Return `size` rows with different prompts, so that no held-out prompt is ever trained on.
 
-    They come in a random order that depends on `seed`. In the order of their drawing the last ones would be the prompts that a
-    task rarely makes, and no split would be fair. Raises `UserError` where a task has too few.
+    They are in a random order that depends on `seed`. In the order of drawing, the last rows would be the prompts that a task
+    rarely makes, and no split would be fair. Raise `UserError` if a task has too few prompts.
     """
     rows: dict[str, dict[str, Any]] = {}
     drawn = 0
@@ -112,9 +121,9 @@ def distinct(name: str, size: int, seed: int, **settings: Any) -> list[dict[str,
 
 
 def rows_by_name(text: str) -> list[dict[str, Any]]:
-    """The rows of "task:NAME" or "task:NAME,size=2000,max_value=60": different prompts in a random order.
+    """Return the rows of "task:NAME" or "task:NAME,size=2000,max_value=60": different prompts in a random order.
 
-    `size` (1,000) and `seed` (0) are ours, all others the task's own settings. Raises `UserError` for what the task has not.
+    `size` (1,000) and `seed` (0) are psigrad's, all others the task's own settings. Raise `UserError` for unknown settings.
     """
     name, *settings = text.removeprefix("task:").split(",")
     given: dict[str, Any] = {"size": 1000, "seed": 0}
@@ -146,9 +155,9 @@ def _number(text: str) -> int | float | bool | str:
 def demonstrations(
     rows: Sequence[dict[str, Any]], wrong_share: float, mistake: Callable[[str, random.Random], str], seed: int
 ) -> list[dict[str, Any]]:
-    """Prompt-completion rows of which a share is wrong: `mistake(answer, rng)` writes what a careless demonstrator would.
+    """Return prompt-completion rows with a share of wrong answers: `mistake(answer, rng)` writes a careless answer.
 
-    Which rows are wrong depends on (seed, index) only. The column `right` tells them apart; training never reads it.
+    The choice of wrong rows depends on (seed, index) only. The column `right` marks them; training never reads it.
     """
     shown = []
     for i, row in enumerate(rows):
@@ -162,5 +171,5 @@ def demonstrations(
 
 
 def swap_ending(answer: str, rng: random.Random) -> str:
-    """The last two characters in the wrong order: what stands at the other end of a word spelt backward is forgotten first."""
+    """Swap the last two characters: in a word spelt backward, its last letters are forgotten first."""
     return answer[:-2] + answer[:-3:-1]

@@ -1,7 +1,7 @@
-"""From rows to token ids and loss masks, and back to text for people and verifiers.
+"""Encoding rows as token ids and loss masks, and decoding tokens to text for readers and verifiers.
 
-Text is encoded here, once; what was encoded or sampled stays as ids (contract 1). The context in which a turn is trained is,
-token for token, the one in which it would be sampled: tokens never merge across the start of an assistant's turn.
+Text is encoded here, once; ids of encoded or sampled text are never encoded again (contract 1). The context in which a turn is
+trained equals, token for token, the one in which it would be sampled: tokens never merge across the start of an assistant's turn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Piece = tuple[str, str, bool]
-"""What stands before a text and bears on its tokens, the text, and whether it is trained."""
+"""A text that is encoded alone: (the text before it that affects its tokens, the text, True if it is trained)."""
 CHATML = """\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\\n' -}}
@@ -42,12 +42,12 @@ of a turn, and no token needs to be added.
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[int]:
-    """The token ids that a completion of this row continues.
+    """Return the token ids that a completion of this row continues.
 
-    Plain: the tokenizer's encoding with its default special tokens. Conversational: the chat template with the generation
-    prompt, and the row's `tools` (list, or JSON text of one) and `chat_template_kwargs` if it has these columns, as TRL does. An
-    assistant's turn at the end is the beginning of the answer (prefill): its text follows the generation prompt. Raises
-    `RowError` where the template leaves something of the prompt out, and where no token is left.
+    Plain: the tokenizer's encoding with its default special tokens. Conversational: the chat template with the generation prompt.
+    It gets the row's `tools` (list, or JSON text of one) and `chat_template_kwargs` if it has these columns, as in TRL. A last
+    assistant's turn is the beginning of the answer (prefill): its text follows the generation prompt. Raise `RowError` if the
+    template leaves out a part of the prompt, and if there are no tokens.
     """
     if row.prompt is None:
         raise UserError(f"{row.source} has no prompt; a row of the form prompt-only or prompt-completion was expected.")
@@ -69,16 +69,17 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[int]:
 
 
 def examples(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0, *, empty_thinking: bool = False) -> list[Example]:
-    """Ids and loss masks of one row for supervised fine-tuning, each cut at `max_length` tokens (0: never).
+    """Return ids and loss masks of one row for supervised fine-tuning, each cut at `max_length` tokens (0: never).
 
     - plain prompt-completion: prompt, completion, EOS; loss on the completion and its EOS;
     - plain text: text, EOS; loss on all but the first token;
     - conversational prompt-completion: loss on the assistant turns of the completion;
     - messages: loss on every assistant turn whose `weight` (`train`, `loss_mask`) is not 0.
 
-    An assistant turn is its content and the token that ends it, not the line break that a template writes behind. A conversation
-    whose template rewrites the past is several examples: each turn in the context in which it is sampled. Raises `RowError` for
-    a turn without such a context, one that ends with no special token, and one of which the template leaves something out.
+    An assistant turn is its content and the token that ends it, not the line break that a template writes after it. If the
+    template rewrites earlier turns, a conversation gives several examples: each turn in the context in which it is sampled. Raise
+    `RowError` for a turn without such a context, and for one that does not end with a special token. Raise it also for a turn of
+    which the template leaves out a part.
     """
     if isinstance(row.completion, str):
         made = [_plain(tokenizer, row, row.completion)]
@@ -97,15 +98,17 @@ def examples(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0, 
 
 
 def encode_ahead(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, empty_thinking: bool = False) -> None:
-    """Render the conversations among `rows`, and encode in one call what `examples` will ask for of them, where the tokenizer is
-    `fixed`: what it needs leaves the processor's caches while a template runs.
+    """Render the conversations among `rows`, and encode in one call the texts that `examples` will need.
+
+    This requires a `fixed` tokenizer. One call is faster: running a template evicts the encoder's data from the processor's
+    caches.
     """
     known, texts = dialect.specials_of(tokenizer), dict[str, None]()
     if known.begun is None or known.cuts is None or not _is_plain(known.backend):
         return
     for row in rows:
         if row.messages or isinstance(row.completion, list):
-            with contextlib.suppress(UserError):  # it is raised again when the row's turn comes
+            with contextlib.suppress(UserError):  # the error is raised again when the row is encoded
                 known.talks[id(row)] = found = _rendered(tokenizer, row, empty_thinking)
                 texts.update((_encodable(before + text), None) for pieces in found[1] for before, text, _ in pieces)
     made = known.backend.encode_batch_fast([*texts], add_special_tokens=False)
@@ -113,7 +116,7 @@ def encode_ahead(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, emp
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, row: Row, empty_thinking: bool) -> tuple[Talk, list[list[Piece]]]:
-    """A conversation and the pieces of its contexts, those made ahead if they are there."""
+    """Return a conversation and the pieces of its contexts, taken from the prepared ones if present."""
     made: tuple[Talk, list[list[Piece]]] | None = dialect.specials_of(tokenizer).talks.pop(id(row), None)
     if made is None or made[0].row is not row:
         talk = Talk(tokenizer, row)
@@ -123,15 +126,15 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, row: Row, empty_thinking: bool
 
 
 def example(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0) -> Example:
-    """The one example of a row (`examples`); of several the last, whose context is the whole conversation as it is then read."""
+    """Return the last example of a row (`examples`). Its context is the whole conversation as read at that turn."""
     return examples(tokenizer, row, max_length)[-1]
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, row: Row | None = None) -> tuple[int, ...]:
-    """The tokens that end an assistant's turn in the chat template; a sampler must stop at them, and they are not always the EOS.
+    """Return the tokens that end an assistant's turn in the chat template.
 
-    A turn that calls a tool may have an end of its own, which counts where the row offers tools. The EOS where the template shows
-    no end.
+    A sampler must stop at them, and they are not always the EOS. A turn that calls a tool may end with its own token, which is
+    included if the row offers tools. Return the EOS if the template has no end of turn.
     """
     return _stops_of(Talk(tokenizer, row or Row("a test conversation")))
 
@@ -142,7 +145,7 @@ def _stops_of(talk: Talk) -> tuple[int, ...]:
 
 
 def said_otherwise(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[str]:
-    """What of a row its chat template has no words for, and how it is said instead."""
+    """Return notes on the features of a row that its chat template lacks, and the replacement of each."""
     prompt = row.prompt if isinstance(row.prompt, list) else []
     messages = row.messages or [*prompt, *(row.completion if isinstance(row.completion, list) else [])]
     if not messages:
@@ -152,10 +155,9 @@ def said_otherwise(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[str]:
 
 
 def observation_ids(tokenizer: PreTrainedTokenizerBase, row: Row, observation: str | list[Message]) -> list[int]:
-    """What an environment's answer adds behind an assistant's turn that has ended: tokens of it, up to the next turn's start.
+    """Return the tokens of an environment's answer after a completed assistant's turn, up to the start of the next turn.
 
-    Plain: the text. Conversational: what the chat template writes between the end of an assistant's turn and the generation
-    prompt.
+    Plain: the text. Conversational: the chat template's text between the end of an assistant's turn and the generation prompt.
     """
     if isinstance(row.prompt, str):
         text = observation if isinstance(observation, str) else "\n".join(str(m.get("content", "")) for m in observation)
@@ -167,7 +169,10 @@ def observation_ids(tokenizer: PreTrainedTokenizerBase, row: Row, observation: s
 
 @dataclass(frozen=True)
 class Reading:
-    """What the policy reads before a turn: its `text`, and the `ids` behind what it has read, or, `anew`, all of them."""
+    """The input of the policy before a turn: its `text` and `ids`.
+
+    `ids` are the tokens after the previous input, or all tokens if `anew`.
+    """
 
     text: str
     ids: list[int]
@@ -175,11 +180,11 @@ class Reading:
 
 
 def read_on(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], known: str) -> Reading:
-    """What the policy reads when it goes on with a conversation of which it has `known`.
+    """Return the input of the policy for the next turn of a conversation, given the text `known` so far.
 
-    It is what the chat template renders for sampling, as a server would of the messages. Where that goes on from what is known,
-    tokens stay as they were sampled; a template that rewrites the past (Qwen3 drops what was thought) is read anew. Raises
-    `UserError` where the template cannot say them.
+    The text is the chat template's rendering for sampling, as a server would render the messages. If it extends the known text,
+    earlier tokens stay as sampled. If the template rewrites earlier turns (Qwen3 drops thoughts), the whole text is encoded.
+    Raise `UserError` if the template cannot render the messages.
     """
     text = Talk(tokenizer, row).prompt(messages)
     if text.startswith(known):
@@ -188,16 +193,16 @@ def read_on(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message
 
 
 def words_of(tokenizer: PreTrainedTokenizerBase, before: int, ids: Iterable[int]) -> str:
-    """The text of tokens behind the token `before`, special tokens included."""
+    """Return the text of tokens that follow the token `before`, with special tokens."""
     kept, whole = (tokenizer.decode(some, clean_up_tokenization_spaces=False) for some in ([before], [before, *ids]))
     return str(whole)[len(kept) :]
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
-    """Text for people, rewards and tools. It is never encoded again.
+    """Return text for readers, rewards and tools. It is never encoded again.
 
-    The tokenizer's named tokens (BOS, EOS, padding, …) and the end of a turn are left out. Other special tokens are the policy's
-    words, as <think>, <answer> and <tool_call> are in some vocabularies, and stay.
+    The tokenizer's named tokens (BOS, EOS, padding, …) and the end of a turn are dropped. Other special tokens are the policy's
+    words and stay, such as <think>, <answer> and <tool_call> in some vocabularies.
     """
     hidden = _unsaid_ids(tokenizer, str(tokenizer.chat_template), *tokenizer.special_tokens_map.values())
     text = tokenizer.decode([i for i in ids if i not in hidden], skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -205,14 +210,20 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
 
 
 def opened_thought(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> str:
-    """The tag of a thought that a prompt ends in, as <think> before every answer of DeepSeek-R1; empty where there is none."""
+    """Return the tag of an open thought at the end of a prompt; empty if there is none.
+
+    DeepSeek-R1's template, for example, writes <think> before every answer.
+    """
     found = OPEN.search(str(tokenizer.decode([*prompt_ids[-16:]], clean_up_tokenization_spaces=False)))
     return found.group() if found else ""
 
 
 @functools.lru_cache(maxsize=8)
 def _unsaid_ids(tokenizer: PreTrainedTokenizerBase, template: str, *named: str) -> frozenset[int]:
-    """`template` and `named` are the tokenizer's own; a cache that did not know them would outlive a change of theirs."""
+    """Return the ids that `decode` drops.
+
+    `template` and `named` belong to the cache key, so that a change of them takes effect.
+    """
     ids = {tokenizer.convert_tokens_to_ids(token) for token in named}
     with contextlib.suppress(UserError):  # no template, or one that does not end turns
         talk = Talk(tokenizer, Row("a test conversation"))
@@ -222,17 +233,17 @@ def _unsaid_ids(tokenizer: PreTrainedTokenizerBase, template: str, *named: str) 
 
 
 def completion_for_reward(row: Row, text: str) -> str | list[Message]:
-    """A completion as reward functions get it from TRL: text, or one assistant message where the prompt is conversational."""
+    """Return a completion in TRL's form for reward functions: text, or one assistant message for a conversational prompt."""
     return text if isinstance(row.dataset_prompt, str) else [{"role": "assistant", "content": text}]
 
 
 def _encodable(text: str) -> str:
-    r"""Spell out lone surrogates (`\ud800`): they have no UTF-8 form and make tokenizers raise."""
+    r"""Escape lone surrogates (`\ud800`): they have no UTF-8 form and make tokenizers raise."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
-    # verbose=False: `max_length` is our affair, the tokenizer's warning about its model's limit is not.
+    # verbose=False suppresses the tokenizer's warning about its model's limit: psigrad checks `max_length` itself.
     text, known = _encodable(text), dialect.specials_of(tokenizer)
     if special or not _is_plain(known.backend):
         ids = list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
@@ -240,23 +251,23 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = Fa
         ids = ahead.copy()
     else:
         ids = known.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-    # text that was rendered before has its BOS, and the tokenizer puts another before it
+    # Rendered text has a BOS already, and the tokenizer adds a second one.
     check_known(tokenizer, ids)
     doubled = special and tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2
     return ids[1:] if doubled and not text.startswith(2 * str(tokenizer.bos_token)) else ids
 
 
 def _is_plain(backend: Any) -> bool:
-    """Whether a text's tokens are what the tokenizer behind transformers' makes of it, and nothing else."""
+    """Return True if transformers uses the ids of the underlying tokenizer unchanged."""
     return backend is not None and not (backend.truncation or backend.padding or backend.encode_special_tokens)
 
 
 _NONE: list[int] = []
-_BEGUN = 64  # texts behind which others are encoded; nearly always the same few, such as the start of an assistant's turn
+_BEGUN = 64  # The most cached texts before others: nearly always the same few, such as the start of an assistant's turn.
 
 
 def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
-    """The ids of `text` as they are behind `before`, where no token merges across the boundary; else those of `text` alone.
+    """Return the ids of `text` after `before` if no token merges across the boundary, otherwise those of `text` alone.
 
     Encoding `text` alone is not enough: SentencePiece tokenizers put a space before it.
     """
@@ -273,8 +284,9 @@ def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> 
 
 
 def _last_cut(tokenizer: PreTrainedTokenizerBase, before: str) -> str:
-    """What of a text bears on the tokens behind it. Tokenizers cut a text at its added tokens before anything else: what stands
-    before the last one changes nothing.
+    """Return the end of a text that affects the tokens after it.
+
+    Tokenizers split a text at its added tokens first, so the text before the last of these has no effect.
     """
     cuts = dialect.specials_of(tokenizer).cuts
     return before[max((match.start() for match in cuts.finditer(before)), default=0) :] if cuts is not None else before
@@ -287,7 +299,7 @@ def _plain(tokenizer: PreTrainedTokenizerBase, row: Row, completion: str) -> tup
         prompt, ids = [], _encode(tokenizer, completion, special=True)
     else:
         prompt, ids = prompt_ids(tokenizer, row), encode_after(tokenizer, str(row.prompt), completion)
-    # text that was rendered before has its end of turn, with a line break behind it that nobody samples
+    # Rendered text has its end of turn, followed by a line break that no policy samples.
     end = _trim(tokenizer, ids, 0, len(ids))
     if not end or not _ends_text(tokenizer, ids[end - 1]):
         ids, end = [*ids, tokenizer.eos_token_id], len(ids) + 1
@@ -295,7 +307,7 @@ def _plain(tokenizer: PreTrainedTokenizerBase, row: Row, completion: str) -> tup
 
 
 def _ends_text(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
-    """Whether a text has an end of its own: a special token, but not a closing tag, as </answer> is in some vocabularies."""
+    """Return True if a token ends a text: a special token, but not a closing tag, such as </answer> in some vocabularies."""
     is_tag = token != tokenizer.eos_token_id and str(tokenizer.convert_ids_to_tokens(token)).startswith(("</", "[/"))
     return token in dialect.specials_of(tokenizer).ids and not is_tag
 
@@ -316,7 +328,7 @@ def _conversation(talk: Talk, pieces: Sequence[Piece], stops: tuple[int, ...]) -
 
 
 def _pieces(context: Context) -> Iterator[Piece]:
-    """A context in pieces that are encoded one by one."""
+    """Yield the pieces of a context that are encoded one by one."""
     before, at = "", 0
     for start, end in [*context.spans, (len(context.text), len(context.text))]:
         for cut, trained in ((start, False), (end, True)):
@@ -327,12 +339,12 @@ def _pieces(context: Context) -> Iterator[Piece]:
 
 
 def _is_blank(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
-    """Whether a token is white space."""
+    """Return True if a token is white space."""
     return token not in dialect.specials_of(tokenizer).ids and not str(tokenizer.decode([token])).strip()
 
 
 def _trim(tokenizer: PreTrainedTokenizerBase, ids: list[int], first: int, last: int) -> int:
-    """`last` less the white space before it."""
+    """Return `last` without the white space before it."""
     while last > first and _is_blank(tokenizer, ids[last - 1]):
         last -= 1
     return last
@@ -341,8 +353,10 @@ def _trim(tokenizer: PreTrainedTokenizerBase, ids: list[int], first: int, last: 
 def _end_of_turn(
     tokenizer: PreTrainedTokenizerBase, row: Row, ids: list[int], first: int, last: int, turn: int, stops: tuple[int, ...]
 ) -> int:
-    """One past the special token that ends a turn: in the span, or just behind it if a template leaves it out (trl#5988). What a
-    template writes behind it at the very end (Phi-3: the EOS) nobody samples.
+    """Return one past the special token that ends a turn, in the span or just after it.
+
+    It follows the span if a template puts it outside its generation block (trl#5988). A token that the template writes after it
+    at the very end (Phi-3: the EOS) is never sampled.
     """
     special = dialect.specials_of(tokenizer).ids
     inner = outer = _trim(tokenizer, ids, first, last)

@@ -1,4 +1,4 @@
-"""Rewards: TRL's signature, typed results, and the processes that run them. Imports no torch, so that workers start at once."""
+"""Rewards: TRL's signature, typed results, and the processes that run them. Import no torch, so that workers start fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""Answers by a letter; and well-known benchmarks: the question as their harness puts it, behind worked examples, and its answer.
+r"""Multiple-choice answers, and well-known benchmarks: prompts in the form of their harness, with worked examples and answers.
 
 gsm8k: `question`, `answer` ("… #### 72"). math: `problem`, `solution` (with a \boxed{…}), perhaps `answer`. mmlu: `question`,
 `choices` (or the columns A, B, C, D), `answer` (the number of a choice from 0, or its letter), perhaps `subject`.
@@ -27,26 +27,26 @@ _FIRST = re.compile(r"\W*([A-Za-z])\b(?!['’])")
 
 @dataclass(frozen=True)
 class Choice:
-    r"""1 where the letter that the completion chooses is the column `answer`, or in the list there: letters, or numbers of
-    choices from 0; else 0.
+    r"""A reward of 1 if the completion chooses an accepted letter, otherwise 0.
 
-    That is the letter that is the first line, else the last letter in a \boxed{…} or behind "answer is", "choice" or "option",
-    else the one that the completion begins with. None where the answer is empty.
+    The column `answer` holds one or a list: letters, or numbers of choices from 0. The chosen letter is the first line if that is
+    a letter. Otherwise it is the last letter in a \boxed{…} or after "answer is", "choice" or "option". Otherwise it is the
+    letter that the completion begins with. The reward is None if the answer is empty.
     """
 
     def __call__(self, completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
-        """1.0, 0.0 or None for each completion."""
+        """Return 1.0, 0.0 or None for each completion."""
         golds = [[letter_of(one) for one in accepted(a)] for a in answer]
         return [float(read_choice(text_of(c)) in own) if own else None for c, own in zip(completions, golds, strict=True)]
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raises `UserError` for an answer that is no choice."""
+        """Raise `UserError` for an answer that is not a choice."""
         for gold in accepted(row.get("answer")):
             letter_of(gold)
 
 
 def letter_of(answer: Any) -> str:
-    """A choice as its letter: 2 is C, "c" and "(C)" too. Raises `UserError` for what is none."""
+    """Return a choice as its letter: 2 is C, "c" and "(C)" too. Raise `UserError` for anything else."""
     if letter := _letter(answer):
         return letter
     raise UserError(f"the answer {str(answer)[:60]!r} is neither a letter nor the number of a choice from 0")
@@ -60,7 +60,7 @@ def _letter(answer: Any) -> str:
 
 
 def read_choice(text: str) -> str:
-    """The letter that a completion chooses; empty where it chooses none."""
+    """Return the letter that a completion chooses; empty if it chooses none."""
     text = without_emphasis(text)
     if alone := _ALONE.match(text):
         return alone[1].upper()
@@ -71,9 +71,7 @@ def read_choice(text: str) -> str:
 
 @dataclass(frozen=True)
 class BenchmarkReward:
-    """What a benchmark's answers are worth by `compare`: the completion up to `stop`, where a base model goes on to the next
-    question.
-    """
+    """A benchmark's reward: `compare` of the completion up to `stop`, after which a base model writes the next question."""
 
     name: str
     compare: Math | Choice
@@ -84,12 +82,12 @@ class BenchmarkReward:
         return self.name
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """1.0, 0.0 or None for each completion."""
+        """Return 1.0, 0.0 or None for each completion."""
         texts = map(text_of, completions)
         return self.compare([text.split(self.stop)[0] if self.stop else text for text in texts], **columns)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raises `UserError` for an answer that cannot be compared."""
+        """Raise `UserError` for an answer that cannot be compared."""
         if blank(row.get("answer")):
             raise UserError("the row has no answer")
         self.compare.check_row(row)
@@ -97,7 +95,7 @@ class BenchmarkReward:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """How a benchmark's rows are asked and answered."""
+    """The format of a benchmark's questions and answers."""
 
     asked: str
     """The column with the question."""
@@ -105,16 +103,16 @@ class Benchmark:
     worked: str
     """The column with an example's answer."""
     stop: str
-    """What a base model goes on with behind its answer, which ends it; empty: nothing."""
+    """The text that a base model writes after its answer, which ends the answer; empty for none."""
     head: str = ""
-    """What stands before everything else, where the row has its columns."""
+    """The text before everything else, if the row has its columns."""
 
     def text(self, columns: Mapping[str, Any]) -> str:
-        """The question as it is asked."""
+        """Return the question in the form of the prompt."""
         return self.template.format(**{name: str(value) for name, value in columns.items()})
 
     def example(self, columns: Mapping[str, Any]) -> str:
-        """The question with its answer, and what parts it from the next."""
+        """Return the question with its answer, and the separator before the next question."""
         return f"{self.text(columns)} {str(columns[self.worked]).strip()}\n\n"
 
 
@@ -128,8 +126,9 @@ BENCHMARKS = {
 
 
 def as_prompts(name: str, rows: Sequence[Row], shots: Sequence[Row]) -> list[Row]:
-    """The rows as prompts behind the examples `shots`, with what is compared in the column `answer`. Raises `RowError` for a row
-    that lacks a column.
+    """Return the rows as prompts after the examples `shots`, with the expected answer in the column `answer`.
+
+    Raise `RowError` for a row that lacks a column.
     """
     benchmark = BENCHMARKS[name]
     examples = "".join(benchmark.example(_columns(name, shot)) for shot in shots)
@@ -145,7 +144,7 @@ def as_prompts(name: str, rows: Sequence[Row], shots: Sequence[Row]) -> list[Row
 
 
 def letters_of(columns: Mapping[str, Any]) -> str:
-    """The letters of a row's choices."""
+    """Return the letters of a row's choices."""
     given = columns.get("choices")
     if isinstance(given, list | tuple):
         return _LETTERS[: len(given)]

@@ -1,4 +1,4 @@
-"""Rewards that come with psigrad, and wrappers of other libraries'. Each has TRL's signature and names its columns."""
+"""The built-in rewards, and wrappers of other libraries' rewards. Each has TRL's signature and names its columns."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from psigrad.language.rollout.scoring import Failure, text_of, transcript_of
 
 @dataclass(frozen=True)
 class Exact:
-    """1 where the completion is an accepted answer of the column `answer`, which holds one or a list; else 0.
+    """A reward of 1 if the completion equals an accepted answer in the column `answer`, one or a list; otherwise 0.
 
-    White space at both ends does not count, nor how Unicode writes a letter or a space (NFC, no-break spaces). A number may have
-    an exponent or plain decimals. None where there is no answer.
+    Ignore white space at both ends, and Unicode variants of a letter or a space (NFC, no-break spaces). A number may have an
+    exponent or plain decimals. The reward is None if there is no answer.
     """
 
     __name__ = "exact"
     quick_check = True
 
     def __call__(self, completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
-        """1.0, 0.0 or None for each completion."""
+        """Return 1.0, 0.0 or None for each completion."""
         golds = [spellings(one) for one in answer]
         return [float(normalise(text_of(c)) in ways) if ways else None for c, ways in zip(completions, golds, strict=True)]
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raises `UserError` for an answer that cannot be compared."""
+        """Raise `UserError` for an answer that cannot be compared."""
         accepted(row.get("answer"))
 
 
@@ -52,9 +52,11 @@ exact, math = Exact(), Math()
 
 @dataclass(frozen=True)
 class Format:
-    """1 where the whole completion matches `pattern`: by default one block of reasoning in <think>, then one answer in <answer>,
-    with none of these tags inside, and nothing around them but white space. Where the prompt ends with <think>, as some chat
-    templates open each answer, that one is read before the completion.
+    """A reward of 1 if the whole completion matches `pattern`, otherwise 0.
+
+    The default pattern is one block of reasoning in <think>, then one answer in <answer>. None of these tags may occur inside,
+    and only white space around them. If the prompt ends with <think>, which some chat templates write before each answer, that
+    tag is put before the completion.
     """
 
     pattern: str = _THOUGHT_AND_ANSWER
@@ -66,7 +68,7 @@ class Format:
             raise UserError(f"format: pattern {self.pattern!r} is not a regular expression ({error}).") from error
 
     def __call__(self, completions: Sequence[Any], opened_thoughts: Sequence[str] = (), **columns: Any) -> list[float]:
-        """1.0 or 0.0 for each completion."""
+        """Return 1.0 or 0.0 for each completion."""
         begun = opened_thoughts if opened_thoughts and self.pattern == _THOUGHT_AND_ANSWER else [""] * len(completions)
         texts = [tag + text_of(c) for tag, c in zip(begun, completions, strict=True)]
         return [float(re.fullmatch(self.pattern, text, re.DOTALL) is not None) for text in texts]
@@ -75,11 +77,10 @@ class Format:
 def reasoning_gym(
     completions: Sequence[Any], task: Sequence[str], metadata: Sequence[Any], answer: Sequence[Any] = (), **columns: Any
 ) -> list[float | Failure | None]:
-    """The score of the reasoning-gym task named in the column `task`, for rows made by `psigrad.language.data.tasks`; None where
-    a row has no task.
+    """Return the scores of the reasoning-gym task named in the column `task`, for rows of `psigrad.language.data.tasks`.
 
-    Some of its scorers (prime_factorization's, boxnet's, game_of_life's) raise on text that they cannot read. One that reads
-    its own answer is sound, so the completion is at fault: a `Failure`.
+    The score is None if a row has no task. Some of its scorers (prime_factorization's, boxnet's, game_of_life's) raise on text
+    that they cannot parse. If such a scorer accepts its own answer, the completion is at fault: a `Failure`.
     """
     entries = [{"question": "", "answer": a, "metadata": m} for a, m in zip(answer or [None] * len(task), metadata, strict=True)]
     return [
@@ -92,13 +93,13 @@ def _reasoning_gym(task: str, scorer: Callable[..., float], text: str, entry: di
     try:
         return float(scorer(text, entry))
     except Exception as error:
-        scorer(entry["answer"], entry)  # raises where the row is at fault, which is ours
+        scorer(entry["answer"], entry)  # raises if the row is at fault
         return Failure(f"the scorer of {task} cannot read it ({type(error).__name__})")
 
 
 @cache
 def _scorer(task: str) -> Callable[..., float]:
-    """reasoning-gym builds a whole dataset to get at its scorer, which takes a tenth of a second; once is enough."""
+    """Return the scorer of a task, cached: reasoning-gym builds a whole dataset for it, which takes a tenth of a second."""
     if task == tasks.TASK:
         return tasks.score_spelling
     scorer: Callable[..., float] = tasks.library().get_score_answer_fn(task)
@@ -107,14 +108,15 @@ def _scorer(task: str) -> Callable[..., float]:
 
 @dataclass(frozen=True)
 class Similarity(Exact):
-    """1 − edits / length: how near the completion is to the nearest accepted answer of the column `answer`. Edits are
-    Levenshtein's (1966), the length is the longer text's. None where there is no answer.
+    """A reward of 1 − edits / length: the similarity to the nearest accepted answer of the column `answer`.
+
+    Edits are Levenshtein's (1966), and the length is the longer text's. The reward is None if there is no answer.
     """
 
     __name__ = "similarity"
 
     def __call__(self, completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
-        """A share from 0 to 1, or None, for each completion."""
+        """Return a share from 0 to 1, or None, for each completion."""
         texts, golds = [normalise(text_of(c)) for c in completions], [spellings(one) for one in answer]
         return [max((_alike(text, way) for way in ways), default=None) for text, ways in zip(texts, golds, strict=True)]
 
@@ -127,8 +129,10 @@ def _alike(a: str, b: str) -> float:
 
 
 def _edits(a: str, b: str) -> int:
-    """Levenshtein's distance, a column of his table in two whole numbers: bit i says that cell i is one more, or one less, than
-    the cell above. So two texts of a policy's greatest length take a part of a second. Source: Myers 1999, Hyyrö 2003.
+    """Return Levenshtein's distance.
+
+    A column of his table is encoded in two integers: bit i is set if cell i is one more, or one less, than the cell above. Two
+    texts of a policy's greatest length thus take a fraction of a second. Source: Myers 1999, Hyyrö 2003.
     """
     places: dict[str, int] = {}
     for i, letter in enumerate(b):
@@ -148,7 +152,7 @@ def _edits(a: str, b: str) -> int:
 
 @dataclass(frozen=True)
 class Length:
-    """-penalty · tokens / max_completion_length: a plain cost of length, 0 for an empty completion."""
+    """A reward of -penalty · tokens / max_completion_length: a linear cost of length, 0 for an empty completion."""
 
     max_completion_length: int = 256
     penalty: float = 1.0
@@ -158,7 +162,7 @@ class Length:
             raise UserError(f"length: max_completion_length is {self.max_completion_length}; it must be above 0.")
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
-        """One cost per completion, from 0 down to `-penalty` at the longest allowed length."""
+        """Return one cost per completion, from 0 down to `-penalty` at the longest allowed length."""
         return [0.0 - self.penalty * len(ids) / self.max_completion_length for ids in completion_ids]
 
 
@@ -181,7 +185,7 @@ class SoftOverlong:
             )
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
-        """One cost per completion, from 0 down to -1, by its length in tokens."""
+        """Return one cost per completion, from 0 down to -1, by its length in tokens."""
         free = self.max_completion_length - self.soft_punish_cache
         return [max(-1.0, min(0.0, (free - len(ids)) / self.soft_punish_cache)) for ids in completion_ids]
 
@@ -190,15 +194,15 @@ class SoftOverlong:
 class Verl:
     """A verl reward: `compute_score(data_source, solution_str, ground_truth, extra_info)` -> number or {"score": number, …}.
 
-    Reads verl's columns: `data_source`, `reward_model` ({"ground_truth": …}; or a column `ground_truth`) and `extra_info`.
+    It reads verl's columns: `data_source`, `reward_model` ({"ground_truth": …}; or a column `ground_truth`) and `extra_info`.
     """
 
     function: str = ""
     whole_conversation: bool = False
-    """Whether `solution_str` is all that was said, tools and environment too, in place of what the policy said last."""
+    """True if `solution_str` is the whole transcript, tools and environment included, instead of the policy's last turn."""
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """One score per completion, from verl's columns."""
+        """Return one score per completion, from verl's columns."""
         compute = _import_wrapped("verl", self.function)
         count = len(completions)
         sources, extras = (columns.get(name) or [None] * count for name in ("data_source", "extra_info"))
@@ -222,7 +226,7 @@ class Verifiers:
     whole_conversation: bool = True
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """One score per completion."""
+        """Return one score per completion."""
         rubric = _import_wrapped("verifiers", self.function)
         wanted = inspect.signature(rubric).parameters
         scores: list[float | None] = []
@@ -236,14 +240,14 @@ class Verifiers:
 
 @cache
 def _import_wrapped(kind: str, function: str) -> Callable[..., Any]:
-    """The function that an adapter wraps."""
+    """Return the function that an adapter wraps."""
     if not function:
         raise UserError(f"The reward {kind!r} wraps a function; write it as {{reward: {kind}, function: module:name}}.")
     found: Callable[..., Any] = imported_callable(function, "reward")
     return found
 
 
-# Those of psigrad_extras/judges/ are loaded when they are asked for.
+# The rewards of psigrad_extras/judges/, which are imported on first use.
 BESIDE = ("rubric", "ranking", "ifeval")
 NAMES: dict[str, Callable[..., Any] | None] = {
     "exact": exact,
@@ -263,6 +267,6 @@ NAMES: dict[str, Callable[..., Any] | None] = {
 
 
 def find_reward(name: str) -> Callable[..., Any]:
-    """The reward of one of `NAMES`."""
+    """Return the reward of one of `NAMES`."""
     found: Callable[..., Any] = NAMES[name] or extras.load("judges").NAMES[name]
     return found

@@ -1,4 +1,4 @@
-"""Programs judged by tests, in a sandbox that never sees what the tests expect."""
+"""Programs judged by tests, in a sandbox that never receives the expected values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from psigrad.language.rollout.scoring import text_of
 from psigrad.processes.sandbox import Executor, Limits, Program, ProgramOutcome, executor_for
 from psigrad.processes.sandbox.executor import MissingValue
 
-# A block that was never closed goes to the end.
+# A block without a closing fence extends to the end.
 _FENCE = re.compile(
     r"^[ \t]*(?P<fence>`{3,}(?!`)|~{3,}(?!~))[ \t]*(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)(?:^[ \t]*(?P=fence)[ \t]*$|\Z)",
     re.DOTALL | re.MULTILINE,
@@ -26,15 +26,15 @@ _FENCE = re.compile(
 _DECIMAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _GAP = re.compile(r"\s+")
 _PYTHON = ("python", "python3", "py")
-# What values of the wrong kind may raise where they are judged.
+# Errors that judging a value of the wrong type may raise.
 _WRONG = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 
 
 class Wrong(float):
-    """The reward 0 of a program that is wrong, and what it did."""
+    """The reward 0 of a wrong program, and the reason."""
 
     def __new__(cls, reason: str) -> Wrong:
-        """0, with the reason."""
+        """Return 0, with the reason."""
         made = super().__new__(cls, 0.0)
         made.reason = reason
         return made
@@ -44,30 +44,30 @@ class Wrong(float):
 
 @dataclass(frozen=True)
 class Code:
-    """1 where the completion's Python program passes every test of its row, else 0: a `Wrong`, whose `reason` says how.
+    """A reward of 1 if the completion's Python program passes every test of its row, otherwise 0: a `Wrong` with a `reason`.
 
-    The program is the last fenced block (of Python, where one says so), or the whole completion without one. Tests stand in one
-    of `code_rows.COLUMNS`; see there for their forms. The first test that fails ends it. With `partial` the reward is the share
-    of tests that pass. Trouble of the sandbox itself leaves a completion unscored.
+    The program is the last fenced block (a Python block if there is one), or the whole completion without a block. One of
+    `code_rows.COLUMNS` holds the tests; that module lists their forms. The first failed test ends the run. With `partial`, the
+    reward is the share of tests that pass. If the sandbox itself fails, the completion has no score.
     """
 
     partial: bool = False
     seconds: float = 2.0
-    """CPU time of each test, rounded up to whole seconds; by the clock, five times as much."""
+    """CPU time of each test, rounded up to whole seconds. The wall-clock limit is five times as much."""
     memory_mb: int = 512
     """Memory of one run."""
     output_kb: int = 1024
-    """What one run may print; more where its test expects more."""
+    """The output limit of one run; higher if its test expects more."""
     tolerance: float = 1e-6
-    """Difference at which two printed decimal numbers are the same: of the larger one, or of 1."""
+    """The difference at which two printed decimal numbers are equal, relative to the larger one or to 1."""
     packages: bool = False
-    """Whether programs may import the packages of your own environment, such as numpy."""
+    """True if programs may import the packages of your own environment, such as numpy."""
     service: str = ""
-    """URL of a sandbox service to ask instead of this machine; see `psigrad_extras.connect.remote_sandbox`."""
+    """URL of a sandbox service to use instead of this machine; see `psigrad_extras.connect.remote_sandbox`."""
     service_token_variable: str = ""
     """Environment variable with the service's token, which `worker_env` must name too."""
     allow_unsafe_code: bool = False
-    """Run programs without a sandbox where the machine has none: they can then do whatever you can."""
+    """Run programs without a sandbox if the machine has none: they then have all your permissions."""
 
     def __post_init__(self) -> None:
         if not self.seconds > 0 or not self.memory_mb > 0 or not self.output_kb > 0:
@@ -76,7 +76,7 @@ class Code:
             )
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
-        """One reward per completion; of a wrong program a `Wrong`."""
+        """Return one reward per completion; for a wrong program a `Wrong`."""
         token = os.environ[self.service_token_variable] if self.service_token_variable else ""
         executor = _executor(self.service, token, self.allow_unsafe_code)
         judged = []
@@ -85,7 +85,7 @@ class Code:
             prompt = columns["prompts"][i] if "prompts" in columns else ""
             source = whole_program(text_of(completion), prompt, str(row.get("entry_point") or ""))
             judged.append(_Judged(source, read_tests(row), self))
-        # all that are still right have their next run together: what is wrong runs no more
+        # Start the next run of all remaining programs together; wrong programs have no further runs.
         while left := [one for one in judged if one.runs]:
             room = max(self.output_kb, *(2 * one.runs[0].expected >> 10 for one in left))
             limits = Limits(seconds=self.seconds, memory_mb=self.memory_mb, output_kb=room, packages=self.packages)
@@ -94,7 +94,7 @@ class Code:
         return [one.reward for one in judged]
 
     def check_row(self, row: dict[str, Any]) -> None:
-        """Raises `UserError` for a row whose tests cannot be judged."""
+        """Raise `UserError` for a row whose tests cannot be judged."""
         read_tests(row)
 
 
@@ -104,7 +104,7 @@ def _executor(service: str, token: str, allow_unsafe_code: bool) -> Executor:
 
 
 def program_of(text: str) -> str:
-    """The program in a completion: its last fenced block of Python, else its last fenced block, else all of it."""
+    """Return the program in a completion: its last block of Python, otherwise its last fenced block, otherwise all of it."""
     blocks = list(_FENCE.finditer(text))
     python = [block for block in blocks if block["language"].lower() in _PYTHON]
     chosen = (python or blocks)[-1:]
@@ -112,14 +112,14 @@ def program_of(text: str) -> str:
 
 
 def whole_program(text: str, prompt: Any, entry: str) -> str:
-    """The program in a completion, which may go on with what the prompt began, as HumanEval's: the function `entry`."""
+    """Return the program in a completion, which may continue the prompt's function `entry`, as in HumanEval."""
     program = program_of(text)
     if not entry or not isinstance(prompt, str) or f"def {entry}" not in prompt:
         return program
     begun = program_of(prompt)
     if program[:1] in (" ", "\t"):
         return begun + program
-    # what the prompt defines beside the function is the program's too
+    # the program may use the prompt's other definitions
     return f"{begun}\n\n{program}" if _is_python(begun) else program
 
 
@@ -133,7 +133,7 @@ def _is_python(text: str) -> bool:
 
 @dataclass(frozen=True)
 class _Run:
-    """One start of a program, and what it is asked there."""
+    """One start of a program, and the tests of that run."""
 
     program: Program
     printed: Printed | None = None
@@ -141,12 +141,12 @@ class _Run:
 
     @property
     def expected(self) -> int:
-        """Characters that it must print."""
+        """The number of characters that it must print."""
         return len(self.printed.expected) if self.printed else 0
 
 
 class _Judged:
-    """A program on its way through its tests."""
+    """A program and the state of its tests."""
 
     def __init__(self, source: str, tests: RowTests, settings: Code) -> None:
         self._settings, self._count = settings, len(tests.checks)
@@ -160,7 +160,7 @@ class _Judged:
             self.runs.append(_Run(Program(f"{source}\n{tests.setup}\n", "", expressions, until), None, evaluated))
 
     def hear(self, outcome: ProgramOutcome) -> None:
-        """The outcome of the first of its runs."""
+        """Record the outcome of the first of its remaining runs."""
         run = self.runs.pop(0)
         if run.printed:
             wrong = same_output(outcome.stdout, run.printed.expected, self._settings.tolerance)
@@ -173,7 +173,7 @@ class _Judged:
 
     @property
     def reward(self) -> float:
-        """1, or what it is worth."""
+        """The reward: 1, a share of passed tests, or a `Wrong`."""
         number, fault = next(((i, fault) for i, fault in enumerate(self._faults) if fault), (0, ""))
         if not fault:
             return 1.0
@@ -182,7 +182,7 @@ class _Judged:
 
 
 def _fails_at(checks: Sequence[Evaluated]) -> Callable[[int, Any], bool]:
-    """Whether a test has failed with this value, which is the next of all."""
+    """Return a function that is called with each value in order, and returns True once a test has failed."""
     ends = dict(enumerate(check for check in checks for _ in check.expressions))
     heard: list[Any] = []
 
@@ -208,7 +208,7 @@ def _value_fault(check: Evaluated, values: Sequence[Any], outcome: ProgramOutcom
 
 
 def _trouble(outcome: ProgramOutcome) -> str:
-    """How a program ended, where that is no good end."""
+    """Return the reason why a program ended badly; empty if it ended well."""
     if outcome.status not in ("exited", "stopped"):
         return {"timeout": "it ran out of time", "memory": "it ran out of memory", "output": "it printed too much"}[
             outcome.status
@@ -220,9 +220,10 @@ def _trouble(outcome: ProgramOutcome) -> str:
 
 
 def same_output(found: str, expected: str, tolerance: float = 1e-6) -> bool:
-    """Equal but for white space at the ends of lines and of the text; decimal numbers may differ by the tolerance.
+    """Return True if the outputs are equal.
 
-    A line of numbers alone may space them as it likes; where there are words, or a drawing, spaces count.
+    White space at the ends of lines and of the text is ignored. Decimal numbers may differ by the tolerance. In a line of numbers
+    alone, spacing is free; in a line with words or a drawing, spaces count.
     """
     ours, theirs = ([line.rstrip() for line in text.strip().splitlines()] for text in (found, expected))
     return len(ours) == len(theirs) and all(_same_line(*pair, tolerance) for pair in zip(ours, theirs, strict=True))

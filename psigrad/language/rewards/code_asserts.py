@@ -1,8 +1,8 @@
-"""Tests written as Python, taken apart: calls of the program go into the sandbox, and all around them is judged outside.
+"""Tests written as Python, split in two: calls of the program run in the sandbox, everything else is judged outside.
 
-Of `assert abs(f(3) - 0.5) < 1e-6` only `f(3)` goes in, and comes back as a plain value. A name that is neither Python's nor the
-test's own is the program's. Nothing of a test is executed but expressions whose every part is in the lists below. What cannot be
-taken apart so that no expected value enters is refused.
+For `assert abs(f(3) - 0.5) < 1e-6`, only `f(3)` runs inside, and returns a plain value. A name that is neither Python's nor the
+test's own is the program's. The test itself executes only expressions whose every part is in the lists below. A test that cannot
+be split without passing an expected value inside is rejected.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ _MOST = 10_000  # tests of a row, and rounds of its loops
 _SIGNS = {"Add": "+", "Sub": "-", "Mult": "*", "Div": "/", "FloorDiv": "//", "Mod": "%", "Pow": "**"}
 _SIGNS |= {"Eq": "==", "NotEq": "!=", "Lt": "<", "LtE": "<=", "Gt": ">", "GtE": ">="}
 _SIGNS |= {"Is": "is", "IsNot": "is not", "In": "in", "NotIn": "not in"}
-# What a test calls the program where it imports from it.
+# Names of the program in a test that imports from it.
 _THE_PROGRAM = ("solution", "main", "program", "your_module")
 _WORD = re.compile(r"[^\W\d]\w*")
-# Where constants that are written with a name come from inside.
+# The modules of constants that are written with a name, for imports inside the sandbox.
 _HOMES = dict.fromkeys(("inf", "nan"), "math") | {"Counter": "collections", "deque": "collections", "Fraction": "fractions"}
-# Functions of one argument that read an object as it is: they go in with the call, and hold nothing that is expected.
+# Functions of one argument that only read an object: they run inside with the call, and contain no expected value.
 _INSIDE = ("str", "repr", "len", "bool")
 _PYTHONS = """abs all any bin bool chr complex dict divmod enumerate float frozenset hex int isinstance len list max min ord
     reversed round set sorted str sum tuple zip"""
 _OURS = (Counter, OrderedDict, defaultdict, deque, values.Fraction, values.Decimal, values.isclose, values.allclose)
-# What an expression outside the sandbox is made of.
+# The parts of an expression outside the sandbox.
 _PARTS = """Constant Name Load Store Tuple List Set Dict BoolOp And Or UnaryOp Not USub UAdd Call keyword Starred Subscript Slice
     IfExp ListComp GeneratorExp SetComp DictComp comprehension"""
 
 
 def _names() -> dict[str, Any]:
-    """What a test may use outside the sandbox; random numbers are the same in every run."""
+    """Return the names that a test may use outside the sandbox; random numbers are the same in every run."""
     dice = random.Random(0)
     drawn = {"randint": dice.randint, "choice": dice.choice, "random": dice.random, "uniform": dice.uniform}
     arrays = {"allclose": values.allclose, "isclose": values.allclose, "inf": math.inf, "nan": math.nan, "array": list}
-    slow = dict.fromkeys(("factorial", "comb", "perm"))  # no such names
+    slow = dict.fromkeys(("factorial", "comb", "perm"))  # removes these names, whose functions can be slow
     modules = {
         "math": SimpleNamespace(**{**vars(math), **slow, "isclose": values.isclose, "pow": values.power}),
         "string": SimpleNamespace(**vars(string)),
@@ -64,17 +64,17 @@ def _names() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Expressions over what the program defines, and how their values are judged outside the sandbox."""
+    """Expressions over the program's definitions, and the function that judges their values outside the sandbox."""
 
     expressions: tuple[str, ...]
     judge: Callable[..., Any]
-    """Of the values, whether they are right; raises `TypeError` and its like for values of another kind."""
+    """A function of the values that returns True if they are right. It raises `TypeError` and its like for other types."""
 
 
 def take_apart(source: str, entry: str = "") -> tuple[list[Evaluated], str]:
-    """The checks of a test, and the imports that its calls need inside. `entry` is the function that HumanEval's `check` is for.
+    """Return the checks of a test, and the imports that its calls need inside.
 
-    Raises `ValueError` for a test that cannot be taken apart, with its line.
+    `entry` is the function that HumanEval's `check` tests. Raise `ValueError` for a test that cannot be split, with its line.
     """
     tree = ast.parse(source)
     reader = _Reader({entry, *_own_names(tree)})
@@ -84,7 +84,7 @@ def take_apart(source: str, entry: str = "") -> tuple[list[Evaluated], str]:
             raise ValueError("check(candidate) needs the column entry_point, the name of the function that it checks")
         reader.call_check(_name(entry))
     for name, function in reader.functions.items():
-        if name.startswith("test") and not function.args.args:  # as pytest finds them
+        if name.startswith("test") and not function.args.args:  # pytest finds them in the same way
             reader.read(function.body)
     used = {word for check in reader.checks for one in check.expressions for word in _WORD.findall(one)}
     needed = [ast.unparse(i) for i in reader.imports if used & _bound_by(i)]
@@ -97,7 +97,7 @@ def _bound_by(statement: ast.Import | ast.ImportFrom) -> set[str]:
 
 
 def _own_names(tree: ast.Module) -> set[str]:
-    """Functions of the program that have the name of one of Python's: those of a test that calls nothing else."""
+    """Return the program's functions with the name of a Python function: those of a test that calls nothing else."""
     called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
     if called - _names().keys():
         return set()
@@ -110,7 +110,7 @@ def _own_names(tree: ast.Module) -> set[str]:
 
 
 class _Reader:
-    """Reads the statements of a test: assignments, loops over what is known, functions such as `check`, and asserts."""
+    """A reader of the statements of a test: assignments, loops over known values, functions such as `check`, and asserts."""
 
     def __init__(self, own: set[str]) -> None:
         self.names = {name: value for name, value in _names().items() if name not in own}
@@ -151,7 +151,7 @@ class _Reader:
             case ast.Expr(ast.Call(ast.Name("check"), [candidate], [])) if "check" in self.functions:
                 self.call_check(candidate)
             case ast.Expr(ast.Call(ast.Name("assertion"), [found, wanted, tolerance], [])) if "assertion" in self.functions:
-                # of MBPP+ and its like: equal, or close where the expected value holds floats
+                # in MBPP+ and its like: equal, or close if the expected value has floats
                 call = ast.Call(_name("_agree"), [self._substitute(part) for part in (found, wanted, tolerance)], [])
                 self.names["_agree"] = values.agree
                 self._check(call, statement.lineno)
@@ -159,7 +159,7 @@ class _Reader:
                 raise ValueError(f"line {statement.lineno} can't be taken apart: {ast.unparse(statement)[:200]}")
 
     def call_check(self, candidate: ast.expr) -> None:
-        """The body of `check`, for this function of the program."""
+        """Read the body of `check` for this function of the program."""
         self.checked, function = True, self.functions["check"]
         self.known[function.args.args[0].arg] = candidate
         self.read(function.body)
@@ -175,7 +175,7 @@ class _Reader:
             raise ValueError(f"line {target.lineno}: {ast.unparse(target)} is assigned to")
 
     def _substitute(self, node: ast.expr) -> ast.expr:
-        """With what is known in place of its names."""
+        """Return the expression with known values in place of names."""
         used = _names_in(node)
         known = {name: self.known[name] for name in used - _bound_in(node) if name in self.known}
         if not known:
@@ -189,7 +189,7 @@ class _Reader:
         return result
 
     def _calls(self, node: ast.AST) -> bool:
-        """Whether it calls the program, or names what is the program's."""
+        """Return True if the node calls the program or uses a name of the program."""
         theirs = _names_in(node) - self.names.keys()
         return bool(theirs and theirs - _bound_in(node))
 
@@ -215,14 +215,14 @@ class _Reader:
 
 
 class _Apart:
-    """Takes an expression apart: `inside` gets what goes into the sandbox, and what stays has a name for each."""
+    """An expression split in two: `inside` collects the parts for the sandbox, and the outer part has a name for each."""
 
     def __init__(self, reader: _Reader) -> None:
         self._reader, self.inside = reader, list[str]()
         self._yes_or_no = False
 
     def truth(self, node: ast.expr) -> ast.expr:
-        """Of an expression that is only asked for its truth: the program's own object may be no plain value."""
+        """Split an expression of which only the truth value matters: the program's own object may not be a plain value."""
         match node:
             case ast.BoolOp(op, parts):
                 return ast.BoolOp(op, [self.truth(part) for part in parts])
@@ -236,11 +236,11 @@ class _Apart:
         return self.visit(node)
 
     def visit(self, node: ast.expr) -> ast.expr:
-        """What stays outside of it."""
+        """Return the outer part of an expression."""
         calls = self._reader._calls
         if not calls(node):
             if not isinstance(node, ast.Starred):
-                self._reader._constant(node)  # what can't be evaluated is the row's fault, and no program's
+                self._reader._constant(node)  # an error here is the row's fault, not the program's
             return node
         if self._is_the_programs(node):
             return self._send(node)
@@ -291,19 +291,22 @@ class _Apart:
         return ast.List(parts, ast.Load())
 
     def _is_the_programs(self, node: ast.expr) -> bool:
-        """Whether it is a call of the program, or of a method of what the program made."""
+        """Return True if the node is a call of the program, or of a method of an object that the program made."""
         while isinstance(node, ast.Call | ast.Attribute):
             node = node.func if isinstance(node, ast.Call) else node.value
         return isinstance(node, ast.Name) and node.id not in self._reader.names and node.id not in self._reader.foreign
 
     def _send(self, node: ast.expr) -> ast.expr:
-        """Have it evaluated inside. Where a result and something else go into one call, that could be what is expected."""
+        """Add an expression to `inside`. Raise `ValueError` if a call combines a result with anything else.
+
+        The other argument could be the expected value.
+        """
         for part, every_call in itertools.product(ast.walk(node), {False, self._yes_or_no}):
             children = [c for c in ast.iter_child_nodes(part) if isinstance(c, ast.expr | ast.keyword)]
             beside = [c for c in children if not any(self._result(inner, every_call) for inner in ast.walk(c))]
-            # what is called is nothing beside the arguments, unless it was made of something
+            # the called function is not a second operand, unless it was made from arguments
             made = isinstance(part, ast.Call) and beside == [part.func] and not _is_given(part.func)
-            # two that were made of something are compared by the program itself, where it only says yes or no
+            # two objects made from arguments are compared by the program itself, if the result is only yes or no
             compared = every_call and len(children) > len(beside) and sum(map(_is_given, children)) > 1
             if (len(children) > len(beside) > 0 and not made) or compared:
                 raise ValueError(f"what is expected could go into the sandbox beside a result: {ast.unparse(part)[:200]}")
@@ -311,8 +314,9 @@ class _Apart:
         return _name(f"_{len(self.inside) - 1}")
 
     def _result(self, node: ast.AST, every_call: bool = False) -> bool:
-        """Whether it is a call whose value is a result, and no object that is only made: classes have capitals. Where all that
-        counts is yes or no, `every_call` is.
+        """Return True if the node is a call whose value is a result and not just a new object: classes have capitals.
+
+        `every_call` is set if only yes or no counts. Then every call is a result.
         """
         if not (isinstance(node, ast.Call) and self._is_the_programs(node)):
             return False
@@ -323,13 +327,13 @@ class _Apart:
 
 
 class _Outside(ast.NodeTransformer):
-    """Expressions that are evaluated outside: all their parts are known, arithmetic has bounds, and equality its tolerance."""
+    """Expressions evaluated outside the sandbox: known parts alone, bounded arithmetic, and equality with a tolerance."""
 
     def __init__(self, names: Mapping[str, Any]) -> None:
         self._names = names
 
     def code(self, node: ast.expr, given: Sequence[str]) -> Callable[..., Any]:
-        """A function of the values of `given`."""
+        """Return a function of the values of `given`."""
         for name in sorted(_names_in(node) - _bound_in(node) - {*given}):
             if self._names.get(name) is None:
                 raise ValueError(f"{name} can't be evaluated outside: {ast.unparse(node)[:200]}")
@@ -340,13 +344,13 @@ class _Outside(ast.NodeTransformer):
         return made
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
-        """Every part that is in the list; raises `ValueError` for others."""
+        """Visit a part that is in the list. Raise `ValueError` for others."""
         if type(node).__name__ not in _PARTS.split():
             raise ValueError(f"it can't be evaluated outside: {ast.unparse(node)[:200]}")
         return super().generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        """Only what a module here has, and the joining of texts."""
+        """Allow only the names of the modules above, and the joining of texts."""
         match node:
             case ast.Attribute(ast.Constant(str()), "join"):
                 return node
@@ -356,12 +360,12 @@ class _Outside(ast.NodeTransformer):
         raise ValueError(f"it can't be evaluated outside: {ast.unparse(node)[:200]}")
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        """Arithmetic with bounds."""
+        """Replace arithmetic by its bounded form."""
         sign = ast.Constant(_SIGNS[type(node.op).__name__])
         return ast.Call(_name("_arithmetic"), [sign, self.visit(node.left), self.visit(node.right)], [])
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        """Each pair of a chain, by `values.compare`."""
+        """Replace each pair of a chain by `values.compare`."""
         sides = [self.visit(side) for side in (node.left, *node.comparators)]
         signs = [ast.Constant(_SIGNS[type(kind).__name__]) for kind in node.ops]
         pairs = zip(signs, sides, sides[1:], strict=False)
@@ -370,7 +374,7 @@ class _Outside(ast.NodeTransformer):
 
 
 def _is_given(node: ast.AST) -> bool:
-    """Whether it holds a value: a constant, or a call with arguments."""
+    """Return True if the node has a value: a constant, or a call with arguments."""
     return any(isinstance(n, ast.Constant) or (isinstance(n, ast.Call) and bool(n.args or n.keywords)) for n in ast.walk(node))
 
 
@@ -379,7 +383,7 @@ def _names_in(node: ast.AST) -> set[str]:
 
 
 def _bound_in(node: ast.AST) -> set[str]:
-    """Names that it gives to something itself, as a loop or a lambda does."""
+    """Return the names that the node binds itself, as a loop or a lambda does."""
     stored = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     return stored | {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
 
@@ -389,5 +393,5 @@ def _name(text: str) -> ast.Name:
 
 
 def _literal(value: Any) -> ast.expr:
-    """A constant as an expression. Raises `ValueError` for what no expression says."""
+    """Return a constant as an expression. Raise `ValueError` if its repr is not an expression."""
     return ast.parse(repr(value), mode="eval").body

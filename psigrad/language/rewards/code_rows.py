@@ -1,4 +1,4 @@
-"""Tests of programs in the forms that datasets have them, as checks whose expected side never enters the sandbox.
+"""Tests of programs in the forms of common datasets, as checks whose expected side never enters the sandbox.
 
 | form | where |
 |---|---|
@@ -9,7 +9,7 @@
 | [{"input", "output", "testtype": "stdin" or "functional"}, …] | LiveCodeBench's `public_test_cases` and `private_test_cases` |
 | {"test_cases": [{"type": "stdin_stdout" or "function_call", "input", "output", …}]} | open-r1's `verification_info`, TRL |
 
-Each may also be JSON text. What Python tests may say is in `code_asserts`.
+Each may also be JSON text. `code_asserts` defines the supported Python tests.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ COLUMNS = (
     *("tests", "test_cases", "verification_info", "test", "test_list", "ground_truth", "reward_model", "input_output"),
     *("public_test_cases", "private_test_cases", "official_tests"),
 )
-# What tests need besides.
+# Further columns that tests need.
 BESIDE = ("entry_point", "test_setup_code", "test_imports", "metadata", "challenge_test_list")
 
 
 @dataclass(frozen=True)
 class Printed:
-    """What the program must print when it reads `stdin`."""
+    """The output that the program must print when it reads `stdin`."""
 
     stdin: str
     expected: str
@@ -49,16 +49,16 @@ Check = Printed | Evaluated
 
 @dataclass(frozen=True)
 class RowTests:
-    """The checks of a row, and lines of Python that run behind the program and before them."""
+    """The checks of a row, and lines of Python that run after the program and before the checks."""
 
     checks: tuple[Check, ...]
     setup: str = ""
 
 
 def read_tests(row: Mapping[str, Any]) -> RowTests:
-    """The tests of a dataset row, from the first of `COLUMNS` that has any that can be judged outside the sandbox.
+    """Return the tests of a dataset row, from the first of `COLUMNS` with tests that can be judged outside the sandbox.
 
-    Raises `UserError` for a form that is not known, and for tests whose expected values would have to enter the sandbox.
+    Raise `UserError` for an unknown form, and for tests whose expected values would have to enter the sandbox.
     """
     first: UserError | None = None
     for column in COLUMNS:
@@ -78,29 +78,29 @@ def read_tests(row: Mapping[str, Any]) -> RowTests:
 
 
 def _together(row: Mapping[str, Any], column: str) -> Any:
-    """What stands in a column; LiveCodeBench's tests stand in two."""
+    """Return the tests of a column; LiveCodeBench's tests are in two columns."""
     if column == "public_test_cases" and row.get("private_test_cases"):
         return [*_unpack(row[column]), *_unpack(row["private_test_cases"])]
     return _unpack(row[column])
 
 
 def _unpack(value: Any) -> Any:
-    """JSON text as what it holds; also as LiveCodeBench packs it."""
+    """Decode JSON text, also in LiveCodeBench's compressed form."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             return json.loads(value)
         except ValueError:
             return value
-    if isinstance(value, str) and value.startswith("eJ"):  # what zlib writes, in base 64
+    if isinstance(value, str) and value.startswith("eJ"):  # the beginning of zlib data in base 64
         return json.loads(_Texts(io.BytesIO(zlib.decompress(base64.b64decode(value)))).load())
     return value
 
 
 class _Texts(pickle.Unpickler):
-    """Of pickles only texts: nothing is imported or called."""
+    """An unpickler that allows only texts: nothing is imported or called."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Nothing."""
+        """Reject every class."""
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
@@ -111,7 +111,7 @@ def _apart(source: str, entry: str) -> tuple[tuple[Evaluated, ...], str]:
 
 
 class _Reader:
-    """Reads the tests of one row."""
+    """A reader of the tests of one row."""
 
     def __init__(self, row: Mapping[str, Any]) -> None:
         self._row = row
@@ -121,7 +121,7 @@ class _Reader:
         self._setup = [line for lines in given if lines for line in ([lines] if isinstance(lines, str) else list(lines))]
 
     def read(self, tests: Any) -> RowTests:
-        """All of them."""
+        """Return all tests."""
         checks = tuple(self._checks(tests))
         return RowTests(checks, "\n".join(self._setup) if any(isinstance(check, Evaluated) for check in checks) else "")
 
@@ -146,7 +146,7 @@ class _Reader:
         raise TypeError(f"{kind_of(tests)}; expected a list, a mapping or text")
 
     def _one(self, test: Mapping[str, Any]) -> Check:
-        """One test case as a mapping."""
+        """Return one test case given as a mapping."""
         name = test.get("fn_name") or (self._name if test.get("testtype") == "functional" else None)
         if test.get("testtype") == "functional" and not name:
             raise ValueError("a functional test needs its function's name, as func_name in the column metadata")
@@ -159,7 +159,7 @@ class _Reader:
 
 
 def _value(text: Any) -> Any:
-    """What a text of JSON says, or the text."""
+    """Return the value of JSON text, or the text itself."""
     try:
         return json.loads(text) if isinstance(text, str) else text
     except ValueError:
@@ -167,7 +167,7 @@ def _value(text: Any) -> Any:
 
 
 def _read_printed(given: Any, expected: Any) -> Printed:
-    """Lists are lines, as in LiveCodeBench and TACO."""
+    """Return the check of a program's output. Lists are lines, as in LiveCodeBench and TACO."""
     if expected is None:
         raise ValueError("null is expected, which no program prints")
     given = "" if given is None else given
@@ -176,7 +176,7 @@ def _read_printed(given: Any, expected: Any) -> Printed:
 
 
 def _read_call(name: str, arguments: Any, expected: Any) -> Evaluated:
-    """A call of a function, or of a method of LeetCode's class Solution."""
+    """Return the check of a call of a function, or of a method of LeetCode's class Solution."""
     if not name.isidentifier():
         raise ValueError(f"fn_name {name!r} is no name of a function")
     if isinstance(arguments, str):  # APPS and LiveCodeBench: one JSON value a line
@@ -187,7 +187,10 @@ def _read_call(name: str, arguments: Any, expected: Any) -> Evaluated:
 
 
 def _called_equal(expected: Any, value: Any) -> bool:
-    """JSON has no tuples and no numbers as keys, and APPS wraps some outputs in a list of one."""
+    """Return True if the values are equal as JSON, which has no tuples and no numeric keys.
+
+    APPS wraps some outputs in a list of one.
+    """
     value, expected = _as_json(value), _as_json(expected)
     return same(value, expected) or (isinstance(expected, list) and len(expected) == 1 and same(value, expected[0]))
 

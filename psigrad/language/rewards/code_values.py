@@ -1,4 +1,4 @@
-"""How values that came out of a sandbox are judged: plain values of the standard library, compared with bounds and tolerance."""
+"""The comparison of values from a sandbox: plain values of the standard library, with bounds and tolerance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# Numbers that differ by less are one number written in two ways: 0.1 + 0.2 is 0.3.
+# Numbers that differ by less are equal up to rounding: 0.1 + 0.2 is 0.3.
 ROUNDING = 1e-9
 _LONGEST = 1_000_000
 _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
@@ -26,7 +26,7 @@ _SEQUENCES = (list, tuple, deque)
 
 
 def same(a: Any, b: Any, tolerance: float = ROUNDING) -> bool:
-    """Python's equality, but that two floats may differ by `tolerance`: of the larger one, or of 1."""
+    """Return True if the values are equal in Python, or two floats differ by `tolerance`: of the larger one, or of 1."""
     if isinstance(a, float) and isinstance(b, float):
         return a == b or (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
     if isinstance(a, _SEQUENCES) and type(a) is type(b):
@@ -37,8 +37,10 @@ def same(a: Any, b: Any, tolerance: float = ROUNDING) -> bool:
 
 
 def compare(sign: str, a: Any, b: Any) -> bool:
-    """`a sign b` as Python has it, with `same` for equality. Raises `TypeError` where it says nothing: NaN is in no order, and an
-    infinite difference is within an infinite tolerance.
+    """Return `a sign b` as in Python, with `same` for equality.
+
+    Raise `TypeError` if the comparison is meaningless: NaN has no order, and an infinite difference is within an infinite
+    tolerance.
     """
     match sign:
         case "==" | "!=":
@@ -56,7 +58,7 @@ def compare(sign: str, a: Any, b: Any) -> bool:
 
 
 def arithmetic(sign: str, a: Any, b: Any) -> Any:
-    """`a sign b`, where that is quick. Raises `TypeError` where it is not."""
+    """Return `a sign b` if that is fast; otherwise raise `TypeError`."""
     if sign == "**":
         return power(a, b)
     texts = [side for side in (a, b) if not isinstance(side, int | float | complex) and hasattr(side, "__len__")]
@@ -71,14 +73,14 @@ def _short(a: Any, b: Any) -> bool:
 
 
 def power(a: Any, b: Any) -> Any:
-    """`a ** b` for small exponents."""
+    """Return `a ** b` for small exponents."""
     if not all(isinstance(side, int | float | complex) for side in (a, b)) or abs(b) > 1000 or abs(a) > 1e100:
         raise TypeError("** may take for ever")
     return a**b
 
 
 def short_range(*bounds: int) -> range:
-    """A range that is soon over."""
+    """Return a range of bounded length. Raise `TypeError` for a longer one."""
     found = range(*bounds)
     if len(found) > _LONGEST:
         raise TypeError(f"a range of {len(found)}")
@@ -86,14 +88,14 @@ def short_range(*bounds: int) -> range:
 
 
 def isclose(a: Any, b: Any, **tolerances: float) -> bool:
-    """`math.isclose`, or numpy's where its tolerances are named."""
+    """Return `math.isclose`, or numpy's result if its tolerances are named."""
     if tolerances.keys() & {"rtol", "atol"}:
         return allclose(a, b, tolerances.get("rtol", 1e-5), tolerances.get("atol", 1e-8))
     return math.isclose(a, b, **tolerances)
 
 
 def allclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
-    """`numpy.allclose` without broadcasting: an empty list is close to nothing but an empty list."""
+    """Return `numpy.allclose` without broadcasting: an empty list is close to nothing but an empty list."""
     if isinstance(b, _SEQUENCES) or isinstance(a, _SEQUENCES):
         if not (isinstance(a, _SEQUENCES) and isinstance(b, _SEQUENCES) and len(a) == len(b)):
             return False
@@ -103,19 +105,19 @@ def allclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: 
 
 
 def agree(found: Any, expected: Any, tolerance: float) -> bool:
-    """MBPP+'s assertion: equal, or close where a tolerance is given or the expected value holds floats."""
+    """Return MBPP+'s assertion: equal, or close if a tolerance is given or the expected value has floats."""
     return same(found, expected, max(ROUNDING, float(tolerance) or 1e-6))
 
 
 def Fraction(*parts: Any) -> fractions.Fraction:
-    """`fractions.Fraction`, but of no text with an exponent, which could be of a gigabyte."""
+    """Return `fractions.Fraction`. Raise `TypeError` for a text with an exponent, which could take a gigabyte."""
     if any(isinstance(part, str) and "e" in part.lower() for part in parts):
         raise TypeError("a fraction of a text with an exponent")
     return fractions.Fraction(*parts)
 
 
 def Decimal(part: Any) -> decimal.Decimal:
-    """`decimal.Decimal`, likewise."""
+    """Return `decimal.Decimal`. Raise `TypeError` for a text with an exponent, which could take a gigabyte."""
     if isinstance(part, str) and "e" in part.lower():
         raise TypeError("a decimal of a text with an exponent")
     return decimal.Decimal(part)

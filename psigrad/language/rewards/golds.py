@@ -1,4 +1,4 @@
-"""Golds: the answers that a row accepts, as text that completions are compared with."""
+"""Golds: the answers that a row accepts, as text for comparison with completions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from psigrad.errors import UserError, kind_of
 
-# Blanks of Unicode that look like one: of a no-break space beside a unit, of French punctuation.
+# Unicode spaces that look like a plain one: a no-break space before a unit, a thin space in French punctuation.
 _BLANKS = re.compile("[\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000]")
 _LONGEST = 40
 """A number with more characters keeps its exponent."""
@@ -22,9 +22,9 @@ def normalise(text: str) -> str:
 
 
 def accepted(answer: Any) -> list[str]:
-    """Return the answers that a row accepts: those of a list, else one; none where the row has no answer.
+    """Return the answers that a row accepts: one, those of a list, or none if the row has no answer.
 
-    A number is in plain decimals (5.0 is 5), true and false as in JSON. Raises `UserError` for anything else.
+    A number is in plain decimals (5.0 is 5), true and false as in JSON. Raise `UserError` for anything else.
     """
     return [ways[0] for ways in _spellings(answer)]
 
@@ -42,7 +42,7 @@ def blank(answer: Any) -> bool:
 
 
 def _spellings(answer: Any) -> list[tuple[str, ...]]:
-    answer = answer.tolist() if callable(getattr(answer, "tolist", None)) else answer  # of numpy or torch
+    answer = answer.tolist() if callable(getattr(answer, "tolist", None)) else answer  # from numpy or torch
     if blank(answer):
         return []
     if isinstance(answer, list | tuple):

@@ -1,4 +1,4 @@
-"""The reward `math`: what a completion says last, held against an answer that was read whole."""
+"""The reward `math`: compares a completion's last statement with an answer that is parsed completely."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WORD = re.compile(rf"(?<![\\A-Za-z])(?!(?:{_KNOWN})(?![A-Za-z]))[A-Za-z]{{3,}}"
 _SENTENCE = re.compile(r"\n|(?<=[^\d\s])\. |\.\s+(?=[A-Z])")
 _BETWEEN = re.compile(r"\s*(?:,|,?\s*and|,?\s*or)\s*")
 _SHORT_UNITS = "mm|cm|dm|km|mg|kg|ml|cl|ft|yd|mi|lb|oz|hr|hz|kb|mb|gb|am|pm"
-# Of another base, or a date: the digits as they are, and no product or difference.
+# Numerals in another base, or a date: compared as digits, not as a product or difference.
 _DIGITS = re.compile(r"[\dA-Z]+_\{?\d+\}?|0[xX][\da-fA-F]+|\d{4}-\d\d?-\d\d?|\d\d?[/.]\d\d?[/.]\d{4}")
 _UNIT = re.compile(
     rf"(?<=[\d}}\])iα-ω])\s*((?:\\(?:text|mathrm|mbox|textbf)\s?\{{[^{{}}]*\}}|\^\{{?\\circ\}}?(?:[ ]?[CF](?![A-Za-z]))?"
@@ -39,16 +39,16 @@ _UNIT = re.compile(
 _PROSE = re.compile(
     rf"(?:(?<=\s)|^)(?!(?:{_KNOWN}|{_SHORT_UNITS})(?![A-Za-z]))[A-Za-z]{{2,}}(?:'\w+)?[.,:;!?]?(?=\s|$)", re.IGNORECASE
 )
-# Two numbers side by side are no number, and a parser multiplies them or adds them up.
+# Two adjacent numbers are not a number, and a parser multiplies or adds them.
 _TWO_NUMBERS = re.compile(r"(?<![\^_\d.])\d[\d.]*(?:\s+|_\{?)[\d.]")
-# What costs the parser itself hours; `_is_small` looks at the rest.
+# Expressions that take the parser itself hours; `_is_small` checks the rest.
 _HUGE = re.compile(r"\\[dt]?binom[^a-z]*\d{4}|\d{4}\s?!|!\s?!")
 _LONGEST = 500
 
 
 @dataclass(frozen=True)
 class MathAnswer:
-    """What an answer is: a number, words, or LaTeX for math-verify; with the unit behind it."""
+    """The content of an answer: a number, words, or LaTeX for math-verify, and the unit after it."""
 
     latex: str
     number: Number | None = None
@@ -58,20 +58,21 @@ class MathAnswer:
 
 @dataclass(frozen=True)
 class Math:
-    r"""1 where the completion's answer equals the column `answer`, or one of the list there, in mathematics; else 0.
+    r"""A reward of 1 if the completion's answer equals an accepted answer mathematically, otherwise 0.
 
-    Numbers are compared as `numeric` does, words as words, and all else by math-verify, which finds out whether two expressions
-    are equal. The completion's answer is its last \boxed{…}, what stands behind its last ####, in its last <answer>, behind "the
-    answer is", its last fenced LaTeX, or its last line. A unit counts where both name one. None where the answer is null; an
-    answer that cannot be read whole is refused, and gives None.
+    The column `answer` holds one answer or a list. Numbers are compared as in `numeric`, words as words, and all else by
+    math-verify, which decides if two expressions are equal. The completion's answer is its last \boxed{…}, or the text after its
+    last ####, in its last <answer>, or after "the answer is". Otherwise it is its last fenced LaTeX, or its last line. Units must
+    agree if both name one. The reward is None if the answer is null. An answer that cannot be parsed completely is rejected, and
+    also gives None.
     """
 
     def __call__(self, completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
-        """1.0, 0.0 or None for each completion."""
+        """Return 1.0, 0.0 or None for each completion."""
         return [self._one(normalise(text_of(c)), a) for c, a in zip(completions, answer, strict=True)]
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raises `UserError` for an answer that cannot be compared."""
+        """Raise `UserError` for an answer that cannot be compared."""
         for gold in accepted(row.get("answer")):
             if gold_answer(gold) is None:
                 raise UserError(f"the answer {gold[:80]!r} can't be read whole, as a number, as LaTeX or as words")
@@ -83,14 +84,14 @@ class Math:
 
 @lru_cache(1 << 16)
 def gold_answer(text: str) -> MathAnswer | None:
-    r"""What an answer is, read whole: the part that it marks with \boxed{…} or ####, or all of it. None where that fails."""
+    r"""Return a completely parsed answer: the part in \boxed{…} or after ####, or all of it. Return None if that fails."""
     own = find_marked(text)
     gold = _read(text if own is None else own)
     return None if gold is None or not (gold.number or gold.words or _parse(gold.latex) is not None) else gold
 
 
 def _read(text: str) -> MathAnswer | None:
-    """A text as an answer, by its form alone: LaTeX is not parsed yet. None for what is certainly no answer."""
+    """Return a text as an answer, by its form alone, without parsing LaTeX. Return None for text that is not an answer."""
     inner = unwrap(text)
     if number := read_number(inner):
         return MathAnswer(inner, number)
@@ -117,18 +118,18 @@ def _read(text: str) -> MathAnswer | None:
 
 
 def _clean(text: str) -> str:
-    """LaTeX without spacing, and Unicode's signs as LaTeX."""
+    """Return LaTeX without spacing, and with Unicode's signs as LaTeX."""
     text = re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi", text.translate(_UNICODE))
     return _ROOT.sub(r"\\sqrt{\1}", _SPACES.sub(" ", text)).strip().removesuffix(".").strip()
 
 
 def _fold(text: str) -> str:
-    """Words without case, punctuation at their ends, and white space that says nothing."""
+    """Return words in lower case, without punctuation at their ends or redundant white space."""
     return " ".join(re.sub(r"[$*`\"]", "", text).split()).strip(" .,;:!()[]").casefold()
 
 
 def _unit(text: str) -> str:
-    r"""cm^2 for cm², \text{ cm}^2 and square cm; degree for °."""
+    r"""Return a normalised unit: cm^2 for cm², \text{ cm}^2 and square cm; degree for °."""
     text = re.sub(r"\^\{?\\circ\}?", " degree", _TEXT.sub(r"\1", text)).casefold()
     text, squares = re.subn(r"\bsq(?:uare|\.)?\s", "", text)
     text, cubes = re.subn(r"\bcubic\s", "", text)
@@ -136,7 +137,7 @@ def _unit(text: str) -> str:
 
 
 def _same_unit(a: str, b: str) -> bool:
-    """Whether two units may be one: km is kilometre's, not cm's."""
+    """Return True if two units may be equal: km matches kilometre, not cm."""
     (a, power), (b, power_) = (unit.replace("/", "").partition("^")[::2] for unit in (a, b))
     short, long = sorted((a, b), key=len)
     if power != power_:
@@ -148,8 +149,9 @@ def _same_unit(a: str, b: str) -> bool:
 
 
 def _last_words(text: str) -> tuple[str, bool]:
-    """What a completion says last: its marked answer, what follows "the answer is" (then also True), its last fenced LaTeX,
-    or its last line.
+    """Return (a completion's last statement, True if it follows "the answer is").
+
+    The statement is its marked answer, the text after "the answer is", its last fenced LaTeX, or its last line.
     """
     if (own := find_marked(text)) is not None:
         return own, False
@@ -196,19 +198,22 @@ def _matches(gold: MathAnswer, text: str) -> bool:
         return False
     if gold.latex == found.latex:
         return True
-    if found.latex.count(",") > 4 + 2 * gold.latex.count(","):  # sympy compares a list of all numbers with a union for minutes
+    # sympy takes minutes to compare a list of many numbers with a union
+    if found.latex.count(",") > 4 + 2 * gold.latex.count(","):
         return False
     from math_verify import verify
 
-    # its time-outs need the main thread's SIGALRM; the pool's own stops what hangs, so the warning that they are off is noise
+    # Its time-outs need SIGALRM in the main thread. The pool kills hanging calls itself, so suppress the warning that they are
+    # off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     wanted, read = _parse(_latex(gold)), _parse(_latex(found))
     return read is not None and bool(verify([wanted], [read], timeout_seconds=None))
 
 
 def _trim(said: str, announced: bool) -> MathAnswer | None:
-    """An answer without the words before it, and those behind it that are no unit: of several the last, or the first where "the
-    answer is" stands before it.
+    """Return an answer without the words before it, and without words after it that are not a unit.
+
+    Of several answers, return the last, or the first if "the answer is" comes before it.
     """
     said = said.replace("**", "").strip().strip("`")
     if (whole := _read(said)) is not None and not whole.words:
@@ -227,7 +232,7 @@ def _trim(said: str, announced: bool) -> MathAnswer | None:
 
 
 def _latex(answer: MathAnswer) -> str:
-    """LaTeX that math-verify cannot misread: thousands and mixed numbers are one number."""
+    """Return unambiguous LaTeX for math-verify: thousands and mixed numbers become one number."""
     number = answer.number
     if number is None:
         return answer.latex
@@ -237,7 +242,7 @@ def _latex(answer: MathAnswer) -> str:
 
 @lru_cache(1 << 12)
 def _parse(latex: str) -> Any:
-    """What math-verify reads in LaTeX as a whole; None where it cannot."""
+    """Return math-verify's parse of the complete LaTeX, or None if it cannot parse it."""
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
     from math_verify.grader import should_treat_as_complex
 
@@ -246,24 +251,27 @@ def _parse(latex: str) -> Any:
         plain = normalize_latex(latex, form)
         found = latex2sympy(plain, is_real=not should_treat_as_complex(plain), normalization_config=None)
         return found if _is_small(found) else None
-    except Exception:  # the parser raises Exception itself, and on odd text whatever it stumbles on
+    except Exception:  # the parser raises Exception itself, and any other error on malformed text
         return None
 
 
 def _is_small(expression: Any) -> bool:
-    """Whether it can be evaluated: powers of numbers with exponents up to 999, of sums up to 30, factorials likewise; sums and
-    products of up to 1000 terms, or without end.
+    """Return True if the expression can be evaluated.
+
+    Powers of numbers may have exponents up to 999, powers of sums up to 30, and factorials have the same limits. Sums and
+    products may have up to 1000 terms, or infinitely many.
     """
     from sympy import Add, Basic, Integer, Pow, Product, Sum, factorial, preorder_traversal
 
-    for part in (part for part in preorder_traversal(expression) if isinstance(part, Basic)):  # matrices are none
+    # matrices are no instances of Basic
+    for part in (part for part in preorder_traversal(expression) if isinstance(part, Basic)):
         grows = part.args[1] if isinstance(part, Pow) else part.args[0] if isinstance(part, factorial) else Integer(0)
         most = 999 if part.is_number else 30 if isinstance(part, Pow) and isinstance(part.args[0], Add) else None
         if most and grows.is_number and (abs(grows) > most if grows.is_Number else grows.has(Pow, factorial)):
             return False
         if isinstance(part, Pow) and isinstance(part.args[0], Add) and grows.is_Integer:
             others = len(part.args[0].args) - 1
-            if math.comb(others + abs(int(grows)), others) > 500:  # as many terms has the power of a sum
+            if math.comb(others + abs(int(grows)), others) > 500:  # the number of terms of a power of a sum
                 return False
         ranges = [limit[2] - limit[1] for limit in part.limits if len(limit) == 3] if isinstance(part, Sum | Product) else ()
         if any(length.is_number and length.is_finite and length > 999 for length in ranges):

@@ -1,4 +1,4 @@
-"""Numbers as people write them, and the reward that compares a completion's last one with the answer's."""
+"""Numbers in their usual written forms, and the reward that compares a completion's last number with the answer's."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _SEPARATOR = r"(?:[,_ '’\u00a0\u2009\u202f]|\{,\}|\\[,:; !])"
 _INTEGER = rf"(?:\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d)|\d{{1,2}}(?:,\d\d){{1,6}},\d{{3}}(?!\d)|\d+)"
 _EXPONENT = r"(?:\^|\*\*)(?:\{([-+]?\d+)\}|([-+]?\d+))"
 _CURRENCY = r"(?:\\?\$|[€£¥₹])"
-# A sign counts only where it is none of subtraction or hyphen: the last number of "7-5" is 5. A fraction is one number, and so is
-# a power or a time: were it two, 3/2 would pass for 1/2. Repeats are bounded, so that hostile text costs linear time.
+# A sign counts only if it is not a subtraction or hyphen: the last number of "7-5" is 5. A fraction, a power or a time is one
+# number: otherwise 3/2 would match 1/2. Repeats are bounded, so that hostile text costs linear time.
 _NUMBER = re.compile(
     rf"""((?:(?<![\w.)])[-+]|(?<==[ ])[-+][ ])?) (?:{_CURRENCY}[ ]?(-?))?
     (?: (?:(\d+)[ ]?)? \\[cdt]?frac(?:[ ]?\{{[ ]?(-?{_INTEGER})[ ]?\}}[ ]?\{{[ ]?({_INTEGER})[ ]?\}}|[ ]?(\d)[ ]?(\d))
@@ -34,21 +34,21 @@ _NUMBER = re.compile(
 _SIGNS = str.maketrans("\N{FRACTION SLASH}\N{MINUS SIGN}\N{EN DASH}", "/--")
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
 _RECURRING = re.compile(r"(\d{1,30})\.(\d{0,30})\\(?:overline|bar)\s?\{(\d{1,30})\}")
-# What makes a number part of an expression: it is no answer by itself.
+# Text that makes a number part of an expression, so that it is not an answer by itself.
 _BEFORE = re.compile(r"(?:√|\\sqrt(?:\[\d{0,9}\])?\{?|\^\{?|_\{?|\\log|\\ln)[ ]?$")
 _AFTER = re.compile(r"[ ]?(?:\\pi|π|\\sqrt|√|\^(?!\{?\\circ)|\\times|\\cdot|\{?\\[cdt]?frac)")
 _WRAPPED = re.compile(r"\$\$(.*)\$\$|\$((?:[^$\\]|\\.)*)\$|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s?\{")
-# Between marks of Markdown: neither the subscript of x_1 nor the power of 2**3.
+# Text between marks of Markdown, but neither the subscript of x_1 nor the power of 2**3.
 _EMPHASIS = re.compile(r"(?<![\w\\)\]}])((?<!\*)\*\*+|_+)(?![\s{*_])([^*_\n]+)(?<!\s)\1(?![\w{(])")
 _BETWEEN = re.compile(r"[\s$,;.]*(?:and|or)?[\s$,;.]*")
 _LARGEST = 400
-"""Digits and exponents beyond this are no number: what is to be compared exactly must stay small."""
+"""The most digits, and the largest exponent: exact comparison needs small numbers."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number: its value, and whether a percent sign stood behind it; or the parts of a time or ratio such as 12:30."""
+    """A number: its value, and True if a percent sign follows it; or the parts of a time or ratio such as 12:30."""
 
     value: Fraction
     percent: bool = False
@@ -56,9 +56,9 @@ class Number:
 
 
 def equal(found: Number | None, wanted: Number, tolerance: float = 1e-6) -> bool:
-    """Whole numbers exactly, others within `tolerance` · |wanted|, times and ratios part by part.
+    """Return True if two numbers are equal: integers exactly, others within `tolerance` · |wanted|.
 
-    50% is 50%, 0.5 and, since questions ask for "what percent", 50.
+    Times and ratios are compared part by part. 50% equals 50%, 0.5 and, since questions ask for "what percent", 50.
     """
     if found is None or found.parts or wanted.parts:
         return found is not None and found.parts == wanted.parts
@@ -75,14 +75,14 @@ def _near(found: Fraction, wanted: Fraction, tolerance: float) -> bool:
 
 @lru_cache(1 << 16)
 def read_number(text: str) -> Number | None:
-    """The number that the whole text is; None where it is anything more, or else."""
+    """Return the number if it is the whole text, otherwise None."""
     text = unwrap(_plain(text))
     found = _NUMBER.fullmatch(re.sub(r"^([-+])\s+", r"\1", text).removesuffix("."))
     return None if found is None else _value(found)
 
 
 def last_number(text: str) -> Number | None:
-    """The last number in a text; None where it is part of an expression such as 2√3, whose value is another."""
+    """Return the last number in a text, or None if it is part of an expression such as 2√3, whose value differs."""
     text = _plain(text)
     found = next(iter(deque(_NUMBER.finditer(text), maxlen=1)), None)
     if found is None or _BEFORE.search(text, max(0, found.start() - 20), found.start()) or _AFTER.match(text, found.end()):
@@ -91,38 +91,39 @@ def last_number(text: str) -> Number | None:
 
 
 def _plain(text: str) -> str:
-    """One sign for minus, and ½ as 1/2."""
+    """Normalise minus signs, and write ½ as 1/2."""
     spelled = _VULGAR.sub(_as_digits, text)
     return _RECURRING.sub(_as_fraction, spelled).translate(_SIGNS).strip()
 
 
 def _as_digits(found: re.Match[str]) -> str:
-    """½ as 1/2, apart from a digit before it."""
+    """Return ½ as 1/2, separated from a digit before it."""
     beside = found.string[max(0, found.start() - 1)].isdigit()
     return " " * beside + unicodedata.normalize("NFKC", found[0])
 
 
 def _as_fraction(found: re.Match[str]) -> str:
-    r"""0.1\overline{6} as 15/90: all digits less those that do not recur, over nines and zeros."""
+    r"""Return 0.1\overline{6} as 15/90: all digits minus those that do not recur, over nines and zeros."""
     whole, once, again = found.groups()
     return f"{int(whole + once + again) - int(whole + once)}/{'9' * len(again)}{'0' * len(once)}"
 
 
 def without_emphasis(text: str) -> str:
-    """Text without the marks of Markdown in **72** and _72_."""
+    """Return a text without the marks of Markdown in **72** and _72_."""
     return _EMPHASIS.sub(r"\2", text)
 
 
 def unwrap(text: str) -> str:
-    """What stands between the marks of LaTeX, where the whole text does."""
+    """Return the content of LaTeX marks if they enclose the whole text."""
     text = text.strip().removesuffix(".").strip() if "$" in text or "\\" in text else text.strip()
     found = _WRAPPED.fullmatch(text)
     return text if found is None else next(part for part in found.groups() if part is not None).strip()
 
 
 def find_marked(text: str) -> str | None:
-    r"""What a text marks as its answer: the last \boxed{…}, several joined by commas, or what stands behind the last ####; of
-    text with an <answer>…</answer> the same of its last one, or all of that.
+    r"""Return the marked answer of a text: the last \boxed{…}, several joined by commas, or the text after the last ####.
+
+    If the text has an <answer>…</answer>, search only the last one, and return all of it if it has no mark.
     """
     _, tag, block = text.rpartition("<answer>")
     if tag and "</answer>" in block:
@@ -144,7 +145,7 @@ def find_marked(text: str) -> str | None:
 
 
 def _closing(text: str, at: int) -> int:
-    """The place of the brace that closes one opened before `at`, or -1."""
+    """Return the position of the brace that closes one opened before `at`, or -1."""
     depth = 1
     for found in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, at):
         depth += {"{": 1, "}": -1}.get(found[0], 0)
@@ -154,7 +155,7 @@ def _closing(text: str, at: int) -> int:
 
 
 def _value(found: re.Match[str]) -> Number | None:
-    """The value of a match, if it is small enough to be exact."""
+    """Return the value of a match if it is small enough for exact arithmetic."""
     sign, inner, mixed, top, bottom, a, b, parts, base, *ups, whole, n, d, number, e, ten, ten_, under, percent = found.groups()
     if any(sum(map(str.isdigit, given)) > _LARGEST for given in found.groups() if given):
         return None
@@ -185,11 +186,11 @@ def _digits(text: str) -> str:
 
 @dataclass(frozen=True)
 class Numeric:
-    r"""1 where the completion's number equals the column `answer`, or one of the list there; else 0.
+    r"""A reward of 1 if the completion's number equals the column `answer`, or one of a list in it; otherwise 0.
 
-    The completion's number is the last in its last \boxed{…}, in its last <answer>, behind its last ####, or in all of it. Whole
-    answers must be met exactly, others within `tolerance` times their size. None where the answer is null; an answer that is
-    more than a number is refused, and gives None.
+    The completion's number is the last in its last \boxed{…}, in its last <answer>, after its last ####, or in all of it. Whole
+    answers must match exactly, others within `tolerance` times their size. The reward is None if the answer is null. An answer
+    that is more than a number is rejected, and also gives None.
     """
 
     tolerance: float = 1e-6
@@ -199,11 +200,11 @@ class Numeric:
             raise UserError(f"numeric: tolerance is {self.tolerance}; it must be 0 or more.")
 
     def __call__(self, completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
-        """1.0, 0.0 or None for each completion."""
+        """Return 1.0, 0.0 or None for each completion."""
         return [self._one(text_of(c), a) for c, a in zip(completions, answer, strict=True)]
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raises `UserError` for an answer that cannot be compared."""
+        """Raise `UserError` for an answer that cannot be compared."""
         for gold in accepted(row.get("answer")):
             if gold_number(gold) is None:
                 raise UserError(f"the answer {gold[:80]!r} is more than a number; take the reward math for expressions")
@@ -218,12 +219,12 @@ class Numeric:
 
 
 def gold_number(text: str) -> Number | None:
-    """Return the number that an answer is, or that a worked solution marks; None for anything else."""
+    """Return the number of an answer, or the marked number of a worked solution; None for anything else."""
     return read_number(text if (own := find_marked(text)) is None else own)
 
 
 def _in_mark(text: str) -> Number | None:
-    """The number of a marked answer: behind its last equals sign, with words around it, but in no expression."""
+    """Return the number of a marked answer: after its last equals sign, with words around it, but in no expression."""
     text = text.rpartition("=")[2]
     beside = _NUMBER.sub("", re.sub(r"\\(?:text|mathrm)\s?\{[^{}]*\}|\^\{?\\circ\}?", "", _plain(text)))
     return read_number(text) or (None if re.search(r"[\d\\*^_√π+/]", beside) else last_number(text))

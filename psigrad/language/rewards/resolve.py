@@ -1,4 +1,4 @@
-"""From what a user writes to a reward function: a built-in's name, module:function, a mapping with parameters, or a callable."""
+"""Reward functions from a user's notation: a built-in's name, module:function, a mapping with parameters, or a callable."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 from psigrad.errors import UserError, kind_of, nearest
 from psigrad.importing import imported_callable, with_colon
 
-# Functions of trl.rewards, which TRL's command line takes by their bare names.
+# Functions of trl.rewards, which TRL's command line accepts without a module.
 OF_TRL = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 
 
 @dataclasses.dataclass(frozen=True)
 class RewardSpec:
-    """A reward function and the name its figures are logged under."""
+    """A reward function and its name in the log."""
 
     name: str
     function: Callable[..., Any]
 
 
 def resolve(reward: str | Mapping[str, Any] | Callable[..., Any] | RewardSpec) -> RewardSpec:
-    """The reward function that is meant.
+    """Return the reward function for a user's notation.
 
     "exact" is a built-in, "module:function" the user's own (the current folder is importable; TRL writes "module.function"),
-    {"reward": "soft_overlong", "max_completion_length": 256} a built-in with parameters. Raises `UserError` for what does not
-    exist, with the nearest name.
+    {"reward": "soft_overlong", "max_completion_length": 256} a built-in with parameters. Raise `UserError` for an unknown name,
+    with the nearest known one.
     """
     if isinstance(reward, RewardSpec):
         return reward
@@ -53,7 +53,7 @@ def resolve(reward: str | Mapping[str, Any] | Callable[..., Any] | RewardSpec) -
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """A function's own name, or its class's."""
+    """Return a function's own name, or its class's."""
     return str(getattr(function, "__name__", type(function).__name__))
 
 

@@ -29,19 +29,19 @@ from psigrad.language.rollout.scoring import (
 from psigrad.processes.workers import Lost, ShippingError, WorkerPool, homes, pack
 from psigrad.processes.workers.worker_pool import SharedWait
 
-# Seconds until a thread that waits for answers looks for groups that others have added.
+# Seconds after which a thread that waits for answers checks for groups that other threads have added.
 SLICE = 0.05
 _LARGEST = 1e150
 """The largest reward whose square, which a standard deviation takes, is finite."""
-# Groups that a worker has at once where a function is `async`.
+# The number of groups that a worker has at once if a function is `async`.
 TOGETHER = 8
 
 
 @dataclass(frozen=True)
 class RewardCall:
-    """One function on samples that it is shown together.
+    """One function on samples that it receives together.
 
-    Each function answers for itself, so that the fault of one is known to be its own and changes nothing that another is shown.
+    Each function has its own calls. The fault of one is thus known to be its own and does not change the input of another.
     """
 
     function: int
@@ -49,12 +49,12 @@ class RewardCall:
 
 
 class RewardPool:
-    """Scores with `workers` processes; a function has `timeout` seconds for a group, and for each sample on its second try.
+    """Scoring with `workers` processes. A function has `timeout` seconds for a group, and for each sample on its second try.
 
-    A function that raises, hangs, crashes or returns nonsense on a group is tried again sample by sample, so that one bad
-    sample does not take its group along; the other functions have seen the group whole. Results do not depend on the number
-    of workers. `weights` default to 1. Several threads may have a scoring under way, each its own. Use as a context manager, or
-    `close()`.
+    If a function raises, hangs, crashes or returns an invalid result on a group, it is called again sample by sample. One bad
+    sample thus does not affect its group. The other functions still receive the whole group. Results do not depend on the number
+    of workers. `weights` default to 1. Several threads may each have a scoring in progress. Use the pool as a context manager, or
+    call `close()`.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class RewardPool:
         self.workers.close()
 
     def begin(self) -> PoolScoring:
-        """A scoring that the workers are at work on from its first group on. What this thread began before is given up."""
+        """Return a new scoring, which the workers start with its first group. Cancel this thread's previous scoring."""
         if not len(self.workers):
             raise RewardError("The reward pool is closed; make a new one.")
         with self.watch:
@@ -120,7 +120,7 @@ class RewardPool:
         return new
 
     def advance(self, wait: bool) -> None:
-        """Give out jobs and enter answers, of all scorings; the caller has the watch."""
+        """Assign jobs and record answers of all scorings. The caller must hold the watch."""
         self._hand_out()
         if wait:
             self.watch.look(self.workers.stirring(SLICE), SLICE)
@@ -128,7 +128,7 @@ class RewardPool:
             if isinstance(answer, Lost):
                 why = f"its process died ({answer.status})" if answer.status else f"time-out after {self.workers.timeout:g} s"
                 calls = [call, *(one for _, one in answer.rest)]
-                others = calls[-1].samples != call.samples  # were under way too, and it may be the fault of one of these
+                others = calls[-1].samples != call.samples  # were in progress too, and any of them may be at fault
                 rest = itertools.groupby(calls if others else calls[1:], lambda one: one.samples)
                 self.jobs.extendleft([(scoring, list(own)) for _, own in rest][::-1])
                 if others:
@@ -141,18 +141,18 @@ class RewardPool:
     def _hand_out(self) -> None:
         idle = self.workers.idle() if self.jobs else []
         for left, worker in zip(range(len(idle), 0, -1), idle, strict=True):
-            count = min(self._at_once, -(-len(self.jobs) // left))  # each gets its share
+            count = min(self._at_once, -(-len(self.jobs) // left))  # each worker gets its share
             jobs: list[tuple[PoolScoring, list[RewardCall]]] = []
             while self.jobs and len(jobs) < count and (not jobs or self.jobs[0][0] is jobs[0][0]):
                 jobs.append(self.jobs.popleft())
             if jobs:
                 message = [([call.function for call in calls], own.shown(calls[0].samples)) for own, calls in jobs]
                 owed = [(own, call) for own, calls in jobs for call in calls]
-                self.workers.ask(worker, message, owed, len(jobs) * self.workers.timeout)  # any may end first
+                self.workers.ask(worker, message, owed, len(jobs) * self.workers.timeout)  # any of them may end first
 
 
 class PoolScoring(Scoring):
-    """A `Scoring` by a pool's workers."""
+    """A `Scoring` by the workers of a pool."""
 
     def __init__(self, pool: RewardPool) -> None:
         self._pool = pool
@@ -161,7 +161,7 @@ class PoolScoring(Scoring):
         self._count = 0
 
     def add(self, group: Samples) -> None:
-        """See `Scoring`."""
+        """Add a group; see `Scoring`."""
         for name, values in group.shown.items():
             self._shown.setdefault(name, []).extend(values)
         samples = tuple(range(self._count, self._count + len(group)))
@@ -171,19 +171,19 @@ class PoolScoring(Scoring):
         self.poll()
 
     def poll(self) -> None:
-        """See `Scoring`."""
+        """Advance without waiting; see `Scoring`."""
         with self._pool.watch:
             if self._pending():
                 self._pool.advance(wait=False)
 
     def results(self) -> list[Result]:
-        """See `Scoring`."""
+        """Return the results; see `Scoring`."""
         self._wait()
         pool, names = self._pool, [spec.name for spec in self._pool.specs]
         return [combine(names, pool.weights, [part[i] for part in self._parts], pool.failure_value) for i in range(self._count)]
 
     def faults(self) -> list[str]:
-        """Why a function gave no number to a sample, with its name; empty where each gave one, or None."""
+        """Return for each sample the reason why a function gave no number, with its name; empty if each gave one, or None."""
         self._wait()
         named = list(zip(self._pool.specs, self._parts, strict=True))
         said = [[(spec.name, part[i]) for spec, part in named] for i in range(self._count)]
@@ -193,11 +193,11 @@ class PoolScoring(Scoring):
         ]
 
     def shown(self, samples: Sequence[int]) -> dict[str, list[Any]]:
-        """What is shown of these samples."""
+        """Return the fields of these samples that functions receive."""
         return pick(self._shown, samples)
 
     def enter(self, call: RewardCall, answer: list[Part] | Unscored) -> None:
-        """What a function said, or that it is to be asked again sample by sample."""
+        """Record a function's answer, or schedule calls of it sample by sample."""
         self._pool.jobs.extendleft((self, job) for job in reversed(enter(call, answer, self._parts)))
 
     def _wait(self) -> None:
@@ -210,9 +210,9 @@ class PoolScoring(Scoring):
 
 
 def enter(call: RewardCall, answer: list[Part] | Unscored, parts: Sequence[dict[int, Part]]) -> list[list[RewardCall]]:
-    """Enter a function's answer into `parts` (by function, then by sample).
+    """Record a function's answer in `parts` (by function, then by sample).
 
-    Where it is only a reason for all of them: the jobs that ask the function sample by sample.
+    If the answer is only one reason for several samples, return the jobs that call the function sample by sample.
     """
     if isinstance(answer, Unscored) and len(call.samples) > 1:
         return [[RewardCall(call.function, (sample,))] for sample in call.samples]
@@ -221,10 +221,10 @@ def enter(call: RewardCall, answer: list[Part] | Unscored, parts: Sequence[dict[
 
 
 def combine(names: Sequence[str], weights: Sequence[float], given: Sequence[Part], failure_value: float) -> Result:
-    """The result of one sample: sum of weight × reward over the functions that apply to it (TRL's nansum).
+    """Return the result of one sample: sum of weight × reward over the functions that apply to it (TRL's nansum).
 
-    A function that says `Failure` gave `failure_value`; the others keep what they gave. A sample that no function with a weight
-    applies to is `Unscored`: TRL's 0 would be a reward that nobody gave.
+    A `Failure` counts as `failure_value`; the other functions keep their values. A sample to which no function with a weight
+    applies is `Unscored`: TRL's 0 would be a reward that no function gave.
     """
     parts: dict[str, float | None] = {}
     faults = []
@@ -245,14 +245,14 @@ def combine(names: Sequence[str], weights: Sequence[float], given: Sequence[Part
 
 
 def name_apart(specs: Sequence[RewardSpec]) -> list[RewardSpec]:
-    """The specs under names of their own, as `names_apart` has them."""
+    """Return the specs with distinct names, as in `names_apart`."""
     if not specs:
         raise UserError("No reward function was given; name a built-in or module:function.")
     return [replace(spec, name=name) for spec, name in zip(specs, names_apart([spec.name for spec in specs]), strict=True)]
 
 
 def names_apart(names: Sequence[str]) -> list[str]:
-    """Names that differ: the second `exact` is logged as `exact_2`."""
+    """Return distinct names: the second `exact` is logged as `exact_2`."""
     found: list[str] = []
     for name in names:
         others = (f"{name}_{count}" for count in itertools.count(2))
@@ -261,7 +261,7 @@ def names_apart(names: Sequence[str]) -> list[str]:
 
 
 def check_weights(parts: Sequence[Any], weights: Sequence[float]) -> tuple[float, ...]:
-    """One weight per reward function and model; 1 each where none were given."""
+    """Return one weight per reward function and model; 1 each if none were given."""
     if weights and len(weights) != len(parts):
         raise UserError(
             f"There are {len(weights)} reward_weights for {len(parts)} reward functions and models; give one for each, or none."
@@ -272,7 +272,7 @@ def check_weights(parts: Sequence[Any], weights: Sequence[float]) -> tuple[float
 
 
 def decode(content: Any, count: int) -> list[Part] | Unscored:
-    """An answer of a worker for `count` samples: the inverse of its `encode`. Raises `ValueError` for what is no answer."""
+    """Return a worker's answer for `count` samples: the inverse of its `encode`. Raise `ValueError` for an invalid answer."""
     if isinstance(content, str):
         return Unscored(content)
     if not isinstance(content, list) or len(content) != count:

@@ -1,4 +1,4 @@
-"""What a worker does for rewards: calls the functions, and makes of each return an answer that JSON can hold."""
+"""The reward service of a worker process: calls the functions and encodes each return as JSON."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from psigrad.processes.workers.shipping import Packed
 
 
 class Malformed(ValueError):
-    """A reward function returned what is no reward."""
+    """An error for a return value that is not a reward."""
 
 
-# What one function gives to one sample: a number, None (not applicable), a Failure (the policy's fault) or Unscored (ours).
+# One function's result for one sample: a number, None (not applicable), a Failure (the policy's fault) or Unscored (not the
+# policy's fault).
 Part = float | None | Failure | Unscored
 
 
 def service(payload: Sequence[tuple[str, Packed]]) -> Callable[[Any], Iterator[Any]]:
-    """The worker's service for reward functions, given as (name, packed function).
+    """Return the worker's service for reward functions, given as (name, packed function).
 
-    A request is a list of (which functions, samples), and the answers come one by one in its order. What is `async` is at work on
-    all of it together: such functions wait for a server.
+    A request is a list of (function indices, samples), and the answers come one by one in its order. `async` functions process
+    the whole request concurrently, since they wait for a server.
     """
     functions = [(name, unpack(packed)) for name, packed in payload]
     for _, function in functions:
@@ -41,7 +42,7 @@ def service(payload: Sequence[tuple[str, Packed]]) -> Callable[[Any], Iterator[A
             function.prepare()
 
     def answer(message: Any) -> Iterator[Any]:
-        # what one function does to its lists, no other sees
+        # copies, so that one function's changes to its lists do not reach another
         jobs = [(*functions[which], copy.deepcopy(samples)) for asked, samples in message for which in asked]
         with _together(jobs) as begun:
             for name, function, samples in begun:
@@ -54,20 +55,23 @@ def service(payload: Sequence[tuple[str, Packed]]) -> Callable[[Any], Iterator[A
 
 
 def is_async(function: Any) -> bool:
-    """Whether a function, or an object that is called, waits by `await`."""
+    """Return True if a function, or a callable object, is `async`."""
     return any(map(inspect.iscoroutinefunction, (function, getattr(type(function), "__call__", None))))  # noqa: B004
 
 
 @contextlib.contextmanager
 def _together(jobs: Sequence[tuple[str, Any, dict[str, Any]]]) -> Iterator[list[tuple[str, Any, dict[str, Any]]]]:
-    """The jobs, with those of `async` functions begun: who asks such a one waits for it alone, and the others go on meanwhile."""
+    """Yield the jobs, with those of `async` functions started.
+
+    Calling such a job waits for its result alone, while the others continue.
+    """
     if not any(is_async(function) for _, function, _ in jobs):
         yield list(jobs)
         return
-    import asyncio  # a third of a worker's start-up, and few rewards need it
+    import asyncio  # takes a third of a worker's start-up, and few rewards need it
 
     def begin(name: str, function: Any, samples: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
-        with contextlib.suppress(Malformed):  # which is said when it is asked
+        with contextlib.suppress(Malformed):  # the call itself raises it later
             if is_async(function):
                 task = loop.create_task(held(function(**_select_arguments(name, function, samples))))
                 return name, functools.wraps(function)(lambda **given: finished(task)), samples
@@ -76,7 +80,7 @@ def _together(jobs: Sequence[tuple[str, Any, dict[str, Any]]]) -> Iterator[list[
     async def held(begun: Any) -> Any:
         try:
             return await begun, None
-        except BaseException as error:  # SystemExit would end the loop, and be another's
+        except BaseException as error:  # SystemExit would end the loop, and affect other functions
             return None, error
 
     def finished(task: Any) -> Any:
@@ -92,7 +96,10 @@ def _together(jobs: Sequence[tuple[str, Any, dict[str, Any]]]) -> Iterator[list[
 
 
 def _while_alive(*arguments: Any) -> Iterator[Any]:
-    """The answer of a function that has limits of its own, and signs of life till then: its time follows from its tests."""
+    """Yield None as a sign of life until a function returns, then yield its answer.
+
+    The function has its own limits, and its time depends on its tests.
+    """
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask, *arguments)
         while not wait([asked], timeout=0.2).done:
@@ -101,7 +108,7 @@ def _while_alive(*arguments: Any) -> Iterator[Any]:
 
 
 def encode(answer: list[Part] | Unscored) -> Any:
-    """An answer as JSON: a reason, or for each sample a number, null, or [kind, text]."""
+    """Return an answer as JSON: a reason, or for each sample a number, null, or [kind, text]."""
     if isinstance(answer, Unscored):
         return answer.reason
     return [
@@ -113,10 +120,10 @@ def encode(answer: list[Part] | Unscored) -> Any:
 
 
 def ask(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> list[Part] | Unscored:
-    """What `function` gives to each sample, or why it gives nothing.
+    """Return the results of `function` for each sample, or the reason why it has none.
 
-    Whatever it raises, SystemExit included, is such a reason; only Ctrl-C passes. On a sample whose row lacks a column that the
-    function needs, an exception means that the function does not apply.
+    Any exception, SystemExit included, is such a reason; only Ctrl-C passes. If a sample's row lacks a column that the function
+    needs, an exception means that the function does not apply.
     """
     try:
         return call(name, function, samples)
@@ -131,11 +138,11 @@ def ask(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> lis
 
 
 def call(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> list[Part]:
-    """What `function` gives to each sample. `samples` has prompts, completions, completion_ids, the columns, and what else
-    `Samples.shown` names, as equally long lists.
+    """Return the results of `function` for each sample.
 
-    Raises what the function raises, and `Malformed` where the return as a whole is no list of rewards. A `Failure` raised for one
-    sample alone is its result; raised for several it does not say which is at fault, and is raised here too.
+    `samples` has prompts, completions, completion_ids, the columns, and the other names of `Samples.shown`, as equally long
+    lists. Raise whatever the function raises, and `Malformed` if the return as a whole is not a list of rewards. A `Failure`
+    raised for a single sample is its result. Raised for several, it does not identify the sample, so it is raised again.
     """
     count = len(samples["completions"])
     try:
@@ -146,19 +153,19 @@ def call(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> li
         if count > 1:
             raise
         return [Failure(message_of(failure))]
-    tolist = getattr(returned, "tolist", None)  # arrays and tensors, without importing either
+    tolist = getattr(returned, "tolist", None)  # arrays and tensors, without importing either library
     values = tolist() if callable(tolist) else returned
     if isinstance(values, str | bytes | bytearray) or not isinstance(values, Sequence):
         raise Malformed(f"{name} returned {kind_of(returned)}; expected a list with one number or None per completion")
     if len(values) != count:
-        # asked again one by one, such a function could give each the reward of another
+        # in calls one by one, such a function could give each sample the reward of another
         return [Unscored(f"{name} returned {len(values)} rewards for {count} completions")] * count
     return [_part_of(name, value) for value in values]
 
 
 def finish(returned: Any) -> Any:
-    """What an awaitable comes to."""
-    import asyncio  # a third of a worker's start-up, and few rewards need it
+    """Return the result of an awaitable."""
+    import asyncio  # takes a third of a worker's start-up, and few rewards need it
 
     async def result() -> Any:
         return await returned
@@ -167,11 +174,11 @@ def finish(returned: Any) -> Any:
 
 
 def name_texts(function: Callable[..., Any], samples: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What every function is given, and what it is given besides if it asks for it by name: three texts of each completion, the
-    policy's own tokens, and the tag of a thought that the prompt has opened.
+    """Return (the arguments of every function, the extra arguments that a function may request by name).
 
-    psigrad's own functions take what the policy said last for the completion, and its own tokens for the completion's, unless
-    they have `whole_conversation`: what an environment or a tool said is no merit of the policy's.
+    The extra ones are three texts of each completion, the policy's own tokens, and the tag of a thought that the prompt has
+    opened. For psigrad's own functions, the completion is the policy's last turn, and its tokens are the policy's own. Functions
+    with `whole_conversation` get everything: words of an environment or a tool are no merit of the policy.
     """
     given = dict(samples)
     completions, ids = given["completions"], given["completion_ids"]
@@ -195,7 +202,7 @@ def name_texts(function: Callable[..., Any], samples: dict[str, Any]) -> tuple[d
 
 
 def _select_arguments(name: str, function: Callable[..., Any], samples: dict[str, Any]) -> dict[str, Any]:
-    """Only the arguments that the function takes, where it does not take all. Raises `Malformed` where one is missing."""
+    """Return only the arguments that the function takes, unless it takes all. Raise `Malformed` if one is missing."""
     samples, besides = name_texts(function, samples)
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -219,17 +226,17 @@ def _select_arguments(name: str, function: Callable[..., Any], samples: dict[str
     return {p.name: samples[p.name] for p in parameters if p.name in samples}
 
 
-# What every reward function is given, besides the columns.
+# The arguments of every reward function, besides the columns.
 _ALWAYS = ("prompts", "completions", "completion_ids")
-# What TRL's trainer gives them besides.
+# Further arguments that TRL's trainer passes.
 _TRAINERS = ("trainer_state", "log_extra", "log_metric", "environments")
 _TEXTS = ("last_turns", "policy_texts", "transcripts", "policy_ids", "opened_thoughts")
 GIVEN = frozenset((*_ALWAYS, *_TRAINERS, *_TEXTS))
-"""Arguments of reward functions that are no columns."""
+"""Arguments of reward functions that are not columns."""
 
 
 def needed_columns(function: Callable[..., Any]) -> list[str]:
-    """Return the columns that a reward function cannot do without: its parameters without a default."""
+    """Return the columns that a reward function requires: its parameters without a default."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -239,11 +246,11 @@ def needed_columns(function: Callable[..., Any]) -> list[str]:
 
 
 def _part_of(name: str, value: Any) -> Part:
-    """One value of a returned list as a plain Python object, which any process can read."""
+    """Return one value of a returned list as a plain Python object, which any process can load."""
     if isinstance(value, Failure):
         return Failure(message_of(value))
     if isinstance(value, Wrong):
-        return Failure(value.reason)  # worth 0, and the records say why
+        return Failure(value.reason)  # its value is 0, and the records hold the reason
     if isinstance(value, Unscored):
         return Unscored(f"{name}: {value.reason}")
     kind = kind_of(value)

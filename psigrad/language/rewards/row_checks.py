@@ -1,4 +1,7 @@
-"""Rows that reward functions cannot judge: without a gold, or with one that is not read. They are found before the first step."""
+"""Checks for rows that reward functions cannot judge: without a gold, or with an unreadable one.
+
+The checks run before the first step.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ from psigrad.language.rollout.scoring import Failure, Samples
 
 @dataclass(frozen=True)
 class RowCheck:
-    """A function's `check_row` in the shape of a reward: None for a row that it can judge, a `Failure` for another."""
+    """A function's `check_row` in the form of a reward: None for a row that it can judge, a `Failure` for another."""
 
     function: Any
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[Failure | None]:
-        """What is wrong with each row."""
+        """Return the fault of each row."""
         return [self._one({name: values[i] for name, values in columns.items()}) for i in range(len(completions))]
 
     def _one(self, row: dict[str, Any]) -> Failure | None:
@@ -33,11 +36,11 @@ class RowCheck:
 
 
 def row_faults(specs: Sequence[RewardSpec], rows: Sequence[Samples], **settings: Any) -> list[str]:
-    """Return why a row cannot be judged, for each row of the samples; empty where it can.
+    """Return for each row of the samples the reason why it cannot be judged; empty if it can.
 
-    Asked are the functions that have a method `check_row(row)`, which is given the columns and raises `UserError`. They are
-    asked in the processes of a `RewardPool` with these settings, so that no row can hang the caller. Those with `quick_check`
-    cannot hang, and are asked here where there are no others.
+    The checks are the functions' methods `check_row(row)`, which receive the columns and raise `UserError`. They run in the
+    processes of a `RewardPool` with these settings, so that no row can hang the caller. Checks with `quick_check` cannot hang,
+    and run in this process if there are no others.
     """
     checks = [RewardSpec(spec.name, RowCheck(spec.function)) for spec in specs if hasattr(spec.function, "check_row")]
     if rows and not all(getattr(spec.function, "quick_check", False) for spec in specs if hasattr(spec.function, "check_row")):
@@ -56,7 +59,7 @@ def row_faults(specs: Sequence[RewardSpec], rows: Sequence[Samples], **settings:
 def missing_golds(
     specs: Sequence[RewardSpec], weights: Sequence[float], rows: Iterable[Mapping[str, Any]], there: Container[str]
 ) -> list[str]:
-    """Return for the columns of each row the needed one that is empty, if no function with a weight has all of its own; else "".
+    """Return for each row its missing gold: a needed column that is empty. Return "" if a weighted function has all of its own.
 
     A needed column that is not `there` in any row is a mistake in the settings, which the function's first call reports.
     """

@@ -1,1 +1,1 @@
-"""Several processes as one: who takes part, what they decide together, and how a step is dealt among them."""
+"""Several processes as one: the members, their common decisions, and the division of a step among them."""

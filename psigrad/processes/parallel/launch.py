@@ -18,22 +18,22 @@ from psigrad.errors import UserError
 from psigrad.processes.parallel.world import RankLost
 from psigrad.processes.proc import die_with_parent
 
-# Seconds that the other processes get to end by themselves once one has failed; characters of its last words.
+# Seconds that the other processes get to end by themselves after a failure, and characters kept of a process's last output.
 GRACE, WORDS = 10.0, 8000
 
 
 def is_rank() -> bool:
-    """Whether this process is one of several already."""
+    """Return True if this process is already one of several."""
     return "WORLD_SIZE" in os.environ
 
 
 def first() -> bool:
-    """Whether this process is the one that speaks to people."""
+    """Return True if this process is the one that prints."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def check(processes: int) -> None:
-    """Refuse `--processes N` in a process that nothing has started as one of N."""
+    """Raise `UserError` for `--processes N` in a process that was not started as one of N."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1 and size != processes:
         raise UserError(
@@ -43,9 +43,9 @@ def check(processes: int) -> None:
 
 
 def run(processes: int, arguments: Sequence[str]) -> int:
-    """`psigrad arguments` as ranks 0 … processes - 1 of this machine; the exit status of the run.
+    """Run `psigrad arguments` as ranks 0 … processes - 1 of this machine. Return the exit status of the run.
 
-    Rank 0 has the terminal. When a process fails, the others are ended, and the last words of the one that failed first are
+    Rank 0 has the terminal. When a process fails, the others are ended, and the last output of the first failed process is
     printed. SIGTERM and SIGHUP are passed on to all; Ctrl-C reaches them by itself.
     """
     with tempfile.TemporaryDirectory(prefix="psigrad-") as folder:
@@ -63,7 +63,7 @@ def run(processes: int, arguments: Sequence[str]) -> int:
 
 
 class _Rank:
-    """One of the processes, with the end of what it says where that is not on the terminal."""
+    """One of the processes, with the end of its output if that is not on the terminal."""
 
     def __init__(self, rank: int, size: int, folder: str, arguments: Sequence[str]) -> None:
         self.rank, self.words = rank, b""
@@ -81,12 +81,12 @@ class _Rank:
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended otherwise than well."""
+        """True if the process has ended with an error."""
         return self.process.poll() not in (None, 0)
 
     @property
     def status(self) -> int:
-        """Its exit status as a shell gives it."""
+        """The exit status in a shell's form."""
         code = int(self.process.returncode)
         return code if code >= 0 else 128 - code
 
@@ -106,13 +106,13 @@ def _passing(ranks: Sequence[_Rank]) -> Callable[[int, FrameType | None], None]:
 
 
 def _watch(ranks: Sequence[_Rank]) -> int:
-    """Wait for all of them, or for the first failure and then a moment for the others; the status to exit with."""
+    """Wait for all ranks, or for the first failure and then briefly for the others. Return the exit status."""
     first: _Rank | None = None
     since = 0.0
     while any(rank.process.poll() is None for rank in ranks):
         failed = [rank for rank in ranks if rank.failed]
         if first is None and failed:
-            # one that only lost another is not the cause
+            # a process that only lost another one is not the cause
             first, since = min(failed, key=lambda rank: rank.status == RankLost.exit_status), time.monotonic()
         if first is not None and time.monotonic() - since > GRACE:
             break
@@ -125,7 +125,7 @@ def _watch(ranks: Sequence[_Rank]) -> int:
     if cause is None:
         return 0
     own = ranks[0].status if ranks[0].failed else 0
-    # rank 0 has said on the terminal what it failed of, unless a signal ended it
+    # rank 0 has printed its own error on the terminal, unless a signal ended it
     if cause.process.returncode < 0 or (cause.rank and own in (0, RankLost.exit_status)):
         _tell(cause, len(ranks), unaware)
         return cause.status
@@ -136,8 +136,8 @@ def _tell(rank: _Rank, size: int, unaware: Sequence[str]) -> None:
     code = rank.process.returncode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
     print(f"psigrad: process {rank.rank} of 0 to {size - 1} {how}; the others were ended with it.", file=sys.stderr)
-    if unaware:  # a time-out of NCCL ends those that wait, by SIGABRT
+    if unaware:  # a time-out of NCCL ends the waiting processes by SIGABRT
         print(f"psigrad: process {', '.join(unaware)} was still at work; did the others wait for it?", file=sys.stderr)
-    time.sleep(0.1)  # its last words may be on their way
+    time.sleep(0.1)  # its last output may not have arrived yet
     if words := rank.words.decode(errors="replace").strip():
         print(words, file=sys.stderr)

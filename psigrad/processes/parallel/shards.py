@@ -1,7 +1,7 @@
-"""Tensors of which each process holds some rows: what it holds, and writing and reading them as safetensors.
+"""Tensors of which each process holds some rows: the local part, and safetensors files of them.
 
-The files are those of torch.distributed.checkpoint's Hugging Face form: no pickle, and what N processes wrote any number of
-processes can read, as they can read a plain model.safetensors.
+The files are in the Hugging Face form of torch.distributed.checkpoint, without pickle. Any number of processes can read the files
+of N processes, and also a plain model.safetensors.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from psigrad.errors import UserError, reason_of
 
 
 def local_of(x: Tensor) -> Tensor:
-    """The rows of a tensor in shards that this process holds; another tensor as it is."""
+    """Return the local rows of a tensor in shards; any other tensor unchanged."""
     held: Any = x
     return held.to_local() if in_shards(x) else x
 
 
 def in_shards(x: Any) -> bool:
-    """Whether a tensor is a DTensor, whose class takes half a second to import."""
+    """Return True if a tensor is a DTensor, whose class takes half a second to import."""
     return hasattr(x, "to_local")
 
 
 def copies_of(x: Tensor, size: int) -> int:
-    """How many of `size` processes hold the same rows of a tensor in shards; 1 of another tensor."""
+    """Return the number of processes among `size` that hold the same rows of a tensor in shards; 1 for another tensor."""
     if not in_shards(x):
         return 1
     held: Any = x
@@ -40,7 +40,7 @@ def copies_of(x: Tensor, size: int) -> int:
 
 @torch.no_grad()
 def held_of(parameter: Any) -> nn.Parameter:
-    """What this process holds of a parameter, as a parameter around the same memory."""
+    """Return the local part of a parameter, as a parameter that shares its memory."""
     if not in_shards(parameter):
         whole: nn.Parameter = parameter
         return whole
@@ -48,7 +48,7 @@ def held_of(parameter: Any) -> nn.Parameter:
 
 
 def like(local: Tensor, parameter: Tensor) -> Tensor:
-    """This process' rows of something as large as the parameter, such as a moment, as a tensor in shards."""
+    """Return this process's rows of a tensor of the parameter's shape, such as a moment, as a tensor in shards."""
     if not in_shards(parameter) or local.dim() == 0:
         return local
     from torch.distributed.tensor import DTensor
@@ -60,25 +60,26 @@ def like(local: Tensor, parameter: Tensor) -> Tensor:
 
 
 def written_in(folder: Path) -> bool:
-    """Whether a folder holds tensors that several processes wrote."""
+    """Return True if a folder contains tensors that several processes wrote."""
     return any(folder.glob("shard-*.safetensors"))
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The same in the host's memory, each process what it holds."""
+    """Return copies of the tensors in the host's memory, of each process's local part."""
     if not any(map(in_shards, tensors.values())):
         return {name: x.detach().to("cpu", copy=True) for name, x in tensors.items()}
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     stager = DefaultStager(StagingOptions(False, False, False, False))
-    found: Any = stager.stage({name: x.detach() for name, x in tensors.items()})  # at once, with these options
+    found: Any = stager.stage({name: x.detach() for name, x in tensors.items()})  # synchronous with these options
     stager.close()
     return dict(found)
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], group: Any = None) -> None:
-    """Each process writes what it holds of the tensors to `folder`; all of them, or those of the `group`, must call this. Where
-    one cannot, all raise what it did.
+    """Write the local part of the tensors to `folder`, in each process.
+
+    All processes, or those of the `group`, must call this. If one fails, all raise its error.
     """
     dcp = _checkpoints()
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,13 +87,13 @@ def write(folder: Path, tensors: Mapping[str, Tensor], group: Any = None) -> Non
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         dcp.save(state, storage_writer=writer, process_group=group)
-    except dcp.api.CheckpointException as error:  # no Exception; it has what each process raised
+    except dcp.api.CheckpointException as error:  # not an Exception; it contains the error of each process
         cause, _ = next(iter(error.failures.values()))
         raise cause from error
 
 
 def read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill the tensors, whole or in shards, from the safetensors files in `folder`. Raises `UserError` where one is missing."""
+    """Fill the tensors, whole or in shards, from the safetensors files in `folder`. Raise `UserError` if one is missing."""
     dcp = _checkpoints()
     state = {name: tensor.detach() for name, tensor in tensors.items()}
     try:
@@ -104,7 +105,7 @@ def read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _checkpoints() -> Any:
-    """torch.distributed.checkpoint, which takes a second to import."""
+    """Import torch.distributed.checkpoint, which takes a second."""
     import torch.distributed.checkpoint
 
     return torch.distributed.checkpoint

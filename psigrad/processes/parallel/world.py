@@ -1,7 +1,7 @@
-"""The processes that train together. One alone is a world too: then every sum is the number itself, and nothing is sent.
+"""The processes that train together. For a single process every sum is the number itself, and nothing is sent.
 
-Whatever processes must agree on goes through their `World`: a value of rank 0, a sum, what each of them has. All of them make
-the same calls in the same order.
+All agreement between processes goes through their `World`: a value of rank 0, a sum, or the values of all. All processes must
+make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from psigrad.errors import UserError
 
 T = TypeVar("T")
 P = TypeVar("P")
-# What gloo says, for which torch has no exception of its own, when another process is gone.
+# Error texts of gloo when another process is gone, for which torch has no exception class.
 _SIGNS = ("gloo", "onnection closed by peer", "onnection reset by peer", "roken pipe", "Timed out waiting", "wait timeout")
 # Numbers that are summed in one message.
 BUCKET = 1 << 22
-# Seconds in which those that have lost another say so, that the silent one can be named.
+# Seconds in which the remaining processes must report, so that the error can name the silent one.
 ROLL_CALL = 5.0
 
 
 class RankLost(UserError):
-    """Another process of the run has ended or does not answer. That process says why."""
+    """An error for another process of the run that has ended or does not answer. That process prints the reason."""
 
-    exit_status = 75  # EX_TEMPFAIL of sysexits.h: the same command may go on
+    exit_status = 75  # EX_TEMPFAIL of sysexits.h: the same command may resume
 
 
 class Division(NamedTuple):
-    """How processes that hold a model in shards are divided besides: groups that hold it each (`replicate`), processes that
-    compute every layer together (`tensor`), and those that divide the tokens of every row (`context`).
+    """The further division of processes that hold a model in shards.
+
+    `replicate` is the number of groups that each hold the model. `tensor` processes compute every layer together. `context`
+    processes divide the tokens of every row.
     """
 
     replicate: int = 1
@@ -49,36 +51,36 @@ class Division(NamedTuple):
 
     @property
     def team(self) -> int:
-        """How many compute one micro-batch together. They stand beside each other: ranks k·team … (k + 1)·team - 1."""
+        """The number of processes that compute one micro-batch together: the adjacent ranks k·team … (k + 1)·team - 1."""
         return self.tensor * self.context
 
 
 class World(Protocol):
-    """Processes that train together, as one of them, the `rank`-th of `size`, sees them."""
+    """The processes that train together, seen from one of them, the `rank`-th of `size`."""
 
     rank: int
     """This process: 0 … size - 1. Rank 0 owns the run folder."""
     size: int
-    """How many there are."""
+    """The number of processes."""
     lockstep: bool
-    """Whether all of them must make the same number of forward passes: they hold a model in shards."""
+    """True if all processes must make the same number of forward passes: they hold a model in shards."""
     division: Division
-    """Who computes together."""
+    """The groups that compute together."""
 
     def broadcast(self, value: T) -> T:
-        """The value that rank 0 gives."""
+        """Return the value of rank 0."""
         ...
 
     def all_gather(self, value: T) -> list[T]:
-        """What each gives, by rank."""
+        """Return the values of all processes, by rank."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all of them, in place of `x`."""
+        """Replace `x` by its sum over all processes, in place."""
         ...
 
     def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
-        """What each has for this one, by rank; `parts[rank]` is what this one has for another."""
+        """Return the parts for this process, by rank; `parts[rank]` is its part for another one."""
         ...
 
 
@@ -88,19 +90,19 @@ class Alone:
     rank, size, lockstep, division = 0, 1, False, Division()
 
     def broadcast(self, value: T) -> T:
-        """The value itself."""
+        """Return the value itself."""
         return value
 
     def all_gather(self, value: T) -> list[T]:
-        """The value as the only one."""
+        """Return the value as the only one."""
         return [value]
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return x
 
     def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
-        """The part itself."""
+        """Return the part itself."""
         return list(parts)
 
 
@@ -108,19 +110,19 @@ ALONE: World = Alone()
 
 
 class Ranks:
-    """The world of a torch.distributed process group: of `group`, or the one that was made first."""
+    """The world of a torch.distributed process group: of `group`, or by default the first one."""
 
     def __init__(self, *, lockstep: bool = False, group: Any = None, division: Division | None = None) -> None:
         self.rank, self.size, self.lockstep, self.group = dist.get_rank(), dist.get_world_size(), lockstep, group
         self.division = division or Division()
 
     def beside(self) -> Ranks:
-        """The same processes with messages of their own, for a thread that works beside the steps. All of them must call it."""
-        limit = timedelta(hours=4)  # a thread may wait for a disk, or for a sampler, for longer than a step
+        """Return the same processes with a separate group, for a thread that works beside the steps. All must call it."""
+        limit = timedelta(hours=4)  # a thread may wait longer than a step for a disk or a sampler
         return Ranks(lockstep=self.lockstep, group=dist.new_group(backend="gloo", timeout=limit), division=self.division)
 
     def broadcast(self, value: T) -> T:
-        """The value that rank 0 gives."""
+        """Return the value of rank 0."""
         box: list[Any] = [value if self.rank == 0 else None]
         with name_losses():
             dist.broadcast_object_list(box, src=0, group=self.group, device=torch.device("cpu"))
@@ -128,20 +130,20 @@ class Ranks:
         return found
 
     def all_gather(self, value: T) -> list[T]:
-        """What each gives, by rank."""
+        """Return the values of all processes, by rank."""
         box: list[Any] = [None] * self.size
         with name_losses():
             dist.all_gather_object(box, value, group=self.group)
         return box
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all of them, in place of `x`."""
+        """Replace `x` by its sum over all processes, in place."""
         with name_losses():
             dist.all_reduce(x, group=self.group)
         return x
 
     def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
-        """What each has for this one, by rank; `parts[rank]` is what this one has for another."""
+        """Return the parts for this process, by rank; `parts[rank]` is its part for another one."""
         sizes = torch.tensor([len(part) for part in parts])
         theirs = torch.empty_like(sizes)
         given = torch.from_numpy(np.frombuffer(bytearray().join(parts), np.uint8))
@@ -154,7 +156,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def name_losses() -> Iterator[None]:
-    """Whatever torch raises when another process is gone, as a `RankLost`."""
+    """Convert the error that torch raises for a lost process to `RankLost`."""
     try:
         yield
     except RuntimeError as error:
@@ -169,8 +171,9 @@ def name_losses() -> Iterator[None]:
 
 
 def silent_ranks(store: Any, rank: int, size: int, seconds: float) -> list[int]:
-    """The ranks that do not say within so many seconds that they have lost another, as those do that wait for one. Where the
-    store itself does not answer it is rank 0, whose machine has it.
+    """Return the ranks that do not report a lost process within so many seconds, as waiting ranks do.
+
+    If the store itself does not answer, it is rank 0, whose machine hosts it.
     """
     try:
         store.set_timeout(timedelta(seconds=seconds))
@@ -185,7 +188,7 @@ def silent_ranks(store: Any, rank: int, size: int, seconds: float) -> list[int]:
 
 
 def _store() -> Any:
-    """Where the processes of the group found each other; torch has no public name for it."""
+    """Return the store in which the processes of the group found each other; torch has no public name for it."""
     with contextlib.suppress(RuntimeError, AttributeError, ValueError):
         return dist.distributed_c10d._get_default_store()
 
@@ -194,9 +197,10 @@ def _store() -> Any:
 def join_world(
     *, device: str = "cpu", lockstep: bool = False, minutes: float = 30.0, division: Division | None = None
 ) -> Iterator[World]:
-    """The world that this process was started in: by `psigrad … --processes N`, torchrun, SLURM or Ray Train, whose environment
-    variables RANK and WORLD_SIZE say so; else it is alone. A process that gets no answer for `minutes` ends. Raises `UserError`
-    where so many processes cannot have the `division`.
+    """Yield the world of this process, from the environment variables RANK and WORLD_SIZE.
+
+    `psigrad … --processes N`, torchrun, SLURM or Ray Train set them; without them the process is alone. A process that gets no
+    answer for `minutes` ends. Raise `UserError` if the number of processes does not fit the `division`.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if division is not None and (size % math.prod(division) or (division != Division() and not lockstep)):
@@ -243,7 +247,7 @@ def _make_group(device: str, size: int, minutes: float) -> None:
         store = FileStore(os.path.join(folder, "store"), size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     elif (attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT")) is not None:
-        # torchrun's store outlives a restart of the ranks, with the addresses of those that are dead
+        # torchrun's store outlives a restart of the ranks, with the addresses of dead ones
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and rank == 0
         tcp = TCPStore(address, port, size, is_master=hosts, timeout=limit)
@@ -254,7 +258,7 @@ def _make_group(device: str, size: int, minutes: float) -> None:
 
 
 def agree(world: World, what: Mapping[str, str]) -> None:
-    """Raise `UserError` where the processes do not have the same of something, by its name."""
+    """Raise `UserError` if the processes differ in one of the values, with its name."""
     each = world.all_gather(dict(what))
     for name in what:
         others = [rank for rank, own in enumerate(each) if own.get(name) != each[0].get(name)]
@@ -266,8 +270,9 @@ def agree(world: World, what: Mapping[str, str]) -> None:
 
 
 def sum_figures(world: World, figures: Mapping[str, float]) -> dict[str, float]:
-    """The sum of each figure over those that have it, in the order of the ranks: the same bits on all of them. Who compute
-    together count once.
+    """Return the sum of each figure over the processes that have it, in rank order: the same bits on all of them.
+
+    Processes that compute together count once.
     """
     each = world.all_gather(dict(figures))[:: world.division.team]
     names = dict.fromkeys(name for own in each for name in own)
@@ -275,14 +280,14 @@ def sum_figures(world: World, figures: Mapping[str, float]) -> dict[str, float]:
 
 
 def shares_of(world: World) -> int:
-    """Into how many shares a step is divided: one for each process, or for each team that computes together."""
+    """Return the number of shares of a step: one for each process, or for each team that computes together."""
     return world.size // world.division.team
 
 
 def shard(world: World, parts: Sequence[T], rank: int | None = None) -> list[tuple[T, float]]:
-    """The share of this rank, or of another, in what all ranks do: every `shares_of(world)`-th part, each with weight 1.
+    """Return the share of this rank, or of another one: every `shares_of(world)`-th part, each with weight 1.
 
-    In lockstep ranks with a part less do the first one once more, with weight 0.
+    In lockstep, ranks with a part fewer repeat the first part with weight 0.
     """
     shares = shares_of(world)
     own = [(part, 1.0) for part in parts[(world.rank if rank is None else rank) // world.division.team :: shares]]
@@ -291,19 +296,19 @@ def shard(world: World, parts: Sequence[T], rank: int | None = None) -> list[tup
 
 
 def each_once(world: World, parts: Sequence[P], of: Callable[[P], T]) -> list[T]:
-    """What `of` finds in each part, in their order; each rank looks at its share, and all of them get the whole.
+    """Return `of(part)` for each part, in order. Each rank computes its share, and all get the complete list.
 
-    In lockstep all ranks call it as often.
+    In lockstep all ranks call `of` equally often.
     """
     every = world.all_gather([of(part) for part, _ in shard(world, parts)])[:: world.division.team]
     return [every[i % len(every)][i // len(every)] for i in range(len(parts))]
 
 
 def sum_gradients(world: World, parameters: Sequence[Tensor]) -> None:
-    """Replace each gradient by its sum over the ranks, added up in at least float32.
+    """Replace each gradient by its sum over the ranks, computed in at least float32.
 
-    What no rank has a gradient for keeps none, so that nobody decays it; where only some have one, the others add zeros. Small
-    gradients travel together.
+    A parameter without a gradient on any rank keeps none, so that the optimizer does not decay it. If only some ranks have one,
+    the others add zeros. Small gradients are sent together.
     """
     if world.size == 1 or not parameters:
         return
@@ -325,7 +330,7 @@ def sum_gradients(world: World, parameters: Sequence[Tensor]) -> None:
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters of one type in groups of at most `BUCKET` numbers, or alone."""
+    """Yield parameters of one type in groups of at most `BUCKET` numbers, or alone."""
     bucket: list[Tensor] = []
     for p in parameters:
         if bucket and (p.dtype != bucket[0].dtype or sum(q.numel() for q in bucket) + p.numel() > BUCKET):

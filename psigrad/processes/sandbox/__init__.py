@@ -1,4 +1,4 @@
-"""What is not ours to trust, run where it can do no harm: one enclosure, an executor of programs, what a machine guarantees."""
+"""A sandbox for untrusted code: one enclosure, an executor of programs, and the guarantees of a machine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Programs in bubblewrap: no network, no capabilities, no files but Python's, a user of their own where root allows it.
+"""Programs in bubblewrap: no network, no capabilities, no files but Python's, and a separate user if root allows it.
 
-Each program gets a sandbox of its own, which is killed whole: everything that it started lives in its process namespace.
+Each program gets its own sandbox, which is killed as a whole: all processes that it started are in its process namespace.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from psigrad.processes.sandbox.pipes import exchange, start
 
 DRIVER = Path(__file__).with_name("driver.py").read_text()
 _JOIN = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 125; shift; done; shift; exec "$@"'
-# The same program prints the same set in the same order every time; a thread for each core would not fit its limits.
+# A fixed hash seed makes sets print in the same order every time. A thread for each core would exceed the limits.
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 _ENVIRONMENT |= dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 def interpreter() -> str:
-    """The executable of the base Python: that of a virtual environment may lie where only its owner looks."""
+    """Return the executable of the base Python: a virtual environment's may be in a folder that only its owner can read."""
     return os.path.realpath(sys.executable)
 
 
 def packages() -> list[str]:
-    """Where the packages of this Python's environment lie."""
+    """Return the folders with the packages of this Python's environment."""
     return [path for path in sys.path if path.endswith(("site-packages", "dist-packages")) and os.path.isdir(path)]
 
 
 def task_of(program: Program, limits: Limits) -> bytes:
-    """What the driver is told."""
+    """Return the driver's input."""
     told = {"source": program.source, "expressions": program.expressions, "seconds": math.ceil(limits.seconds)}
     return json.dumps(told).encode()
 
 
 def rlimits(program: Program, limits: Limits) -> list[str]:
-    """prlimit's part, behind the one that drops the user: processes are counted by user."""
+    """Return the prlimit part of the command. It follows the change of user: processes are counted by user."""
     seconds = math.ceil(limits.seconds)
     return [
         "prlimit",
         f"--as={limits.memory_mb << 20}",
         f"--nproc={limits.processes}",
         f"--fsize={limits.files_mb << 20}",
-        # the driver raises the first for each expression
+        # the driver raises the soft limit for each expression
         f"--cpu={seconds}:{seconds * (1 + len(program.expressions)) + 1}",
         *("--nofile=128", "--core=0", "--memlock=0", "--msgqueue=0", "--rtprio=0", "--nice=0"),
         "--",
@@ -75,7 +75,7 @@ class Bubblewrap:
         self._pool = ThreadPoolExecutor(min(USERS, workers or len(os.sched_getaffinity(0))))
 
     def run(self, programs: Sequence[Program], limits: Limits) -> list[ProgramOutcome]:
-        """See `Executor`."""
+        """Run the programs; see `Executor`."""
         return list(self._pool.map(self._one, programs, itertools.repeat(limits)))
 
     def _one(self, program: Program, limits: Limits) -> ProgramOutcome:
@@ -121,10 +121,10 @@ class Bubblewrap:
 
 
 def _wait_until_gone(born: BinaryIO) -> None:
-    """Until the first process in the sandbox has ended, and with it all others: killing bwrap only sets that going."""
+    """Wait until the first process in the sandbox has ended, and with it all others: killing bwrap only starts this."""
     text = born.read()
     if not text:
-        return  # it never came so far
+        return  # no process was started
     process, end = int(json.loads(text)["child-pid"]), time.monotonic() + 10
     while time.monotonic() < end:
         if not began(process):

@@ -1,7 +1,7 @@
-"""Control groups, where this process may make them: the one limit on processes and memory that holds for a whole tree.
+"""Control groups, if this process may make them: the only limit on processes and memory that applies to a whole tree.
 
-Version 2 where its controllers can be handed down, else version 1. Rules of both: Documentation/admin-guide of Linux.
-A group is named by its owner's process and the moment that it began, so that a process's number that returns is another's.
+Version 2 is used if its controllers can be delegated, otherwise version 1. Rules of both: Documentation/admin-guide of Linux. A
+group's name contains its owner's process id and start time, since process ids are reused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NUMBERS = itertools.count()
 
 @cache
 def homes() -> dict[str, Path]:
-    """Of "pids" and "memory" the folder under which groups can be made; those that can't be are left out."""
+    """Return for "pids" and "memory" the folder under which groups can be made, without those that cannot."""
     found = {}
     if (ROOT / "cgroup.controllers").is_file():
         return _homes_v2()
@@ -48,18 +48,18 @@ def _homes_v2() -> dict[str, Path]:
 
 
 class Group:
-    """One program's control groups. Where none can be made, `files` is empty and nothing is limited by it."""
+    """One program's control groups. If none can be made, `files` is empty and no limit applies."""
 
     def __init__(self, folders: list[Path]) -> None:
         self._folders = folders
 
     @property
     def files(self) -> list[Path]:
-        """Where a process writes its id to join."""
+        """The files to which a process writes its id to join."""
         return [folder / "cgroup.procs" for folder in self._folders]
 
     def out_of_memory(self) -> bool:
-        """Whether the kernel killed something in it for want of memory."""
+        """Return True if the kernel killed a process of the group for lack of memory."""
         for folder in self._folders:
             for name, key in (("memory.events", "oom_kill"), ("memory.oom_control", "oom_kill")):
                 with contextlib.suppress(OSError, ValueError):
@@ -69,7 +69,7 @@ class Group:
         return False
 
     def processes(self) -> list[int]:
-        """Who is in it now."""
+        """Return the ids of the current processes."""
         found: set[int] = set()
         for file in self.files:
             with contextlib.suppress(OSError):
@@ -79,9 +79,9 @@ class Group:
 
 @contextlib.contextmanager
 def limit_group(processes: int, memory_bytes: int) -> Iterator[Group]:
-    """A group of at most so many processes and bytes for the length of the block; whoever is still in it is killed.
+    """Yield a group of at most so many processes and bytes, and kill all remaining processes after the block.
 
-    Raises `SandboxError` where the machine has such groups and this one cannot be made or limited.
+    Raise `SandboxError` if the machine has such groups and this one cannot be made or limited.
     """
     sweep()
     name, made = f"{os.getpid()}-{began(os.getpid())}-{next(_NUMBERS)}", list[Path]()
@@ -109,7 +109,7 @@ def limit_group(processes: int, memory_bytes: int) -> Iterator[Group]:
 
 
 def sweep() -> None:
-    """Remove the groups whose owner was killed before it could, with whoever is still in them."""
+    """Remove the groups of killed owners, and kill the processes in them."""
     for place in {ROOT / "psigrad", *(ROOT / controller / "psigrad" for controller in ("pids", "memory"))}:
         for folder in place.glob("*-*-*") if os.access(place, os.W_OK) else ():
             owner, since, _ = folder.name.split("-")

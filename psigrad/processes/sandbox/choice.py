@@ -1,4 +1,4 @@
-"""Which sandbox the machine offers, which executor a run gets, and under what a user's own process runs."""
+"""The choice of sandbox: the machine's tier, a run's executor, and the enclosure of a user's own process."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from psigrad.processes.sandbox.pipes import exchange, start
 
 
 class Unsafe:
-    """An `Executor` with limits of time and memory, and no protection at all, for those who allow it in so many words: a program
-    can read, write and delete what its user can.
+    """An `Executor` with limits of time and memory but no protection, for users who explicitly allow it.
+
+    A program can read, write and delete whatever its user can.
     """
 
     def run(self, programs: Sequence[Program], limits: Limits) -> list[ProgramOutcome]:
-        """See `Executor`."""
+        """Run the programs; see `Executor`."""
         return [self._one(program, limits) for program in programs]
 
     def _one(self, program: Program, limits: Limits) -> ProgramOutcome:
         task = memory_file(task_of(program, limits))
         answers, say = os.pipe()
-        # without a user of its own a limit on processes would count all of yours
+        # without a separate user id, a limit on processes would count all of the user's processes
         bounds = [part for part in rlimits(program, limits) if not part.startswith("--nproc")]
         started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="psigrad-code-") as folder:
@@ -51,7 +52,10 @@ INSTALL = "install bubblewrap (Debian and Ubuntu: apt-get install bubblewrap uti
 
 @cache
 def tier_of_this_machine() -> Tier:
-    """Tried, not guessed: a program is run in it. Root without user ids to give away is a user, as in a rootless container."""
+    """Return the tier of this machine, determined by running a program in it.
+
+    Root without spare user ids counts as a user, as in a rootless container.
+    """
     root = os.geteuid() == 0 and users_here()[1] > 0
     missing = [name for name in ("bwrap", "prlimit", *(("setpriv",) if root else ())) if shutil.which(name) is None]
     if missing:
@@ -73,9 +77,9 @@ def tier_of_this_machine() -> Tier:
 
 
 def executor_for(url: str = "", *, token: str = "", allow_unsafe_code: bool = False) -> Executor:
-    """The service at `url`, else this machine's sandbox, else, only if it is allowed, none at all.
+    """Return the service at `url`, otherwise this machine's sandbox, otherwise, only if allowed, no sandbox.
 
-    Raises `SandboxError` where there is no sandbox and `allow_unsafe_code` is off.
+    Raise `SandboxError` if there is no sandbox and `allow_unsafe_code` is off.
     """
     if url:
         remote: Executor = extras.load("sandbox").RemoteExecutor(url, token)
@@ -92,10 +96,11 @@ def executor_for(url: str = "", *, token: str = "", allow_unsafe_code: bool = Fa
 
 
 def enclosure_of_workers(files: Sequence[str] = (), *, sockets: bool = False) -> Enclosure:
-    """What to run a user's own process in: it reads Python, what it imports from, its working folder and `files`, and writes to
-    a temporary folder of its own. With `sockets` it may talk to itself, and to what a socket among `files` leads to.
+    """Return the enclosure of a user's own process.
 
-    Raises `SandboxError` where this machine has no bubblewrap that works.
+    The process can read Python, its import folders, its working folder and `files`, and can write to its own temporary folder.
+    With `sockets` it can connect to itself, and to the peers of sockets among `files`. Raise `SandboxError` if this machine has
+    no working bubblewrap.
     """
     tier = tier_of_this_machine()
     if tier.name == "none":

@@ -1,6 +1,6 @@
-"""Runs inside the sandbox: the program, then each expression, whose values go out on a pipe. Nothing here is a secret.
+"""The driver inside the sandbox: runs the program, then writes the values of expressions to a pipe. It has no secrets.
 
-Read as text and given to the sandbox's own Python, which knows nothing of psigrad.
+The file is read as text and given to the sandbox's own Python, which does not have psigrad.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import types
 from typing import Any
 
-# Of standard types, what they are made of: a text, or a list of values. A subclass goes out as the plain type it extends.
+# The parts of standard types: a text, or a list of values. A subclass is sent as the plain type that it extends.
 AS_TEXT: dict[str, Any] = {"bytes": lambda v: v.hex(), "bytearray": lambda v: v.hex(), "complex": str, "Decimal": str}
 AS_VALUES: dict[str, Any] = {
     "list": list.__iter__,
@@ -33,7 +33,7 @@ MODULES = ("builtins", "collections", "fractions", "decimal", "datetime")
 
 
 def plain(value: object, depth: int = 0) -> object:
-    """The value as tagged JSON; raises TypeError for what is no plain value."""
+    """Return the value as tagged JSON. Raise TypeError for a value that is not plain."""
     if depth > 50:
         raise TypeError("nested too deeply")
     if value is None or value is True or value is False:
@@ -51,7 +51,7 @@ def plain(value: object, depth: int = 0) -> object:
             return {kind.__name__: AS_TEXT[kind.__name__](value)}
         if kind.__module__ in MODULES and kind.__name__ in AS_VALUES:
             return {kind.__name__: [plain(v, depth + 1) for v in AS_VALUES[kind.__name__](value)]}
-    if hasattr(value, "tolist"):  # of numpy
+    if hasattr(value, "tolist"):  # from numpy
         return plain(value.tolist(), depth + 1)
     if hasattr(value, "__next__") or type(value).__name__ in ("dict_keys", "dict_values", "dict_items"):
         return {"iterator": [plain(v, depth + 1) for v in itertools.islice(value, 100_000)]}  # type: ignore[call-overload]
@@ -70,7 +70,7 @@ def main() -> None:
     if not task["expressions"]:
         out.close()
     sys.argv = ["program.py"]
-    # what reads and prints is a script; where only functions are asked for, its last lines under __main__ are not
+    # A program that reads and prints is a script. If only functions are tested, its code under __main__ must not run.
     module = types.ModuleType("program" if task["expressions"] else "__main__")
     sys.modules[module.__name__] = module
     exec(compile(task["source"], "program.py", "exec", dont_inherit=True), module.__dict__)

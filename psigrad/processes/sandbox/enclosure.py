@@ -1,7 +1,8 @@
-"""The one enclosure for all that is not ours to trust: a model's programs, and a user's environments and tools.
+"""The single enclosure for all untrusted code: a model's programs, and a user's environments and tools.
 
-bubblewrap around a process: no network, no capabilities, no uid 0, a view of Python and the system's libraries alone, a seccomp
-filter, and a process namespace that ends with it. What is inside reaches no socket, FIFO or file of the machine but those shown.
+bubblewrap runs the process with no network, no capabilities, no uid 0, and a seccomp filter. The process sees Python and the
+system's libraries alone, in a process namespace that ends with it. The process can reach only the listed sockets, FIFOs and files
+of the machine.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from pathlib import Path
 from psigrad.processes.sandbox import seccomp
 from psigrad.processes.sandbox.executor import TierName
 
-# What bwrap itself is started with where the process is to see nothing of ours: it can read the environment of bwrap.
+# The environment of bwrap itself if the process must see none of psigrad's: the process can read it.
 BARE = {"PATH": os.environ.get("PATH", "/usr/bin:/bin")}
-# User ids that no account has: above what login managers hand out, or the highest of a container's. 64 for each process of ours.
+# User ids without an account: above those that login managers assign, or the highest of a container's. Each psigrad process has
+# 64.
 _FIRST_USER, USERS, _PROCESSES = 1_500_000_000, 64, 1 << 22
 _PLACES = {"HOME": "/tmp", "TMPDIR": "/tmp", "USER": "sandbox", "LOGNAME": "sandbox"}
 _NUMBERS = itertools.count()
-# Seconds for which what was found in a folder holds; what is made there later, a worker that runs sees anyway.
+# Seconds for which a folder's listing is cached. Running workers see later files anyway.
 _FRESH = 60.0
-# Of the machine's settings, what programs look up.
+# The machine's settings that programs read.
 _SETTINGS = (
     "/etc/alternatives",
     "/etc/ld.so.cache",
@@ -38,7 +40,7 @@ _SETTINGS = (
 
 
 def users_here() -> tuple[int, int]:
-    """(first, how many) of the user ids that sandboxes take, one for each; none where this user namespace has none to give."""
+    """Return (first, count) of the user ids for sandboxes, one for each; (0, 0) if this user namespace has none to spare."""
     ends = [_end_of(Path("/proc/self", name)) for name in ("uid_map", "gid_map")]
     end = min(ends)
     if end >= _FIRST_USER + USERS * _PROCESSES:
@@ -47,7 +49,7 @@ def users_here() -> tuple[int, int]:
 
 
 def _end_of(table: Path) -> int:
-    """One more than the highest id of a table of ids, which has lines of (first inside, first outside, count)."""
+    """Return one more than the highest id of a table of ids, which has lines of (first inside, first outside, count)."""
     try:
         return max(sum(map(int, line.split()[::2])) for line in table.read_text().splitlines())
     except (OSError, ValueError):
@@ -55,7 +57,7 @@ def _end_of(table: Path) -> int:
 
 
 def user_of(process: int, slot: int) -> int:
-    """The user id of a process's sandbox, one for each program that runs at the same time: processes are counted by user."""
+    """Return the user id of a process's sandbox, one for each concurrent program: processes are counted by user."""
     first, count = users_here()
     return first + (process % _PROCESSES * USERS + slot % USERS) % max(1, count)
 
@@ -72,16 +74,16 @@ def command(
     info: int | None = None,
     files_mb: int = 16,
 ) -> list[str]:
-    """bwrap's part of the command line, with what drops to `user` behind it in the tier root.
+    """Return the bwrap part of the command line, followed in the tier root by the change to `user`.
 
-    `shown` are files and folders that are seen where they are, read-only, and `folder` the working folder. `variables` replace
-    the environment. Of `files` each is (file descriptor to read it from, its place). `rules` is the file descriptor of the
-    seccomp filter. To `info` goes the number of the first process inside.
+    `shown` are files and folders that are visible at their own paths, read-only, and `folder` is the working folder. `variables`
+    replace the environment. Each of `files` is (file descriptor to read it from, its path inside). `rules` is the file descriptor
+    of the seccomp filter. The process id of the first process inside is written to `info`.
     """
     space = ["--size", str(files_mb << 20), "--perms", "1777", "--tmpfs"]
     own = ["--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000"] if tier == "user" else []
     own += [f"--unshare-{name}" for name in ("ipc", "pid", "net", "uts", "cgroup-try")]
-    seen = sorted({os.path.realpath(sys.base_prefix), *shown})  # a folder comes before what is in it
+    seen = sorted({os.path.realpath(sys.base_prefix), *shown})  # a folder comes before its content
     line = [
         *("bwrap", *own, "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--ro-bind", "/usr", "/usr"),
         *(part for name in ("lib", "lib64", "bin", "sbin") for part in _like_the_root(name)),
@@ -109,7 +111,7 @@ def command(
 
 
 def _like_the_root(name: str) -> list[str]:
-    """/lib and its kin: links into /usr where the system has merged them, else the folders themselves."""
+    """Return options for /lib and its kin: links into /usr if the system has merged them, otherwise the folders themselves."""
     path = Path("/", name)
     if path.is_symlink():
         return ["--symlink", os.readlink(path), str(path)]
@@ -117,21 +119,21 @@ def _like_the_root(name: str) -> list[str]:
 
 
 def _in_its_place(path: str) -> Iterator[str]:
-    """A file or folder of the machine; also where those above it are their owner's alone."""
+    """Yield options for a file or folder of the machine, even if only its owner may enter the folders above it."""
     for above in reversed(Path(path).parents[:-1]):
         yield from ("--perms", "0755", "--dir", str(above))
     yield from ("--ro-bind", path, path)
 
 
 def special_files(folders: Sequence[str]) -> Iterator[str]:
-    """Sockets, FIFOs and devices in these folders, but not in Python's: a read-only disk still lets one write to them."""
+    """Yield sockets, FIFOs and devices in these folders, but not in Python's: a read-only mount still allows writing to them."""
     own = (f"{sys.prefix}/", f"{sys.base_prefix}/")
     left = [folder for folder in folders if os.path.isdir(folder) and not f"{folder}/".startswith(own)]
     while left:
         try:
             entries = list(os.scandir(left.pop()))
         except OSError:
-            continue  # nor will it be seen inside, where there are no more rights
+            continue  # the process inside has no more rights, so it cannot see the folder either
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 left += [entry.path] if entry.path != sys.prefix else []
@@ -140,7 +142,7 @@ def special_files(folders: Sequence[str]) -> Iterator[str]:
 
 
 def _special_files(folders: Sequence[str]) -> Iterator[str]:
-    """`special_files`, looked for once in a minute: a working folder may hold a million files, and workers come and go."""
+    """Yield `special_files`, cached for a minute: a working folder may have a million files, and workers start often."""
     yield from filter(os.path.lexists, _find_in(tuple(folders), int(time.monotonic() / _FRESH)))
 
 
@@ -150,7 +152,7 @@ def _find_in(folders: tuple[str, ...], minute: int) -> tuple[str, ...]:
 
 
 def memory_file(content: bytes) -> int:
-    """A file in memory with that content, to be read from its start."""
+    """Return the descriptor of a file in memory with that content, positioned at its start."""
     descriptor = os.memfd_create("psigrad")
     os.write(descriptor, content)
     os.lseek(descriptor, 0, os.SEEK_SET)
@@ -159,30 +161,30 @@ def memory_file(content: bytes) -> int:
 
 @dataclass(frozen=True)
 class Enclosure:
-    """The enclosure of a worker: a process of ours with a user's code in it, which sees Python, `shown`, and nothing else."""
+    """The enclosure of a worker: a psigrad process with a user's code, which sees Python, `shown`, and nothing else."""
 
     tier: TierName
     shown: tuple[str, ...] = ()
-    """Files and folders of the machine that it reads, besides Python's."""
+    """Files and folders of the machine that it can read, besides Python's."""
     files_mb: int = 1024
     processes: int = 1024
     sockets: bool = False
-    """Whether it may open sockets, where there is still nobody to reach but those of `shown`."""
+    """True if it may open sockets. Even then it can reach only the peers in `shown`."""
 
     @classmethod
     def of_worker(cls, tier: TierName, files: Sequence[str] = (), *, sockets: bool = False) -> Enclosure:
-        """One that shows what a worker imports from, its working folder, and `files`."""
+        """Return an enclosure that shows a worker's import folders, its working folder, and `files`."""
         own = [os.getcwd(), sys.prefix, sys.base_prefix, *(os.path.abspath(path) for path in (*sys.path, *files))]
         shown = tuple(dict.fromkeys(path for path in own if path != "/" and os.path.exists(path)))
         return cls(tier, shown, sockets=sockets)
 
     def line(self) -> tuple[list[str], list[int]]:
-        """A command line to put before the worker's, and the file descriptors that it reads, to be closed once it runs."""
+        """Return a prefix for the worker's command line, and the file descriptors that it reads, to be closed once it runs."""
         found = seccomp.program(self.sockets)
         given = [] if found is None else [memory_file(found)]
         user = user_of(os.getpid(), next(_NUMBERS))
         folder = os.getcwd() if os.getcwd() in self.shown else "/tmp"
         rules = given[0] if given else None
         line = command(self.tier, user, shown=self.shown, folder=folder, rules=rules, files_mb=self.files_mb)
-        # behind the change of the user, by whom processes are counted
+        # after the change of user, because processes are counted by user
         return [*line, "prlimit", f"--nproc={self.processes}", "--core=0", "--"], given

@@ -1,6 +1,6 @@
 """The protocol of an executor: programs in, outcomes out. Expected values are never part of a program.
 
-Values that come out of a sandbox are read as plain Python values: nothing is executed, built or compared in there.
+Values from a sandbox are decoded as plain Python values: decoding them executes no code.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ TierName = Literal["root", "user", "none"]
 
 
 class SandboxError(UserError):
-    """The sandbox itself is at fault, or there is none: the program was not judged."""
+    """An error of the sandbox itself, or its absence: the program was not judged."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use. Beyond a limit it is killed with everything that it started."""
+    """The limits of one program. Beyond a limit it is killed with all processes that it started."""
 
     seconds: float = 5.0
-    """CPU time of each process, rounded up to whole seconds, and for each expression anew: a busy machine fails nobody."""
+    """CPU time of each process, rounded up to whole seconds, restarted for each expression; a busy machine fails no program."""
     wall_seconds: float = 0.0
     """Wall-clock time of each expression, or of the run; 0: five times `seconds`."""
     memory_mb: int = 512
@@ -38,32 +38,32 @@ class Limits:
     processes: int = 32
     """Processes and threads at once."""
     output_kb: int = 1024
-    """What it may print, standard output and standard error each."""
+    """The most that it may print, on standard output and standard error each."""
     files_mb: int = 16
     """The size of its /tmp, the only place that it can write to."""
     packages: bool = False
-    """Whether it may import the packages of our own environment, such as numpy."""
+    """True if it may import the packages of psigrad's own environment, such as numpy."""
 
     @property
     def wall(self) -> float:
-        """Seconds by the clock."""
+        """Seconds of wall-clock time."""
         return self.wall_seconds or 5 * self.seconds
 
 
 @dataclass(frozen=True)
 class Program:
-    """A Python program to run once: with `stdin`, or, where there are `expressions`, with each of them evaluated after it."""
+    """A Python program to run once, with `stdin`; any `expressions` are each evaluated after it."""
 
     source: str
     stdin: str = ""
     expressions: tuple[str, ...] = ()
     until: Callable[[int, Any], bool] | None = field(default=None, compare=False)
-    """Asked for each expression's value as it comes; the program is killed where it says True. It stays outside."""
+    """A callback for each expression's value in turn; the program is killed if it returns True. It runs outside the sandbox."""
 
 
 @dataclass(frozen=True)
 class ProgramOutcome:
-    """What came of a program."""
+    """The outcome of a program."""
 
     status: Status
     """exited: it ended by itself, well or badly; timeout, memory, output: it was killed at that limit; stopped: by `until`."""
@@ -72,33 +72,34 @@ class ProgramOutcome:
     stdout: str = ""
     stderr: str = ""
     values: tuple[Any, ...] = field(default=())
-    """Of each expression its value, made of plain types of the standard library; or a `MissingValue`."""
+    """The value of each expression, made of plain types of the standard library; or a `MissingValue`."""
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class MissingValue:
-    """Why an expression has no value: it raised, never ran, or is no plain value."""
+    """The reason why an expression has no value: it raised, never ran, or is not a plain value."""
 
     reason: str
 
 
 class Executor(Protocol):
-    """Who runs programs. bubblewrap does it here, `RemoteExecutor` asks a service over HTTP."""
+    """An interface for running programs: bubblewrap on this machine, `RemoteExecutor` through a service over HTTP."""
 
     def run(self, programs: Sequence[Program], limits: Limits) -> list[ProgramOutcome]:
-        """One outcome for each program, in order; none sees anything of another. Raises `SandboxError` where a program could
-        not be run for reasons that are not its own.
+        """Return one outcome for each program, in order. No program sees anything of another.
+
+        Raise `SandboxError` if a program could not be run and is not itself the cause.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Tier:
-    """Which kind of sandbox there is, and what it holds.
+    """The kind of sandbox of a machine, and its guarantees.
 
-    root: namespaces made by root, and a user id of its own for each program. user: an unprivileged user namespace. none: no
-    sandbox; code rewards are refused unless unsafe code is allowed.
+    root: namespaces made by root, and a separate user id for each program. user: an unprivileged user namespace. none: no
+    sandbox; code rewards raise an error unless unsafe code is allowed.
     """
 
     name: TierName
@@ -106,10 +107,10 @@ class Tier:
     """Controllers that limit a program's whole tree: pids, memory."""
     seccomp: bool = False
     why_not: str = ""
-    """Where the tier is none: what is missing and what to do."""
+    """The missing part and its remedy, if the tier is none."""
 
     def sentence(self) -> str:
-        """One line for people."""
+        """Return a one-line description."""
         if self.name == "none":
             return "none, so code rewards are refused"
         parts = ["own user id per program" if self.name == "root" else "user namespace", "no network", "own processes and files"]
@@ -118,13 +119,13 @@ class Tier:
         return f"{self.name}: {'; '.join(parts)}"
 
 
-# Hexadecimal digits of a number, and different values of one hash in one container.
+# The most hexadecimal digits of a number, and the most different values with one hash in one container.
 _DIGITS, _ALIKE = 1 << 18, 1000
 
 
 @dataclass(frozen=True)
 class Items:
-    """What an iterator gave: equal to no list, as in Python, until one is made of it."""
+    """The items of an iterator. As in Python, they equal no list until they are converted."""
 
     items: tuple[Any, ...]
 
@@ -133,7 +134,7 @@ class Items:
 
 
 def _decimal(text: str) -> Decimal:
-    """A decimal that no arithmetic takes long over."""
+    """Return a decimal of bounded size, so that arithmetic on it is fast."""
     found = Decimal(text)
     if found.is_finite() and abs(found.adjusted()) > 1000:
         raise ValueError("a decimal too large or small to be read")
@@ -141,7 +142,7 @@ def _decimal(text: str) -> Decimal:
 
 
 def _range(bounds: list[int]) -> range:
-    """A range whose list fits in memory."""
+    """Return a range whose list fits in memory."""
     found = range(*bounds)
     if len(found) > 1_000_000:
         raise ValueError("a range too long to be read")
@@ -149,13 +150,13 @@ def _range(bounds: list[int]) -> range:
 
 
 def _int(digits: str) -> int:
-    """A whole number that no arithmetic takes long over."""
+    """Return an integer of bounded size, so that arithmetic on it is fast."""
     if len(digits) > _DIGITS:
         raise ValueError("a number too long to be read")
     return int(digits, 16)
 
 
-# What a tagged value is made of: of a text, or of a list of values.
+# The content of a tagged value: a text, or a list of values.
 _OF_TEXT: dict[str, Callable[[str], Any]] = {
     "int": _int,
     "float": float,
@@ -181,13 +182,13 @@ _OF_VALUES: dict[str, Callable[[list[Any]], Any]] = {
 
 
 def decode_values(lines: Sequence[bytes], count: int) -> tuple[Any, ...]:
-    """The values of `count` expressions from the driver's lines; what is missing or malformed is a `MissingValue`."""
+    """Return the values of `count` expressions from the driver's lines. Missing or malformed ones become a `MissingValue`."""
     values = [decode_value(line) for line in lines[:count] if line]
     return (*values, *[MissingValue("the program ended before it was evaluated")] * (count - len(values)))
 
 
 def decode_value(line: bytes) -> Any:
-    """The value in one line of the driver, or why there is none."""
+    """Return the value in one line of the driver, or the reason why there is none."""
     try:
         answer = json.loads(line)
         return _plain(answer["value"], 0) if "value" in answer else MissingValue(str(answer["error"])[:400])
@@ -196,7 +197,7 @@ def decode_value(line: bytes) -> Any:
 
 
 def _plain(value: Any, depth: int) -> Any:
-    """The inverse of the driver's `plain`: {tag: parts} is made of its parts."""
+    """Invert the driver's `plain`: {tag: parts} becomes a value made of its parts."""
     if depth > 60:
         raise ValueError("nested too deeply")
     if value is None or isinstance(value, bool | str | float):
@@ -211,8 +212,10 @@ def _plain(value: Any, depth: int) -> Any:
 
 
 def _unlike(parts: list[Any], depth: int) -> list[Any]:
-    """The values of these parts. Raises `ValueError` where a thousand different ones have one hash: a set of n such takes n²
-    steps, and numbers can be chosen so.
+    """Return the values of these parts.
+
+    Raise `ValueError` if a thousand different ones have the same hash. A set of n such values takes n² steps, and a program can
+    choose such numbers.
     """
     values = [_plain(part, depth + 1) for part in parts]
     if len(values) > _ALIKE:
@@ -226,5 +229,5 @@ def _unlike(parts: list[Any], depth: int) -> list[Any]:
 def _hash(value: Any) -> int:
     try:
         return hash(value)
-    except TypeError:  # it stands in no set
+    except TypeError:  # the value cannot be in a set
         return id(value)

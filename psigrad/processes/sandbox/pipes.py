@@ -1,4 +1,4 @@
-"""Talking with a process that may never stop talking: bounded, with a deadline, and without waiting for any one pipe."""
+"""Bounded communication with a process: output limits, a deadline, and no blocking on any single pipe."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from typing import Any
 from psigrad.processes.sandbox.executor import Limits, Program, ProgramOutcome, SandboxError, Status, decode_value, decode_values
 
 _PIECE = 1 << 16
-# Answers are tagged JSON of what programs print in other cases, and a little longer.
+# Answers are tagged JSON of values that other programs print, so they are a little longer.
 _ANSWERS = 4
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a process wrote until it ended or was killed."""
+    """The output of a process until it ended or was killed."""
 
     status: Status
     stdout: bytes
     stderr: bytes
     answers: bytes
-    """Of the driver: a line when the program starts, and one for each expression."""
+    """The driver's lines: one when the program starts, and one for each expression."""
 
     def outcome(self, program: Program, code: int, seconds: float) -> ProgramOutcome:
-        """As the outcome of a program with this exit status."""
+        """Return the outcome of a program with this exit status."""
         values = decode_values(self.answers.split(b"\n")[1:], len(program.expressions))
         out, err = self.stdout.decode(errors="replace"), self.stderr.decode(errors="replace")
         late = self.status == "exited" and code in (-signal.SIGXCPU, 128 + signal.SIGXCPU)
@@ -38,8 +38,9 @@ class Output:
 
 
 def start(line: Sequence[str], given: Sequence[int], answers: int, **where: Any) -> subprocess.Popen[bytes]:
-    """A process with pipes in a session of its own, which has the descriptors `given`; they are closed here, and `answers` where
-    it does not start. Raises `SandboxError` then.
+    """Start a process with pipes in its own session, which inherits the descriptors `given`; they are closed here.
+
+    If it does not start, close `answers` and raise `SandboxError`.
     """
     pipe = subprocess.PIPE
     try:
@@ -53,7 +54,7 @@ def start(line: Sequence[str], given: Sequence[int], answers: int, **where: Any)
 
 
 def exchange(process: subprocess.Popen[bytes], answers: int, program: Program, limits: Limits) -> Output:
-    """Give the process its stdin and hear it out within the limits; it is gone when this returns. Closes `answers`."""
+    """Write stdin to the process and read its output within the limits. Close `answers`; the process has ended on return."""
     assert process.stdin and process.stdout and process.stderr
     output = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray(), answers: bytearray()}
     most = dict.fromkeys(output, limits.output_kb << 10) | {answers: _ANSWERS * limits.output_kb << 10}
@@ -99,7 +100,7 @@ def exchange(process: subprocess.Popen[bytes], answers: int, program: Program, l
 
 
 def _unwanted(program: Program, answered: bytearray, numbers: range) -> bool:
-    """Whether one of these answers ends the program; the line before the first says that it has started."""
+    """Return True if one of these answers ends the program. The line before the first answer marks the program's start."""
     if program.until is None:
         return False
     lines = bytes(answered).split(b"\n")[1:]
@@ -107,7 +108,7 @@ def _unwanted(program: Program, answered: bytearray, numbers: range) -> bool:
 
 
 def _write(process: subprocess.Popen[bytes], selector: selectors.BaseSelector, rest: memoryview) -> memoryview:
-    """What is left of the program's stdin after as much as it takes now; closed at its end or when nobody reads."""
+    """Write as much of the program's stdin as fits now, and return the rest. Close it at its end or if no process reads it."""
     assert process.stdin
     fd = process.stdin.fileno()
     try:
@@ -133,7 +134,7 @@ def _read(fd: int) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes], deadline: float, status: Status) -> Status:
-    """Wait for a process that has closed its pipes; kill it where it is late or must go. Its namespace dies with it."""
+    """Wait for a process that has closed its pipes, and kill it if it is late or over a limit. Its namespace ends with it."""
     if status == "exited":
         try:
             process.wait(max(0.0, deadline - time.monotonic()))

@@ -1,8 +1,8 @@
-"""A seccomp filter as the kernel reads it: system calls that honest Python programs make pass, and all others fail with EPERM.
+"""A seccomp filter in the kernel's format: system calls of ordinary Python programs pass, all others fail with EPERM.
 
-It comes on top of namespaces and dropped capabilities: the kernel's less-trodden interfaces are where escapes were found. No
-socket can be made but a connected pair of streams: a datagram socket of a pair could still send to any path.
-Format: struct sock_filter of linux/filter.h, 8 bytes an instruction (man 2 seccomp).
+It complements namespaces and dropped capabilities: past escapes used the kernel's less common interfaces. The only sockets that a
+program can make are connected pairs of streams: a datagram socket of a pair could still send to any path. Format: struct
+sock_filter of linux/filter.h, 8 bytes an instruction (man 2 seccomp).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import platform
 import struct
 from collections.abc import Iterable, Iterator
 
-# name:x86_64:aarch64; - where the architecture has no such call
+# name:x86_64:aarch64; - if the architecture has no such call
 _ALLOWED = """
 read:0:63 write:1:64 open:2:- close:3:57 stat:4:- fstat:5:80 lstat:6:- poll:7:- lseek:8:62 mmap:9:222 mprotect:10:226
 munmap:11:215 brk:12:214 rt_sigaction:13:134 rt_sigprocmask:14:135 rt_sigreturn:15:139 pread64:17:67 pwrite64:18:68
@@ -47,9 +47,9 @@ pidfd_send_signal:424:424 futex_waitv:449:449 setresuid:117:147 setresgid:119:14
 setgroups:116:159 setreuid:113:145 setregid:114:143 ioctl:16:29 ioprio_get:252:31 get_mempolicy:239:236
 sched_getattr:315:275 fchmodat2:452:452 capset:126:91
 """
-# for those who may talk to others in their network namespace, which has nobody else
+# for programs that may use sockets in their network namespace, which has no other members
 _SOCKETS = "connect:42:203 accept:43:202 bind:49:200 listen:50:201 accept4:288:242"
-_FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: others, as AF_VSOCK, know no namespaces
+_FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: others, such as AF_VSOCK, ignore namespaces
 # column, AUDIT_ARCH, and the numbers of clone, clone3, socketpair and socket
 _ARCHITECTURES = {"x86_64": (1, 0xC000003E, 56, 435, 53, 41), "aarch64": (2, 0xC00000B7, 220, 435, 199, 198)}
 _X32 = 0x40000000
@@ -61,7 +61,7 @@ _ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
 
 
 def program(sockets: bool = False) -> bytes | None:
-    """The filter for this machine, or None on an architecture that is not known here. With `sockets` streams to others pass."""
+    """Return the filter for this machine, or None on an unknown architecture. With `sockets`, stream sockets are allowed."""
     known = _ARCHITECTURES.get(platform.machine())
     if known is None:
         return None
@@ -71,7 +71,7 @@ def program(sockets: bool = False) -> bytes | None:
     lines = [_line(_LOAD, _ARCH), _line(_EQUAL, arch, 1, 0), _line(_RETURN, _KILL), _line(_LOAD, _NUMBER)]
     if column == 1:
         lines += [_line(_AT_LEAST, _X32, 0, 1), _line(_RETURN, _KILL)]
-    # without clone3 the C library takes clone, whose flags a filter can read
+    # without clone3 the C library uses clone, whose flags a filter can read
     lines += [_line(_EQUAL, clone3, 0, 1), _line(_RETURN, _ENOSYS), _line(_EQUAL, clone, 0, 4), _line(_LOAD, _FIRST_ARGUMENT)]
     lines += [_line(_ANY, _NAMESPACES, 0, 1), _line(_RETURN, _EPERM), _line(_RETURN, _ALLOW)]
     lines += [_line(_EQUAL, socketpair, 0, 5), _line(_LOAD, _SECOND_ARGUMENT), _line(_AND, _KIND)]
@@ -82,12 +82,12 @@ def program(sockets: bool = False) -> bytes | None:
         lines += [_line(_RETURN, _EPERM), _line(_RETURN, _ALLOW)]
     for first, last in _runs(numbers):
         lines += [_line(_GREATER, last, 2, 0), _line(_AT_LEAST, first, 0, 1), _line(_RETURN, _ALLOW)]
-    # what is newer than this list is said not to be there, so that the C library does without
+    # newer calls than this list fail with ENOSYS, so that the C library uses its fallback
     return b"".join([*lines, _line(_GREATER, max(numbers), 0, 1), _line(_RETURN, _ENOSYS), _line(_RETURN, _EPERM)])
 
 
 def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """(first, last) of each unbroken run of numbers."""
+    """Yield (first, last) of each unbroken run of numbers."""
     first = last = -2
     for number in sorted(numbers):
         if number != last + 1:

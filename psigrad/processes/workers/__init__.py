@@ -1,4 +1,4 @@
-"""Processes that run a user's code and can be killed: rewards, environments and tools. Nothing of it runs in the trainer."""
+"""Processes that run a user's code and can be killed: rewards, environments and tools. The trainer runs none of that code."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The worker's side: loads the user's code, then answers requests until the parent goes away.
+"""The worker's side: loads the user's code, then answers requests until the parent exits.
 
-Requests are pickles, made by the trainer alone. Answers are JSON: nothing that comes out of a worker is unpickled. Each message
-has a mark, a number, a length, and its content. An answer has the number of its request; with the mark, a stray or misplaced
-one is noticed.
+Requests are pickles, made by the trainer alone. Answers are JSON: no output of a worker is unpickled. Each message has a mark, a
+number, a length, and its content. An answer has the number of its request. Mark and number together reveal a stray or misplaced
+answer.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from typing import Any, BinaryIO
 from psigrad.processes.workers.keeper import keep
 from psigrad.processes.workers.shipping import load_homes
 
-# Seconds between two looks.
+# Seconds between two checks.
 _OFTEN = 0.1
 _STATUS = Path("/proc/self/status")
 
 
 def limit_shared_memory(most: int) -> None:
-    """Kill this process once it holds more than `most` bytes with what it shares: RLIMIT_DATA counts private mappings alone."""
+    """Kill this process if its private and shared memory exceeds `most` bytes: RLIMIT_DATA counts private mappings alone."""
     if _STATUS.exists():
         threading.Thread(target=_watch, args=(most,), name="shared memory", daemon=True).start()
 
@@ -49,11 +49,12 @@ def _watch(most: int) -> None:
 
 HEADER = struct.Struct("<8sQQ")
 MARK = b"psigrad\x01"
-# Bytes of one answer, beyond which a worker is taken to have gone wrong.
+# The most bytes of one answer; a larger one means that the worker is faulty.
 MOST_BYTES = 64 << 20
-# Answers a request: yields what JSON can hold, any number of times. Made from what the parent sent at the start.
+# A function that answers a request: it yields any number of values that JSON can represent. Its factory gets the payload that the
+# parent sends at the start.
 Service = Callable[[Any], Iterator[Any]]
-# Characters of an exception's message that a reason keeps: reasons are logged once per sample.
+# The most characters of an exception's message in a reason: reasons are logged once per sample.
 _REASON = 500
 _withheld: frozenset[str] = frozenset()
 
@@ -61,27 +62,27 @@ _withheld: frozenset[str] = frozenset()
 def main() -> None:
     """Serve on the two file descriptors named on the command line, for the parent named there.
 
-    The worker dies with its parent, and a Ctrl-C at the terminal does not reach it.
+    The worker ends with its parent, and a Ctrl-C at the terminal does not reach it.
     """
     request, response, parent = map(int, sys.argv[1:4])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if parent:
         keep(parent)
     for descriptor in (request, response):
-        os.set_inheritable(descriptor, False)  # or a program that the user's code starts would keep the pipe open
+        os.set_inheritable(descriptor, False)  # otherwise a program that the user's code starts would keep the pipe open
     with contextlib.suppress(EOFError, BrokenPipeError):
         serve(os.fdopen(request, "rb"), os.fdopen(response, "wb"))
-    os._exit(0)  # threads that the user's code left behind must not keep the process
+    os._exit(0)  # remaining threads of the user's code must not keep the process alive
 
 
 def serve(requests: BinaryIO, responses: BinaryIO) -> None:
-    """Answer until the parent goes away: ["ready", null] or ["broken", why], then ["answer", …] for each answer."""
+    """Answer until the parent exits: write ["ready", null] or ["broken", why], then ["answer", …] for each answer."""
     global _withheld
     own = os.getpid()
 
     def write(number: int, kind: str, content: Any) -> None:
         if os.getpid() != own:
-            os._exit(0)  # a child that the user's code forked must not answer in its place
+            os._exit(0)  # a child that the user's code forked must not answer for the worker
         responses.write(pack_answer(number, [kind, content]))
         responses.flush()
 
@@ -106,13 +107,13 @@ def serve(requests: BinaryIO, responses: BinaryIO) -> None:
 
 
 def pack_answer(number: int, message: Any) -> bytes:
-    """An answer as it goes through a pipe. Raises `TypeError` or `ValueError` for what JSON can't hold."""
+    """Return an answer in the pipe's format. Raise `TypeError` or `ValueError` if JSON cannot represent it."""
     data = json.dumps(message, allow_nan=False).encode()
     return HEADER.pack(MARK, number, len(data)) + data
 
 
 def read_request(stream: BinaryIO) -> tuple[int, Any]:
-    """The next request and its number. Raises `EOFError` if the other side is gone."""
+    """Return the next request and its number. Raise `EOFError` if the other side is closed."""
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         raise EOFError
@@ -124,7 +125,7 @@ def read_request(stream: BinaryIO) -> tuple[int, Any]:
 
 
 def reason_for(name: str, error: BaseException) -> str:
-    """Return why a user's function gave nothing: what it raised, and the last line of the user's own code on the way."""
+    """Return the reason why a user's function failed: its exception, and the last traceback line in the user's code."""
     foreign = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_OURS, "<frozen"))]
     own = [f for f in foreign if not f.filename.startswith(_PYTHON) and "-packages" + os.sep not in f.filename] or foreign
     where = f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
@@ -135,12 +136,12 @@ def reason_for(name: str, error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """An exception's type and message, cut."""
+    """Return an exception's type and message, truncated."""
     return f"{type(error).__name__}: {message_of(error)}"
 
 
 def message_of(error: BaseException) -> str:
-    """An exception's message, cut."""
+    """Return an exception's message, truncated."""
     try:
         text = str(error)
     except Exception as second:

@@ -1,7 +1,8 @@
-"""The process above a worker: everything that the user's code starts is below it, and ends with the worker, however that ends.
+"""The keeper, the parent process of a worker: once the worker has ended, it ends all that the user's code started.
 
-A child may leave its session and empty its environment. It can't leave the tree: an orphan becomes the keeper's child
-(PR_SET_CHILD_SUBREAPER of Linux). The keeper reaps it when it ends, or its process id would stay taken while the worker lives.
+A child may leave its session and empty its environment. It cannot leave the tree: an orphan becomes the keeper's child
+(PR_SET_CHILD_SUBREAPER of Linux). The keeper reaps it when it ends; otherwise its process id would stay in use while the worker
+runs.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from pathlib import Path
 from psigrad.processes.proc import die_with_parent, end_by, stat_of
 
 _DEATH_SIGNAL, _SUBREAPER = 1, 36
-# Seconds in which what a worker left behind must have ended.
+# Seconds in which the worker's remaining processes must have ended.
 _PATIENCE = 5.0
 
 
 def keep(parent: int) -> None:
-    """Return in a fresh worker, for whose length this process stays as its keeper; ends as the worker ends.
+    """Fork a worker and return in it, while this process stays as its keeper and ends with it.
 
     SIGTERM ends the worker, and so does the parent's death. Without Linux there is no keeper.
     """
@@ -38,7 +39,8 @@ def keep(parent: int) -> None:
         os.setsid()
         return
 
-    def end_without_parent(*_: object) -> None:  # Linux tells of it too when only the thread that started this has ended
+    # Linux also sends the signal if only the thread that started this process has ended
+    def end_without_parent(*_: object) -> None:
         if os.getppid() != parent:
             os.kill(worker, signal.SIGKILL)
 
@@ -61,14 +63,14 @@ def keep(parent: int) -> None:
 def _reap_until(worker: int) -> None:
     """Wait for the worker, and reap every orphan that ends before it.
 
-    The worker itself is not reaped: until then no other process can get its number, which the signal handlers kill.
+    The worker itself is not reaped, so that no other process can get its id, to which the signal handlers send SIGKILL.
     """
     while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) and ended.si_pid != worker:
         os.waitpid(ended.si_pid, 0)
 
 
 def _end_all() -> None:
-    """End everything below this process. All are stopped before the first is killed, or one could go on for another."""
+    """End all descendants of this process. Stop all of them before the first is killed; otherwise one could start another."""
     end, stopped = time.monotonic() + _PATIENCE, set[int]()
     while time.monotonic() < end:
         fresh = _below(os.getpid()) - stopped
@@ -93,7 +95,7 @@ def _send(processes: set[int], number: int) -> None:
 
 
 def _below(root: int) -> set[int]:
-    """The processes that this one started, and those that they did."""
+    """Return the descendants of this process."""
     stats = {process: stat_of(process) for process in (int(folder.name) for folder in Path("/proc").glob("[0-9]*"))}
     found, fresh = set[int](), {root}
     while fresh:

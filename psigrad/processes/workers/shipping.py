@@ -1,4 +1,4 @@
-"""How a user's function gets into another process: by name where that finds it again, else by value."""
+"""Sending a user's function to another process: by name if it can be found there, otherwise by value."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Packed = tuple[str, Any]
 
 
 class ShippingError(UserError):
-    """A function can't be sent to another process."""
+    """An error for a function that cannot be sent to another process."""
 
 
 def pack(function: Callable[..., Any], kind: str) -> Packed:
-    """A function as `unpack` loads it: lambdas, closures, bound arguments, objects and what a script defines go by value.
+    """Pack a function for `unpack`: lambdas, closures, bound arguments, objects and a script's definitions go by value.
 
-    Raises `ShippingError` for what cannot be pickled; `kind` is what its message calls the function.
+    Raise `ShippingError` for a function that cannot be pickled. Its message calls the function by `kind`.
     """
     module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if module and qualname and module != "__main__" and module in sys.modules:
@@ -43,7 +43,7 @@ def pack(function: Callable[..., Any], kind: str) -> Packed:
 
 
 def unpack(packed: Packed) -> Any:
-    """The function that was packed."""
+    """Return the function that was packed."""
     kind, what = packed
     if kind == "value":
         import dill
@@ -57,8 +57,9 @@ def unpack(packed: Packed) -> Any:
 
 
 def homes(functions: Sequence[Callable[..., Any]], packed: Sequence[Packed]) -> dict[str, str]:
-    """The files of modules that a fresh process may not find by name: those of the functions, and those loaded as
-    file.py:function that a function sent by value refers to.
+    """Return the files of modules that a fresh process may not find by name.
+
+    These are the modules of the functions, and modules loaded as file.py:function to which a function sent by value refers.
     """
     sent = [what for kind, what in packed if kind == "value"]
     loaded = {n for n in list(sys.modules) if n.startswith(FILE_MODULE) and any(n.encode() in what for what in sent)}
@@ -68,7 +69,7 @@ def homes(functions: Sequence[Callable[..., Any]], packed: Sequence[Packed]) -> 
 
 
 def load_homes(files: Mapping[str, str]) -> None:
-    """Load those of the modules that are not importable by name."""
+    """Load those modules that are not importable by name."""
     for name, file in files.items():
         try:
             known = importlib.util.find_spec(name) is not None

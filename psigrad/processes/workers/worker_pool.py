@@ -1,4 +1,4 @@
-"""Workers that are started, watched, killed and replaced; what they are asked, and what a loss means, their user says."""
+"""Workers that are started, watched, killed and replaced. Their caller defines the requests and handles losses."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from psigrad.redaction import SECRET_NAME
 
 # Seconds in which a worker must have imported the user's code.
 START_LIMIT = 120.0
-# Seconds in which a keeper must have ended what its worker started.
+# Seconds in which a keeper must have ended the worker's processes.
 KEEPER_LIMIT = 10.0
-# Bytes of one worker's output that are shown.
+# Bytes of one worker's output that are printed.
 SHOWN = 1 << 18
-# Variables that programs need to find their files, and no secrets.
+# Variables that programs need to find their files, without secrets.
 _USUAL = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|TZ|LANG|LANGUAGE|PWD|TMPDIR|TMP|TEMP|(LD|DYLD)_LIBRARY_PATH|VIRTUAL_ENV|CC|CXX"
-    # a worker is none of the ranks that torchrun started
+    # a worker is not one of torchrun's ranks
     r"|(LC|PYTHON|CONDA|XDG|OMP|MKL|OPENBLAS|CUDA|NVIDIA|HF|TRANSFORMERS|TORCH(?!ELASTIC)|TOKENIZERS|PSIGRAD)_?\w*"
     r"|(SSL_CERT|REQUESTS)_?\w*"
     r"|(https?|no|all)_proxy",
@@ -44,24 +44,24 @@ _START = "from psigrad.processes.workers.child import main; main()"
 
 
 def pack_request(number: int, message: Any) -> bytes:
-    """A request as it goes through a pipe."""
+    """Return a request in the pipe's format."""
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return child.HEADER.pack(child.MARK, number, len(data)) + data
 
 
 class WorkerGone(Exception):
-    """The worker died, or what came through its pipe is no answer."""
+    """An error for a worker that died, or an invalid answer in its pipe."""
 
 
 class Worker:
-    """One process in a session of its own, which answers requests through `service`, "module:function" of ours.
+    """One process in its own session, which answers requests through psigrad's `service`, "module:function".
 
-    `service(payload)` is called in the worker and gives the function that answers. `homes` are files of modules that a fresh
-    process does not find by name. `memory` limits its data in bytes (0: no limit), `variables` are environment variables that it
-    gets besides the usual ones. It starts in `folder` and runs in the `enclosure`, where one is given. It must be ready within
-    `start_limit` seconds.
+    `service(payload)` is called in the worker and returns the answering function. `homes` are files of modules that a fresh
+    process does not find by name. `memory` limits its data in bytes (0: no limit), and `variables` are environment variables
+    besides the usual ones. It starts in `folder` and runs in the `enclosure`, if given. It must be ready within `start_limit`
+    seconds.
 
-    Pipes never block: a worker that was stopped in the middle of reading or writing is late like any other.
+    Pipes never block: a worker stopped in the middle of reading or writing is treated as late.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Worker:
         self._name, self._number = name, 0
         prefix, given = enclosure.line() if enclosure else ([], [])
         self._kept = enclosure is None
-        # an enclosure ends whole, with its first process
+        # an enclosure ends as a whole, with its first process
         parent = str(os.getpid() if self._kept else 0)
         try:
             self.process = subprocess.Popen(
@@ -123,10 +123,10 @@ class Worker:
         except BlockingIOError:
             pass
         except BrokenPipeError:
-            self._outbox.clear()  # it died; `poll` says so
+            self._outbox.clear()  # the worker died; `poll` raises the error
 
     def poll(self) -> tuple[str, Any] | None:
-        """The next answer to the last request as (kind, content); None if there is none yet. Raises `WorkerGone`."""
+        """Return the next answer to the last request as (kind, content), or None if there is none yet. Raise `WorkerGone`."""
         self._push()
         with contextlib.suppress(BlockingIOError):
             while not self._whole() and (data := os.read(self._responses, 1 << 16)):
@@ -148,7 +148,7 @@ class Worker:
         return kind, content
 
     def _whole(self) -> bool:
-        """Whether an answer is there. A header that can't be one of ours ends the worker: a stray writer is on its pipe."""
+        """Return True if an answer is complete. Raise `WorkerGone` for an invalid header: a stray writer is on the pipe."""
         if len(self._inbox) < child.HEADER.size:
             return False
         mark, number, length = child.HEADER.unpack_from(self._inbox)
@@ -157,17 +157,17 @@ class Worker:
         return bool(len(self._inbox) >= child.HEADER.size + length)
 
     def watch(self, selector: selectors.BaseSelector) -> None:
-        """Have `selector` wake up when `poll` may have something to do."""
+        """Register the pipes, so that `selector` wakes up when `poll` may have work."""
         selector.register(self._responses, selectors.EVENT_READ)
         if self._outbox:
             selector.register(self._requests, selectors.EVENT_WRITE)
 
     def alive(self) -> bool:
-        """Whether the process still runs. It is not reaped here: until `kill` its number cannot become another's."""
+        """Return True if the process is running. It is not reaped here, so that its id is not reused before `kill`."""
         return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     def kill(self) -> str:
-        """End the process and everything that it started, for good, and say how it ended."""
+        """End the process and all that it started, and return a description of its end."""
         if self._kept:
             self.process.terminate()
             self.process.send_signal(signal.SIGCONT)  # the user's code may have stopped it
@@ -187,7 +187,7 @@ def _close(*descriptors: int) -> None:
 
 
 def pick_variables(extra: Iterable[str] = ()) -> dict[str, str]:
-    """The variables of this process that a worker gets: the usual ones, and those named in `extra`."""
+    """Return the variables of this process that a worker gets: the usual ones, and those named in `extra`."""
     names = set(extra)
     kept = {k: v for k, v in os.environ.items() if k in names or (_USUAL.fullmatch(k) and not SECRET_NAME.search(k))}
     path = os.pathsep.join(p or os.getcwd() for p in sys.path)
@@ -195,12 +195,12 @@ def pick_variables(extra: Iterable[str] = ()) -> dict[str, str]:
 
 
 def list_withheld(extra: Iterable[str] = ()) -> list[str]:
-    """The names of the variables that a worker does not get."""
+    """Return the names of the variables that a worker does not get."""
     return sorted(os.environ.keys() - pick_variables(extra).keys())
 
 
 def _forward(descriptor: int, name: str) -> None:
-    """Show what a worker prints on stderr, up to a limit; then read and drop it, so that nobody waits for a full pipe."""
+    """Print a worker's output on stderr, up to a limit; then read and drop it, so that a full pipe blocks no process."""
     left = SHOWN
     with os.fdopen(descriptor, "rb", buffering=0) as stream:
         while data := stream.read(1 << 16):
@@ -216,14 +216,12 @@ def _forward(descriptor: int, name: str) -> None:
 
 C = TypeVar("C")
 T = TypeVar("T")
-# Seconds without a look at the workers from which on their time does not run: the parent was at work elsewhere.
+# After so many seconds without a check of the workers, their time is paused: the parent was busy elsewhere.
 ABSENCE = 1.0
 
 
 class SharedWait:
-    """A lock, as a context manager. Of the threads that wait, one looks for all of them, without the lock; the others sleep until
-    it has seen something.
-    """
+    """A lock, as a context manager. One waiting thread polls for all, without the lock; the others sleep until it returns."""
 
     def __init__(self) -> None:
         self._stirred = threading.Condition(threading.Lock())
@@ -237,8 +235,9 @@ class SharedWait:
         self._stirred.release()
 
     def look(self, look: Callable[[], T], seconds: float) -> T | None:
-        """What `look` finds; None where another thread looks meanwhile, after it has or so many seconds have passed. The caller
-        has the lock, and has it again afterwards; `look` waits for `seconds` at most. With 0 seconds everybody may look.
+        """Return the result of `look`, called without the lock, or None after a wait if another thread is polling.
+
+        The caller has the lock before and after. `look` waits for `seconds` at most. With 0 seconds any thread may poll.
         """
         if self._looking and seconds:
             self._stirred.wait(seconds)
@@ -256,7 +255,7 @@ class SharedWait:
 
 
 class PoolLimits(TypedDict, total=False):
-    """How many workers there are, and what each may take; see `WorkerPool`."""
+    """The number of workers and the limits of each; see `WorkerPool`."""
 
     workers: int
     timeout: float
@@ -267,29 +266,27 @@ class PoolLimits(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Lost(Generic[C]):
-    """A worker that was at a call and has been replaced; `rest` are the calls behind it that it has not answered."""
+    """The result of a call whose worker was lost and replaced; `rest` are the later calls that it has not answered."""
 
     status: str
-    """How it ended; empty: it was late."""
+    """The process's end; empty if it was late."""
     rest: list[C]
 
 
 @dataclass
 class _Place:
-    """A worker and the calls that it has yet to answer, in order."""
+    """A worker and its unanswered calls, in order."""
 
     worker: Worker
     calls: deque[Any] = field(default_factory=deque)
 
 
 class WorkerPool(Generic[C]):
-    """`workers` processes that answer through `service`, see `Worker`; each call has `timeout` seconds.
+    """A pool of `workers` processes that answer through `service`, see `Worker`; each call has `timeout` seconds.
 
-    A worker is asked with one message for several calls, and answers them one by one. It may answer null before: it is still at
-    work, and its time begins anew. One that is late, dies, or sends what `decode(call, content)` raises `ValueError` for is
-    killed with everything that it started, and a fresh one takes its place. `what` is what people call the user's code in it.
-
-    Raises `error` where that code does not load.
+    One message asks a worker for several calls, and it answers them one by one. A null answer is a sign of life and restarts the
+    call's time. A worker that is late, dies, or sends an answer for which `decode(call, content)` raises `ValueError` is killed
+    with all its processes, and replaced. Messages call the user's code `what`. Raise `error` if that code does not load.
     """
 
     def __init__(
@@ -330,18 +327,18 @@ class WorkerPool(Generic[C]):
         kind: str,
         **limits: Unpack[PoolLimits],
     ) -> Self:
-        """Workers of one function of the user's, which is packed for the service; `kind` is what people call it."""
+        """Return workers of one function of the user's, packed for the service. Messages call it `kind`."""
         packed = pack(function, kind)
         return cls(service, packed, homes([function], [packed]), decode, what=f"{kind}s", **limits)
 
     @property
     def processes(self) -> list[int]:
-        """The process id of each worker."""
+        """The process ids of the workers."""
         return [place.worker.process.pid for place in self._places]
 
     @property
     def at_work(self) -> bool:
-        """Whether a call is to be answered."""
+        """True if a call is unanswered."""
         return any(place.calls for place in self._places)
 
     def __len__(self) -> int:
@@ -353,13 +350,13 @@ class WorkerPool(Generic[C]):
             self._places.pop().worker.kill()
 
     def give_up(self, unwanted: Callable[[C], bool] = lambda call: True) -> None:
-        """Replace the workers that are at such calls, whose answers nobody waits for any more."""
+        """Replace the workers that are at such calls, whose answers are no longer needed."""
         for place in self._places:
             if place.calls and unwanted(place.calls[0]):
                 self._replace(place)
 
     def idle(self) -> list[int]:
-        """The workers that have loaded and have nothing to do. One that died meanwhile is replaced: that is no call's fault."""
+        """Return the workers that have loaded and are idle. Replace one that died meanwhile: no call is at fault."""
         free = [(number, place) for number, place in enumerate(self._places) if place.worker.ready and not place.calls]
         for _, place in free:
             if not place.worker.alive():
@@ -374,8 +371,9 @@ class WorkerPool(Generic[C]):
         place.worker.ask(message, self.timeout if timeout is None else timeout)
 
     def answers(self, wait: bool, seconds: float = 60.0) -> Iterator[tuple[int, C, Any]]:
-        """(worker, call, what it answers, decoded, or `Lost`) as they come in; with `wait` after a worker stirred or was late, or
-        after so many seconds.
+        """Yield (worker, call, decoded answer or `Lost`) as they arrive.
+
+        With `wait`, first wait until a worker has data or is late, or for so many seconds.
         """
         self._return()
         if wait:
@@ -385,7 +383,7 @@ class WorkerPool(Generic[C]):
         self._looked = time.monotonic()
 
     def stirring(self, seconds: float) -> Callable[[], None]:
-        """What waits until a worker stirs or is late, or for so many seconds; it may do so while the pool is used elsewhere."""
+        """Return a function that waits for data or a late worker, or so many seconds. The pool may be used meanwhile."""
         selector, busy = selectors.DefaultSelector(), self._busy()
         for _, place in busy:
             place.worker.watch(selector)
@@ -420,12 +418,12 @@ class WorkerPool(Generic[C]):
                     f"The worker of the {self._what} does not load its code ({message[1]}); define it in a module that a fresh "
                     "process can import."
                 )
-            worker.ready, worker.deadline = True, time.monotonic() + self.timeout  # of the call that is next
-            if content is not None:  # else a sign of life
+            worker.ready, worker.deadline = True, time.monotonic() + self.timeout  # of the next call
+            if content is not None:  # otherwise a sign of life
                 yield place.calls.popleft(), answer
 
     def _lose(self, place: _Place, *, late: bool) -> Iterator[tuple[C, Any]]:
-        """A fresh worker in the place of one that died or hangs, and what that means for the call that it was at."""
+        """Replace a worker that died or hangs, and yield the loss for its current call."""
         loading, calls = not place.worker.ready, list(place.calls)
         status = self._replace(place)
         if loading:
@@ -440,7 +438,7 @@ class WorkerPool(Generic[C]):
         return status
 
     def _return(self) -> None:
-        """Nobody listened for a while, so nobody was late meanwhile."""
+        """Extend the deadlines by the time in which this process did not listen."""
         away = time.monotonic() - self._looked
         if away > ABSENCE:
             for place in self._places:

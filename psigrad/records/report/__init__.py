@@ -1,4 +1,4 @@
-"""Reports: report.html of one or several run folders, and what the terminal shows. Only reads run folders."""
+"""Reports: report.html of one or several run folders, and the terminal output. The code only reads run folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model card: what a reader of a repository on the hub must know of the model that a run left behind."""
+"""The model card: the facts about a run's model for readers of a repository on the hub."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from psigrad.records.rows import number, parse_row
 # A name on the hub: user/name, or one of the few without a user.
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _FILES = (".jsonl", ".json", ".parquet", ".csv", ".gguf")
-_COMMIT = 40  # characters of a commit, by which a hub model is pinned; a folder is by 64
+_COMMIT = 40  # characters of a commit, which pins a hub model; a folder's pin has 64
 
 
 class ModelOrigin(NamedTuple):
-    """What the model was trained from: its name, its name on the hub and its licence where they are known, and its pin."""
+    """The origin of a trained model: the base model's name, its hub name and licence if known, and its pin."""
 
     name: str
     on_hub: str
@@ -36,10 +36,10 @@ class ModelOrigin(NamedTuple):
 
 
 def text(folder: str | Path, repository: str = "") -> str:
-    """README.md of the model in a run folder, its front matter first; the same run gives the same text.
+    """Return README.md of the model in a run folder, its front matter first; the same run gives the same text.
 
-    With `repository` it is meant for that place: the example loads the model from there, and absolute paths are cut to their last
-    part. Raises `UserError` where `folder` is no run folder.
+    With `repository`, the card is for that repository: the example loads the model from there, and absolute paths are reduced to
+    their last part. Raise `UserError` if `folder` is not a run folder.
     """
     run = load(folder, rollouts=False)
     pins, base, name = _pins(run), _base(run), repository.rpartition("/")[2] or run.path.resolve().name
@@ -68,7 +68,7 @@ def text(folder: str | Path, repository: str = "") -> str:
         method=method_of(run),
         settings=_yaml(_settings(run), width=110),
     )
-    card = card.encode("utf-8", "backslashreplace").decode()  # a file's name may be no text
+    card = card.encode("utf-8", "backslashreplace").decode()  # a file's name may not be valid text
     return _publish(card, run) if repository else card
 
 
@@ -77,7 +77,7 @@ def _yaml(value: Any, **layout: Any) -> str:
 
 
 def method_of(run: RunData) -> str:
-    """The command that trains by the run's method: grpo, dpo, sft, reward and so on."""
+    """Return the command that trains by the run's method: grpo, dpo, sft, reward and so on."""
     kind = kind_of(run.config)
     if kind in ("sft", "reward"):
         return kind
@@ -87,7 +87,7 @@ def method_of(run: RunData) -> str:
 
 
 def _front(run: RunData, base: ModelOrigin, name: str) -> dict[str, Any]:
-    """The metadata that the hub reads."""
+    """Return the metadata that the hub reads."""
     reward = kind_of(run.config) == "reward"
     adapter = not (run.path / "model" / "config.json").exists() and (run.path / "model" / "adapter_config.json").exists()
     task = "text-classification" if reward else "text-generation"
@@ -107,7 +107,7 @@ def _front(run: RunData, base: ModelOrigin, name: str) -> dict[str, Any]:
 
 
 def _index(run: RunData, name: str, task: str) -> list[dict[str, Any]]:
-    """The held-out figures after training, in the hub's form."""
+    """Return the held-out figures after training, in the hub's form."""
     last = (run.evaluations or [{}])[-1]
     metrics = [
         {"name": f"held-out {stem}", "type": stem, "value": value}
@@ -122,7 +122,7 @@ def _index(run: RunData, name: str, task: str) -> list[dict[str, Any]]:
 
 
 def _held_out(run: RunData) -> Iterator[tuple[str, str]]:
-    """(name, key) of the held-out figures: means, what has an interval, and the loss."""
+    """Yield (name, key) of the held-out figures: means, figures with an interval, and the loss."""
     keys = run.keys("eval/")
     for key in keys:
         stem = key.removesuffix("/mean")
@@ -131,7 +131,7 @@ def _held_out(run: RunData) -> Iterator[tuple[str, str]]:
 
 
 def _held_out_table(run: RunData) -> list[list[str]]:
-    """The held-out figures before and after training, with their 95 % intervals; the first two lines are the head."""
+    """Return the held-out figures before and after training, with their 95 % intervals; the first two lines are the head."""
     rows = run.evaluations
     if not rows:
         return []
@@ -158,7 +158,7 @@ def _trained(run: RunData, base: ModelOrigin) -> str:
 
 
 def _facts(run: RunData, base: ModelOrigin, pins: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What the model was trained from, on what, against what, when and where."""
+    """Return the facts of the training: base model, data, rewards, times and machine."""
     start = _start(run)
     data = ", ".join(f"[{name}](https://huggingface.co/datasets/{hub})" if hub else f"`{name}`" for name, hub in _datasets(run))
     rows = number(start.get("rows"))
@@ -196,7 +196,7 @@ def _name_reward(reward: Any) -> str:
 
 
 def _settings(run: RunData) -> dict[str, Any]:
-    """The settings that are not the defaults, but for those of this start and this machine: enough to train the model again."""
+    """Return the non-default settings, except those of this start or machine: enough to repeat the training."""
     cls, found = settings_class(run.config), dict[str, Any]()
     of_here = {name for mark in (FREE, MACHINE) for name in find_marked(cls, mark)}
     for name, value in overrides(run).items():
@@ -206,7 +206,7 @@ def _settings(run: RunData) -> dict[str, Any]:
 
 
 def _base(run: RunData) -> ModelOrigin:
-    """The model that training started from. A model that psigrad left says in its own card what it came from."""
+    """Return the base model of the training. The card of a psigrad model names its own origin."""
     name = str(run.settings.get("model.path") or "")
     pin, local = str(_pins(run).get("model") or ""), Path(name)
     if name and (len(pin) == _COMMIT or (not pin and not local.exists() and _HUB_NAME.fullmatch(name))):
@@ -223,12 +223,12 @@ def _base(run: RunData) -> ModelOrigin:
 def _metadata(card: Path) -> dict[str, Any]:
     try:
         return metadata_load(card) or {} if card.is_file() else {}
-    except (OSError, ValueError, yaml.YAMLError):  # a card that somebody broke
+    except (OSError, ValueError, yaml.YAMLError):  # a card that a user broke
         return {}
 
 
 def _datasets(run: RunData, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(name, name on the hub or nothing) of each dataset."""
+    """Yield (name, name on the hub or an empty string) of each dataset."""
     given = run.settings.get(f"data.{prefix}dataset") or []
     for one in given if isinstance(given, list) else [given]:
         name = str(one).partition(":")[0]
@@ -241,19 +241,19 @@ def _start(run: RunData) -> Mapping[str, Any]:
 
 
 def _version(run: RunData) -> str:
-    """The version that trained the model."""
+    """Return the version that trained the model."""
     versions = (_start(run).get("machine") or {}).get("versions") or {}
     return str(versions.get("psigrad") or __version__)
 
 
 def _pins(run: RunData) -> Mapping[str, Any]:
-    """What the newest checkpoint says that the run stands on."""
+    """Return the pins in the newest checkpoint's manifest."""
     newest = max(run.path.glob("checkpoints/step-*/manifest.json"), default=None)
     return (parse_row(newest.read_bytes()) if newest is not None else None) or {}
 
 
 def _publish(card: str, run: RunData) -> str:
-    """Without the folders of this machine, which tell a stranger nothing and the user's name."""
+    """Remove this machine's folders from the card: they are useless to a reader and reveal the user's name."""
     leaves = [leaf for value in run.settings.values() for leaf in (value if isinstance(value, list) else [value])]
     for path in sorted((leaf for leaf in leaves if isinstance(leaf, str) and leaf.startswith("/")), key=len, reverse=True):
         card = card.replace(path, Path(path).name)

@@ -1,4 +1,4 @@
-"""The circumstances of a run: what it does by which settings, when, how long, by which command, on what, with which versions."""
+"""The circumstances of a run: its method and settings, time, duration, commands, machine and versions."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _CONFIGS = {"sft": SFTConfig, "reward": RewardConfig, "preference": PreferenceCo
 
 
 def facts(run: RunData) -> list[tuple[str, str]]:
-    """(name, text): when the run was, how long it took, by which commands, on what and why not faster, with which versions.
-    What was not noted is left out.
+    """Return (name, text) of the run's time, duration, commands, machine, reasons for low speed, and versions.
+
+    Facts that were not recorded are omitted.
     """
     starts = [event for event in run.events if event.get("kind") in ("started", "resumed")]
     began = format_time(number(run.events[0].get("time"))) if run.events else ""
@@ -42,12 +43,12 @@ def facts(run: RunData) -> list[tuple[str, str]]:
 
 
 def _computed_again(run: RunData) -> str:
-    """Why training did not begin from what sampling computed, if so."""
+    """Return the reason why training did not reuse sampling's forward pass, if so."""
     return next((str(event.get("why")) for event in reversed(run.events) if event.get("kind") == "forward_again"), "")
 
 
 def _sampled(run: RunData) -> str:
-    """How far the sampler's log-probs were from the trainer's, over the run."""
+    """Return the distance between the sampler's and the trainer's log-probs over the run."""
     mean, most, share = (run.series(f"sampling/sampling_logp_difference/{name}")[1] for name in ("mean", "max", "share"))
     if not share:
         return ""
@@ -68,8 +69,9 @@ def _shares(machine: dict[str, Any]) -> list[str]:
 
 
 def _took(run: RunData) -> str:
-    """How long the run took: the time between its events, summed over its lives, and how much of it went into steps and
-    evaluations.
+    """Return the duration of the run, and the part of it in steps and evaluations.
+
+    The duration is the time between its events, summed over its starts.
     """
     spent, life, before = 0.0, math.nan, math.nan
     for event in run.events:
@@ -97,14 +99,14 @@ def _span(seconds: float) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """A time since 1970 as a date; empty for what is none."""
+    """Return a time since 1970 as a date; empty for an invalid time."""
     if not (math.isfinite(seconds) and 0 <= seconds < 1e11):
         return ""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
 def describe_method(run: RunData) -> str:
-    """What the run does, in one line."""
+    """Return one line on the run's method."""
     given = run.settings
     model = f"{given.get('model.path', 'a model')}" + (f", LoRA of rank {r}" if (r := given.get("model.lora_rank")) else "")
     kind = kind_of(run.config)
@@ -130,14 +132,14 @@ def _name_of(method: Any, unnamed: str) -> Any:
 
 
 def settings_class(config: Mapping[str, Any]) -> Any:
-    """The class of a run's settings."""
+    """Return the class of a run's settings."""
     kind = kind_of(config)
-    # control stands beside this library, not in it, and a report needs no more of it than these
+    # control is a separate library beside this one, and a report needs only these settings of it
     return import_module("psigrad.control.settings").ControlConfig if kind == "control" else _CONFIGS.get(kind, OnlineConfig)
 
 
 def overrides(run: RunData) -> dict[str, Any]:
-    """Settings other than the defaults, by dotted name."""
+    """Return settings that differ from the defaults, by dotted name."""
     defaults = flatten(defaults_of(settings_class(run.config)))
     given = {name: value for name, value in run.settings.items() if name not in ("recipe", "format")}
     return {name: value for name, value in given.items() if value != defaults.get(name)}

@@ -1,4 +1,4 @@
-"""report.html: one file, no scripts, nothing fetched from anywhere. The page stands in templates/."""
+"""The report.html page: one file, no scripts, no external resources. Its templates are in templates/."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ from psigrad.records.warnings import Alert
 from psigrad.redaction import escape
 
 SAMPLES, AT_ONCE = 24, 6
-_ELSEWHERE = ("time", "kind", "command", "machine", "traceback")  # what the page says of an event in a place of its own
+_ELSEWHERE = ("time", "kind", "command", "machine", "traceback")  # fields of an event that the page displays elsewhere
 _VERDICTS = {1.0: "good", 0.0: "bad"}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell: its text and its look, which the template knows: n (a number), text (as it was written, cut), whole (as it was
-    written), said (a conversation as (role, text) pairs), soft, range (an interval behind a number), key (a run's colour and
-    name), verdict (good or bad).
+    """One cell: its text and its look.
+
+    The template knows these looks: n (a number), text (verbatim, truncated), whole (verbatim), said (a conversation as (role,
+    text) pairs), soft, range (an interval after a number), key (a run's colour and name), verdict (good or bad).
     """
 
     value: Any
@@ -47,24 +48,28 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the page, with what is said above and below it."""
+    """A table of the page, with the texts above and below it."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     note: str = ""
     said: str = ""
     whole: bool = False
-    """As wide as the page, for long texts. On a phone the rows of every table are blocks, their cells under the head's words."""
+    """True if the table is as wide as the page, for long texts.
+
+    On a phone the rows of every table are blocks, their cells under the head's words.
+    """
     shown: int = 0
-    """So many rows are shown at once, and the others on demand; 0 for all."""
+    """The number of rows that are visible at once, the others on demand; 0 for all."""
     name: str = ""
-    """What the table is called to those who cannot see it."""
+    """The table's name for screen readers."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture with its caption, and the names of its colours where they stand there; `svg` is ours and goes into the page as
-    it is.
+    """A picture with its caption, and the names of its colours if the caption has them.
+
+    psigrad makes `svg`, which goes into the page unescaped.
     """
 
     title: str
@@ -73,14 +78,14 @@ class Figure:
     legend: Sequence[str] = ()
 
 
-# What report.html shows of one run beside its curves, from top to bottom; what is empty is left out.
+# The parts of one run's report.html beside its curves, from top to bottom; empty ones are omitted.
 _OF_ONE = ("lines", "verdict", "facts", "trace", "headline", "warnings", "episode", "samples", "troubles", "overrides", "events")
 
 
 def write(folders: str | Path | Sequence[str | Path], output: str | Path | None = None) -> Path:
-    """The report of one run (default: report.html in its folder) or of several compared (default: report.html here).
+    """Write the report of one run (default: report.html in its folder) or of several compared (default: report.html here).
 
-    The file is replaced whole or not at all. Raises `UserError` for a folder that is no run, or an output that cannot be
+    The file is replaced completely or not at all. Raise `UserError` for a folder that is not a run, or an output that cannot be
     written.
     """
     runs = load_all([folders] if isinstance(folders, str | Path) else folders)
@@ -90,9 +95,9 @@ def write(folders: str | Path | Sequence[str | Path], output: str | Path | None 
 
 
 def save(content: str, target: Path, mark: bytes = b'name="generator" content="psigrad"') -> Path:
-    """Write a page, whole or not at all. A file at `target` is replaced only if it has the `mark` of an earlier page.
+    """Write a page, completely or not at all. A file at `target` is replaced only if it has the `mark` of an earlier page.
 
-    Raises `UserError` if the page cannot be written.
+    Raise `UserError` if the page cannot be written.
     """
     try:
         if target.is_file() and (before := target.read_bytes()) and mark not in before:
@@ -105,7 +110,7 @@ def save(content: str, target: Path, mark: bytes = b'name="generator" content="p
 
 
 def page(runs: Sequence[RunData]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     pictures = [Figure(p.title, p.note, svg, p.legend) for p, svg in plots.draw(runs)]
     names = [run.name for run in runs]
     every = [(run.name, json.dumps(run.config, indent=1)) for run in runs if run.config]
@@ -120,7 +125,7 @@ def page(runs: Sequence[RunData]) -> str:
 
 
 def render(template: str, title: str, **parts: Any) -> str:
-    """A page of templates/, in which every text is escaped, cut, and shown with its control characters spelt out."""
+    """Render a page of templates/, with every text escaped and truncated, and its control characters spelt out."""
     environment = Environment(
         loader=PackageLoader("psigrad.records.report"),
         autoescape=True,
@@ -141,20 +146,20 @@ def _number(value: Any) -> Cell:
 
 
 def _episode(run: RunData) -> str:
-    """An episode of a control run, where one was drawn; the picture is part of the page."""
+    """Return a control run's episode, if one was drawn; the picture is part of the page."""
     with contextlib.suppress(OSError):
         return b64encode((run.path / run_folder.VIDEO).read_bytes()).decode()
     return ""
 
 
 def _trace(run: RunData) -> str:
-    """Where the error was raised that ended the run, if one did."""
+    """Return the traceback of the error that ended the run, if one did."""
     last = run.events[-1] if run.events else {}
     return str(last.get("traceback") or "") if last.get("kind") == "failed" else ""
 
 
 def _warnings(run: RunData) -> Table | None:
-    """What the rules of `psigrad.records.warnings` say of the run, those that still stand first."""
+    """Return the warnings of `psigrad.records.warnings` about the run, current ones first."""
     raised: dict[str, list[Alert]] = {}
     watch = watched(run)
     for alert in watch.alerts():
@@ -169,7 +174,7 @@ def _warnings(run: RunData) -> Table | None:
 
 
 def _headline(run: RunData) -> Table | None:
-    """The summary's rows, or the first and last evaluation."""
+    """Return the summary's rows, or the first and last evaluation."""
     if run.summary:
         named = ((r, ", ".join(filter(None, (r["name"], r.get("unit"))))) for r in run.summary)
         return Table(("", "", "95 % interval"), [[Cell(name), _number(r["value"]), Cell(interval(r), "n")] for r, name in named])
@@ -185,7 +190,7 @@ def _headline(run: RunData) -> Table | None:
 
 
 def _title(key: str) -> str:
-    """A held-out figure in words, where it is one that is known."""
+    """Return the title of a held-out figure in words, if it is a known one."""
     bare = key.removeprefix("eval/")
     signal = SIGNAL_BY_NAME.get(name_of(key)) or SIGNAL_BY_NAME.get(name_of(bare))
     if signal is None or signal.name == "held_out":
@@ -195,7 +200,7 @@ def _title(key: str) -> str:
 
 
 def _compare(runs: Sequence[RunData]) -> Table:
-    """Final figures of each run."""
+    """Return the final figures of each run."""
     rows = []
     for i, run in enumerate(runs):
         metric, last = run.held_out_metric, (run.evaluations or [{}])[-1]
@@ -218,7 +223,7 @@ def _compare(runs: Sequence[RunData]) -> Table:
 
 
 def _differences(runs: Sequence[RunData]) -> Table | None:
-    """The settings in which the runs differ."""
+    """Return the settings in which the runs differ."""
     settings = [run.settings for run in runs]
     differ = [
         name
@@ -230,7 +235,7 @@ def _differences(runs: Sequence[RunData]) -> Table | None:
 
 
 def _samples(run: RunData) -> Table | None:
-    """The same held-out prompts at the first, the middle and the last evaluation, and how many went from wrong to right."""
+    """Return held-out prompts at the first, the middle and the last evaluation, and how many went from wrong to right."""
     rows, steps = run.compared, list(run.samples)
     if not rows:
         return None
@@ -257,19 +262,19 @@ def _samples(run: RunData) -> Table | None:
 
 
 def _verdict(sample: Sample) -> str:
-    """Right is a reward of 1 and wrong one of 0; anything between is neither."""
+    """Return "good" for a reward of 1 and "bad" for a reward of 0; values in between give neither."""
     return _VERDICTS.get(sample.reward, "")
 
 
 def _troubles(run: RunData) -> Table | None:
-    """Why completions failed or stayed unscored."""
+    """Return the reasons why completions failed or stayed unscored."""
     rows = [[Cell(s), _number(count), Cell(why, "text")] for (s, why), count in run.troubles.most_common(12)]
     more = len(run.troubles) - len(rows)
     return Table(("", "count", "reason"), rows, f"and {more:,} more reasons" if more else "") if rows else None
 
 
 def _overrides(run: RunData) -> Table | None:
-    """Settings other than the defaults."""
+    """Return the settings that differ from the defaults."""
     rows = [[Cell(name), Cell(_value(value), "text")] for name, value in overrides(run).items()]
     return Table((), rows[:80]) if rows else None
 

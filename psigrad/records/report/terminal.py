@@ -1,4 +1,4 @@
-"""What the terminal shows when a run is done."""
+"""The terminal output at the end of a run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from psigrad.redaction import escape
 
 
 def fit_line(text: Any, width: int = 60, encoding: str = "utf-8") -> str:
-    """One line of at most `width` characters that any terminal can show: control characters, lone surrogates and what the
-    terminal's encoding lacks are escaped.
+    """Return one line of at most `width` characters that any terminal can display.
+
+    Control characters, lone surrogates and characters outside the terminal's encoding are escaped.
     """
     line = escape(str(text)[: width + 1]).replace("\n", "\\n").replace("\t", "\\t")
     if "→".encode(encoding, "ignore") == b"":
@@ -30,7 +31,7 @@ def fit_line(text: Any, width: int = 60, encoding: str = "utf-8") -> str:
 
 
 def print_result(result: Any) -> None:
-    """The headline table, completions before and after, the verdict, and where everything is."""
+    """Print the headline table, completions before and after, the verdict, and the paths of the results."""
     run = load(result.folder)
     if run.summary:
         print_summary(run.summary)
@@ -53,7 +54,7 @@ def print_result(result: Any) -> None:
 
 
 def what_is_kept(folder: Path) -> str:
-    """How much a run has left on the disk and how to have less, where it is 100 MB or more; "" else."""
+    """Return the run's size on the disk and how to reduce it, if it is 100 MB or more; otherwise ""."""
     model, adapter, checkpoints = (checkpoint.size_of(folder / name) for name in ("model", "model/adapter", "checkpoints"))
     if model + checkpoints < 100e6:
         return ""
@@ -65,7 +66,7 @@ def what_is_kept(folder: Path) -> str:
 
 
 def show_size(count: float) -> str:
-    """Bytes for people: 953 MB, 1.9 GB, 128 GB."""
+    """Format bytes for display: 953 MB, 1.9 GB, 128 GB."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= scale:
             return f"{count / scale:.3g} {unit}" if count < 1000 * scale else f"{count / scale:.0f} {unit}"
@@ -73,31 +74,34 @@ def show_size(count: float) -> str:
 
 
 def print_summary(rows: Iterable[Mapping[str, Any]], console: Console | None = None) -> None:
-    """A table of named figures with their intervals and units: {"name", "value"} and where known {"low", "high", "unit"}."""
+    """Print a table of named figures with their intervals and units.
+
+    Rows have {"name", "value"} and, if known, {"low", "high", "unit"}.
+    """
     cells = [[row.get("name", ""), show_number(row.get("value")), interval(row), row.get("unit", "")] for row in rows]
     print_table(["", "value", "95 % interval", ""], cells, console)
 
 
 def print_lines(lines: Iterable[tuple[str, str]]) -> None:
-    """(line, style) one by one, styled where the terminal can."""
+    """Print (line, style) pairs one by one, styled if the terminal supports it."""
     console = Console(highlight=False)
     for line, style in lines:
         console.print(Text(fit_line(line, 10_000, console.encoding), style=style), soft_wrap=True)
 
 
 def print_figures(values: Mapping[str, Any]) -> None:
-    """The figures of one evaluation."""
+    """Print the figures of one evaluation."""
     print_table(["", "value"], [[name.removeprefix("eval/"), show_number(value)] for name, value in values.items()])
 
 
 def print_completions(prompts: Sequence[Any], completions: Sequence[str], rewards: Sequence[float | None], most: int = 8) -> None:
-    """A few completions with their rewards."""
+    """Print a few completions with their rewards."""
     rows = list(zip(map(prompt_text, prompts), completions, map(show_number, rewards), strict=True))
     print_table(["prompt", "completion", "reward"], rows[:most])
 
 
 def print_before_and_after(run: RunData | str | Path, console: Console | None = None, most: int = 6) -> None:
-    """Completions of the same held-out prompts at the first and the last evaluation; those whose reward changed first."""
+    """Print completions of the same held-out prompts at the first and the last evaluation; changed rewards come first."""
     run = run if isinstance(run, RunData) else load(run)
     rows, steps = run.compared, sorted({*list(run.samples)[:1], *list(run.samples)[-1:]})
     cells = [
@@ -109,7 +113,7 @@ def print_before_and_after(run: RunData | str | Path, console: Console | None = 
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[Any]], console: Console | None = None) -> None:
-    """A table with these columns."""
+    """Print a table with these columns."""
     console = console or Console()
     table = Table(*head)
     for row in rows:

@@ -1,4 +1,4 @@
-"""Did it learn? One line for the top of the report and the end of a run in the terminal."""
+"""The verdict on a run's learning: one line for the top of the report and the end of a run in the terminal."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from psigrad.records.warnings import BY_NAME, SignalNames, Watch
 Mood = Literal["good", "bad", "plain"]
 _ENDS = ("finished", "stopped", "failed")
 _PAIRS = {"eval/accuracy": "accuracy", "eval/rewards/accuracies": "accuracy"}
-"""Shares of held-out pairs in the right order, of a reward model and of a preference loss, and what they are called."""
+"""Shares of held-out pairs in the right order, of a reward model and of a preference loss, and their display names."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`word` judges; `said` gives the figures behind it."""
+    """The judgement `word`, and `said`, the figures behind it."""
 
     word: str
     said: str
@@ -32,12 +32,14 @@ class Verdict:
 
 
 def verdict(run: RunData) -> Verdict:
-    """What came of a run: how it ended if not well, its held-out metric (of pairs: the accuracy) before and after with 95 %
+    """Return the verdict on a run.
+
+    It gives the end of the run if it was a bad one, its held-out metric (for pairs: the accuracy) before and after with 95 %
     intervals, the KL to the start, and the warnings.
 
-    It learned where the metric rose by more than chance explains: the rise is above the half widths of both intervals, added as
-    of independent samples, sqrt(w1^2 + w2^2). Both are of the same prompts, so this asks for more than it need. Nothing is judged
-    by fewer than `LEAST_ROWS` rows, or where neither interval has a width.
+    The run learned if the metric rose by more than chance explains: the rise is above the half widths of both intervals, added as
+    for independent samples, sqrt(w1^2 + w2^2). Both use the same prompts, so this criterion is stricter than necessary. There is
+    no judgement with fewer than `LEAST_ROWS` rows, or if neither interval has a width.
     """
     word, mood, figures_said = _judge(run)
     end: Mapping[str, Any] = next((event for event in reversed(run.events) if event.get("kind") in _ENDS), {})
@@ -51,7 +53,7 @@ def verdict(run: RunData) -> Verdict:
 
 
 def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
-    """The word, its mood, and the figures."""
+    """Return the word, its mood, and the figures."""
     metric, rows = run.held_out_metric, run.evaluations
     for stem, key in ((metric, f"{metric}/mean"), *((share, share) for share in _PAIRS)):
         judged = [row for row in rows if stem and key in row and (stem == metric or f"{stem}/low" in row)]
@@ -81,7 +83,7 @@ def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
 def _change(
     name: str, first: tuple[float, float, float], last: tuple[float, float, float], rows: float
 ) -> tuple[str, Mood, list[str]]:
-    """What to say of two (mean, low, high) of so many rows."""
+    """Return the word, its mood, and the figures for two (mean, low, high) of so many rows."""
     ties = name in _PAIRS.values() and first[1] == first[2]  # before its first step a preference loss orders nothing
     before = f"{_short(first[0])} (all ties)" if ties else _with(*first)
     said = [f"held-out {name} {before} → {_with(*last)}"]
@@ -96,7 +98,7 @@ def _change(
         return "Too few to judge", "plain", [*said, few]
     if not any(halves):
         return "No verdict", "plain", [*said, "within each evaluation all rows have the same figure"]
-    # one without a width, as of ties alone, is as uncertain as the other: a coin's would have one
+    # An interval without a width, as for ties alone, counts as uncertain as the other: a coin's would have one.
     chance = math.hypot(*(half or max(halves) for half in halves))
     if abs(change) <= chance:
         return "No clear change", "plain", said
@@ -104,7 +106,7 @@ def _change(
 
 
 def _rows_judged(run: RunData, row: Mapping[str, Any]) -> float:
-    """Of how many rows, or episodes, the figures of an evaluation are at least; infinite where the run does not say."""
+    """Return the least number of rows, or episodes, behind an evaluation's figures; infinite if the run does not record it."""
     if "eval/prompts" in row:
         size = max(1.0, number(run.settings.get("evaluation.num_generations_eval", 1)))
         return number(row["eval/prompts"]) - number(row.get("eval/unscored", 0)) // size
@@ -114,7 +116,7 @@ def _rows_judged(run: RunData, row: Mapping[str, Any]) -> float:
 
 
 def _parts(first: Mapping[str, Any], last: Mapping[str, Any]) -> list[str]:
-    """The figures of each reward function, where there are several."""
+    """Return the figures of each reward function, if there are several."""
     keys = [key for key in last if key.startswith(PARTS) and key.endswith("/mean")]
     said = [f"{key[len(PARTS) : -5]} {_short(number(first.get(key)))} → {_short(number(last[key]))}" for key in keys]
     return [", ".join(said)] if said else []
@@ -125,12 +127,12 @@ def _interval(row: Mapping[str, Any], metric: str) -> tuple[float, float]:
 
 
 def _with(mean: float, low: float, high: float) -> str:
-    """A mean and its interval."""
+    """Return a mean and its interval as text."""
     return _short(mean) + (f" [{_short(low)}, {_short(high)}]" if math.isfinite(low + high) else "")
 
 
 def _short(value: float) -> str:
-    """Three digits: an interval knows no more."""
+    """Return three significant digits: an interval is no more precise."""
     return show_number(value if abs(value) >= 1000 or not math.isfinite(value) else float(f"{value:.3g}"))
 
 
@@ -140,7 +142,7 @@ def _divergence(run: RunData) -> list[str]:
 
 
 def watched(run: RunData) -> Watch:
-    """The rules of `psigrad.records.warnings`, over all of a run's figures."""
+    """Apply the rules of `psigrad.records.warnings` to all of a run's figures."""
     watch, names = Watch(), SignalNames()
     for row in run.metrics:
         watch.see(row["step"], {names.of(key): value for key, value in figures(row).items()})
@@ -148,7 +150,7 @@ def watched(run: RunData) -> Watch:
 
 
 def _warnings(watch: Watch) -> list[str]:
-    """Those that stand, how many passed, and what there is nothing to do about."""
+    """Return the current warnings, the number that passed, and those that need no action."""
     found = watch.alerts()
     standing = dict.fromkeys(alert.rule for alert in found if alert.ended is None)
     calm, loud = ([BY_NAME[r].title for r in standing if watch.explains(r) is solved] for solved in (True, False))

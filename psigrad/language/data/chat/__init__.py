@@ -1,1 +1,1 @@
-"""Conversations: messages as they are read, what a chat template can say, and the turns that are trained."""
+"""Conversations: reading messages, probing a chat template, and the turns that are trained."""

@@ -1,4 +1,4 @@
-"""What a chat template takes besides the messages: arguments that it reads, and of which kind. Others would change nothing."""
+"""The arguments of a chat template: the names it reads and their types. Any other argument has no effect."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ _WORDS = {bool: "true or false", str: "a string", int: "a number", float: "a num
 
 
 def templates_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """All of a tokenizer's templates."""
+    """Return all templates of a tokenizer."""
     given = tokenizer.chat_template or {}
     return list(given.values()) if isinstance(given, dict) else [given]
 
 
 def check_arguments(templates: Sequence[str], kwargs: Mapping[str, Any]) -> None:
-    """Refuse templates that are no Jinja, an argument that none of them reads, and one of another kind than it is compared with
-    or tested for: `"fals"` is neither true nor false. Raises `UserError`.
+    """Raise `UserError` for templates that are not valid Jinja and for arguments that have no effect or the wrong type.
+
+    An argument has no effect if no template reads it. Its type is wrong if it differs from the values that the template compares
+    it with or tests it for: `"fals"` is neither true nor false.
     """
     read = [_kinds_read(text) for text in templates]
     names = {"chat_template"}.union(*read)
@@ -41,7 +43,7 @@ def check_arguments(templates: Sequence[str], kwargs: Mapping[str, Any]) -> None
 
 @functools.lru_cache(maxsize=64)
 def _kinds_read(template: str) -> dict[str, set[type]]:
-    """The names that a template reads without setting them first, each with the kinds of value that it takes; object: any."""
+    """Return the names that a template reads before setting them, each with the types of value it takes; object means any."""
     try:
         environment: Environment = _compile_jinja_template(template).environment
     except TemplateSyntaxError as error:
@@ -57,7 +59,7 @@ def _kinds_read(template: str) -> dict[str, set[type]]:
 
 
 def _kinds(use: nodes.Node, above: Mapping[int, nodes.Node]) -> Iterator[type]:
-    """What one use of a name takes it for."""
+    """Yield the types that one use of a name expects."""
     node = above[id(use)]
     beside = [child for child in node.iter_child_nodes() if child is not use]
     if isinstance(node, nodes.Test) and node.name in ("defined", "undefined", "none"):

@@ -1,8 +1,8 @@
-"""What a chat template can say, found by asking it, and a conversation put so that it can say it.
+"""Detect what a chat template can render, and rewrite conversations so that it can render them.
 
-Each question is a difference of two renderings: a field that changes nothing is not shown. What a template has no words for is
-said with those that it has: a developer is the system, a system prompt that nobody reads stands before the first user's turn,
-tools are offered, called and answered in Hermes' form, which is plain text. No template is changed.
+Each probe compares two renderings: a field that changes nothing is not rendered. A feature that the template lacks is expressed
+through one that it has. A developer becomes the system. An unsupported system prompt is put before the first user's turn. Tools
+are offered, called and answered in Hermes' form, which is plain text. No template is changed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SENTINEL, OTHER, THIRD = "Zanzibar", "Yokohama", "Xanadu"
-"""Words that no template has of its own."""
+"""Words that occur in no template."""
 USER: Message = {"role": "user", "content": "a"}
 THINK = "<think>\n{}\n</think>\n\n"
 THOUGHT = re.compile(r"\s*<think>(?=.*?\S.*?</think>)(.*?)</think>\n*", re.DOTALL)
-"""A thought in the content, which is not empty, and the line breaks behind it."""
+"""A non-empty thought at the start of the content, and the line breaks after it."""
 CHANNEL = "<|channel>thought"
-"""What Gemma 4 opens a thought with; it shows <think> tags as any other text."""
+"""The text that opens a thought in Gemma 4. Its template renders <think> tags as ordinary text."""
 _OFFER = (
     "# Tools\n\nYou may call functions. Their signatures are within <tools></tools>:\n<tools>\n{}\n</tools>\n\nTo call one, "
     'write a JSON object with its name and arguments within <tool_call></tool_call>:\n<tool_call>\n{{"name": <function-name>, '
@@ -38,63 +38,65 @@ _ANSWER = "<tool_response>\n{}\n</tool_response>"
 
 
 def call_of(name: str = OTHER, value: str = SENTINEL, content: str = "") -> Message:
-    """An assistant's turn that calls one function with one argument."""
+    """Return an assistant's turn that calls one function with one argument."""
     call = {"type": "function", "function": {"name": name, "arguments": {"x": value}}}
     return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
 def tool_of(name: str = OTHER) -> Message:
-    """The schema of a function of one argument."""
+    """Return the schema of a function with one argument."""
     inner = {"type": "object", "properties": {"x": {"type": "string", "description": "b"}}, "required": ["x"]}
     return {"type": "function", "function": {"name": name, "description": SENTINEL, "parameters": inner}}
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """What a template shows of a conversation."""
+    """The features of a conversation that a template renders."""
 
     parts: bool = False
-    """Contents must be lists of parts: plain strings are dropped."""
+    """True if contents must be lists of parts: plain strings are dropped."""
     system: bool = True
     developer: bool = True
     reasoning: str = "field"
-    """Where an assistant's thoughts go: field, content (in <think> tags), or hidden: the template has a form for them and drops
-    them."""
+    """The place of an assistant's thoughts: field, content (in <think> tags), or hidden.
+
+    Hidden means that the template has a form for thoughts and drops them.
+    """
     calls: str = "object"
-    """How arguments of calls are given: object, or text (of JSON); hermes where calls are not shown."""
+    """The form of the arguments of calls: object, or text (of JSON); hermes if calls are not rendered."""
     empty: str | None = None
     """The content of a turn that only calls."""
     answers: bool = True
     tools: bool = True
     turn_end: str = ""
-    """What is written behind an assistant's last word, up to the special token that ends the turn; empty where none does."""
+    """The text after an assistant's last word, up to the special token that ends the turn; empty if none does."""
     call_end: str = ""
-    """The same behind a turn that calls a tool, before the tool's answer."""
+    """The same text for a turn that calls a tool, before the tool's answer."""
     turn_next: str = ""
     call_next: str = ""
-    """The part of these that the next turn writes, where a turn has no end of its own (GLM); else all of it."""
+    """The part of these that the next turn writes, if a turn has no end of its own (GLM); otherwise all of it."""
     header: str = ""
-    """What opens the assistant's turn, where the template cannot be asked to: add_generation_prompt changes nothing."""
+    """The text that opens the assistant's turn if the template ignores add_generation_prompt."""
     kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What else was asked of the template."""
+    """The cache of other answers found by probing the template."""
 
 
 @dataclass(frozen=True)
 class Specials:
-    """The special tokens of a tokenizer: their ids, and what finds them in a text."""
+    """The special tokens of a tokenizer: their ids, and the patterns that find them in a text."""
 
     ids: frozenset[int]
     pattern: re.Pattern[str]
     cuts: re.Pattern[str] | None = None
-    """What finds the tokens at which a text is cut before anything else is done with it; None where that is not certain."""
+    """The pattern of tokens at which a text is split before any other processing; None if that is uncertain."""
     backend: Any = None
-    """The tokenizer of `tokenizers` behind it, where transformers adds nothing to what that makes of a text."""
+    """The underlying tokenizer of `tokenizers`, if transformers adds nothing to its result."""
     named: str = ""
-    """Which of them is the EOS, the BOS, …: templates write them by these names."""
+    """The names of the EOS, the BOS and so on: templates refer to them by these names."""
     begun: dict[str, list[int]] | None = field(default=None, compare=False)
-    """The tokens of texts behind which others were encoded, where the tokenizer is `fixed`."""
+    """The tokens of texts after which others were encoded, if the tokenizer is `fixed`."""
     ahead: dict[str, list[int]] = field(default_factory=dict, compare=False)
-    """The tokens of texts that will be asked for; `talks` are the conversations that ask, by the id of their row."""
+    """The tokens of texts that will be requested. `talks` are the conversations that request them, by the id of their row."""
     talks: dict[int, Any] = field(default_factory=dict, compare=False)
 
 
@@ -104,7 +106,7 @@ _fixed: WeakKeyDictionary[Any, Specials] = WeakKeyDictionary()
 
 
 def specials_of(tokenizer: PreTrainedTokenizerBase) -> Specials:
-    """Its special tokens, found once until it gets others."""
+    """Return the tokenizer's special tokens, cached until they change."""
     if (known := _fixed.get(tokenizer)) is not None:
         return known
     key = (len(tokenizer), len(tokenizer.extra_special_tokens), *tokenizer.special_tokens_map.values())
@@ -119,7 +121,7 @@ def specials_of(tokenizer: PreTrainedTokenizerBase) -> Specials:
 
 @contextlib.contextmanager
 def fixed(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """A block in which the tokenizer stays as it is: nobody looks for its special tokens again."""
+    """Cache the special tokens inside this block, in which the tokenizer must not change."""
     _fixed[tokenizer] = replace(specials_of(tokenizer), begun={}, ahead={}, talks={})
     try:
         yield
@@ -128,11 +130,11 @@ def fixed(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 
 
 def _backend_of(tokenizer: PreTrainedTokenizerBase) -> tuple[re.Pattern[str] | None, Any]:
-    """`Specials.cuts` and `Specials.backend`.
+    """Return `Specials.cuts` and `Specials.backend`.
 
-    `tokenizers` cuts a text at its added tokens, the longest of those that begin first, and then goes on with each piece alone.
-    A cut must not depend on what stands before the token, as it does where it is found in normalised text, must be a word of its
-    own, or may lie inside another one.
+    `tokenizers` splits a text at its added tokens, at the longest of those that begin first, and then processes each piece alone.
+    A split must not depend on the text before the token. It does if the token is matched in normalised text, must be a separate
+    word, or may be part of another token.
     """
     from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
@@ -151,7 +153,7 @@ def _backend_of(tokenizer: PreTrainedTokenizerBase) -> tuple[re.Pattern[str] | N
 
 
 def dialect_of(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> Dialect:
-    """What the template of these arguments shows, which is asked once."""
+    """Return the features that the template renders with these arguments. The result is cached."""
     settings = {name: value for name, value in arguments.items() if name != "tools"}
     template, special = tokenizer.get_chat_template(arguments.get("chat_template"), arguments["tools"]), specials_of(tokenizer)
     key = (template, json.dumps(settings, sort_keys=True, default=str), special)
@@ -201,17 +203,18 @@ def _ask(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], speci
     header = (
         whole.removeprefix(opened).partition(word)[0] if opened and whole.startswith(opened) and opened == text_of(USER) else ""
     )
-    # a header is a special token or words, as in "Assistant: "; white space alone is neither
+    # A header is a special token or words, as in "Assistant: ". White space alone is neither.
     header = header if special.search(header) or re.search(r"\w", header) else ""
     (turn_end, turn_next), (call_end, call_next) = ends["turn_end"], ends["call_end"]
     return replace(found, turn_end=turn_end, turn_next=turn_next, call_end=call_end, call_next=call_next, header=header)
 
 
 def _closing(special: re.Pattern[str], last: str, followed: str) -> tuple[str, str]:
-    """Return (what ends a turn whose last word is the sentinel, the part of it that the next turn writes).
+    """Return (the end of a turn whose last word is the sentinel, the part of it that the next turn writes).
 
-    The end is what the renderings as the `last` turn and as one that is `followed` share, else what the last one ends with
-    (gpt-oss: <|return|>), else what the next turn begins with (GLM: <|user|>). Only of that does the next turn write a part.
+    The end is the common text of two renderings: the turn as the `last` one, and the turn `followed` by another. If they share no
+    special token, it is the end of the last turn (gpt-oss: <|return|>). Otherwise it is the beginning of the next turn (GLM:
+    <|user|>). Only in that last case does the next turn write a part of it.
     """
     ending, behind = last.rpartition(SENTINEL)[2], followed.rpartition(SENTINEL)[2]
     shared = next((i for i, (a, b) in enumerate(zip(ending, behind, strict=False)) if a != b), min(len(ending), len(behind)))
@@ -224,7 +227,7 @@ def _closing(special: re.Pattern[str], last: str, followed: str) -> tuple[str, s
 
 
 def speak(messages: Sequence[Message], tools: Any, dialect: Dialect) -> tuple[list[Message], Any]:
-    """Messages and tools so that the template shows them."""
+    """Return messages and tools in a form that the template renders."""
     spoken: list[Message] = []
     if tools and not dialect.tools:
         offer = _OFFER.format("\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
@@ -243,7 +246,7 @@ def speak(messages: Sequence[Message], tools: Any, dialect: Dialect) -> tuple[li
             said = _assistant(said, dialect)
         elif said["role"] == "tool" and not dialect.answers:
             said = {"role": "user", "content": _ANSWER.format(said.get("content", ""))}
-            if spoken and spoken[-1].get("role") == "user":  # answers to one turn are one turn
+            if spoken and spoken[-1].get("role") == "user":  # answers to one turn form one turn
                 said["content"] = f"{spoken.pop()['content']}\n{said['content']}"
         if before and said["role"] == "user":
             said["content"], before = before + said["content"], ""
@@ -256,7 +259,7 @@ def speak(messages: Sequence[Message], tools: Any, dialect: Dialect) -> tuple[li
 
 
 def said_otherwise(messages: Sequence[Message], tools: Any, dialect: Dialect) -> list[str]:
-    """What of these messages the template has no words for, and how it is said."""
+    """Return notes on how the messages are expressed where the template does not support them."""
     roles = {message["role"] for message in messages}
     calls = any(message.get("tool_calls") for message in messages)
     thoughts = any(message.get(name) for message in messages for name in REASONING)
@@ -275,7 +278,7 @@ def said_otherwise(messages: Sequence[Message], tools: Any, dialect: Dialect) ->
 def _assistant(said: Message, dialect: Dialect) -> Message:
     thought = next((said[name] for name in REASONING if said.get(name)), "")
     if not thought and dialect.reasoning != "content" and (found := THOUGHT.match(str(said.get("content") or ""))):
-        # the same as the field: a template that has a form for thoughts may take tags in the content for words
+        # Use the same form as for the field: a template with a form for thoughts may take tags in the content for words.
         said = {**said, "reasoning_content": found[1].strip("\n"), "content": said["content"][found.end() :]}
     if thought and dialect.reasoning == "content":
         said = {name: value for name, value in said.items() if name not in REASONING}

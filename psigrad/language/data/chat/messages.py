@@ -1,4 +1,4 @@
-"""One message of a conversation as it is read: nothing of it may vanish later, so what cannot be used is refused here by name."""
+"""One message of a conversation, read strictly: content that cannot be used raises an error by name and never vanishes later."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from psigrad.errors import several
 
 Message = dict[str, Any]
 Fail = Callable[[str, str], NoReturn]
-"""Refuses a row: (place in it, reason)."""
+"""A callback that rejects a row: (place in it, reason)."""
 
 WEIGHTS = ("weight", "train", "loss_mask")
-"""Fields that say whether an assistant's turn is trained: 1 or true, 0 or false."""
+"""Fields that decide if an assistant's turn is trained: 1 or true, 0 or false."""
 _MASK, _NUMBERS = re.compile(r"(?<!attention_)masks?$"), re.compile(r"[\[(]?\s*[\d.]")
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Names of what an assistant thought before it answered."""
+"""Names of the field with an assistant's thoughts before its answer."""
 
 
 def without_nulls(value: Any) -> Any:
-    """Objects without the keys that are null, at every depth: Arrow fills in the keys that other rows have."""
+    """Return the value without null keys of objects, at every depth: Arrow fills in the keys of other rows."""
     if isinstance(value, Mapping):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def read_message(message: Mapping[str, Any], where: str, fail: Fail) -> Message:
-    """A message without nulls, its content one string, its tool calls {"type", "function": {"name", "arguments"}} with an object
-    of arguments.
+    """Return a message without nulls, with its content as one string.
+
+    Its tool calls are {"type", "function": {"name", "arguments"}} with an object of arguments.
     """
     read: Message = without_nulls(message)
     if isinstance(read.get("content"), list):
@@ -52,13 +53,14 @@ def read_message(message: Mapping[str, Any], where: str, fail: Fail) -> Message:
 
 
 def is_trained(message: Message) -> bool:
-    """Whether a turn is the assistant's, and its weight is not 0."""
+    """Return True if a turn is the assistant's and its weight is not 0."""
     return message["role"] == "assistant" and all(message.get(name, 1) for name in WEIGHTS)
 
 
 def weigh_turns(talk: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
-    """The messages of a row to fine-tune on (None: it has a completion), each with its entry of the columns that `WEIGHTS` names.
-    A mask of tokens, and a weight of the whole row other than 1, are refused.
+    """Return the messages of a fine-tuning row, each with its entry of the columns that `WEIGHTS` names.
+
+    The messages are None if the row has a completion. Reject a mask of tokens, and a weight of the whole row other than 1.
     """
     weighed = talk
     for name, given in columns.items():
@@ -80,8 +82,9 @@ def weigh_turns(talk: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
 
 
 def check_answers(messages: list[Message], column: str, fail: Fail) -> None:
-    """Refuse a tool's answer that names another call than one just made, or stands elsewhere than its call: a template goes by
-    the order.
+    """Reject a tool's answer that names a call other than one just made, or whose position differs from its call's.
+
+    Templates match calls and answers by order.
     """
     open_calls: list[Any] = []
     for i, message in enumerate(messages):
@@ -94,7 +97,7 @@ def check_answers(messages: list[Message], column: str, fail: Fail) -> None:
 
 
 def join_parts(parts: list[Any], where: str, fail: Fail) -> str:
-    """The text of content parts. A part that names no type is text if it has one."""
+    """Return the text of content parts. A part without a type is text if it has a text."""
     texts = []
     for i, part in enumerate(parts):
         part = {"text": part} if isinstance(part, str) else part
@@ -108,10 +111,10 @@ def join_parts(parts: list[Any], where: str, fail: Fail) -> str:
 
 
 def _call(call: object, where: str, fail: Fail) -> Message:
-    """A tool call in OpenAI's form; its arguments may be an object, or JSON text of one, as OpenAI sends them."""
+    """Return a tool call in OpenAI's form. Its arguments may be an object, or JSON text of one, as OpenAI sends them."""
     made = dict(call) if isinstance(call, Mapping) else fail(where, "must be an object with 'function'")
     function = made.pop("function", None)
-    if function is None:  # the bare form, {"name", "arguments"}
+    if function is None:  # the short form, {"name", "arguments"}
         function = {key: made.pop(key) for key in ("name", "arguments") if key in made}
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         fail(f"{where}.function", "must be an object with the 'name' of a function and its 'arguments'")

@@ -1,4 +1,4 @@
-"""A conversation as text: the chat template with its arguments, those of the run and those of the row."""
+"""A conversation as text: the chat template with the arguments of the run and of the row."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ SETTLED = "psigrad_settled"
 
 @dataclass(frozen=True)
 class Settled:
-    """What a run settles for every rendering of a tokenizer: arguments of its template, and the date that it prints."""
+    """The settings of a run for every rendering of a tokenizer: template arguments and the date that it prints."""
 
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     today: date | None = None
     rows: int = 0
-    """Rows of the model's embedding; 0: unknown."""
+    """The number of rows of the model's embedding; 0 if unknown."""
 
 
 def settle(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any], today: date, rows: int = 0) -> None:
-    """Render with these arguments from now on, where a row does not say otherwise, and on this day; `rows` are those of the
-    model's embedding.
+    """Set the template arguments and the date for all later renderings.
+
+    A row's arguments take precedence. `rows` is the number of rows of the model's embedding.
     """
     setattr(tokenizer, SETTLED, Settled(dict(kwargs), today, rows))
 
 
 def check_known(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
-    """Refuse tokens that the model has no embedding for."""
+    """Raise an error for tokens that the model has no embedding for."""
     rows = getattr(tokenizer, SETTLED, Settled()).rows
     if rows and ids and (worst := max(ids)) >= rows:
         raise UserError(
@@ -47,32 +48,33 @@ def check_known(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
 
 
 def day_of(tokenizer: PreTrainedTokenizerBase) -> date:
-    """The day that templates print: the one settled, or today."""
+    """Return the date that templates print: the date set by `settle`, or today."""
     settled: Settled = getattr(tokenizer, SETTLED, Settled())
     return settled.today or date.today()
 
 
 def prints_date(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a template of the tokenizer reads the clock."""
+    """Return True if a template of the tokenizer reads the clock."""
     return "strftime_now" in json.dumps(tokenizer.chat_template)
 
 
 def arguments_of(tokenizer: PreTrainedTokenizerBase, row: Row) -> dict[str, Any]:
-    """What the template is given besides the messages: the run's arguments, the row's over them, and its tools."""
+    """Return the template's arguments: the run's, overridden by the row's, and the row's tools."""
     settled: Settled = getattr(tokenizer, SETTLED, Settled())
     return {**settled.kwargs, **without_nulls(row.columns.get("chat_template_kwargs") or {}), "tools": tools_of(row)}
 
 
 def tools_of(row: Row) -> list[Any] | None:
-    """The tools of a row, a list or JSON text of one, without the nulls with which Parquet fills objects; None where there are
-    none, since a list of no tools makes Llama's template write its tool preamble.
+    """Return the tools of a row, given as a list or JSON text of one, without the nulls that Parquet adds to objects.
+
+    Return None if there are none: an empty list makes Llama's template write its tool preamble.
     """
     tools = row.columns.get("tools")
     return without_nulls(json.loads(tools) if isinstance(tools, str) else tools) or None
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, row: Row, arguments: Mapping[str, Any]) -> str:
-    """The text of the template that renders a row."""
+    """Return the text of the template that renders a row."""
     try:
         return tokenizer.get_chat_template(arguments.get("chat_template"), arguments["tools"])
     except ValueError:
@@ -90,7 +92,7 @@ def render(
     *,
     generation_prompt: bool = False,
 ) -> str:
-    """The text of messages that the template understands (`dialect.speak`). Raises whatever the template raises."""
+    """Return the text of messages that the template understands (`dialect.speak`). Raise whatever the template raises."""
     _set_clock(tokenizer, arguments)
     made: Any = tokenizer.apply_chat_template(
         list(messages), **{**arguments, "tokenize": False, "add_generation_prompt": generation_prompt}
@@ -99,10 +101,10 @@ def render(
 
 
 def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], messages: Sequence[Message]) -> Any:
-    """(the text of the messages, the spans of characters in it that the template's `{% generation %}` blocks wrote).
+    """Return (the text of the messages, the spans of characters that the `{% generation %}` blocks of the template wrote).
 
-    `apply_chat_template(return_assistant_tokens_mask=True)` is not used: it lets tokens merge across the start of a turn, and
-    where a tokenizer trims offsets it loses every turn after one that starts with a space.
+    `apply_chat_template(return_assistant_tokens_mask=True)` is not used. It lets tokens merge across the start of a turn. If a
+    tokenizer trims offsets, it also loses every turn after one that starts with a space.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -115,18 +117,21 @@ def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str
 
 
 def refuse(row: Row, what: str, why: str) -> RowError:
-    """A row that the template cannot say: it alone is refused, by file, line and place."""
+    """Return an error for a row that the template cannot render. It names the file, line and place of that row alone."""
     return RowError(BadRow(row.source, row.place_of(what), why))
 
 
 def refusal(row: Row, error: Exception) -> RowError:
-    """What a template raised; it is a program, and can raise anything."""
+    """Return a `RowError` for an error of the template, which is a program and can raise anything."""
     reason = f"{type(error).__name__}: {show(str(error), 200)}"
     return refuse(row, "", f"the chat template can't render the row ({reason}); mend the row or the template")
 
 
 def _set_clock(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
-    """Let `strftime_now` be the run's day. transformers gives templates plain data alone, so the clock is set where it stands."""
+    """Make `strftime_now` return the run's day.
+
+    transformers passes only plain data to templates, so the function is replaced in the compiled template's globals.
+    """
     template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments["tools"])
     if "strftime_now" not in template:
         return

@@ -1,4 +1,4 @@
-"""The turns of a conversation that are trained, each in the context in which it is sampled, and what stands between turns."""
+"""The trained turns of a conversation, each in the context in which it is sampled, and the text between turns."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 Span = tuple[int, int]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 OPEN = re.compile(r"(<think>|<\|channel>thought|\[THINK\])\s*$")
-# behind it line breaks alone: a space belongs to the answer
+# The pattern ends with line breaks alone: a space belongs to the answer.
 _EMPTY = re.compile(r"\s*(?:<think>\s*</think>|<\|channel>thought\s*<channel\|>|\[THINK\]\s*\[/THINK\])\n*")
 _CLOSES = {"<think>": "</think>\n\n", "<|channel>thought": "<channel|>", "[THINK]": "[/THINK]"}
 _CLOSE = re.compile(r"\s*(?:</think>|<channel\|>|\[/THINK\])\n*")
@@ -71,15 +71,16 @@ class Talk:
             )
 
     def render(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
-        """The text of the messages. Raises `RowError` where the template cannot say them."""
+        """Return the text of the messages. Raise `RowError` if the template cannot render them."""
         key = (generation_prompt, *map(id, messages))
-        if key not in self._made:  # the messages are kept, so that no other ones get their ids
+        if key not in self._made:  # the messages are stored, so that their ids are not reused
             self._made[key] = self._run(partial(render, generation_prompt=generation_prompt), messages), messages
         return str(self._made[key][0])
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """What is sampled from: the generation prompt, and behind it the words of an assistant's turn that the messages end with.
-        Raises `RowError` where it has more than words.
+        """Return the text to sample from: the generation prompt, and the content of a last assistant's turn after it.
+
+        Raise `RowError` if that turn has more than content.
         """
         *before, last = messages
         if last["role"] != "assistant":
@@ -90,7 +91,7 @@ class Talk:
         return self.render(before, generation_prompt=True) + str(last["content"])
 
     def blocks(self, messages: Sequence[Message]) -> list[Span] | None:
-        """The spans of the template's generation blocks; None where it has none. The text is known then, too."""
+        """Return the spans of the template's generation blocks, or None if it has none. Cache the text as well."""
         if not _has_blocks(self.template):
             return None
         text, spans = self._run(generation_blocks, messages)
@@ -106,7 +107,7 @@ class Talk:
             raise refusal(self.row, error) from error
 
     def closing(self, message: Message) -> str:
-        """What ends this turn."""
+        """Return the text that ends this turn."""
         return self.dialect.call_end if message.get("tool_calls") else self.dialect.turn_end
 
 
@@ -116,29 +117,30 @@ def _has_blocks(template: str) -> bool:
 
 
 def contexts(talk: Talk, *, empty_thinking: bool = False) -> list[Context]:
-    """The assistant's turns of a row in the contexts in which they would be sampled: what stands before a turn is what the
-    template renders to sample it.
+    """Return the assistant's turns of a row, each after the text that the template renders in order to sample it.
 
-    A template that leaves the past as it was gives one context for all of them; one that rewrites it (Qwen3 drops what was
-    thought) one context for each turn that was rewritten. An empty thought that the template adds is context, unless
-    `empty_thinking`. Raises `RowError` for a turn that no such context can be derived for, and for what the template leaves out.
+    A template that leaves earlier turns unchanged gives one context for all turns. A template that rewrites them (Qwen3 drops
+    thoughts) gives one context for each rewritten turn. An empty thought that the template adds is context, unless
+    `empty_thinking`.
+
+    Raise `RowError` for a turn without such a context, and for content that the template leaves out.
     """
     row = talk.row
     prompt = row.prompt if isinstance(row.prompt, list) else []
     answer = list(row.completion) if isinstance(row.completion, list) else []
     first = len(prompt)
-    if answer and prompt and prompt[-1]["role"] == "assistant":  # the answer is begun in the prompt
+    if answer and prompt and prompt[-1]["role"] == "assistant":  # the prompt contains the beginning of the answer
         first -= 1
         answer[0] = {**answer[0], "content": prompt[-1]["content"] + answer[0].get("content", "")}
     messages = row.messages or [*prompt[:first], *answer]
     made: list[Context] = []
     texts: dict[int, str] = {}
-    known = ""  # of the last one, up to the end of its turn: what is written behind that, as Phi-3's EOS, nobody samples
+    known = ""  # The last context up to the end of its turn. No policy samples the text after it, such as Phi-3's EOS.
     for i in range(first, len(messages)):
         if not is_trained(messages[i]):
             continue
         before, text, spans = _turn(talk, messages[: i + 1], empty_thinking)
-        if i < len(prompt):  # the policy writes what the prompt did not
+        if i < len(prompt):  # the policy writes the text after the prompt
             begun = len(talk.prompt(prompt))
             spans = [(max(start, begun), end) for start, end in spans if end > begun]
         if not spans:
@@ -160,7 +162,7 @@ def contexts(talk: Talk, *, empty_thinking: bool = False) -> list[Context]:
 
 
 def _turn(talk: Talk, messages: Sequence[Message], empty_thinking: bool) -> tuple[str, str, list[Span]]:
-    """The context of the last message, the text up to its end, and its spans that are trained."""
+    """Return the context of the last message, the text up to its end, and its trained spans."""
     said = messages[-1]
     before, blocks = talk.render(messages[:-1], generation_prompt=True), talk.blocks(messages)
     text, own = talk.render(messages), None if blocks is None else [span for span in blocks if span[1] > len(before)]
@@ -186,13 +188,15 @@ def _turn(talk: Talk, messages: Sequence[Message], empty_thinking: bool) -> tupl
     if not empty_thinking and not _EMPTY.match(str(said.get("content", ""))):
         empty = (_CLOSE if OPEN.search(before) else _EMPTY).match(text, start)
         start = empty.end() if empty else start
-    # the policy continues the prompt from its very end, wherever the template's first block starts
+    # The policy continues at the end of the prompt, even if the template's first block starts elsewhere.
     return before, text, [(start, own[0][1]), *own[1:]] if own and text.startswith(as_rendered) else [(start, len(text))]
 
 
 def _own_words(talk: Talk, messages: Sequence[Message], before: str, text: str) -> str | None:
-    """Return what the template writes of the last turn behind its generation prompt, where that turn changes what is shown of the
-    past: gpt-oss drops the thought beside a call once an answer follows. None where the turn's beginning is not found.
+    """Return the last turn's text after its generation prompt if that turn changes the rendering of earlier turns.
+
+    For example, gpt-oss drops the thought beside a call once an answer follows. Return None if the beginning of the turn is not
+    found.
     """
     past, asked = talk.render(messages[:-1]), talk.render([USER], generation_prompt=True)
     stem, found, _ = talk.render([*messages[:-1], {"role": "assistant", "content": SENTINEL}]).partition(SENTINEL)
@@ -205,7 +209,10 @@ def _own_words(talk: Talk, messages: Sequence[Message], before: str, text: str) 
 
 
 def _behind_open_thought(talk: Talk, said: Message, before: str, text: str, place: int) -> tuple[str, str]:
-    """Context and text of a turn whose generation prompt opens a thought, which the template leaves out or writes otherwise."""
+    """Return context and text of a turn whose generation prompt opens a thought.
+
+    The template leaves that thought out or writes it differently.
+    """
     opened, thought = OPEN.search(before), _thought_of(said)
     tail = "" if opened is None else text[opened.start() :]
     begins = opened is not None and tail.startswith(opened.group(1))
@@ -225,15 +232,15 @@ def _behind_open_thought(talk: Talk, said: Message, before: str, text: str, plac
 
 
 def _thought_of(said: Message) -> str:
-    """What was thought before the answer, given as a field or in <think> tags."""
+    """Return the thought before the answer, given as a field or in <think> tags."""
     found = _THOUGHT.match(str(said.get("content", "")))
     return str(next((said[name] for name in REASONING if said.get(name)), found.group(1) if found else "")).strip("\n")
 
 
 def check_shown(talk: Talk, messages: Sequence[Message], texts: dict[int, str], trained: set[int]) -> None:
-    """Refuse a row of which the template leaves something out: by place, with its name.
+    """Raise `RowError` if the template leaves out part of a row. The error gives the place and the field.
 
-    A text that stands in the rendering word for word is there; of anything else the rendering without it must be another one.
+    A text that occurs verbatim in the rendering is present. For anything else, the rendering without it must differ.
     """
     for j, message in enumerate(messages):
         part = messages[: j + 1] if j in trained else messages
@@ -252,7 +259,7 @@ _KNOWN = {"role", "content", "tool_calls", "tool_call_id", *WEIGHTS, *REASONING}
 
 
 def _pieces(message: Message, thoughts: bool) -> Iterator[tuple[str, str]]:
-    """The texts of a message by the name of their field. A template may drop thoughts of turns that are only context."""
+    """Yield (field, text) for the texts of a message. A template may drop thoughts of turns that are only context."""
     parts = re.split(r"</?think>", str(message.get("content", "")))
     yield from (("content", part.strip()) for part in (parts if thoughts else parts[-1:]) if part.strip())
     if thoughts:
@@ -264,7 +271,7 @@ def _pieces(message: Message, thoughts: bool) -> Iterator[tuple[str, str]]:
 
 
 def _without(messages: Sequence[Message], place: int, name: str, piece: str) -> list[Message]:
-    """The messages, the text of one field gone."""
+    """Return the messages without the text of one field."""
 
     def cut(value: Any) -> Any:
         if isinstance(value, str):
@@ -277,7 +284,7 @@ def _without(messages: Sequence[Message], place: int, name: str, piece: str) -> 
 
 
 def _vanished(row: Row, place: int, name: str, value: Any) -> Exception:
-    # the place as the row has it: in messages, or behind the prompt in the completion
+    # The place uses the row's own columns: in messages, or in the completion after the prompt.
     count = len(row.prompt) if isinstance(row.prompt, list) else 0
     column, at = ("messages", place) if row.messages else ("prompt", place) if place < count else ("completion", place - count)
     reason = (
@@ -289,20 +296,20 @@ def _vanished(row: Row, place: int, name: str, value: Any) -> Exception:
 
 @dataclass(frozen=True)
 class TurnForm:
-    """How a turn of the assistant reads behind the prompt that it is sampled from."""
+    """The form of an assistant's turn after the prompt that it is sampled from."""
 
     lead: str = ""
-    """What stands before an answer."""
+    """The text before an answer."""
     opens: str = ""
     closes: str = ""
-    """What stands before a thought, and between it and an answer; empty where no thoughts are said."""
+    """The text before a thought, and the text between it and an answer; empty if thoughts are not rendered."""
     ends: str = ""
-    """What of that stands behind a thought with no answer, too: before a call."""
+    """The part of `closes` that also follows a thought with no answer, before a call."""
     beside: str = ""
-    """What ends a turn in which words stand behind a call (Gemma 4); empty where they stand before it."""
+    """The text that ends a turn whose content follows a call (Gemma 4); empty if the content comes before the call."""
 
     def read_back(self, text: str) -> Message:
-        """What the assistant wrote, without its calls, as the message that is rendered so."""
+        """Parse the assistant's text, without its calls, into the message that renders to it."""
         said: Message = {"role": "assistant"}
         opens, end = self.opens.rstrip(), self.ends.strip()
         if end and text.startswith(opens) and end in text:
@@ -316,7 +323,7 @@ class TurnForm:
 
 
 def turn_form(talk: Talk, role: str) -> TurnForm:
-    """That of the template behind a message of this role, found by asking it."""
+    """Return the form of the template after a message of this role, found by probing it and cached."""
     kept = talk.dialect.kept
     if role not in kept:
         kept[role] = _ask_turn(
@@ -347,8 +354,9 @@ def _ask_turn(talk: Talk, before: Sequence[Message]) -> TurnForm:
 
 
 def between(talk: Talk, observation: Sequence[Message]) -> tuple[str, str]:
-    """(the special token that ends the policy's turn, what the template writes behind it up to the next): found behind a turn of
-    one word, since templates rewrite real ones.
+    """Return (the special token that ends the policy's turn, the template's text after it up to the next turn).
+
+    A turn of one word is used to find them, since templates rewrite real ones.
     """
     name = next((str(m["name"]) for m in observation if m["role"] == "tool" and m.get("name")), "")
     calls = [call_of(name or "call")] if observation[0]["role"] == "tool" else []
@@ -372,6 +380,6 @@ def between(talk: Talk, observation: Sequence[Message]) -> tuple[str, str]:
 
 
 def stop_tokens(talk: Talk) -> list[str]:
-    """The special tokens that end an assistant's turn: one that answers, and where a row offers tools one that calls."""
+    """Return the special tokens that end an assistant's turn: after an answer, and after a call if the row offers tools."""
     ends = [talk.dialect.turn_end, *([talk.dialect.call_end] if talk.arguments["tools"] else [])]
     return list(dict.fromkeys(found[-1] for end in ends if (found := talk.special.findall(end))))
