@@ -8,13 +8,13 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 from psigrad.errors import UserError
 from psigrad.language.rewards.code_asserts import Evaluated
 from psigrad.language.rewards.code_rows import BESIDE, COLUMNS, Printed, RowTests, read_tests
 from psigrad.language.rewards.code_values import same
-from psigrad.language.rollout.scoring import text_of
+from psigrad.language.rollout.scoring import Wrong, text_of
 from psigrad.processes.sandbox import Executor, Limits, Program, ProgramOutcome, executor_for
 from psigrad.processes.sandbox.executor import MissingValue
 
@@ -30,18 +30,6 @@ _PYTHON = ("python", "python3", "py")
 _WRONG = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 
 
-class Wrong(float):
-    """The reward 0 of a wrong program, and the reason."""
-
-    def __new__(cls, reason: str) -> Wrong:
-        """Return 0, with the reason."""
-        made = super().__new__(cls, 0.0)
-        made.reason = reason
-        return made
-
-    reason: str
-
-
 @dataclass(frozen=True)
 class Code:
     """A reward of 1 if the completion's Python program passes every test of its row, otherwise 0: a `Wrong` with a `reason`.
@@ -51,6 +39,7 @@ class Code:
     reward is the share of tests that pass. If the sandbox itself fails, the completion has no score.
     """
 
+    limits_itself: ClassVar[bool] = True
     partial: bool = False
     seconds: float = 2.0
     """CPU time of each test, rounded up to whole seconds. The wall-clock limit is five times as much."""

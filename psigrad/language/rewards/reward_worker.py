@@ -13,9 +13,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from psigrad.errors import kind_of, nearest
-from psigrad.language.rewards.code import Code, Wrong
 from psigrad.language.rewards.golds import blank
-from psigrad.language.rollout.scoring import Failure, Preparable, Unscored, transcript_of, turns_of
+from psigrad.language.rollout.scoring import LIMITS_ITSELF, Failure, Preparable, Unscored, Wrong, transcript_of, turns_of
 from psigrad.processes.workers import unpack
 from psigrad.processes.workers.child import message_of, reason_for
 from psigrad.processes.workers.shipping import Packed
@@ -46,7 +45,7 @@ def service(payload: Sequence[tuple[str, Packed]]) -> Callable[[Any], Iterator[A
         jobs = [(*functions[which], copy.deepcopy(samples)) for asked, samples in message for which in asked]
         with _together(jobs) as begun:
             for name, function, samples in begun:
-                if isinstance(function, Code):
+                if getattr(function, LIMITS_ITSELF, False):
                     yield from _while_alive(name, function, samples)
                 else:
                     yield encode(ask(name, function, samples))

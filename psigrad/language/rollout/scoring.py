@@ -12,6 +12,8 @@ WINDOW = 200
 """The number of completions over which `max_unscored` is checked."""
 _ENOUGH = 8
 """The number of completions after which a reward that has never worked stops a run."""
+LIMITS_ITSELF = "limits_itself"
+"""The attribute of a reward function that ends what it runs in time, so that its worker is not killed meanwhile."""
 NOT_APPLICABLE = "no reward function applies to it"
 """The reason of a completion for which no reward function returned a number."""
 
@@ -82,6 +84,18 @@ class Preparable:
 
     def prepare(self) -> None:
         """Load the resources that it needs."""
+
+
+class Wrong(float):
+    """The reward 0 of a wrong program, and the reason."""
+
+    def __new__(cls, reason: str) -> Wrong:
+        """Return 0, with the reason."""
+        made = super().__new__(cls, 0.0)
+        made.reason = reason
+        return made
+
+    reason: str
 
 
 @dataclass(frozen=True)
