@@ -32,9 +32,7 @@ def zero_outside(mask: Tensor, x: Tensor) -> Tensor:
 
 
 def is_whole(mask: Tensor) -> bool:
-    """Return True if every step is known to be chosen. Return False on a GPU without checking, since the answer would force a
-    wait.
-    """
+    """Return True if every step is known to be chosen; always False on a GPU, where the answer would force a wait."""
     return mask.device.type == "cpu" and bool(mask.all())
 
 

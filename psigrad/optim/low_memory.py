@@ -84,9 +84,9 @@ def has_codes(name: str, p: Tensor) -> bool:
 class LowMemoryAdamW:
     """AdamW with 8-bit moments, without float32 masters, or both.
 
-    With `eight_bits` the moments are codes in blocks of 256 numbers. Embeddings keep float32 moments as in transformers: their
-    rows learn at very different rates. A bfloat16 weight is stepped without a master: θ ← θ - η·m̂ / (√v̂ + ε) is rounded up or
-    down at random, so that steps smaller than a 256th of a weight happen as often as they should (Zamirai et al. 2020,
+    With `eight_bits` the moments are codes in blocks of 256 numbers. Embeddings keep float32 moments as in transformers, since
+    their rows learn at very different rates. A bfloat16 weight is stepped without a master: θ ← θ - η·m̂ / (√v̂ + ε) is rounded
+    up or down at random, so that steps smaller than a 256th of a weight are right on average (Zamirai et al. 2020,
     arXiv:2010.06192). Draws depend on `seed`, the weight's name and the step.
     """
 

@@ -255,9 +255,9 @@ class Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` returned. The state of a parameter that is absent is 0.
+        """Restore the result of `state_dict`. The state of an absent parameter becomes 0.
 
-        Raises `UserError` if the state belongs to other parameters or to another rule; then nothing is changed.
+        Raises `UserError` if the state belongs to other parameters or to another rule. In that case nothing is changed.
         """
         masters = {f"master.{name}" for name in self.weights}
         own = {f"{kind}.{w.name}": x for w in self.weights.values() for kind, x in w.tensors().items()}

@@ -252,7 +252,7 @@ def decayed(peak: float, kind: str, progress: float) -> float:
             return peak
 
 
-# The warm-up of these starts above 0, or lr_scheduler_kwargs give it.
+# These schedules' warm-up starts above 0, or lr_scheduler_kwargs configure it.
 _OWN_WARM_UP = ("cosine_warmup_with_min_lr", "warmup_stable_decay")
 
 

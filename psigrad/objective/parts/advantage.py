@@ -203,7 +203,7 @@ def leave_one_out(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class group_mean:
-    """The return minus the mean return of its group, divided by the group's standard deviation when std is on.
+    """The return minus the mean return of its group, divided by the group's standard deviation if std is on.
 
     Formula: A_t = (R_i − mean(R)) / (std(R) + eps), or R_i − mean(R) with std off
 
