@@ -1,3 +1,1 @@
-"""Small C++ kernels for the work between matrix products on a CPU. They are optional: without a compiler PyTorch replaces
-them.
-"""
+"""Small C++ kernels for the work between matrix products on a CPU. Optional: without a compiler PyTorch does the work."""
