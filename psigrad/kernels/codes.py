@@ -88,7 +88,7 @@ def lay_out(codes: Tensor, scales: Tensor, offsets: Tensor | None, levels: Seque
 
 
 def can_code(weight: Tensor, kind: Kind) -> bool:
-    """Return True if the kind codes blocks and each row of a matrix [N, K] has complete blocks."""
+    """Return True if `kind` can encode a matrix [N, K], whose rows must be whole blocks."""
     return weight.dim() == 2 and kind in BLOCKS and weight.shape[1] % BLOCKS[kind] == 0
 
 

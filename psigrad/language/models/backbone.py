@@ -78,15 +78,14 @@ class Pretrained(ABC):
     """A pretrained model with its tokenizer.
 
     - `network` is transformers' model, which holds the weights. With LoRA it contains the adapters' layers.
-    - `adapter` is the peft wrapper that saves and merges the adapters. With `continued` it was trained before: without it the
-      model is not the one that training starts from.
-    - `why_padded` is empty if the packed forward pass reproduces the model; else it says why the padded one runs instead.
-    - `decoder` runs the packed forward pass in fused kernels; if it is None, `why_unfused` says why.
-    - `attends`: how packed sequences attend in transformers' modules; `why_sdpa` says why a GPU pads them all the same.
-    - `texts`: those that ways to compute were compared on.
-    - `balance` is the auxiliary loss of a model of experts, `routing` what its sampler records and training follows.
-    - `root` makes the weights whole while its forward pass runs, where they are kept in shards (`language/models/sharded.py`).
-    - `context`: the processes that divide the tokens of a row, where there are several (`psigrad_extras/mesh/ulysses.py`).
+    - `adapter` is the peft wrapper that saves and merges adapters. If `continued`, the model without it is not the initial one.
+    - `why_padded` is empty if the packed forward pass reproduces the model; otherwise it is why the padded one runs instead.
+    - `decoder` runs the packed forward pass in fused kernels; if it is None, `why_unfused` is the reason.
+    - `attends` is how packed sequences attend in transformers' modules; `why_sdpa` is why a GPU pads them anyway.
+    - `texts` are the texts on which ways to compute were compared.
+    - `balance` is the auxiliary loss of a mixture-of-experts model; `routing` records the sampler's choices for training.
+    - `root` makes sharded weights whole while its forward pass runs (`language/models/sharded.py`).
+    - `context` is the processes that divide the tokens of a row, if there are several (`psigrad_extras/mesh/ulysses.py`).
     """
 
     network: PreTrainedModel
@@ -193,7 +192,7 @@ class Pretrained(ABC):
 
     @property
     def logit_factor(self) -> float:
-        """The factor of the head's logits: Cohere multiplies by it, Granite divides. Here it is applied to the hidden states."""
+        """The factor of the head's logits: Cohere's scale, or 1 / Granite's scaling. Here it multiplies the hidden states."""
         config: Any = self.network.config.get_text_config()
         return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 

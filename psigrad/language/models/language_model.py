@@ -253,7 +253,7 @@ class LanguageModel(Pretrained):
                 with self.without_adapter():
                     hidden, head = self._target_hidden(theirs)
                 head = base_of(head)  # the head is called later, when the adapter is on again
-            # after other prompts, other processes have the same targets
+            # With other prompts, the same targets are on other processes.
             if self.context is not None and theirs.mine is not forward.mine:
                 every: Any = self.context.gather(hidden, theirs.mine, len(whole.targets.ids))
                 hidden = every[forward.mine] if forward.mine is not None and len(forward.mine) else every[:1]

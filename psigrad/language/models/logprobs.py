@@ -233,7 +233,8 @@ class _ChosenLogProbs(torch.autograd.Function):
         if ctx.sums is not None:
             dweight = None if ctx.sums.defers(ctx.head, use) else ctx.sums.of(ctx.head)
         elif ctx.needs_input_grad[1]:
-            # Tiles of all states need no sum: half precision saves memory while activations fill it.
+            # If one tile holds all states, nothing is added to its products. Half precision then suffices, while activations fill
+            # the memory.
             dweight = torch.zeros_like(weight, dtype=normaliser.dtype if len(hidden) > TILE_ROWS else weight.dtype)
         if dhidden is not None or dweight is not None:
             use.add_products(dhidden, dweight, slice(0, len(weight)))
@@ -473,11 +474,11 @@ def token_stats(
         hit = (best == ids).to(logp.dtype) if wanted.accuracy else None
         return TokenStats(logp, mixed if wanted.entropy else None, hit=hit)
     closed = plain and (wanted.nothing_else or (wanted.closed and wanted.entropy is not True))
-    # Autograd would store five to seven copies of the logits, of another size in every pass. A few states may take that time.
+    # Autograd would store five to seven copies of the logits, of a different size in every pass. It is used only for few logits.
     large = hidden.shape[0] * vocabulary > (TILE_ELEMENTS if wanted.nothing_else else TILE_ELEMENTS // 4)
     if closed and len(ids) and (large or (wanted.nothing_else and _native(hidden, linear.weight) is not None)):
         _check_ids(ids, len(linear.weight))
-        # A cached log-prob and logits that were rounded differently would not give the normaliser.
+        # The normaliser is a logit minus its cached log-prob. Logits that were rounded differently would not give it.
         exact = cached is not None and hidden.dtype == linear.weight.dtype == torch.float32
         known = cached.for_head(linear.weight, wanted.temperature) if cached is not None and exact else None
         figures = None if wanted.nothing_else else _Figures(len(ids), upcast(hidden[:0]).detach())
