@@ -1,6 +1,6 @@
 """The compiled kernels: a wheel's library for this kind of processor, or one that is compiled, tested and cached on first use.
 
-A cached library is loaded only if its folder and file belong to this user alone, and its SHA-256 is the one recorded when it was
+A cached library is loaded only if its folder and file belong to this user alone. Its SHA-256 must be the one recorded when it was
 compiled. A damaged library is compiled again.
 """
 

@@ -81,8 +81,8 @@ def levels() -> list[str]:
 def fast_bfloat16() -> bool:
     """Return True if a product of bfloat16 numbers takes less time than one of float32.
 
-    Intel's avx512_bf16 without AMX computes no more products per cycle than float32, and oneDNN's bfloat16 was two to three times
-    slower there than MKL's float32. AMD's computes twice as many: 300 to 380 GFLOP/s, where float32 could reach 228 at most (Zen
+    Intel's avx512_bf16 without AMX computes no more products per cycle than float32. There, oneDNN's bfloat16 was two to three
+    times slower than MKL's float32. AMD's computes twice as many: 300 to 380 GFLOP/s, where float32 could reach 228 at most (Zen
     4, two cores).
     """
     return _has("amx_bf16") or (_has("AuthenticAMD") and _has("avx512_bf16"))

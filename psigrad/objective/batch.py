@@ -52,10 +52,10 @@ def terminal(score_N: Tensor, mask_NT: Tensor) -> Tensor:
 class Batch:
     """N collected trajectories. Algorithms read every field but `inputs`.
 
-    On construction every per-step tensor is detached, copied, promoted to at least float32, and set to 0 outside `mask`,
-    so that nothing downstream can read padding or observations. A reward on a masked step is therefore ignored. Put it on the
-    last chosen step before it, as `terminal` does.
-    Errors: ValueError when a tensor has the wrong shape or `mask` is not boolean.
+    On construction every per-step tensor is detached, copied, promoted to at least float32, and set to 0 outside `mask`. Nothing
+    downstream can then read padding or observations. A reward on a masked step is therefore ignored. Put it on the last chosen
+    step before it, as `terminal` does.
+    Errors: ValueError if a tensor has the wrong shape or `mask` is not boolean.
     """
 
     mask: Tensor
@@ -358,9 +358,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def step_covariance(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-    """Return [N, T] (x − mean(x))·(y − mean(y)): each step's share of the covariance. Means are over the steps where mask is
-    True.
-    """
+    """Return each step's share [N, T] of the covariance: (x − mean(x))·(y − mean(y)), with means where mask is True."""
     return ((x - masked_mean(x, mask)) * (y - masked_mean(y, mask))).masked_fill(~mask, 0.0)
 
 
@@ -383,8 +381,7 @@ def explained_variance(value: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 def discounted_sum(x_NT: Tensor, mask_NT: Tensor, discount: float | Tensor) -> Tensor:
-    """Return y_t = x_t + discount · y_{t+1}, backwards over the chosen steps; `discount` is one number or a number for each row
-    [N].
+    """Return y_t = x_t + discount · y_{t+1}, backwards over the chosen steps; `discount` is a number, or one per row [N].
 
     With x the rewards this is the reward-to-go; with x the TD errors and discount γλ it is GAE.
 

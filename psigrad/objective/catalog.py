@@ -71,7 +71,7 @@ class Method(Generic[A]):
     summary: str
     """One line for `psigrad --help`."""
     algorithm: A
-    """Its mathematics."""
+    """The method's mathematics."""
     defaults: Mapping[str, Any]
     """Settings whose default differs from `OnlineConfig` or `PreferenceConfig`. The user's settings win."""
 

@@ -1,7 +1,7 @@
 """The gradient of a loss in closed form, for small networks, where a node of the autograd graph costs more than its arithmetic.
 
-It is known for the score, the importance-weighted and the clipped surrogate, an entropy bonus and the critic's squared error, if
-every step of the batch is chosen. Autograd through `PolicyGradient.loss` is the oracle and handles all other cases.
+It is known if every step of the batch is chosen, for the score, the importance-weighted and the clipped surrogate, an entropy
+bonus and the critic's squared error. Autograd through `PolicyGradient.loss` is the oracle and handles all other cases.
 """
 
 from __future__ import annotations

@@ -36,12 +36,12 @@ MAX_NONFINITE = 3
 
 
 class NonFiniteError(UserError):
-    """The gradient was not finite for `MAX_NONFINITE` steps in a row, or a weight is not finite."""
+    """An error: the gradient was not finite for `MAX_NONFINITE` steps in a row, or a weight is not finite."""
 
 
 @dataclass(eq=False)
 class Weight:
-    """A learning parameter, its master, and the state of its rule."""
+    """A trainable parameter, its master, and the state of its rule."""
 
     name: str
     parameter: nn.Parameter
@@ -66,7 +66,7 @@ class Weight:
 
     @property
     def half(self) -> bool:
-        """True in half precision."""
+        """True if the weights are in half precision."""
         return self.master is not self.local
 
     @property

@@ -46,10 +46,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder or hub model. Raises `ValueError` if there is none.
-
-    For Qwen, Gemma, GPT-2 and others transformers creates a tokenizer without a single word, which would make every text empty.
-    This raises `ValueError` too.
+    """Return the tokenizer of a folder or hub model. Raises `ValueError` if there is none. The same happens if transformers
+    creates one without a single word, as for Qwen, Gemma and GPT-2, since every text would be empty.
     """
     from transformers import AutoTokenizer
 
@@ -165,10 +163,9 @@ class Pretrained(ABC):
         wanted: Tensor | None = None,
         experts: Tensor | None = None,
     ) -> Tensor:
-        """Return hidden states [B, S, E], or [M, E] of the tokens `wanted`, which are positions in the B·S.
-
-        `layout` is the attention pattern; ids and positions are [B, S]. A fused decoder adds its activations to `keep`, or reads
-        them from `cached`. Routers choose `experts` [layers, B·S, k].
+        """Return hidden states [B, S, E], or [M, E] of the tokens `wanted`, which are positions in the B·S. `layout` is the
+        attention pattern; ids and positions are [B, S]. A fused decoder adds its activations to `keep`, or reads them from
+        `cached`. Routers choose `experts` [layers, B·S, k].
         """
         if self.decoder is not None:
             fused: Any = layout
@@ -349,10 +346,8 @@ def reshard(model: Pretrained) -> None:
 
 
 def _unscaled_lengths(config: Any) -> list[int]:
-    """Return the lengths up to which rotary embeddings do not depend on the longest position of a pass.
-
-    They depend on it beyond these lengths with Phi's longrope and dynamic NTK. A sequence's result would then depend on the other
-    sequences of its pass.
+    """Return the lengths up to which rotary embeddings do not depend on the longest position of a pass. Beyond these, Phi's
+    longrope and dynamic NTK do, so that a sequence's result would depend on the other sequences of its pass.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     tables = list(rope.values()) if rope and all(isinstance(table, dict) for table in rope.values()) else [rope]
@@ -404,9 +399,7 @@ def _check_repeatable(model: Pretrained) -> None:
 
 
 def recompute_activations(hf: PreTrainedModel) -> None:
-    """Enable gradient checkpointing. transformers recomputes only in training mode; without dropout that mode gives the same
-    results.
-    """
+    """Enable gradient checkpointing. transformers recomputes only in training mode, which changes no result without dropout."""
     hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 

@@ -126,9 +126,10 @@ class VarlenLayout:
 
     @cached_property
     def _copies(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the row's token of each key [K], and where each token was copied.
+        """Indices of keys: the row's token of each key [K], the keys of each token in a prefix [P, most], the key of any other [S
+        - P].
 
-        For tokens in prefixes that is the keys of each, -1 where there are fewer [P, most]; for the others the only key [S - P].
+        Only prefixes are copied, so other tokens have one key. Missing keys are -1.
         """
         pieces, device = self.packed.pieces, self.packed.device
         real = pieces.lengths > 0

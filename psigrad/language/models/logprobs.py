@@ -28,10 +28,8 @@ LEAST_REST = 1e-6
 
 @dataclass(frozen=True)
 class TokenStats:
-    """Statistics per token, each [M]: log pi(a|s), and others on request.
-
-    These are the entropy of pi(.|s) and KL(pi||ref) over the vocabulary (in nats), whether a is the most probable token, the
-    critic's V(s), and the mean of log pi over the vocabulary.
+    """Statistics per token [M]: log pi(a|s), and on request the entropy of pi(.|s) and KL(pi||ref) over the vocabulary (in nats),
+    True if a is the most probable token, the critic's V(s), and the mean of log pi over the vocabulary.
     """
 
     logp: Tensor
@@ -59,9 +57,7 @@ def upcast(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Top:
-    """The k most probable tokens of a reference at each of M positions: ids and log-probs, [M, k]. Nothing else is known
-    of it.
-    """
+    """The k most probable tokens of a reference at M positions: ids and log-probs, [M, k]. Nothing else is known of it."""
 
     ids: Tensor
     logp: Tensor
@@ -82,11 +78,10 @@ class Top:
 
 @dataclass(frozen=True)
 class TokenStatsRequest:
-    """The statistics to compute for each token, and the softmax temperature.
-
-    `reference_head` requests the exact divergence: KL(π‖ref) ("exact"), KL(ref‖π) ("exact_forward") or the Jensen–Shannon
-    divergence with the share `mixture` of ref ("exact_js"). If only the `Top` of a reference is known, all other tokens count as
-    one. The result is then a lower bound, and exact if k = V. An entropy for logging only ("figure") may come without gradient.
+    """The statistics to compute for each token, and the softmax temperature. `reference_head` requests the exact divergence:
+    KL(π‖ref) ("exact"), KL(ref‖π) ("exact_forward") or the Jensen–Shannon divergence with the share `mixture` of ref
+    ("exact_js"). If only the `Top` of a reference is known, all other tokens count as one. The result is then a lower bound, and
+    exact if k = V. An entropy for logging only ("figure") may come without gradient.
     """
 
     temperature: float = 1.0
@@ -154,9 +149,8 @@ def _exp(log_pi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Logits(torch.autograd.Function):
-    """The function h·Wᵀ, with products in both directions that need no code compiled for every number of tokens.
-
-    With `sums` the weight's gradient is added in float32. Autograd's sum over many chunks in half precision loses small terms.
+    """The function h·Wᵀ, with products in both directions that need no code compiled for every number of tokens. `sums` adds up
+    the weight's gradient in float32. Autograd's sum over many chunks in half precision loses small terms.
     """
 
     @staticmethod
@@ -233,8 +227,8 @@ class _ChosenLogProbs(torch.autograd.Function):
         if ctx.sums is not None:
             dweight = None if ctx.sums.defers(ctx.head, use) else ctx.sums.of(ctx.head)
         elif ctx.needs_input_grad[1]:
-            # If one tile holds all states, nothing is added to its products. Half precision then suffices, while activations fill
-            # the memory.
+            # If one tile holds all states, its products are complete. Half precision then suffices, while activations fill the
+            # memory.
             dweight = torch.zeros_like(weight, dtype=normaliser.dtype if len(hidden) > TILE_ROWS else weight.dtype)
         if dhidden is not None or dweight is not None:
             use.add_products(dhidden, dweight, slice(0, len(weight)))
@@ -269,8 +263,7 @@ class _Figures:
 
 class _RowLogProbs(torch.autograd.Function):
     """`_ChosenLogProbs` for a GPU, with so many states at once that each step of a chunk is one kernel over whole rows of logits.
-
-    The same logits give the most probable token, if `best`, and the entropy, if `mixed`; neither has a gradient.
+    They also give the most probable token, if `best`, and the entropy, if `mixed`; neither has a gradient.
     """
 
     @staticmethod
@@ -461,8 +454,8 @@ def token_stats(
 ) -> TokenStats:
     """Return the `TokenStats` of hidden states [M, E] under `head` (E -> V), chunked over M and recomputed in the backward pass.
 
-    If only log-probs are requested and `head` is a plain linear layer, the gradient is in closed form, and log-probs `cached`
-    from the same head are reused. Entropy and accuracy without gradient are included in that pass.
+    If only log-probs are requested and `head` is a plain linear layer, the gradient is in closed form. Log-probs `cached` from
+    the same head are then reused. Entropy and accuracy without gradient are computed in the same pass.
     """
     linear: Any = head if type(head) is nn.Linear and head.bias is None else None
     plain = linear is not None

@@ -235,7 +235,7 @@ def merge_adapter(network: PreTrainedModel, adapter: nn.Module | None) -> Any:
 def merging_loss(adapter: Any) -> float:
     """Return the share of an adapter's update ΔW that merging rounds away: ‖round(W + ΔW) − W − ΔW‖ / ‖ΔW‖ over all layers.
 
-    0 for a base in float32. DoRA scales the sum, so its update is not known by itself, and counts as 0.
+    The result is 0 for a base in float32. DoRA scales the sum, so its separate update is unknown and counts as 0.
     """
     lost = whole = 0.0
     for module in adapter.modules():

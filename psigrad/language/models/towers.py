@@ -81,7 +81,7 @@ class Towers:
         shards = sorted(folder.glob("model*.safetensors"))
         last = len(shards) + 1
         names = [name for shard in shards for name in _header(shard)]
-        if ({_plain(name) for name in names} ^ self.text.keys()) - {"lm_head.weight"}:  # which is not saved where it is tied
+        if ({_plain(name) for name in names} ^ self.text.keys()) - {"lm_head.weight"}:  # the head is not saved if it is tied
             return False
         named: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):

@@ -297,8 +297,8 @@ class KL:
     exact_forward is KL(π_ref‖π) summed over the vocabulary, exact_js the Jensen–Shannon divergence with weight `mixture`.
     span is for a reference with another tokenizer: Σ_w (log π(w) − log π_ref(w)) over the pieces of text w at whose ends both
     have a token's end, with the gradient Σ_w (log π(w) − log π_ref(w))·∇log π(w).
-    In the loss, k1 alone has gradient 0 in expectation and is refused; k3 pulls along ∇KL(π_ref‖π), as GRPO's paper does; k2,
-    k1+, k3+ and exact pull along ∇KL(π‖π_ref). With importance_weighted each step counts ρ_t·k(d_t), which corrects for steps
+    In the loss, k1 alone has gradient 0 in expectation and raises an error; k3 pulls along ∇KL(π_ref‖π), as GRPO's paper does;
+    k2, k1+, k3+ and exact pull along ∇KL(π‖π_ref). With importance_weighted each step counts ρ_t·k(d_t), which corrects for steps
     sampled from π_old in later epochs; k1 and k3 keep the gradient through ρ_t and so become right in value and gradient.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593 (reward); Shao et al. 2024, GRPO, arXiv:2402.03300 (loss, k3); Schulman 2020,

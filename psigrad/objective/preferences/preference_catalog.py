@@ -62,7 +62,7 @@ ONLINE_METHODS: Catalog[OnlinePreference] = Catalog()
 class OnlinePreference:
     """A preference loss on pairs that the policy samples and a reward ranks, step by step.
 
-    Source: Guo et al. 2024, online DPO, arXiv:2402.04792, with a reward in place of the judge.
+    Source: Guo et al. 2024, online DPO, arXiv:2402.04792, with a reward instead of the judge.
     """
 
     loss: Preference = DPO

@@ -26,7 +26,7 @@ from psigrad.kernels.products import PackedMatrix, Products
 
 Ids = Sequence[int]
 Version = tuple[int, int]
-# The first tensor of a layer that is computed row by row from attention's output. See `Layer.kinds` for all of them.
+# The first tensor of a layer that is computed row by row from attention's output. `Layer.kinds` lists all of them.
 FIRST_PART_AFTER_ATTENTION = 4
 # The marker of log-probs from several heads or temperatures, which are unusable.
 _MIXED = ((0, 0), float("nan"))
