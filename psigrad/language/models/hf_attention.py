@@ -126,8 +126,8 @@ class VarlenLayout:
 
     @cached_property
     def _copies(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Indices of keys: the row's token of each key [K], the keys of each token in a prefix [P, most], the key of any other [S
-        - P].
+        """Indices of keys: the row's token of each key [K], the keys of each prefix token [P, most], the only key of others [S -
+        P].
 
         Only prefixes are copied, so other tokens have one key. Missing keys are -1.
         """

@@ -79,9 +79,9 @@ class Top:
 @dataclass(frozen=True)
 class TokenStatsRequest:
     """The statistics to compute for each token, and the softmax temperature. `reference_head` requests the exact divergence:
-    KL(π‖ref) ("exact"), KL(ref‖π) ("exact_forward") or the Jensen–Shannon divergence with the share `mixture` of ref
-    ("exact_js"). If only the `Top` of a reference is known, all other tokens count as one. The result is then a lower bound, and
-    exact if k = V. An entropy for logging only ("figure") may come without gradient.
+    KL(π‖ref) ("exact"), KL(ref‖π) ("exact_forward") or Jensen–Shannon with the share `mixture` of ref ("exact_js"). With only the
+    `Top` of a reference, all other tokens count as one: a lower bound, exact if k = V. An entropy for logging ("figure") may lack
+    a gradient.
     """
 
     temperature: float = 1.0
@@ -175,7 +175,6 @@ class _Logits(torch.autograd.Function):
 
 class _ChosenLogProbs(torch.autograd.Function):
     """log π of chosen tokens under a large head, forward and backward in tiles, of which only a normaliser per token is stored.
-
     With z = h·Wᵀ / T and π = softmax(z): d log π(a) / dz = e_a − π. The tiles cover the vocabulary with as many tokens at once as
     fit, so that the head is read once in each direction (Wijmans et al. 2024, arXiv:2411.09009).
     """
@@ -453,7 +452,6 @@ def token_stats(
     cached: CachedLogProbs | None = None,
 ) -> TokenStats:
     """Return the `TokenStats` of hidden states [M, E] under `head` (E -> V), chunked over M and recomputed in the backward pass.
-
     If only log-probs are requested and `head` is a plain linear layer, the gradient is in closed form. Log-probs `cached` from
     the same head are then reused. Entropy and accuracy without gradient are computed in the same pass.
     """
