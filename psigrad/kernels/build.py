@@ -110,9 +110,7 @@ def _flags() -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Let one process compile in the folder; another one waits and then finds the library. Remove leftovers of killed
-    compiles.
-    """
+    """Let one process compile in the folder. Another one waits, then finds the library. Remove leftovers of killed compiles."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _claim(folder)
     with (folder / ".lock").open("a") as lock:

@@ -14,8 +14,7 @@ from torch import Tensor
 WIDE = 64
 """The number of rows whose codes are interleaved."""
 Kind = Literal["nf4", "int8", "gguf"]
-# The quantiles of a normal distribution between -1 and 1, including 0 (Dettmers et al. 2023, QLoRA, arXiv:2305.14314, appendix
-# E).
+# The quantiles of a normal distribution between -1 and 1, with 0 (Dettmers et al. 2023, QLoRA, arXiv:2305.14314, appendix E).
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
     *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),

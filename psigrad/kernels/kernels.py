@@ -144,9 +144,7 @@ class Kernels:
         return out
 
     def rotary(self, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cosine: Tensor, sine: Tensor, heads: Heads) -> Tensor:
-        """Return normalised and rotated queries and keys [S, (H + H_kv)·D] of `qkv` [S, row]; cosine and sine are float32
-        [S, D].
-        """
+        """Return normalised, rotated queries and keys [S, (H + H_kv)·D] of `qkv` [S, row]; cosine and sine are float32 [S, D]."""
         out = qkv.new_empty(len(qkv), (heads.queries + heads.keys) * heads.dim)
         self._call.rotary(_HALF[qkv.dtype], out.data_ptr(), *_rotary(qkv, norms, cosine, sine, heads))
         return out
@@ -248,8 +246,7 @@ class Kernels:
         self._call.gather((ctypes.c_int64 * len(wanted))(*wanted), len(out), slab, torch.get_num_threads())
 
     def draw(self, logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return per row of logits [B, V] the first column whose cumulative probability exceeds u, and the log of its
-        probability.
+        """Return per row of logits [B, V] the first column whose cumulative probability exceeds u, and its log-prob.
 
         The probabilities are softmax(logits / temperature); u is float64 [B].
         """

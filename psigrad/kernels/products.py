@@ -1,6 +1,4 @@
-"""Matrix products for decoding, where a few rows are multiplied by the same matrix at every step, and for training, of
-any shape.
-"""
+"""Matrix products for decoding, where every step multiplies a few rows by the same matrix, and for training, of any shape."""
 
 from __future__ import annotations
 
@@ -23,8 +21,7 @@ _WIDEST = 64  # the largest number of rows of a panel on any processor
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A matrix [N, K] in the layout of `Products.multiply_packed`: interleaved panels with as many rows as a tile of sums is
-    wide.
+    """A matrix [N, K] in the layout of `Products.multiply_packed`: interleaved panels, each as high as a tile of sums is wide.
 
     The last panel is padded with 0. bfloat16 numbers are stored in pairs of neighbours.
     """
@@ -49,8 +46,8 @@ class Products:
         """True if the kernels compute sampling's products in bfloat16, with packed matrices."""
 
     def instructions(self, dtype: torch.dtype) -> str:
-        """Return the instructions that multiply numbers of this dtype: AVX2, AVX-512, NEON; for bfloat16 also AVX-512 bfloat16 or
-        AMX tiles.
+        """Return the instructions for products of this dtype: AVX2, AVX-512, NEON; for bfloat16 also AVX-512 bfloat16 or AMX
+        tiles.
         """
         room = ctypes.create_string_buffer(64)
         self._call.instructions(int(dtype == torch.bfloat16), room)
@@ -196,9 +193,7 @@ class TowerKernels:
         self._call = call
 
     def forward(self, flat: Tensor, x: Tensor, towers: int, sizes: Sequence[int]) -> Tensor:
-        """Return the outputs of all layers for x [M, in], layer after layer, each [K, M, out], with a ReLU after all but the
-        last.
-        """
+        """Return the outputs [K, M, out] of all layers for x [M, in], layer after layer, with a ReLU after all but the last."""
         rows = len(x)
         hs = torch.empty(towers * rows * sum(sizes[1:]))
         shape = (ctypes.c_int64 * len(sizes))(*sizes)

@@ -1,5 +1,4 @@
-"""The policy-gradient methods, each declared once: its name, its summary, its parts with the values of its paper, and its
-settings.
+"""The policy-gradient methods, each declared once: its name, summary, parts with its paper's values, and settings.
 
 Where TRL's default differs, the comment above a method says so. Everything is scaled so that TRL's learning rates apply. The one
 exception is DR_GRPO, which divides by a constant that TRL takes from max_completion_length.
@@ -88,8 +87,7 @@ class Catalog(dict[str, Method[A]]):
 
 METHODS: Catalog[PolicyGradient] = Catalog()
 
-# This is the paper's GRPO. TRL's defaults differ: beta 0.0 and loss_type "dapo", i.e. replace(GRPO, kl=None,
-# aggregate=token_mean).
+# This is the paper's GRPO. TRL defaults to beta 0.0 and loss_type "dapo": replace(GRPO, kl=None, aggregate=token_mean).
 GRPO = METHODS.declare(
     "grpo",
     "group relative policy optimisation",

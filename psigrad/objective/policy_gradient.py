@@ -260,9 +260,7 @@ class PolicyGradient:
     def policy_loss(
         self, prepared: Prepared, evaluation: PolicyOutputs, totals: Totals, state: State, *, metrics: bool = True
     ) -> Loss:
-        """Compute `loss` without the critic's part. A separate critic learns apart, so that the activations of both never
-        coexist.
-        """
+        """Compute `loss` without the critic's part. A separate critic learns apart, so the activations of both never coexist."""
         batch = prepared.batch
         mask = batch.mask & prepared.keep[:, None]
         within = inside(mask)

@@ -58,7 +58,5 @@ def polyak(target: Tensor, source: Tensor, tau: float) -> None:
 
 
 def linear_epsilon(progress: float, fraction: float, first: float, last: float) -> float:
-    """Return ε after a share `progress` of the run. It falls from `first` to `last` over the share `fraction`, then stays
-    there.
-    """
+    """Return ε after a share `progress` of the run: it falls from `first` to `last` over the share `fraction`, then stays."""
     return last if progress >= fraction else first + (last - first) * progress / fraction

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-# The number of gradient elements that are computed at a time, and the memory that stored uses may take, as a share of the
-# gradient's.
+# The number of gradient elements computed at a time, and the memory for stored uses as a share of the gradient's.
 BLOCK_ELEMENTS = 1 << 20
 HELD = 0.5
 
@@ -131,8 +130,7 @@ def in_place(*sums: Sums) -> Iterator[None]:
 
 
 def sums_for(weight: Tensor) -> Sums | None:
-    """Return the `Sums` for the gradients of `weight`, or None if autograd must sum them: in half precision a sum loses small
-    terms.
+    """Return the `Sums` for the gradients of `weight`, or None if autograd must sum them. Half-precision sums lose small terms.
 
     Call this in the forward pass: backward passes may run in another thread, where `in_place` is not set.
     """

@@ -97,8 +97,7 @@ class Weight:
 
 
 class Optimizer:
-    """Optimiser of named parameters by the rule that `optim.optimizer` names, or by a custom `rule`. Weight decay acts on
-    matrices only.
+    """Optimiser of named parameters by the rule in `optim.optimizer` or a custom `rule`. Weight decay acts on matrices only.
 
     `seed` seeds stochastic rounding. With `recompute` the gradient of a large head is not stored: its rows are computed twice,
     for the norm and for the step. In a `world` of several processes gradients are summed over them.
@@ -282,8 +281,8 @@ class Optimizer:
 
 
 def check_gradients(nonfinite: int, step: int) -> None:
-    """Raise `NonFiniteError` if `nonfinite`, the number of consecutive steps without a finite gradient up to `step`, is too
-    large.
+    """Raise `NonFiniteError` if `nonfinite`, the number of consecutive steps without a finite gradient until `step`, is
+    too big.
     """
     if nonfinite >= MAX_NONFINITE:
         raise NonFiniteError(

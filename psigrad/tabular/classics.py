@@ -31,8 +31,8 @@ def _clip(cell: Cell, move: Cell, rows: int, columns: int) -> Cell:
 
 
 def shortest_path_4x4() -> MDP:
-    """Return example 4.1: −1 a step, two corners end the episode, γ = 1. Under the random policy the far corners are
-    worth −22.
+    """Return example 4.1: −1 a step, two corners end the episode, γ = 1. The random policy gives the far corners the
+    value −22.
     """
     return _grid(4, 4, lambda cell, move: (_clip(cell, move, 4, 4), -1.0), 1.0, [(0, 0), (3, 3)])
 
@@ -64,9 +64,7 @@ def cliff_walking() -> MDP:
 
 
 def windy_gridworld() -> MDP:
-    """Return example 6.5: 7×10, −1 a step, γ = 1. The wind of the column being left blows upwards. The best path takes 15
-    steps.
-    """
+    """Return example 6.5: 7×10, −1 a step, γ = 1. A cell's wind blows upwards as it is left. The best path takes 15 steps."""
     wind = (0, 0, 0, 1, 1, 1, 2, 2, 1, 0)
 
     def rule(cell: Cell, move: Cell) -> tuple[Cell, float]:
@@ -76,8 +74,7 @@ def windy_gridworld() -> MDP:
 
 
 def random_walk(n: int = 19, *, left: float = -1.0, right: float = 1.0) -> MDP:
-    """Return examples 6.2 and 7.1: n states in a row, one action that steps left or right at random; the ends pay `left` and
-    `right`.
+    """Return examples 6.2 and 7.1: n states in a row, one action, a random step to a side; the ends pay `left` and `right`.
 
     States 1 … n, terminal states 0 and n + 1, start in the middle, γ = 1. V(i) = left + (right − left)·i/(n + 1).
     """

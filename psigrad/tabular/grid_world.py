@@ -69,8 +69,8 @@ class GridWorld:
     if not TYPE_CHECKING:  # A type checker would accept every name as existing.
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise an AttributeError that points to `grid.mdp()` if the name belongs to the MDP, for users who pass the grid to
-            a solver.
+            """Raise an AttributeError. It points users who pass the grid to a solver to `grid.mdp()`, if the name belongs to the
+            MDP.
             """
             there = hasattr(MDP, name) or name in MDP.__dataclass_fields__
             hint = " Its MDP has: give grid.mdp() where an MDP is expected." if there else ""
@@ -160,9 +160,7 @@ class GridWorld:
         return targets
 
     def to_text(self) -> str:
-        """Return the map: `.` free, `#` wall, `S` start, `+` a prize of 1, `-` one of −1, and letters for others, with a legend
-        below.
-        """
+        """Return the map: `.` free, `#` wall, `S` start, `+` a prize of 1, `-` one of −1, letters (with a legend) for others."""
         letters = {1.0: "+", -1.0: "-"}
         legend: list[str] = []
         for reward in sorted(set(self.prizes.values()) - {1.0, -1.0}):
@@ -254,8 +252,7 @@ def _number(name: str, text: str) -> float:
 
 
 class UnboundedGrid:
-    """A grid without bounds, with Gymnasium's reset and step. Actions R (i+1), L (i−1), U (j−1), D (j+1); the edge at 1 is a
-    wall.
+    """A grid without bounds, with Gymnasium's reset and step. Actions R (i+1), L (i−1), U (j−1), D (j+1); the edge is a wall.
 
     Entering a treasure or a trap pays it and terminates; `max_steps` truncates. The observation is (i, j), with i to the right
     and j down. `trap_reward` may be −inf. The cell (1, 1) is always free. With probability `slip` the move is replaced by one

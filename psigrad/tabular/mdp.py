@@ -273,9 +273,7 @@ def _check_endings(mdp: MDP) -> None:
 
 
 def from_gymnasium(env: Any, gamma: float) -> MDP:
-    """Return the MDP of `env.unwrapped.P`, with the environment's distribution of the first state. Time limits are not
-    included.
-    """
+    """Return the MDP of `env.unwrapped.P`, with the environment's distribution of the first state and without time limits."""
     if isinstance(env, str):
         raise ValueError(f"from_gymnasium got the id {env!r}; expected the environment: gymnasium.make({env!r}).")
     try:

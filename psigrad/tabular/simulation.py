@@ -93,9 +93,7 @@ class Simulator:
         return self._state, {}
 
     def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
-        """Return (state, reward, terminated, truncated, info). After a step that ends through `end`, the state is the previous
-        one.
-        """
+        """Return (state, reward, terminated, truncated, info). A step that ends through `end` returns the previous state."""
         state = self._state
         if state < 0:
             raise ValueError("The episode is over or has not begun; call reset first.")
@@ -204,8 +202,8 @@ def play(
     learn: Learn | None = None,
     bootstrap: Bootstrap | None = None,
 ) -> Episode:
-    """Play an episode of the actions `choose(s)`. `learn` is called after each step, `bootstrap` after each choice of a next
-    action.
+    """Play an episode of the actions `choose(s)`. Call `learn` after each step and `bootstrap` after each choice of a
+    next one.
     """
     observation, _ = env.reset(seed=seed)
     states, rewards = [int(observation)], list[float]()
@@ -251,9 +249,7 @@ class exponential:
 
 @dataclass(frozen=True)
 class inverse_visits:
-    """The schedule 1/n^power at the n-th visit, n >= 1. Its sum is infinite and the sum of its squares is finite (Robbins,
-    Monro).
-    """
+    """The schedule 1/n^power at the n-th visit, n >= 1, with an infinite sum and a finite sum of squares (Robbins, Monro)."""
 
     power: float = 1.0
 

@@ -192,9 +192,7 @@ def modified_policy_iteration(
 def prioritised_sweeping(
     mdp: MDP, *, value: ArrayLike | None = None, backups: int | None = None, epsilon: float | None = None
 ) -> Iterator[Sweep]:
-    """Back up the state with the largest |TV − V| next, and update its predecessors' gaps. Yield after every `backups` (default
-    S).
-    """
+    """Back up the state with the largest |TV − V| next, and update its predecessors. Yield after every `backups` (default S)."""
     _check_epsilon(epsilon)
     new = check_value(mdp, value)
     best = _best_of(mdp)

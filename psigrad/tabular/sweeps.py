@@ -56,9 +56,7 @@ class Sweep:
 
     @property
     def leads_nowhere(self) -> BoolArray:
-        """[S] True where γ is 1 and no greedy action leads towards an end. From there, the return of `policy` may differ
-        from V.
-        """
+        """[S] True where γ is 1 and no greedy action leads towards an end. There the return of `policy` may differ from V."""
         if self.chosen is not None or not gamma_is_one(self.mdp.gamma):
             return np.zeros(self.mdp.n_states, bool)
         return ~self._greedy[1]
@@ -125,9 +123,7 @@ def wanted_error(epsilon: float | None, value: FloatArray) -> float:
 
 
 def is_finished(sweep: Sweep, epsilon: float | None, slack: float) -> bool:
-    """Return True if the bound is met. Without a bound (γ = 1) the residual decides. Raises ValueError if float64 cannot
-    meet it.
-    """
+    """Return True if the bound is met, or without a bound (γ = 1) the residual. Raises ValueError if float64 cannot meet it."""
     epsilon = wanted_error(epsilon, sweep.value)
     if not np.isfinite(sweep.error_bound):
         return sweep.residual <= max(epsilon, slack)

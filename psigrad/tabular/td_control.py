@@ -172,9 +172,7 @@ def q_learning(
 def expected_sarsa(
     env: MDP | DiscreteEnv, episodes: int, *, alpha: Schedule = 0.1, **options: Unpack[LearnerOptions]
 ) -> Iterator[Learned]:
-    """Learn on-policy like SARSA, but from the mean over a' instead of a sample, with less variance. Arguments are those of
-    q_learning.
-    """
+    """Learn on-policy like SARSA, from the mean over a' instead of a sample, with less variance. Arguments of q_learning."""
     experience = _Experience(env, episodes, alpha, **options)
     return _one_step(experience, experience.actor.mean)
 

@@ -66,8 +66,8 @@ def ending_policy(
 
 
 def _spread(edges: Any, end: NDArray[np.float64], done: BoolArray, policy: NDArray[np.int64], allowed: BoolArray) -> BoolArray:
-    """Give each state [S] an allowed action that may lead to a `done` state, backwards from those. Return all states that are
-    done then.
+    """Give each state [S] an allowed action that may lead to a `done` state, backwards from those. Return all states done
+    then.
     """
     n_states, n_actions = end.shape
     while True:
@@ -86,9 +86,7 @@ def hopeless_states(transitions: Any, rewards: NDArray[np.float64], end: NDArray
 
 
 def can_end(transitions: Any, start: NDArray[np.float64], end: NDArray[np.float64], terminal: BoolArray) -> bool:
-    """Return True if some actions lead an episode from `start` [S] to a terminal state, or to a step with `end` (S, A)
-    above 0.
-    """
+    """Return True if some actions lead an episode from `start` [S] to a terminal state or a step with `end` (S, A) above 0."""
     edges = _edges(transitions).tocoo()
     n_states = len(start)
     first = np.flatnonzero(start > 0)

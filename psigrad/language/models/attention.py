@@ -90,7 +90,7 @@ class FusedLayout(Protocol):
 
 @cache
 def no_mask(device: torch.device) -> Tensor:
-    """Return an empty 4-D mask, which transformers passes on unchanged, so that no [S, S] mask is built for a packed row.
+    """Return a dummy 4-D mask, which transformers passes on unchanged, so that no [S, S] mask is built for a packed row.
 
     It is cached on the device: no copy can be made while a CUDA graph is recorded.
     """

@@ -59,7 +59,9 @@ def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
 
 @torch.no_grad()
 def check_finite(network: nn.Module) -> None:
-    """Raise `UserError` if a weight is NaN or infinite. Otherwise all log-probs would be, and the first step would fail."""
+    """Raise `UserError` if a weight is NaN or infinite. Otherwise every log-prob would be too, and only the first step would
+    fail.
+    """
     for name, weight in network.named_parameters():
         if weight.is_meta or not weight.is_floating_point() or not weight.numel():
             continue

@@ -17,7 +17,9 @@ _PARTS = ("scales", "offsets", "levels")
 
 
 class CodedLinear(nn.Linear):
-    """x · Wᵀ + b with W in codes (Dettmers et al. 2023, QLoRA, arXiv:2305.14314). Its `weight` holds the codes of a `kind`."""
+    """The layer x · Wᵀ + b with W in codes (Dettmers et al. 2023, QLoRA, arXiv:2305.14314). Its `weight` holds codes of a
+    `kind`.
+    """
 
     def __init__(self, matrix: CodedMatrix, bias: nn.Parameter | None, kind: Kind) -> None:
         nn.Module.__init__(self)

@@ -194,9 +194,7 @@ def _text(choices: np.ndarray) -> str:
 
 
 def routers_of(network: Any) -> list[nn.Module]:
-    """Return the modules that transformers knows as routers and that return (logits, weights, experts), in the order of the
-    layers.
-    """
+    """Return the modules that transformers knows as routers and that return (logits, weights, experts), in layer order."""
     known = (getattr(type(network.base_model), "_can_record_outputs", None) or {}).get("router_logits")
     recorders: list[Any] = known if isinstance(known, list) else [known]
     kinds = tuple(one.target_class for one in recorders if getattr(one, "index", None) == 0)

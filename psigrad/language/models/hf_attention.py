@@ -62,8 +62,8 @@ AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 # The number of queries and keys of a block of FlexAttention.
 BLOCK = 128
-# The arguments: queries, keys and values [·, H, D]; where each piece ends among queries and among keys; the longest of both;
-# scale; window.
+# The arguments: queries, keys and values [·, H, D]; ends of pieces among queries and among keys; the longest of both; scale;
+# window.
 Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float, int | None], Tensor]
 
 
@@ -126,8 +126,7 @@ class VarlenLayout:
 
     @cached_property
     def _copies(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Indices of keys: the row's token of each key [K], the keys of each prefix token [P, most], the only key of others [S -
-        P].
+        """Indices of keys: the row's token of each key [K], the keys of each prefix token [P, most], the key of others [S - P].
 
         Only prefixes are copied, so other tokens have one key. Missing keys are -1.
         """
@@ -267,8 +266,6 @@ def _list_blocks(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _kernel(device: str) -> Callable[..., Any]:
-    """Return flex_attention: compiled once for all lengths on a GPU, elsewhere the plain form, an oracle that computes all
-    scores.
-    """
+    """Return flex_attention: compiled once for all lengths on a GPU, elsewhere its plain form, an oracle with all scores."""
     plain: Callable[..., Any] = flex_attention
     return torch.compile(plain, dynamic=True) if device == "cuda" else plain

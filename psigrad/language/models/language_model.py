@@ -48,9 +48,7 @@ class Divergence:
     """The reference of an exact divergence that `LanguageModel.evaluate` also measures, summed over the vocabulary."""
 
     model: LanguageModel | Top
-    """The reference or teacher, or its most probable tokens [N, T, k]. A LoRA model may be its own reference, with its adapter
-    off.
-    """
+    """The reference or teacher, or its most probable tokens [N, T, k]. A LoRA model may be its own, with its adapter off."""
     kind: str = "exact"
     """KL(π‖ref) ("exact"), KL(ref‖π) ("exact_forward") or the Jensen–Shannon divergence ("exact_js")."""
     mixture: float = 0.5
@@ -299,9 +297,7 @@ class LanguageModel(Pretrained):
         return off
 
     def save(self, folder: Path) -> None:
-        """Save weights and tokenizer in Hugging Face form, with the value head in a separate file. A LoRA model saves only its
-        adapter.
-        """
+        """Save weights and tokenizer in Hugging Face form, and the value head separately. A LoRA model saves only its adapter."""
         if self.value_head is not None:
             folder.mkdir(parents=True, exist_ok=True)
             save_file(self.value_head.state_dict(), folder / f"{VALUE_HEAD}.safetensors")
@@ -325,8 +321,8 @@ def load(
     """Load the model at `path` (a folder or a hub name), ready for training and sampling.
 
     `adapter` is a folder with LoRA weights to resume from. `tokenizer` is another tokenizer than the model's, or its folder.
-    `eos_token` is its EOS, if it has none or another one. `trust_remote_code` runs the Python code that comes with the model.
-    `for_shards` leaves the weights in the host's memory, on their file's pages if possible; `parallel.sharded.shard` then moves
+    `eos_token` sets its EOS token, if that is missing or different. `trust_remote_code` runs the Python code that comes with the
+    model. `for_shards` leaves the weights in the host's memory, on their file's pages if possible; `sharded.shard` then moves
     this process' share to its device. `base` is the code of the layers that `lora` adapts. Raises `UserError` if nothing loads
     from `path`.
     """

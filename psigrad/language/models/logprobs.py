@@ -226,8 +226,7 @@ class _ChosenLogProbs(torch.autograd.Function):
         if ctx.sums is not None:
             dweight = None if ctx.sums.defers(ctx.head, use) else ctx.sums.of(ctx.head)
         elif ctx.needs_input_grad[1]:
-            # If one tile holds all states, its products are complete. Half precision then suffices, while activations fill the
-            # memory.
+            # If one tile holds all states, its products are complete. Half precision suffices, and saves memory for activations.
             dweight = torch.zeros_like(weight, dtype=normaliser.dtype if len(hidden) > TILE_ROWS else weight.dtype)
         if dhidden is not None or dweight is not None:
             use.add_products(dhidden, dweight, slice(0, len(weight)))

@@ -200,9 +200,7 @@ def with_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str) ->
 
 
 def check_untied(network: Any) -> None:
-    """Raise `UserError` for an adapter on a matrix that is both embedding and head: merged, one's update would also change the
-    other.
-    """
+    """Raise `UserError` for an adapter on a matrix that is both embedding and head: merging one update would change both."""
     ends = [network.get_input_embeddings(), network.get_output_embeddings()]
     if None in ends or not any(hasattr(layer, "base_layer") for layer in ends):
         return

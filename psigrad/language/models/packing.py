@@ -82,8 +82,7 @@ def _evenly(lengths: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
 def pack_groups(
     prompts: Sequence[int], completions: Sequence[Sequence[int]], budget: int, ranks: int = 1
 ) -> list[list[tuple[int, list[int]]]]:
-    """Return micro-batches of `(group, its completions)`, given that each group's prompt is computed once for all of its
-    completions.
+    """Return micro-batches of `(group, its completions)`, with each group's prompt computed once for its completions.
 
     `prompts[g]` and `completions[g][k]` are token counts; a group costs its prompt plus its completions. A group is split only
     if it alone is above the budget, or above the share of each of several `ranks`. Each part then includes the prompt again.
@@ -154,9 +153,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Targets:
-    """M requested log-probs: `rows` [M] are flat positions whose hidden states predict `ids` [M]; the m-th belongs at [n[m],
-    t[m]].
-    """
+    """M requested log-probs: the hidden states at flat positions `rows` [M] predict `ids` [M]; the m-th is at [n[m], t[m]]."""
 
     rows: Tensor
     ids: Tensor
@@ -176,8 +173,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """The inputs `input_ids` and `position_ids` [B, S], with a `layout` if packed (B = 1) or an `attention_mask` [B, S] if
-    padded.
+    """The inputs `input_ids` and `position_ids` [B, S], packed with a `layout` (B = 1), or padded with an `attention_mask`.
 
     `prefix_ends` are the flat positions of the last token of each prefix (packed groups only).
     """

@@ -35,8 +35,7 @@ Numbers = Callable[[], Tensor]
 
 @torch.no_grad()
 def choose_attention(hf: PreTrainedModel, texts_of: Callable[[], Groups], probe: Callable[[Groups, bool], Tensor]) -> str:
-    """Return the reason why the packed forward pass can't be used for this model; empty if it reproduces the model's own
-    attention.
+    """Return why the packed forward pass can't be used for this model; empty if it reproduces the model's own attention.
 
     `texts_of()` returns the model's own texts, and `probe(texts, packed)` its outputs on them, without the decoder. Afterwards
     the model has psigrad's attention if that works, otherwise its own.

@@ -32,8 +32,7 @@ from psigrad.language.models.packing import ForwardInputs, Groups, Ids, Rows, la
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Fields of a reward model's config.json: the step separator of a process reward model, and whether its plain prompts were text,
-# not turns.
+# Fields of a reward model's config.json: a process reward model's step separator, and if plain prompts were text, not turns.
 STEP_SEPARATOR, PLAIN_PROMPTS = "step_separator", "plain_prompts"
 
 # The texts for comparing ways to compute it.

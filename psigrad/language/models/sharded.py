@@ -130,8 +130,7 @@ def gather(model: Pretrained, wanted: set[str] | None = None) -> Iterator[tuple[
 
 
 def save_merged(model: Pretrained, world: World, folder: Path, kept: str = "merged") -> None:
-    """Save the complete model in Hugging Face form with the adapter merged in. Rank 0 holds it in the host's memory while it is
-    written.
+    """Save the complete model in Hugging Face form with the adapter merged in. Rank 0 holds it in memory while writing.
 
     `kept` selects the adapter alone ("adapter"), or also the adapter in adapter/ ("both").
     """

@@ -55,9 +55,7 @@ def model(
     eos_token_id: int = 0,
     pad_token_id: int = 1,
 ) -> PreTrainedModel:
-    """Return a freshly initialised causal language model of a Hugging Face architecture, with grouped-query attention if
-    supported.
-    """
+    """Return a freshly initialised causal language model of a Hugging Face architecture, with grouped queries if supported."""
     common: dict[str, Any] = {
         "vocab_size": vocabulary,
         "hidden_size": hidden,

@@ -75,8 +75,8 @@ class Towers:
         return cls(config, _weight_files(path), processors)
 
     def put_back(self, folder: Path) -> bool:
-        """Extend the saved text half in `folder` to the complete checkpoint. If names do not fit, change nothing and return
-        False.
+        """Extend the saved text half in `folder` to the complete checkpoint. If names do not fit, return False and change
+        nothing.
         """
         shards = sorted(folder.glob("model*.safetensors"))
         last = len(shards) + 1

@@ -52,9 +52,7 @@ ACTION_VALUE = frozenset({"action_value"})
 
 
 class StatefulPsi(ABC):
-    """A psi with memory between steps. The memory is a dict of plain numbers that the caller stores; the part itself is
-    frozen.
-    """
+    """A psi with memory between steps: a dict of plain numbers that the caller stores. The part itself is frozen."""
 
     @abstractmethod
     def initial_state(self) -> dict[str, float]:
@@ -340,8 +338,7 @@ class gae:
 
 @dataclass(frozen=True)
 class length_gae:
-    """Generalised advantage estimation with a λ that grows with the trajectory, so that rewards at the end of long ones reach
-    early steps.
+    """Generalised advantage estimation with a λ that grows with the trajectory, so that late rewards reach early steps.
 
     Formula: A_t = Σ_l (γ·λ_i)^l · δ_{t+l}, λ_i = max(0, 1 − 1/(α·|y_i|))
 

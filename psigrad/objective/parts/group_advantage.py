@@ -123,8 +123,7 @@ class pass_at_k:
 
 @dataclass(frozen=True)
 class decoupled_group_mean:
-    """Each reward function's values are standardised separately within the group, weighted and added. The sum is scaled over the
-    batch.
+    """Each reward function's values are standardised separately within the group, weighted and added. The sum is scaled by batch.
 
     Formula: A_t = S_i / (std_batch(S) + eps), S_i = Σ_k w_k · (r_ik − mean_group(r_k)) / (std_group(r_k) + eps)
 
@@ -160,8 +159,7 @@ class decoupled_group_mean:
 
 @dataclass(frozen=True)
 class process_group_mean:
-    """Process supervision: step rewards are standardised over the whole group, and a token gets the sum of its current and later
-    ones.
+    """Process supervision: step rewards are standardised over the whole group, and a token gets the sum of those to come.
 
     Formula: A_t = Σ_{u ≥ t, u rewarded} (r_u − mean(r)) / (std(r) + eps), mean and std over all rewarded tokens of the group
 

@@ -34,9 +34,7 @@ from psigrad.objective.batch import Batch, zero_outside
 from psigrad.objective.lazy_torch import Tensor, torch
 
 MAX_LOG_RATIO = 20.0
-"""The greatest log ratio. exp(20) ≈ 5e8; larger ratios soon overflow float32, and inf · 0 would turn a zero advantage
-into NaN.
-"""
+"""The greatest log ratio: exp(20) ≈ 5e8. Larger ratios soon overflow float32, and inf · 0 would make zero advantages NaN."""
 
 
 def exp_ratio(log_ratio: Tensor) -> Tensor:
@@ -314,8 +312,8 @@ class KL:
     importance_weighted: bool = False
     """In the loss: weight each step by its ratio π/π_old (TRL's use_bias_correction_kl)."""
     mixture: float = 0.5
-    """With exact_js: m, the share of the reference in the mixture M. Near 0 it acts like KL(π_ref‖π), near 1 like KL(π‖π_ref).
-    TRL's beta of GKD.
+    """With exact_js: m, the reference's share of the mixture M; near 0 like KL(π_ref‖π), near 1 like KL(π‖π_ref). TRL's
+    GKD beta.
     """
 
     def __post_init__(self) -> None:

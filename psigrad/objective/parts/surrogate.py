@@ -85,7 +85,7 @@ class clip(RatioSurrogate):
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
         """Return the loss [N, T] of each step."""
-        # The minimum clamps the ratio from above where A > 0 and from below where A < 0. In this form its gradient takes half the
+        # The minimum clamps the ratio from above where A > 0 and from below where A < 0. This form halves its gradient's
         # operations.
         least = torch.where(advantage < 0, log_ratio.new_tensor(1 - self.low), -torch.inf)
         most = torch.where(advantage > 0, log_ratio.new_tensor(1 + self.high), torch.inf)
@@ -148,9 +148,7 @@ def innermost(surrogate: Surrogate) -> Surrogate:
 
 
 def silent_without_advantage(surrogate: Surrogate) -> bool:
-    """Return True if a step of advantage 0 is certain to have zero gradient. A custom surrogate may do anything, so it gives
-    False.
-    """
+    """Return True if a step of advantage 0 certainly has zero gradient. A custom surrogate gives False, as it may do anything."""
     return innermost(surrogate) in (score, unclipped) or isinstance(innermost(surrogate), SilentSurrogate)
 
 

@@ -90,7 +90,7 @@ def plackett_luce(rewards: Tensor, present: Tensor | None = None) -> Tensor:
 
 
 def process_loss(logits: Tensor, labels: Tensor, total_steps: int, mask: Tensor | None = None) -> Loss:
-    """Return the share of these steps in the loss of an optimiser step with `total_steps`. Logits and labels in [0, 1] share a
+    """Return the share of these steps in the loss of an optimiser step with `total_steps`. Logits and labels (in [0, 1]) have one
     shape.
 
     If the tensors also hold other positions, `mask` is True at the ends of steps only. The others are never read.

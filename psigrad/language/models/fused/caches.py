@@ -36,7 +36,7 @@ SLAB = 256
 # For each layer, its output [rows, E] and the tensors of its backward pass [rows, …].
 Layers = list[tuple[Tensor, ...]]
 _ALIGNED = 64  # bytes
-# The limits of packed matrices and of the packed LM head, in bytes.
+# packing the head takes as long as this many products; packed products are three times as fast for few rows
 LIMIT, HEAD_LIMIT = 1 << 30, 1 << 29
 _PAYS = 4  # packing the head takes as long as this many products, which are three times as fast for few rows
 
@@ -155,9 +155,7 @@ class ActivationCache:
         return self.bytes <= self.limit
 
     def next_row(self, count: int) -> int:
-        """Return the index of the first of the next `count` rows; the others follow it. They share a slab if they fit
-        into one.
-        """
+        """Return the index of the first of the next `count` rows. The others follow it, in the same slab if they fit."""
         for slab, taken in enumerate(self._taken):
             if taken + count <= SLAB:
                 return slab * SLAB + taken
@@ -298,7 +296,7 @@ class Factors:
 
     @property
     def each(self) -> list[Tensor]:
-        """All matrices to be packed; coded ones are used unpacked."""
+        """All matrices to be packed; coded ones stay unchanged."""
         return [x for x in (*self.matrices, *(self.low or ())) if isinstance(x, Tensor)]
 
     def pack(self, products: Products) -> PackedFactors:

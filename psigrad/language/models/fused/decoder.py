@@ -1,5 +1,4 @@
-"""The decoder of Llama, Mistral, Qwen2 and Qwen3 on a CPU: large matrix products by PyTorch, everything else by psigrad's
-kernels.
+"""The decoder of Llama, Mistral, Qwen2 and Qwen3 on a CPU: large products by PyTorch, everything else by psigrad's kernels.
 
 Tests compare it with transformers' own modules. Those also run all other cases: other architectures, other devices, float64.
 """
@@ -225,8 +224,7 @@ class Decoder:
         return x
 
     def _step(self, x: Tensor, how: Pass, keep: ActivationCache | None, now: list[Version]) -> Tensor | None:
-        """Run one decoding step through all layers in a single kernel call, which writes stored activations directly into the
-        cache.
+        """Run one decoding step through all layers in a single kernel call, which writes activations directly into the cache.
 
         Return None if this is not a decoding step, or if matrices are not packed.
         """

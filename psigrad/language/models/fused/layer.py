@@ -94,9 +94,7 @@ class LoraDelta:
 
 
 class Pass(NamedTuple):
-    """The constants of a forward pass in every layer: the angles of its tokens, the attention layout, and if adapters are
-    active.
-    """
+    """The constants of a forward pass in every layer: the angles of its tokens, the attention layout, and active adapters."""
 
     angles: tuple[Tensor, Tensor]
     layout: FusedLayout
@@ -214,8 +212,8 @@ class Layer:
         return given + [weight for adapter in self.adapters.values() for weight in adapter.weights]
 
     def reread(self) -> None:
-        """Read the modules' current parameters. In sharded models the whole ones are other tensors, whose values change without
-        their versions.
+        """Read the modules' current parameters. Sharded models gather whole ones, which are other tensors with unchanged
+        versions.
         """
         self.weights = Weights(self._read_weights())
 
@@ -259,9 +257,7 @@ class Layer:
         return plain if packed_weights is None else replace(plain, packed=made, decoding=True)
 
     def addresses(self, packed_weights: PackedWeights, adapted: bool) -> list[int] | None:
-        """Return its weights in the form of `Kernels.decode_layers`; None if they are not packed, or attention's output has a
-        bias.
-        """
+        """Return its weights for `Kernels.decode_layers`; None if they are not packed, or attention's output has a bias."""
         weights = self.current_weights(adapted, packed_weights)
         if weights.packed is None or weights.packed[_OUT].bias is not None:
             return None
