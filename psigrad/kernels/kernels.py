@@ -208,9 +208,9 @@ class Kernels:
 
         `weights` holds int64 addresses [layers, …]. In order: the norms before attention and before the feed-forward part, and
         those of queries and of keys (0 if absent); the packed matrices [q | k | v], output, [gate | up] and down; the bias of the
-        first (or 0); the packed A and s·B of each matrix's adapter, and their ranks, up to `rank` (0 if absent); the window.
-        `made` holds the addresses of the results: y [B, E], qkv [B, row], attention's output [B, H·D] and normaliser [B, H], the
-        middle [B, E], and [gate | up] [B, 2·`inner`].
+        first (or 0); the tables of coded matrices (or 0); the packed A and s·B of each matrix's adapter, and their ranks, up to
+        `rank` (0 if absent); the window. `made` holds the addresses of the results: y [B, E], qkv [B, row], attention's output
+        [B, H·D] and normaliser [B, H], the middle [B, E], and [gate | up] [B, 2·`inner`].
         """
         rows, width = x.shape
         room = x.new_empty(rows * (width + (heads.queries + heads.keys) * heads.dim + inner + rank))

@@ -46,7 +46,7 @@ class Products:
         """True if the kernels compute sampling's products in bfloat16, with packed matrices."""
 
     def instructions(self, dtype: torch.dtype) -> str:
-        """Return the instructions for products of this dtype: AVX2, AVX-512, NEON; for bfloat16 also AVX-512 bfloat16 or AMX
+        """Return the instructions for products of this dtype: AVX2, AVX-512, NEON; bfloat16 also AVX-512 bfloat16 or AMX
         tiles.
         """
         room = ctypes.create_string_buffer(64)

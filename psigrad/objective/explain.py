@@ -112,8 +112,8 @@ def _slot_lines(method: PolicyGradient, slot: str) -> list[str]:
 
 
 def _part_lines(part: Any, indent: str) -> list[str]:
-    """Return purpose, formula and source from the docstring. A `formula` property replaces a formula that depends on
-    parameters.
+    """Return purpose, formula and source from the docstring. A `formula` property takes precedence over the docstring's
+    formula.
     """
     if isinstance(part, int | float):
         return []

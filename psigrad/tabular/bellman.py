@@ -183,7 +183,7 @@ def evaluate(mdp: MDP, policy: ArrayLike) -> FloatArray:
 
 
 def expected_steps(mdp: MDP, policy: ArrayLike) -> FloatArray:
-    """Return [S]: Σ_t γ^t·P(not over at t), the discounted number of remaining steps; infinite if γ = 1 and no end is certain."""
+    """Return [S]: Σ_t γ^t·P(not over at t), the discounted number of remaining steps; at γ = 1 infinite if it may never end."""
     policy = check_policy(mdp.n_states, mdp.n_actions, policy)
     alive = (~mdp.is_terminal).astype(np.float64)
     if not gamma_is_one(mdp.gamma):

@@ -31,8 +31,8 @@ def _clip(cell: Cell, move: Cell, rows: int, columns: int) -> Cell:
 
 
 def shortest_path_4x4() -> MDP:
-    """Return example 4.1: −1 a step, two corners end the episode, γ = 1. The random policy gives the far corners the
-    value −22.
+    """Return example 4.1: −1 a step, two corners end the episode, γ = 1. The far corners are worth −22 under the random
+    policy.
     """
     return _grid(4, 4, lambda cell, move: (_clip(cell, move, 4, 4), -1.0), 1.0, [(0, 0), (3, 3)])
 

@@ -202,9 +202,7 @@ def play(
     learn: Learn | None = None,
     bootstrap: Bootstrap | None = None,
 ) -> Episode:
-    """Play an episode of the actions `choose(s)`. Call `learn` after each step and `bootstrap` after each choice of a
-    next one.
-    """
+    """Play an episode of actions `choose(s)`. Call `learn` after each step and `bootstrap` after each choice of the next one."""
     observation, _ = env.reset(seed=seed)
     states, rewards = [int(observation)], list[float]()
     actions = [choose(states[0])]

@@ -6,8 +6,8 @@
     modified           back up, then m sweeps of evaluation     modified_policy_iteration
 
 A generator ends when its error bound is at most `epsilon`; None: 1e-8 of the largest value, and at least 1e-8. Every solver
-starts from `value` if one is given (a warm start). Sources: Bellman 1957; Howard 1960; Puterman and Shin 1978; Moore and Atkeson
-1993; Puterman 1994, chapters 6 and 7.
+starts from `value` if one is given (a warm start).
+Sources: Bellman 1957; Howard 1960; Puterman and Shin 1978; Moore and Atkeson 1993; Puterman 1994, chapters 6 and 7.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class total_return:
 
 @dataclass(frozen=True)
 class reward_to_go:
-    """The return from each step on, without the rewards that precede the step.
+    """The return from each step on, without rewards that the step cannot have caused.
 
     Formula: A_t = G_t = Σ_{u≥t} γ^(u−t) · r_u
 

@@ -92,7 +92,7 @@ def has_signal(batch: Batch) -> Tensor:
 
 
 def not_truncated(batch: Batch) -> Tensor:
-    """Drop trajectories that were cut by the length limit, since their reward is unreliable.
+    """Drop trajectories that were cut by the length limit, since their reward says little about them.
 
     Formula: keep i  ⇔  trajectory i ended by itself
 

@@ -1,4 +1,4 @@
-"""The critic slot, which fits V to the returns, and the entropy slot, a bonus against early collapse to one action."""
+"""The critic slot, which fits V to the returns, and the entropy slot, a bonus for keeping options open."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class pass_at_k:
 
 @dataclass(frozen=True)
 class decoupled_group_mean:
-    """Each reward function's values are standardised separately within the group, weighted and added. The sum is scaled by batch.
+    """Each reward function's values are standardised within the group, weighted and added, then scaled over the batch.
 
     Formula: A_t = S_i / (std_batch(S) + eps), S_i = Σ_k w_k · (r_ik − mean_group(r_k)) / (std_group(r_k) + eps)
 

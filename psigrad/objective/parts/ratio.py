@@ -20,7 +20,8 @@ from π, per step:
 | span | log π(w) − log π_ref(w) of a piece of text w, at its last step | KL(π‖π_ref) of the next piece | ∇ of it, by ∇log π(w) |
 
 "Gradient" is that of the KL at the states visited. In the reward only the value matters: the policy gradient itself accounts for
-later states. Sources: Schulman 2020, Approximating KL divergence; Tang and Munos 2025, arXiv:2506.09477; Agarwal et al. 2024,
+later states.
+Sources: Schulman 2020, Approximating KL divergence; Tang and Munos 2025, arXiv:2506.09477; Agarwal et al. 2024,
 GKD, arXiv:2306.13649 (the forward and the Jensen–Shannon divergence).
 """
 

@@ -85,8 +85,8 @@ class clip(RatioSurrogate):
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
         """Return the loss [N, T] of each step."""
-        # The minimum clamps the ratio from above where A > 0 and from below where A < 0. This form halves its gradient's
-        # operations.
+        # The minimum clamps the ratio from above where A > 0 and from below where A < 0. In this form its gradient needs half the
+        # work.
         least = torch.where(advantage < 0, log_ratio.new_tensor(1 - self.low), -torch.inf)
         most = torch.where(advantage > 0, log_ratio.new_tensor(1 + self.high), torch.inf)
         return -exp_ratio(log_ratio).clamp(least, most) * advantage
