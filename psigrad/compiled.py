@@ -1,7 +1,7 @@
-"""The seam to compiled kernels: `psigrad.kernels`, if it is installed and works here.
+"""The interface to compiled kernels: `psigrad.kernels`, if it is installed and works here.
 
-Training asks this module and imports no kernel. Whether kernels are used (a processor, a compiler, an environment variable) is
-decided in `psigrad.kernels`.
+Training calls this module and imports no kernel. `psigrad.kernels` decides if kernels are used, by the processor, the compiler
+and an environment variable.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AdamWWeight:
     scales: tuple[Tensor, Tensor] | None = None
     """The scales of the blocks, if the moments are 8-bit codes."""
     seed: int = 0
-    """Seed of the draws that round a weight without a master."""
+    """The seed of the draws that round a weight without a master."""
 
     @property
     def weight(self) -> Tensor:
@@ -43,14 +43,14 @@ class AdamWWeight:
 
 
 class OptimizerKernels(Protocol):
-    """AdamW's step on half-precision weights."""
+    """The kernels of AdamW's step on half-precision weights."""
 
     def squared_norm(self, gradients: Sequence[Tensor]) -> float:
         """Return Σ g² over all tensors."""
         ...
 
     def adamw(self, weights: Sequence[AdamWWeight], lr: float, betas: tuple[float, float], eps: float, scale: float) -> None:
-        """Step weights that have a master, with each gradient times `scale`."""
+        """Step weights that have a master, with each gradient multiplied by `scale`."""
         ...
 
     def adamw_low_memory(
@@ -67,7 +67,7 @@ class OptimizerKernels(Protocol):
 
 
 class FlatKernels(Protocol):
-    """Small ReLU networks whose weights are one flat float32 vector, and Adam's step on it."""
+    """The kernels of small ReLU networks whose weights are one flat float32 vector, and of Adam's step on it."""
 
     def forward(self, flat: Tensor, x: Tensor, towers: int, sizes: Sequence[int]) -> Tensor:
         """Return the activations of all layers."""
@@ -93,7 +93,7 @@ class FlatKernels(Protocol):
 
 
 class CompiledKernels(Protocol):
-    """The kernels that are used outside of language models."""
+    """The kernels that are used outside language models."""
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -102,12 +102,12 @@ class CompiledKernels(Protocol):
 
     @property
     def half_precision(self) -> OptimizerKernels:
-        """AdamW's step."""
+        """The kernels of AdamW's step."""
         ...
 
     @property
     def towers(self) -> FlatKernels:
-        """The networks of control."""
+        """The kernels of the networks for control."""
         ...
 
     def draw(self, logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

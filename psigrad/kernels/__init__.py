@@ -1,1 +1,1 @@
-"""Small C++ kernels for what stands between matrix products on a CPU. Optional: without a compiler PyTorch does the work."""
+"""Small C++ kernels for the work between matrix products on a CPU. Optional: without a compiler PyTorch does the work."""

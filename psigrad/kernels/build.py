@@ -1,7 +1,7 @@
-"""The kernels: a wheel's own for this kind of processor, or compiled for this very processor on first use, tested and kept.
+"""The compiled kernels: a wheel's library for this kind of processor, or one that is compiled, tested and cached on first use.
 
-A kept library is loaded only if its folder and its file are ours alone and its SHA-256 is the one noted when it was compiled. One
-that is damaged is compiled again.
+A cached library is loaded only if its folder and file belong to this user alone. Its SHA-256 must be the one recorded when it was
+compiled. A damaged library is compiled again.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from psigrad.kernels.processor import LEVELS, SWITCH, forced_level, identity, le
 
 SOURCES = ("rows.cpp", "attention.cpp", "products.cpp", "products_bf16.cpp", "decoding.cpp", "adamw.cpp", "towers.cpp")
 HEADERS = ("common.h", "codes.h", "amx.h")
-# without masks GCC takes no loop apart that chooses between floats, as that may trap where the program would not: exp in AVX2
+# Without masks, GCC vectorises no loop that chooses between floats, as that may trap where the program would not: exp in AVX2.
 FLAGS: tuple[str, ...] = ("-O3", "-march=native", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared", "-std=c++17")
 PORTABLE = tuple(flag for flag in FLAGS if flag not in ("-march=native", "-shared"))  # for objects of one of `LEVELS`
 if platform.machine() == "x86_64":
-    FLAGS += ("-mprefer-vector-width=512",)  # GCC's choice on recent Intel is 256
+    FLAGS += ("-mprefer-vector-width=512",)  # GCC's default on recent Intel is 256
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def compiler() -> str | None:
-    """The C++ compiler that is used: `CXX`, g++ or clang++, whichever is there first."""
+    """Return the C++ compiler: the first of `CXX`, g++ and clang++ that exists."""
     return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """Return the compiled kernels, or why there are none. Raises `UserError` for a level that this processor lacks."""
+    """Return the compiled kernels, or the reason why there are none. Raises `UserError` for a level that this processor lacks."""
     level = forced_level()
     if level == "0":
         return f"{SWITCH}=0"
     if level is not None and level not in levels():
         raise UserError(f"{SWITCH} is {level}, which this processor lacks; use one of 0, {', '.join(levels())}, or unset it.")
-    with contextlib.suppress(OSError):  # a C library older than the wheel's
+    with contextlib.suppress(OSError):  # the C library may be older than the wheel's
         if (ready := prebuilt()) is not None:
             return _load_prebuilt(ready)
     if (found := compiler()) is None:
@@ -69,13 +69,13 @@ def library() -> ctypes.CDLL | str:
 
 
 def prebuilt() -> Path | None:
-    """The wheel's library for this processor; a checkout has none, nor has a wheel for any machine."""
+    """Return the wheel's library for this processor, or None: a checkout and a pure-Python wheel have none."""
     folder = Path(str(resources.files("psigrad.kernels"))) / "prebuilt"
     return next((path for level in levels() if (path := folder / f"{level}.so").is_file()), None)
 
 
 def _load_prebuilt(path: Path) -> ctypes.CDLL:
-    """It is linked to no OpenMP of its own: the process has one already, torch's, under a name that depends on torch's build."""
+    """Load a library that is linked to no OpenMP: the process already has torch's, under a name that depends on torch's build."""
     import torch
 
     for threads in Path(torch.__file__).parent.glob("lib/libgomp*.so*"):
@@ -84,7 +84,7 @@ def _load_prebuilt(path: Path) -> ctypes.CDLL:
 
 
 def bind(loaded: ctypes.CDLL, signatures: Mapping[str, str]) -> SimpleNamespace:
-    """Functions of the library by name, from the kinds of their arguments: p pointer, i int64, f float, t int."""
+    """Return functions of the library by name, from their kinds of arguments: p pointer, i int64, f float, t int."""
     codes = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "t": ctypes.c_int}
     found = SimpleNamespace()
     for name, kinds in signatures.items():
@@ -95,7 +95,7 @@ def bind(loaded: ctypes.CDLL, signatures: Mapping[str, str]) -> SimpleNamespace:
 
 
 def _key(program: str) -> str:
-    """A hash of sources, flags, compiler and processor: machines of different kinds may share a home folder."""
+    """Return a hash of sources, flags, compiler and processor, since machines of different kinds may share a home folder."""
     source = resources.files("psigrad.kernels")
     parts = [(source / name).read_text(encoding="utf-8") for name in (*SOURCES, *HEADERS)]
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
@@ -103,14 +103,14 @@ def _key(program: str) -> str:
 
 
 def _flags() -> tuple[str, ...]:
-    """Return the compiler's flags for this very processor, or for the level that the environment names."""
+    """Return the compiler's flags for this processor, or for the level that the environment names."""
     level = forced_level()
     return FLAGS if level is None else (*LEVELS[platform.machine()][level][0].split(), *PORTABLE, "-shared")
 
 
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """The only process that compiles there: another one waits, and then finds the library. Leftovers of killed compiles go."""
+    """Let one process compile in the folder. Another one waits, then finds the library. Remove leftovers of killed compiles."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _claim(folder)
     with (folder / ".lock").open("a") as lock:
@@ -119,7 +119,7 @@ def _lock(folder: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
-            yield  # two may then compile, each beside the place where the library goes
+            yield  # without locks two processes may compile, each in its own temporary folder
             return
         for leftover in folder.glob("tmp*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -127,7 +127,7 @@ def _lock(folder: Path) -> Iterator[None]:
 
 
 def _claim(folder: Path) -> None:
-    """Keep others from writing there. Raises `OSError` for a folder that is a link or another user's."""
+    """Prevent other users from writing to the folder. Raises `OSError` if it is a link or belongs to another user."""
     found = folder.lstat()
     if folder.is_symlink() or found.st_uid != os.getuid():
         raise OSError(f"{folder} is a link or belongs to another user; remove it, or name another folder in PSIGRAD_CACHE")
@@ -136,7 +136,7 @@ def _claim(folder: Path) -> None:
 
 
 def _sound(path: Path) -> bool:
-    """Whether the library is there as it was compiled, and only its owner could have written it."""
+    """Return True if the library is intact and only its owner could have written it."""
     try:
         for file in (path, _note(path)):
             found = file.lstat()
@@ -156,7 +156,7 @@ def _sha256(path: Path) -> str:
 
 
 def _compile(program: str, path: Path) -> None:
-    """Compile and test under a temporary name, then rename: a crash leaves either nothing or the whole library."""
+    """Compile and test under a temporary name, then rename. A crash leaves either nothing or the complete library."""
     with (
         tempfile.TemporaryDirectory(dir=path.parent) as folder,
         resources.as_file(resources.files("psigrad.kernels")) as source,
@@ -178,7 +178,7 @@ def _compile(program: str, path: Path) -> None:
         made.replace(path)
 
 
-# 1² + 2² + … + 100². In a process of its own, since code for another processor would end it.
+# Compute 1² + 2² + … + 100² in a separate process, since code for another processor would kill it.
 _SELF_TEST = """
 import ctypes, sys
 library = ctypes.CDLL(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Matrices in codes of 4 or 8 bits, laid out as the kernels read them: their makers, and the way back."""
+"""Matrices in codes of 4 or 8 bits, in the layout that the kernels read: encoding and decoding."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ import torch
 from torch import Tensor
 
 WIDE = 64
-"""Rows whose codes stand side by side."""
+"""The number of rows whose codes are interleaved."""
 Kind = Literal["nf4", "int8", "gguf"]
-# The quantiles of a normal distribution between -1 and 1, with 0 among them (Dettmers et al. 2023, QLoRA, arXiv:2305.14314,
-# appendix E).
+# The quantiles of a normal distribution between -1 and 1, with 0 (Dettmers et al. 2023, QLoRA, arXiv:2305.14314, appendix E).
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
     *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 BLOCKS = {"nf4": 64, "int8": 32}
-"""Numbers of a row that share a scale."""
+"""The number of elements of a row that share a scale."""
 
 
 @dataclass(frozen=True)
 class CodedMatrix:
-    """A matrix [N, K] of numbers level · scale + offset, N filled up to a multiple of 64.
+    """A matrix [N, K] of numbers level · scale + offset, with N padded to a multiple of 64.
 
-    - `codes`, uint8 [N / 64, K / 2, 64] for 4 bits, two neighbours of a row in a byte, the first below; for 8 bits
+    - `codes`, uint8 [N / 64, K / 2, 64] for 4 bits: two neighbours of a row in a byte, the first in the low half. For 8 bits
       [N / 64, K / 2, 64, 2].
     - `scales` and `offsets` (or None), float32 [N / 64, K / block, 64], for each `block` of a row.
-    - `levels`, float32 [16], what the codes of 4 bits mean; those of 8 are signed integers.
+    - `levels`, float32 [16], the values of 4-bit codes. Codes of 8 bits are signed integers.
     """
 
     codes: Tensor
@@ -44,18 +43,18 @@ class CodedMatrix:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """The number of bits of a code."""
         return 4 if self.codes.dim() == 3 else 8
 
     @functools.cached_property
     def table(self) -> Tensor:
-        """The addresses and sizes that the kernels take."""
+        """The addresses and sizes that the kernels receive."""
         tensors = (self.codes, self.scales, self.offsets, self.levels)
         pointers = [0 if x is None else x.data_ptr() for x in tensors]
         return torch.tensor([*pointers, self.shape[0], self.block, self.bits])
 
     def by_torch(self, dtype: torch.dtype) -> Tensor:
-        """The numbers [N, K], without the kernels."""
+        """Return the numbers [N, K], without the kernels."""
         rows, width = self.shape
         if self.bits == 4:
             levels = self.levels[torch.stack([self.codes & 15, self.codes >> 4], dim=-1).int()]
@@ -72,7 +71,7 @@ class CodedMatrix:
 
 
 def lay_out(codes: Tensor, scales: Tensor, offsets: Tensor | None, levels: Sequence[float], bits: int) -> CodedMatrix:
-    """A matrix of codes [N, K] (uint8 below 16, or int8) with scales and offsets [N, K / block]."""
+    """Return a matrix of codes [N, K] (uint8 below 16, or int8) with scales and offsets [N, K / block]."""
     rows, width = codes.shape
     short = -rows % WIDE
 
@@ -88,14 +87,16 @@ def lay_out(codes: Tensor, scales: Tensor, offsets: Tensor | None, levels: Seque
 
 
 def can_code(weight: Tensor, kind: Kind) -> bool:
-    """Whether a matrix [N, K] has whole blocks."""
+    """Return True if `kind` can encode a matrix [N, K], whose rows must be whole blocks."""
     return weight.dim() == 2 and kind in BLOCKS and weight.shape[1] % BLOCKS[kind] == 0
 
 
 @torch.no_grad()
 def code(weight: Tensor, kind: Kind) -> CodedMatrix:
-    """A matrix in codes: each number the nearest level times the largest of its block (nf4: bitsandbytes' blocks of 64), or the
-    nearest of 255 even steps up to it (int8: those of GGUF's Q8_0).
+    """Encode a matrix by the levels of `kind`, each block scaled by its largest number.
+
+    nf4 takes the nearest level times the largest of the block (bitsandbytes' blocks of 64). int8 takes the nearest of 255 even
+    steps up to it (those of GGUF's Q8_0).
     """
     block, pieces = BLOCKS[kind], []
     middles = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(NF4)])

@@ -1,4 +1,4 @@
-"""The kernels as functions of tensors: float32 or bfloat16 in memory, float32 inside; every tensor has contiguous rows."""
+"""The kernels as functions of tensors: float32 or bfloat16 in memory, float32 inside. Every tensor has contiguous rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from psigrad.kernels.build import bind, library
 from psigrad.kernels.products import Products, TowerKernels, by_pytorch
 
 _HALF = {torch.float32: 0, torch.bfloat16: 1}
-# Logits of a row whose exponentials are summed together.
+# The number of logits of a row whose exponentials are summed together.
 STRETCH = 1024
 _SIGNATURES = {
     "rms_norm": "tpppiift",
@@ -58,7 +58,7 @@ _SIGNATURES = {
 
 @dataclass(frozen=True)
 class Heads:
-    """Number of query heads and key heads, the width of a head, the epsilon of head norms, the scale of the scores."""
+    """The numbers of query heads and key heads, the width of a head, the epsilon of head norms, and the scale of the scores."""
 
     queries: int
     keys: int
@@ -68,15 +68,15 @@ class Heads:
 
     @property
     def row(self) -> int:
-        """The width of [q | k | v]."""
+        """The width of a row [q | k | v]."""
         return (self.queries + 2 * self.keys) * self.dim
 
 
 class Spans:
-    """Where packed sequences lie: the `prefixes` (start, length), and for each the `members` (start, length, base) that continue
-    its first `base` tokens.
+    """The positions of packed sequences: the `prefixes` (start, length), and for each the `members` (start, length, base).
 
-    A prefix attends to itself causally, a member to what it continues and causally to itself.
+    A member continues the first `base` tokens of its prefix. A prefix attends to itself causally. A member attends to the tokens
+    that it continues, and causally to itself.
     """
 
     def __init__(self, prefixes: Sequence[tuple[int, int]], members: Sequence[Sequence[tuple[int, int, int]]]) -> None:
@@ -90,11 +90,11 @@ class Spans:
 
 @dataclass(frozen=True)
 class Slots:
-    """A step of decoding B rows, each of which continues a slot, in G groups that share a prompt. All integers are int64."""
+    """A decoding step of B rows, each of which continues a slot, in G groups that share a prompt. All integers are int64."""
 
     own: Sequence[Tensor]
-    """[2, slots, H_kv, capacity, D] of each layer: keys and values of each slot's own tokens. Of the capacity, a multiple of 16,
-    keys stand in blocks [D, 16].
+    """[2, slots, H_kv, capacity, D] for each layer: keys and values of each slot's own tokens. The capacity is a multiple of 16;
+    keys are stored in blocks [D, 16].
     """
     addresses: Tensor
     """[layers] addresses of `own`."""
@@ -103,22 +103,22 @@ class Slots:
     places: Tensor
     """[B] the position of its token in the slot."""
     prompts: Tensor
-    """[layers, 2, G] addresses of the prompts' keys and values, as `Kernels.prompt_tables` makes them."""
+    """[layers, 2, G] addresses of the prompts' keys and values, as written by `Kernels.prompt_tables`."""
     prompt_lengths: Tensor
-    """[G] the prompts' lengths."""
+    """[G] lengths of the prompts."""
     first: Tensor
-    """[G + 1] the first row of each group; its rows are neighbours."""
+    """[G + 1] the first row of each group, whose rows are adjacent."""
 
 
 @functools.cache
 def kernels() -> Kernels | str:
-    """The kernels, compiled if necessary; a string says why there are none."""
+    """Return the kernels, compiled if necessary, or a string with the reason why there are none."""
     loaded = library()
     return loaded if isinstance(loaded, str) else Kernels(loaded)
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor | None = None, base: Tensor | None = None) -> Tensor:
-    """out ← a · b + base by `Products.of`; by PyTorch on a GPU, or without kernels."""
+    """Compute out ← a · b + base by `Products.of`, or by PyTorch on a GPU or without kernels."""
     native = kernels() if a.device.type == "cpu" else "a GPU has its own"
     return by_pytorch(a, b, out, base) if isinstance(native, str) else native.products.of(a, b, out, base)
 
@@ -127,7 +127,7 @@ class Kernels:
     """The functions of the compiled library."""
 
     dtypes = tuple(_HALF)
-    """The types that the kernels take; `products` takes any type."""
+    """The dtypes that the kernels accept; `products` accepts any dtype."""
 
     def __init__(self, loaded: ctypes.CDLL) -> None:
         self._call = bind(loaded, _SIGNATURES)
@@ -136,7 +136,7 @@ class Kernels:
         self.half_precision, self.towers = HalfPrecision(self._call), TowerKernels(self._call)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x²) + eps) · weight over the last of x [S, E]."""
+        """Compute x / sqrt(mean(x²) + eps) · weight over the last dimension of x [S, E]."""
         out = torch.empty_like(x)
         self._call.rms_norm(
             _HALF[x.dtype], out.data_ptr(), x.data_ptr(), weight.data_ptr(), *x.shape, eps, torch.get_num_threads()
@@ -144,20 +144,23 @@ class Kernels:
         return out
 
     def rotary(self, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cosine: Tensor, sine: Tensor, heads: Heads) -> Tensor:
-        """Normalised and rotated queries and keys [S, (H + H_kv)·D] of `qkv` [S, row]; cosine and sine are float32 [S, D]."""
+        """Return normalised, rotated queries and keys [S, (H + H_kv)·D] of `qkv` [S, row]; cosine and sine are float32 [S, D]."""
         out = qkv.new_empty(len(qkv), (heads.queries + heads.keys) * heads.dim)
         self._call.rotary(_HALF[qkv.dtype], out.data_ptr(), *_rotary(qkv, norms, cosine, sine, heads))
         return out
 
     def swiglu(self, both: Tensor) -> Tensor:
-        """silu(gate) · up of [S, gate | up]."""
+        """Return silu(gate) · up of [S, gate | up]."""
         rows, width = both.shape[0], both.shape[1] // 2
         out = both.new_empty(rows, width)
         self._call.swiglu(_HALF[both.dtype], out.data_ptr(), both.data_ptr(), rows, width, torch.get_num_threads())
         return out
 
     def attention(self, rotated: Tensor, qkv: Tensor, spans: Spans, heads: Heads, window: int) -> tuple[Tensor, Tensor]:
-        """Output [S, H·D] and log-normaliser [S, H] of rotated queries and keys and the values in `qkv`; `window` 0 is none."""
+        """Return the output [S, H·D] and log-normaliser [S, H] of rotated queries and keys and the values in `qkv`.
+
+        `window` 0 means no sliding window.
+        """
         out = qkv.new_empty(len(qkv), heads.queries * heads.dim)
         normaliser = torch.empty(len(qkv), heads.queries)
         given = (*_tables(rotated, qkv, heads), *spans.arguments, *_shape(heads, window))
@@ -165,8 +168,9 @@ class Kernels:
         return out, normaliser
 
     def decode(self, rotated: Tensor, qkv: Tensor, slots: Slots, layer: int, heads: Heads, window: int) -> tuple[Tensor, Tensor]:
-        """Output [B, H·D] and log-normaliser [B, H] of one new token per row in a layer. It attends to its prompt and its own
-        slot, where its key and value are appended.
+        """Return the output [B, H·D] and log-normaliser [B, H] of one new token per row in a layer.
+
+        The token attends to its prompt and to its own slot, where its key and value are appended.
         """
         normaliser = torch.empty(len(qkv), heads.queries)
         out = qkv.new_empty(len(qkv), heads.queries * heads.dim)
@@ -178,9 +182,11 @@ class Kernels:
         return out, normaliser
 
     def prompt_tables(self, rotated: Tensor, qkv: Tensor, starts: Tensor, lengths: Tensor, heads: Heads, to: Tensor) -> None:
-        """Keys and values of prompts, each `lengths` [G] rows from `starts` [G] on, as `decode` reads them from one end to the
-        other, in float32, `to` the addresses [2, G] of memory for `table_sizes`: keys by head in blocks of 16 neighbours
-        [H_kv, ⌈L / 16⌉, D, 16], values by head [H_kv, L, D] with D filled up to a multiple of 16.
+        """Write the keys and values of prompts in float32, in the order in which `decode` reads them.
+
+        Prompt g has `lengths[g]` rows from `starts[g]`; both are [G]. `to` [2, G] holds the addresses of memory of `table_sizes`.
+        Keys are by head in blocks of 16 neighbours, [H_kv, ⌈L / 16⌉, D, 16]. Values are by head, [H_kv, L, D] with D padded to a
+        multiple of 16.
         """
         _, *tables = _tables(rotated, qkv, heads)
         pointers = (to[0].data_ptr(), to[1].data_ptr(), *tables[:2], *tables[3:], starts.data_ptr(), lengths.data_ptr())
@@ -198,13 +204,13 @@ class Kernels:
         heads: Heads,
         eps: float,
     ) -> None:
-        """x [B, E] through layers one after another, by `rms_norm`, `Products.multiply_packed`, `rotary`, `decode` and `swiglu`.
+        """Pass x [B, E] through all layers by `rms_norm`, `Products.multiply_packed`, `rotary`, `decode` and `swiglu`.
 
-        Addresses, int64 [layers, …]: of `weights` the norms before attention and before the feed-forward part, those of queries
-        and of keys (0 where there are none), the packed [q | k | v], output's, [gate | up] and down matrix, the bias of the first
-        (or 0), the packed A and s·B of each one's adapters, and instead of addresses their ranks, up to `rank` (0 where there are
-        none), and the window; of what is `made` y [B, E], qkv [B, row], attention's output [B, H·D] and normaliser [B, H], the
-        middle [B, E], [gate | up] [B, 2·`inner`].
+        `weights` holds int64 addresses [layers, …]. In order: the norms before attention and before the feed-forward part, and
+        those of queries and of keys (0 if absent); the packed matrices [q | k | v], output, [gate | up] and down; the bias of the
+        first (or 0); the tables of coded matrices (or 0); the packed A and s·B of each matrix's adapter, and their ranks, up to
+        `rank` (0 if absent); the window. `made` holds the addresses of the results: y [B, E], qkv [B, row], attention's output
+        [B, H·D] and normaliser [B, H], the middle [B, E], and [gate | up] [B, 2·`inner`].
         """
         rows, width = x.shape
         room = x.new_empty(rows * (width + (heads.queries + heads.keys) * heads.dim + inner + rank))
@@ -229,8 +235,9 @@ class Kernels:
         self._call.copies(*tables, count, torch.get_num_threads())
 
     def gather(self, out: Sequence[Tensor], tables: Tensor, rows: Sequence[Tensor], slab: int) -> None:
-        """Each of `out` [n, …] ← the rows at its `rows` [n] of a table in slabs of `slab` rows; `tables`
-        [len(out), slabs] holds the addresses of each table's slabs. Integers are int64.
+        """Gather each of `out` [n, …] from the rows at its `rows` [n] of a table in slabs of `slab` rows.
+
+        `tables` [len(out), slabs] holds the addresses of each table's slabs. Integers are int64.
         """
         wanted = []
         for to, table, places in zip(out, tables, rows, strict=True):
@@ -239,8 +246,9 @@ class Kernels:
         self._call.gather((ctypes.c_int64 * len(wanted))(*wanted), len(out), slab, torch.get_num_threads())
 
     def draw(self, logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Per row of logits [B, V] the first column whose cumulative probability softmax(logits / temperature) exceeds u, float64
-        [B]; and the log of its probability.
+        """Return per row of logits [B, V] the first column whose cumulative probability exceeds u, and its log-prob.
+
+        The probabilities are softmax(logits / temperature); u is float64 [B].
         """
         ids, logp = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
         pointers = (ids.data_ptr(), logp.data_ptr(), logits.data_ptr(), u.data_ptr())
@@ -249,32 +257,32 @@ class Kernels:
 
 
 class LogProbs:
-    """Log-probs of chosen tokens with the bits that `Kernels.draw` gives them, from logits that come piece by piece."""
+    """Log-probs of chosen tokens, bit for bit those of `Kernels.draw`, from logits that arrive in pieces."""
 
     def __init__(self, call: SimpleNamespace) -> None:
         self._call = call
 
     def sum_stretches(self, sums: Tensor, logits: Tensor, temperature: float) -> None:
-        """What `of` needs of each `STRETCH` of logits [B, n], into `sums` [B, ⌈n / STRETCH⌉, 2], float64."""
+        """Write the terms that `of` needs from each `STRETCH` of logits [B, n] to `sums` [B, ⌈n / STRETCH⌉, 2], float64."""
         pointers = (sums.data_ptr(), logits.data_ptr())
         sizes = (*logits.shape, logits.stride(0), sums.stride(0) // 2)
         self._call.sums_of_stretches(_HALF[logits.dtype], *pointers, *sizes, 1 / temperature, torch.get_num_threads())
 
     def of(self, logits: Tensor, sums: Tensor, temperature: float) -> Tensor:
-        """Of tokens with these logits [B], from the sums [B, …, 2] of their rows."""
+        """Return the log-probs of tokens with these logits [B], from the sums [B, …, 2] of their rows."""
         logp = logits.float().clone()
         self._call.log_probs(logp.data_ptr(), sums.data_ptr(), *sums.shape[:2], 1 / temperature, torch.get_num_threads())
         return logp
 
 
 class Gradients:
-    """The gradients of the kernels of the same names."""
+    """The gradients of the kernels with the same names."""
 
     def __init__(self, call: SimpleNamespace) -> None:
         self._call = call
 
     def rms_norm(self, dx: Tensor, x: Tensor, weight: Tensor, dy: Tensor, eps: float) -> Tensor:
-        """Adds the gradient of x to `dx`, returns that of the weight [E], float32."""
+        """Add the gradient of x to `dx` and return the gradient of the weight [E], float32."""
         dw = torch.zeros(weight.shape)
         pointers = (dx.data_ptr(), dw.data_ptr(), x.data_ptr(), weight.data_ptr(), dy.data_ptr())
         self._call.rms_norm_gradient(_HALF[x.dtype], *pointers, *x.shape, eps, torch.get_num_threads())
@@ -283,14 +291,14 @@ class Gradients:
     def rotary(
         self, gradient: Tensor, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cosine: Tensor, sine: Tensor, heads: Heads
     ) -> Tensor:
-        """Turns d[q' | k' | v] [S, row] into d[q | k | v] in place, returns the gradients of the norms' weights [2, D]."""
+        """Turn d[q' | k' | v] [S, row] into d[q | k | v] in place, and return the gradients of the norms' weights [2, D]."""
         dw = torch.zeros(2, heads.dim)
         half = _HALF[qkv.dtype]
         self._call.rotary_gradient(half, gradient.data_ptr(), dw.data_ptr(), *_rotary(qkv, norms, cosine, sine, heads))
         return dw
 
     def swiglu(self, both: Tensor, dy: Tensor, *, in_place: bool = False) -> tuple[Tensor, Tensor]:
-        """The gradient [S, gate | up] and `swiglu(both)` again; with `in_place` they overwrite `both` and `dy`."""
+        """Return the gradient [S, gate | up] and `swiglu(both)` again. With `in_place` they overwrite `both` and `dy`."""
         gradient, out = (both, dy) if in_place else (torch.empty_like(both), torch.empty_like(dy))
         pointers = (gradient.data_ptr(), out.data_ptr(), both.data_ptr(), dy.data_ptr())
         self._call.swiglu_gradient(_HALF[both.dtype], *pointers, *dy.shape, torch.get_num_threads())
@@ -299,7 +307,7 @@ class Gradients:
     def attention(
         self, dout: Tensor, out: Tensor, normaliser: Tensor, rotated: Tensor, qkv: Tensor, spans: Spans, heads: Heads, window: int
     ) -> Tensor:
-        """d[q' | k' | v] [S, row]."""
+        """Return d[q' | k' | v] [S, row]."""
         gradient = torch.empty_like(qkv)
         given = (*_tables(rotated, qkv, heads), *spans.arguments, *_shape(heads, window))
         pointers = (gradient.data_ptr(), heads.row, dout.data_ptr(), out.data_ptr(), normaliser.data_ptr())
@@ -308,12 +316,12 @@ class Gradients:
 
 
 def table_sizes(length: int, heads: Heads) -> tuple[int, int]:
-    """How many numbers the keys and the values of a prompt take in `Kernels.prompt_tables`."""
+    """Return the number of elements of a prompt's keys and values in `Kernels.prompt_tables`."""
     return heads.keys * -(-length // 16) * 16 * heads.dim, heads.keys * length * -(-heads.dim // 16) * 16
 
 
 def _tables(rotated: Tensor, qkv: Tensor, heads: Heads) -> tuple[int, ...]:
-    """Pointers to queries, keys and values, then the widths of their rows."""
+    """Return pointers to queries, keys and values, followed by the widths of their rows."""
     size, width = qkv.element_size(), (heads.queries + heads.keys) * heads.dim
     start = rotated.data_ptr()
     pointers = (start, start + heads.queries * heads.dim * size, qkv.data_ptr() + width * size)
@@ -333,15 +341,17 @@ def _rotary(
 
 
 class HalfPrecision:
-    """The kernels of mixed-precision training. They pass over memory twice, where PyTorch does five times: gradients are read in
-    bfloat16 without a float32 copy, and weight and master are written together.
+    """The kernels of mixed-precision training.
+
+    They pass over memory twice, PyTorch five times: gradients are read in bfloat16 without a float32 copy, and weight and master
+    are written together.
     """
 
     def __init__(self, call: SimpleNamespace) -> None:
         self._call = call
 
     def squared_norm(self, gradients: Sequence[Tensor]) -> float:
-        """Σ g² over all tensors, summed in an order that does not depend on the number of threads."""
+        """Return Σ g² over all tensors, summed in an order that does not depend on the number of threads."""
         gradients = [g.contiguous() for g in gradients]
         out, counts = ctypes.c_double(), [g.numel() for g in gradients]
         pointers = (ctypes.c_void_p * len(counts))(*(g.data_ptr() for g in gradients))
@@ -350,8 +360,10 @@ class HalfPrecision:
         return out.value
 
     def adamw(self, weights: Sequence[AdamWWeight], lr: float, betas: tuple[float, float], eps: float, scale: float) -> None:
-        """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with each gradient times `scale`: m ← β₁·m + (1 - β₁)·g,
-        v ← β₂·v + (1 - β₂)·g², θ ← (1 - η·λ)·θ - η·m̂ / (√v̂ + ε). Each weight has a master. All tensors are contiguous.
+        """Step by AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with each gradient multiplied by `scale`.
+
+        Formula: m ← β₁·m + (1 - β₁)·g, v ← β₂·v + (1 - β₂)·g², θ ← (1 - η·λ)·θ - η·m̂ / (√v̂ + ε). Each weight has a master. All
+        tensors are contiguous.
         """
         table = []
         for w in weights:
@@ -370,8 +382,10 @@ class HalfPrecision:
         scale: float,
         codes: Sequence[Tensor],
     ) -> None:
-        """Take the step of `adamw` where a weight has no master, or its moments are 8-bit codes. For the codes of each moment
-        `codes` has the levels, the middles between them, and the first level of each cell (see adamw.cpp).
+        """Take the step of `adamw` for weights without a master or with moments in 8-bit codes.
+
+        For the codes of each moment, `codes` has the levels, the middles between them, and the first level of each cell (see
+        adamw.cpp).
         """
         table = []
         for w in weights:

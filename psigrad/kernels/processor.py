@@ -1,4 +1,4 @@
-"""What this processor is, as far as the choice of arithmetic depends on it."""
+"""The properties of this processor on which the choice of arithmetic depends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEVELS = {
     },
     "aarch64": {"armv8-a": ("-march=armv8-a", "asimd")},
 }
-"""For which processors a wheel has compiled kernels, best first: how they are compiled, and what the processor must have."""
+"""The processors for which a wheel has compiled kernels, best first: the compiler's flags and the required instructions."""
 
 _LIBRARIES = {
     "x86-64-v4-amx": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
@@ -38,7 +38,7 @@ def environment_of(level: str) -> dict[str, str]:
 
 
 def forced_level() -> str | None:
-    """Return the level that the environment names, which `levels` need not have."""
+    """Return the level that the environment names; `levels` need not contain it."""
     return os.environ.get(SWITCH) or None
 
 
@@ -53,7 +53,7 @@ def _hidden() -> set[str]:
 
 @functools.cache
 def _described() -> tuple[str, ...]:
-    """Return the lines of Linux's description, each once, without the hidden instructions."""
+    """Return the distinct lines of Linux's processor description, without the hidden instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -64,7 +64,7 @@ def _described() -> tuple[str, ...]:
 
 
 def identity() -> str:
-    """Equal where the same compiled code runs."""
+    """Return a string that is equal on processors that run the same compiled code."""
     return "".join(_described()) or platform.platform() + platform.processor()
 
 
@@ -73,37 +73,39 @@ def _has(word: str) -> bool:
 
 
 def levels() -> list[str]:
-    """The names of `LEVELS` whose code this processor runs, best first."""
+    """Return the names of the `LEVELS` whose code this processor runs, best first."""
     known = LEVELS.get(platform.machine(), {}).items()
     return [name for name, (_, needed) in known if all(map(_has, needed.split()))]
 
 
 def fast_bfloat16() -> bool:
-    """Whether a product of bfloat16 numbers takes less time than one of float32.
+    """Return True if a product of bfloat16 numbers takes less time than one of float32.
 
-    Intel's avx512_bf16 without AMX makes no more products per cycle than float32, and oneDNN's bfloat16 was two to three times
-    slower there than MKL's float32. AMD's makes twice as many: 300 to 380 GFLOP/s where float32 could have 228 at most (Zen 4,
-    two cores).
+    Intel's avx512_bf16 without AMX computes no more products per cycle than float32. There, oneDNN's bfloat16 was two to three
+    times slower than MKL's float32. AMD's computes twice as many: 300 to 380 GFLOP/s, where float32 could reach 228 at most (Zen
+    4, two cores).
     """
     return _has("amx_bf16") or (_has("AuthenticAMD") and _has("avx512_bf16"))
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether the kernels have instructions for products of bfloat16 numbers: vectors, or AMX's tiles beside them."""
+    """Return True if the kernels have instructions for products of bfloat16 numbers: vectors, with or without AMX's tiles."""
     return _has("avx512_bf16")
 
 
 def slow_onednn() -> bool:
-    """Whether PyTorch's bfloat16 products take as long as the kernels' or longer: by vectors, without AMX, oneDNN's are as fast
-    where a product is large and was met before; else the kernels' take 0.6 to 0.9 of its time, as it compiles code for every new
-    shape. By AMX's tiles the two were never compared.
+    """Return True if PyTorch's bfloat16 products take as long as the kernels' or longer.
+
+    By vectors, without AMX, oneDNN is as fast only for a large product whose shape has occurred before. Otherwise the kernels
+    take 0.6 to 0.9 of its time, as it compiles code for every new shape. With AMX's tiles the two were never compared.
     """
     return _has("avx512_bf16") and not _has("amx_bf16")
 
 
 def slow_mkl() -> bool:
-    """Whether PyTorch's float32 products leave much of the processor idle: MKL takes AVX2 where the processor is not Intel's, and
-    reaches 60 to 80 % of what Zen 4 could do. The kernels' `product` reaches 80 to 90 % there with AVX-512, and 65 to 80 %
-    compiled for AVX2 alone, in no shape measurably less than MKL.
+    """Return True if PyTorch's float32 products leave much of the processor idle.
+
+    MKL uses AVX2 on processors that are not Intel's, and reaches 60 to 80 % of Zen 4's peak. The kernels' `product` reaches 80 to
+    90 % there with AVX-512, and 65 to 80 % with AVX2 alone. In no shape was it measurably slower than MKL.
     """
     return _has("AuthenticAMD") and _has("avx2")

@@ -1,4 +1,4 @@
-"""Matrix products: decoding's, where a few rows are multiplied by the same matrix at every step, and training's, of any shape."""
+"""Matrix products for decoding, where every step multiplies a few rows by the same matrix, and for training, of any shape."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from torch import Tensor
 from psigrad.kernels.codes import CodedMatrix
 from psigrad.kernels.processor import multiplies_bfloat16, slow_mkl, slow_onednn
 
-# Up to so many rows `few_rows` takes half the time of MKL, which for 4 to 15 rows reads the matrix once per two rows. With fewer
-# rows, or a matrix in the nearest caches, the two are about equal.
+# Up to this number of rows `few_rows` takes half the time of MKL, which reads the matrix once per two rows for 4 to 15 rows. With
+# fewer rows, or a matrix in the nearest caches, the two are about equal.
 _FEW_ROWS = 15
-_WIDEST = 64  # the most rows of a panel on any processor
+_WIDEST = 64  # the largest number of rows of a panel on any processor
 
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A matrix [N, K] in the layout of `Products.multiply_packed`: panels of as many rows as a tile of sums is wide, interleaved;
-    the last panel is filled with 0. bfloat16 numbers stand in pairs of neighbours.
+    """A matrix [N, K] in the layout of `Products.multiply_packed`: interleaved panels, each as high as a tile of sums is wide.
+
+    The last panel is padded with 0. bfloat16 numbers are stored in pairs of neighbours.
     """
 
     panels: Tensor
@@ -30,29 +31,32 @@ class PackedMatrix:
 
 
 class Products:
-    """Products by our kernels where they are faster, by PyTorch otherwise; tests compare the two.
+    """Matrix products by psigrad's kernels where they are faster, otherwise by PyTorch. Tests compare the two.
 
-    What the kernels compute for a row depends neither on the number of threads nor on the other rows and columns.
+    The kernels' result for a row depends neither on the number of threads nor on the other rows and columns.
     """
 
     def __init__(self, call: SimpleNamespace) -> None:
         self._call = call
         self.float32 = slow_mkl()
-        """Whether the kernels compute training's products in float32."""
+        """True if the kernels compute training's products in float32."""
         self.bfloat16 = slow_onednn()
-        """Whether the kernels compute training's products in bfloat16."""
+        """True if the kernels compute training's products in bfloat16."""
         self.packs_bfloat16 = multiplies_bfloat16()
-        """Whether the kernels compute sampling's products in bfloat16, with packed matrices."""
+        """True if the kernels compute sampling's products in bfloat16, with packed matrices."""
 
     def instructions(self, dtype: torch.dtype) -> str:
-        """What multiplies numbers of this type: AVX2, AVX-512, NEON, and in bfloat16 also AVX-512 bfloat16 or AMX tiles."""
+        """Return the instructions for products of this dtype: AVX2, AVX-512, NEON; bfloat16 also AVX-512 bfloat16 or AMX
+        tiles.
+        """
         room = ctypes.create_string_buffer(64)
         self._call.instructions(int(dtype == torch.bfloat16), room)
         return room.value.decode()
 
     def of(self, a: Tensor, b: Tensor, out: Tensor | None = None, base: Tensor | None = None) -> Tensor:
-        """out [M, N] ← a [M, K] · b [K, N] + base, which is [M, N], or [N] for all rows, and may be `out` itself. Matrices may be
-        transposed ones.
+        """Compute out [M, N] ← a [M, K] · b [K, N] + base; matrices may be transposed views.
+
+        base is [M, N], or [N] for all rows, and may be `out` itself.
         """
         kind = a.dtype
         mine = (self.float32 and kind == torch.float32) or (self.bfloat16 and kind == torch.bfloat16)
@@ -67,8 +71,9 @@ class Products:
         return out
 
     def linear(self, x: Tensor, weight: Tensor, out: Tensor, base: Tensor | None = None, *, exact: bool = False) -> Tensor:
-        """out [M, N] ← x [M, K] · weight [N, K]ᵀ + base, which is [M, N] or a bias [N]; `exact` ones have the bits that they have
-        among many rows, where those are the kernels'.
+        """Compute out [M, N] ← x [M, K] · weight [N, K]ᵀ + base, which is [M, N] or a bias [N].
+
+        With `exact` the results have the bits that they have among many rows, if the kernels compute those.
         """
         if len(x) <= _FEW_ROWS and not (exact and self.float32) and _plain(x, weight, out, base):
             self._call.few_rows(*_product(x, weight, weight.shape, out, base))
@@ -84,13 +89,15 @@ class Products:
         return PackedMatrix(panels, (height, width))
 
     def can_pack(self, weight: Tensor) -> bool:
-        """Whether packing a matrix [N, K] is possible and pays: float32, or bfloat16 with an even number of columns."""
+        """Return True if packing a matrix [N, K] is possible and pays: float32, or bfloat16 with an even number of columns."""
         pairs = self.packs_bfloat16 and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
         return (pairs or weight.dtype == torch.float32) and weight.is_contiguous()
 
     def multiply_packed(self, x: Tensor, weight: PackedMatrix, out: Tensor, base: Tensor | None = None) -> Tensor:
-        """As `linear`, with a packed matrix: for a matrix that is used many times. x, out and base have the matrix' type and
-        contiguous rows, or `ValueError` is raised. A row's result does not depend on the other rows.
+        """Compute `linear` with a packed matrix, which pays for a matrix that is used many times.
+
+        x, out and base must have the matrix' dtype and contiguous rows, otherwise `ValueError` is raised. A row's result does not
+        depend on the other rows.
         """
         kind = weight.panels.dtype
         if not _fits(x, weight.shape, out, base, kind):
@@ -103,7 +110,7 @@ class Products:
         return out
 
     def multiply_codes(self, x: Tensor, matrices: Sequence[CodedMatrix], out: Tensor, base: Tensor | None = None) -> Tensor:
-        """As `multiply_packed`, with matrices in codes whose products lie side by side in `out`."""
+        """Compute `multiply_packed` with coded matrices, whose products are stored side by side in `out`."""
         call = self._call.multiply_codes if x.dtype == torch.float32 else self._call.multiply_codes_bf16
         height, width = sum(m.shape[0] for m in matrices), matrices[0].shape[1]
         if not _fits(x, (height, width), out, base, x.dtype):
@@ -117,7 +124,7 @@ class Products:
         return out
 
     def unpack(self, matrix: CodedMatrix, dtype: torch.dtype) -> Tensor:
-        """The numbers [N, K] of a matrix in codes."""
+        """Return the numbers [N, K] of a coded matrix."""
         out = torch.empty(matrix.shape, dtype=dtype)
         half = int(dtype == torch.bfloat16)
         self._call.unpack_codes(half, out.data_ptr(), matrix.table.data_ptr(), matrix.shape[1], torch.get_num_threads())
@@ -125,7 +132,7 @@ class Products:
 
 
 def by_pytorch(a: Tensor, b: Tensor, out: Tensor | None = None, base: Tensor | None = None) -> Tensor:
-    """The same as `Products.of`, by PyTorch."""
+    """Compute `Products.of` by PyTorch."""
     if base is None:
         return torch.mm(a, b, out=out) if out is not None else torch.mm(a, b)
     if base is out:
@@ -134,12 +141,12 @@ def by_pytorch(a: Tensor, b: Tensor, out: Tensor | None = None, base: Tensor | N
 
 
 def _readable(x: Tensor, kind: torch.dtype) -> bool:
-    """Whether x is a matrix of this type in memory with contiguous rows or columns."""
+    """Return True if x is a matrix of this dtype on the CPU with contiguous rows or columns."""
     return x.dtype == kind and x.device.type == "cpu" and x.dim() == 2 and 1 in x.stride()
 
 
 def _shapes_agree(a: Tensor, b: Tensor, out: Tensor | None, base: Tensor | None) -> bool:
-    """Whether the shapes of a · b, out and base agree."""
+    """Return True if the shapes of a · b, out and base agree."""
     shape = (len(a), b.shape[1])
     return (
         a.shape[1] == len(b)
@@ -153,12 +160,12 @@ def _in_rows(x: Tensor, kind: torch.dtype) -> bool:
 
 
 def _plain(x: Tensor, weight: Tensor, out: Tensor, base: Tensor | None) -> bool:
-    """Whether `few_rows` can compute the product. PyTorch computes the others, or refuses them."""
+    """Return True if `few_rows` can compute the product. PyTorch computes the others, or raises an error."""
     return weight.dtype == torch.float32 and weight.is_contiguous() and _fits(x, weight.shape, out, base)
 
 
 def _fits(x: Tensor, shape: Sequence[int], out: Tensor, base: Tensor | None, kind: torch.dtype = torch.float32) -> bool:
-    """Whether x, out and base fit a matrix of this shape, have this type and contiguous rows."""
+    """Return True if x, out and base fit a matrix of this shape and have this dtype and contiguous rows."""
     tensors = (x, out) if base is None else (x, out, base)
     return (
         all(_in_rows(t, kind) for t in tensors)
@@ -169,13 +176,13 @@ def _fits(x: Tensor, shape: Sequence[int], out: Tensor, base: Tensor | None, kin
 
 
 def _product(x: Tensor, stored: Tensor, shape: Sequence[int], out: Tensor, base: Tensor | None) -> tuple[int | None, ...]:
-    """Pointers, sizes and row strides of a product with a matrix of this shape, which lies in `stored`."""
+    """Return pointers, sizes and row strides of a product with a matrix of this shape, which is in `stored`."""
     pointers = (out.data_ptr(), x.data_ptr(), stored.data_ptr(), None if base is None else base.data_ptr())
     return (*pointers, len(x), *shape, out.stride(0), x.stride(0), _distance(base), torch.get_num_threads())
 
 
 def _distance(base: Tensor | None) -> int:
-    """The row stride of what is added; 0 for a bias."""
+    """Return the row stride of the added base; 0 for a bias."""
     return base.stride(0) if base is not None and base.dim() == 2 else 0
 
 
@@ -186,7 +193,7 @@ class TowerKernels:
         self._call = call
 
     def forward(self, flat: Tensor, x: Tensor, towers: int, sizes: Sequence[int]) -> Tensor:
-        """What all layers give for x [M, in], layer after layer, each [K, M, out]; a ReLU behind all but the last."""
+        """Return the outputs [K, M, out] of all layers for x [M, in], layer after layer, with a ReLU after all but the last."""
         rows = len(x)
         hs = torch.empty(towers * rows * sum(sizes[1:]))
         shape = (ctypes.c_int64 * len(sizes))(*sizes)
@@ -195,7 +202,7 @@ class TowerKernels:
         return hs
 
     def backward(self, out: Tensor, flat: Tensor, x: Tensor, hs: Tensor, given: Tensor, sizes: Sequence[int]) -> None:
-        """The gradient into `out`, given that of the last layer [K, m, out] for the first m states of `forward`'s."""
+        """Write the gradient to `out`, given the last layer's gradient [K, m, out] for the first m states of `forward`'s."""
         towers, states, _ = given.shape
         shape = (ctypes.c_int64 * len(sizes))(*sizes)
         pointers = (out.data_ptr(), flat.data_ptr(), x.data_ptr(), hs.data_ptr(), given.data_ptr(), ctypes.addressof(shape))
@@ -212,8 +219,9 @@ class TowerKernels:
         epsilon: float,
         scale: float,
     ) -> None:
-        """m ← β₁·m + (1 − β₁)·g, v ← β₂·v + (1 − β₂)·g², θ ← θ − rate·m / (√(correction·v) + ε), with g the gradient times
-        `scale`.
+        """Step by Adam: m ← β₁·m + (1 − β₁)·g, v ← β₂·v + (1 − β₂)·g², θ ← θ − rate·m / (√(correction·v) + ε).
+
+        g is the gradient multiplied by `scale`.
         """
         pointers = (weights.data_ptr(), gradient.data_ptr(), moments[0].data_ptr(), moments[1].data_ptr())
         rates = (1 - betas[0], betas[1], 1 - betas[1], rate, correction, 1e-30, epsilon, scale)

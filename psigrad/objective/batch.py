@@ -1,5 +1,4 @@
-"""What an algorithm reads: N trajectories × T steps as tensors, statistics over their groups and steps, and what the model says
-about them now.
+"""The data of algorithms: N trajectories × T steps as tensors, their group and step statistics, and the model's outputs.
 
 Axes in names: `_N` trajectories, `_T` steps (completion tokens of a language model).
 """
@@ -17,33 +16,33 @@ from psigrad.objective.lazy_torch import Tensor, torch
 EMPTY_ROW = -(2**63)
 """Group id given to rows without a chosen step, so that padding rows never join a real group."""
 
-# the fields [N, T] and [N]
+# The fields of shape [N, T], then those of shape [N].
 PER_STEP = ("mask", "reward", "logp_old", "logp_ref", "logp_sampler", "value", "action_value", "entropy", "rewarded")
 PER_ROW = ("group", "last_value", "truncated", "metric")
 _NUMBERS = tuple(name for name in PER_STEP if name not in ("mask", "rewarded"))
 
 
 def zero_outside(mask: Tensor, x: Tensor) -> Tensor:
-    """x where mask is True, 0 elsewhere; masked values have no influence on value or gradient, NaN and inf included.
+    """Return x where mask is True, 0 elsewhere. Masked values, NaN and inf included, influence neither value nor gradient.
 
-    Multiplying by the mask would not do: 0 · NaN = NaN. Nor would masking after a function: the gradient of
-    where(mask, exp(x), 0) at a masked x = inf is 0 · inf = NaN. So mask first, compute after.
+    Multiplying by the mask fails: 0 · NaN = NaN. Masking after a function fails too: the gradient of
+    where(mask, exp(x), 0) at a masked x = inf is 0 · inf = NaN. So mask first and compute afterwards.
     """
     return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
 def is_whole(mask: Tensor) -> bool:
-    """Whether every step is known to be chosen. On a GPU nobody looks: the answer would have to be waited for."""
+    """Return True if every step is known to be chosen; always False on a GPU, where the answer would force a wait."""
     return mask.device.type == "cpu" and bool(mask.all())
 
 
 def inside(mask: Tensor) -> Callable[[Tensor], Tensor]:
-    """`zero_outside` of this mask; nothing at all where every step is known to be chosen."""
+    """Return `zero_outside` for this mask, or the identity if every step is known to be chosen."""
     return (lambda x: x) if is_whole(mask) else partial(zero_outside, mask)
 
 
 def terminal(score_N: Tensor, mask_NT: Tensor) -> Tensor:
-    """[N, T] rewards that are 0 but for `score_N[i]` on the last chosen step of row i (outcome reward of a language model)."""
+    """Return rewards [N, T]: `score_N[i]` on the last chosen step of row i, 0 elsewhere (outcome reward of a language model)."""
     last_N = mask_NT.shape[1] - 1 - mask_NT.flip(1).int().argmax(1)
     steps_T = torch.arange(mask_NT.shape[1], device=mask_NT.device)
     return zero_outside(mask_NT & (steps_T == last_N[:, None]), score_N[:, None].expand(mask_NT.shape))
@@ -51,12 +50,12 @@ def terminal(score_N: Tensor, mask_NT: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """N collected trajectories. Algorithms read everything here but `inputs`.
+    """N collected trajectories. Algorithms read every field but `inputs`.
 
-    On construction every per-step tensor is detached, copied, promoted to float32 where it has less, and set to 0 outside `mask`,
-    so nothing downstream can read padding or observations. A reward on a masked step is therefore ignored: put it on the last
-    chosen step before it, as `terminal` does.
-    Errors: ValueError when a tensor has the wrong shape or `mask` is not boolean.
+    On construction every per-step tensor is detached, copied, promoted to at least float32, and set to 0 outside `mask`. Nothing
+    downstream can then read padding or observations. A reward on a masked step is therefore ignored. Put it on the last chosen
+    step before it, as `terminal` does.
+    Errors: ValueError if a tensor has the wrong shape or `mask` is not boolean.
     """
 
     mask: Tensor
@@ -64,33 +63,33 @@ class Batch:
     reward: Tensor
     """[N, T] reward of each step."""
     logp_old: Tensor
-    """[N, T] log-probability of each step under the policy as it was when the batch was collected."""
+    """[N, T] log-probability of each step under the policy that collected the batch."""
     group: Tensor
     """[N] int64: rows with the same number answer the same prompt (or start from the same state)."""
     inputs: Any = None
-    """What the model needs to evaluate these rows: a tensor or a list with one entry per row, or a mapping of them; opaque."""
+    """Opaque model inputs for these rows: a tensor or a list with one entry per row, or a mapping of them."""
     logp_ref: Tensor | None = None
     """[N, T] log-probability under the frozen reference policy."""
     logp_sampler: Tensor | None = None
-    """[N, T] log-probability under the exact distribution that was sampled from."""
+    """[N, T] log-probability under the exact sampling distribution."""
     value: Tensor | None = None
-    """[N, T] critic's value of the state before each step."""
+    """[N, T] the critic's value of the state before each step."""
     action_value: Tensor | None = None
-    """[N, T] critic's value Q(s_t, a_t) of each step taken in its state."""
+    """[N, T] the critic's value Q(s_t, a_t) of each step's action in its state."""
     last_value: Tensor | None = None
-    """[N] value of the state after the last step: the bootstrap of a cut trajectory, 0 for a finished one."""
+    """[N] the value of the state after the last step: the bootstrap of a cut trajectory, 0 for a finished one."""
     truncated: Tensor | None = None
     """[N] bool: True where the trajectory was cut by its length limit."""
     metric: Tensor | None = None
-    """[N] what the filter has_signal compares, such as correctness; None: the sum of the rewards."""
+    """[N] the metric that the filter has_signal compares, such as correctness; None: the sum of the rewards."""
     entropy: Tensor | None = None
-    """[N, T] entropy of each step's distribution under the policy that collected, in nats."""
+    """[N, T] the entropy of each step's distribution under the policy that collected the batch, in nats."""
     rewarded: Tensor | None = None
-    """[N, T] bool: the steps that a reward was given for, if only 0; None: those whose reward is not 0, and each row's last."""
+    """[N, T] bool: the steps that received a reward, even 0; None: those whose reward is not 0, and each row's last step."""
     parts: Tensor | None = None
-    """[N, K] what each of K reward functions gave, before weights; NaN where it does not apply."""
+    """[N, K] the outputs of K reward functions, before weights; NaN where a function does not apply."""
     part_weights: tuple[float, ...] = ()
-    """The weight of each of the K; empty: all 1."""
+    """The weights of the K reward functions; empty: all 1."""
 
     def __post_init__(self) -> None:
         if self.mask.dim() != 2 or self.mask.dtype != torch.bool:
@@ -124,25 +123,25 @@ class Batch:
 
     @cached_property
     def whole(self) -> bool:
-        """Whether every step is known to be chosen, and there is one in each row."""
+        """True if every step is known to be chosen and each row has at least one step."""
         return self.mask.shape[1] > 0 and is_whole(self.mask)
 
     @property
     def present(self) -> Tensor:
-        """[N] bool: rows with at least one chosen step; all others are padding and count nowhere."""
+        """[N] bool: rows with at least one chosen step. All other rows are padding and never count."""
         return self.mask.any(1)
 
     @property
     def sequence_reward(self) -> Tensor:
-        """[N] sum of the rewards of each trajectory, undiscounted."""
+        """[N] undiscounted sum of the rewards of each trajectory."""
         return self.reward.sum(1)
 
     def check_finite(self) -> None:
-        """Raises ValueError where a reward, a log-prob or a value of a chosen step, or a row's number, is NaN or infinite."""
+        """Raise ValueError if a number of a chosen step (reward, log-prob, value) or of a row is NaN or infinite."""
         for name in (*_NUMBERS, "last_value", "metric"):
             x: Tensor | None = getattr(self, name)
             x = zero_outside(self.present, x)[:, None] if x is not None and x.dim() == 1 else x
-            # a sum is one operation, and finite only where every number is
+            # A sum is one operation and is finite only if every number is.
             if x is not None and not math.isfinite(x.sum()) and not bool(torch.isfinite(x).all()):
                 rows = (~torch.isfinite(x)).any(1).nonzero().flatten().tolist()
                 raise ValueError(
@@ -150,11 +149,11 @@ class Batch:
                 )
 
     def to(self, device: torch.device | str) -> Batch:
-        """The batch with its tensors on `device`; `inputs` stay where they are."""
+        """Return the batch with its tensors on `device`; `inputs` stay where they are."""
         return replace(self, **self._of_tensors(lambda x: x.to(device)))
 
     def select(self, rows: Tensor | slice) -> Batch:
-        """The batch of these rows (indices or a boolean mask), `inputs` included."""
+        """Return the batch of these rows (indices or a boolean mask), `inputs` included."""
         return replace(self, inputs=_select_inputs(self.inputs, rows), **self._of_tensors(lambda x: x[rows]))
 
     def _of_tensors(self, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
@@ -163,7 +162,7 @@ class Batch:
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
-    """Bounds as near to 1 as GSPO's and sums over long rows are lost in half precision."""
+    """Return x in at least float32: half precision loses sums over long rows and bounds as near to 1 as GSPO's."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
@@ -179,7 +178,7 @@ def _select_inputs(inputs: Any, rows: Tensor | slice) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class PolicyOutputs:
-    """What the model says now about a batch's steps, with gradient. Values at masked steps are never read."""
+    """The current model's outputs for a batch's steps, with gradient. Values at masked steps are never read."""
 
     logp: Tensor
     """[N, T] log-probability of each chosen step."""
@@ -193,9 +192,9 @@ class PolicyOutputs:
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts over every row of one optimiser step, whatever micro-batches or ranks it is split into; ranks add theirs with `+`.
+    """Counts over every row of one optimiser step, however it is split into micro-batches or ranks. Ranks add theirs with `+`.
 
-    Losses divide by these and never by the size of a micro-batch: that is why any split gives the same gradient.
+    Losses divide by these counts, never by the size of a micro-batch. Any split therefore gives the same gradient.
     """
 
     sequences: int = 0
@@ -214,31 +213,31 @@ class Prepared:
     """A collected batch with its advantages, ready for any number of passes."""
 
     batch: Batch
-    """As collected: `reward` is without a KL penalty."""
+    """The batch as collected: `reward` is without a KL penalty."""
     advantage: Tensor
-    """[N, T], 0 on masked steps."""
+    """[N, T] advantages, 0 on masked steps."""
     keep: Tensor
     """[N] bool: rows that are trained on."""
     needs_gradient: Tensor
-    """[N] bool: False where a row surely contributes exactly zero gradient, so that its forward pass may be skipped."""
+    """[N] bool: False if a row's gradient is certain to be exactly zero, so that its forward pass may be skipped."""
     metrics: dict[str, float]
-    """Figures of the whole batch."""
+    """Metrics of the whole batch."""
     state: dict[str, float]
     """The state after this batch."""
     returns: Tensor | None = None
-    """[N, T] target of the critic, when there is one."""
+    """[N, T] target of the critic, if there is one."""
     counts: Tensor | None = None
-    """[N, T] bool: steps whose surrogate counts, where a filter leaves some out; None: all steps of the kept rows."""
+    """[N, T] bool: steps whose surrogate counts, if a filter drops some; None: all steps of the kept rows."""
     marks: Tensor | None = None
-    """[N, T]: the steps that a surrogate with "marks" in its `needs` has chosen, as True or as a weight above 0."""
+    """[N, T] steps chosen by a surrogate with "marks" in its `needs`, as True or as a weight above 0."""
 
     @cached_property
     def whole(self) -> bool:
-        """Whether every step is known to be trained on, as `Batch.whole` knows it."""
+        """True if every step is known to be trained on; see `Batch.whole`."""
         return self.batch.whole and bool((self.keep & self.needs_gradient).all())
 
     def select(self, rows: Tensor | slice) -> Prepared:
-        """The same for these rows (indices or a boolean mask)."""
+        """Return the prepared data of these rows (indices or a boolean mask)."""
         return replace(
             self,
             batch=self.batch.select(rows),
@@ -253,12 +252,12 @@ class Prepared:
         return [(name, x) for name, x in given if x is not None]
 
     def steps(self) -> Prepared:
-        """Every chosen step of the kept rows as a row of its own, row by row, for minibatches of steps; without inputs.
+        """Return every chosen step of the kept rows as a separate row, in order, for minibatches of steps. Inputs are dropped.
 
-        Only the per-step parts are the same on it: the token ratio, and the token_mean aggregate.
+        Only the per-step parts give the same result on these rows: the token ratio and the token_mean aggregate.
         """
         mask = self.batch.mask & self.keep[:, None]
-        at = mask.flatten().nonzero()[:, 0]  # looked for once: a boolean index looks for itself each time
+        at = mask.flatten().nonzero()[:, 0]  # computed once: every boolean index would search again
         rows = at.div(mask.shape[1], rounding_mode="floor")
         own = {name: getattr(self.batch, name) for name in (*PER_STEP, *PER_ROW)}
         per_step: dict[str, Any] = {name: _pick(own[name], at) for name in PER_STEP if own[name] is not None}
@@ -275,20 +274,20 @@ class Prepared:
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """A micro-batch's share of the loss of one optimiser step; shares add up, for value, gradient and terms."""
+    """A micro-batch's share of the loss of one optimiser step. Shares add up in value, gradient and terms."""
 
     value: Tensor
-    """Scalar with gradient."""
+    """Scalar loss with gradient."""
     terms: dict[str, Tensor]
     """Detached scalars. Metrics are means over the steps of rows that need a gradient."""
 
 
 def _pick(x: Tensor, at: Tensor) -> Tensor:
-    """Elements of a [N, T] by their place in the flat order, as a column."""
+    """Return elements of an [N, T] tensor by their flat positions, as a column."""
     return x.flatten()[at][:, None]
 
 
-# Statistics over rows of a group and over chosen steps, and sums of rewards along a trajectory.
+# Statistics over the rows of a group and over chosen steps, and sums of rewards along a trajectory.
 #
 # Group functions take and return [N]: each row gets its own group's figure. Groups may have any size, any row order, any ids.
 # Sums along a trajectory take and return [N, T] and are 0 on masked steps. Their time counts chosen steps only: a masked
@@ -301,30 +300,30 @@ def _index(group_N: Tensor) -> tuple[Tensor, int]:
 
 
 def group_sum(x_N: Tensor, group_N: Tensor) -> Tensor:
-    """Σ of x over the row's group."""
+    """Return Σ x over each row's group."""
     index_N, n_groups = _index(group_N)
     return torch.zeros(n_groups, dtype=x_N.dtype, device=x_N.device).index_add(0, index_N, x_N)[index_N]
 
 
 def group_size(group_N: Tensor) -> Tensor:
-    """Number of rows in the row's group, int64."""
+    """Return the number of rows in each row's group, int64."""
     return group_sum(torch.ones_like(group_N), group_N)
 
 
 def group_min(x_N: Tensor, group_N: Tensor) -> Tensor:
-    """Least x in the row's group."""
+    """Return the least x in each row's group."""
     index_N, n_groups = _index(group_N)
     empty = torch.zeros(n_groups, dtype=x_N.dtype, device=x_N.device)
     return empty.scatter_reduce(0, index_N, x_N, "amin", include_self=False)[index_N]
 
 
 def group_max(x_N: Tensor, group_N: Tensor) -> Tensor:
-    """Greatest x in the row's group."""
+    """Return the greatest x in each row's group."""
     return -group_min(-x_N, group_N)
 
 
 def all_equal(x_N: Tensor, group_N: Tensor) -> Tensor:
-    """[N] bool: every x of the row's group is the same number, exactly.
+    """Return [N] bool: True if every x of the row's group is exactly the same number.
 
     A test of `std == 0` fails here: the float mean of eight times 0.1 is not 0.1, so the std is not 0.
     """
@@ -332,21 +331,21 @@ def all_equal(x_N: Tensor, group_N: Tensor) -> Tensor:
 
 
 def centre(x_N: Tensor, group_N: Tensor) -> Tensor:
-    """x − mean of the group; exactly 0.0 where the whole group is equal.
+    """Return x − mean of the group; exactly 0.0 if the whole group is equal.
 
-    The least x is taken off first. That changes nothing in exact arithmetic, and leaves exact zeros for equal x.
+    Subtracting the least x first changes nothing in exact arithmetic, and gives exact zeros for equal x.
     """
     above_N = x_N - group_min(x_N, group_N)
     return above_N - group_sum(above_N, group_N) / group_size(group_N)
 
 
 def group_std(x_N: Tensor, group_N: Tensor) -> Tensor:
-    """Unbiased standard deviation √(Σ(x − mean)² / (G − 1)) of the group; 0 in a group of one."""
+    """Return the unbiased standard deviation √(Σ(x − mean)² / (G − 1)) of the group; 0 in a group of one."""
     return (group_sum(centre(x_N, group_N) ** 2, group_N) / (group_size(group_N) - 1).clamp(min=1)).sqrt()
 
 
 def rank_in_group(x_N: Tensor, group_N: Tensor) -> Tensor:
-    """0 for the greatest x of the row's group, 1 for the next, …; of equal x the earlier row comes first."""
+    """Return 0 for the greatest x of the row's group, 1 for the next, …; among equal x the earlier row comes first."""
     order_N = x_N.argsort(descending=True, stable=True)
     order_N = order_N[group_N[order_N].argsort(stable=True)]
     sorted_N, places_N = group_N[order_N].contiguous(), torch.arange(len(x_N), device=x_N.device)
@@ -354,17 +353,17 @@ def rank_in_group(x_N: Tensor, group_N: Tensor) -> Tensor:
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of x where mask is True; 0 where nothing is."""
+    """Return the mean of x where mask is True; 0 if mask is False everywhere."""
     return torch.where(mask, x, torch.zeros_like(x)).sum() / mask.sum().clamp(min=1)
 
 
 def step_covariance(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-    """[N, T] (x − mean(x))·(y − mean(y)), means over the steps where mask is True: a step's share of their covariance."""
+    """Return each step's share [N, T] of the covariance: (x − mean(x))·(y − mean(y)), with means where mask is True."""
     return ((x - masked_mean(x, mask)) * (y - masked_mean(y, mask))).masked_fill(~mask, 0.0)
 
 
 def scramble(x: Tensor) -> Tensor:
-    """int64 numbers made of int64 numbers, as good as random and the same for the same: splitmix64 (Steele et al. 2014)."""
+    """Hash int64 numbers to pseudo-random int64 numbers, deterministically: splitmix64 (Steele et al. 2014)."""
     x = x * -7046029254386353131
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
@@ -372,9 +371,9 @@ def scramble(x: Tensor) -> Tensor:
 
 
 def explained_variance(value: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """How much of the returns' variance the critic foresaw: 1 all of it, 0 as much as their mean does, below 0 less.
+    """Return the share of the returns' variance that the critic predicts: 1 all of it, 0 no more than their mean, below 0 less.
 
-    Formula: 1 − Var(R − V) / Var(R), over the steps where mask [N,T] is True; 0 where the returns do not vary
+    Formula: 1 − Var(R − V) / Var(R), over the steps where mask [N,T] is True; 0 if the returns do not vary
     """
     chosen, missed = returns[mask].double(), (returns - value)[mask].double()
     variance = float(chosen.var(correction=0)) if chosen.numel() else 0.0
@@ -382,16 +381,16 @@ def explained_variance(value: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 def discounted_sum(x_NT: Tensor, mask_NT: Tensor, discount: float | Tensor) -> Tensor:
-    """y_t = x_t + discount · y_{t+1}, backwards over the chosen steps; `discount` is a number, or one for each row [N].
+    """Return y_t = x_t + discount · y_{t+1}, backwards over the chosen steps; `discount` is a number, or one per row [N].
 
     With x the rewards this is the reward-to-go; with x the TD errors and discount γλ it is GAE.
 
-    Over a few steps that is one product with the powers of the discount. Else, with S the shift by a step,
+    Few steps take one product with the powers of the discount. Otherwise, with S the shift by a step,
     y = (1 − dS)⁻¹·x = …(1 + d⁴S⁴)(1 + d²S²)(1 + dS)·x: log₂ T passes over whole rows, not T steps.
     """
     within, n_steps = inside(mask_NT), x_NT.shape[1]
     y_NT, holes = within(x_NT), _holes(mask_NT)
-    if holes:  # chosen steps to the front, in their order
+    if holes:  # move chosen steps to the front, in their order
         order_NT = (~mask_NT).to(torch.int8).argsort(dim=1, stable=True)
         y_NT = y_NT.gather(1, order_NT)
     if isinstance(discount, torch.Tensor):
@@ -412,20 +411,20 @@ def discounted_sum(x_NT: Tensor, mask_NT: Tensor, discount: float | Tensor) -> T
     return within(y_NT)
 
 
-# Steps up to which T² multiplications take less time than log₂ T calls.
+# Number of steps up to which T² multiplications take less time than log₂ T calls.
 _FEW = 16
 
 
 @lru_cache(maxsize=32)
 def _powers(n_steps: int, discount: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[T, T] discount^(u − t) in row u and column t ≤ u, 0 elsewhere."""
+    """Return [T, T]: discount^(u − t) in row u and column t ≤ u, 0 elsewhere."""
     steps = torch.arange(n_steps, dtype=torch.float64)
     ahead = steps[:, None] - steps
     return torch.where(ahead < 0, 0.0, discount ** ahead.clamp(min=0)).to(device, dtype)
 
 
 def next_chosen(x_NT: Tensor, mask_NT: Tensor, last_N: Tensor) -> Tensor:
-    """x at the next chosen step of the same row; `last_N` where there is none."""
+    """Return x at the next chosen step of the same row; `last_N` if there is none."""
     n_steps = x_NT.shape[1]
     if n_steps and not _holes(mask_NT):
         ahead_NT = torch.cat([x_NT[:, 1:], last_N[:, None]], dim=1)
@@ -441,12 +440,12 @@ def next_chosen(x_NT: Tensor, mask_NT: Tensor, last_N: Tensor) -> Tensor:
 
 
 def _holes(mask_NT: Tensor) -> bool:
-    """Whether a chosen step comes behind one that was not chosen; rows of one length after another have none."""
+    """Return True if a chosen step follows one that was not chosen. Padding at the end of a row is not a hole."""
     return mask_NT.shape[1] > 1 and not bool(mask_NT.all()) and bool((mask_NT[:, 1:] & ~mask_NT[:, :-1]).any())
 
 
 def td_errors(batch: Batch, gamma: float) -> Tensor:
-    """δ_t = r_t + γ·V(s_{t+1}) − V(s_t); after the last step V is `batch.last_value` (0 when absent)."""
+    """Return δ_t = r_t + γ·V(s_{t+1}) − V(s_t); after the last step V is `batch.last_value` (0 if absent)."""
     if batch.value is None:
         raise ValueError(
             "The batch has no `value`, which TD errors read; give the critic's values or choose a psi without a critic."

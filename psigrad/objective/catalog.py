@@ -1,8 +1,7 @@
-"""The policy-gradient methods, each as one declaration: its name, what it is in a line, its parts with the values of its paper,
-and the settings that go with it.
+"""The policy-gradient methods, each declared once: its name, summary, parts with its paper's values, and settings.
 
-Where TRL's default differs, the comment above a method says so. Everything is scaled so that the same learning rate as in TRL
-applies, with one exception: DR_GRPO divides by a constant that TRL takes from max_completion_length.
+Where TRL's default differs, the comment above a method says so. Everything is scaled so that TRL's learning rates apply. The one
+exception is DR_GRPO, which divides by a constant that TRL takes from max_completion_length.
 """
 
 from __future__ import annotations
@@ -64,23 +63,23 @@ B = TypeVar("B")
 
 @dataclass(frozen=True)
 class Method(Generic[A]):
-    """A method as users choose it."""
+    """A method that users can choose by name."""
 
     name: str
-    """What it is called on the command line and in Python."""
+    """The method's name on the command line and in Python."""
     summary: str
-    """What it is, in a line of `psigrad --help`."""
+    """One line for `psigrad --help`."""
     algorithm: A
-    """Its mathematics."""
+    """The method's mathematics."""
     defaults: Mapping[str, Any]
-    """Settings whose default is another than in `OnlineConfig` or `PreferenceConfig`; what the user sets wins."""
+    """Settings whose default differs from `OnlineConfig` or `PreferenceConfig`. The user's settings win."""
 
 
 class Catalog(dict[str, Method[A]]):
     """Methods by name, in the order of their declarations."""
 
     def declare(self, name: str, summary: str, algorithm: B, **defaults: Any) -> B:
-        """Enter a method and return its algorithm with that name."""
+        """Register a method and return its algorithm with that name."""
         named: B = replace(algorithm, name=name)  # type: ignore[type-var]
         self[name] = Method(name, summary, cast(A, named), defaults)
         return named
@@ -88,21 +87,21 @@ class Catalog(dict[str, Method[A]]):
 
 METHODS: Catalog[PolicyGradient] = Catalog()
 
-# The paper's GRPO. TRL's defaults differ: beta 0.0 and loss_type "dapo", that is replace(GRPO, kl=None, aggregate=token_mean).
+# This is the paper's GRPO. TRL defaults to beta 0.0 and loss_type "dapo": replace(GRPO, kl=None, aggregate=token_mean).
 GRPO = METHODS.declare(
     "grpo",
     "group relative policy optimisation",
     PolicyGradient(group_mean(), ratio.token, clip(0.2, 0.2), sequence_mean, kl=KL("loss", "k3", 0.04)),
 )
 
-# TRL divides by max_completion_length: set aggregate.n to it for the same scale.
+# TRL divides by max_completion_length. Set aggregate.n to it for the same scale.
 DR_GRPO = METHODS.declare(
     "dr_grpo",
     "GRPO without its length and difficulty biases",
     PolicyGradient(group_mean(std=False), ratio.token, clip(0.2, 0.2), fixed_length(1024)),
 )
 
-# The soft overlong punishment of the paper is a reward function, not a part of the loss.
+# The paper's soft overlong punishment is a reward function, not a part of the loss.
 DAPO = METHODS.declare(
     "dapo",
     "clip-higher, dynamic sampling, token-level loss",
@@ -118,15 +117,15 @@ CISPO = METHODS.declare(
     "cispo", "truncated importance weights", PolicyGradient(group_mean(), ratio.token, truncated_weight(5.0), token_mean)
 )
 
-# TRL's RLOO: beta 0.05 with k1 in the reward, clip at the level of the completion. On fresh samples the ratio is 1 and the
-# gradient is that of the paper, −A·grad log π(y|x).
+# As in TRL's RLOO: beta 0.05 with k1 in the reward, and a clip of the whole completion's ratio. On fresh samples the ratio is 1
+# and the gradient is the paper's, −A·grad log π(y|x).
 RLOO = METHODS.declare(
     "rloo",
     "REINFORCE with a leave-one-out baseline",
     PolicyGradient(leave_one_out, ratio.trajectory, clip(), sequence_mean, kl=KL("reward", "k1", 0.05)),
 )
 
-# The whole completion is one action; its reward is the score minus beta times the summed log-ratio to the reference.
+# The whole completion is one action. Its reward is the score minus beta times the summed log-ratio to the reference.
 REINFORCE = METHODS.declare(
     "reinforce",
     "REINFORCE with the batch mean as baseline",
@@ -136,7 +135,7 @@ REINFORCE_MOVING_AVERAGE = METHODS.declare(
     "reinforce_moving_average", "REINFORCE with a moving average as baseline", replace(REINFORCE, psi=moving_average(0.9))
 )
 
-# Textbook forms for any environment: no reference policy.
+# Textbook forms for any environment, without a reference policy.
 REINFORCE_TOTAL_RETURN = METHODS.declare(
     "reinforce_total_return",
     "REINFORCE with the return of the whole episode",
@@ -146,16 +145,16 @@ REINFORCE_REWARD_TO_GO = METHODS.declare(
     "reinforce_reward_to_go", "REINFORCE with the return from each step on", replace(REINFORCE_TOTAL_RETURN, psi=reward_to_go())
 )
 
-# beta 0.01 as in OpenRLHF, whose authors wrote the paper.
+# beta is 0.01 as in OpenRLHF, whose authors wrote the paper.
 REINFORCE_PP = METHODS.declare(
     "reinforce_pp",
     "REINFORCE++: advantages whitened over the batch",
     PolicyGradient(whitened(reward_to_go()), ratio.token, clip(), token_mean, kl=KL("reward", "k1", 0.01)),
 )
 
-# PPO for language models as InstructGPT and TRL's former PPOTrainer had it: KL to the reference in the reward of each token,
-# lambda 1 (Ahmadian et al. 2024 find the bias of a smaller one harmful here), advantages whitened over the batch, four passes
-# over each batch of one completion per prompt.
+# PPO for language models as in InstructGPT and TRL's former PPOTrainer. The KL to the reference is in the reward of each token.
+# Lambda is 1: Ahmadian et al. 2024 find the bias of a smaller one harmful here. Advantages are whitened over the batch, and each
+# batch of one completion per prompt gets four passes.
 PPO = METHODS.declare(
     "ppo",
     "proximal policy optimisation with a critic",
@@ -179,7 +178,7 @@ PPO_PENALTY = METHODS.declare(
 )
 
 # PPO for long chains of thought: the critic learns from whole returns, the policy from a smaller λ. The paper pretrains its
-# critic on completions of the starting policy: critic_warmup_steps.
+# critic on completions of the starting policy, as `critic_warmup_steps` does.
 VC_PPO = METHODS.declare(
     "vc_ppo",
     "PPO with one λ for the policy and another for the critic",
@@ -194,7 +193,7 @@ VAPO = METHODS.declare(
     num_iterations=4,
 )
 
-# The variant that its authors recommend with groups: the mean of the group, then whitening over the batch, KL by k2 in the loss.
+# The authors recommend this variant with groups: subtract the group's mean, whiten over the batch, and put KL by k2 in the loss.
 REINFORCE_PP_BASELINE = METHODS.declare(
     "reinforce_pp_baseline",
     "REINFORCE++ with the group's mean as baseline",
@@ -236,7 +235,7 @@ PROCESS_GRPO = METHODS.declare(
     PolicyGradient(process_group_mean(), ratio.token, clip(0.2, 0.2), sequence_mean, kl=KL("loss", "k3", 0.04)),
 )
 
-# The three against the collapse of entropy. The paper's 80/20 runs on DAPO; Clip-Cov and KL-Cov on GRPO without a KL term.
+# Three methods against the collapse of entropy. The paper's 80/20 uses DAPO; Clip-Cov and KL-Cov use GRPO without a KL term.
 TOP_ENTROPY = METHODS.declare(
     "top_entropy", "DAPO on the fifth of the tokens that were least sure", replace(DAPO, keep=(*DAPO.keep, top_entropy(0.2)))
 )

@@ -1,4 +1,4 @@
-"""What a method optimises, in words and formulas taken from the docstrings of its parts."""
+"""Explanations of what a method optimises, in words and formulas from the docstrings of its parts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Explained = PolicyGradient | OnlinePreference | Preference | KahnemanTversky
 
 
 def explain(method: Explained, other: Explained | None = None) -> str:
-    """The formula that a method minimises, part by part; with two methods, what differs between them."""
+    """Return the formula that a method minimises, part by part. With two methods, return their differences."""
     if other is not None:
         return _difference(method, other)
     if isinstance(method, OnlinePreference):
@@ -60,7 +60,7 @@ def _preference(loss: Preference | KahnemanTversky) -> str:
 
 
 def _head(method: Explained, name: str = "") -> list[str]:
-    """The name and the formula."""
+    """Return the lines with the method's name and formula."""
     name = name or method.name or "custom method"
     if isinstance(method, PolicyGradient):
         return [f"{name} minimises", "    " + _formula(method)]
@@ -112,7 +112,9 @@ def _slot_lines(method: PolicyGradient, slot: str) -> list[str]:
 
 
 def _part_lines(part: Any, indent: str) -> list[str]:
-    """Purpose, formula and source from the docstring. A part whose formula depends on its parameters says so in `formula`."""
+    """Return purpose, formula and source from the docstring. A `formula` property takes precedence over the docstring's
+    formula.
+    """
     if isinstance(part, int | float):
         return []
     paragraphs = (inspect.getdoc(part) or "A part without a docstring.").split("\n\n")
@@ -132,7 +134,7 @@ def _part_lines(part: Any, indent: str) -> list[str]:
 
 
 def label(part: Any) -> str:
-    """A part's name with its parameters: clip(low=0.2, high=0.28)."""
+    """Return a part's name with its parameters: clip(low=0.2, high=0.28)."""
     if is_dataclass(part) and not isinstance(part, type):
         inside = ", ".join(f"{f.name}={_show(getattr(part, f.name))}" for f in fields(part))
         return f"{type(part).__name__}({inside})"

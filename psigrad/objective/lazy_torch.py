@@ -1,7 +1,7 @@
-"""torch, imported by the first thing that needs it: help and settings read the methods, and torch takes longer than both.
+"""Lazy import of torch on first use. Help and settings read the methods, and importing torch takes longer than both.
 
-`from psigrad.objective.lazy_torch import Tensor, torch` stands for `import torch` wherever a method is declared. Nothing is put
-into `sys.modules`, so whoever imports torch, before or after, gets it as ever.
+Write `from psigrad.objective.lazy_torch import Tensor, torch` instead of `import torch` where a method is declared. Nothing is
+put into `sys.modules`, so `import torch` elsewhere works as usual.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 
 class _LazyTorch(ModuleType):
-    """What stands for torch until an attribute of it is asked for."""
+    """A placeholder for torch that imports it at the first attribute access."""
 
     def __getattr__(self, name: str) -> Any:
         torch = importlib.import_module("torch")
-        # from now on the modules of ours that hold this have torch itself: no call goes through here again
+        # Replace the placeholder in every psigrad module that holds it, so that later calls bypass this method.
         for module in [module for path, module in list(sys.modules.items()) if path.startswith("psigrad.")]:
             if vars(module).get("torch") is self:
                 vars(module)["torch"] = torch

@@ -1,9 +1,11 @@
-"""A policy-gradient method as nine parts, and the three steps that every one of them takes.
+"""A policy-gradient method made of nine parts, and the three steps common to all methods.
 
     loss = Σ_{i,t} w_{i,t}·(c_{i,t}·L(log π_{i,t}, log ρ_{i,t}, A_{i,t}) + β·KL_{i,t}) − c_H·mean(H) + c_V·mean(value error)
 
-prepare: KL in the reward, advantage, then the filter, on the whole collected batch. totals: count the rows of one optimiser step.
-loss: any micro-batch of them. Schedule (epochs, minibatches, learning rate) belongs to the trainer.
+prepare: apply the KL to the reward, compute advantages, then filter, on the whole collected batch.
+totals: count the rows of one optimiser step.
+loss: compute the loss of any micro-batch of them.
+The trainer owns the schedule (epochs, minibatches, learning rate).
 """
 
 from __future__ import annotations
@@ -49,14 +51,14 @@ Ratio = Callable[[Tensor, Tensor, Tensor], Tensor]
 State = Mapping[str, float]
 Inside = Callable[[Tensor], Tensor]
 LEAST_LOGP = -1e5
-"""What the log-probability of a step that has become impossible counts as: −∞ times a ratio of 0 would be no number."""
+"""The lower bound of log-probabilities: for an impossible step, −∞ times a ratio of 0 would be NaN."""
 
 
 @dataclass(frozen=True)
 class PolicyGradient:
-    """One method: nine parts and a name. A variant is `dataclasses.replace(GRPO, kl=None)`.
+    """A policy-gradient method: nine parts and a name. Make a variant with `dataclasses.replace(GRPO, kl=None)`.
 
-    Errors: ValueError at construction when the parts do not fit together.
+    Errors: ValueError at construction if the parts do not fit together.
     """
 
     psi: Psi
@@ -70,15 +72,15 @@ class PolicyGradient:
     kl: KL | None = None
     """Penalty on the distance from the reference policy."""
     keep: tuple[Keep, ...] = ()
-    """Batch -> bool [N] or [N,T]; a row, or a step, must pass all; see aggregate.py."""
+    """Batch -> bool [N] or [N,T]. A row or step must pass all filters; see aggregate.py."""
     critic: value_loss | None = None
     """Loss of the value function."""
     entropy: bonus | None = None
     """Entropy bonus."""
     correction: Correction | None = None
-    """Batch -> weights [N,T] for the gap between sampler and trainer; see ratio.py."""
+    """Batch -> weights [N,T] that correct the gap between sampler and trainer; see ratio.py."""
     name: str = ""
-    """For people."""
+    """The name shown to users."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep", tuple(self.keep))
@@ -124,49 +126,49 @@ class PolicyGradient:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a frozen reference policy is read."""
+        """True if a frozen reference policy is read."""
         return self.kl is not None and self.kl.coefficient != 0
 
     @property
     def needs_critic(self) -> bool:
-        """Whether the batch and the evaluation must hold values."""
+        """True if the batch and the evaluation must hold values."""
         return self.critic is not None
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the evaluation must hold entropies."""
+        """True if the evaluation must hold entropies."""
         return self.entropy is not None
 
     @property
     def needs_old_entropy(self) -> bool:
-        """Whether the batch must hold the entropies of the policy that collected."""
+        """True if the batch must hold the entropies of the policy that collected it."""
         return any("entropy" in needs_of(part) for part in self.keep)
 
     @property
     def needs_reward(self) -> bool:
-        """Whether rewards have any influence; without, the reference is a teacher and all there is to learn from."""
+        """True if rewards have any influence. If False, the reference is a teacher and the only source of signal."""
         return self.psi is not no_reward
 
     @property
     def needs_exact_kl(self) -> bool:
-        """Whether the evaluation must hold a divergence summed over the vocabulary."""
+        """True if the evaluation must hold a divergence summed over the vocabulary."""
         return self.kl is not None and self.kl.estimator in ratio.MEASURED and self.kl.coefficient != 0
 
     @property
     def min_group_size(self) -> int:
-        """Fewest trajectories per prompt."""
+        """The smallest number of trajectories per prompt."""
         psi = self.psi.psi if isinstance(self.psi, whitened) else self.psi
         if isinstance(psi, pass_at_k):
-            return psi.k + 1  # of k alone nothing is learned, whichever are right
+            return psi.k + 1  # k completions alone give no signal, whichever of them are right
         return 2 if "group" in needs_of(self.psi) or self.dynamic_sampling else 1
 
     @property
     def dynamic_sampling(self) -> bool:
-        """Whether groups without signal are dropped, so that the trainer should collect others."""
+        """True if groups without signal are dropped, so that the trainer should collect others."""
         return has_signal in self.keep
 
     def initial_state(self) -> dict[str, float]:
-        """What the method remembers between steps, before the first one: plain numbers, kept by the caller."""
+        """Return the method's state before the first step: plain numbers, stored by the caller."""
         state: dict[str, float] = {}
         if isinstance(self.psi, StatefulPsi):
             state |= self.psi.initial_state()
@@ -177,10 +179,11 @@ class PolicyGradient:
         return state
 
     def prepare(self, batch: Batch, state: State, *, metrics: bool = True) -> Prepared:
-        """Advantages, filter and new state for a whole collected batch.
+        """Compute advantages, filter and new state for a whole collected batch.
 
-        `metrics` False leaves the batch's figures out, for loops of many small batches; an adaptive KL coefficient needs them.
-        Errors: ValueError when a reward is not finite, when no group has the `min_group_size`, or when the batch lacks what a
+        With `metrics` False the batch's metrics are skipped, for loops of many small batches. An adaptive KL coefficient still
+        needs them.
+        Errors: ValueError if a reward is not finite, if no group has `min_group_size` rows, or if the batch lacks a field that a
         part reads.
         """
         self._check_batch(batch)
@@ -194,7 +197,7 @@ class PolicyGradient:
             new_state |= remembered
         else:
             advantage = self.psi(shaped)
-        # rewards may be float64 beside log-probs in float32: the difference of close rewards survives until here
+        # Rewards may be float64 beside float32 log-probs, so that differences of close rewards survive until here.
         advantage = advantage.detach().to(batch.logp_old.dtype)
         advantage = advantage if batch.whole else zero_outside(batch.mask, advantage)
         keep, counts, marks = self._choose(batch, advantage)
@@ -215,7 +218,10 @@ class PolicyGradient:
         return Prepared(batch, advantage, keep, needs_gradient, figures, new_state, returns, counts, marks)
 
     def _choose(self, batch: Batch, advantage: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The rows that are kept [N]; the steps that count and those that the surrogate marks [N, T], where some part tells."""
+        """Return the kept rows [N], the steps that count [N, T] and the steps that the surrogate marks [N, T].
+
+        The steps are None unless some part chooses them.
+        """
         keep, counts = batch.present, None
         for part in self.keep:
             found = part(batch, advantage) if "advantage" in needs_of(part) else part(batch)
@@ -227,7 +233,7 @@ class PolicyGradient:
         return keep, counts, marks
 
     def totals(self, prepared: Prepared, rows: Tensor | None = None) -> Totals:
-        """Counts over the rows of one optimiser step (all rows when None)."""
+        """Return the counts over the rows of one optimiser step (all rows if None)."""
         part = prepared if rows is None else prepared.select(rows)
         if part.whole:
             return Totals(len(part.keep), part.batch.mask.numel(), part.batch.mask.numel())
@@ -239,11 +245,11 @@ class PolicyGradient:
         )
 
     def loss(self, prepared: Prepared, evaluation: PolicyOutputs, totals: Totals, state: State, *, metrics: bool = True) -> Loss:
-        """The share of these rows (one micro-batch) in the loss of an optimiser step whose counts are `totals`: that of the
-        policy, and of the critic where there is one.
+        """Compute one micro-batch's share of the loss of an optimiser step whose counts are `totals`.
 
-        `metrics` False leaves all terms but the losses out, for loops of many small steps.
-        Errors: ValueError when the batch or the evaluation lacks what a part reads.
+        The loss is the policy's, plus the critic's if there is one. With `metrics` False all terms but the losses are skipped,
+        for loops of many small steps.
+        Errors: ValueError if the batch or the evaluation lacks a field that a part reads.
         """
         policy = self.policy_loss(prepared, evaluation, totals, state, metrics=metrics)
         if self.critic is None:
@@ -254,7 +260,7 @@ class PolicyGradient:
     def policy_loss(
         self, prepared: Prepared, evaluation: PolicyOutputs, totals: Totals, state: State, *, metrics: bool = True
     ) -> Loss:
-        """`loss` without the critic's: a critic of its own learns apart, so that no activations of the two lie side by side."""
+        """Compute `loss` without the critic's part. A separate critic learns apart, so the activations of both never coexist."""
         batch = prepared.batch
         mask = batch.mask & prepared.keep[:, None]
         within = inside(mask)
@@ -298,9 +304,9 @@ class PolicyGradient:
         return Loss(value, terms)
 
     def critic_loss(self, prepared: Prepared, value: Tensor, totals: Totals) -> Loss:
-        """The critic's part of `loss`, from its values [N, T].
+        """Compute the critic's part of `loss` from its values [N, T].
 
-        Errors: ValueError without a critic, or when the batch lacks values.
+        Errors: ValueError without a critic, or if the batch lacks values.
         """
         if self.critic is None:
             raise ValueError(
@@ -314,11 +320,11 @@ class PolicyGradient:
 
     @property
     def adapts(self) -> bool:
-        """Whether a penalty's coefficient follows how far each update has moved the policy."""
+        """True if the coefficient of a penalty follows how far each update has moved the policy."""
         return isinstance(self.surrogate, kl_penalty) and self.surrogate.target is not None
 
     def adapt(self, prepared: Prepared, logp: Tensor) -> dict[str, float]:
-        """The state after all passes over a batch, from the log-probs [N, T] of the policy that came of them; see `adapts`."""
+        """Return the state after all passes over a batch, from the new policy's log-probs [N, T]; see `adapts`."""
         kept = prepared.batch.mask & prepared.keep[:, None]
         assert isinstance(self.surrogate, kl_penalty)
         return adapt(self.surrogate, prepared.state, measure_kl(logp, prepared.batch.logp_old, kept))

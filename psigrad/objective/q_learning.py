@@ -1,4 +1,4 @@
-"""Deep Q-learning's target and loss. What does not change from one update to the next is computed for many at once."""
+"""Deep Q-learning's target and loss. Whatever is constant between updates is computed for many updates at once."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch.nn.functional import one_hot, smooth_l1_loss
 
 
 def back_up(reward: Tensor, terminated: Tensor, next_q: Tensor, gamma: float) -> Tensor:
-    """[M, A] what Q(s_t, a_t) is to become for each action that may follow.
+    """Return the targets [M, A] of Q(s_t, a_t) for each possible next action.
 
     Formula: r + γ·(1 − terminated)·Q⁻(s', a'), with the target network's Q⁻(s', ·) in `next_q` [M, A]
 
-    An episode that was only cut by its time limit is not terminated: its next state keeps its worth.
+    An episode that was only cut by its time limit is not terminated: its next state keeps its value.
 
     Source: Mnih et al. 2015, Nature 518.
     """
@@ -21,8 +21,10 @@ def back_up(reward: Tensor, terminated: Tensor, next_q: Tensor, gamma: float) ->
 
 
 def td_target(worth: Tensor, choosing_q: Tensor | None = None) -> Tensor:
-    """[M] y: the most of what is backed up (`worth` [M, A]), or in Double DQN what is backed up for the action that the learning
-    network would choose by its Q(s', ·) in `choosing_q` [M, A].
+    """Return y [M] from the backed-up values `worth` [M, A]: the greatest of each row.
+
+    Double DQN instead takes the value of the action that the learning network would choose by its Q(s', ·) in `choosing_q` [M,
+    A].
 
     Source: van Hasselt et al. 2016, arXiv:1509.06461.
     """
@@ -32,7 +34,7 @@ def td_target(worth: Tensor, choosing_q: Tensor | None = None) -> Tensor:
 
 
 def q_loss(q: Tensor, action: Tensor, target: Tensor) -> Tensor:
-    """Mean Huber loss (δ = 1) of Q [M, A] at the actions [M] taken.
+    """Return the mean Huber loss (δ = 1) of Q [M, A] at the actions [M] taken.
 
     Formula: mean of ½·d² where |d| < 1 and |d| − ½ elsewhere, d = Q(s_t, a_t) − y
     """
@@ -40,21 +42,21 @@ def q_loss(q: Tensor, action: Tensor, target: Tensor) -> Tensor:
 
 
 def shares(action: Tensor, actions: int, size: int) -> Tensor:
-    """[M, A] 1 / size at the action taken, 0 at the others."""
+    """Return [M, A]: 1 / size at the action taken, 0 at the others."""
     return one_hot(action, actions).float().div_(size)
 
 
 def q_slope(q: Tensor, shares: Tensor, target: Tensor) -> Tensor:
-    """The gradient [M, A] of `q_loss` with respect to Q: clip(Q(s_t, ·) − y, −1, 1) · `shares` [M, A]."""
+    """Return the gradient [M, A] of `q_loss` with respect to Q: clip(Q(s_t, ·) − y, −1, 1) · `shares` [M, A]."""
     return (q - target[:, None]).clamp_(-1, 1).mul_(shares)
 
 
 def polyak(target: Tensor, source: Tensor, tau: float) -> None:
-    """target ← (1 − τ)·target + τ·source, in place; τ = 1 copies. Source: Lillicrap et al. 2016, arXiv:1509.02971."""
+    """Update the target: θ⁻ ← (1 − τ)·θ⁻ + τ·θ, in place; τ = 1 copies. Source: Lillicrap et al. 2016, arXiv:1509.02971."""
     with torch.no_grad():
         target.lerp_(source, tau)
 
 
 def linear_epsilon(progress: float, fraction: float, first: float, last: float) -> float:
-    """ε after a share `progress` of the run: falls from `first` to `last` over the share `fraction`, then stays."""
+    """Return ε after a share `progress` of the run: it falls from `first` to `last` over the share `fraction`, then stays."""
     return last if progress >= fraction else first + (last - first) * progress / fraction

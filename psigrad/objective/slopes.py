@@ -1,7 +1,7 @@
-"""The gradient of a loss in closed form, for small networks: there a node of the autograd graph costs more than its arithmetic.
+"""The gradient of a loss in closed form, for small networks, where a node of the autograd graph costs more than its arithmetic.
 
-Known for the score, the importance-weighted and the clipped surrogate, an entropy bonus and the critic's squared error, where
-every step of the batch is chosen. Autograd through `PolicyGradient.loss` is the oracle, and does the work for all else.
+It is known if every step of the batch is chosen, for the score, the importance-weighted and the clipped surrogate, an entropy
+bonus and the critic's squared error. Autograd through `PolicyGradient.loss` is the oracle and handles all other cases.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from psigrad.objective.policy_gradient import PolicyGradient
 
 @dataclass(frozen=True, eq=False)
 class Slopes:
-    """What every pass over the same steps shares.
+    """The terms that every pass over the same steps shares.
 
     Formulas, with w the aggregate's weights and n the number of steps:
 
-    dL/dlog π = −w·A (score), −w·A·ρ (unclipped, and clip where the clip does not hold ρ)
+    dL/dlog π = −w·A (score), −w·A·ρ (unclipped, and clip where ρ is within the bounds)
     dL/dH = −c_H / n
-    dL/dV = c_V·(V − R) / n, and 0 where the critic's clip holds V
+    dL/dV = c_V·(V − R) / n, and 0 where the critic's clip is active
     """
 
     scale: Tensor
-    """[N, T] −w·A, and 0 on the steps that a filter leaves out."""
+    """[N, T] −w·A, and 0 on the steps that a filter drops."""
     logp_old: Tensor | None
-    """[N, T] where there is a ratio."""
+    """[N, T] log π_old, if there is a ratio."""
     bounds: tuple[Tensor, Tensor] | None
-    """[N, T] logarithms between which a clipped ratio keeps its gradient."""
+    """[N, T] the log ratios between which a clipped ratio keeps its gradient."""
     entropy: float
     """dL/dH of every step."""
     critic: value_loss | None
@@ -44,7 +44,7 @@ class Slopes:
     steps: int
 
     def logp(self, logp: Tensor) -> Tensor:
-        """dL/dlog π [N, T]."""
+        """Return dL/dlog π [N, T]."""
         if self.logp_old is None:
             return self.scale
         moved = logp - self.logp_old
@@ -55,7 +55,7 @@ class Slopes:
         return slope.masked_fill_((moved < least) | (moved > most), 0.0)
 
     def value(self, value: Tensor) -> Tensor:
-        """dL/dV [N, T]."""
+        """Return dL/dV [N, T]."""
         assert self.critic is not None and self.returns is not None
         slope = (value - self.returns) * (self.critic.coefficient / self.steps)
         if self.critic.clip is None:
@@ -68,7 +68,7 @@ class Slopes:
 
 
 def has_slopes(algorithm: PolicyGradient) -> bool:
-    """Whether the closed form is known for the parts of a method."""
+    """Return True if the closed form is known for the parts of a method."""
     surrogate, critic = algorithm.surrogate, algorithm.critic
     known = surrogate in (score, unclipped) or type(surrogate) is clip
     fits = algorithm.ratio in (ratio.none, ratio.token) and algorithm.correction is None
@@ -77,7 +77,7 @@ def has_slopes(algorithm: PolicyGradient) -> bool:
 
 
 def slopes(algorithm: PolicyGradient, prepared: Prepared, totals: Totals) -> Slopes | None:
-    """The closed form for these steps of a method that `has_slopes`; None where some row or step is no part of the batch."""
+    """Return the closed form for a method that `has_slopes`, or None if some row or step is not trained on."""
     surrogate, batch = algorithm.surrogate, prepared.batch
     if not prepared.whole and not bool((batch.mask & prepared.keep[:, None]).all()):
         return None
@@ -97,6 +97,6 @@ def slopes(algorithm: PolicyGradient, prepared: Prepared, totals: Totals) -> Slo
 
 
 def _bounds(surrogate: clip, advantage: Tensor) -> tuple[Tensor, Tensor]:
-    """log ρ loses its gradient below the first where A < 0, and above the second where A > 0."""
+    """Return the bounds of log ρ: it loses its gradient below the first where A < 0, and above the second where A > 0."""
     low, high = torch.log(advantage.new_tensor([1 - surrogate.low, 1 + surrogate.high])).unbind()
     return torch.where(advantage < 0, low, -torch.inf), torch.where(advantage > 0, high, torch.inf)

@@ -2,8 +2,8 @@
 
     max_s gᵀs  subject to  ½·sᵀFs ≤ δ,   F the Fisher information matrix: s = √(2δ / xᵀFx)·x with Fx = g
 
-then as far along s as keeps the true KL within δ and improves the true objective. Source: Schulman et al. 2015, TRPO,
-arXiv:1502.05477, sections 5, 6 and appendix C.
+The step then goes as far along s as the true KL stays within δ and the true objective improves. Source: Schulman et al. 2015,
+TRPO, arXiv:1502.05477, sections 5, 6 and appendix C.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Product = Callable[[Tensor], Tensor]
 
 
 def conjugate_gradients(product: Product, b: Tensor, steps: int, tolerance: float = 1e-10) -> Tensor:
-    """x with A·x ≈ b for a symmetric positive definite A, given as its product with a vector; exact after len(b) steps.
+    """Return x with A·x ≈ b for a symmetric positive definite A, given as its product with a vector; exact after len(b) steps.
 
-    It ends where |b − A·x|² ≤ tolerance · |b|², whatever the scale of b.
+    Iteration ends when |b − A·x|² ≤ tolerance · |b|², whatever the scale of b.
 
     Source: Hestenes and Stiefel 1952.
     """
@@ -39,7 +39,7 @@ def conjugate_gradients(product: Product, b: Tensor, steps: int, tolerance: floa
 
 
 def fisher_product(kl: Tensor, parameters: Tensor, damping: float) -> Product:
-    """v -> (F + damping·I)·v, F the Hessian of `kl`, a scalar that is 0 and smallest where `parameters` stand."""
+    """Return v -> (F + damping·I)·v, with F the Hessian of `kl`, a scalar that is 0 and minimal at the current `parameters`."""
     (gradient,) = torch.autograd.grad(kl, parameters, create_graph=True)
 
     def product(v: Tensor) -> Tensor:
@@ -51,16 +51,16 @@ def fisher_product(kl: Tensor, parameters: Tensor, damping: float) -> Product:
 
 @dataclass(frozen=True)
 class Taken:
-    """What came of a step."""
+    """The outcome of a step."""
 
     shift: Tensor
-    """What was added to the parameters; zeros where no try was accepted."""
+    """The vector added to the parameters; zeros if no try was accepted."""
     improvement: float
-    """By how much the surrogate objective grew."""
+    """The increase of the surrogate objective."""
     kl: float
-    """Mean KL(old‖new) after it."""
+    """Mean KL(old‖new) after the step."""
     tries: int
-    """Lengths tried; 0 where there was no direction."""
+    """Number of lengths tried; 0 if there was no direction."""
 
 
 def step(
@@ -73,10 +73,10 @@ def step(
     shrink: float = 0.8,
     tries: int = 10,
 ) -> Taken:
-    """The trust-region step along `gradient` (of the objective to maximise).
+    """Return the trust-region step along `gradient` (of the objective to maximise).
 
-    `product` is v -> F·v; `measure(shift)` gives the true improvement and the true mean KL with `shift` added. Shrinks the step
-    by `shrink` until it improves within `max_kl`; where none of `tries` lengths does, nothing is added.
+    `product` is v -> F·v. `measure(shift)` returns the true improvement and the true mean KL with `shift` added. The step shrinks
+    by `shrink` until it improves within `max_kl`. If none of `tries` lengths does, the shift is zero.
     """
     direction = conjugate_gradients(product, gradient, cg_steps)
     curvature = float(direction @ product(direction))

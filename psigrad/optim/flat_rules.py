@@ -1,7 +1,7 @@
 """Adam and RMSprop on one flat vector of weights.
 
-They are `torch.optim`'s, written out: on one small vector those spend ten times as long on bookkeeping as on numbers.
-`tests/optim/test_flat_rules.py` compares them with the originals. Denormal numbers are treated as 0: the moments of a weight
+They are `torch.optim`'s rules, written out. On one small vector, torch spends ten times as long on bookkeeping as on numbers.
+`tests/optim/test_flat_rules.py` compares them with the originals. Denormal numbers are flushed to 0. The moments of a weight
 behind a dead unit decay to them, and arithmetic on them takes a hundred times as long.
 """
 
@@ -36,7 +36,7 @@ class Adam:
         return {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Step by the kernel on a CPU: one pass over memory in place of seven."""
+        """Step by the kernel on a CPU, which makes one pass over memory instead of seven; otherwise by torch."""
         torch.set_flush_denormal(True)
         try:
             for u in updates:
@@ -46,7 +46,7 @@ class Adam:
 
     def _step(self, u: Update, step: StepSize) -> None:
         count = int(u.state["step"]) + 1
-        u.state["step"].fill_(count)  # a fifth of the time of an addition
+        u.state["step"].fill_(count)  # takes a fifth of the time of an addition
         rate, correction = step.lr / (1 - _BETA1**count), 1 / (1 - _BETA2**count)
         mean, square = u.state["exp_avg"], u.state["exp_avg_sq"]
         if (native := _kernels(u)) is not None:
@@ -93,7 +93,7 @@ def _kernels(u: Update) -> FlatKernels | None:
 
 
 def _factor(step: StepSize) -> float:
-    """Return the number that clipping multiplies gradients by."""
+    """Return the factor by which clipping multiplies gradients."""
     return step.max_norm / step.norm if 0 < step.max_norm < step.norm else 1.0
 
 
@@ -108,5 +108,5 @@ def _tiny(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _root(square: Tensor, scale: float) -> Tensor:
-    """Return √(scale·v). MKL's square root of a 0 takes twenty times as long as that of other numbers, so 1e-30 is added."""
+    """Return √(scale·v), with 1e-30 added: MKL's square root of 0 takes twenty times as long as that of other numbers."""
     return torch.add(_tiny(square.dtype, square.device), square, alpha=scale).sqrt_()

@@ -1,8 +1,8 @@
 """Gradients of vocabulary-sized weights, added in place or not stored at all.
 
-Autograd makes a full gradient for every use of a weight, and then adds it to the sum. An embedding that is tied to the head is
-used twice, and each gradient is as large as the weight. Inside `in_place` each use adds to the sum directly. With `recompute` the
-sum is not stored either: each use keeps a few numbers per token, and rows of the gradient are computed on demand.
+Autograd allocates a full gradient for every use of a weight, then adds it to the sum. An embedding tied to the head is used
+twice, and each gradient is as large as the weight. Inside `in_place` each use adds to the sum directly. With `recompute` the sum
+is not stored either: each use keeps a few numbers per token, and rows of the gradient are computed on demand.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-# How many numbers of a gradient are computed at a time; the memory that its uses may hold, as a share of the gradient's.
+# The number of gradient elements computed at a time, and the memory for stored uses as a share of the gradient's.
 BLOCK_ELEMENTS = 1 << 20
 HELD = 0.5
 
@@ -27,7 +27,7 @@ class Use(Protocol):
 
     @property
     def size(self) -> int:
-        """How many numbers it keeps in memory."""
+        """The number of elements that the use stores."""
         ...
 
     def add_to(self, out: Tensor, rows: slice) -> None:
@@ -46,16 +46,16 @@ class Sums:
         self.recompute = recompute
         self.tensors: dict[Tensor, Tensor] = {}
         self.wide: dict[Tensor, Tensor] = {}
-        """Float32 sums of the gradients of half-precision weights, of the uses that asked for one."""
+        """Float32 sums of the gradients of half-precision weights, for the uses that request one."""
         self.uses: dict[Tensor, list[Use]] = {}
         self._weights = None if weights is None else set(weights)
 
     def owns(self, weight: Tensor) -> bool:
-        """Whether this object sums the weight's gradients."""
+        """Return True if this object sums the weight's gradients."""
         return self._weights is None or weight in self._weights
 
     def of(self, weight: Tensor) -> Tensor:
-        """The sum of a weight's gradients, 0 at first. It reuses the tensor of the step before."""
+        """Return the sum of a weight's gradients, initially 0. It reuses the tensor of the previous step."""
         if weight.grad is None:
             before = self.tensors.get(weight)
             fits = before is not None and (before.shape, before.dtype, before.device) == (
@@ -75,7 +75,7 @@ class Sums:
             self.wide[weight] = gradient.float()
 
     def defers(self, weight: Tensor, use: Use) -> bool:
-        """Whether the use's gradient is left for `blocks` to compute; if not, the caller adds it to the sum now."""
+        """Return True if `blocks` will compute the use's gradient. If False, the caller must add it to the sum now."""
         held = self.uses.get(weight, [])
         room = HELD * weight.numel() - use.size - sum(u.size for u in held)
         if self.recompute and weight.grad is None and room >= 0:
@@ -85,15 +85,15 @@ class Sums:
         return False
 
     def settle(self) -> None:
-        """End the backward passes of a step: deferred gradients join the sums that autograd has made of the same weights."""
+        """End the backward passes of a step: add deferred gradients to sums that autograd has created for the same weights."""
         for weight in [w for w in self.uses if w.grad is not None]:
             self._store(weight)
         self.tensors = {weight: total for weight, total in self.tensors.items() if weight.grad is total}
 
     def blocks(self, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """The gradient of a weight with deferred uses, a block of rows at a time; each block overwrites the one before.
+        """Yield the gradient of a weight with deferred uses, one block of rows at a time. Each block overwrites the previous one.
 
-        The caller may change rows of the weight after their block was given.
+        The caller may change rows of the weight after their block was yielded.
         """
         height = max(1, BLOCK_ELEMENTS // weight[0].numel())
         room = torch.empty_like(weight[:height])
@@ -118,8 +118,9 @@ _SUMS: ContextVar[tuple[Sums, ...]] = ContextVar("sums of gradients that are wri
 
 @contextlib.contextmanager
 def in_place(*sums: Sums) -> Iterator[None]:
-    """Inside this context, `backward()` adds to `.grad` or `sums` directly. `torch.autograd.grad` and hooks on parameters do not
-    see those gradients.
+    """Make `backward()` add directly to `.grad` or `sums` inside this context.
+
+    `torch.autograd.grad` and hooks on parameters do not see those gradients.
     """
     token = _SUMS.set(sums or (Sums(),))
     try:
@@ -129,15 +130,15 @@ def in_place(*sums: Sums) -> Iterator[None]:
 
 
 def sums_for(weight: Tensor) -> Sums | None:
-    """The `Sums` that take the gradients of `weight`; None if autograd must, as in half precision, where a sum loses small terms.
+    """Return the `Sums` for the gradients of `weight`, or None if autograd must sum them. Half-precision sums lose small terms.
 
-    Forward passes call this: backward passes may run in another thread, where `in_place` is not set.
+    Call this in the forward pass: backward passes may run in another thread, where `in_place` is not set.
     """
     return _sums_of(weight) if weight.dtype in (torch.float32, torch.float64) else None
 
 
 def wide_sums_for(weight: Tensor) -> Sums | None:
-    """The `Sums` whose `add_wide` takes the gradients of a half-precision `weight`; None if autograd must."""
+    """Return the `Sums` whose `add_wide` takes the gradients of a half-precision `weight`, or None if autograd must sum them."""
     return _sums_of(weight) if weight.dtype in (torch.bfloat16, torch.float16) else None
 
 
@@ -148,14 +149,14 @@ def _sums_of(weight: Tensor) -> Sums | None:
 
 
 class _Rows:
-    """Rows `ids` [N] of a table, with the gradient of each [N, E]."""
+    """A use of rows `ids` [N] of a table, with the gradient [N, E] of each row."""
 
     def __init__(self, ids: Tensor, dy: Tensor) -> None:
         self.ids, self.dy = ids, dy
 
     @property
     def size(self) -> int:
-        """How many numbers the gradient has."""
+        """The number of elements of the gradient."""
         return self.dy.numel()
 
     @torch.no_grad()
@@ -166,7 +167,7 @@ class _Rows:
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of a table, whose gradients go to those rows of the sum."""
+    """The lookup of rows of a table, whose gradients go to those rows of the sum."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, ids: Tensor, padding: int | None, sums: Sums) -> Tensor:
@@ -187,6 +188,6 @@ class _Lookup(torch.autograd.Function):
 
 
 def embedding(table: Tensor, ids: Tensor, padding: int | None, sums: Sums) -> Tensor:
-    """Rows of a table [V, E] by `ids` [...], with gradients that go to `sums`; that of `padding` does not learn from it."""
+    """Return rows of a table [V, E] by `ids` [...], with gradients that go to `sums`. The row `padding` gets no gradient."""
     rows: Tensor = _Lookup.apply(table, ids, padding, sums)
     return rows

@@ -1,4 +1,4 @@
-"""AdamW in little memory: moments of 8 bits, bfloat16 weights without float32 masters, or both."""
+"""AdamW with little memory: 8-bit moments, bfloat16 weights without float32 masters, or both."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from psigrad.optim.rules import StepSize, Update, adamw_kernels
 from psigrad.seeds import derive
 
 BLOCK = 256
-"""Neighbours whose moments share a scale."""
+"""The number of neighbours whose moments share a scale."""
 _LEAST = 4096
 _EMBEDDING = re.compile(r"embed|wte|wpe", re.IGNORECASE)
 
 
 @functools.cache
 def levels(signed: bool) -> Tensor:
-    """The 256 numbers that a moment, over the largest of its block, is rounded to: 0, 1, and of each power of ten 10⁻ⁱ,
-    i = 0 … 6, the middles of so many equal parts of [0.1, 1] · 10⁻ⁱ as there are codes left (dynamic tree quantisation, Dettmers
-    et al. 2022, arXiv:2110.02861, as bitsandbytes has it). Those of the second moment, which has no sign, are twice as many.
+    """Return the 256 levels to which a moment, divided by the largest of its block, is rounded.
+
+    They are 0, 1, and for each power of ten 10⁻ⁱ, i = 0 … 6, the middles of equal parts of [0.1, 1] · 10⁻ⁱ. There are as many
+    parts as codes are left. This is dynamic tree quantisation (Dettmers et al. 2022, arXiv:2110.02861) as in bitsandbytes. The
+    second moment has no sign, so its levels are twice as dense.
     """
     found = [0.0, 1.0]
     for i in range(7):
@@ -37,8 +39,9 @@ def levels(signed: bool) -> Tensor:
 
 @functools.cache
 def middles(signed: bool) -> Tensor:
-    """Where one level ends and the next begins; infinity behind the last. A second moment above 0 stays above 0, unlike
-    bitsandbytes': by its root, and little else, the next step is divided.
+    """Return the upper bound of each level; the last one is infinity.
+
+    A second moment above 0 stays above 0, unlike in bitsandbytes: the next step is divided by its root and little else.
     """
     own = levels(signed)
     found = torch.cat([(own[1:] + own[:-1]) / 2, torch.tensor([math.inf])])
@@ -47,20 +50,21 @@ def middles(signed: bool) -> Tensor:
 
 
 def encode(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """(codes [blocks, 256] of uint8, scales [blocks]) of numbers [blocks, 256]: each the nearest level times the scale."""
+    """Encode numbers [blocks, 256] as (codes [blocks, 256] of uint8, scales [blocks]): each the nearest level times the scale."""
     scales = x.abs().amax(1)
     shares = (x / scales[:, None]).nan_to_num_(0.0)
     return torch.bucketize(shares, middles(signed)[:-1].to(x.device)).to(torch.uint8), scales
 
 
 def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """The inverse of `encode`."""
+    """Decode codes and scales, the inverse of `encode`."""
     return levels(signed).to(codes.device)[codes.int()] * scales[:, None]
 
 
 def round_stochastically(x: Tensor, seed: int) -> Tensor:
-    """x [n] in bfloat16, each number one of its two neighbours, with chances by which the mean is x. Number i's draw depends on
-    `seed` and i alone.
+    """Round x [n] to bfloat16: each number to one of its two neighbours, with probabilities such that the mean is x.
+
+    Number i's draw depends on `seed` and i alone.
     """
     i = torch.arange(x.numel(), device=x.device) ^ seed
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
@@ -80,9 +84,9 @@ def has_codes(name: str, p: Tensor) -> bool:
 class LowMemoryAdamW:
     """AdamW with 8-bit moments, without float32 masters, or both.
 
-    With `eight_bits` the moments are codes in blocks of 256 numbers. Embeddings keep float32 moments as in transformers: their
-    rows learn at very different rates. A bfloat16 weight is stepped without a master: θ ← θ - η·m̂ / (√v̂ + ε) is rounded up or
-    down at random, so that steps smaller than a 256th of a weight happen as often as they should (Zamirai et al. 2020,
+    With `eight_bits` the moments are codes in blocks of 256 numbers. Embeddings keep float32 moments as in transformers, since
+    their rows learn at very different rates. A bfloat16 weight is stepped without a master: θ ← θ - η·m̂ / (√v̂ + ε) is rounded
+    up or down at random, so that steps smaller than a 256th of a weight are right on average (Zamirai et al. 2020,
     arXiv:2010.06192). Draws depend on `seed`, the weight's name and the step.
     """
 
@@ -103,7 +107,7 @@ class LowMemoryAdamW:
         return state
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Step by the kernels where they can, otherwise by torch."""
+        """Step by the kernels where possible, otherwise by torch."""
         weights = [self._weight(u) for u in updates]
         native = [w for w in weights if _has_kernel(w)]
         if native:
@@ -130,7 +134,7 @@ class LowMemoryAdamW:
         )
 
     def _step_by_torch(self, w: AdamWWeight, step: StepSize) -> None:
-        """Take the same step by torch: for other devices, and as the oracle of the kernel."""
+        """Take the same step by torch, for other devices and as the oracle of the kernel."""
         weight, (beta1, beta2) = w.weight, self.betas
         x, g = weight.float().flatten(), w.gradient.float().flatten() / step.divisor
         moments = [w.exp_avg.flatten(), w.exp_avg_sq.flatten()]
@@ -154,7 +158,7 @@ class LowMemoryAdamW:
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """[n] -> [blocks, 256], the last filled with 0."""
+    """Reshape [n] to [blocks, 256], with the last block padded by 0."""
     return torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
 
 
@@ -166,8 +170,8 @@ def _has_kernel(w: AdamWWeight) -> bool:
 
 @functools.cache
 def _tables() -> tuple[Tensor, ...]:
-    """Of the signed moment and of the other: levels, middles, and the first level that a number of each cell may have."""
-    # a cell is what a float's upper 16 bits say, from 2^-24 to 1: below there is no middle
+    """Return tables for the signed moment, then the unsigned one: levels, middles, and the first possible level of each cell."""
+    # A cell is a value of a float's upper 16 bits, from 2^-24 to 1. There is no middle below 2^-24.
     edges = ((torch.arange((24 << 7) + 2) + (103 << 7)) << 16).to(torch.int32).view(torch.float32)
     found: list[Tensor] = []
     for signed in (True, False):

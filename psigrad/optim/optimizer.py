@@ -32,40 +32,41 @@ STATE_FILE = "optimizer.safetensors"
 
 
 MAX_NONFINITE = 3
-"""Steps in a row without a finite gradient that end a run."""
+"""The number of consecutive steps without a finite gradient that ends a run."""
 
 
 class NonFiniteError(UserError):
-    """The gradient was not finite for `MAX_NONFINITE` steps in a row, or a weight is not finite."""
+    """An error: the gradient was not finite for `MAX_NONFINITE` steps in a row, or a weight is not finite."""
 
 
 @dataclass(eq=False)
 class Weight:
-    """A learning parameter, its master, and the state of its rule."""
+    """A trainable parameter, its master, and the state of its rule."""
 
     name: str
     parameter: nn.Parameter
-    """The parameter of the model; with FSDP it is in shards."""
+    """The model's parameter; with FSDP it is sharded."""
     local: nn.Parameter
-    """What this process stores of it: the parameter itself, or the rows of its shard."""
+    """The part stored by this process: the parameter itself, or the rows of its shard."""
     master: nn.Parameter
-    """What is stepped: `local`, or a float32 copy of it in half precision. With stochastic rounding it is a placeholder of that
-    shape, which takes no memory and only has a gradient.
+    """The tensor that is stepped: `local`, or a float32 copy of it in half precision.
+
+    With stochastic rounding it is a placeholder of that shape, which takes no memory and only has a gradient.
     """
     stochastic: bool
-    """True if `local` is rounded stochastically and has no copy."""
+    """True if `local` is rounded stochastically and has no float32 copy."""
     kernels: OptimizerKernels | None
     """The kernels that step `local` and the master along a bfloat16 gradient, if they can."""
     rule: UpdateRule
     state: dict[str, Tensor]
     buffer: Tensor | None = None
-    """The float32 gradient of the last step of several passes. It is reused: allocated anew among the activations of each step
-    it would fragment the heap.
+    """The float32 gradient of the last step with several passes. It is reused, since allocating it again among the activations of
+    each step would fragment the heap.
     """
 
     @property
     def half(self) -> bool:
-        """True in half precision."""
+        """True if the weights are in half precision."""
         return self.master is not self.local
 
     @property
@@ -96,10 +97,10 @@ class Weight:
 
 
 class Optimizer:
-    """Steps named parameters by the rule that `optim.optimizer` names, or by another `rule`. Weight decay acts on matrices only.
+    """Optimiser of named parameters by the rule in `optim.optimizer` or a custom `rule`. Weight decay acts on matrices only.
 
-    `seed` is that of stochastic rounding. With `recompute` the gradient of a large head is not stored: its rows are computed
-    twice, for the norm and for the step. In a `world` of several processes gradients are summed over them.
+    `seed` seeds stochastic rounding. With `recompute` the gradient of a large head is not stored: its rows are computed twice,
+    for the norm and for the step. In a `world` of several processes gradients are summed over them.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Optimizer:
         self.parameters, self.optim, self.world = dict(parameters), optim, world
         self.weights = {name: _weight(name, p, optim, rule, seed) for name, p in self.parameters.items()}
         self.nonfinite = self.updates = 0
-        """Steps in a row without a finite gradient; updates of the weights by this object."""
+        """The number of consecutive steps without a finite gradient, and the number of weight updates by this object."""
         rows = all(w.rule.by_rows for w in self.weights.values())
         self._half = [w for w in self.weights.values() if w.half]
         self._sharded = [w for w in self.weights.values() if w.local is not w.parameter]
@@ -128,13 +129,13 @@ class Optimizer:
 
     @property
     def masters(self) -> dict[str, nn.Parameter]:
-        """What is stepped, by name (see `Weight.master`)."""
+        """The tensors that are stepped, by name (see `Weight.master`)."""
         return {name: w.master for name, w in self.weights.items()}
 
     def step(self, losses: Iterable[Callable[[], Tensor]], lr: float) -> float | None:
         """Add up the gradients of `losses` (one micro-batch each) and step at rate `lr`.
 
-        Returns the gradient norm before clipping, or None if it is not finite: then nothing is stepped.
+        Returns the gradient norm before clipping, or None if it is not finite. In that case nothing is stepped.
         """
         norms = step_together([(self, lr)], losses)
         return None if norms is None else norms[0]
@@ -152,8 +153,9 @@ class Optimizer:
 
     @contextlib.contextmanager
     def float32_sums(self) -> Iterator[None]:
-        """Inside this context, gradients of half-precision weights are added up on their float32 masters: a sum in bfloat16 of
-        1,000 micro-batches is 3 % off.
+        """Add up gradients of half-precision weights on their float32 masters inside this context.
+
+        A sum in bfloat16 of 1,000 micro-batches is 3 % off.
         """
         handles = []
         for w in self._half:
@@ -166,14 +168,14 @@ class Optimizer:
                 handle.remove()
 
     def restore_precision(self) -> None:
-        """Return the gradients of a single pass from the masters to the weights, in the weights' precision."""
+        """Move the gradients of a single pass from the masters back to the weights, in the weights' precision."""
         for w in self._half:
             if (total := w.master.grad) is not None:
                 w.parameter.grad, w.master.grad = total.to(w.parameter.dtype), None
             w.buffer = None
 
     def settle(self) -> None:
-        """End the backward passes of a step: each gradient is in one place, on the weight or on its master."""
+        """End the backward passes of a step: store each gradient in one place, on the weight or on its master."""
         self.sums.settle()
         for w in self._half:
             if w.parameter in self.sums.wide:
@@ -184,12 +186,13 @@ class Optimizer:
 
     @property
     def unsharded(self) -> list[nn.Parameter]:
-        """Return what several processes sum the gradients of: the masters of weights that are not in shards."""
+        """The tensors whose gradients several processes sum: the masters of weights that are not sharded."""
         return [w.master for w in self.weights.values() if w.local is w.parameter]
 
     def norm(self) -> float:
-        """Return the gradient's norm, and put the gradient where the rule reads it: on the masters, except for half-precision
-        weights that kernels step. With shards it is the norm of the whole gradient.
+        """Return the gradient's norm, and move the gradient to where the rule reads it.
+
+        That is the master, except for half-precision weights that kernels step. With shards it is the norm of the whole gradient.
         """
         for w in self._sharded:
             w.local.grad = None if w.parameter.grad is None else local_of(w.parameter.grad)
@@ -207,7 +210,7 @@ class Optimizer:
         return math.sqrt(stored**2 + math.fsum(squares)) if squares else stored
 
     def _norm_over_ranks(self) -> float:
-        """Return the norm from what each process stores. A weight that is not in shards counts once."""
+        """Return the norm from the parts that each process stores. A weight that is not sharded counts once."""
         parts = [0.0, 0.0]
         for w in self.weights.values():
             if w.gradient is not None:
@@ -229,7 +232,7 @@ class Optimizer:
         for weight in [w for w in self.weights.values() if w.parameter in self.sums.uses] if self.sums.uses else ():
             self._step_by_rows(weight, step)
             changed.append(weight.master)
-        # kernels and fused steps do not count the versions up, by which others notice a change
+        # Kernels and fused steps do not increment the versions by which other code notices a change.
         torch.autograd.graph.increment_version(changed)
         self.sums.forget()
         for w in self._half:
@@ -237,7 +240,7 @@ class Optimizer:
                 w.local.copy_(w.master)
 
     def _step_by_rows(self, w: Weight, step: StepSize) -> None:
-        """Step along a gradient that is not stored, a block of rows at a time."""
+        """Step along a gradient that is not stored, one block of rows at a time."""
         for rows, gradient in self.sums.blocks(w.parameter):
             state = {key: x[rows] if x.dim() else x.clone() for key, x in w.state.items()}
             whole = w.update(gradient, self.optim.weight_decay)
@@ -245,15 +248,15 @@ class Optimizer:
         w.state["step"] += 1
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the rules' state and the float32 masters as "kind.<parameter>", in shards if the weights are."""
+        """Return the rules' state and the float32 masters as "kind.<parameter>", sharded if the weights are."""
         weights = self.weights.values()
         return {f"{kind}.{w.name}": like(x, w.parameter) for w in weights for kind, x in w.tensors().items()}
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` returned. The state of a parameter that is absent is 0.
+        """Restore the result of `state_dict`. The state of an absent parameter becomes 0.
 
-        Raises `UserError` if the state belongs to other parameters or to another rule; then nothing is changed.
+        Raises `UserError` if the state belongs to other parameters or to another rule. In that case nothing is changed.
         """
         masters = {f"master.{name}" for name in self.weights}
         own = {f"{kind}.{w.name}": x for w in self.weights.values() for kind, x in w.tensors().items()}
@@ -278,7 +281,9 @@ class Optimizer:
 
 
 def check_gradients(nonfinite: int, step: int) -> None:
-    """Raise `NonFiniteError` if the last `nonfinite` steps, up to `step`, are too many without a finite gradient."""
+    """Raise `NonFiniteError` if `nonfinite`, the number of consecutive steps without a finite gradient until `step`, is
+    too big.
+    """
     if nonfinite >= MAX_NONFINITE:
         raise NonFiniteError(
             f"The gradient was not finite for {nonfinite} steps in a row, up to step {step}. No such step was applied, and the "
@@ -287,7 +292,7 @@ def check_gradients(nonfinite: int, step: int) -> None:
 
 
 def check_weights(weights: Mapping[str, Tensor], step: int) -> None:
-    """Raise `NonFiniteError` if a weight is not finite: no run should resume from it."""
+    """Raise `NonFiniteError` if a weight is not finite, since no run should resume from it."""
     if bad := [name for name, x in weights.items() if x.numel() and not _is_finite(x)]:
         raise NonFiniteError(
             f"The weights are not finite after step {step} ({', '.join(bad[:3])}), so no checkpoint was made of them. The last "
@@ -296,7 +301,7 @@ def check_weights(weights: Mapping[str, Tensor], step: int) -> None:
 
 
 def _is_finite(x: Tensor) -> bool:
-    least, most = x.detach().aminmax()  # one pass, and no tensor of that size
+    least, most = x.detach().aminmax()  # one pass, without a tensor of that size
     return math.isfinite(float(least)) and math.isfinite(float(most))
 
 
@@ -334,12 +339,12 @@ def _moved(w: Weight, _: Tensor) -> None:
 
 def _total_norm(gradients: Sequence[Tensor]) -> float:
     if len(gradients) == 1:
-        return float(torch.linalg.vector_norm(gradients[0]))  # the same, in a tenth of the time
+        return float(torch.linalg.vector_norm(gradients[0]))  # the same result in a tenth of the time
     return float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
 
 def add_up(optimizers: Sequence[Optimizer], losses: Iterable[Callable[[], Tensor]]) -> None:
-    """Give the optimisers the gradient of the sum of `losses`, one micro-batch each, in place of what they had."""
+    """Replace the gradients of the optimisers by the gradient of the sum of `losses`, one micro-batch each."""
     passes, alone = 0, [optimizer for optimizer in optimizers if optimizer.world.size == 1]
     later = [optimizer for optimizer in alone if not optimizer.has_buffers]
     with contextlib.ExitStack() as stack:
@@ -348,7 +353,7 @@ def add_up(optimizers: Sequence[Optimizer], losses: Iterable[Callable[[], Tensor
             if optimizer not in later:
                 stack.enter_context(optimizer.float32_sums())
         stack.enter_context(in_place(*(optimizer.sums for optimizer in optimizers)))
-        for passes, loss in enumerate(losses, 1):  # one by one: the activations of a pass are freed before the next
+        for passes, loss in enumerate(losses, 1):  # one by one: the activations of a pass are freed before the next pass
             for optimizer in later if passes == 2 else ():
                 stack.enter_context(optimizer.float32_sums())
             loss().backward()
@@ -360,10 +365,9 @@ def add_up(optimizers: Sequence[Optimizer], losses: Iterable[Callable[[], Tensor
 
 
 def apply_together(rates: Sequence[tuple[Optimizer, float]]) -> list[float]:
-    """Step several optimisers along their gradients, each at its rate and clipped by its own norm. If a norm is not finite,
-    nothing is stepped, and the first optimiser counts it.
+    """Step several optimisers along their gradients, each at its rate and clipped by its own norm.
 
-    Returns the norms before clipping.
+    If a norm is not finite, nothing is stepped and the first optimiser counts the failure. Returns the norms before clipping.
     """
     norms = [optimizer.norm() for optimizer, _ in rates]
     if not all(map(math.isfinite, norms)):

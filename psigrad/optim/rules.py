@@ -1,7 +1,7 @@
-"""Update rules of named parameters (AdamW, Muon and Adafactor), and learning rates. A rule keeps no tensor: its state is the
-loop's, by name.
+"""Update rules of named parameters (AdamW, Muon and Adafactor), and learning rates.
 
-AdamW in less memory is in `low_memory.py`, and the rules for one flat vector are in `flat_rules.py`.
+A rule stores no tensors; the loop stores its state by name. AdamW with less memory is in `low_memory.py`, and the rules for one
+flat vector are in `flat_rules.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class StepSize(NamedTuple):
-    """One optimiser step: its rate, the norm of the gradient, and the norm that it is clipped to (0: never)."""
+    """One optimiser step: its rate, the gradient's norm, and the maximal norm after clipping (0: no clipping)."""
 
     lr: float
     norm: float = 0.0
@@ -35,7 +35,7 @@ class StepSize(NamedTuple):
 
     @property
     def divisor(self) -> float:
-        """Clipping divides gradients by this number; 1 if the norm is not above the limit."""
+        """The number by which clipping divides gradients; 1 if the norm is not above the limit."""
         return self.norm / self.max_norm if 0 < self.max_norm < self.norm else 1.0
 
 
@@ -71,14 +71,14 @@ class UpdateRule(Protocol):
 def adamw_kernels(dtype: torch.dtype, device: str) -> OptimizerKernels | None:
     """Return the kernels that step weights of this type on this device along half-precision gradients, or None."""
     if dtype != torch.bfloat16 or device != "cpu":
-        return None  # without asking for kernels, which may have to be compiled
+        return None  # without loading the kernels, which may have to be compiled
     found = kernels()
     return None if isinstance(found, str) else found.half_precision
 
 
 @dataclass(frozen=True)
 class AdamW:
-    """`torch.optim.AdamW`'s fused step (Loshchilov & Hutter 2019, arXiv:1711.05101), by its functional form.
+    """`torch.optim.AdamW`'s fused step (Loshchilov & Hutter 2019, arXiv:1711.05101), in its functional form.
 
     torch's class imports the compiler before its first step, which takes a second and 60 MB. It also allocates the moments in
     that step, which fragments the heap: with a large vocabulary that cost a tenth more memory. Here they are allocated first.
@@ -95,8 +95,9 @@ class AdamW:
         return {"step": torch.zeros((), device=p.device), **moments}
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Step by torch, or by the kernels along half-precision gradients. Both divide gradients while they read them: a pass
-        for the division alone takes a third of the step's time.
+        """Step by torch, or by the kernels along half-precision gradients.
+
+        Both divide gradients while they read them: a separate pass for the division takes a third of the step's time.
         """
         half = [u for u in updates if u.stored is not None and u.gradient.dtype == u.stored.dtype]
         plain = [u for u in updates if u.stored is None or u.gradient.dtype != u.stored.dtype]
@@ -149,10 +150,10 @@ def is_hidden_matrix(name: str, p: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Muon:
-    """`torch.optim.Muon`'s step on hidden matrices, by its functional form.
+    """`torch.optim.Muon`'s step on hidden matrices, in its functional form.
 
     Formula: B ← μB + g;  W ← W − lr·λ·W − 0.2·lr·√max(n, m) · NS(g + μB), with the Newton–Schulz iteration NS, which makes all
-    singular values about 1, and μ = 0.95. The factor gives the steps AdamW's size, so that its rates serve (Jordan 2024; Liu et
+    singular values about 1, and μ = 0.95. The factor gives the steps AdamW's size, so that its rates apply (Jordan 2024; Liu et
     al. 2025, arXiv:2502.16982).
     """
 
@@ -184,7 +185,7 @@ class Muon:
 
 @dataclass(frozen=True)
 class Adafactor:
-    """Adafactor with a given learning rate, to the bit as transformers' `Trainer` configures it. For a matrix it keeps only the
+    """Adafactor with a given learning rate, bit for bit as transformers' `Trainer` configures it. For a matrix it keeps only the
     mean squares of the gradient's rows and columns (Shazeer & Stern 2018, arXiv:1804.04235).
 
     Formula: R ← β·R + (1 − β)·mean_cols(g² + 10⁻³⁰),  C likewise of rows, β = 1 − t^−0.8;  u = g / √(R·Cᵀ / mean(R));
@@ -251,7 +252,7 @@ def decayed(peak: float, kind: str, progress: float) -> float:
             return peak
 
 
-# The warm-up of these starts above 0, or lr_scheduler_kwargs give it.
+# These schedules' warm-up starts above 0, or lr_scheduler_kwargs configure it.
 _OWN_WARM_UP = ("cosine_warmup_with_min_lr", "warmup_stable_decay")
 
 

@@ -1,6 +1,6 @@
-"""Markov decision processes and their solvers. Imports numpy and scipy and nothing else of psigrad.
+"""Markov decision processes and their solvers. They import numpy and scipy and no other package of psigrad.
 
-Read mdp.py and bellman.py, then solvers.py (the model is known), then prediction.py and td_control.py (it is not).
+Read mdp.py and bellman.py, then solvers.py (known models), then prediction.py and td_control.py (unknown models).
 """
 
 from __future__ import annotations

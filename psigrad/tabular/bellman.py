@@ -1,4 +1,4 @@
-"""Policies and the Bellman equations: V, Q and advantages, exact where a linear system can say so."""
+"""Policies and the Bellman equations: V, Q and advantages, exact if a linear system determines them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Policy = IntArray | FloatArray
 
 
 def uniform_policy(mdp: MDP) -> FloatArray:
-    """(S, A): every action with the same probability."""
+    """Return (S, A): every action with the same probability."""
     return np.full((mdp.n_states, mdp.n_actions), 1.0 / mdp.n_actions)
 
 
 def greedy(q: FloatArray, current: IntArray | None = None) -> IntArray:
-    """[S]: argmax_a Q(s, a) for q (S, A).
+    """Return [S]: argmax_a Q(s, a) for q (S, A).
 
-    Ties are stable: actions within 1e-12·(1 + |best|) of the best count as equal; `current` is kept where it is among them, and
-    elsewhere the lowest index wins, so rounding never flips an arrow.
+    Ties are stable: actions within 1e-12·(1 + |best|) of the best count as equal. `current` is kept if it is among them,
+    otherwise the lowest index wins. Rounding therefore never flips an arrow.
     """
     q_AS = q.T
     best = q_AS.max(axis=0)
@@ -38,7 +38,7 @@ def greedy(q: FloatArray, current: IntArray | None = None) -> IntArray:
 
 
 def epsilon_greedy(q: FloatArray, epsilon: float) -> FloatArray:
-    """(S, A): the greedy action with probability 1 − ε + ε/A (shared among ties), every other with ε/A."""
+    """Return (S, A): the greedy action with probability 1 − ε + ε/A (shared among ties), every other with ε/A."""
     _check_epsilon(epsilon)
     best = q.max(axis=1, keepdims=True)
     ties = q >= best - TIE * (1 + np.abs(best))
@@ -46,7 +46,7 @@ def epsilon_greedy(q: FloatArray, epsilon: float) -> FloatArray:
 
 
 def softmax_policy(q: FloatArray, temperature: float) -> FloatArray:
-    """(S, A): π(a|s) ∝ exp(Q(s, a)/τ), the policy that maximises E[Q] + τ·entropy."""
+    """Return (S, A): π(a|s) ∝ exp(Q(s, a)/τ), the policy that maximises E[Q] + τ·entropy."""
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; expected above 0; use greedy for the limit 0.")
     weights = np.exp((q - q.max(axis=1, keepdims=True)) / temperature)
@@ -59,7 +59,7 @@ def _check_epsilon(epsilon: float) -> None:
 
 
 def check_policy(n_states: int, n_actions: int, policy: ArrayLike) -> Policy:
-    """A policy [S] of action numbers or (S, A) of probabilities, or a sentence that says why it is neither."""
+    """Return a policy as [S] action numbers or (S, A) probabilities. Raises ValueError if it is neither."""
     given = np.asarray(policy)
     if given.shape == (n_states,) and np.issubdtype(given.dtype, np.integer):
         outside = given[(given < 0) | (given >= n_actions)]
@@ -80,7 +80,7 @@ def check_policy(n_states: int, n_actions: int, policy: ArrayLike) -> Policy:
 
 
 def check_value(mdp: MDP, value: ArrayLike | None) -> FloatArray:
-    """A float copy of V [S] with 0 at terminal states; zeros for None."""
+    """Return a float copy of V [S] with 0 at terminal states; zeros for None."""
     if value is None:
         return np.zeros(mdp.n_states)
     given = np.array(value, dtype=np.float64)
@@ -91,7 +91,7 @@ def check_value(mdp: MDP, value: ArrayLike | None) -> FloatArray:
 
 
 def policy_model(mdp: MDP, policy: ArrayLike) -> tuple[Matrix, FloatArray]:
-    """The chain of a policy: P_π (S, S) and R_π [S], with P_π = Σ_a π(a|s)·P(·|s, a)."""
+    """Return the chain of a policy: P_π (S, S) and R_π [S], with P_π = Σ_a π(a|s)·P(·|s, a)."""
     policy = check_policy(mdp.n_states, mdp.n_actions, policy)
     states = np.arange(mdp.n_states)
     if policy.ndim == 1:
@@ -105,14 +105,14 @@ def policy_model(mdp: MDP, policy: ArrayLike) -> tuple[Matrix, FloatArray]:
 
 
 def _of_policy(table: FloatArray, policy: Policy) -> FloatArray:
-    """Σ_a π(a|s)·table(s, a), [S]."""
+    """Return Σ_a π(a|s)·table(s, a), [S]."""
     if policy.ndim == 1:
         return np.asarray(table[np.arange(table.shape[0]), policy])
     return np.asarray((table * policy).sum(axis=1))
 
 
 def q_values(mdp: MDP, value: FloatArray) -> FloatArray:
-    """(S, A): Q(s, a) = R(s, a) + γ·Σ_s' P(s'|s, a)·V(s'), one product for all states and actions."""
+    """Return (S, A): Q(s, a) = R(s, a) + γ·Σ_s' P(s'|s, a)·V(s'), in one product for all states and actions."""
     q = mdp.transitions @ value
     q *= mdp.gamma
     q_AS = q.reshape(mdp.n_actions, mdp.n_states)
@@ -121,20 +121,20 @@ def q_values(mdp: MDP, value: FloatArray) -> FloatArray:
 
 
 def advantages(mdp: MDP, policy: ArrayLike, value: FloatArray | None = None) -> FloatArray:
-    """(S, A): A(s, a) = Q(s, a) − V(s) of a policy; its mean under the policy is 0. `value` is V_π when it is known already."""
+    """Return (S, A): A(s, a) = Q(s, a) − V(s) of a policy, whose mean under the policy is 0. `value` is V_π if already known."""
     value = evaluate(mdp, policy) if value is None else value
     return q_values(mdp, value) - value[:, None]
 
 
 def bellman_residual(mdp: MDP, value: FloatArray, policy: ArrayLike | None = None) -> float:
-    """max_s |(TV)(s) − V(s)|, with T the optimality operator, or the operator of a policy."""
+    """Return max_s |(TV)(s) − V(s)|, with T the optimality operator, or the operator of a policy."""
     q = q_values(mdp, value)
     backed_up = q.max(axis=1) if policy is None else _of_policy(q, check_policy(mdp.n_states, mdp.n_actions, policy))
     return float(np.abs(backed_up - value).max())
 
 
 def _solve(mdp: MDP, policy: Policy, right: FloatArray) -> FloatArray:
-    """x with (I − γ·P_π)·x = right. At γ = 1 x is 0 on the classes that the chain never leaves."""
+    """Return x with (I − γ·P_π)·x = right. At γ = 1 x is 0 on the classes that the chain never leaves."""
     model, _ = policy_model(mdp, policy)
     keep = ~mdp.is_terminal
     if gamma_is_one(mdp.gamma):
@@ -152,7 +152,7 @@ def _solve(mdp: MDP, policy: Policy, right: FloatArray) -> FloatArray:
 def _solve_discounted(
     model: Matrix, system: IntArray, gamma: float, right: FloatArray, *, transposed: bool = False
 ) -> FloatArray:
-    """x [S] with (I − γ·P)·x = right on the states of `system` and 0 elsewhere, or with Pᵀ in place of P."""
+    """Return x [S] with (I − γ·P)·x = right on the states of `system` and 0 elsewhere, or with Pᵀ instead of P."""
     out = np.zeros(right.size)
     if not system.size:
         return out
@@ -165,7 +165,7 @@ def _solve_discounted(
 
 
 def _reaching(matrix: Matrix, states: BoolArray) -> BoolArray:
-    """[S]: `states` and every state from which a path of nonzero entries of `matrix` (S, S) leads to one of them."""
+    """Return [S]: `states` and every state from which a path of nonzero entries of `matrix` (S, S) leads to one of them."""
     while True:
         wider = states | (np.asarray(matrix @ states.astype(np.float64)) > 0)
         if (wider == states).all():
@@ -174,16 +174,16 @@ def _reaching(matrix: Matrix, states: BoolArray) -> BoolArray:
 
 
 def evaluate(mdp: MDP, policy: ArrayLike) -> FloatArray:
-    """[S]: V_π, exact: the solution of (I − γ·P_π)·V = R_π, dense or sparse.
+    """Return [S]: V_π, the exact solution of (I − γ·P_π)·V = R_π, dense or sparse.
 
-    At γ = 1 a class of states that the policy never leaves is worth 0 when it pays nothing; otherwise ValueError.
+    At γ = 1 a class of states that the policy never leaves has value 0 if it pays nothing. Otherwise ValueError is raised.
     """
     policy = check_policy(mdp.n_states, mdp.n_actions, policy)
     return _solve(mdp, policy, _of_policy(mdp.rewards, policy))
 
 
 def expected_steps(mdp: MDP, policy: ArrayLike) -> FloatArray:
-    """[S]: Σ_t γ^t·P(not over at t), the discounted number of steps to come; at γ = 1 infinite where it may never end."""
+    """Return [S]: Σ_t γ^t·P(not over at t), the discounted number of remaining steps; at γ = 1 infinite if it may never end."""
     policy = check_policy(mdp.n_states, mdp.n_actions, policy)
     alive = (~mdp.is_terminal).astype(np.float64)
     if not gamma_is_one(mdp.gamma):
@@ -198,7 +198,7 @@ def expected_steps(mdp: MDP, policy: ArrayLike) -> FloatArray:
 
 
 def occupancy(mdp: MDP, policy: ArrayLike) -> FloatArray:
-    """[S]: d(s) = Σ_t γ^t·P(s_t = s | start, π), the discounted visits; d·R_π is the expected return from the start."""
+    """Return [S]: d(s) = Σ_t γ^t·P(s_t = s | start, π), the discounted visits; d·R_π is the expected return from the start."""
     policy = check_policy(mdp.n_states, mdp.n_actions, policy)
     start = np.where(mdp.is_terminal, 0.0, mdp.start_distribution)
     if gamma_is_one(mdp.gamma) and not np.isfinite(expected_steps(mdp, policy)[start > 0]).all():

@@ -1,4 +1,4 @@
-"""Small problems with published answers. Source: Sutton and Barto 2018, unless another is named."""
+"""Small problems with published answers. Source: Sutton and Barto 2018, unless another one is named."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Rule = Callable[[Cell, Cell], tuple[Cell, float]]
 
 
 def _grid(rows: int, columns: int, rule: Rule, gamma: float, terminal: list[Cell], start: Cell | None = None) -> MDP:
-    """The MDP of a deterministic grid: `rule(cell, move)` gives the next cell and the reward."""
+    """Return the MDP of a deterministic grid: `rule(cell, move)` returns the next cell and the reward."""
     n_states = rows * columns
     transitions, rewards = np.zeros((4, n_states, n_states)), np.zeros((n_states, 4))
     for state in range(n_states):
@@ -31,13 +31,17 @@ def _clip(cell: Cell, move: Cell, rows: int, columns: int) -> Cell:
 
 
 def shortest_path_4x4() -> MDP:
-    """Example 4.1: −1 a step, two corners end the episode, γ = 1. Under the random policy the far corners are worth −22."""
+    """Return example 4.1: −1 a step, two corners end the episode, γ = 1. The far corners are worth −22 under the random
+    policy.
+    """
     return _grid(4, 4, lambda cell, move: (_clip(cell, move, 4, 4), -1.0), 1.0, [(0, 0), (3, 3)])
 
 
 def teleport_5x5() -> MDP:
-    """Examples 3.5 and 3.8: every move from (0, 1) pays 10 and leads to (4, 1), from (0, 3) pays 5 and leads to (2, 3); bumping
-    into the border costs 1; γ = 0.9 and no end. Moves are up, right, down, left.
+    """Return examples 3.5 and 3.8: two teleporting cells in a 5×5 grid, with γ = 0.9 and no end.
+
+    Every move from (0, 1) pays 10 and leads to (4, 1); from (0, 3) it pays 5 and leads to (2, 3). Bumping into the border costs
+    1. Moves are up, right, down, left.
     """
 
     def rule(cell: Cell, move: Cell) -> tuple[Cell, float]:
@@ -50,7 +54,7 @@ def teleport_5x5() -> MDP:
 
 
 def cliff_walking() -> MDP:
-    """Example 6.6: 4×12, −1 a step, γ = 1; stepping off the cliff costs 100 and leads back to the start."""
+    """Return example 6.6: 4×12, −1 a step, γ = 1; stepping off the cliff costs 100 and leads back to the start."""
 
     def rule(cell: Cell, move: Cell) -> tuple[Cell, float]:
         target = _clip(cell, move, 4, 12)
@@ -60,7 +64,7 @@ def cliff_walking() -> MDP:
 
 
 def windy_gridworld() -> MDP:
-    """Example 6.5: 7×10, −1 a step, γ = 1; the wind of the column that is left blows upwards. The best path takes 15 steps."""
+    """Return example 6.5: 7×10, −1 a step, γ = 1. A cell's wind blows upwards as it is left. The best path takes 15 steps."""
     wind = (0, 0, 0, 1, 1, 1, 2, 2, 1, 0)
 
     def rule(cell: Cell, move: Cell) -> tuple[Cell, float]:
@@ -70,7 +74,7 @@ def windy_gridworld() -> MDP:
 
 
 def random_walk(n: int = 19, *, left: float = -1.0, right: float = 1.0) -> MDP:
-    """Examples 6.2 and 7.1: n states in a row, one action that steps left or right by a coin; the ends pay `left` and `right`.
+    """Return examples 6.2 and 7.1: n states in a row, one action, a random step to a side; the ends pay `left` and `right`.
 
     States 1 … n, terminal states 0 and n + 1, start in the middle, γ = 1. V(i) = left + (right − left)·i/(n + 1).
     """
@@ -86,7 +90,7 @@ def random_walk(n: int = 19, *, left: float = -1.0, right: float = 1.0) -> MDP:
 
 
 def forest(states: int = 3, *, old: float = 4.0, cut: float = 2.0, fire: float = 0.1, gamma: float = 0.9) -> MDP:
-    """pymdptoolbox's forest: wait (it grows, or burns with probability `fire`) or cut; the oldest pays `old` or `cut`."""
+    """Return pymdptoolbox's forest: wait (it grows, or burns with probability `fire`) or cut; the oldest pays `old` or `cut`."""
     if states < 2:
         raise ValueError(f"states is {states}; expected at least 2 ages of the forest.")
     transitions, rewards = np.zeros((2, states, states)), np.zeros((states, 2))

@@ -1,4 +1,4 @@
-"""Grid worlds: a plain description that is cheap to change, and the MDP that it stands for; and a grid without bounds."""
+"""Grid worlds: a plain description that is cheap to change, its MDP, and a grid without bounds."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ def _default_prizes() -> dict[Cell, float]:
 
 @dataclass(frozen=True)
 class GridWorld:
-    """Cells (row, column) counted from the top left; four moves; rewards are paid when a cell is ENTERED.
+    """A grid of cells (row, column) counted from the top left, with four moves. Rewards are paid when a cell is ENTERED.
 
-    A move against a wall or the border stays where it is and enters nothing. With probability `slip` a move goes off at a right
-    angle, half to each side. State r·columns + c is cell (r, c); walls are states that nobody enters, so that numbers stay the
-    same when walls move. Change it with `dataclasses.replace` or `moved`.
+    A move against a wall or the border stays in its cell and enters nothing. With probability `slip` a move goes off at a right
+    angle, half to each side. State r·columns + c is cell (r, c). Walls are states that are never entered, so that numbers stay
+    the same when walls move. Change a grid with `dataclasses.replace` or `moved`.
     """
 
     rows: int = 8
     columns: int = 8
     prizes: Mapping[Cell, float] = field(default_factory=_default_prizes)
-    """What entering a cell pays on top of step_reward: treasures above 0, traps below."""
+    """The reward of entering a cell on top of step_reward: treasures above 0, traps below."""
     walls: frozenset[Cell] = frozenset()
     slip: float = 0.0
-    """Probability of going off at a right angle, in [0, 1]. FrozenLake's slippery ice is 2/3."""
+    """The probability of going off at a right angle, in [0, 1]. FrozenLake's slippery ice is 2/3."""
     step_reward: float = 0.0
-    """Paid for every step; negative for a cost."""
+    """The reward of every step; negative for a cost."""
     ends: bool = True
-    """Whether entering a prize ends the episode. If not, it pays again each time it is entered."""
+    """True if entering a prize ends the episode. If False, the prize pays again each time it is entered."""
     start: Cell | None = None
-    """First cell; None: any cell that is neither wall nor final, with equal probability."""
+    """The first cell; None: any cell that is neither wall nor final, with equal probability."""
     gamma: float = 0.9
 
     def __post_init__(self) -> None:
@@ -66,23 +66,25 @@ class GridWorld:
         if self.start is not None and self.ends and self.start in self.prizes:
             raise ValueError(f"The start {self.start} is a cell where episodes end; move one of them.")
 
-    if not TYPE_CHECKING:  # a type checker would take every name for one that is there
+    if not TYPE_CHECKING:  # A type checker would accept every name as existing.
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Where the MDP's own names are, for those who pass the grid itself to a solver."""
+            """Raise an AttributeError. It points users who pass the grid to a solver to `grid.mdp()`, if the name belongs to the
+            MDP.
+            """
             there = hasattr(MDP, name) or name in MDP.__dataclass_fields__
             hint = " Its MDP has: give grid.mdp() where an MDP is expected." if there else ""
             raise AttributeError(f"A GridWorld has no {name!r}.{hint}", name=name, obj=self)
 
     def state(self, cell: Cell) -> int:
-        """The state of a cell (row, column)."""
+        """Return the state of a cell (row, column)."""
         row, column = cell
         if not (0 <= row < self.rows and 0 <= column < self.columns):
             raise ValueError(f"There is no cell ({row}, {column}) in the {self.rows}×{self.columns} grid.")
         return row * self.columns + column
 
     def cell(self, state: int) -> Cell:
-        """The cell (row, column) of a state."""
+        """Return the cell (row, column) of a state."""
         if not 0 <= state < self.rows * self.columns:
             raise ValueError(
                 f"There is no state {state}; the {self.rows}×{self.columns} grid has 0 to {self.rows * self.columns - 1}."
@@ -90,7 +92,7 @@ class GridWorld:
         return divmod(int(state), self.columns)
 
     def moved(self, source: Cell, target: Cell) -> GridWorld:
-        """The grid with the prize, the wall or the start at `source` moved to an empty cell `target`."""
+        """Return the grid with the prize, the wall or the start at `source` moved to an empty cell `target`."""
         if target in self.prizes or target in self.walls or target == self.start:
             raise ValueError(f"The cell {target} is taken; move to an empty one.")
         if source in self.prizes:
@@ -102,7 +104,7 @@ class GridWorld:
         raise ValueError(f"The cell {source} is empty; name the cell of a prize, a wall or the start.")
 
     def mdp(self, *, outcomes: bool = True) -> MDP:
-        """The MDP: dense up to 512 states, CSR above. outcomes=False leaves out R(s, a, s'), which only sampling reads."""
+        """Return the MDP: dense up to 512 states, CSR above. outcomes=False omits R(s, a, s'), which only sampling reads."""
         n_states = self.rows * self.columns
         terminal, bonus = self._terminal(), self._bonus()
         targets = self._targets()
@@ -146,7 +148,7 @@ class GridWorld:
         return bonus.ravel()
 
     def _targets(self) -> IntArray:
-        """(4, S): the state that a move in each direction leads to."""
+        """Return (4, S): the state that a move in each direction leads to."""
         row, column = np.divmod(np.arange(self.rows * self.columns), self.columns)
         walls = self._mask(self.walls).ravel() > 0
         targets = np.empty((4, row.size), dtype=np.int64)
@@ -158,7 +160,7 @@ class GridWorld:
         return targets
 
     def to_text(self) -> str:
-        """The map: `.` free, `#` wall, `S` start, `+` a prize of 1, `-` one of −1, and letters with a legend below for others."""
+        """Return the map: `.` free, `#` wall, `S` start, `+` a prize of 1, `-` one of −1, letters (with a legend) for others."""
         letters = {1.0: "+", -1.0: "-"}
         legend: list[str] = []
         for reward in sorted(set(self.prizes.values()) - {1.0, -1.0}):
@@ -179,7 +181,7 @@ class GridWorld:
     def from_text(
         cls, text: str, *, slip: float = 0.0, step_reward: float = 0.0, ends: bool = True, gamma: float = 0.9
     ) -> GridWorld:
-        """The grid of a map as `to_text` writes it; the map does not hold the other fields."""
+        """Return the grid of a map in `to_text`'s form. The map does not hold the other fields."""
         lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
         worth, rows = {"+": 1.0, "-": -1.0}, []
         for line in lines:
@@ -207,7 +209,7 @@ class GridWorld:
         return cls(len(rows), len(rows[0]), prizes, walls, slip, step_reward, ends, start, gamma)
 
     def render(self, value: ArrayLike | None = None, policy: ArrayLike | None = None, decimals: int = 2) -> str:
-        """The grid as text: values [S] with the arrows of a policy, [S] or (S, A) (all actions of largest probability)."""
+        """Return the grid as text: values [S] with the arrows of a policy, [S] or (S, A) (all actions of largest probability)."""
         n_states = self.rows * self.columns
         numbers = None if value is None else np.asarray(value, dtype=np.float64)
         chosen = None if policy is None else np.asarray(policy)
@@ -250,10 +252,11 @@ def _number(name: str, text: str) -> float:
 
 
 class UnboundedGrid:
-    """An environment with Gymnasium's reset and step. Actions R (i+1), L (i−1), U (j−1), D (j+1); the edge at 1 is a wall.
+    """A grid without bounds, with Gymnasium's reset and step. Actions R (i+1), L (i−1), U (j−1), D (j+1); the edge is a wall.
 
-    Entering a treasure or a trap pays it and terminates; `max_steps` truncates. The observation is (i, j), i to the right and j
-    down. `trap_reward` may be −inf. The cell (1, 1) is always free. With `slip` the move is another one, drawn uniformly.
+    Entering a treasure or a trap pays it and terminates; `max_steps` truncates. The observation is (i, j), with i to the right
+    and j down. `trap_reward` may be −inf. The cell (1, 1) is always free. With probability `slip` the move is replaced by one
+    drawn uniformly.
     """
 
     actions = ("R", "L", "U", "D")
@@ -287,7 +290,7 @@ class UnboundedGrid:
         self._steps = 0
 
     def prize(self, cell: Cell) -> float | None:
-        """What entering the cell (i, j) pays beyond the step reward; None for a free cell."""
+        """Return the reward of entering the cell (i, j) beyond the step reward; None for a free cell."""
         i, j = cell
         if i < 1 or j < 1:
             raise ValueError(f"There is no cell ({i}, {j}); cells count from (1, 1).")
@@ -299,7 +302,7 @@ class UnboundedGrid:
         return self.trap_reward if u < self.treasure_rate + self.trap_rate else None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Cell, dict[str, Any]]:
-        """Starts at (1, 1), or at options["cell"]. The seed moves the slips only: the world is fixed."""
+        """Start at (1, 1), or at options["cell"]. The seed affects the slips only: the world is fixed."""
         if seed is not None:
             self._rng = np.random.default_rng(seed)
         cell = (options or {}).get("cell", (1, 1))
@@ -309,7 +312,7 @@ class UnboundedGrid:
         return cell, {}
 
     def step(self, action: int) -> tuple[Cell, float, bool, bool, dict[str, Any]]:
-        """(observation, reward, terminated, truncated, info)."""
+        """Return (observation, reward, terminated, truncated, info)."""
         if self._cell is None:
             raise ValueError("The episode is over or has not begun; call reset first.")
         if action not in range(4):
@@ -327,7 +330,7 @@ class UnboundedGrid:
         return cell, self.step_reward + (prize or 0.0), terminated, truncated, {}
 
     def window(self, rows: int, columns: int, *, gamma: float = 0.9) -> GridWorld:
-        """The corner of i <= columns and j <= rows as a GridWorld with a wall around it, to be solved exactly.
+        """Return the corner of i <= columns and j <= rows as a GridWorld with a wall around it, to be solved exactly.
 
         Cell (j − 1, i − 1) there is (i, j) here. GridWorld slips sideways only, so a grid with slip has no such window.
         """
@@ -340,20 +343,20 @@ class UnboundedGrid:
         return GridWorld(rows, columns, prizes, step_reward=self.step_reward, start=(0, 0), gamma=gamma)
 
 
-# What an unbounded grid holds is a hash of (world, i, j), so nothing is stored and every agent finds the same world in any order.
+# The content of a cell is a hash of (world, i, j). Nothing is stored, and every agent finds the same world in any order.
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def _mix(x: int) -> int:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
+    """Apply the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
 
 
 def _uniform(*counters: int) -> float:
-    """A double in [0, 1) that depends on the counters only."""
+    """Return a double in [0, 1) that depends only on the counters."""
     x = 0
     for counter in counters:
         x = _mix((x + _GOLDEN + counter) & _MASK)

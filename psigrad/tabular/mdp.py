@@ -1,7 +1,7 @@
-"""The Markov decision process (S, A, P, R, γ): what can happen and what it is worth.
+"""The Markov decision process (S, A, P, R, γ): its transitions and rewards.
 
-`S` states, `A` actions. Row a·S + s of `transitions` is P(·|s, a): all actions stacked in one matrix, so that one product with V
-backs up every state and action. Where an episode ends nothing follows: such rows sum to less than 1 by exactly `end`.
+`S` states, `A` actions. Row a·S + s of `transitions` is P(·|s, a): all actions are stacked in one matrix, so that one product
+with V backs up every state and action. Nothing follows the end of an episode, so such rows sum to less than 1 by exactly `end`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ IntArray: TypeAlias = NDArray[np.int64]
 BoolArray: TypeAlias = NDArray[np.bool_]
 Matrix: TypeAlias = Any  # a float64 array or a scipy CSR array
 PROBABILITY_SLACK = 1e-9
-# States up to which a table is dense where the form is ours to choose.
+# The number of states up to which a table is dense, where psigrad chooses the form.
 DENSE_UP_TO = 512
 
 
 @dataclass(frozen=True, eq=False)
 class MDP:
-    """A finite Markov decision process with rewards R(s, a), dense or sparse. Arguments are brought to the forms below.
+    """A finite Markov decision process with rewards R(s, a), dense or sparse. Arguments are converted to the forms below.
 
     `transitions` may be given as an array (A, S, S), a list of A sparse (S, S) matrices, or already stacked (A·S, S).
-    `rewards` may be given as (S, A), as (S,) for the state that is left, or as R(s, a, s') in the form of the transitions.
-    Raises ValueError when these are not a decision process, and for γ = 1 where some state can never come to an end.
+    `rewards` may be given as (S, A), as (S,) for the state before the step, or as R(s, a, s') in the form of the transitions.
+    Raises ValueError if these are not a decision process, and for γ = 1 if some state can never reach an end.
     """
 
     transitions: Matrix
@@ -41,15 +41,15 @@ class MDP:
     gamma: float
     """The discount γ in [0, 1]."""
     terminal: BoolArray | None = None
-    """(S,): states where an episode is over; their value is 0. None: there is none."""
+    """(S,): states where an episode is over; their value is 0. None: no such states."""
     start: FloatArray | None = None
     """(S,): distribution of the first state. None: uniform over the states that are not terminal."""
     end: FloatArray | None = None
-    """(S, A): probability that the episode ends with this step whatever state is seen last. None: 0."""
+    """(S, A): the probability that the episode ends with this step, whatever state is seen last. None: 0."""
     rewards_next: Matrix | None = None
     """R(s, a, s') in the form of `transitions`, for sampling. None: every outcome pays R(s, a)."""
     rewards_end: FloatArray | None = None
-    """(S, A): what a step that ends the episode through `end` pays, for sampling. None: R(s, a)."""
+    """(S, A): the reward of a step that ends the episode through `end`, for sampling. None: R(s, a)."""
 
     def __post_init__(self) -> None:
         stacked, n_actions = _stack(self.transitions, "transitions")
@@ -80,29 +80,29 @@ class MDP:
             _check_endings(self)
 
     def __repr__(self) -> str:
-        """The sizes: the tables themselves are pages of numbers."""
+        """Return the sizes only, since the tables are pages of numbers."""
         kind = "sparse" if self.is_sparse else "dense"
         ends = int(self.is_terminal.sum())
         return f"MDP({self.n_states} states, {ends} of them terminal, {self.n_actions} actions, gamma={self.gamma:g}, {kind})"
 
     @classmethod
     def from_state_first(cls, transitions_SAS: ArrayLike, rewards: ArrayLike, gamma: float, **options: Any) -> MDP:
-        """The same from an array (S, A, S), the form of quantecon's DiscreteDP; `options` are the other fields."""
+        """Return the MDP of an array (S, A, S), the form of quantecon's DiscreteDP; `options` are the other fields."""
         return cls(np.swapaxes(np.asarray(transitions_SAS, dtype=np.float64), 0, 1), cast(FloatArray, rewards), gamma, **options)
 
     @property
     def n_states(self) -> int:
-        """S."""
+        """The number of states, S."""
         return int(self.transitions.shape[1])
 
     @property
     def n_actions(self) -> int:
-        """A."""
+        """The number of actions, A."""
         return int(self.transitions.shape[0]) // self.n_states
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the transitions are a CSR array."""
+        """True if the transitions are a CSR array."""
         return bool(sparse.issparse(self.transitions))
 
     @property
@@ -122,12 +122,12 @@ class MDP:
 
 
 def gamma_is_one(gamma: float) -> bool:
-    """Whether returns are undiscounted sums, which are finite only because episodes end."""
+    """Return True if returns are undiscounted sums, which are finite only because episodes end."""
     return gamma == 1.0
 
 
 def discounted_return(rewards_T: ArrayLike, gamma: float) -> float:
-    """The return of an episode, G = Σ_t γ^t·r_t, of its rewards [T]."""
+    """Return the return of an episode, G = Σ_t γ^t·r_t, from its rewards [T]."""
     total = 0.0
     for reward in np.asarray(rewards_T, dtype=np.float64)[::-1].tolist():
         total = reward + gamma * total
@@ -135,7 +135,7 @@ def discounted_return(rewards_T: ArrayLike, gamma: float) -> float:
 
 
 def _stack(given: Any, name: str) -> tuple[Matrix, int]:
-    """(A·S, S) and A, from any of the accepted forms."""
+    """Return (A·S, S) and A, from any of the accepted forms."""
     if sparse.issparse(given):
         stacked = sparse.csr_array(given, dtype=np.float64)
     elif isinstance(given, Sequence) and given and all(sparse.issparse(p) for p in given):
@@ -158,7 +158,7 @@ def _stack(given: Any, name: str) -> tuple[Matrix, int]:
 
 
 def _as(stacked: Matrix, given: Any, name: str) -> Matrix:
-    """R(s, a, s') in any of the accepted forms as (A·S, S), dense or CSR as the transitions are."""
+    """Return R(s, a, s') from any accepted form as (A·S, S), dense or CSR like the transitions."""
     found, _ = _stack(given, name)
     if found.shape != stacked.shape:
         raise ValueError(f"{name} R(s, a, s') stack to shape {found.shape}; expected {stacked.shape}, as the transitions.")
@@ -168,7 +168,7 @@ def _as(stacked: Matrix, given: Any, name: str) -> Matrix:
 
 
 def _expect(given: Any, stacked: Matrix, n_actions: int) -> tuple[FloatArray, Matrix | None]:
-    """R(s, a) as (S, A), and R(s, a, s') where that was given."""
+    """Return R(s, a) as (S, A), and R(s, a, s') if that was given."""
     n_states = stacked.shape[1]
     is_sparse = sparse.issparse(given) or (isinstance(given, Sequence) and len(given) > 0 and sparse.issparse(given[0]))
     table = None if is_sparse else np.asarray(given, dtype=np.float64)
@@ -196,7 +196,7 @@ def _table(given: Any, n_states: int, n_actions: int, name: str) -> FloatArray |
 
 
 def _start(given: Any, terminal: BoolArray) -> FloatArray:
-    """The distribution of the first state, checked."""
+    """Return the distribution of the first state, checked."""
     if given is None:
         alive = ~terminal if not terminal.all() else np.ones_like(terminal)
         return np.asarray(alive / alive.sum())
@@ -214,7 +214,7 @@ def _start(given: Any, terminal: BoolArray) -> FloatArray:
 
 
 def _without_terminal_rows(stacked: Matrix, terminal: BoolArray, n_actions: int) -> Matrix:
-    """Transitions with 0 in every row of a terminal state."""
+    """Return transitions with 0 in every row of a terminal state."""
     rows = np.flatnonzero(np.tile(terminal, n_actions))
     if not rows.size:
         return stacked
@@ -235,7 +235,7 @@ def _without_terminal_rows(stacked: Matrix, terminal: BoolArray, n_actions: int)
 
 
 def _check(stacked: Matrix, rewards: FloatArray, gamma: float, terminal: BoolArray, end: FloatArray | None) -> None:
-    """Whether these are probabilities, rewards and a discount; says which entry is not."""
+    """Raise ValueError with the wrong entry unless these are probabilities, rewards and a discount."""
     if not 0.0 <= gamma <= 1.0:
         raise ValueError(f"gamma is {gamma}; expected a discount in [0, 1].")
     entries = stacked.data if sparse.issparse(stacked) else stacked
@@ -262,7 +262,7 @@ def _check(stacked: Matrix, rewards: FloatArray, gamma: float, terminal: BoolArr
 
 
 def _check_endings(mdp: MDP) -> None:
-    """γ = 1 needs an end, or a place to stay for nothing, within reach of every state."""
+    """Raise ValueError for γ = 1 unless every state can reach an end, or a place to stay without reward."""
     hopeless = hopeless_states(mdp.transitions, mdp.rewards, mdp.end_probability, mdp.is_terminal)
     if hopeless.any():
         state = int(np.flatnonzero(hopeless)[0])
@@ -273,7 +273,7 @@ def _check_endings(mdp: MDP) -> None:
 
 
 def from_gymnasium(env: Any, gamma: float) -> MDP:
-    """The MDP of `env.unwrapped.P`, with the environment's distribution of the first state. Time limits are no part of it."""
+    """Return the MDP of `env.unwrapped.P`, with the environment's distribution of the first state and without time limits."""
     if isinstance(env, str):
         raise ValueError(f"from_gymnasium got the id {env!r}; expected the environment: gymnasium.make({env!r}).")
     try:
@@ -287,10 +287,10 @@ def from_gymnasium(env: Any, gamma: float) -> MDP:
 
 
 def from_outcomes(outcomes: Any, gamma: float, *, start: Any = None) -> MDP:
-    """The MDP of a table outcomes[s][a] = [(probability, next state, reward, terminated), …], Gymnasium's form.
+    """Return the MDP of a table outcomes[s][a] = [(probability, next state, reward, terminated), …], Gymnasium's form.
 
-    Equal outcomes add up. Nothing has value after a terminated step: a state that only such steps enter, and where no episode
-    starts, becomes terminal; a terminated step into any other state becomes `end` probability.
+    Equal outcomes add up. Nothing has value after a terminated step. A state that only such steps enter, and where no episode
+    starts, becomes terminal. A terminated step into any other state becomes `end` probability.
     """
     n_states = len(outcomes)
     n_actions = len(outcomes[0])

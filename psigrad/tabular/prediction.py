@@ -1,13 +1,13 @@
-"""Learning V_π from episodes: Monte Carlo, temporal differences, and everything between.
+"""Learners of V_π from episodes: Monte Carlo, temporal differences, and methods in between.
 
-The learners are generators: they read episodes one by one and yield the estimate V [S] after each, as a new array. Targets of
-a step t in an episode that stops at T:
+The learners are generators. They read episodes one by one and yield the estimate V [S] after each, as a new array. The targets of
+a step t in an episode that stops at T are:
 
     Monte Carlo   G_t = r_t + γ·r_{t+1} + … + γ^{T−1−t}·r_{T−1}
     n-step TD     G_t^(n) = r_t + … + γ^{n−1}·r_{t+n−1} + γ^n·V(s_{t+n})
     TD(λ)         G_t^λ = (1 − λ)·Σ_n λ^{n−1}·G_t^(n) + λ^{T−t−1}·G_t
 
-An episode that was cut off (truncated) counts with γ^{T−t}·V(s_T) for what it did not show; after its end that is 0.
+An episode that was cut off (truncated) counts with γ^{T−t}·V(s_T) for its unseen rest. After a true end that is 0.
 Source: Sutton and Barto 2018, Reinforcement Learning, chapters 5, 6, 7 and 12.
 """
 
@@ -24,7 +24,7 @@ from psigrad.tabular.simulation import Episode, Schedule, at
 
 
 def n_step_returns(episode: Episode, value: FloatArray, gamma: float, n: int | None = None) -> FloatArray:
-    """[T]: G_t^(n) of an episode under V [S]; n = None is the whole rest (Monte Carlo)."""
+    """Return [T]: G_t^(n) of an episode under V [S]; n = None takes the whole rest (Monte Carlo)."""
     rewards = episode.rewards
     steps = rewards.size
     reach = steps if n is None else n
@@ -43,7 +43,7 @@ def n_step_returns(episode: Episode, value: FloatArray, gamma: float, n: int | N
 
 
 def lambda_returns(episode: Episode, value: FloatArray, gamma: float, lam: float) -> FloatArray:
-    """[T]: G_t^λ, by G_t^λ = r_t + γ·((1 − λ)·V(s_{t+1}) + λ·G_{t+1}^λ): the forward view of TD(λ)."""
+    """Return [T]: G_t^λ by G_t^λ = r_t + γ·((1 − λ)·V(s_{t+1}) + λ·G_{t+1}^λ), the forward view of TD(λ)."""
     _check_lambda(lam)
     target = 0.0 if episode.terminated else float(value[episode.states[-1]])
     following = value[episode.states[1:]].tolist()
@@ -64,7 +64,7 @@ def monte_carlo(
     alpha: Schedule | None = None,
     value: ArrayLike | None = None,
 ) -> Iterator[FloatArray]:
-    """V(s) ← V(s) + α·(G_t − V(s)) at the first, or at every, visit of an episode; α = None is the plain mean of the returns.
+    """Learn by V(s) ← V(s) + α·(G_t − V(s)) at the first, or every, visit of an episode; α = None is the plain mean of returns.
 
     The first visit's return is unbiased; every visit uses more returns, which are correlated and biased in few episodes.
     """
@@ -86,7 +86,7 @@ def monte_carlo(
 
 
 def _returns(episode: Episode, current: list[float], gamma: float) -> list[float]:
-    """G_t of the whole rest, [T]."""
+    """Return G_t of the whole rest, [T]."""
     total = 0.0 if episode.terminated else current[int(episode.states[-1])]
     out = []
     for reward in episode.rewards[::-1].tolist():
@@ -98,7 +98,7 @@ def _returns(episode: Episode, current: list[float], gamma: float) -> list[float
 def td(
     episodes: Iterable[Episode], n_states: int, gamma: float, *, n: int = 1, alpha: Schedule = 0.1, value: ArrayLike | None = None
 ) -> Iterator[FloatArray]:
-    """n-step TD: V(s_t) ← V(s_t) + α·(G_t^(n) − V(s_t)), as soon as the n-th step is seen. n = 1 is TD(0)."""
+    """Learn by n-step TD: V(s_t) ← V(s_t) + α·(G_t^(n) − V(s_t)), as soon as the n-th step is seen. n = 1 is TD(0)."""
     if n < 1:
         raise ValueError(f"n is {n}; expected at least 1 step; for whole returns use monte_carlo.")
     current, visits = _initial(n_states, value), [0] * n_states
@@ -127,10 +127,12 @@ def td_lambda(
     online: bool = True,
     value: ArrayLike | None = None,
 ) -> Iterator[FloatArray]:
-    """The backward view: δ_t = r_t + γ·V(s_{t+1}) − V(s_t), e ← γλ·e, e(s_t) ← e(s_t) + 1 (or ← 1), V ← V + α·δ_t·e.
+    """Learn by the backward view of TD(λ), with eligibility traces e.
 
-    online=False adds all changes of an episode at its end; with accumulating traces and a fixed α their sum is then exactly
-    that of the forward view, α·Σ_t (G_t^λ − V(s_t)).
+    Formula: δ_t = r_t + γ·V(s_{t+1}) − V(s_t), e ← γλ·e, e(s_t) ← e(s_t) + 1 (or ← 1), V ← V + α·δ_t·e
+
+    online=False adds all changes of an episode at its end. With accumulating traces and a fixed α their sum is then exactly that
+    of the forward view, α·Σ_t (G_t^λ − V(s_t)).
     """
     _check_lambda(lam)
     if trace not in ("accumulating", "replacing"):
@@ -157,9 +159,9 @@ def td_lambda(
 
 
 def batch_monte_carlo(episodes: Iterable[Episode], n_states: int, gamma: float) -> FloatArray:
-    """[S]: the fixpoint of Monte Carlo on a batch: the mean of the returns after every visit, which fits the returns seen best.
+    """Return [S]: the fixpoint of Monte Carlo on a batch, the mean return after every visit, which fits the seen returns best.
 
-    States that were not visited have 0; episodes that were cut off count with what they showed.
+    States that were not visited have 0. Episodes that were cut off count with their seen rewards.
     """
     sums, visits = np.zeros(n_states), np.zeros(n_states)
     nothing = [0.0] * n_states
@@ -170,9 +172,9 @@ def batch_monte_carlo(episodes: Iterable[Episode], n_states: int, gamma: float) 
 
 
 def batch_td(episodes: Iterable[Episode], n_states: int, gamma: float) -> FloatArray:
-    """[S]: the fixpoint of TD(0) on a batch: the exact value of the chain that the counts estimate (certainty equivalence).
+    """Return [S]: the fixpoint of TD(0) on a batch, the exact value of the chain estimated by the counts (certainty equivalence).
 
-    Solves (I − γ·P̂)·V = R̂ over the visited states; a state that was only seen as the last of a cut-off episode has 0.
+    It solves (I − γ·P̂)·V = R̂ over the visited states. A state that was only seen as the last of a cut-off episode has 0.
     """
     counts, paid, visits = np.zeros((n_states, n_states)), np.zeros(n_states), np.zeros(n_states)
     for episode in episodes:

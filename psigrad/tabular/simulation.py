@@ -18,44 +18,44 @@ from psigrad.tabular.mdp import MDP, FloatArray, IntArray, discounted_return
 from psigrad.tabular.termination import can_end
 
 BLOCK = 4096
-# `learn(s, a, r, s', terminated)` after each step, before the next action is chosen.
+# The function `learn(s, a, r, s', terminated)` is called after each step, before the next action is chosen.
 Learn = Callable[[int, int, float, int, bool], None]
-# `bootstrap(states, actions, rewards)` after each choice of a next action, which is the last of `actions`.
+# The function `bootstrap(states, actions, rewards)` is called after each choice of a next action, the last of `actions`.
 Bootstrap = Callable[[list[int], list[int], list[float]], None]
-# How ε falls over episodes and step sizes over visits: a number, or a function of the count.
+# The schedule of ε over episodes, or of step sizes over visits: a number, or a function of the count.
 Schedule = float | Callable[[int], float]
 
 
 class DiscreteEnv(Protocol):
-    """What is read of an environment: Gymnasium's reset and step with integer observations and actions."""
+    """The interface of an environment: Gymnasium's reset and step with integer observations and actions."""
 
     def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
-        """(observation, info)."""
+        """Return (observation, info)."""
 
     def step(self, action: int) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """(observation, reward, terminated, truncated, info)."""
+        """Return (observation, reward, terminated, truncated, info)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Episode:
-    """What happened: states s_0 … s_T, actions a_0 … a_{T−1}, rewards r_0 … r_{T−1}, where r_t is paid for (s_t, a_t)."""
+    """An episode: states s_0 … s_T, actions a_0 … a_{T−1}, rewards r_0 … r_{T−1}, where r_t is paid for (s_t, a_t)."""
 
     states: IntArray
-    """[T + 1]: the last one is where the episode stopped."""
+    """[T + 1]: the last one is the state where the episode stopped."""
     actions: IntArray
     """[T]"""
     rewards: FloatArray
     """[T]"""
     terminated: bool
-    """Whether it came to its end. If not, it was cut off, and the last state still has value."""
+    """True if it reached its end. If False, it was cut off, and the last state still has value."""
 
     def discounted_return(self, gamma: float) -> float:
-        """G_0 = Σ_t γ^t·r_t of the steps seen."""
+        """Return G_0 = Σ_t γ^t·r_t of the seen steps."""
         return discounted_return(self.rewards, gamma)
 
 
 def uniforms(rng: np.random.Generator) -> Callable[[], float]:
-    """rng.random() drawn in blocks, which is several times faster one number at a time."""
+    """Return a function like rng.random() that draws in blocks, which is several times faster for single numbers."""
     block: list[float] = []
 
     def draw() -> float:
@@ -67,9 +67,9 @@ def uniforms(rng: np.random.Generator) -> Callable[[], float]:
 
 
 class Simulator:
-    """An MDP as an environment with Gymnasium's reset and step. `max_steps` truncates an episode; it is no part of the MDP.
+    """An MDP as an environment with Gymnasium's reset and step. `max_steps` truncates an episode and does not belong to the MDP.
 
-    An outcome pays R(s, a, s') where the MDP knows it, and R(s, a) otherwise.
+    An outcome pays R(s, a, s') if the MDP knows it, and R(s, a) otherwise.
     """
 
     def __init__(self, mdp: MDP, *, max_steps: int | None = None, seed: int = 0) -> None:
@@ -83,7 +83,7 @@ class Simulator:
         self._state, self._steps = -1, 0
 
     def reset(self, *, seed: int | None = None) -> tuple[int, dict[str, Any]]:
-        """Draws the first state; a seed restarts the randomness."""
+        """Draw the first state; a seed restarts the randomness."""
         if seed is not None:
             self._draw = uniforms(np.random.default_rng(seed))
         self._state = min(bisect_right(self._start, self._draw() * self._start[-1]), len(self._start) - 1)
@@ -93,7 +93,7 @@ class Simulator:
         return self._state, {}
 
     def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
-        """(state, reward, terminated, truncated, info). A step that ends through `end` shows the state that it left."""
+        """Return (state, reward, terminated, truncated, info). A step that ends through `end` returns the previous state."""
         state = self._state
         if state < 0:
             raise ValueError("The episode is over or has not begun; call reset first.")
@@ -109,7 +109,7 @@ class Simulator:
         return (state if target < 0 else target), reward, terminated, truncated, {}
 
     def _row(self, state: int, action: int) -> tuple[list[float], list[int], list[float]]:
-        """(cumulative probabilities, targets, rewards) of (s, a); target −1 is the end."""
+        """Return (cumulative probabilities, targets, rewards) of (s, a); target −1 is the end."""
         if not 0 <= action < self.mdp.n_actions:
             raise ValueError(f"action is {action}; expected 0 to {self.mdp.n_actions - 1}.")
         ends, pays, probabilities = outcomes(self.mdp, state, action)
@@ -119,7 +119,7 @@ class Simulator:
 
 
 def outcomes(mdp: MDP, state: int, action: int) -> tuple[list[int], list[float], list[float]]:
-    """(targets, rewards, probabilities) of what (s, a) can lead to; target −1 is the end of an episode through `end`."""
+    """Return (targets, rewards, probabilities) of the outcomes of (s, a); target −1 is the end of an episode through `end`."""
     index = action * mdp.n_states + state
     targets, p = _nonzero(mdp.transitions, index)
     rewards = np.full(p.size, mdp.rewards[state, action])
@@ -135,7 +135,7 @@ def outcomes(mdp: MDP, state: int, action: int) -> tuple[list[int], list[float],
 
 
 def _nonzero(matrix: Any, row: int) -> tuple[IntArray, FloatArray]:
-    """Columns and values of a row."""
+    """Return the columns and values of a row."""
     if sparse.issparse(matrix):
         a, b = matrix.indptr[row], matrix.indptr[row + 1]
         return matrix.indices[a:b], matrix.data[a:b]
@@ -144,7 +144,7 @@ def _nonzero(matrix: Any, row: int) -> tuple[IntArray, FloatArray]:
 
 
 def environment(env: MDP | DiscreteEnv, max_steps: int | None) -> DiscreteEnv:
-    """The environment itself, or a simulator of an MDP. Raises ValueError for an MDP whose episodes could never be over."""
+    """Return the environment itself, or a simulator of an MDP. Raises ValueError for an MDP whose episodes could never end."""
     if not isinstance(env, MDP):
         return env
     if max_steps is None and not can_end(env.transitions, env.start_distribution, env.end_probability, env.is_terminal):
@@ -155,7 +155,7 @@ def environment(env: MDP | DiscreteEnv, max_steps: int | None) -> DiscreteEnv:
 
 
 def sizes(env: Any) -> tuple[int, int]:
-    """(S, A) of an MDP, a Simulator, or an environment with discrete spaces."""
+    """Return (S, A) of an MDP, a Simulator, or an environment with discrete spaces."""
     if isinstance(env, Simulator):
         env = env.mdp
     if isinstance(env, MDP):
@@ -176,7 +176,7 @@ def sizes(env: Any) -> tuple[int, int]:
 def rollouts(
     env: MDP | DiscreteEnv, policy: ArrayLike, episodes: int, *, seed: int, max_steps: int | None = None
 ) -> Iterator[Episode]:
-    """Episodes of a fixed policy, [S] actions or (S, A) probabilities. `max_steps` cuts an episode off (truncation)."""
+    """Yield episodes of a fixed policy, [S] actions or (S, A) probabilities. `max_steps` cuts an episode off (truncation)."""
     table = check_policy(*sizes(env), policy)
     chosen: list[int] = [int(a) for a in table] if table.ndim == 1 else []
     cumulative = [list(accumulate(row)) for row in table.tolist()] if table.ndim == 2 else []
@@ -202,7 +202,7 @@ def play(
     learn: Learn | None = None,
     bootstrap: Bootstrap | None = None,
 ) -> Episode:
-    """One episode of the actions `choose(s)`; `learn` is called after each step, `bootstrap` after each choice of a next one."""
+    """Play an episode of actions `choose(s)`. Call `learn` after each step and `bootstrap` after each choice of the next one."""
     observation, _ = env.reset(seed=seed)
     states, rewards = [int(observation)], list[float]()
     actions = [choose(states[0])]
@@ -221,33 +221,33 @@ def play(
 
 @dataclass(frozen=True)
 class linear:
-    """From `first` to `last` in equal steps over `count`, then `last`: first + (last − first)·min(k/count, 1)."""
+    """A schedule from `first` to `last` in equal steps over `count`, then `last`: first + (last − first)·min(k/count, 1)."""
 
     first: float
     last: float
     count: int
 
     def __call__(self, k: int) -> float:
-        """The value after k episodes."""
+        """Return the value after k episodes."""
         return self.first + (self.last - self.first) * min(k / self.count, 1.0)
 
 
 @dataclass(frozen=True)
 class exponential:
-    """max(first·decay^k, last)."""
+    """The schedule max(first·decay^k, last)."""
 
     first: float
     last: float
     decay: float
 
     def __call__(self, k: int) -> float:
-        """The value after k episodes."""
+        """Return the value after k episodes."""
         return max(self.first * self.decay**k, self.last)
 
 
 @dataclass(frozen=True)
 class inverse_visits:
-    """1/n^power at the n-th visit, n >= 1. Their sum is infinite, that of their squares is not (Robbins, Monro)."""
+    """The schedule 1/n^power at the n-th visit, n >= 1, with an infinite sum and a finite sum of squares (Robbins, Monro)."""
 
     power: float = 1.0
 
@@ -256,12 +256,12 @@ class inverse_visits:
             raise ValueError(f"power is {self.power}; expected in (0.5, 1], where learning converges.")
 
     def __call__(self, n: int) -> float:
-        """The step size at the n-th visit."""
+        """Return the step size at the n-th visit."""
         return float(n**-self.power)
 
 
 def at(schedule: Schedule, count: int, name: str) -> float:
-    """The value of a schedule, checked to lie in [0, 1]."""
+    """Return the value of a schedule. Raises ValueError if it is outside [0, 1]."""
     value = schedule(count) if callable(schedule) else schedule
     if not 0 <= value <= 1:
         raise ValueError(f"{name} is {value} at {count}; expected in [0, 1].")

@@ -1,4 +1,4 @@
-"""Dynamic programming, one step at a time: every solver is a generator that yields a `Sweep`, so that a page can show each.
+"""Dynamic programming, one step at a time. Every solver is a generator that yields a `Sweep`, so that a page can show each.
 
     evaluation         V ← R_π + γ·P_π·V                        policy_evaluation; exact: bellman.evaluate
     value iteration    V ← max_a [R(s, a) + γ·Σ_s' P·V(s')]     value_iteration, prioritised_sweeping
@@ -6,7 +6,7 @@
     modified           back up, then m sweeps of evaluation     modified_policy_iteration
 
 A generator ends when its error bound is at most `epsilon`; None: 1e-8 of the largest value, and at least 1e-8. Every solver
-starts from `value` when one is given (a warm start).
+starts from `value` if one is given (a warm start).
 Sources: Bellman 1957; Howard 1960; Puterman and Shin 1978; Moore and Atkeson 1993; Puterman 1994, chapters 6 and 7.
 """
 
@@ -42,7 +42,7 @@ EXACT_UP_TO = 5_000
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """Values and policy with a bound on their error."""
+    """The values and the policy, with a bound on their error."""
 
     value: FloatArray
     """[S]: V*, within error_bound."""
@@ -51,18 +51,18 @@ class Solution:
     q: FloatArray
     """(S, A): Q of `value`."""
     iterations: int
-    """Steps that the solver yielded."""
+    """The number of steps that the solver yielded."""
     error_bound: float
-    """max_s |V − V*| is at most this. At γ = 1: the error of V as the value of `policy`, which no action improves."""
+    """An upper bound on max_s |V − V*|. At γ = 1 it bounds the error of V as the value of `policy`, which no action improves."""
     method: Method
 
 
 def policy_evaluation(
     mdp: MDP, policy: ArrayLike, *, value: ArrayLike | None = None, in_place: bool = False, epsilon: float | None = None
 ) -> Iterator[Sweep]:
-    """Sweeps V ← R_π + γ·P_π·V towards V_π: all states from the old values, or (in_place) each from the newest.
+    """Sweep V ← R_π + γ·P_π·V towards V_π: all states from the old values, or (in_place) each from the newest.
 
-    At γ = 1 the bound uses the policy's expected number of steps; without an end in sight only the residual decides.
+    At γ = 1 the bound uses the policy's expected number of steps. If that is infinite only the residual decides.
     """
     _check_epsilon(epsilon)
     policy = check_policy(mdp.n_states, mdp.n_actions, policy)
@@ -83,7 +83,7 @@ def _repeat(
     steps: float | None = None,
     policy: Policy | None = None,
 ) -> Iterator[Sweep]:
-    """V ← backup(V) until the bound is met."""
+    """Repeat V ← backup(V) until the bound is met."""
     for iteration in itertools.count(1):
         new = backup(old)
         change, slack = new - old, rounding(mdp, new)
@@ -103,7 +103,7 @@ def value_iteration(
     order: ArrayLike | None = None,
     epsilon: float | None = None,
 ) -> Iterator[Sweep]:
-    """Sweeps V ← max_a Q(s, a) towards V*: all states from the old values, or (in_place: Gauss–Seidel) one after the other.
+    """Sweep V ← max_a Q(s, a) towards V*: all states from the old values, or (in_place: Gauss–Seidel) one after the other.
 
     `order` [S] is the order of states in place. At γ = 1, from V = 0, sweep k holds the best expected sum of rewards in k steps.
     """
@@ -119,10 +119,11 @@ def value_iteration(
 def policy_iteration(
     mdp: MDP, *, policy: ArrayLike | None = None, value: ArrayLike | None = None, exact: bool = True, epsilon: float = 1e-10
 ) -> Iterator[Sweep]:
-    """Evaluate the policy, improve it greedily, repeat until no action changes. Yields an `evaluate` and an `improve` each round.
+    """Evaluate the policy, improve it greedily, repeat until no action changes. Each round yields an `evaluate` and an `improve`.
 
-    The first policy is `policy`, or the greedy one of `value`, or that of zeros; at γ = 1 one that ends or stays for nothing,
-    from which policy iteration reaches V*. With exact=False evaluation runs sweep by sweep to `epsilon`, and each is yielded.
+    The first policy is `policy`, or the greedy one of `value` or of zeros. At γ = 1 it is one that ends or stays without reward,
+    from which policy iteration reaches V*. With exact=False evaluation runs sweep by sweep to `epsilon`, and each sweep is
+    yielded.
     """
     current = _first_policy(mdp, policy, value)
     old, iteration = check_value(mdp, value), 0
@@ -146,7 +147,7 @@ def policy_iteration(
         iteration += 1
         bounds = residual_bounds(mdp, gap, rounding(mdp, new), steps)
         yield Sweep(mdp, iteration, "improve", new, _largest(gap), *bounds, improved, changed)
-        # values must grow; when what is left to gain is below the error of the evaluation, ties could be swapped for ever
+        # Values must grow. Once the remaining gain is below the error of the evaluation, ties could be swapped for ever.
         stalled = iteration > 2 and new.sum() <= old.sum() if exact else float(gap.max()) <= 2 * epsilon
         if not changed or stalled:
             return
@@ -156,9 +157,9 @@ def policy_iteration(
 def modified_policy_iteration(
     mdp: MDP, *, value: ArrayLike | None = None, sweeps: int = 20, epsilon: float | None = None
 ) -> Iterator[Sweep]:
-    """A backup V ← max_a Q, then `sweeps` sweeps of evaluation of its greedy policy, which cost a sweep of one action each.
+    """Back up V ← max_a Q, then evaluate its greedy policy by `sweeps` sweeps, each at the cost of a sweep of one action.
 
-    Yields a `back up` (whose bound decides) and an `evaluate` each round. 0 sweeps are value iteration, many policy iteration.
+    Each round yields a `back up` (whose bound decides) and an `evaluate`. 0 sweeps are value iteration, many policy iteration.
     """
     _check_epsilon(epsilon)
     if sweeps < 0:
@@ -191,7 +192,7 @@ def modified_policy_iteration(
 def prioritised_sweeping(
     mdp: MDP, *, value: ArrayLike | None = None, backups: int | None = None, epsilon: float | None = None
 ) -> Iterator[Sweep]:
-    """Backs up the state with the largest |TV − V| next, and tells its predecessors. Yields after every `backups` (default S)."""
+    """Back up the state with the largest |TV − V| next, and update its predecessors. Yield after every `backups` (default S)."""
     _check_epsilon(epsilon)
     new = check_value(mdp, value)
     best = _best_of(mdp)
@@ -232,14 +233,14 @@ SOLVERS: dict[str, Callable[..., Iterator[Sweep]]] = {
     "modified_policy_iteration": modified_policy_iteration,
     "prioritised_sweeping": prioritised_sweeping,
 }
-"""The solvers that yield sweeps, by name; each takes an MDP and, as keywords, `value` and `epsilon`."""
+"""The solvers that yield sweeps, by name; each takes an MDP and the keywords `value` and `epsilon`."""
 
 
 def solve(mdp: MDP, *, method: Method | None = None, value: ArrayLike | None = None, epsilon: float | None = None) -> Solution:
-    """V*, an optimal policy and a bound on the error, at most `epsilon` for γ < 1; None: 1e-8 of the largest value.
+    """Return V*, an optimal policy and a bound on the error, at most `epsilon` for γ < 1; None: 1e-8 of the largest value.
 
-    `method` defaults to policy_iteration up to 5,000 states and value_iteration above; at γ = 1 only policy_iteration
-    is sure to find a policy that ends. The sweeping methods return the middle of V + [low, high], which is proven earlier than V.
+    `method` defaults to policy_iteration up to 5,000 states and value_iteration above; at γ = 1 only policy_iteration is sure to
+    find a policy that ends. The sweeping methods return the middle of V + [low, high], which meets the bound earlier than V.
     """
     small = mdp.n_states <= EXACT_UP_TO or gamma_is_one(mdp.gamma)
     method = method or ("policy_iteration" if small else "value_iteration")
@@ -282,7 +283,7 @@ def _first_policy(mdp: MDP, policy: ArrayLike | None, value: ArrayLike | None) -
 
 
 def _record_evaluation(mdp: MDP, iteration: int, old: FloatArray, new: FloatArray, policy: IntArray) -> Sweep:
-    """The sweep of an exact evaluation, with the bound that its own residual gives."""
+    """Return the sweep of an exact evaluation, with the bound from its own residual."""
     model, rewards = policy_model(mdp, policy)
     steps = _finite_steps(mdp, policy) if gamma_is_one(mdp.gamma) else None
     bounds = residual_bounds(mdp, rewards + mdp.gamma * (model @ new) - new, rounding(mdp, new), steps)
@@ -290,18 +291,18 @@ def _record_evaluation(mdp: MDP, iteration: int, old: FloatArray, new: FloatArra
 
 
 def _finite_steps(mdp: MDP, policy: IntArray) -> float:
-    """The largest expected number of steps from the states where it is finite; the others stay for nothing and are exact."""
+    """Return the largest finite expected number of steps. The states where it is infinite stay without reward and are exact."""
     steps = expected_steps(mdp, policy)
     return float(steps[np.isfinite(steps)].max(initial=0.0))
 
 
 def _of_chain(mdp: MDP, model: Matrix, rewards: FloatArray) -> Callable[[FloatArray], FloatArray]:
-    """The Bellman expectation operator of all states at once."""
+    """Return the Bellman expectation operator of all states at once."""
     return lambda value: np.asarray(rewards + mdp.gamma * (model @ value))
 
 
 def _best_of(mdp: MDP) -> Callable[[FloatArray], FloatArray]:
-    """The Bellman optimality operator of all states at once."""
+    """Return the Bellman optimality operator of all states at once."""
     return lambda value: np.asarray(q_values(mdp, value).T.max(axis=0))
 
 
@@ -318,7 +319,7 @@ StateRows = tuple[FloatArray, IntArray, FloatArray]
 
 
 def _state_rows(stacked: Matrix, rewards: FloatArray) -> list[StateRows]:
-    """For each state: P (A, k) over its k successors, the successors [k], and rewards [A]."""
+    """Return for each state: P (A, k) over its k successors, the successors [k], and rewards [A]."""
     n_states, n_actions = rewards.shape
     rows: list[StateRows] = []
     for state in range(n_states):
@@ -335,7 +336,7 @@ def _back_up(value: FloatArray, row: StateRows, gamma: float) -> float:
 
 
 def _in_place(stacked: Matrix, rewards: FloatArray, gamma: float, order: range | list[int]) -> Callable[[FloatArray], FloatArray]:
-    """A sweep that uses each new value at once (Gauss–Seidel), state by state."""
+    """Return a sweep that uses each new value at once (Gauss–Seidel), state by state."""
     rows = _state_rows(stacked, rewards)
 
     def sweep(value: FloatArray) -> FloatArray:

@@ -19,43 +19,44 @@ _TIE = 1e-9  # wider than rounding, which grows over the sweeps
 
 @dataclass(frozen=True, eq=False)
 class Sweep:
-    """One step of a solver: the values after it, and what is known about them.
+    """One step of a solver: the values after it, and their error bounds.
 
-    V + low <= target <= V + high in every state that is not terminal. The target of `evaluate` is V_π of the policy held, that
+    V + low <= target <= V + high in every state that is not terminal. The target of `evaluate` is V_π of the current policy, that
     of `improve` and `back up` is V*.
     """
 
     mdp: MDP
     iteration: int
-    """Counts from 1."""
+    """The number of the step, from 1."""
     step: Step
-    """What was done: values of the policy held, a better policy for the same values, or a Bellman optimality backup."""
+    """The kind of step: values of the current policy, a better policy for the same values, or a Bellman optimality backup."""
     value: FloatArray
     """[S]: V after this step."""
     residual: float
-    """max_s |V_new(s) − V_old(s)| of this step; of `improve`: max_s |max_a Q(s, a) − V(s)|."""
+    """max_s |V_new(s) − V_old(s)| of this step; for `improve` max_s |max_a Q(s, a) − V(s)|."""
     low: float
     high: float
     chosen: IntArray | FloatArray | None = None
-    """The policy that the solver holds; None where it holds values only."""
+    """The solver's current policy; None if it stores values only."""
     changed: int = 0
-    """Number of states whose action changed (of `improve`)."""
+    """The number of states whose action changed (for `improve`)."""
 
     @property
     def error_bound(self) -> float:
-        """A true bound on max_s |V(s) − target(s)|; infinite where none is known."""
+        """A true bound on max_s |V(s) − target(s)|; infinite if none is known."""
         return max(-self.low, self.high)
 
     @cached_property
     def policy(self) -> IntArray | FloatArray:
-        """The policy held, or the greedy one of these values; at γ = 1, of actions that are worth the same, one that leads on
-        towards an end.
+        """The current policy, or the greedy one of these values.
+
+        At γ = 1, among actions of equal value, it takes one that leads towards an end.
         """
         return self._greedy[0] if self.chosen is None else self.chosen
 
     @property
     def leads_nowhere(self) -> BoolArray:
-        """[S] where γ is 1 and no greedy action leads on towards an end: to follow `policy` from there need not be worth V."""
+        """[S] True where γ is 1 and no greedy action leads towards an end. There the return of `policy` may differ from V."""
         if self.chosen is not None or not gamma_is_one(self.mdp.gamma):
             return np.zeros(self.mdp.n_states, bool)
         return ~self._greedy[1]
@@ -70,7 +71,7 @@ class Sweep:
 
 
 def rounding(mdp: MDP, value: FloatArray) -> float:
-    """How far a computed backup can be from the exact one: (n + 3)·u·(max|R| + γ·max|V|), n the longest row, u = 2⁻⁵³."""
+    """Return the largest error of a computed backup: (n + 3)·u·(max|R| + γ·max|V|), with n the longest row and u = 2⁻⁵³."""
     longest = int(np.diff(mdp.transitions.indptr).max()) if mdp.is_sparse else mdp.n_states
     largest_value = max(float(value.max()), -float(value.min()))
     return (longest + 3) * UNIT * (_largest_reward(mdp) + mdp.gamma * largest_value)
@@ -83,7 +84,7 @@ def _largest_reward(mdp: MDP) -> float:
 def change_bounds(
     mdp: MDP, change: FloatArray, slack: float, synchronous: bool, steps: float | None = None
 ) -> tuple[float, float]:
-    """(low, high) after a sweep that changed V by d = `change` [S].
+    """Return (low, high) after a sweep that changed V by d = `change` [S].
 
     γ < 1: ∓γ/(1 − γ)·max|d|; after a synchronous sweep γ/(1 − γ)·min d and γ/(1 − γ)·max d, which is never wider. `slack` is the
     rounding error of one backup. γ = 1: ∓(n − 1)·max|d| with n = `steps` the largest expected number of steps to the end.
@@ -98,12 +99,12 @@ def change_bounds(
     if not synchronous:
         least, most = -max(most, -least), max(most, -least)
     elif mdp.is_terminal.any() or mdp.end is not None:
-        least, most = min(least, 0.0), max(most, 0.0)  # what ends carries no change on
+        least, most = min(least, 0.0), max(most, 0.0)  # ended episodes propagate no change
     return (mdp.gamma * least - slack) / (1 - mdp.gamma), (mdp.gamma * most + slack) / (1 - mdp.gamma)
 
 
 def residual_bounds(mdp: MDP, residual: FloatArray, slack: float, steps: float | None = None) -> tuple[float, float]:
-    """(low, high) of any V from its Bellman residual TV − V [S]: residual/(1 − γ), widened by rounding.
+    """Return (low, high) of any V from its Bellman residual TV − V [S]: residual/(1 − γ), widened by rounding.
 
     At γ = 1: n·residual with n = `steps`.
     """
@@ -114,14 +115,15 @@ def residual_bounds(mdp: MDP, residual: FloatArray, slack: float, steps: float |
 
 
 def wanted_error(epsilon: float | None, value: FloatArray) -> float:
-    """`epsilon`, or, where it is None, 1e-8 of the largest value and at least 1e-8: of large values float64 proves no absolute
-    error.
+    """Return `epsilon`, or if it is None 1e-8 of the largest value, and at least 1e-8.
+
+    The default is relative, since float64 proves no absolute error for large values.
     """
     return epsilon if epsilon is not None else 1e-8 * max(1.0, float(np.abs(value).max(initial=0.0)))
 
 
 def is_finished(sweep: Sweep, epsilon: float | None, slack: float) -> bool:
-    """Whether the bound is met; a sentence when float64 cannot meet it. Without a bound (γ = 1) the residual decides."""
+    """Return True if the bound is met, or without a bound (γ = 1) the residual. Raises ValueError if float64 cannot meet it."""
     epsilon = wanted_error(epsilon, sweep.value)
     if not np.isfinite(sweep.error_bound):
         return sweep.residual <= max(epsilon, slack)

@@ -1,8 +1,8 @@
-"""Learning to act from experience: Monte Carlo control, SARSA, expected SARSA, Q-learning, Double Q-learning.
+"""Learners of control from experience: Monte Carlo control, SARSA, expected SARSA, Q-learning, Double Q-learning.
 
 Each is a generator that plays an episode, learns from it, and yields a `Learned`. With ε-greedy behaviour and step size α:
 
-    SARSA            Q(s,a) ← Q(s,a) + α·(r + γ·Q(s',a') − Q(s,a)), a' the action that is taken next
+    SARSA            Q(s,a) ← Q(s,a) + α·(r + γ·Q(s',a') − Q(s,a)), a' the next action taken
     expected SARSA   … r + γ·Σ_a' π(a'|s')·Q(s',a') …
     Q-learning       … r + γ·max_a' Q(s',a') …
 
@@ -41,45 +41,45 @@ Table = list[Row]
 
 
 class LearnerOptions(TypedDict, total=False):
-    """Keyword arguments that every learner takes besides `alpha`."""
+    """The keyword arguments of every learner besides `alpha`."""
 
     gamma: float | None
-    """Discount; without it the MDP's."""
+    """The discount; by default the MDP's."""
     epsilon: Schedule
-    """Probability of an action drawn uniformly, a schedule of the episode from 0; without it 0.1."""
+    """The probability of an action drawn uniformly, a schedule over episodes from 0; by default 0.1."""
     seed: int
-    """Of the environment and of the choices; without it 0."""
+    """The seed of the environment and of the choices; by default 0."""
     q: ArrayLike | None
-    """(S, A): where learning starts; without it 0."""
+    """(S, A): the initial Q; by default 0."""
     max_steps: int | None
-    """Steps after which an episode is cut off; without it there is no limit."""
+    """The number of steps after which an episode is cut off; by default there is no limit."""
 
 
 @dataclass(frozen=True, eq=False)
 class Learned:
-    """One episode of learning."""
+    """The result of one episode of learning."""
 
     index: int
-    """Counts from 0."""
+    """The number of the episode, from 0."""
     episode: Episode
     epsilon: float
     """ε of this episode."""
     q: FloatArray
-    """(S, A): Q after it."""
+    """(S, A): Q after the episode."""
 
     @cached_property
     def policy(self) -> IntArray:
-        """[S]: greedy in q."""
+        """[S]: the greedy policy of `q`."""
         return greedy(self.q)
 
     @property
     def undiscounted_return(self) -> float:
-        """The sum of the episode's rewards, as Gymnasium's statistics count it."""
+        """The sum of the episode's rewards, as in Gymnasium's statistics."""
         return float(self.episode.rewards.sum())
 
 
 class _Actor:
-    """ε-greedy choices with ties broken at random, and probabilities of the same policy."""
+    """An ε-greedy policy: choices with ties broken at random, and their probabilities."""
 
     def __init__(self, n_actions: int, draw: Callable[[], float]) -> None:
         self.n_actions, self.draw, self.epsilon = n_actions, draw, 0.0
@@ -94,12 +94,12 @@ class _Actor:
         return ties[int(self.draw() * len(ties))]
 
     def mean(self, row: Row) -> float:
-        """Σ_a π(a|s)·Q(s, a) = ε·mean + (1 − ε)·max, whatever the ties."""
+        """Return Σ_a π(a|s)·Q(s, a) = ε·mean + (1 − ε)·max, whatever the ties."""
         return self.epsilon * sum(row) / self.n_actions + (1 - self.epsilon) * max(row)
 
 
 class _Experience:
-    """Episodes played ε-greedily, with what all learners share: Q to begin with, the discount, step sizes."""
+    """Episodes played ε-greedily, with the state that all learners share: initial Q, discount, step sizes."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class _Experience:
         self.actor = _Actor(shape[1], uniforms(np.random.default_rng((seed, 2))))
 
     def step_size(self) -> Callable[[int, int], float]:
-        """α of (s, a) by its visits, which are counted only when the schedule asks."""
+        """Return α of (s, a) by its visits, which are counted only if the schedule needs them."""
         alpha, visits = self.alpha, dict[tuple[int, int], int]()
         if not callable(alpha):
             constant = at(alpha, 0, "alpha")
@@ -144,7 +144,7 @@ class _Experience:
     def play(
         self, behaviour: Table, learn: Learn | None = None, bootstrap: Bootstrap | None = None
     ) -> Iterator[tuple[int, Episode]]:
-        """(index, episode), one after the other, ε-greedy in `behaviour`."""
+        """Yield (index, episode), one after the other, ε-greedy in `behaviour`."""
         actor, limit = self.actor, self.max_steps
         choose = lambda state: actor(behaviour[state])  # noqa: E731
         for index in range(self.episodes):
@@ -153,7 +153,7 @@ class _Experience:
             yield index, play(self.env, choose, seed=seed, max_steps=limit, learn=learn, bootstrap=bootstrap)
 
     def learned(self, behaviour: Table, learn: Learn) -> Iterator[Learned]:
-        """Each episode with `behaviour` as it is after it."""
+        """Yield each episode with the `behaviour` after it."""
         for index, episode in self.play(behaviour, learn):
             yield Learned(index, episode, self.actor.epsilon, np.array(behaviour))
 
@@ -161,10 +161,10 @@ class _Experience:
 def q_learning(
     env: MDP | DiscreteEnv, episodes: int, *, alpha: Schedule = 0.1, **options: Unpack[LearnerOptions]
 ) -> Iterator[Learned]:
-    """Off-policy: learns the value of the greedy policy while it explores.
+    """Learn the value of the greedy policy while exploring (off-policy).
 
-    `alpha` is a schedule of the visits of (s, a) from 1; `options` are `gamma`, `epsilon`, `seed`, `q` and `max_steps`, as
-    `LearnerOptions` describes them.
+    `alpha` is a schedule of the visits of (s, a) from 1; `options` are `gamma`, `epsilon`, `seed`, `q` and `max_steps`; see
+    `LearnerOptions`.
     """
     return _one_step(_Experience(env, episodes, alpha, **options), max)
 
@@ -172,13 +172,13 @@ def q_learning(
 def expected_sarsa(
     env: MDP | DiscreteEnv, episodes: int, *, alpha: Schedule = 0.1, **options: Unpack[LearnerOptions]
 ) -> Iterator[Learned]:
-    """On-policy as SARSA, with the mean over a' in place of the sampled one: less variance. Arguments of q_learning."""
+    """Learn on-policy like SARSA, from the mean over a' instead of a sample, with less variance. Arguments of q_learning."""
     experience = _Experience(env, episodes, alpha, **options)
     return _one_step(experience, experience.actor.mean)
 
 
 def _one_step(experience: _Experience, ahead: Callable[[Row], float]) -> Iterator[Learned]:
-    """One-step learning towards r + γ·ahead(Q(s', ·))."""
+    """Learn one step at a time towards r + γ·ahead(Q(s', ·))."""
     q, gamma, step = experience.q, experience.gamma, experience.step_size()
 
     def learn(state: int, action: int, reward: float, following: int, terminated: bool) -> None:
@@ -191,10 +191,10 @@ def _one_step(experience: _Experience, ahead: Callable[[Row], float]) -> Iterato
 def double_q_learning(
     env: MDP | DiscreteEnv, episodes: int, *, alpha: Schedule = 0.1, **options: Unpack[LearnerOptions]
 ) -> Iterator[Learned]:
-    """Two tables, of which one picks the action and the other says its worth: no bias from the max over noise.
+    """Learn two tables: one picks the action and the other gives its value, so that the max over noise adds no bias.
 
-    Q_A(s,a) ← Q_A(s,a) + α·(r + γ·Q_B(s', argmax_a' Q_A(s',a')) − Q_A(s,a)), or with A and B swapped, by a coin. Behaviour is
-    ε-greedy in, and `q` yields, the mean of both. Arguments of q_learning.
+    Q_A(s,a) ← Q_A(s,a) + α·(r + γ·Q_B(s', argmax_a' Q_A(s',a')) − Q_A(s,a)), or with A and B swapped, at random. Behaviour is
+    ε-greedy in the mean of both, which is also the yielded `q`. Arguments are those of q_learning.
     """
     experience = _Experience(env, episodes, alpha, **options)
     first, gamma, draw = experience.q, experience.gamma, experience.actor.draw
@@ -215,10 +215,10 @@ def double_q_learning(
 def sarsa(
     env: MDP | DiscreteEnv, episodes: int, *, n: int = 1, alpha: Schedule = 0.1, **options: Unpack[LearnerOptions]
 ) -> Iterator[Learned]:
-    """On-policy: learns the value of the policy that it plays, exploration included. n > 1 is n-step SARSA.
+    """Learn the value of the policy that is played, exploration included (on-policy). n > 1 is n-step SARSA.
 
-    Q(s_t,a_t) is moved towards r_t + … + γ^{n−1}·r_{t+n−1} + γ^n·Q(s_{t+n}, a_{t+n}), once a_{t+n} is chosen. Where an episode
-    is cut off, Σ_a π(a|s')·Q(s',a) stands for the action that was not taken. Arguments of q_learning.
+    Q(s_t,a_t) is moved towards r_t + … + γ^{n−1}·r_{t+n−1} + γ^n·Q(s_{t+n}, a_{t+n}), once a_{t+n} is chosen. If an episode is
+    cut off, Σ_a π(a|s')·Q(s',a) replaces the Q of the action that was not taken. Arguments are those of q_learning.
     """
     if n < 1:
         raise ValueError(f"n is {n}; expected at least 1 step; for whole returns use monte_carlo_control.")
@@ -246,9 +246,9 @@ def sarsa(
 def monte_carlo_control(
     env: MDP | DiscreteEnv, episodes: int, *, alpha: Schedule | None = None, **options: Unpack[LearnerOptions]
 ) -> Iterator[Learned]:
-    """On-policy first-visit Monte Carlo: Q(s,a) moves towards the return after the first (s, a) of an episode.
+    """Learn by on-policy first-visit Monte Carlo: Q(s,a) moves towards the return after the first (s, a) of an episode.
 
-    alpha = None is the mean of all returns. An episode that was cut off counts with Σ_a π(a|s_T)·Q(s_T,a) for the rest.
+    alpha = None is the mean of all returns. An episode that was cut off counts with Σ_a π(a|s_T)·Q(s_T,a) for its rest.
     """
     experience = _Experience(env, episodes, (lambda n: 1.0 / n) if alpha is None else alpha, **options)
     q, actor, step = experience.q, experience.actor, experience.step_size()

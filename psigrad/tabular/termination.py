@@ -1,7 +1,7 @@
-"""Where episodes end: what an undiscounted sum of rewards needs to be finite.
+"""The ends of episodes, which an undiscounted sum of rewards needs to be finite.
 
-With γ = 1 the Bellman equation alone has many solutions. What decides is which states can reach an end, and which can go on for
-ever without any reward (worth exactly 0). These are questions about the graph of the transitions, answered here.
+With γ = 1 the Bellman equation alone has many solutions. The right one depends on the states that can reach an end, and on those
+that can continue for ever without any reward (value exactly 0). These are questions about the graph of the transitions.
 Source: Bertsekas and Tsitsiklis 1991, "An analysis of stochastic shortest path problems"; Puterman 1994, chapter 7.
 """
 
@@ -18,15 +18,15 @@ BoolArray = NDArray[np.bool_]
 
 
 def _edges(transitions: Any) -> Any:
-    """The stacked transitions as a CSR pattern of ones, (A·S, S)."""
+    """Return the stacked transitions as a CSR pattern of ones, (A·S, S)."""
     pattern = sparse.csr_array(transitions)
     return sparse.csr_array(((pattern.data > 0).astype(np.float64), pattern.indices, pattern.indptr), shape=pattern.shape)
 
 
 def _free_for_ever(edges: Any, rewards: NDArray[np.float64], end: NDArray[np.float64], terminal: BoolArray) -> NDArray[np.bool_]:
-    """(S, A): actions that can be repeated for ever inside a set of states where no step pays or ends anything.
+    """Return (S, A): actions that can be repeated for ever inside a set of states where no step pays or ends anything.
 
-    The greatest such set: start with every free action and strike out those that may leave what is left.
+    This is the greatest such set: start with every free action, and remove those that may leave the remaining states.
     """
     free = (rewards == 0) & (end == 0) & ~terminal[:, None]
     n_states, n_actions = rewards.shape
@@ -42,10 +42,10 @@ def _free_for_ever(edges: Any, rewards: NDArray[np.float64], end: NDArray[np.flo
 def safe_policy(
     transitions: Any, rewards: NDArray[np.float64], end: NDArray[np.float64], terminal: BoolArray
 ) -> tuple[NDArray[np.int64], BoolArray]:
-    """A policy [S] whose undiscounted value is finite wherever one exists, and the states [S] for which it does.
+    """Return a policy [S] whose undiscounted value is finite wherever one exists, and the states [S] where it is finite.
 
-    It stays for nothing where that can be done for ever; elsewhere each action leads with positive probability one step nearer
-    to such a place or to an end.
+    It stays for ever without reward where that is possible. Elsewhere each action leads with positive probability one step nearer
+    to such a state or to an end.
     """
     edges = _edges(transitions)
     n_states, n_actions = rewards.shape
@@ -57,15 +57,18 @@ def safe_policy(
 def ending_policy(
     transitions: Any, end: NDArray[np.float64], terminal: BoolArray, allowed: BoolArray
 ) -> tuple[NDArray[np.int64], BoolArray]:
-    """A policy [S] of `allowed` (S, A) actions, each of which leads with positive probability one step nearer to an end, and the
-    states [S] that have one. Elsewhere it is the first one allowed.
+    """Return a policy [S] of `allowed` (S, A) actions that leads to an end, and the states [S] where it does.
+
+    Each of its actions leads with positive probability one step nearer to an end. Elsewhere it takes the first allowed action.
     """
     policy = allowed.argmax(axis=1).astype(np.int64)
     return policy, _spread(_edges(transitions), end, terminal.copy(), policy, allowed)
 
 
 def _spread(edges: Any, end: NDArray[np.float64], done: BoolArray, policy: NDArray[np.int64], allowed: BoolArray) -> BoolArray:
-    """Give each state [S] an allowed action that may lead to one that is `done`, backwards from those; all that are done then."""
+    """Give each state [S] an allowed action that may lead to a `done` state, backwards from those. Return all states done
+    then.
+    """
     n_states, n_actions = end.shape
     while True:
         nearer = np.asarray(edges @ done.astype(np.float64)).reshape(n_actions, n_states).T > 0
@@ -78,16 +81,16 @@ def _spread(edges: Any, end: NDArray[np.float64], done: BoolArray, policy: NDArr
 
 
 def hopeless_states(transitions: Any, rewards: NDArray[np.float64], end: NDArray[np.float64], terminal: BoolArray) -> BoolArray:
-    """[S]: states from which no policy reaches an end nor a place to stay for nothing."""
+    """Return [S]: True for states from which no policy reaches an end or a place to stay without reward."""
     return ~safe_policy(transitions, rewards, end, terminal)[1]
 
 
 def can_end(transitions: Any, start: NDArray[np.float64], end: NDArray[np.float64], terminal: BoolArray) -> bool:
-    """Whether some actions lead an episode from `start` [S] to an end: a terminal state, or a step with `end` (S, A) above 0."""
+    """Return True if some actions lead an episode from `start` [S] to a terminal state or a step with `end` (S, A) above 0."""
     edges = _edges(transitions).tocoo()
     n_states = len(start)
     first = np.flatnonzero(start > 0)
-    before = np.concatenate([edges.row % n_states, np.full(first.size, n_states)])  # one more node leads to every first state
+    before = np.concatenate([edges.row % n_states, np.full(first.size, n_states)])  # an extra node leads to every first state
     after = np.concatenate([edges.col, first])
     graph = sparse.csr_array((np.ones(before.size), (before, after)), shape=(n_states + 1, n_states + 1))
     reached = csgraph.breadth_first_order(graph, n_states, return_predecessors=False)[1:]
@@ -95,7 +98,7 @@ def can_end(transitions: Any, start: NDArray[np.float64], end: NDArray[np.float6
 
 
 def closed_classes(model: Any, end: NDArray[np.float64]) -> list[NDArray[np.intp]]:
-    """The sets of states that a chain with matrix `model` (S, S) never leaves and where it never ends (`end` [S] is 0)."""
+    """Return the sets of states that a chain with matrix `model` (S, S) never leaves and where it never ends (`end` [S] is 0)."""
     graph = sparse.csr_array(model)
     n_classes, label = csgraph.connected_components(graph, directed=True, connection="strong")
     rows = np.repeat(np.arange(graph.shape[0]), np.diff(graph.indptr))

@@ -1,6 +1,6 @@
-"""Many episodes side by side: sampled with one draw per step for all of them, or enumerated with their probabilities.
+"""Many episodes in parallel: sampled with one draw per step for all of them, or enumerated with their probabilities.
 
-`simulation.rollouts` plays one episode after the other in anything with reset and step; here the model is known, so a step of all
+`simulation.rollouts` plays one episode after the other in anything with reset and step. Here the model is known, so a step of all
 episodes is one search in a table.
 """
 
@@ -18,7 +18,7 @@ from psigrad.tabular.simulation import Episode, outcomes
 
 @dataclass(frozen=True, eq=False)
 class Paths:
-    """N episodes of at most T steps. Behind the end of an episode its last state is repeated; actions and rewards are 0."""
+    """N episodes of at most T steps. After the end of an episode its last state is repeated; actions and rewards are 0."""
 
     states: IntArray
     """[N, T + 1]"""
@@ -27,9 +27,9 @@ class Paths:
     rewards: FloatArray
     """[N, T]"""
     lengths: IntArray
-    """[N] steps of each episode."""
+    """[N] the number of steps of each episode."""
     terminated: BoolArray
-    """[N] False where an episode was cut off."""
+    """[N] False for episodes that were cut off."""
 
     @property
     def mask(self) -> BoolArray:
@@ -37,7 +37,7 @@ class Paths:
         return np.asarray(np.arange(self.actions.shape[1]) < self.lengths[:, None])
 
     def select(self, rows: IntArray) -> Paths:
-        """These episodes, in this order, without the steps that none of them has."""
+        """Return these episodes in this order, without the steps that none of them has."""
         steps = int(self.lengths[rows].max()) if len(rows) else 0
         return Paths(
             self.states[rows, : steps + 1],
@@ -48,7 +48,7 @@ class Paths:
         )
 
     def cut(self, steps: int) -> Paths:
-        """The same episodes cut off after so many steps; those that were longer are no longer terminated."""
+        """Return the episodes cut off after this number of steps; longer ones are no longer terminated."""
         if steps < 1:
             raise ValueError(f"steps is {steps}; expected at least 1.")
         return Paths(
@@ -60,14 +60,14 @@ class Paths:
         )
 
     def episode(self, row: int) -> Episode:
-        """One of them by itself."""
+        """Return one of the episodes."""
         n = int(self.lengths[row])
         return Episode(self.states[row, : n + 1], self.actions[row, :n], self.rewards[row, :n], bool(self.terminated[row]))
 
 
 @dataclass(frozen=True, eq=False)
 class _Outcomes:
-    """What a step of a policy can lead to, all states behind each other: entries first[s] … first[s] + count[s] − 1."""
+    """The outcomes of a policy's steps, concatenated over states: entries first[s] … first[s] + count[s] − 1."""
 
     first: IntArray
     count: IntArray
@@ -77,7 +77,7 @@ class _Outcomes:
     ends: BoolArray
     probability: FloatArray
     cumulative: FloatArray
-    """s + Σ probability up to here: sorted over all states, so that one search serves every episode."""
+    """s + Σ of the probabilities so far: sorted over all states, so that one search serves every episode."""
 
 
 def _outcomes(mdp: MDP, policy: ArrayLike) -> _Outcomes:
@@ -109,9 +109,9 @@ def _outcomes(mdp: MDP, policy: ArrayLike) -> _Outcomes:
 
 
 def sample_paths(mdp: MDP, policy: ArrayLike, episodes: int, *, seed: int, max_steps: int | None = None) -> Paths:
-    """Episodes of a fixed policy, [S] actions or (S, A) probabilities, all played at once; `max_steps` cuts them off.
+    """Sample episodes of a fixed policy, [S] actions or (S, A) probabilities, all played at once; `max_steps` cuts them off.
 
-    Raises ValueError when an episode would start in a terminal state, or for numbers below 1.
+    Raises ValueError if an episode would start in a terminal state, or for numbers below 1.
     """
     if episodes < 1 or (max_steps is not None and max_steps < 1):
         raise ValueError(f"episodes is {episodes} and max_steps {max_steps}; expected at least 1 of each (or None for no limit).")
@@ -138,9 +138,9 @@ def sample_paths(mdp: MDP, policy: ArrayLike, episodes: int, *, seed: int, max_s
 
 
 def all_paths(mdp: MDP, policy: ArrayLike, *, max_steps: int | None = None, most: int = 1_000_000) -> tuple[Paths, FloatArray]:
-    """Every episode that can happen under a policy, and its probability [N]; they sum to 1.
+    """Return every possible episode of a policy and its probability [N]; the probabilities sum to 1.
 
-    `max_steps` cuts episodes off. Raises ValueError when there are more than `most`.
+    `max_steps` cuts episodes off. Raises ValueError if there are more than `most`.
     """
     found, starts = _outcomes(mdp, policy), _starts(mdp)
     states, probability = starts[:, None], mdp.start_distribution[starts]
@@ -174,7 +174,7 @@ def _starts(mdp: MDP) -> IntArray:
 
 
 def _gather(parts: list[tuple[IntArray, IntArray, FloatArray, FloatArray, bool]]) -> tuple[Paths, FloatArray]:
-    """Groups of paths of one length each, brought to the longest."""
+    """Return groups of paths, each of one length, padded to the longest."""
     parts = [part for part in parts if part[3].size]
     longest = max(part[1].shape[1] for part in parts)
     lengths = np.concatenate([np.full(part[3].size, part[1].shape[1]) for part in parts])

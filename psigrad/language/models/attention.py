@@ -1,4 +1,4 @@
-"""Attention over packed sequences that share prefixes: who attends to whom."""
+"""Attention over packed sequences that share prefixes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SDPA: Any = F.scaled_dot_product_attention
 
 
 class Attending(Protocol):
-    """What a layout needs to know of a fused layer. `window` is 0 where a token sees all before it."""
+    """The properties of a fused layer that a layout reads. `window` is 0 if a token sees all tokens before it."""
 
     index: int
     heads: Heads
@@ -38,8 +38,10 @@ def softened(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention as `scaled_dot_product_attention` has it, of scores s capped to c·tanh(s/c) (Gemma 2), or beside a score per head
-    that takes its share and adds nothing (gpt-oss: `sinks` [H]). Every score is held.
+    """Compute attention like `scaled_dot_product_attention`, with capped scores or with sinks.
+
+    `softcap` c caps scores s to c·tanh(s/c) (Gemma 2). `sinks` [H] is an extra score per head that takes its share of the softmax
+    and adds nothing (gpt-oss). All scores are held in memory.
     """
     scores = q @ k.mT * scale
     if softcap is not None:
@@ -47,7 +49,7 @@ def softened(
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if attn_mask is not None:
-        unseen = torch.finfo(scores.dtype).min  # a row that sees nothing is padding, and must not be NaN
+        unseen = torch.finfo(scores.dtype).min  # a row that sees nothing is padding, and must not become NaN
         scores = scores.masked_fill(~attn_mask, unseen) if attn_mask.dtype == torch.bool else scores + attn_mask
     if sinks is not None:
         beside = sinks.to(scores.dtype).view(1, scores.shape[1], -1, 1).expand(*scores.shape[:3], 1)
@@ -57,18 +59,19 @@ def softened(
 
 
 class Layout(Protocol):
-    """Which token attends to which, inside transformers' modules."""
+    """The pattern of attention between tokens, inside transformers' modules."""
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
-        """Output [1, S, H, D] from q [1, H, S, D] and k and v [1, H_kv, S, D], by `how`, which is `scaled_dot_product_attention`
-        or `softened`.
+        """Return the output [1, S, H, D] from q [1, H, S, D] and k and v [1, H_kv, S, D].
+
+        `how` is `scaled_dot_product_attention` or `softened`.
         """
 
 
 class FusedLayout(Protocol):
-    """Which token attends to which, inside fused layers."""
+    """The pattern of attention between tokens, inside fused layers."""
 
     @property
     def packed_weights(self) -> PackedWeights | None:
@@ -76,10 +79,10 @@ class FusedLayout(Protocol):
 
     @property
     def slots(self) -> Slots | None:
-        """Where a decoding step puts its new tokens; None in any other pass."""
+        """The slots where a decoding step puts its new tokens; None in any other pass."""
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """Output [S, H·D] and log-normaliser of the scores [S, H].
+        """Return the output [S, H·D] and log-normaliser of the scores [S, H].
 
         `rotated` holds queries and keys after the rotary embedding, [S, (H + H_kv)·D]; `qkv` the rows [q | k | v] before it.
         """
@@ -87,19 +90,20 @@ class FusedLayout(Protocol):
 
 @cache
 def no_mask(device: torch.device) -> Tensor:
-    """A 4-D mask is handed on as it is, so that no [S, S] mask is ever built for a packed row. It stays on the device: no copy
-    can be made while a CUDA graph is recorded.
+    """Return a dummy 4-D mask, which transformers passes on unchanged, so that no [S, S] mask is built for a packed row.
+
+    It is cached on the device: no copy can be made while a CUDA graph is recorded.
     """
     return torch.zeros(1, 1, 1, 1, device=device)
 
 
 def rows_at(x: Tensor, index: Tensor) -> Tensor:
-    """x [S, ...] -> [len(index), ...], zeros where the index is -1."""
+    """Gather x [S, ...] -> [len(index), ...], with zeros where the index is -1."""
     return x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0).view(-1, *[1] * (x.dim() - 1)), 0.0)
 
 
 class _Take(torch.autograd.Function):
-    """`rows_at(x, index)` where `index` names every row of x at most once and `inverse` undoes it.
+    """The function `rows_at(x, index)` where `index` names every row of x at most once and `inverse` undoes it.
 
     The backward is then `rows_at(grad, inverse)`, a gather; autograd's own would be a slower scatter.
     """
@@ -115,7 +119,7 @@ class _Take(torch.autograd.Function):
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """[B, H_kv, L, D] -> [B, heads, L, D] for grouped-query attention."""
+    """Repeat [B, H_kv, L, D] -> [B, heads, L, D] for grouped-query attention."""
     batch, kv_heads, length, dim = x.shape
     if kv_heads == heads:
         return x
@@ -123,8 +127,9 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 
 class Pieces(NamedTuple):
-    """A packed row in the host's memory: tokens of each prefix [B] and, behind them, of each sequence [N]; the prefix that each
-    sequence continues [N], and how many of its tokens [N].
+    """A packed row in the host's memory: the numbers of tokens of each prefix [B] and, after them, of each sequence [N].
+
+    `prefix` [N] is the prefix that each sequence continues, and `seen` [N] the number of its tokens that the sequence sees.
     """
 
     prefixes: np.ndarray
@@ -134,41 +139,41 @@ class Pieces(NamedTuple):
 
     @property
     def lengths(self) -> np.ndarray:
-        """[B + N] tokens of each piece, in the order of the row."""
+        """[B + N] the number of tokens of each piece, in the order of the row."""
         return np.concatenate([self.prefixes, self.sequences])
 
     @property
     def starts(self) -> np.ndarray:
-        """[B + N] where each begins in the row."""
+        """[B + N] the position in the row where each piece starts."""
         lengths = self.lengths
         return np.asarray(lengths.cumsum() - lengths)
 
     @property
     def before(self) -> np.ndarray:
-        """[B + N] how many tokens of a prefix each sees."""
+        """[B + N] the number of prefix tokens that each piece sees."""
         return np.concatenate([0 * self.prefixes, self.seen])
 
     @property
     def base(self) -> np.ndarray:
-        """[B + N] where that prefix begins in the row."""
+        """[B + N] the position in the row where that prefix starts."""
         return np.concatenate([0 * self.prefixes, self.starts[self.prefix] if len(self.prefixes) else self.prefix])
 
 
 def on_device(numbers: Any, device: torch.device | str, dtype: torch.dtype = torch.long) -> Tensor:
-    """Integers on `device`. They go to a GPU from pinned memory, so that the copy does not block."""
+    """Return integers on `device`. They are copied to a GPU from pinned memory, so that the copy does not block."""
     made = torch.as_tensor(numbers, dtype=dtype)
     return made.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else made.to(device)
 
 
 def _table(lengths: np.ndarray, start: int, device: torch.device) -> Tensor:
-    """[len(lengths), longest] packed positions of consecutive pieces from `start`, -1 where a piece is shorter."""
+    """Return [len(lengths), longest]: packed positions of consecutive pieces from `start`, -1 where a piece is shorter."""
     first, steps = start + lengths.cumsum() - lengths, np.arange(lengths.max(initial=0))
     return on_device(np.where(steps < lengths[:, None], first[:, None] + steps, -1), device)
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """S tokens on a device: B prefixes and N sequences, each sequence continuing one prefix (or none, where B is 0)."""
+    """The layout of S tokens on a device: B prefixes and N sequences, each continuing one prefix (or none, if B is 0)."""
 
     pieces: Pieces
     device: torch.device
@@ -176,17 +181,17 @@ class PackedLayout:
 
     @cached_property
     def rows(self) -> int:
-        """S."""
+        """The number of tokens, S."""
         return int(self.pieces.lengths.sum())
 
     @cached_property
     def prefix_rows(self) -> Tensor:
-        """[B, P] positions in the packed row, -1 where a prefix is shorter."""
+        """[B, P] positions of the prefixes in the packed row, -1 where a prefix is shorter."""
         return _table(self.pieces.prefixes, 0, self.device)
 
     @cached_property
     def sequence_rows(self) -> Tensor:
-        """[N, L] the same of the sequences."""
+        """[N, L] positions of the sequences in the packed row, -1 where a sequence is shorter."""
         return _table(self.pieces.sequences, int(self.pieces.prefixes.sum()), self.device)
 
     @cached_property
@@ -196,7 +201,7 @@ class PackedLayout:
 
     @cached_property
     def seen(self) -> Tensor:
-        """[N] how many tokens of it."""
+        """[N] the number of prefix tokens that each sequence sees."""
         return on_device(self.pieces.seen, self.device)
 
     @cached_property
@@ -206,14 +211,14 @@ class PackedLayout:
 
     @cached_property
     def _inverse(self) -> Tensor:
-        """[S] place of each packed token in `_order`."""
+        """[S] the position of each packed token in `_order`."""
         inverse = torch.empty(self.rows, dtype=torch.long, device=self._order.device)
         real = self._order >= 0
         inverse[self._order[real]] = torch.arange(self._order.numel(), device=self._order.device)[real]
         return inverse
 
     def _prefix_mask(self, window: int | None) -> Tensor | None:
-        """[P, P] for a sliding window that is shorter than the prefixes, else None (plainly causal)."""
+        """Return the mask [P, P] for a sliding window that is shorter than the prefixes, otherwise None (plainly causal)."""
         length = self.prefix_rows.shape[1]
         if window is None or window >= length:
             return None
@@ -221,7 +226,10 @@ class PackedLayout:
         return ((distance >= 0) & (distance < window)).to(self._order.device)
 
     def _sequence_mask(self, window: int | None) -> Tensor:
-        """[N, 1, L, P + L]: a token sees what its sequence continues, itself and what came before it in its own sequence."""
+        """Return the mask [N, 1, L, P + L].
+
+        A token sees the tokens that its sequence continues, itself, and the earlier tokens of its sequence.
+        """
         n, length = self.sequence_rows.shape
         device = self._order.device
         steps = torch.arange(length, device=device)
@@ -242,7 +250,7 @@ class PackedLayout:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
-        """Prefixes attend to themselves, and each sequence to its prefix and itself. Shapes as in `Layout.attend`."""
+        """Let prefixes attend to themselves, and each sequence to its prefix and itself. Shapes are those of `Layout.attend`."""
         heads = q.shape[1]
         split = self.prefix_rows.numel()
         q, k, v = (_Take.apply(x[0].transpose(0, 1), self._order, self._inverse) for x in (q, k, v))
@@ -268,12 +276,12 @@ class PackedLayout:
         return taken[None]
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """The same attention by the native kernel. Shapes as in `FusedLayout.mix`."""
+        """Compute the same attention by the native kernel. Shapes are those of `FusedLayout.mix`."""
         return layer.native.attention(rotated, qkv, self.spans, layer.heads, layer.window)
 
     @cached_property
     def spans(self) -> Spans:
-        """The same for the kernels, which take a sequence without a prefix for a prefix that nothing continues."""
+        """The layout for the kernels, which treat a sequence without a prefix as a prefix that nothing continues."""
         spans = list(zip(self.pieces.starts.tolist(), self.pieces.lengths.tolist(), strict=True))
         count = len(self.pieces.prefixes)
         if not count:
@@ -284,7 +292,7 @@ class PackedLayout:
         return Spans(spans[:count], members)
 
     def _mask(self, window: int | None) -> Tensor:
-        """`_sequence_mask`, built once for all layers."""
+        """Return `_sequence_mask`, built once for all layers."""
         if window not in self._masks:
             self._masks[window] = self._sequence_mask(window)
         return self._masks[window]
@@ -295,5 +303,5 @@ class PackedLayout:
 
 
 def _view(x: Tensor, rows: Tensor) -> Tensor:
-    """[B·L, H, D] -> [B, H, L, D]."""
+    """Reshape [B·L, H, D] -> [B, H, L, D]."""
     return x.view(*rows.shape, *x.shape[1:]).transpose(1, 2)

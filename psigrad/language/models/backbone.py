@@ -1,4 +1,4 @@
-"""What every pretrained model of ours shares: its weights, the packed forward and whether it may be used, LoRA, saving."""
+"""The base of psigrad's pretrained models: weights, the packed forward pass and whether it may be used, LoRA, and saving."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 R = TypeVar("R")
-# What transformers raises for a folder or a name that is no model.
+# The errors that transformers raises for a folder or a name without a model.
 LOADING_ERRORS = (
     *(OSError, ValueError, KeyError, RuntimeError, AttributeError, ImportError, TypeError, ArithmeticError),
     *(StrictDataclassError, SafetensorError, pickle.UnpicklingError, EOFError),
@@ -46,8 +46,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub model. Raises `ValueError` where there is none, also where transformers makes one without
-    a single word, as it does for Qwen, Gemma, GPT-2 and others: every text would be empty.
+    """Return the tokenizer of a folder or hub model. Raises `ValueError` if there is none. The same happens if transformers
+    creates one without a single word, as for Qwen, Gemma and GPT-2, since every text would be empty.
     """
     from transformers import AutoTokenizer
 
@@ -59,11 +59,13 @@ def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
 
 @torch.no_grad()
 def check_finite(network: nn.Module) -> None:
-    """Raise `UserError` if a weight is NaN or infinite: every log-prob would be, and the first step would say so of itself."""
+    """Raise `UserError` if a weight is NaN or infinite. Otherwise every log-prob would be too, and only the first step would
+    fail.
+    """
     for name, weight in network.named_parameters():
         if weight.is_meta or not weight.is_floating_point() or not weight.numel():
             continue
-        least, most = weight.aminmax()  # in one pass, with no tensor as large
+        least, most = weight.aminmax()  # one pass, without a tensor of that size
         if not math.isfinite(float(least) + float(most)):
             bad = int((~torch.isfinite(weight)).sum())
             raise UserError(
@@ -76,15 +78,14 @@ class Pretrained(ABC):
     """A pretrained model with its tokenizer.
 
     - `network` is transformers' model, which holds the weights. With LoRA it contains the adapters' layers.
-    - `adapter` is the peft wrapper that saves and merges the adapters. With `continued` it was trained before: without it the
-      model is not the one that training starts from.
-    - `why_padded` is empty if the packed forward pass reproduces the model; else it says why the padded one runs instead.
-    - `decoder` runs the packed forward pass in fused kernels; if it is None, `why_unfused` says why.
-    - `attends`: how packed sequences attend in transformers' modules; `why_sdpa` says why a GPU pads them all the same.
-    - `texts`: those that ways to compute were compared on.
-    - `balance` is the auxiliary loss of a model of experts, `routing` what its sampler records and training follows.
-    - `root` makes the weights whole while its forward pass runs, where they are kept in shards (`language/models/sharded.py`).
-    - `context`: the processes that divide the tokens of a row, where there are several (`psigrad_extras/mesh/ulysses.py`).
+    - `adapter` is the peft wrapper that saves and merges adapters. If `continued`, the model without it is not the initial one.
+    - `why_padded` is empty if the packed forward pass reproduces the model; otherwise it is why the padded one runs instead.
+    - `decoder` runs the packed forward pass in fused kernels; if it is None, `why_unfused` is the reason.
+    - `attends` is how packed sequences attend in transformers' modules; `why_sdpa` is why a GPU pads them anyway.
+    - `texts` are the texts on which ways to compute were compared.
+    - `balance` is the auxiliary loss of a mixture-of-experts model; `routing` records the sampler's choices for training.
+    - `root` makes sharded weights whole while its forward pass runs (`language/models/sharded.py`).
+    - `context` is the processes that divide the tokens of a row, if there are several (`psigrad_extras/mesh/ulysses.py`).
     """
 
     network: PreTrainedModel
@@ -110,12 +111,12 @@ class Pretrained(ABC):
 
     @property
     def is_own_reference(self) -> bool:
-        """Whether the model without its adapter is the one that training starts from."""
+        """True if the model without its adapter is the one that training starts from."""
         return self.adapter is not None and not self.continued
 
     @property
     def slower(self) -> str:
-        """Why the model is computed in a slower way than its device has, and what that costs; empty where it is not."""
+        """The reason why the model does not run in its device's fastest way, and the cost; empty if it does."""
         if self.why_padded:
             return f"Sequences are padded, not packed, which takes two to five times the time and memory: {self.why_padded}."
         if self.why_unfused and self.device.type == "cpu":
@@ -126,30 +127,30 @@ class Pretrained(ABC):
 
     @property
     def instructions(self) -> str:
-        """What multiplies in fused layers: AVX2, AVX-512, AMX tiles, …; empty where there are none."""
+        """The instructions of the products in fused layers: AVX2, AVX-512, AMX tiles, …; empty without fused layers."""
         return "" if self.decoder is None else self.decoder.native.products.instructions(self.decoder.dtype)
 
     @cached_property
     def max_length(self) -> int:
-        """The most tokens of one sequence, prompt and completion together."""
+        """The largest number of tokens of one sequence, prompt and completion together."""
         config = self.network.config.get_text_config()
         return min(size(config, "positions") or 1 << 31, *_unscaled_lengths(config))
 
     def switch(self, training: bool) -> None:
-        """Set training or evaluation mode. This visits every module, so nothing is done if the mode is set already."""
+        """Set training or evaluation mode. Skip it if the mode is set already, since it visits every module."""
         if self.network.training != training:
             set_mode(self.network, training)
 
     @abstractmethod
     def _probe(self, texts: Groups, packed: bool) -> Tensor:
-        """What the model says of `texts`, to tell whether one way to compute it is as good as another."""
+        """Return the model's outputs on `texts`, to compare two ways to compute it."""
 
     @abstractmethod
     def _sample_texts(self, length: int) -> list[list[int]]:
-        """Two texts of `length` tokens such as the model meets."""
+        """Return two texts of `length` tokens that are typical of the model."""
 
     def _texts(self) -> Groups:
-        """What ways to compute are compared on, drawn once."""
+        """Return the texts on which ways to compute are compared, drawn once."""
         if self.texts is None:
             self.texts = shared_prompts(*self._sample_texts(min(LENGTH, self.max_length)))
         return self.texts
@@ -164,10 +165,9 @@ class Pretrained(ABC):
         wanted: Tensor | None = None,
         experts: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [B, S, E] where `layout` says who attends to whom, or [M, E] of the tokens `wanted`, places in the B·S;
-        ids and positions are [B, S].
-
-        A fused decoder adds its activations to `keep`, or takes them from `cached`. Routers choose `experts` [layers, B·S, k].
+        """Return hidden states [B, S, E], or [M, E] of the tokens `wanted`, which are positions in the B·S. `layout` is the
+        attention pattern; ids and positions are [B, S]. A fused decoder adds its activations to `keep`, or reads them from
+        `cached`. Routers choose `experts` [layers, B·S, k].
         """
         if self.decoder is not None:
             fused: Any = layout
@@ -191,12 +191,12 @@ class Pretrained(ABC):
 
     @property
     def logit_factor(self) -> float:
-        """What the model multiplies its head's logits with (Cohere), or divides them by (Granite). Here hidden states are."""
+        """The factor of the head's logits: Cohere's scale, or 1 / Granite's scaling. Here it multiplies the hidden states."""
         config: Any = self.network.config.get_text_config()
         return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
     def target_hidden(self, inputs: ForwardInputs) -> Tensor:
-        """Hidden states [M, E] that predict the targets, packed or padded."""
+        """Return the hidden states [M, E] that predict the targets, packed or padded."""
         wanted = inputs.targets.rows
         if inputs.layout is not None:
             ids, positions, layout = inputs.input_ids, inputs.position_ids, inputs.layout
@@ -205,7 +205,7 @@ class Pretrained(ABC):
         return hidden.flatten(0, 1).index_select(0, wanted)
 
     def _padded(self, module: Any, inputs: ForwardInputs) -> Any:
-        """What transformers' `module` makes of padded inputs."""
+        """Return the output of transformers' `module` for padded inputs."""
         made = module(
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,
@@ -216,21 +216,21 @@ class Pretrained(ABC):
         return self._balanced(made, inputs.attention_mask)
 
     def _balanced(self, made: Any, mask: Tensor | None = None) -> Any:
-        """What a forward pass gave, its routers' load noted."""
+        """Return a forward pass's output, and record its routers' load."""
         if self.balance is not None:
             self.balance.see(made, mask)
         return made
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """The parameters that learn, by name, in the model's order."""
+        """Return the trainable parameters by name, in the model's order."""
         reshard(self)
         return {name: p for name, p in self.network.named_parameters() if p.requires_grad}
 
     def prepare(self, task: str, lora: Lora | None, adapter: Path | None, gradient_checkpointing: bool, known: bool) -> Self:
         """Choose the ways to compute, and add the adapter if there is one.
 
-        A `known` model (`fused.families.load`) runs packed and fused at once; any other is compared with its own modules first.
-        The model's own dropout is switched off, as TRL does: with it, the first-step ratio would not be 1.
+        A `known` model (`fused.families.load`) runs packed and fused at once. Any other is compared with its own modules first.
+        The model's own dropout is switched off as in TRL, since the first-step ratio would not be 1 with it.
         """
         check_finite(self.network)
         hf, known = self.network, known and lora is None
@@ -257,8 +257,9 @@ class Pretrained(ABC):
         return self
 
     def attend(self, how: str) -> None:
-        """Attend like this where the model is packed, from now on; "auto" on a GPU in the first way that runs, without a word on
-        a CPU. Raises `UserError` where another does not run, or does not give the numbers and the gradient of "sdpa".
+        """Set how the packed model attends. "auto" on a GPU takes the first way that runs, and changes nothing on a CPU.
+
+        Raises `UserError` if another way does not run, or does not give the numbers and the gradient of "sdpa".
         """
         if how == "auto" and self.device.type == "cuda" and self.decoder is None and not self.why_padded:
             reasons = []
@@ -273,7 +274,7 @@ class Pretrained(ABC):
         if self.decoder is not None or self.why_padded:
             why = "the fused decoder has an attention of its own" if self.decoder is not None else self.why_padded
             raise UserError(f"attention is {how!r}, and {why}; leave it at 'auto'.")
-        # in shards gradients come by hooks that are no part of a probe
+        # With shards, gradients are computed by hooks that a probe does not run.
         learns = [p for p in self.trainable().values() if p.requires_grad] if self.root is None else []
         own, before = self._probe_with_gradient(learns), self.attends
         try:
@@ -291,14 +292,14 @@ class Pretrained(ABC):
             ) from error
 
     def _probe_with_gradient(self, learns: list[nn.Parameter]) -> list[Tensor]:
-        """The numbers on the model's own texts, and the direction of the gradient of their sum, parameter by parameter."""
+        """Return the outputs on the model's own texts, and the direction of the gradient of their sum for each parameter."""
         with torch.set_grad_enabled(bool(learns)):
             found = self._probe(self._texts(), packed=True)
             slopes = torch.autograd.grad(found.sum(), learns, allow_unused=True) if learns else ()
         return [found.detach(), *(g / g.norm().clamp(min=1e-6) for g in slopes if g is not None)]
 
     def frozen_copy(self) -> Self:
-        """A copy that never learns: the reference of full fine-tuning."""
+        """Return a copy that never learns: the reference of full fine-tuning."""
         twin = copy.deepcopy(self.network)
         twin.requires_grad_(False)
         decoder = None if self.decoder is None else Decoder(twin)
@@ -306,18 +307,18 @@ class Pretrained(ABC):
         return type(self)(twin.eval(), self.tokenizer, decoder=decoder, **own)
 
     def save(self, folder: Path) -> None:
-        """Weights and tokenizer in Hugging Face form; a LoRA model saves its adapter (and a scalar head) only."""
+        """Save weights and tokenizer in Hugging Face form. A LoRA model saves only its adapter (and a scalar head)."""
         write(self.adapter or self.network, self.tokenizer, folder)
 
     def save_merged(self, folder: Path) -> None:
-        """The whole model, adapter merged in, so that transformers' `from_pretrained(folder)` opens it."""
+        """Save the complete model with the adapter merged in, so that transformers' `from_pretrained(folder)` opens it."""
         if self.adapter is not None and (lost := describe_merging(self.adapter)):
             redaction.say(lost)
         write(merge_adapter(self.network, self.adapter), self.tokenizer, folder)
 
 
 def with_whole_weights(model: Pretrained, compute: Callable[[], R]) -> R:
-    """What `compute` returns, run where it finds whole weights: by itself, or inside the forward pass of the model's `root`."""
+    """Return the result of `compute`, run with whole weights: directly, or inside the forward pass of the model's `root`."""
     if model.root is None:
         return compute()
     found: list[R] = []
@@ -326,7 +327,7 @@ def with_whole_weights(model: Pretrained, compute: Callable[[], R]) -> R:
 
 
 def own_share(model: Pretrained, inputs: ForwardInputs) -> ForwardInputs:
-    """What this process computes of them: all, or its tokens of a row that several divide."""
+    """Return this process's share of the inputs: all of them, or its tokens of a row that several processes divide."""
     packed = inputs.layout
     if model.context is None or not isinstance(packed, attention.PackedLayout):
         return inputs
@@ -339,7 +340,7 @@ def own_share(model: Pretrained, inputs: ForwardInputs) -> ForwardInputs:
 
 
 def reshard(model: Pretrained) -> None:
-    """Let go of the whole weights that a forward pass without gradient has left; `network` then holds tensors in shards."""
+    """Free the whole weights that a forward pass without gradient has left. Afterwards `network` holds sharded tensors."""
     modules: Any = model.root.modules() if model.root is not None else ()
     for module in modules:
         if hasattr(module, "reshard"):
@@ -347,8 +348,8 @@ def reshard(model: Pretrained) -> None:
 
 
 def _unscaled_lengths(config: Any) -> list[int]:
-    """Up to where rotary embeddings that change with the longest position of a pass (Phi's longrope, dynamic NTK) are one and the
-    same: beyond, what a sequence gets would depend on who shares its pass.
+    """Return the lengths up to which rotary embeddings do not depend on the longest position of a pass. Beyond these, Phi's
+    longrope and dynamic NTK do, so that a sequence's result would depend on the other sequences of its pass.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     tables = list(rope.values()) if rope and all(isinstance(table, dict) for table in rope.values()) else [rope]
@@ -371,7 +372,7 @@ def dropouts_of(hf: nn.Module) -> list[tuple[nn.Module, str, float]]:
 
 
 def switch_dropout_off(hf: PreTrainedModel) -> None:
-    """Set all dropout to 0, and evaluation mode. What the model computes in that mode stays the same."""
+    """Set all dropout to 0, and evaluation mode. The model's outputs in that mode stay the same."""
     for module, name, _ in dropouts_of(hf):
         setattr(module, name, 0.0)
     hf.eval()
@@ -380,7 +381,7 @@ def switch_dropout_off(hf: PreTrainedModel) -> None:
 def set_mode(network: nn.Module, training: bool) -> None:
     """Set training or evaluation mode. Routers stay in evaluation mode, where they draw no noise.
 
-    Their jitter is not set to 0 instead: in evaluation mode the one of PhiMoE is a threshold that its experts are chosen by.
+    Setting their jitter to 0 would be wrong: in evaluation mode PhiMoE's jitter is a threshold for choosing experts.
     """
     network.train(training)
     for module in network.modules() if training else ():
@@ -389,8 +390,8 @@ def set_mode(network: nn.Module, training: bool) -> None:
 
 
 def _check_repeatable(model: Pretrained) -> None:
-    """Refuse a model that computes otherwise in training mode each time: gradient checkpointing needs that mode."""
-    with torch.enable_grad():  # training mode is where a gradient is wanted
+    """Raise `UserError` if two passes in training mode, which gradient checkpointing needs, give different results."""
+    with torch.enable_grad():  # training mode is set only when a gradient is enabled
         one, other = (model._probe(model._texts(), packed=not model.why_padded).detach() for _ in range(2))
     if gap := float((one - other).abs().max()):
         raise UserError(
@@ -400,19 +401,19 @@ def _check_repeatable(model: Pretrained) -> None:
 
 
 def recompute_activations(hf: PreTrainedModel) -> None:
-    """Gradient checkpointing. transformers recomputes only in training mode; without dropout that mode computes the same."""
+    """Enable gradient checkpointing. transformers recomputes only in training mode, which changes no result without dropout."""
     hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def check_whole(missing: Iterable[str]) -> None:
-    """Raises `ValueError` where weights are missing in a model's files: transformers draws such at random, and goes on."""
+    """Raise `ValueError` if weights are missing in a model's files. transformers draws them at random and continues."""
     if names := sorted(missing):
         raise ValueError(f"its files lack {', '.join(names[:3])}{', …' * (len(names) > 3)}, which would be random numbers")
 
 
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
-    """Without transformers' bar per weight file, which drowns ours; whoever called has theirs again."""
+    """Disable transformers' progress bar per weight file, which hides psigrad's; the caller's setting is restored."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -425,7 +426,7 @@ def without_bars() -> Iterator[None]:
 
 
 def save_pretrained(network: Any, folder: Path, **given: Any) -> None:
-    """`network.save_pretrained`, whichever process calls: transformers 5.23 has rank 0 alone write weights, and says nothing."""
+    """Call `network.save_pretrained` on any process: transformers 5.23 silently writes weights on rank 0 alone."""
     network.should_save_on_this_rank = lambda is_main_process: is_main_process
     try:
         network.save_pretrained(folder, safe_serialization=True, **given)
@@ -435,15 +436,15 @@ def save_pretrained(network: Any, folder: Path, **given: Any) -> None:
 
 @without_bars()
 def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Weights and tokenizer in Hugging Face form."""
+    """Write weights and tokenizer in Hugging Face form."""
     save_pretrained(model, folder)
     tokenizer.save_pretrained(folder)
     if not put_back(getattr(model, "network", model), folder):
         redaction.say(f"{folder} holds the text half alone: the names of its weights are not those of the checkpoint it is from.")
-    if isinstance(model, nn.Module) and (kind := coded_as(model)) is not None:  # of weights in shards there are no modules here
+    if isinstance(model, nn.Module) and (kind := coded_as(model)) is not None:  # weights in shards have no modules here
         numbers = {"quantize_base": kind, "dtype": str(model.dtype).removeprefix("torch.")}
         (folder / CODED_BASE).write_text(json.dumps(numbers) + "\n")
     umask = os.umask(0)
     os.umask(umask)
-    for path in folder.iterdir():  # safetensors leaves its files to their owner alone
+    for path in folder.iterdir():  # safetensors makes its files readable by their owner alone
         path.chmod(0o666 & ~umask)

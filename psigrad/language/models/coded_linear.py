@@ -1,4 +1,4 @@
-"""Linear layers whose matrices are kept in codes of 4 or 8 bits, and never learn: the base of an adapter (QLoRA)."""
+"""Linear layers whose matrices are stored in codes of 4 or 8 bits and never learn: the base of an adapter (QLoRA)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from psigrad.kernels.codes import CodedMatrix, Kind, can_code, code
 from psigrad.kernels.kernels import kernels
 
 CODED_BASE = "quantized_base.json"
-"""Beside an adapter that learnt over a base in codes: their kind, and the type of the numbers that were coded. peft has no word
-of its own for the former."""
+"""The file next to an adapter that was trained over a coded base. It holds the kind of codes and the dtype of the coded numbers.
+peft has no field for the kind.
+"""
 _PARTS = ("scales", "offsets", "levels")
 
 
 class CodedLinear(nn.Linear):
-    """x · Wᵀ + b with W in codes (Dettmers et al. 2023, QLoRA, arXiv:2305.14314). Its `weight` are the codes, of a
+    """The layer x · Wᵀ + b with W in codes (Dettmers et al. 2023, QLoRA, arXiv:2305.14314). Its `weight` holds codes of a
     `kind`.
     """
 
@@ -32,12 +33,12 @@ class CodedLinear(nn.Linear):
 
     @property
     def matrix(self) -> CodedMatrix:
-        """The matrix as it stands now, on whatever device."""
+        """The matrix with its current tensors, on any device."""
         scales, offsets, levels = (getattr(self, name) for name in _PARTS)
         return CodedMatrix(self.weight.data, scales, offsets, levels, (self.out_features, self.in_features), self.block)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x in float32 or bfloat16; its gradient is that of the numbers which the codes stand for."""
+        """Compute the layer for x in float32 or bfloat16. The gradient is that of the decoded numbers."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         native = kernels()
         plain = x.device.type == "cpu" and x.is_contiguous() and not torch.is_grad_enabled()
@@ -49,7 +50,7 @@ class CodedLinear(nn.Linear):
 
 
 def unpack(matrix: CodedMatrix, dtype: torch.dtype) -> Tensor:
-    """The numbers [N, K] of a matrix in codes."""
+    """Return the numbers [N, K] of a coded matrix."""
     native = kernels()
     if matrix.codes.device.type == "cpu" and not isinstance(native, str) and dtype in native.dtypes:
         return native.products.unpack(matrix, dtype)
@@ -57,8 +58,9 @@ def unpack(matrix: CodedMatrix, dtype: torch.dtype) -> Tensor:
 
 
 def code_linears(network: nn.Module, kind: Kind) -> None:
-    """Put the linear layers inside lists of layers in codes, but for those whose rows are not whole blocks. Raises `UserError`
-    where that leaves none.
+    """Encode the linear layers inside lists of layers, except those whose rows are not whole blocks.
+
+    Raises `UserError` if no layer can be encoded.
     """
     found = False
     for name, child in list(network.named_modules()):
@@ -71,12 +73,12 @@ def code_linears(network: nn.Module, kind: Kind) -> None:
 
 
 def coded_as(network: nn.Module) -> Kind | None:
-    """How `code_linears` or the loader of a GGUF file coded the layers of a model; None where they are plain."""
+    """Return the kind of codes of a model's layers, from `code_linears` or the GGUF loader; None if they are plain."""
     return next((module.kind for module in network.modules() if isinstance(module, CodedLinear)), None)
 
 
 def uncode_linears(network: nn.Module, dtype: torch.dtype) -> None:
-    """The inverse, with the numbers that the codes stand for: to add an adapter to them."""
+    """Replace coded layers by plain ones with the decoded numbers, so that an adapter can be added to them."""
     for name, child in list(network.named_modules()):
         if isinstance(child, CodedLinear):
             plain = nn.Linear(child.in_features, child.out_features, bias=False, device="meta")

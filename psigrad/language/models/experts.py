@@ -1,7 +1,7 @@
-"""Models of experts: the loss that keeps their load even, and in training the choice of experts that sampling made.
+"""Mixture-of-experts models: the loss that balances their load, and the replay in training of the experts chosen in sampling.
 
-A router sends each token to k of E experts. Rounding decides where two of them are as good: then sampler and trainer compute with
-other weights, and the log-probs differ by far more than rounding. A recorded choice is followed instead.
+A router sends each token to k of E experts. If two experts score about the same, rounding decides. Sampler and trainer then
+compute with different weights, and the log-probs differ by far more than rounding. Following a recorded choice avoids this.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from psigrad.objective import Loss
 
 
 class Balance:
-    """The auxiliary loss of a model of experts, and how much it counts.
+    """The auxiliary loss of a mixture-of-experts model, and its coefficient.
 
     Formula: E · Σ_e f_e · P_e, with f_e the assignments to expert e, P_e the sum of its probabilities, each over all tokens and
-    layers and divided by their number; 1·k where all are used alike.
+    layers and divided by their number; 1·k if all are used equally.
 
     Source: Fedus et al. 2021, Switch Transformer, arXiv:2101.03961; transformers' `load_balancing_loss_func`.
     """
 
     def __init__(self, coefficient: float, chosen: int) -> None:
-        """`chosen` is k."""
+        """Set the coefficient and k, the number of chosen experts."""
         self.coefficient, self.chosen = coefficient, chosen
         self._last: Tensor | None = None
 
     @property
     def asked(self) -> dict[str, bool]:
-        """What a forward pass of transformers' is told: it gives a router's logits where there will be a gradient."""
+        """The arguments of transformers' forward pass: it returns router logits if a gradient is enabled."""
         return {"output_router_logits": True} if torch.is_grad_enabled() else {}
 
     def see(self, made: Any, mask: Tensor | None = None) -> None:
-        """Take the logits [S, E] of all routers from what a forward pass gave; `mask` [B, S] leaves padding out."""
+        """Compute the loss from the logits [S, E] of all routers in a forward pass's output; `mask` [B, S] excludes padding."""
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
         logits = getattr(made, "router_logits", None)
@@ -53,7 +53,7 @@ class Balance:
             self._last = found
 
     def add_to(self, loss: Loss, passes: float) -> Loss:
-        """The loss of one of `passes` forward passes, the last one, with its auxiliary loss: of a step it is their mean."""
+        """Return the loss of the last of `passes` forward passes with its auxiliary loss, so that a step gets their mean."""
         last, self._last = self._last, None
         if last is None:
             return loss
@@ -63,7 +63,7 @@ class Balance:
 
 
 def balance_of(network: Any, coefficient: float | None) -> Balance | None:
-    """What `coefficient` asks for; None takes the model's own. Raises `UserError` for a model without such a loss."""
+    """Return the balance for `coefficient`; None means the model's own. Raises `UserError` for a model without such a loss."""
     config = network.config.get_text_config()
     own, chosen = getattr(config, "router_aux_loss_coef", None), size(config, "chosen")
     if not hasattr(config, "output_router_logits") or not chosen:
@@ -78,20 +78,20 @@ def balance_of(network: Any, coefficient: float | None) -> Balance | None:
 
 
 def balanced(model: Any, share: Callable[[], Loss], passes: float) -> Loss:
-    """What `share` computes, with the auxiliary loss where `model` has one."""
+    """Return the result of `share`, with the auxiliary loss if `model` has one."""
     loss = share()
     return loss if model.balance is None else model.balance.add_to(loss, passes)
 
 
 class Routing:
-    """The experts that tokens are sent to, as the routers of a network choose them: recorded, or followed."""
+    """The experts that the routers of a network choose for tokens: recorded, or followed."""
 
     def __init__(self, network: Any) -> None:
         self.routers = routers_of(network)
         self.count = 0
-        """E."""
+        """E, the number of experts."""
         self.chosen = size(network.config, "chosen")
-        """k."""
+        """k, the number of experts per token."""
         self._followed: Tensor | None = None
         self._seen: list[tuple[Tensor, Tensor]] | None = None
         for place, router in enumerate(self.routers):
@@ -99,11 +99,11 @@ class Routing:
 
     @property
     def dtype(self) -> type[np.unsignedinteger[Any]]:
-        """In which a choice is kept."""
+        """The dtype in which a choice is stored."""
         return np.uint8 if self.count <= 256 else np.uint16
 
     def _route(self, place: int, router: Any, given: Any, named: Any, made: Any) -> Any:
-        """What a router gives: logits, weights [S, k] and experts [S, k]."""
+        """Return a router's logits, weights [S, k] and experts [S, k]."""
         if self._followed is not None:
             with _Choosing(self._followed[place], made[0].shape[-1]):
                 made = router.forward(*given, **named)
@@ -114,7 +114,7 @@ class Routing:
 
     @contextlib.contextmanager
     def record(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Inside, each router's weights and choice [S, k] are appended to what this gives."""
+        """Append each router's weights and choice [S, k] to the yielded list inside this context."""
         self._seen = []
         try:
             yield self._seen
@@ -123,8 +123,9 @@ class Routing:
 
     @contextlib.contextmanager
     def follow(self, choices: Tensor | None) -> Iterator[None]:
-        """Inside, the routers choose `choices` [layers, S, k]. Behind a pass with gradient it stays so: the backward pass may
-        compute layers again.
+        """Make the routers choose `choices` [layers, S, k] inside this context.
+
+        After a pass with gradient the choices stay set, since the backward pass may recompute layers.
         """
         before, self._followed = self._followed, choices
         try:
@@ -134,7 +135,7 @@ class Routing:
                 self._followed = before
 
     def read(self, inputs: Groups, device: torch.device) -> Tensor | None:
-        """[layers, S, k] as `inputs` have them, in the order in which their tokens are packed; None where they have none."""
+        """Return the recorded choices [layers, S, k] in the order of the packed tokens; None if `inputs` have none."""
         if inputs.experts is None:
             return None
         texts = [prompt for prompt, _ in inputs.experts] + [own for _, group in inputs.experts for own in group]
@@ -144,7 +145,7 @@ class Routing:
 
 
 class _Choosing(TorchFunctionMode):
-    """Inside, the best k of `count` are `choices` [S, k]: all else that a router does with them is its own."""
+    """A mode in which the best k of `count` are `choices` [S, k]. The router's other computations are unchanged."""
 
     def __init__(self, choices: Tensor, count: int) -> None:
         super().__init__()
@@ -156,12 +157,12 @@ class _Choosing(TorchFunctionMode):
             return made
         of = args[0] if args else (kwargs or {})["input"]
         if of.shape != (len(self.choices), self.count) or made[1].shape != self.choices.shape:
-            return made  # the best groups of experts
+            return made  # this call chooses the best groups of experts
         return torch.return_types.topk((of.gather(-1, self.choices), self.choices))
 
 
 class Routes:
-    """What a sampler records of one call: the experts of each prompt, and of each token that it has written but the last."""
+    """The choices that a sampler records in one call: the experts of each prompt, and of each written token but the last."""
 
     def __init__(self, routing: Routing, sequences: int, longest: int) -> None:
         self.routing = routing
@@ -170,21 +171,21 @@ class Routes:
         self.written = np.zeros(shape, dtype=routing.dtype)
 
     def _found(self, seen: list[tuple[Tensor, Tensor]]) -> np.ndarray:
-        """[S, layers, k]."""
+        """Return the choices as [S, layers, k]."""
         found: np.ndarray = torch.stack([choice for _, choice in seen], 1).cpu().numpy().astype(self.routing.dtype)
         return found
 
     def read(self, requests: Sequence[int], lengths: Sequence[int], seen: list[tuple[Tensor, Tensor]]) -> None:
-        """The prompts of these requests were read, one behind the other."""
+        """Record the prompts of these requests, which were read one after the other."""
         parts = np.split(self._found(seen), np.cumsum(lengths)[:-1])
         self.prompts |= {r: _text(part) for r, part in zip(requests, parts, strict=True)}
 
     def write(self, sequences: np.ndarray, places: np.ndarray, seen: list[tuple[Tensor, Tensor]]) -> None:
-        """These sequences' tokens at `places` were read."""
+        """Record the tokens of these sequences at `places`, which were read."""
         self.written[sequences, places] = self._found(seen)
 
     def of(self, request: int, sequence: int, count: int) -> dict[str, str]:
-        """What a completion of `count` tokens says of its experts."""
+        """Return the recorded experts of a completion of `count` tokens."""
         return {"prompt_experts": self.prompts[request], "experts": _text(self.written[sequence, : max(count - 1, 0)])}
 
 
@@ -193,7 +194,7 @@ def _text(choices: np.ndarray) -> str:
 
 
 def routers_of(network: Any) -> list[nn.Module]:
-    """The modules that transformers knows as routers and that give (logits, weights, experts), in the order of the layers."""
+    """Return the modules that transformers knows as routers and that return (logits, weights, experts), in layer order."""
     known = (getattr(type(network.base_model), "_can_record_outputs", None) or {}).get("router_logits")
     recorders: list[Any] = known if isinstance(known, list) else [known]
     kinds = tuple(one.target_class for one in recorders if getattr(one, "index", None) == 0)
@@ -202,7 +203,7 @@ def routers_of(network: Any) -> list[nn.Module]:
 
 @torch.no_grad()
 def replay_routers(model: Any) -> Routing:
-    """Record and follow the routers of `model` from now on. Raises `UserError` for one whose choice cannot be set."""
+    """Record and follow the routers of `model` from now on. Raises `UserError` if the choice of a router cannot be set."""
     hf = model.network
     name = type(hf).__name__
     if model.why_padded:

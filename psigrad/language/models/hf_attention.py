@@ -1,8 +1,8 @@
-"""Our attention inside any transformers model: by scaled_dot_product_attention, and on GPUs without padding.
+"""psigrad's attention inside any transformers model: by scaled_dot_product_attention, and on GPUs without padding.
 
-transformers lets a model's attention be replaced by a registered function. Ours receives the layout of the packed row as a
-keyword argument of the forward call; without one it is transformers' own SDPA, so the same model still runs padded batches
-and `generate`.
+transformers can replace a model's attention by a registered function. psigrad's function receives the layout of the packed row as
+a keyword argument of the forward call. Without a layout it is transformers' own SDPA, so that the same model still runs padded
+batches and `generate`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def attention(
     layout: Layout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' attention signature; with a layout, dropout is off and `attention_mask` is not read."""
+    """Compute attention with transformers' signature. With a layout, dropout is off and `attention_mask` is not read."""
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     plain = softcap is None and sinks is None
     if layout is None and plain:
@@ -60,16 +60,19 @@ AttentionInterface.register(IMPLEMENTATION, attention)
 AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 
-# Queries and keys of a block of FlexAttention.
+# The number of queries and keys of a block of FlexAttention.
 BLOCK = 128
-# Queries, keys and values [·, H, D], where each piece ends among queries and among keys, the longest of both, scale, window.
+# The arguments: queries, keys and values [·, H, D]; ends of pieces among queries and among keys; the longest of both; scale;
+# window.
 Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float, int | None], Tensor]
 
 
 @functools.cache
 def varlen_kernel() -> Varlen:
-    """Causal attention of pieces of unlike length, whose last query stands at their last key: torch's, or flash-attn's. Both
-    compute in half precision alone. Raises `ValueError` where there is neither.
+    """Return a kernel for causal attention of pieces of different lengths: torch's, or flash-attn's.
+
+    A piece's last query is at its last key. Both kernels compute in half precision only. Raises `ValueError` if neither is
+    installed.
     """
 
     def left(window: int | None) -> tuple[int, int]:
@@ -80,7 +83,7 @@ def varlen_kernel() -> Varlen:
         from torch.nn.attention.varlen import varlen_attn
 
         known = inspect.signature(varlen_attn).parameters
-        grouped = {"enable_gqa": True} if "enable_gqa" in known else {}  # torch 2.11 has grouped heads without a word
+        grouped = {"enable_gqa": True} if "enable_gqa" in known else {}  # torch 2.11 groups heads without this argument
         kernel: Any = varlen_attn
         if "window_size" in known:
             return lambda *of: kernel(*of[:7], scale=of[7], window_size=left(of[8]), **grouped)
@@ -94,8 +97,8 @@ def varlen_kernel() -> Varlen:
 class VarlenLayout:
     """A packed layout that attends without padding inside transformers' modules; see `Layout`.
 
-    Every prefix is a piece of a kernel that takes pieces of any length, and so is every sequence, whose keys begin with those of
-    its prefix. So each score is computed that is needed, and no other; what costs is a copy of the prefix's keys and values.
+    Every prefix is a piece for a kernel that takes pieces of any length. So is every sequence, whose keys start with those of its
+    prefix. Only the scores that are needed are computed. The cost is a copy of the prefix's keys and values.
     """
 
     packed: PackedLayout
@@ -104,7 +107,7 @@ class VarlenLayout:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
-        """Attention by the kernel. Shapes as in `Layout.attend`."""
+        """Compute attention by the kernel. Shapes are those of `Layout.attend`."""
         if how is not SDPA:
             raise ValueError("its attention caps scores or has sinks")
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
@@ -123,12 +126,13 @@ class VarlenLayout:
 
     @cached_property
     def _copies(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Which token of the row each key is [K]; of each token in a prefix the keys that are it, -1 where there are fewer
-        [P, most]; of each other token the only one [S - P].
+        """Indices of keys: the row's token of each key [K], the keys of each prefix token [P, most], the key of others [S - P].
+
+        Only prefixes are copied, so other tokens have one key. Missing keys are -1.
         """
         pieces, device = self.packed.pieces, self.packed.device
         real = pieces.lengths > 0
-        # of each piece what it sees of a prefix, and itself
+        # for each piece: the tokens of a prefix that it sees, then itself
         runs, begin = (np.stack(x, 1)[real].ravel() for x in ((pieces.before, pieces.lengths), (pieces.base, pieces.starts)))
         index = np.arange(runs.sum()) + (begin - runs.cumsum() + runs).repeat(runs)
         by_token, many = index.argsort(kind="stable"), np.bincount(index, minlength=self.packed.rows)
@@ -140,8 +144,9 @@ class VarlenLayout:
 
 
 class _Copies(torch.autograd.Function):
-    """Rows of x [S, ...] by `index` [K]. The gradients of a row's copies are summed in float32 and in one order: autograd's own
-    would add them in half precision as they come.
+    """Rows of x [S, ...] by `index` [K], with gradients of a row's copies summed in float32 in a fixed order.
+
+    Autograd would add them in half precision in any order.
     """
 
     @staticmethod
@@ -161,8 +166,8 @@ class _Copies(torch.autograd.Function):
 class FlexLayout:
     """A packed layout that attends by FlexAttention inside transformers' modules; see `Layout`.
 
-    One compiled kernel skips the blocks which no query attends to (Dong et al. 2024, arXiv:2412.05496), where
-    scaled_dot_product_attention needs padded views and a mask of every pair.
+    One compiled kernel skips the blocks that no query attends to (Dong et al. 2024, arXiv:2412.05496).
+    scaled_dot_product_attention needs padded views and a mask of every pair instead.
     """
 
     packed: PackedLayout
@@ -170,7 +175,7 @@ class FlexLayout:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
-        """Attention by PyTorch's flex_attention. Shapes as in `Layout.attend`."""
+        """Compute attention by PyTorch's flex_attention. Shapes are those of `Layout.attend`."""
         given: dict[str, Any] = how.keywords if isinstance(how, functools.partial) else {}
         cap: Any = given.get("softcap")
         sinks: Tensor | None = given.get("sinks")
@@ -185,15 +190,17 @@ class FlexLayout:
             enable_gqa=q.shape[1] != k.shape[1],
             return_aux=AuxRequest(lse=sinks is not None),
         )
-        if sinks is not None:  # a score beside the others takes its share of the softmax and adds nothing
+        if sinks is not None:  # a sink is an extra score that takes its share of the softmax and adds nothing
             out = out * torch.sigmoid(more.lse - sinks.to(more.lse.dtype)[:, None])[..., None].to(out.dtype)
         turned: Tensor = out.transpose(1, 2)
         return turned
 
     @cached_property
     def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Per token [S]: the prompt that it belongs to (or the sequence, where there are no prompts), the completion (-1: none,
-        all that go on from behind it see it), its place in its sequence, and where its sequence begins.
+        """Four numbers [S] per token: its prompt (or its sequence, without prompts), its completion, its position in its
+        sequence, and the position where its sequence starts.
+
+        The completion of a prompt's token is -1: every completion that continues after it sees it.
         """
         pieces, count, rows = self.packed.pieces, len(self.packed.pieces.prefixes), self.packed.rows
         numbers, nothing = np.arange(len(pieces.sequences)), np.full(len(pieces.sequences), -1)
@@ -205,13 +212,13 @@ class FlexLayout:
         return tuple(on_device(x, self.packed.device) for x in columns)  # type: ignore[return-value]
 
     def blocks(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """[Q, K] which blocks of BLOCK tokens have a query that sees a key, and those in which all see all."""
+        """Return [Q, K] the blocks of BLOCK tokens where some query sees some key, and those where all see all."""
         pieces, size, reach = self.packed.pieces, -(-self.packed.rows // BLOCK), window or self.packed.rows
         some, whole = np.zeros((2, size, size), dtype=bool)
         for start, length, before, first in zip(pieces.starts, pieces.lengths, pieces.before, pieces.base, strict=True):
             for row in range(start // BLOCK, -(-(start + length) // BLOCK) if length else 0):
                 low, high = max(start, row * BLOCK), min(start + length, (row + 1) * BLOCK)
-                gone = low - start - reach + 1  # own tokens that the first query does not see; negative where it sees the prefix
+                gone = low - start - reach + 1  # own tokens that the first query does not see; negative if it sees the prefix
                 for begin, end, sure in (
                     (first + max(0, before + gone), first + before, first + before),
                     (start + max(0, gone), high, low + 1),
@@ -223,12 +230,12 @@ class FlexLayout:
         return some, whole
 
     def _mask(self, window: int | None) -> BlockMask:
-        """Built once for all layers of a window."""
+        """Return the block mask, built once for all layers with this window."""
         if window not in self._masks:
             group, own, position, begin = self.tokens
 
             def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-                # prompts are laid down before completions, so that what comes later in the row is never earlier in a sequence
+                # Prompts precede completions in the row, so a later token in the row is never earlier in a sequence.
                 before = (own[j] < 0) & (position[j] < begin[i])
                 seen = (group[i] == group[j]) & (before | (own[j] == own[i])) & (i >= j)
                 return seen if window is None else seen & (position[i] - position[j] < window)
@@ -248,17 +255,17 @@ class FlexLayout:
 
 
 def unpad(packed: PackedLayout, how: str) -> Layout:
-    """The layout attending by "varlen" or "flex"."""
+    """Return the layout that attends by "varlen" or "flex"."""
     return FlexLayout(packed) if how == "flex" else VarlenLayout(packed, varlen_kernel())
 
 
 def _list_blocks(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of [Q, K] blocks how many each row has, [1, 1, Q], and which, those first, [1, 1, Q, K]."""
+    """Return the number of blocks in each row of [Q, K] blocks, [1, 1, Q], and their indices first in each row, [1, 1, Q, K]."""
     return blocks.sum(1)[None, None], (~blocks).argsort(1, kind="stable")[None, None]
 
 
 @functools.cache
 def _kernel(device: str) -> Callable[..., Any]:
-    """Compiled on a GPU, once for rows of every length; elsewhere the plain form, which makes all scores: an oracle."""
+    """Return flex_attention: compiled once for all lengths on a GPU, elsewhere its plain form, an oracle with all scores."""
     plain: Callable[..., Any] = flex_attention
     return torch.compile(plain, dynamic=True) if device == "cuda" else plain

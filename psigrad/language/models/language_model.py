@@ -1,4 +1,4 @@
-"""A Hugging Face causal language model, its tokenizer, and what training and sampling need of them."""
+"""A Hugging Face causal language model with its tokenizer, for training and sampling."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ VALUE_HEAD = "value_head"
 
 @dataclass(frozen=True)
 class Divergence:
-    """What `LanguageModel.evaluate` measures besides: how far the policy is from `model`, exactly, summed over the vocabulary."""
+    """The reference of an exact divergence that `LanguageModel.evaluate` also measures, summed over the vocabulary."""
 
     model: LanguageModel | Top
-    """The reference or teacher. A LoRA model may be its own: the adapter is then off. Or its most probable tokens [N, T, k]."""
+    """The reference or teacher, or its most probable tokens [N, T, k]. A LoRA model may be its own, with its adapter off."""
     kind: str = "exact"
     """KL(π‖ref) ("exact"), KL(ref‖π) ("exact_forward") or the Jensen–Shannon divergence ("exact_js")."""
     mixture: float = 0.5
     """With "exact_js": the share of the reference in the mixture."""
     inputs: Groups | None = None
-    """What the reference reads where it is not what the policy reads: the same completions behind other prompts."""
+    """The reference's inputs if they differ from the policy's: the same completions after other prompts."""
 
 
 class Capped:
@@ -64,50 +64,50 @@ class Capped:
         self.head, self.cap = head, cap
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Logits of hidden states."""
+        """Return the logits of hidden states."""
         logits: Tensor = self.cap * torch.tanh(self.head(hidden) / self.cap)
         return logits
 
     @property
     def base_layer(self) -> Capped:
-        """The head whose adapter is off."""
+        """The head with its adapter off."""
         return Capped(base_of(self.head), self.cap)
 
 
 @dataclass
 class LanguageModel(Pretrained):
-    """A causal language model under its tokenizer.
+    """A causal language model with its tokenizer.
 
     `value_head` makes the model its own critic: V(s_t) = w · h_t + b on the hidden state that predicts token t.
     """
 
     value_head: nn.Linear | None = None
     new_cache: ClassVar[type[ActivationCache]] = ActivationCache
-    """Makes the cache, of at most so many bytes, of what sampling computes for training."""
+    """The class of the cache for activations that sampling shares with training; its argument is the limit in bytes."""
 
     @cached_property
     def vocabulary(self) -> int:
-        """V: how many token ids the LM head scores."""
+        """V, the number of token ids that the LM head scores."""
         return size(self.network.config, "vocabulary")
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Every id that ends a completion: the generation config's and the tokenizer's."""
+        """All ids that end a completion: the generation config's and the tokenizer's."""
         ids = self.network.generation_config.eos_token_id if self.network.generation_config else None
         known = {*(ids if isinstance(ids, list) else [ids]), self.tokenizer.eos_token_id} - {None}
         return tuple(sorted(known))
 
     def usable(self, cache: ActivationCache | None) -> ActivationCache | None:
-        """`cache` where the fused decoder computes what trains: not with the adapter switched off, nor by other code."""
+        """Return `cache` if the fused decoder computes the trained model: not with the adapter off, nor with other code."""
         return cache if self.decoder is not None and (self.adapter is None or self.decoder.adapted) else None
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """The parameters that learn, by name, in the model's order; the value head's come last."""
+        """Return the trainable parameters by name, in the model's order; the value head's come last."""
         head = {} if self.value_head is None else dict(self.value_head.named_parameters(VALUE_HEAD))
         return super().trainable() | head
 
     def _probe(self, texts: Groups, packed: bool) -> Tensor:
-        """The logits of the completions' tokens. Log-probs would hide small ones behind -ln V."""
+        """Return the logits of the completions' tokens. Log-probs would hide small logits behind -ln V."""
         self.switch(self.train_mode and torch.is_grad_enabled())
         forward = lay_out(texts, self.device, packed)
 
@@ -118,13 +118,13 @@ class LanguageModel(Pretrained):
         return forward.targets.unpack(with_whole_weights(self, logits))
 
     def _sample_texts(self, length: int) -> list[list[int]]:
-        """Two texts that the model writes itself."""
+        """Return two texts that the model itself generates."""
         begin = self.tokenizer.bos_token_id
         known = [token for token in (begin, *self.eos_token_ids) if token is not None and token < self.vocabulary]
         return draw_texts(self.network, int(known[0]) if known else 0, self.vocabulary, length)
 
     def add_value_head(self, folder: Path | None = None) -> None:
-        """Give the model a value head: the one saved in `folder`, or one that says 0 to everything."""
+        """Give the model a value head: the one saved in `folder`, or one that outputs 0 everywhere."""
         head = nn.Linear(self.network.get_output_embeddings().in_features, 1)
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
@@ -133,14 +133,16 @@ class LanguageModel(Pretrained):
         self.value_head = head.to(self.device)
 
     def output_head(self) -> Any:
-        """What makes logits of hidden states: the LM head, with its cap where the model has one."""
+        """Return the module that maps hidden states to logits: the LM head, with the model's cap if it has one."""
         head = self.network.get_output_embeddings()
         cap = getattr(self.network.config.get_text_config(), "final_logit_softcapping", None)
         return head if cap is None else Capped(head, float(cap))
 
     def head(self, hidden: Tensor, exact: bool, packed_weights: PackedWeights | None = None) -> Tensor:
-        """Logits [B, V] of hidden states [B, E]; `exact` ones have the bits that they have in training, however few they are.
-        `packed_weights` may hold the head packed, for many steps of decoding.
+        """Return the logits [B, V] of hidden states [B, E].
+
+        With `exact` they have the same bits as in training, however few rows there are. `packed_weights` may hold the packed
+        head, for many decoding steps.
         """
         output = self.output_head()
         plain = type(output) is nn.Linear and output.bias is None and not torch.is_grad_enabled()
@@ -167,11 +169,11 @@ class LanguageModel(Pretrained):
         packed: bool | None = None,
         cache: ActivationCache | None = None,
     ) -> PolicyOutputs:
-        """log pi of every target token as [N, T] (zeros elsewhere), on request with the entropy, the exact KL to `kl_to` (or
-        another `Divergence`) and the value head's V.
+        """Return log pi of every target token as [N, T] (zeros elsewhere).
 
-        Gradients flow unless the caller is under `torch.no_grad()`. A LoRA model may be its own `kl_to`: the adapter is then off.
-        `packed=False` asks for the padded oracle. What `cache` holds of these tokens is not computed again.
+        On request the entropy, the exact KL to `kl_to` (or another `Divergence`) and the value head's V are added. Gradients flow
+        unless the caller is under `torch.no_grad()`. A LoRA model may be its own `kl_to`, with its adapter off. `packed=False`
+        selects the padded oracle. Activations of these tokens in `cache` are not computed again.
         """
         stats, targets = self.stats(
             inputs, temperature=temperature, entropy=entropy, kl_to=kl_to, value=value, packed=packed, cache=cache
@@ -196,8 +198,9 @@ class LanguageModel(Pretrained):
         packed: bool | None = None,
         cache: ActivationCache | None = None,
     ) -> tuple[TokenStats, Targets]:
-        """As `evaluate`, as one value per target token [M], with the `Targets` that say where each belongs; the entropy may be
-        asked for as a "figure", without gradient.
+        """Compute `evaluate` as one value per target token [M], with the `Targets` that say where each belongs.
+
+        The entropy may be requested as a "figure", without gradient.
         """
         self.switch(self.train_mode and torch.is_grad_enabled())
         whole = lay_out(inputs, self.device, packed if packed is not None else not self.why_padded)
@@ -236,7 +239,7 @@ class LanguageModel(Pretrained):
     def _reference_hidden(
         self, asked: Divergence, other: LanguageModel, inputs: Groups | Rows, forward: ForwardInputs
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """As `_target_hidden`, of the reference: without gradient, and without the adapter where it is this model itself."""
+        """Compute `_target_hidden` of the reference: without gradient, and without the adapter if it is this model itself."""
         theirs = replace(forward, cached=None, experts=None)
         if asked.inputs is not None or other.why_padded != self.why_padded:
             whole = lay_out(asked.inputs or inputs, other.device, not other.why_padded)
@@ -247,15 +250,16 @@ class LanguageModel(Pretrained):
             else:
                 with self.without_adapter():
                     hidden, head = self._target_hidden(theirs)
-                head = base_of(head)  # it is asked later, when the adapter is on again
-            if self.context is not None and theirs.mine is not forward.mine:  # behind other prompts, others have the same targets
+                head = base_of(head)  # the head is called later, when the adapter is on again
+            # With other prompts, the same targets are on other processes.
+            if self.context is not None and theirs.mine is not forward.mine:
                 every: Any = self.context.gather(hidden, theirs.mine, len(whole.targets.ids))
                 hidden = every[forward.mine] if forward.mine is not None and len(forward.mine) else every[:1]
             return hidden, head
 
     @torch.no_grad()
     def most_probable(self, inputs: Groups, k: int) -> tuple[Tensor, Top]:
-        """log π [N, T] of the completions' tokens, and the k most probable tokens [N, T, k] at each of their places."""
+        """Return log π [N, T] of the completions' tokens, and the k most probable tokens [N, T, k] at each position."""
         self.switch(False)
         forward = lay_out(inputs, self.device, not self.why_padded)
         hidden, head = with_whole_weights(self, lambda: self._target_hidden(forward))
@@ -265,7 +269,7 @@ class LanguageModel(Pretrained):
         return self.evaluate(inputs).logp, Top(*(x.new_zeros(*shape, x.shape[-1]).index_put(at, x) for x in columns))
 
     def _with_values(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor], Tensor]:
-        """As `_target_hidden`, with the value head's V [M] of the state before each target, in at least float32."""
+        """Compute `_target_hidden` and the value head's V [M] of the state before each target, in at least float32."""
         if self.value_head is None:
             raise ValueError("This model has no value head; call add_value_head() first.")
         hidden = self.target_hidden(inputs)
@@ -275,8 +279,9 @@ class LanguageModel(Pretrained):
         return (*self._target_hidden(inputs), values)
 
     def _target_hidden(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """What predicts each target [M, …], and the head that makes logits of it: hidden states, or where padded the logits
-        themselves.
+        """Return the predictors of each target [M, …], and the head that maps them to logits.
+
+        They are hidden states, or the logits themselves in a padded pass.
         """
         if inputs.layout is not None:
             return self.target_hidden(inputs), self.output_head()
@@ -284,7 +289,7 @@ class LanguageModel(Pretrained):
         return out.logits.flatten(0, 1).index_select(0, inputs.targets.rows), nn.Identity()
 
     def without_adapter(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which a LoRA model is the model it started from: its reference costs no memory."""
+        """Return a context in which a LoRA model is the model it started from, so that its reference costs no memory."""
         if self.adapter is None:
             raise ValueError("Only a LoRA model carries its own reference; use frozen_copy() for full fine-tuning.")
         adapter: Any = self.adapter
@@ -292,7 +297,7 @@ class LanguageModel(Pretrained):
         return off
 
     def save(self, folder: Path) -> None:
-        """Weights and tokenizer in Hugging Face form, and the value head beside; a LoRA model saves its adapter only."""
+        """Save weights and tokenizer in Hugging Face form, and the value head separately. A LoRA model saves only its adapter."""
         if self.value_head is not None:
             folder.mkdir(parents=True, exist_ok=True)
             save_file(self.value_head.state_dict(), folder / f"{VALUE_HEAD}.safetensors")
@@ -313,13 +318,13 @@ def load(
     for_shards: bool = False,
     base: Kind | Literal[""] = "",
 ) -> LanguageModel:
-    """The model at `path` (a folder or a hub name), ready to train and to sample.
+    """Load the model at `path` (a folder or a hub name), ready for training and sampling.
 
-    `adapter` is a folder with LoRA weights to go on from, `tokenizer` one with a tokenizer other than the model's, or
-    that tokenizer. `eos_token` is its EOS, where its own is none or another.
-    `trust_remote_code` runs the Python code that comes with the model. `for_shards` leaves the weights in the host's memory, on
-    their file's pages where that can be: `parallel.sharded.shard` takes this process' share to its device. `base`
-    is how the layers of what `lora` adapts are coded. Raises `UserError` if nothing loads from `path`.
+    `adapter` is a folder with LoRA weights to resume from. `tokenizer` is another tokenizer than the model's, or its folder.
+    `eos_token` sets its EOS token, if that is missing or different. `trust_remote_code` runs the Python code that comes with the
+    model. `for_shards` leaves the weights in the host's memory, on their file's pages if possible; `sharded.shard` then moves
+    this process' share to its device. `base` is the code of the layers that `lora` adapts. Raises `UserError` if nothing loads
+    from `path`.
     """
     kind = base or None if lora is not None else None
     plain = (lora is None or kind is not None) and device == "cpu"
@@ -361,7 +366,7 @@ def prepare(
     gradient_checkpointing: bool = False,
     known: bool = False,
 ) -> LanguageModel:
-    """A `LanguageModel` around a transformers model that is already in memory; one of `fused.families.load` is `known`."""
+    """Return a `LanguageModel` around a transformers model in memory. A model of `fused.families.load` is `known`."""
     if tokenizer.eos_token_id is None:
         raise UserError("The tokenizer has no EOS token, so no completion could ever end; set tokenizer.eos_token and save it.")
     return LanguageModel(network, tokenizer).prepare("CAUSAL_LM", lora, adapter, gradient_checkpointing, known)

@@ -15,21 +15,21 @@ from psigrad.kernels.kernels import STRETCH, Kernels, kernels, multiply
 from psigrad.language.models.fused.caches import CachedLogProbs
 from psigrad.optim import gradients
 
-# Logits of one chunk: 2^24 floats are 64 MiB.
+# The number of logits of one chunk: 2^24 floats are 64 MiB.
 CHUNK_ELEMENTS = 1 << 24
-# Logits of one tile of the closed form, and the most states in it.
+# The number of logits of one tile of the closed form, and the largest number of states in it.
 TILE_ELEMENTS = 1 << 20
 TILE_ROWS = 4096
-# How many times as much a GPU takes at once: there is no cache to stay in, and a hundred processors want work.
+# The factors for a GPU, which has no cache to stay within and a hundred processors to occupy.
 CHUNK_ON_GPU, TILE_ON_GPU = 4, 256
-# The least that a reference of which only the most probable tokens are known gives to all others.
+# The least probability that a reference of which only the most probable tokens are known gives to all others.
 LEAST_REST = 1e-6
 
 
 @dataclass(frozen=True)
 class TokenStats:
-    """Per token, each [M]: log pi(a|s); on request the entropy of pi(.|s), KL(pi||ref) over the whole vocabulary (both in
-    nats), whether a is the most probable token, the critic's V(s), and the mean of log pi over the vocabulary.
+    """Statistics per token [M]: log pi(a|s), and on request the entropy of pi(.|s) and KL(pi||ref) over the vocabulary (in nats),
+    True if a is the most probable token, the critic's V(s), and the mean of log pi over the vocabulary.
     """
 
     logp: Tensor
@@ -41,23 +41,23 @@ class TokenStats:
 
     @property
     def columns(self) -> tuple[Tensor | None, ...]:
-        """All of them."""
+        """All statistics, None for those not requested."""
         return (self.logp, self.entropy, self.kl, self.hit, self.value, self.mean_logp)
 
     def detach(self) -> TokenStats:
-        """Without gradient."""
+        """Return the statistics without gradient."""
         kept: list[Any] = [x if x is None else x.detach() for x in self.columns]
         return TokenStats(*kept)
 
 
 def upcast(logits: Tensor) -> Tensor:
-    """Half precision to float32; float32 and float64 as they are."""
+    """Cast half precision to float32; float32 and float64 are unchanged."""
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
 
 @dataclass(frozen=True)
 class Top:
-    """The k most probable tokens of a reference at each of M places: ids and log-probs, [M, k]. It is all that is known of it."""
+    """The k most probable tokens of a reference at M positions: ids and log-probs, [M, k]. Nothing else is known of it."""
 
     ids: Tensor
     logp: Tensor
@@ -66,22 +66,22 @@ class Top:
         return Top(self.ids[where], self.logp[where])
 
     def beside(self, logits: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor]:
-        """[M, k + 1] log π of these tokens and of all others together, from logits [M, V], and that of the reference."""
+        """Return [M, k + 1] log π of these tokens and of all others together, from logits [M, V], and the reference's."""
         log_pi = logits.gather(-1, self.ids) - normaliser[:, None]
         rest, rest_ref = (torch.full_like(normaliser, -torch.inf) for _ in range(2))
         if self.ids.shape[-1] < logits.shape[-1]:
             rest = logits.scatter(-1, self.ids, -torch.inf).logsumexp(-1) - normaliser
-            # what a server rounds away is no reason to avoid a token for ever
+            # A server's rounding to 0 is no reason to avoid a token for ever.
             rest_ref = torch.log1p(-self.logp.exp().sum(-1).clamp(max=1 - LEAST_REST))
         return torch.cat([log_pi, rest[:, None]], -1), torch.cat([self.logp, rest_ref[:, None]], -1)
 
 
 @dataclass(frozen=True)
 class TokenStatsRequest:
-    """What to compute of each token, and at which softmax temperature. `reference_head` asks for the exact divergence: KL(π‖ref)
-    ("exact"), KL(ref‖π) ("exact_forward") or the Jensen–Shannon divergence with the share `mixture` of ref ("exact_js"). Of a
-    reference of which only the `Top` is known, all other tokens count as one: a lower bound of it, and the same where k = V. An
-    entropy that is only looked at ("figure") may come without gradient.
+    """The statistics to compute for each token, and the softmax temperature. `reference_head` requests the exact divergence:
+    KL(π‖ref) ("exact"), KL(ref‖π) ("exact_forward") or Jensen–Shannon with the share `mixture` of ref ("exact_js"). With only the
+    `Top` of a reference, all other tokens count as one: a lower bound, exact if k = V. An entropy for logging ("figure") may lack
+    a gradient.
     """
 
     temperature: float = 1.0
@@ -94,17 +94,17 @@ class TokenStatsRequest:
 
     @property
     def nothing_else(self) -> bool:
-        """Whether log-probs are all that is wanted."""
+        """True if only log-probs are requested."""
         return not (self.entropy or self.accuracy or self.mean_logp) and self.reference_head is None
 
     @property
     def closed(self) -> bool:
-        """Whether all of it comes with a gradient in closed form where a GPU has whole rows of logits."""
+        """True if everything has a gradient in closed form, given whole rows of logits on a GPU."""
         slopes = self.entropy is True and torch.is_grad_enabled()
         return not (slopes or self.mean_logp) and self.reference_head is None
 
     def of(self, logits: Tensor, ids: Tensor, reference_hidden: Tensor | Top | None) -> tuple[Tensor, ...]:
-        """The columns of `TokenStats` from logits [M, V] and ids [M]; what is not wanted is empty."""
+        """Return the columns of `TokenStats` from logits [M, V] and ids [M]; those not requested are empty."""
         raw, logits = logits, upcast(logits)
         logits = logits if self.temperature == 1.0 else logits / self.temperature
         normaliser = logits.logsumexp(-1)
@@ -119,7 +119,8 @@ class TokenStatsRequest:
                 kl = self._divergence(*_exp(own), log_ref)
             elif self.reference_head is not None and reference_hidden is not None:
                 theirs = upcast(self.reference_head(reference_hidden)) / self.temperature
-                if (both := min(theirs.shape[-1], logits.shape[-1])) < logits.shape[-1]:  # what one has beyond is padding
+                # ids beyond the smaller vocabulary are padding
+                if (both := min(theirs.shape[-1], logits.shape[-1])) < logits.shape[-1]:
                     pi, log_pi, never = _exp(logits[:, :both].log_softmax(-1))
                 kl = self._divergence(pi, log_pi, never, theirs[:, :both].log_softmax(-1))
         if self.accuracy:
@@ -129,7 +130,7 @@ class TokenStatsRequest:
         return logp, entropy, kl, hit, mean_logp
 
     def _divergence(self, pi: Tensor, log_pi: Tensor, never: Tensor, log_ref: Tensor) -> Tensor:
-        """[M] of log π [M, V], 0 at the tokens that π `never` takes, and log π_ref, which may be −∞."""
+        """Return the divergence [M] from log π [M, V], 0 at the tokens that π `never` takes, and log π_ref, which may be −∞."""
         if self.divergence == "exact":
             return (pi * (log_pi - log_ref.masked_fill(never, 0.0))).sum(-1)
         ref = log_ref.exp()
@@ -142,14 +143,14 @@ class TokenStatsRequest:
 
 
 def _exp(log_pi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """π, log π with 0 where π is 0, and where that is: 0 · log 0 = 0, and so is its gradient."""
+    """Return π, log π with 0 where π is 0, and the mask of those: 0 · log 0 = 0, and so is its gradient."""
     pi, never = log_pi.exp(), log_pi.isneginf()
     return pi, log_pi.masked_fill(never, 0.0), never
 
 
 class _Logits(torch.autograd.Function):
-    """h·Wᵀ, with products in both directions that need no code compiled for every number of tokens. With `sums` the weight's
-    gradient goes to their float32 sum: autograd's own, of many chunks in half precision, would lose what is small.
+    """The function h·Wᵀ, with products in both directions that need no code compiled for every number of tokens. `sums` adds up
+    the weight's gradient in float32. Autograd's sum over many chunks in half precision loses small terms.
     """
 
     @staticmethod
@@ -173,10 +174,9 @@ class _Logits(torch.autograd.Function):
 
 
 class _ChosenLogProbs(torch.autograd.Function):
-    """log π of chosen tokens under a large head, forward and backward in tiles that leave nothing but a normaliser per token.
-
-    With z = h·Wᵀ / T and π = softmax(z): d log π(a) / dz = e_a − π. The tiles go through the vocabulary, with as many tokens at
-    once as they may hold, so that the head is read once in each direction (Wijmans et al. 2024, arXiv:2411.09009).
+    """log π of chosen tokens under a large head, forward and backward in tiles, of which only a normaliser per token is stored.
+    With z = h·Wᵀ / T and π = softmax(z): d log π(a) / dz = e_a − π. The tiles cover the vocabulary with as many tokens at once as
+    fit, so that the head is read once in each direction (Wijmans et al. 2024, arXiv:2411.09009).
     """
 
     @staticmethod
@@ -226,7 +226,7 @@ class _ChosenLogProbs(torch.autograd.Function):
         if ctx.sums is not None:
             dweight = None if ctx.sums.defers(ctx.head, use) else ctx.sums.of(ctx.head)
         elif ctx.needs_input_grad[1]:
-            # what tiles of all states give is not added to: a sum of half precision's size, while activations fill the memory
+            # If one tile holds all states, its products are complete. Half precision suffices, and saves memory for activations.
             dweight = torch.zeros_like(weight, dtype=normaliser.dtype if len(hidden) > TILE_ROWS else weight.dtype)
         if dhidden is not None or dweight is not None:
             use.add_products(dhidden, dweight, slice(0, len(weight)))
@@ -235,7 +235,7 @@ class _ChosenLogProbs(torch.autograd.Function):
 
 
 class _Figures:
-    """The most probable token of each of M states, and the entropy, of logits over the temperature that come in tiles."""
+    """The most probable token of each of M states and the entropy, from tiles of logits divided by the temperature."""
 
     def __init__(self, count: int, like: Tensor) -> None:
         self._top, self._total, self._mean = (like.new_zeros(count) for _ in range(3))
@@ -243,7 +243,7 @@ class _Figures:
         self.best = torch.zeros(count, dtype=torch.long, device=like.device)
 
     def add(self, rows: slice, columns: slice, logits: Tensor) -> None:
-        """A tile, which is written over. Σ eᶻ⁻ᵐ and Σ eᶻ⁻ᵐ(z − m) are kept, m the largest z so far."""
+        """Add a tile, which is overwritten. Σ eᶻ⁻ᵐ and Σ eᶻ⁻ᵐ(z − m) are stored, with m the largest z so far."""
         highest, place = logits.max(1)
         self.best[rows] = torch.where(highest > self._top[rows], place + columns.start, self.best[rows])
         higher = torch.maximum(self._top[rows], highest)
@@ -255,13 +255,13 @@ class _Figures:
         self._top[rows] = higher
 
     def entropy(self) -> Tensor:
-        """log Σ eᶻ⁻ᵐ − Σ eᶻ⁻ᵐ(z − m) / Σ eᶻ⁻ᵐ."""
+        """Return log Σ eᶻ⁻ᵐ − Σ eᶻ⁻ᵐ(z − m) / Σ eᶻ⁻ᵐ."""
         return self._total.log() - self._mean / self._total
 
 
 class _RowLogProbs(torch.autograd.Function):
-    """As `_ChosenLogProbs`, for a GPU: with so many states at once that each step of a chunk is one kernel over whole rows of
-    logits. Of the same logits come the most probable token, if `best`, and the entropy, if `mixed`; neither has a gradient.
+    """`_ChosenLogProbs` for a GPU, with so many states at once that each step of a chunk is one kernel over whole rows of logits.
+    They also give the most probable token, if `best`, and the entropy, if `mixed`; neither has a gradient.
     """
 
     @staticmethod
@@ -325,7 +325,7 @@ class _RowLogProbs(torch.autograd.Function):
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Logits of some states, as they are stored; the next overwrite them. The first are the most."""
+    """Yield the logits of some states at a time, as stored; the next overwrite them. The first chunk is the largest."""
     height = min(len(hidden), max(1, TILE_ELEMENTS * TILE_ON_GPU // len(weight)))
     room = hidden.new_empty(height, len(weight))
     for top in range(0, len(hidden), height):
@@ -339,7 +339,7 @@ def _on_gpu(x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _HeadUse:
-    """What a head's log-probs were computed from, what came of it, and the gradient of the loss by each log-prob."""
+    """The inputs and the normaliser of a head's log-probs, and the gradient of the loss with respect to each log-prob."""
 
     hidden: Tensor
     weight: Tensor
@@ -350,7 +350,7 @@ class _HeadUse:
 
     @property
     def size(self) -> int:
-        """Numbers that are kept for it."""
+        """The number of elements that the use stores."""
         return self.hidden.numel() + 3 * len(self.ids)
 
     @torch.no_grad()
@@ -359,7 +359,7 @@ class _HeadUse:
         self.add_products(None, out, rows)
 
     def add_products(self, dhidden: Tensor | None, dweight: Tensor | None, tokens: slice) -> None:
-        """Add to the gradient of the hidden states what those tokens of the vocabulary give, to `dweight` theirs."""
+        """Add the share of these vocabulary tokens to the gradient of the hidden states, and their own gradient to `dweight`."""
         weight, ids = self.weight.detach()[tokens], self.ids - tokens.start
         for rows, columns, logits, stored in _tiles(self.hidden, weight, self.temperature):
             slope = self.dlogp[rows] / self.temperature
@@ -374,7 +374,7 @@ class _HeadUse:
 
 
 def _native(hidden: Tensor, weight: Tensor) -> Kernels | None:
-    """The kernels, where they draw among such logits."""
+    """Return the kernels if they can draw from such logits."""
     native = kernels() if hidden.device.type == "cpu" and hidden.dtype == weight.dtype else ""
     return None if isinstance(native, str) or weight.dtype not in native.dtypes else native
 
@@ -382,9 +382,9 @@ def _native(hidden: Tensor, weight: Tensor) -> Kernels | None:
 def _as_drawn(
     native: Kernels, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, figures: _Figures | None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs [M] of tokens with the bits that a draw among the same logits gives them, and their logits."""
+    """Return the log-probs [M] of tokens, bit for bit as in a draw from the same logits, and their logits."""
     height = max(1, min(len(hidden), TILE_ELEMENTS // STRETCH))
-    most = TILE_ELEMENTS if figures is None else TILE_ELEMENTS // 4  # of which figures make three copies
+    most = TILE_ELEMENTS if figures is None else TILE_ELEMENTS // 4  # figures make three copies of it
     width = max(1, most // height // STRETCH) * STRETCH
     room = hidden.new_empty(height * min(width, len(weight)))
     chosen = torch.zeros(len(ids))
@@ -404,7 +404,7 @@ def _as_drawn(
 
 
 def _tiles(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """Logits of some states and some tokens at a time, in at least float32, and as they are stored; the next overwrite them."""
+    """Yield logits of some states and tokens at a time, in at least float32, and as stored; the next overwrite them."""
     height = min(len(hidden), TILE_ROWS)
     width = min(len(weight), max(1, TILE_ELEMENTS // height))
     room = hidden.new_empty(height * width)
@@ -422,13 +422,13 @@ def _tiles(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple
 
 
 def _hits(ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """[m] which of the ids are among the columns; [m, 1] where there, or anywhere."""
+    """Return [m] True for ids among the columns, and [m, 1] their columns, arbitrary for the others."""
     hit = (ids >= columns.start) & (ids < columns.stop)
     return hit, (ids - columns.start).clamp_(0, columns.stop - columns.start - 1)[:, None]
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out ← out + a·b, in the precision of `out`."""
+    """Compute out ← out + a·b, in the precision of `out`."""
     if out.dtype == a.dtype:
         multiply(a, b, out, base=out)
     else:
@@ -450,10 +450,9 @@ def token_stats(
     reference_hidden: Tensor | Top | None = None,
     cached: CachedLogProbs | None = None,
 ) -> TokenStats:
-    """`TokenStats` of hidden states [M, E] under `head` (E -> V), chunked over M and recomputed in the backward pass.
-
-    If only log-probs are requested and `head` is a plain linear layer, the gradient is in closed form, and log-probs
-    `cached` from the same head are reused. Entropy and accuracy that are only looked at come along.
+    """Return the `TokenStats` of hidden states [M, E] under `head` (E -> V), chunked over M and recomputed in the backward pass.
+    If only log-probs are requested and `head` is a plain linear layer, the gradient is in closed form. Log-probs `cached` from
+    the same head are then reused. Entropy and accuracy without gradient are computed in the same pass.
     """
     linear: Any = head if type(head) is nn.Linear and head.bias is None else None
     plain = linear is not None
@@ -465,11 +464,11 @@ def token_stats(
         hit = (best == ids).to(logp.dtype) if wanted.accuracy else None
         return TokenStats(logp, mixed if wanted.entropy else None, hit=hit)
     closed = plain and (wanted.nothing_else or (wanted.closed and wanted.entropy is not True))
-    # autograd would keep five to seven copies of the logits, of another size in every pass: few enough to take its time
+    # Autograd would store five to seven copies of the logits, of a different size in every pass. It is used only for few logits.
     large = hidden.shape[0] * vocabulary > (TILE_ELEMENTS if wanted.nothing_else else TILE_ELEMENTS // 4)
     if closed and len(ids) and (large or (wanted.nothing_else and _native(hidden, linear.weight) is not None)):
         _check_ids(ids, len(linear.weight))
-        # rounded logits and a log-prob of others, rounded otherwise, would not give their normaliser
+        # The normaliser is a logit minus its cached log-prob. Logits that were rounded differently would not give it.
         exact = cached is not None and hidden.dtype == linear.weight.dtype == torch.float32
         known = cached.for_head(linear.weight, wanted.temperature) if cached is not None and exact else None
         figures = None if wanted.nothing_else else _Figures(len(ids), upcast(hidden[:0]).detach())

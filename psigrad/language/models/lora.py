@@ -1,4 +1,4 @@
-"""LoRA adapters of peft: fresh ones, those that go on, and what becomes of them at the end."""
+"""LoRA adapters of peft: creating, resuming, merging and saving them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 CONFIG = "adapter_config.json"
-# What an adapter of peft may have that psigrad's settings say: everything else must be as peft has it by default.
+# The fields of a peft adapter that psigrad's settings cover. All others must have peft's defaults.
 _SETTINGS = frozenset(("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save"))
-# What changes nothing that is trained.
+# The fields that do not affect training.
 _DESCRIBES = frozenset(
     (
         "peft_type",
@@ -43,11 +43,11 @@ _DESCRIBES = frozenset(
 
 @dataclass(frozen=True)
 class Lora:
-    """A LoRA adapter: W + s·B A on the named modules ("all-linear": every linear layer but the head; a regular expression alone:
-    those whose whole name it matches, as in peft).
+    """A LoRA adapter: W + s·B A on the named modules. "all-linear" names every linear layer but the head. A single regular
+    expression names the modules whose full name it matches, as in peft.
 
     Formula: s = alpha / rank, with `rslora` alpha / √rank; with `dora` the sum is scaled so that each of its rows has a learnt
-    length. Modules named in `modules_to_save` are trained whole.
+    length. Modules named in `modules_to_save` are trained fully.
 
     Source: Hu et al. 2021, LoRA, arXiv:2106.09685; Kalajdzievski 2023, rsLoRA, arXiv:2312.03732; Liu et al. 2024, DoRA,
     arXiv:2402.09353.
@@ -63,7 +63,7 @@ class Lora:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
-        """The adapter that a peft configuration describes, as peft's `to_dict` or its file has it."""
+        """Return the adapter of a peft configuration, given as in peft's `to_dict` or its file."""
         named = config.get("target_modules") or ("all-linear",)
         return cls(
             rank=int(config["r"]),
@@ -77,7 +77,7 @@ class Lora:
 
 
 def _as_pattern(name: str) -> str:
-    """Return a string of peft's `target_modules`, a regular expression over whole names, in a form that is none of a module."""
+    """Convert a string of peft's `target_modules`, a regular expression over full names, to a form that no module's name has."""
     return name if name == "all-linear" or _is_pattern(name) else f"(?:{name})"
 
 
@@ -86,14 +86,14 @@ def _is_pattern(name: str) -> bool:
 
 
 def is_adapted(name: str, targets: Sequence[str]) -> bool:
-    """Return True if a linear layer of this whole name gets an adapter, as peft decides. The caller leaves the head out."""
+    """Return True if a linear layer with this full name gets an adapter, as peft decides. The caller excludes the head."""
     if len(targets) == 1 and _is_pattern(targets[0]):
         return re.fullmatch(targets[0], name) is not None
     return tuple(targets) == ("all-linear",) or any(f".{name}".endswith(f".{target}") for target in targets)
 
 
 def _peft_targets(targets: Sequence[str]) -> str | list[str]:
-    """Return what peft takes for the targets. Raises `UserError` for a regular expression that is none, or not alone."""
+    """Return the targets in peft's form. Raises `UserError` for an invalid regular expression, or one among other targets."""
     patterns = [target for target in targets if target != "all-linear" and _is_pattern(target)]
     if patterns and len(targets) > 1:
         raise UserError(f"lora_target_modules has the regular expression {patterns[0]!r} among {len(targets)}; give it alone.")
@@ -105,9 +105,9 @@ def _peft_targets(targets: Sequence[str]) -> str | list[str]:
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """The settings (`lora_rank`, `lora_alpha`, …) that a peft `LoraConfig` means.
+    """Return the settings (`lora_rank`, `lora_alpha`, …) that are equivalent to a peft `LoraConfig`.
 
-    Raises `UserError` where it is another kind of adapter, or has something that psigrad's settings cannot say.
+    Raises `UserError` for another kind of adapter, or a field that psigrad's settings cannot express.
     """
     import peft
 
@@ -133,13 +133,13 @@ def settings_of(config: Any) -> dict[str, Any]:
 
 
 def is_adapter(path: str | Path) -> bool:
-    """Whether a folder holds an adapter and no whole model."""
+    """Return True if a folder holds an adapter and no complete model."""
     place = Path(path).expanduser()
     return (place / CONFIG).is_file() and not (place / "config.json").exists()
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """What a saved adapter's configuration says. Raises `UserError` where it is none of LoRA."""
+    """Return a saved adapter's configuration. Raises `UserError` if it is not LoRA's."""
     try:
         held: dict[str, Any] = json.loads((folder / CONFIG).read_text())
         kind, _ = held["peft_type"], held["base_model_name_or_path"]
@@ -156,7 +156,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def with_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str) -> nn.Module:
-    """The peft wrapper of a model that now has LoRA layers inside: fresh ones, or those saved in the folder `saved`."""
+    """Return the peft wrapper of a model that now contains LoRA layers: new ones, or those saved in the folder `saved`."""
     import peft
 
     if saved is not None:
@@ -170,10 +170,11 @@ def with_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str) ->
             raise UserError(f"The adapter {str(saved)!r} does not fit its base: {reason_of(error)}.") from error
         check_untied(hf)
         return wrapped
-    if hf.name_or_path and Path(hf.name_or_path).is_dir():  # the adapter names its base, and is read from other folders too
+    # the adapter names its base, and may be read from other working directories
+    if hf.name_or_path and Path(hf.name_or_path).is_dir():
         hf.name_or_path = str(Path(hf.name_or_path).resolve())
     targets = _peft_targets(lora.target_modules)
-    alpha: Any = lora.alpha  # peft takes any number
+    alpha: Any = lora.alpha  # peft accepts any number
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=alpha,
@@ -199,7 +200,7 @@ def with_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str) ->
 
 
 def check_untied(network: Any) -> None:
-    """Refuse an adapter on a matrix that is embedding and head: merged, what it adds to one would be added to the other too."""
+    """Raise `UserError` for an adapter on a matrix that is both embedding and head: merging one update would change both."""
     ends = [network.get_input_embeddings(), network.get_output_embeddings()]
     if None in ends or not any(hasattr(layer, "base_layer") for layer in ends):
         return
@@ -213,14 +214,14 @@ def check_untied(network: Any) -> None:
 
 @contextlib.contextmanager
 def without_peft_warning() -> Iterator[None]:
-    """Without transformers' warning that peft asks it by a name that goes away, which no user can do anything about."""
+    """Suppress transformers' warning that peft calls a deprecated name, which users cannot fix."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
         yield
 
 
 def merge_adapter(network: PreTrainedModel, adapter: nn.Module | None) -> Any:
-    """The whole model, with a copy of its adapter merged in."""
+    """Return the complete model, with a copy of its adapter merged in."""
     wrapped: Any = copy.deepcopy(adapter)
     if wrapped is None:
         return network
@@ -232,7 +233,7 @@ def merge_adapter(network: PreTrainedModel, adapter: nn.Module | None) -> Any:
 def merging_loss(adapter: Any) -> float:
     """Return the share of an adapter's update ΔW that merging rounds away: ‖round(W + ΔW) − W − ΔW‖ / ‖ΔW‖ over all layers.
 
-    0 for a base in float32. DoRA scales the sum, so its update is not known by itself, and counts as 0.
+    The result is 0 for a base in float32. DoRA scales the sum, so its separate update is unknown and counts as 0.
     """
     lost = whole = 0.0
     for module in adapter.modules():
@@ -248,7 +249,7 @@ def merging_loss(adapter: Any) -> float:
 
 
 def describe_merging(adapter: Any) -> str:
-    """Return a sentence on what merging into half precision rounds away; empty where it is below a hundredth."""
+    """Return a sentence on the share that merging into half precision rounds away; empty if it is below a hundredth."""
     lost = merging_loss(adapter)
     if lost < 0.01:
         return ""
@@ -259,5 +260,5 @@ def describe_merging(adapter: Any) -> str:
 
 
 def base_of(module: Any) -> Any:
-    """What a layer is when its adapter is off."""
+    """Return a layer as it is with its adapter off."""
     return getattr(module, "original_module", getattr(module, "base_layer", module))

@@ -1,5 +1,6 @@
-"""Which rows share a forward pass, and from token ids to one: packed (prefixes once, no padding) or padded (the slow oracle, for
-models that can't pack).
+"""The assignment of rows to forward passes, and the layout of token ids: packed (prefixes once, no padding) or padded.
+
+Padded passes are the slow oracle, for models that cannot pack.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from psigrad.seeds import permutation
 
 
 def order(n: int, seed: int, epoch: int) -> np.ndarray:
-    """The order [n] in which epoch `epoch` (from 0) visits the rows: a permutation of range(n)."""
+    """Return the order [n] in which epoch `epoch` (from 0) visits the rows: a permutation of range(n)."""
     return permutation(n, seed, "order", epoch)
 
 
 def batch_at(step: int, batch_size: int, n: int, seed: int) -> list[int]:
-    """Indices of the `batch_size` rows of step `step` (from 0), out of `n` rows.
+    """Return the indices of the `batch_size` rows of step `step` (from 0), out of `n` rows.
 
-    The epochs' orders are laid end to end and cut into batches: no row is dropped at the end of an epoch, and a batch may span
-    two epochs (or several, when it is larger than the dataset). Only the arguments decide, so a resumed run needs no cursor.
+    The epochs' orders are concatenated and cut into batches: no row is dropped at the end of an epoch, and a batch may span
+    two epochs (or several, if it is larger than the dataset). The result depends only on the arguments, so a resumed run needs no
+    cursor.
     """
     if n < 1:
         raise UserError("There are 0 rows to take batches from; give a dataset with at least one row.")
@@ -45,10 +47,10 @@ def batch_at(step: int, batch_size: int, n: int, seed: int) -> list[int]:
 def pack_by_tokens(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[list[int]]:
     """Split rows of these token `lengths` into micro-batches of at most `budget` tokens; every index occurs exactly once.
 
-    For several `ranks`, which take turns in taking one, there are about as many tokens in each.
+    For several `ranks`, which take micro-batches in turn, each gets about as many tokens.
 
-    First-fit decreasing (Johnson 1973): at most 11/9 of the fewest possible micro-batches, plus one. A row above the budget
-    gets a micro-batch of its own. The longest row comes in the first micro-batch, so memory runs out at once or not at all.
+    First-fit decreasing (Johnson 1973): at most 11/9 of the fewest possible micro-batches, plus one. A row above the budget gets
+    its own micro-batch. The longest row is in the first micro-batch, so memory runs out at once or never.
     """
     if budget < 1:
         raise UserError(f"A micro-batch of {budget} tokens is not possible; give micro_batch_tokens of at least 1.")
@@ -68,7 +70,7 @@ def pack_by_tokens(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[
 
 
 def _evenly(lengths: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
-    """As many micro-batches for each of the ranks, by the smallest budget that gives no more; the fullest come first."""
+    """Return equally many micro-batches for each rank, by the smallest budget that needs no more; the fullest come first."""
     tokens = sum(lengths)
     rounds = max(1, math.ceil(len(pack_by_tokens(lengths, budget)) / ranks))
     room = max(1.0, tokens / (rounds * ranks))
@@ -80,14 +82,14 @@ def _evenly(lengths: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
 def pack_groups(
     prompts: Sequence[int], completions: Sequence[Sequence[int]], budget: int, ranks: int = 1
 ) -> list[list[tuple[int, list[int]]]]:
-    """Micro-batches of `(group, its completions)` when each group's prompt is computed once for all of its completions.
+    """Return micro-batches of `(group, its completions)`, with each group's prompt computed once for its completions.
 
     `prompts[g]` and `completions[g][k]` are token counts; a group costs its prompt plus its completions. A group is split only
-    if it alone is above the budget, or above what each of several `ranks` gets; each part then pays for the prompt again. Every
-    (g, k) occurs exactly once.
+    if it alone is above the budget, or above the share of each of several `ranks`. Each part then includes the prompt again.
+    Every (g, k) occurs exactly once.
     """
     most = budget
-    if ranks > 1:  # one long group must not be the work of one rank
+    if ranks > 1:  # one long group must not be the work of a single rank
         tokens = sum(prompts) + sum(map(sum, completions))
         most = min(budget, max(1, math.ceil(tokens / ranks)))
     parts: list[tuple[int, list[int]]] = []
@@ -106,7 +108,7 @@ Ids = Sequence[int]
 class Groups:
     """`completions[b]` continue `prompts[b]`, or their first `starts[b][k]` tokens: N completions in order, T = the longest.
 
-    Their tokens are targets, or of each completion those where its mask is True.
+    All completion tokens are targets, or only those where the completion's mask is True.
     """
 
     prompts: Sequence[Ids]
@@ -114,16 +116,16 @@ class Groups:
     masks: Sequence[Sequence[Sequence[bool]]] | None = None
     starts: Sequence[Sequence[int]] | None = None
     experts: Sequence[tuple[str, Sequence[str]]] | None = None
-    """Which experts the tokens of each prompt, and of its completions, were sent to when sampled (`experts.Routing`)."""
+    """The experts of each prompt's and each completion's tokens in sampling (`experts.Routing`)."""
 
     def begin(self) -> list[int]:
-        """[N] how many tokens of its prompt each completion continues."""
+        """Return [N]: the number of prompt tokens that each completion continues."""
         if self.starts is not None:
             return [start for group in self.starts for start in group]
         return [len(prompt) for prompt, group in zip(self.prompts, self.completions, strict=True) for _ in group]
 
     def wanted(self, count: int) -> np.ndarray:
-        """[count] whether each completion token is a target, one completion after the other."""
+        """Return [count]: True for completion tokens that are targets, one completion after the other."""
         if self.masks is None:
             return np.ones(count, dtype=bool)
         return np.fromiter((own for group in self.masks for mask in group for own in mask), dtype=bool, count=count)
@@ -131,7 +133,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class Rows:
-    """Independent rows; the tokens where `masks` is True are targets. T = the longest row, token t of row n stands at [n, t].
+    """Independent rows; the tokens where `masks` is True are targets. T = the longest row; token t of row n is at [n, t].
 
     A row's first token has no context, so its mask must be False.
     """
@@ -151,9 +153,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Targets:
-    """M wanted log-probs: `rows` [M] are flat positions whose hidden state predicts `ids` [M]; the m-th belongs at [n[m],
-    t[m]].
-    """
+    """M requested log-probs: the hidden states at flat positions `rows` [M] predict `ids` [M]; the m-th is at [n[m], t[m]]."""
 
     rows: Tensor
     ids: Tensor
@@ -162,18 +162,18 @@ class Targets:
     shape: tuple[int, int]
 
     def some(self, which: Tensor) -> Targets:
-        """The targets at the indices `which` [K] of the M."""
+        """Return the targets at the indices `which` [K] of the M."""
         rows, ids, n, t = (x.index_select(0, which) for x in (self.rows, self.ids, self.n, self.t))
         return Targets(rows, ids, n, t, self.shape)
 
     def unpack(self, values: Tensor) -> Tensor:
-        """[M] -> [N, T], zeros elsewhere."""
+        """Scatter [M] -> [N, T], with zeros elsewhere."""
         return values.new_zeros(self.shape).index_put((self.n, self.t), values)
 
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """`input_ids` and `position_ids` [B, S]; a `layout` when packed (B = 1), an `attention_mask` [B, S] when padded.
+    """The inputs `input_ids` and `position_ids` [B, S], packed with a `layout` (B = 1), or padded with an `attention_mask`.
 
     `prefix_ends` are the flat positions of the last token of each prefix (packed groups only).
     """
@@ -185,11 +185,11 @@ class ForwardInputs:
     attention_mask: Tensor | None = None
     prefix_ends: Tensor | None = None
     cached: CacheHit | None = None
-    """Activations of these tokens from sampling, if they were kept: the layers need not run."""
+    """Activations of these tokens from sampling, if they were cached. The layers then need not run."""
     experts: Tensor | None = None
-    """[layers, S, k] the experts that routers are to choose."""
+    """[layers, S, k] the experts that routers must choose."""
     mine: Tensor | None = None
-    """Which of the targets of the whole row these are, where several processes divide it (`Pretrained.context`)."""
+    """The indices of these targets among those of the whole row, if several processes divide it (`Pretrained.context`)."""
 
 
 @dataclass
@@ -215,13 +215,13 @@ def _shape(lengths: Sequence[int]) -> tuple[int, int]:
 
 
 def _places(lengths: np.ndarray) -> np.ndarray:
-    """0 … length - 1 of each piece, one piece after the other."""
+    """Return 0 … length - 1 for each piece, one piece after the other."""
     places: np.ndarray = np.arange(lengths.sum()) - (lengths.cumsum() - lengths).repeat(lengths)
     return places
 
 
 def _flat(pieces: Iterable[Ids], count: int) -> np.ndarray:
-    """The ids of all pieces, `count` in total."""
+    """Return the ids of all pieces, `count` in total."""
     return np.fromiter(chain.from_iterable(pieces), dtype=np.int64, count=count)
 
 
@@ -230,7 +230,7 @@ def _lengths(pieces: Iterable[Sized]) -> np.ndarray:
 
 
 def pack(inputs: Groups | Rows, device: torch.device | str = "cpu") -> ForwardInputs:
-    """One packed row. Each prompt is laid down once; a completion's last token predicts nothing and is never computed."""
+    """Return one packed row. Each prompt appears once. A completion's last token predicts nothing and is never computed."""
     return _pack_groups(inputs, device) if isinstance(inputs, Groups) else _pack_rows(inputs, device)
 
 
@@ -240,7 +240,7 @@ def _pack_groups(groups: Groups, device: torch.device | str) -> ForwardInputs:
     prefix = np.arange(len(before)).repeat(_lengths(groups.completions))
     own, ends, total = np.maximum(lengths - 1, 0), before.cumsum() - 1, int(before.sum())
     begin = np.array(groups.begin(), dtype=np.int64)
-    # of every token: its completion, its place there, and whether it is computed
+    # For every token: its completion, its position there, and whether it is computed.
     n, t, ids = np.arange(len(lengths)).repeat(lengths), _places(lengths), _flat(completions, int(lengths.sum()))
     kept = t < own[n]
     tokens = np.concatenate([_flat(groups.prompts, total), ids[kept]])
@@ -281,12 +281,12 @@ def _pack_rows(rows: Rows, device: torch.device | str) -> ForwardInputs:
 
 
 def lay_out(inputs: Groups | Rows, device: torch.device, packed: bool) -> ForwardInputs:
-    """The inputs packed, or padded."""
+    """Return the inputs packed, or padded."""
     return pack(inputs, device) if packed else pad(inputs, device)
 
 
 def pad(inputs: Groups | Rows, device: torch.device | str = "cpu") -> ForwardInputs:
-    """One right-padded batch, every sequence whole: what transformers itself would run."""
+    """Return one right-padded batch with every sequence complete, as transformers itself would run it."""
     sequences, targets = [], _TargetLists()
     if isinstance(inputs, Groups):
         flat = [(p, c) for p, group in zip(inputs.prompts, inputs.completions, strict=True) for c in group]

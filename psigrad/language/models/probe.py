@@ -1,8 +1,8 @@
-"""Whether a faster way to compute a model gives the model's own numbers, judged by what bfloat16 alone does to them.
+"""Comparison of a faster way to compute a model with the model's own, relative to the rounding error of bfloat16.
 
-In bfloat16 two right ways can lie far apart: on ids that no text has, SmolLM2's own forward pass is 7 nats from itself in
-float32. So both ways run in float32 too, where they must agree to a small share of that distance: rounding then is a thousand
-times smaller, and a layer whose weights are off by 1 % is not.
+In bfloat16 two correct ways can differ widely: on ids of no real text, SmolLM2's own forward pass is 7 nats from itself in
+float32. So both ways also run in float32, where they must agree to a small share of that distance. There, rounding is a thousand
+times smaller, and an error of 1 % in a layer's weights is not.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from psigrad.language.models.packing import Groups, lay_out
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Tokens of a text, and the window that a longer one is shortened to meanwhile, so that the texts reach beyond it.
+# The number of tokens of a text, and the window that a longer one is temporarily shortened to, so that the texts reach beyond it.
 LENGTH, WINDOW = 14, 4
-# In float32: the largest difference, as a share of that between bfloat16 and float32. Right ways stay below 0.001.
+# In float32, the largest allowed difference as a share of that between bfloat16 and float32. Correct ways stay below 0.001.
 SHARE = 0.02
-# In bfloat16: how many times as far from float32 as the model's own way a faster one may be. With so few tokens two equally good
-# ways differ by chance, by up to twice.
+# In bfloat16, how many times farther from float32 a faster way may be than the model's own. With so few tokens two equally good
+# ways differ by chance, by up to a factor of two.
 ROUNDING = 4.0
 
 Numbers = Callable[[], Tensor]
@@ -35,16 +35,16 @@ Numbers = Callable[[], Tensor]
 
 @torch.no_grad()
 def choose_attention(hf: PreTrainedModel, texts_of: Callable[[], Groups], probe: Callable[[Groups, bool], Tensor]) -> str:
-    """Why the packed forward can't be used for this model: an empty string where it reproduces the model's own attention.
+    """Return why the packed forward pass can't be used for this model; empty if it reproduces the model's own attention.
 
-    `texts_of()` gives texts of the model's own, `probe(texts, packed)` what it says of them, without the decoder. Leaves the
-    model with our attention where that works, else with its own.
+    `texts_of()` returns the model's own texts, and `probe(texts, packed)` its outputs on them, without the decoder. Afterwards
+    the model has psigrad's attention if that works, otherwise its own.
     """
     from psigrad.language.models.hf_attention import IMPLEMENTATION
 
     own = hf.config._attn_implementation
     texts, failure = _try(hf, own, texts_of)
-    if texts is None:  # some models take SDPA for granted and refuse it when they run (softcapped attention)
+    if texts is None:  # some models assume SDPA and raise an error when they run (softcapped attention)
         own = "eager"
         texts, failure = _try(hf, own, texts_of)
     if texts is None:
@@ -64,7 +64,7 @@ def choose_attention(hf: PreTrainedModel, texts_of: Callable[[], Groups], probe:
 
 @torch.no_grad()
 def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, str]:
-    """The fused decoder where it reproduces the model's own modules, else None and why."""
+    """Return the fused decoder if it reproduces the model's own modules, otherwise None and the reason."""
     hf = model.network
     try:
         decoder = Decoder(hf, recompute)
@@ -89,9 +89,9 @@ def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, st
 
 
 def difference(hf: PreTrainedModel, own: Numbers, fast: Numbers) -> str:
-    """What is wrong with the numbers of `fast`, if those of `own` are right; empty where nothing is.
+    """Return the fault in the numbers of `fast`, assuming that those of `own` are right; empty if there is none.
 
-    Windows that begin beyond the texts begin inside them for one more comparison in float32.
+    Windows longer than the texts are shortened for one more comparison in float32.
     """
     half = hf.dtype not in (torch.float32, torch.float64)
     exact = torch.float32 if half else hf.dtype
@@ -101,7 +101,7 @@ def difference(hf: PreTrainedModel, own: Numbers, fast: Numbers) -> str:
             beyond = (own(), fast()) if shorter else None
     with in_precision(hf, torch.bfloat16):
         rounded = own()
-    # where bfloat16 holds the model exactly, sums of another order still differ in their last bit
+    # If bfloat16 represents the model exactly, sums in another order still differ in their last bit.
     unit = max(distance(rounded, right), torch.finfo(exact).eps * distance(right, torch.zeros_like(right)) / SHARE)
     if not (gap := distance(found, right)) <= SHARE * unit:
         return f"in float32 its numbers differ by {gap:.1g}, and bfloat16 makes {unit:.1g} of difference"
@@ -113,13 +113,14 @@ def difference(hf: PreTrainedModel, own: Numbers, fast: Numbers) -> str:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Root mean square of the differences."""
+    """Return the root mean square of the differences."""
     return float((a.double() - b.double()).pow(2).mean().sqrt())
 
 
 def shared_prompts(one: Sequence[int], other: Sequence[int]) -> Groups:
-    """Two texts as prompts of unlike length, with completions that share them: enough to tell a model that leaks between packed
-    sequences.
+    """Return two texts as prompts of different lengths with completions that share them.
+
+    This is enough to detect a model that leaks between packed sequences.
     """
     third, half = len(one) // 3, len(one) // 2
     completions = ((one[third:], one[third : third + 1]), (other[half : half + 2], other[half:]))
@@ -127,9 +128,10 @@ def shared_prompts(one: Sequence[int], other: Sequence[int]) -> Groups:
 
 
 def draw_texts(hf: PreTrainedModel, first: int, vocabulary: int, length: int) -> list[list[int]]:
-    """Two texts of `length` tokens that the model writes behind the token `first`, by its own forward pass."""
+    """Return two texts of `length` tokens that the model generates after the token `first`, by its own forward pass."""
     draw = torch.Generator().manual_seed(0)
-    ids = torch.full((2, length), first, device=hf.device)  # whole from the start: a product of new shape is compiled anew
+    # full length from the start: a product of a new shape would be compiled again
+    ids = torch.full((2, length), first, device=hf.device)
     with torch.no_grad():
         for end in range(1, length):
             chances = hf(input_ids=ids, use_cache=False).logits[:, end - 1, :vocabulary].float().softmax(-1)
@@ -140,8 +142,10 @@ def draw_texts(hf: PreTrainedModel, first: int, vocabulary: int, length: int) ->
 
 @contextlib.contextmanager
 def in_precision(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
-    """The model in another precision meanwhile. A layer's weights are cast while the layer runs, so that little more memory is
-    needed; all others are cast at once. Products of float32 have all of its digits.
+    """Run the model in another precision inside this context.
+
+    A layer's weights are cast while the layer runs, so that little more memory is needed; all others are cast at once. float32
+    products use full precision.
     """
     kept: dict[nn.Parameter, Tensor] = {}
     matmul = torch.backends.cuda.matmul
@@ -158,7 +162,7 @@ def in_precision(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
             if p in kept:
                 p.data = kept.pop(p)
 
-    # some forward passes leave their buffers in the precision that they run in (CTRL)
+    # Some forward passes leave their buffers in the precision that they run in (CTRL).
     buffers = [(module._buffers, name, held) for module in hf.modules() for name, held in module._buffers.items()]
     layers = _layers(hf)
     inside = {p for layer in layers for p in layer.parameters()}
@@ -177,7 +181,7 @@ def in_precision(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _layers(hf: nn.Module) -> list[nn.Module]:
-    """The items of the model's outermost lists of modules."""
+    """Return the items of the model's outermost lists of modules."""
     found: list[nn.Module] = []
     held: set[nn.Module] = set()
     for module in hf.modules():
@@ -189,8 +193,9 @@ def _layers(hf: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def short_windows(hf: PreTrainedModel) -> Iterator[bool]:
-    """Windows and chunks of attention that are longer than the texts are `WINDOW` tokens meanwhile; gives whether there are any.
-    The model's modules have the number, and its configuration, of which masks are made.
+    """Shorten windows and chunks of attention that are longer than the texts to `WINDOW` tokens. Yield True if there are any.
+
+    The number is stored in the model's modules, and in its configuration, from which masks are built.
     """
     names = ("sliding_window", "attention_chunk_size")
     owners = [vars(owner) for owner in (hf.config.get_text_config(), *hf.modules())]
@@ -208,7 +213,7 @@ def short_windows(hf: PreTrainedModel) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def _perturb_fresh_adapters(decoder: Decoder) -> Iterator[None]:
-    """Fresh adapters add nothing, their B being 0: here they do, so that a probe sees them."""
+    """Give new adapters, whose B is 0, random weights inside this context, so that a probe sees them."""
     fresh = [b for layer in decoder.layers for _, b in (a.weights for a in layer.adapters.values()) if not b.any()]
     generator = torch.Generator().manual_seed(0)
     for b in fresh:
@@ -221,7 +226,7 @@ def _perturb_fresh_adapters(decoder: Decoder) -> Iterator[None]:
 
 
 def _try(hf: PreTrainedModel, implementation: str, run: Callable[[], Any]) -> tuple[Any, str]:
-    """What `run` gives under an attention implementation, or None and what went wrong."""
+    """Return the result of `run` under an attention implementation, or None and the error."""
     try:
         hf.set_attn_implementation(implementation)
         return run(), ""

@@ -32,47 +32,47 @@ from psigrad.language.models.packing import ForwardInputs, Groups, Ids, Rows, la
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# In a reward model's config.json: of a process reward model what ends a step; whether plain prompts were text to it, not turns.
+# Fields of a reward model's config.json: a process reward model's step separator, and if plain prompts were text, not turns.
 STEP_SEPARATOR, PLAIN_PROMPTS = "step_separator", "plain_prompts"
 
-# What it is asked to compare ways to compute it.
+# The texts for comparing ways to compute it.
 TEXTS = ("The capital of France is Paris, and that of Peru is Lima.", "Water boils at a hundred degrees, ice melts at none.")
 
 
 @dataclass
 class ScalarModel(Pretrained):
-    """A transformers `…ForSequenceClassification` with one label, under its tokenizer.
+    """A transformers `…ForSequenceClassification` with one label, and its tokenizer.
 
-    Formula: V(s_t) = w · h_t, with h_t the hidden state behind the tokens before step t; the score of a text is V behind its last
+    Formula: V(s_t) = w · h_t, with h_t the hidden state after the tokens before step t. The score of a text is V after its last
     token. Models whose head is not a plain `score` layer (such as BERT) can only score whole texts.
     """
 
     @property
     def per_token(self) -> bool:
-        """Whether the model has a number at every token."""
+        """True if the model has a number at every token."""
         return isinstance(getattr(self.network, "score", None), nn.Module)
 
     @property
     def plain_prompts(self) -> bool:
-        """Whether it was trained on plain prompts as they are, though its tokenizer has a chat template."""
+        """True if it was trained on unformatted prompts, although its tokenizer has a chat template."""
         return bool(getattr(self.network.config, PLAIN_PROMPTS, False))
 
     def _probe(self, texts: Groups, packed: bool) -> Tensor:
-        """V before the tokens of the completions."""
+        """Return V before the tokens of the completions."""
         return self.values(texts, packed=packed)
 
     def _sample_texts(self, length: int) -> list[list[int]]:
-        """Two plain sentences: the model writes nothing."""
+        """Return two plain sentences, since the model generates none."""
         rows = [self.tokenizer(text, add_special_tokens=False)["input_ids"] or [0] for text in TEXTS]
         return [(row * length)[:length] for row in rows]
 
     def values(self, inputs: Groups | Rows, *, packed: bool | None = None) -> Tensor:
-        """V of the state before every target token, [N, T] in at least float32, zeros elsewhere."""
+        """Return V of the state before every target token, [N, T] in at least float32, zeros elsewhere."""
         forward = lay_out(inputs, self.device, packed if packed is not None else not self.why_padded)
         return forward.targets.unpack(self._read(forward))
 
     def _read(self, forward: ForwardInputs) -> Tensor:
-        """V [M] of the state before each target."""
+        """Return V [M] of the state before each target."""
         self.switch(self.train_mode and torch.is_grad_enabled())
         own = own_share(self, forward)
         values: Any = with_whole_weights(self, lambda: _read_out(self.network.score, self.target_hidden(own)))
@@ -82,10 +82,10 @@ class ScalarModel(Pretrained):
         return wide
 
     def scores(self, inputs: Groups, *, packed: bool | None = None) -> Tensor:
-        """[N] score of every prompt with its completion, read behind the last token; a group's prompt is computed once."""
+        """Return [N] scores of every prompt with its completion, read after the last token. A group's prompt is computed once."""
         if not self.per_token:
             return self._whole([[*p, *c] for p, group in zip(inputs.prompts, inputs.completions, strict=True) for c in group])
-        # V "before" a token that is never computed is V behind the last real one
+        # V "before" a token that is never computed is V after the last real one.
         longer = replace(inputs, completions=[[[*c, 0] for c in group] for group in inputs.completions])
         forward = lay_out(longer, self.device, packed if packed is not None else not self.why_padded)
         last = torch.tensor([len(c) + 1 for group in inputs.completions for c in group], dtype=torch.long).cumsum(0) - 1
@@ -103,8 +103,9 @@ class ScalarModel(Pretrained):
 
 
 def _read_out(head: Any, hidden: Tensor) -> Tensor:
-    """w · h [M]. In half precision the sum and what comes of it are float32, as those of a policy's value head: a reward of 12.3
-    would be 12.3125.
+    """Return w · h [M]. In half precision the sum and the result are float32, as for a policy's value head.
+
+    In bfloat16 a reward of 12.3 would become 12.3125.
     """
     if type(head) is not nn.Linear or hidden.dtype not in (torch.bfloat16, torch.float16):
         made: Tensor = head(hidden)[:, 0]
@@ -126,11 +127,11 @@ def load(
     for_shards: bool = False,
     base: Kind | Literal[""] = "",
 ) -> ScalarModel:
-    """The scalar model at `path`: one that was saved as such, or any causal language model, which gets a fresh head.
+    """Load the scalar model at `path`: one that was saved as such, or any causal language model, which gets a new head.
 
-    `fresh_head` is "random" (N(0, initializer_range²), from torch's generator), "zero", or "refuse" where only a trained head
-    will do. `tokenizer` takes the place of its own. `for_shards` and `base` are those of `language_model.load`. Raises
-    `UserError` if nothing loads from `path`.
+    `fresh_head` is "random" (N(0, initializer_range²), from torch's generator), "zero", or "refuse" if only a trained head is
+    acceptable. `tokenizer` replaces its own. `for_shards` and `base` are those of `language_model.load`. Raises `UserError` if
+    nothing loads from `path`.
     """
     try:
         kind = base or None if lora is not None else None
@@ -160,7 +161,7 @@ def load(
 
 
 def _by_transformers(path: str, dtype: torch.dtype, trust: bool) -> tuple[PreTrainedModel, list[str]]:
-    """transformers' model, and the names of its head's weights where they are fresh."""
+    """Return transformers' model, and the names of its head's weights if they are new."""
     with _quiet():
         hf, found = AutoModelForSequenceClassification.from_pretrained(
             path, num_labels=1, dtype=dtype, output_loading_info=True, trust_remote_code=trust
@@ -179,7 +180,7 @@ def prepare(
     gradient_checkpointing: bool = False,
     known: bool = False,
 ) -> ScalarModel:
-    """A `ScalarModel` around a transformers model that is already in memory; one of `fused.families.load` is `known`."""
+    """Return a `ScalarModel` around a transformers model in memory. A model of `fused.families.load` is `known`."""
     network.config.pad_token_id = _padding(tokenizer)
     model = ScalarModel(network, tokenizer)
     if not model.per_token:
@@ -188,17 +189,17 @@ def prepare(
 
 
 def _padding(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The padding id that transformers may look for when it searches a row's last real token.
+    """Return the padding id by which transformers finds a row's last real token.
 
-    It takes the last token that is not padding, so where padding is EOS it would score a text without its end. None makes it
-    refuse batches instead of being wrong.
+    It takes the last token that is not padding, so with padding equal to EOS it would score a text without its end. None makes it
+    raise an error on batches instead.
     """
     return None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' warning that the head is fresh: here that is no accident."""
+    """Suppress transformers' warning that the head is new, which is intended here."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -1,4 +1,4 @@
-"""A model in shards over the processes (FSDP2, torch's `fully_shard`): who computes gathers a layer's weights and lets them go.
+"""A model sharded over the processes (FSDP2, torch's `fully_shard`): a layer's weights are gathered for its pass, then freed.
 
 Gradients are summed, not averaged: the losses already divide by counts over all processes.
 """
@@ -22,8 +22,10 @@ from psigrad.processes.parallel.world import Division, World
 
 
 class Root(nn.Module):
-    """Whatever runs inside this module's forward pass finds whole weights: those of the embedding, the last norm and the head all
-    the time, those of a layer inside the layer's own forward pass.
+    """A module inside whose forward pass weights are whole.
+
+    Those of the embedding, the last norm and the head are whole all the time, those of a layer inside the layer's own forward
+    pass.
     """
 
     def __init__(self, network: nn.Module, value_head: nn.Module | None) -> None:
@@ -31,7 +33,7 @@ class Root(nn.Module):
         self.network, self.value_head = network, value_head
 
     def forward(self, compute: Callable[[], Any], found: list[Any]) -> list[Tensor]:
-        """Puts what `compute` returns into `found`; the tensors in it, so that hooks see them."""
+        """Append the result of `compute` to `found`, and return its tensors, so that hooks see them."""
         found.append(compute())
         return list(_tensors(found[0]))
 
@@ -48,11 +50,13 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def shard(model: Pretrained, world: World, device: str = "cpu") -> None:
-    """Leave this process with its share of the model's weights, moved to its device block by block. From now on all processes
-    must call `model.evaluate` and the like alike, and `model.trainable()` has tensors in shards.
+    """Reduce this process to its share of the model's weights, moved to its device block by block.
+
+    Afterwards all processes must make the same calls of `model.evaluate` and similar methods, and `model.trainable()` has sharded
+    tensors.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # a second, and forty megabytes
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # takes a second, and forty megabytes
 
     kind = torch.device(device).type
     alone = world.division == Division()
@@ -65,17 +69,17 @@ def shard(model: Pretrained, world: World, device: str = "cpu") -> None:
     for layer in layers_of(network):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     value_head: Any = getattr(model, "value_head", None)
-    if value_head is not None:  # of a group of its own: it is in float32 whatever the network is in
+    if value_head is not None:  # in its own group, since it is in float32 whatever the network's dtype
         fully_shard(value_head, mesh=mesh, mp_policy=policy)
     root: Any = fully_shard(Root(network, value_head), mesh=mesh, mp_policy=policy)
     for module in root.modules():
-        if isinstance(module, FSDPModule):  # each has its own factor
+        if isinstance(module, FSDPModule):  # each module has its own factor
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no product with the sum
     model.root = root
     if model.decoder is not None:
         model.decoder.in_shards = True
-        for block in layers_of(network):  # the decoder computes, and the block's hooks gather its weights meanwhile
+        for block in layers_of(network):  # the decoder computes while the block's hooks gather its weights
             block.forward, block.gradient_checkpointing = _run_inside, False  # type: ignore[assignment]
 
 
@@ -84,14 +88,14 @@ def _run_inside(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def layers_of(network: Any) -> list[nn.Module]:
-    """The blocks that are gathered one at a time."""
+    """Return the blocks that are gathered one at a time."""
     names = set(getattr(network, "_no_split_modules", None) or ())
     found = [module for module in network.modules() if type(module).__name__ in names]
     return found or [m for child in network.modules() if isinstance(child, nn.ModuleList) for m in child]
 
 
 def named_weights(model: Pretrained) -> dict[str, Tensor]:
-    """The weights that a checkpoint holds, in shards: all of them, or what an adapter adds."""
+    """Return the weights that a checkpoint stores, sharded: all of them, or those that an adapter adds."""
     reshard(model)
     learns = model.trainable()
     if model.adapter is not None:
@@ -100,7 +104,7 @@ def named_weights(model: Pretrained) -> dict[str, Tensor]:
 
 
 def save(model: Pretrained, folder: Path, tensors: dict[str, Tensor], world: World) -> None:
-    """A part of a checkpoint: the tensors, each process its rows; rank 0 adds configuration and tokenizer."""
+    """Write a part of a checkpoint: each process writes its rows of the tensors; rank 0 adds configuration and tokenizer."""
     shards.write(folder, tensors, getattr(world, "group", None))
     if world.rank == 0:
         _describe(model, folder)
@@ -117,7 +121,7 @@ def _describe(model: Pretrained, folder: Path) -> None:
 
 @torch.no_grad()
 def gather(model: Pretrained, wanted: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole weight) of every parameter, or of the `wanted`, one after the other, on every process."""
+    """Yield (name, whole weight) of every parameter, or of the `wanted`, one after the other, on every process."""
     reshard(model)
     for name, parameter in model.network.named_parameters():
         if wanted is None or name in wanted:
@@ -126,9 +130,9 @@ def gather(model: Pretrained, wanted: set[str] | None = None) -> Iterator[tuple[
 
 
 def save_merged(model: Pretrained, world: World, folder: Path, kept: str = "merged") -> None:
-    """The whole model in Hugging Face form, adapter merged in; rank 0 holds it in the host's memory while it is written.
+    """Save the complete model in Hugging Face form with the adapter merged in. Rank 0 holds it in memory while writing.
 
-    With `kept` the adapter alone ("adapter"), or beside it in adapter/ ("both").
+    `kept` selects the adapter alone ("adapter"), or also the adapter in adapter/ ("both").
     """
     state: dict[str, Tensor] = {}
     for name, weight in gather(model):
@@ -145,7 +149,7 @@ def save_merged(model: Pretrained, world: World, folder: Path, kept: str = "merg
 
 
 def write_adapter(model: Pretrained, state: dict[str, Tensor], folder: Path) -> None:
-    """The adapter in peft's form, out of whole weights by the network's own names."""
+    """Write the adapter in peft's form, from whole weights by the network's own names."""
     wrapper: Any = model.adapter
     first = next(iter(state))
     prefix = next(name.removesuffix(first) for name, _ in wrapper.named_parameters() if name.endswith(first))
@@ -154,7 +158,7 @@ def write_adapter(model: Pretrained, state: dict[str, Tensor], folder: Path) -> 
 
 
 class _Saved:
-    """A transformers model that is saved with weights from elsewhere."""
+    """A transformers model that is saved with given weights."""
 
     def __init__(self, network: Any, state: dict[str, Tensor]) -> None:
         self.network, self.state = network, state
@@ -164,7 +168,7 @@ class _Saved:
 
 
 def merge(model: Pretrained, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state with the adapters' products added to the matrices, under the names that the model had without them."""
+    """Return a state with the adapters' products added to the matrices, under the model's names without adapters."""
     found = {}
     for name, weight in state.items():
         if ".lora_" in name:
@@ -180,7 +184,7 @@ def merge(model: Pretrained, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Replica:
-    """A whole copy of a model in shards, to sample with. `refresh` copies the weights of now; all processes must call it."""
+    """A whole copy of a sharded model for sampling. `refresh` copies the current weights; all processes must call it."""
 
     def __init__(self, model: LanguageModel, twin: LanguageModel) -> None:
         self.model, self.twin = model, twin
@@ -189,7 +193,7 @@ class Replica:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Give the copy the model's weights."""
+        """Copy the model's weights to the copy."""
         own = dict(self.twin.network.named_parameters())
         for name, weight in gather(self.model, self._learns):
             own[name].copy_(weight)

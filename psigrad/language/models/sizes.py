@@ -1,4 +1,4 @@
-"""The sizes of a model, read off its configuration in one place.
+"""The sizes of a model, read from its configuration.
 
 Architectures name the same size differently and nest their text half (`get_text_config`). Layers may differ too: in a list (the
 feed-forward widths of Gemma 3n), or in transformers' `per_layer_config` (the head_dim of Gemma 4), where the global value raises.
@@ -22,12 +22,12 @@ NAMES = {
     "chosen": ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk"),
 }
 """The names of each size, the preferred one first."""
-# Kinds of layers that keep a state of fixed size, or nothing, in place of keys and values.
+# The kinds of layers that store a state of fixed size, or nothing, instead of keys and values.
 _WITHOUT_KEYS = frozenset(("linear_attention", "conv", "mamba", "mlp", "moe"))
 
 
 def size(config: Any, what: str) -> int:
-    """Return one size of the model's text half, the largest where layers differ, and 0 where the configuration has none.
+    """Return one size of the model's text half, the largest if layers differ, and 0 if the configuration has none.
 
     `what` is a key of `NAMES`.
     """
@@ -35,13 +35,13 @@ def size(config: Any, what: str) -> int:
 
 
 def layer_sizes(config: Any, what: str) -> tuple[int, ...]:
-    """Return the size of every layer of the text half, as `size`."""
+    """Return the size of every layer of the text half; see `size`."""
     found = _values(config.get_text_config(), what)
     return tuple(found) if len(found) > 1 else tuple(found) * size(config, "layers")
 
 
 def cached_numbers(config: Any) -> int:
-    """Count the numbers that a cache of keys and values holds of one token: Σ over layers of H_kv · (D_key + D_value).
+    """Count the elements that a cache of keys and values stores per token: Σ over layers of H_kv · (D_key + D_value).
 
     Layers without attention hold none. Multi-head latent attention is cached after its projection to all heads.
     """
@@ -57,7 +57,7 @@ def cached_numbers(config: Any) -> int:
 
 
 def _values(text: Any, what: str) -> Sequence[int]:
-    """Return the size of the whole model, or of each layer where they differ."""
+    """Return the size of the whole model, or of each layer if they differ."""
     names = NAMES[what]
     read = (*names, *NAMES["hidden"], *NAMES["heads"]) if what == "head_dim" else names
     differ = getattr(text, "per_layer_attributes", None) or ()
@@ -72,7 +72,7 @@ def _values(text: Any, what: str) -> Sequence[int]:
 
 
 def _first(config: Any, names: Sequence[str]) -> Any:
-    """Return the first of these attributes that is set: a number, or a list with one for each layer."""
+    """Return the first of these attributes that is set: a number, or a list with one number per layer."""
     found = (getattr(config, name, None) for name in names)
     value = next((value for value in found if value is not None), 0)
     return [int(one) for one in value] if isinstance(value, list | tuple) else int(value)

@@ -1,4 +1,4 @@
-"""Small models and tokenizers made on the spot: for the demo, for tests, and for trying things on a laptop."""
+"""Small models and tokenizers created on the spot: for the demo, for tests, and for experiments on a laptop."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Architecture = Literal["qwen3", "llama", "gpt2", "gpt_neox"]
 
 
 def tokenizer(corpus: Iterable[str], vocabulary: int = 256, *, digits_alone: bool = True) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on `corpus`, with distinct EOS and PAD tokens and a ChatML template.
+    """Train a byte-level BPE tokenizer on `corpus`, with distinct EOS and PAD tokens and a ChatML template.
 
-    Any text round-trips: the 256 bytes are in the alphabet. `digits_alone` keeps every digit a token of its own, so that
-    numbers are read and written in one way only.
+    Any text round-trips: the 256 bytes are in the alphabet. `digits_alone` makes every digit a separate token, so that each
+    number has only one tokenisation.
     """
     bpe = Tokenizer(models.BPE())
     steps = [pre_tokenizers.Digits(individual_digits=True)] if digits_alone else []
@@ -55,7 +55,7 @@ def model(
     eos_token_id: int = 0,
     pad_token_id: int = 1,
 ) -> PreTrainedModel:
-    """A freshly initialised causal language model of a Hugging Face architecture; grouped-query attention where it has it."""
+    """Return a freshly initialised causal language model of a Hugging Face architecture, with grouped queries if supported."""
     common: dict[str, Any] = {
         "vocab_size": vocabulary,
         "hidden_size": hidden,

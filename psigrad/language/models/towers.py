@@ -1,7 +1,7 @@
-"""Vision and audio towers beside the text half of a checkpoint: they are never trained, and never lost.
+"""Vision and audio towers next to the text half of a checkpoint. They are never trained and never lost.
 
-Where transformers loads the whole model (Gemma 3 and 4) its towers are frozen. Where it loads the text half alone (Qwen3.5) a
-saved model gets them back from the checkpoint that it came from.
+If transformers loads the whole model (Gemma 3 and 4), its towers are frozen. If it loads the text half alone (Qwen3.5), a saved
+model gets them back from its original checkpoint.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import nn
 
 # The attribute of a network that holds its `Towers`.
 _BESIDE = "beside_text"
-# What processors of images and sounds are read from.
+# The files that processors of images and sounds are read from.
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def towers_of(network: Any) -> list[str]:
-    """Return the names of the modules of a network that are beside its text half."""
+    """Return the names of the modules of a network outside its text half."""
     config = network.config
     if config.get_text_config() is config:
         return []
@@ -34,7 +34,7 @@ def towers_of(network: Any) -> list[str]:
 
 
 def freeze_towers(network: Any) -> list[str]:
-    """Let nothing beside the text half learn, and return the names of those modules."""
+    """Freeze all modules outside the text half, and return their names."""
     names = towers_of(network)
     for name in names:
         network.get_submodule(name).requires_grad_(False)
@@ -42,7 +42,7 @@ def freeze_towers(network: Any) -> list[str]:
 
 
 class Towers:
-    """The parts of a checkpoint beside the text half that was loaded from it: configuration, tensors and processors.
+    """The parts of a checkpoint outside the text half that was loaded from it: configuration, tensors and processors.
 
     The files stay open, so that they may be deleted meanwhile.
     """
@@ -65,7 +65,7 @@ class Towers:
 
     @classmethod
     def find(cls, path: str, network: Any) -> Self | None:
-        """Return the towers of the checkpoint at `path`, of which `network` is the text half; None if it is the whole."""
+        """Return the towers of the checkpoint at `path` whose text half is `network`; None if `network` is all of it."""
         from transformers import PreTrainedConfig
 
         config, _ = PreTrainedConfig.get_config_dict(path)
@@ -75,11 +75,13 @@ class Towers:
         return cls(config, _weight_files(path), processors)
 
     def put_back(self, folder: Path) -> bool:
-        """Make the saved text half in `folder` the whole checkpoint again. Return False, and leave it, if names do not fit."""
+        """Extend the saved text half in `folder` to the complete checkpoint. If names do not fit, return False and change
+        nothing.
+        """
         shards = sorted(folder.glob("model*.safetensors"))
         last = len(shards) + 1
         names = [name for shard in shards for name in _header(shard)]
-        if ({_plain(name) for name in names} ^ self.text.keys()) - {"lm_head.weight"}:  # which is not saved where it is tied
+        if ({_plain(name) for name in names} ^ self.text.keys()) - {"lm_head.weight"}:  # the head is not saved if it is tied
             return False
         named: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
@@ -102,25 +104,25 @@ class Towers:
 
 
 def keep_towers(network: Any, path: str) -> None:
-    """Note what the checkpoint at `path` has beside `network`, for `put_back`."""
+    """Store the parts of the checkpoint at `path` outside `network`, for `put_back`."""
     setattr(network, _BESIDE, Towers.find(path, network))
 
 
 def put_back(network: Any, folder: Path) -> bool:
-    """Make the model that was saved in `folder` whole again. Return False where it stays the text half alone."""
+    """Make the model saved in `folder` complete again. Return False if it stays the text half alone."""
     found: Towers | None = getattr(network, _BESIDE, None)
     return found is None or not (folder / "config.json").exists() or found.put_back(folder)
 
 
 def names_beside(network: Any) -> list[str]:
-    """Return what a network's checkpoint has beside the text half: names of modules, loaded or not."""
+    """Return the names of the modules in a network's checkpoint outside the text half, loaded or not."""
     found = getattr(network, _BESIDE, None)
     tensors = [] if found is None else [name for _, name in found.beside]
     return towers_of(network) or sorted({".".join(name.split(".")[: 1 + name.startswith("model.")]) for name in tensors})
 
 
 def why_not_text(config: Any) -> str:
-    """Return what to do with a checkpoint of images or sounds that transformers loads no text half of; empty for others."""
+    """Return advice on a checkpoint of images or sounds whose text half transformers does not load; empty for others."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     parts = [part for part in ("vision_config", "audio_config") if getattr(config, part, None) is not None]
@@ -133,7 +135,7 @@ def why_not_text(config: Any) -> str:
 
 
 def lora_exclusion(network: nn.Module) -> str | None:
-    """Return the regular expression of the modules that an adapter leaves out; None if there are no towers."""
+    """Return the regular expression of the modules that get no adapter; None if there are no towers."""
     names = towers_of(network)
     return rf"({'|'.join(map(re.escape, names))})(\..*)?" if names else None
 
@@ -158,14 +160,14 @@ def _weight_files(path: str) -> list[Path]:
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """Return what a safetensors file says of each of its tensors."""
+    """Return the header entry of each tensor in a safetensors file."""
     with file.open("rb") as stream:
         header: dict[str, Any] = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
     return {name: value for name, value in header.items() if name != "__metadata__"}
 
 
 def _rename(source: Path, target: Path, renamed: Callable[[str], str]) -> list[str]:
-    """Copy a safetensors file with its tensors under other names, which are returned. The numbers pass through no memory."""
+    """Copy a safetensors file with its tensors renamed, and return the new names. The data is not loaded into memory."""
     header = {renamed(name): value for name, value in _header(source).items()}
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     text += b" " * (-len(text) % 8)

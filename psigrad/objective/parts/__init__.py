@@ -1,1 +1,1 @@
-"""The parts that methods are made of, a file for each slot."""
+"""The parts of which methods are composed, one file for each slot."""

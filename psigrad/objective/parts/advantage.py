@@ -1,8 +1,8 @@
-"""The psi slot: Batch -> A [N,T], what multiplies grad log π(a_t|s_t).
+"""The psi slot: Batch -> A [N,T], the factor of grad log π(a_t|s_t).
 
-An advantage never carries gradient. A part that needs more than rewards says so in `needs`: "value" (a critic), "action_value"
-(a critic of actions) or "group" (at least two trajectories of each group); `PolicyGradient` checks it. A user's own psi is any
-function Batch -> Tensor [N,T].
+An advantage never carries gradient. A part that needs more than rewards declares it in `needs`: "value" (a critic),
+"action_value" (a critic of actions) or "group" (at least two trajectories of each group). `PolicyGradient` checks `needs`. A
+custom psi is any function Batch -> Tensor [N,T].
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ ACTION_VALUE = frozenset({"action_value"})
 
 
 class StatefulPsi(ABC):
-    """A psi with memory between steps. The memory is a dict of plain numbers kept by the caller; the part itself stays frozen."""
+    """A psi with memory between steps: a dict of plain numbers that the caller stores. The part itself is frozen."""
 
     @abstractmethod
     def initial_state(self) -> dict[str, float]:
-        """The memory before the first batch."""
+        """Return the memory before the first batch."""
 
     @abstractmethod
     def __call__(self, batch: Batch, state: Mapping[str, float]) -> tuple[Tensor, dict[str, float]]:
-        """Advantage [N,T] and the memory after this batch."""
+        """Return the advantages [N,T] and the memory after this batch."""
 
 
 Psi = Callable[[Batch], Tensor] | StatefulPsi
 
 
 def needs(what: frozenset[str]) -> Callable[[F], F]:
-    """Mark a plain function with what it needs."""
+    """Return a decorator that marks a plain function with its needs."""
 
     def mark(part: F) -> F:
         part.__dict__["needs"] = what
@@ -77,17 +77,17 @@ def needs(what: frozenset[str]) -> Callable[[F], F]:
 
 
 def needs_of(part: object) -> frozenset[str]:
-    """What a part says it needs; nothing when it says nothing."""
+    """Return the declared needs of a part; empty if it declares none."""
     return frozenset(getattr(part, "needs", ()))
 
 
 def over_steps(x_N: Tensor, batch: Batch) -> Tensor:
-    """One number per trajectory, given to each of its chosen steps."""
+    """Return one number per trajectory, expanded to each of its chosen steps."""
     return zero_outside(batch.mask, x_N[:, None].expand(batch.mask.shape))
 
 
 def ones(batch: Batch) -> Tensor:
-    """Every step counts the same: maximum likelihood of what was kept.
+    """Every step counts the same: maximum likelihood of the kept completions.
 
     Formula: A_t = 1
 
@@ -97,7 +97,7 @@ def ones(batch: Batch) -> Tensor:
 
 
 def no_reward(batch: Batch) -> Tensor:
-    """Nothing is learnt from rewards: what is left is the KL term, towards a teacher.
+    """Nothing is learnt from rewards: only the KL term acts, towards a teacher.
 
     Formula: A_t = 0
 
@@ -119,14 +119,14 @@ class total_return:
     """Discount per chosen step."""
 
     def __call__(self, batch: Batch) -> Tensor:
-        """[N, T] advantages: one return for all steps of a row."""
+        """Return advantages [N, T]: one return for all steps of a row."""
         steps_before = (batch.mask.cumsum(1) - 1).to(batch.reward.dtype)
         return over_steps(zero_outside(batch.mask, self.gamma**steps_before * batch.reward).sum(1), batch)
 
 
 @dataclass(frozen=True)
 class reward_to_go:
-    """The return from each step on: what a step cannot have caused is left out.
+    """The return from each step on, without rewards that the step cannot have caused.
 
     Formula: A_t = G_t = Σ_{u≥t} γ^(u−t) · r_u
 
@@ -137,7 +137,7 @@ class reward_to_go:
     """Discount per chosen step."""
 
     def __call__(self, batch: Batch) -> Tensor:
-        """[N, T] advantages."""
+        """Return advantages [N, T]."""
         return discounted_sum(batch.reward, batch.mask, self.gamma)
 
 
@@ -146,7 +146,7 @@ def batch_mean(batch: Batch) -> Tensor:
 
     Formula: A_t = R_i − (1/N)·Σ_j R_j
 
-    The mean contains R_i, so the expected gradient is (N − 1)/N of the true one: the direction is right.
+    The mean contains R_i, so the expected gradient is (N − 1)/N of the true one, in the right direction.
 
     Source: Williams 1992; Ahmadian et al. 2024, arXiv:2402.14740.
     """
@@ -165,18 +165,18 @@ class moving_average(StatefulPsi):
     """
 
     decay: float = 0.9
-    """Share of the old average that each batch keeps."""
+    """The share of the old average that each batch keeps."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
             raise ValueError(f"moving_average has decay={self.decay}; expected 0 <= decay < 1; 0.9 remembers about ten batches.")
 
     def initial_state(self) -> dict[str, float]:
-        """The average before the first batch."""
+        """Return the average before the first batch."""
         return {"reward_average": 0.0, "reward_batches": 0.0}
 
     def __call__(self, batch: Batch, state: Mapping[str, float]) -> tuple[Tensor, dict[str, float]]:
-        """[N, T] advantages, and the state after this batch."""
+        """Return advantages [N, T], and the state after this batch."""
         average, batches = state["reward_average"], state["reward_batches"]
         baseline = average / (1 - self.decay**batches) if batches else 0.0
         advantage = over_steps(batch.sequence_reward - baseline, batch)
@@ -201,7 +201,7 @@ def leave_one_out(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class group_mean:
-    """The return minus the mean return of its group, divided by the group's standard deviation when std is on.
+    """The return minus the mean return of its group, divided by the group's standard deviation if std is on.
 
     Formula: A_t = (R_i − mean(R)) / (std(R) + eps), or R_i − mean(R) with std off
 
@@ -222,7 +222,7 @@ class group_mean:
         return f"A_t = (R_i − mean(R)) / (std(R) + {self.eps:g})" if self.std else "A_t = R_i − mean(R)"
 
     def __call__(self, batch: Batch) -> Tensor:
-        """[N, T] advantages: one number for all steps of a row."""
+        """Return advantages [N, T]: one number for all steps of a row."""
         centred_N = centre(batch.sequence_reward, batch.group)
         if not self.std:
             return over_steps(centred_N, batch)
@@ -259,7 +259,7 @@ def action_value(batch: Batch) -> Tensor:
 
 @needs(VALUE | ACTION_VALUE)
 def action_advantage(batch: Batch) -> Tensor:
-    """How much better the step is than the average one of its state, by a critic of states and one of actions.
+    """The advantage of the step over the average step of its state, by a critic of states and a critic of actions.
 
     Formula: A_t = Q(s_t, a_t) − V(s_t)
 
@@ -284,7 +284,7 @@ class td_residual:
     needs: ClassVar[frozenset[str]] = VALUE
 
     def __call__(self, batch: Batch) -> Tensor:
-        """[N, T] advantages."""
+        """Return advantages [N, T]."""
         return td_errors(batch, self.gamma)
 
 
@@ -308,7 +308,7 @@ class k_step:
             raise ValueError(f"k_step has k={self.k}; expected at least 1; k=1 is td_residual.")
 
     def __call__(self, batch: Batch) -> Tensor:
-        """[N, T] advantages."""
+        """Return advantages [N, T]."""
         term = total = td_errors(batch, self.gamma)
         for _ in range(min(self.k, batch.mask.shape[1]) - 1):
             term = self.gamma * next_chosen(term, batch.mask, torch.zeros_like(term[:, 0]))
@@ -332,13 +332,13 @@ class gae:
     needs: ClassVar[frozenset[str]] = VALUE
 
     def __call__(self, batch: Batch) -> Tensor:
-        """[N, T] advantages."""
+        """Return advantages [N, T]."""
         return discounted_sum(td_errors(batch, self.gamma), batch.mask, self.gamma * self.lam)
 
 
 @dataclass(frozen=True)
 class length_gae:
-    """Generalised advantage estimation with a λ that grows with the trajectory, so that rewards at the end of long ones arrive.
+    """Generalised advantage estimation with a λ that grows with the trajectory, so that late rewards reach early steps.
 
     Formula: A_t = Σ_l (γ·λ_i)^l · δ_{t+l}, λ_i = max(0, 1 − 1/(α·|y_i|))
 
@@ -346,8 +346,9 @@ class length_gae:
     """
 
     alpha: float = 0.05
-    """α: the sum of the weights λ^l is α·|y|; the paper's value. Trajectories of at most 1/α steps get λ = 0: with short ones
-    take a larger α, such as 2."""
+    """α: the sum of the weights λ^l is α·|y|; the paper's value. Trajectories of at most 1/α steps get λ = 0. For short
+    trajectories use a larger α, such as 2.
+    """
     gamma: float = 1.0
     """Discount per chosen step."""
     needs: ClassVar[frozenset[str]] = VALUE
@@ -357,7 +358,7 @@ class length_gae:
             raise ValueError(f"length_gae has alpha={self.alpha}; expected more than 0.")
 
     def __call__(self, batch: Batch) -> Tensor:
-        """[N, T] advantages."""
+        """Return advantages [N, T]."""
         length_N = batch.mask.sum(1).clamp(min=1).to(batch.reward.dtype)
         lam_N = (1 - 1 / (self.alpha * length_N)).clamp(min=0)
         return discounted_sum(td_errors(batch, self.gamma), batch.mask, self.gamma * lam_N)
@@ -386,11 +387,11 @@ class whitened:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the inner psi needs."""
+        """The needs of the inner psi."""
         return needs_of(self.psi)
 
     def __call__(self, batch: Batch) -> Tensor:
-        """[N, T] advantages of `psi`, whitened over the whole batch."""
+        """Return the advantages [N, T] of `psi`, whitened over the whole batch."""
         psi_NT = self.psi(batch)
         chosen = psi_NT[batch.mask]
         if not chosen.numel():

@@ -1,12 +1,12 @@
-"""Which steps count, and how much: the aggregate slot and the keep slot.
+"""The aggregate slot and the keep slot, which choose the weight of each step and the steps that count.
 
 aggregate: (mask [N,T], totals) -> weights [N,T]; the loss is Σ weights · per-step loss. Weights divide by the totals of the whole
-optimiser step, never by the micro-batch at hand, so any split gives the same gradient. They are float64; the loss casts them.
+optimiser step, never by the current micro-batch, so any split gives the same gradient. They are float64; the loss casts them.
 
-keep: Batch -> bool [N], which trajectories are trained on, or bool [N,T], which steps the surrogate sees. Filters act after the
-advantage and see the plain rewards (without a KL penalty). Dropped rows count in no total. Dropped steps count in the totals and
-in the KL term, as in the papers: the fewer steps are left, the smaller the loss. A filter whose `needs` have "advantage" is
-called with the advantage [N,T] too; one with "entropy" reads the batch's `entropy`.
+keep: Batch -> bool [N], the trajectories that are trained on, or bool [N,T], the steps that the surrogate sees. Filters act after
+the advantage and see the plain rewards (without a KL penalty). Dropped rows count in no total. Dropped steps count in the totals
+and in the KL term, as in the papers: the more steps are dropped, the smaller the loss. A filter with "advantage" in its `needs`
+also receives the advantage [N,T]; one with "entropy" reads the batch's `entropy`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class fixed_length:
             )
 
     def __call__(self, mask: Tensor, totals: Totals) -> Tensor:
-        """[N, T] weights of the steps."""
+        """Return the weights [N, T] of the steps."""
         return sequence_sum(mask, totals) / self.n
 
 
@@ -81,10 +81,10 @@ Keep = Callable[..., Tensor]
 def has_signal(batch: Batch) -> Tensor:
     """Drop groups whose rewards are all equal; the trainer collects others in their place.
 
-    Formula: keep i  ⇔  min(M) < max(M) in the group of i, M the batch's `metric`, or the rewards where it has none
+    Formula: keep i  ⇔  min(M) < max(M) in the group of i, M the batch's `metric`, or the rewards if it has none
 
-    The test is exact equality. A standard deviation of floats is not 0 for eight rewards of 0.1. The paper tests correctness:
-    with a penalty on length a group of right answers would differ, and teach length alone.
+    The test is exact equality, since the standard deviation of floats is not 0 for eight rewards of 0.1. The paper tests
+    correctness: with a length penalty, a group of right answers would differ and teach length alone.
 
     Source: Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2 (dynamic sampling).
     """
@@ -92,7 +92,7 @@ def has_signal(batch: Batch) -> Tensor:
 
 
 def not_truncated(batch: Batch) -> Tensor:
-    """Drop trajectories that were cut by the length limit: their reward says little about them.
+    """Drop trajectories that were cut by the length limit, since their reward says little about them.
 
     Formula: keep i  ⇔  trajectory i ended by itself
 
@@ -120,7 +120,7 @@ class top_k:
             raise ValueError(f"top_k has k={self.k}; expected at least 1.")
 
     def __call__(self, batch: Batch) -> Tensor:
-        """[N] True for the k best completions of each group."""
+        """Return [N]: True for the k best completions of each group."""
         return rank_in_group(batch.sequence_reward, batch.group) < self.k
 
 
@@ -142,35 +142,35 @@ class top_entropy:
             raise ValueError(f"top_entropy has share={self.share}; expected more than 0 and at most 1.")
 
     def __call__(self, batch: Batch) -> Tensor:
-        """[N, T] True on the steps of greatest entropy."""
+        """Return [N, T]: True on the steps of greatest entropy."""
         if batch.entropy is None:
             raise ValueError("The batch has no `entropy`, which the filter top_entropy reads; give the entropy of each step.")
         ordered = batch.entropy[batch.mask].sort().values
         if not len(ordered):
             return batch.mask
-        # rounded first: (n − 1)·(1 − 0.2) is a whole number but for the last bits
+        # Round first: (n − 1)·(1 − 0.2) is an integer only up to rounding errors.
         place = math.ceil(round((len(ordered) - 1) * (1 - self.share), 6))
         return batch.mask & (batch.entropy >= ordered[place])
 
 
 @dataclass(frozen=True)
 class clip_covariance:
-    """Leave out a few of the steps that cost most entropy: likely ones with a high advantage, or unlikely ones with a low.
+    """Drop a few of the steps that cost most entropy: likely ones with a high advantage, or unlikely ones with a low one.
 
     Formula: with C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A)): of the steps with low < C_t < high, share · all
-             steps, drawn at random, are left out
+             steps, drawn at random, are dropped
 
-    The draw is by a hash of the log-probs: the same batch, in whatever order, leaves out the same steps.
+    The draw is by a hash of the log-probs: the same batch in any order drops the same steps.
 
-    Source: Cui et al. 2025, Clip-Cov, arXiv:2505.22617; verl's clip_cov (which computes C_t anew for every micro-batch).
+    Source: Cui et al. 2025, Clip-Cov, arXiv:2505.22617; verl's clip_cov (which recomputes C_t for every micro-batch).
     """
 
     share: float = 2e-4
-    """Steps left out, as a share of all; at least one. verl's clip_cov_ratio."""
+    """The share of all steps to drop; at least one step. verl's clip_cov_ratio."""
     low: float = 1.0
-    """Least covariance of a step that may be left out."""
+    """The least covariance of a step that may be dropped."""
     high: float = 5.0
-    """Greatest."""
+    """The greatest covariance of a step that may be dropped."""
     needs: ClassVar[frozenset[str]] = frozenset({"advantage"})
 
     def __post_init__(self) -> None:
@@ -180,7 +180,7 @@ class clip_covariance:
             )
 
     def __call__(self, batch: Batch, advantage: Tensor) -> Tensor:
-        """[N, T] False on the steps that are left out."""
+        """Return [N, T]: False on the dropped steps."""
         cost = step_covariance(batch.logp_old, advantage, batch.mask)
         places = ((cost > self.low) & (cost < self.high) & batch.mask).flatten().nonzero()[:, 0]
         count = max(int(self.share * int(batch.mask.sum())), 1)

@@ -24,11 +24,12 @@ class value_loss:
     clip: float | None = None
     """ε: how far V may move from V_old with credit; TRL's cliprange_value. None: no clip."""
     returns: Callable[[Batch], Tensor] | None = None
-    """What R_t − V_old(s_t) is: a psi such as gae(lam=1), for a critic that learns by another λ than the policy (decoupled GAE,
-    Yuan et al. 2025, VC-PPO, arXiv:2503.01491). None: the policy's own psi, before whitening."""
+    """The estimate of R_t − V_old(s_t): a psi such as gae(lam=1), for a critic with another λ than the policy's (decoupled GAE,
+    Yuan et al. 2025, VC-PPO, arXiv:2503.01491). None: the policy's own psi, before whitening.
+    """
 
     def __call__(self, value: Tensor, value_old: Tensor, returns: Tensor) -> Tensor:
-        """Per-step loss [N,T] before the coefficient."""
+        """Return the per-step loss [N,T] before the coefficient."""
         error = (value - returns) ** 2
         if self.clip is not None:
             near = value_old + (value - value_old).clamp(-self.clip, self.clip)

@@ -1,6 +1,6 @@
-"""More of the psi slot: advantages of a completion among those of its group, beside the means of `advantage`.
+"""More of the psi slot: advantages of a completion within its group, in addition to the means of `advantage`.
 
-Most read one number per trajectory, its summed reward R_i, and give it to each of its steps.
+Most of them read one number per trajectory, its summed reward R_i, and assign it to each of its steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class group_mean_batch_std:
 
     Formula: A_t = (R_i − mean_group(R)) / (std_batch(R) + eps)
 
-    An easy or a hard prompt is not scaled up as by the standard deviation of its own group.
+    Easy and hard prompts are not scaled up, unlike with the standard deviation of their own group.
 
     Source: Hu et al. 2025, REINFORCE++, arXiv:2501.03262 (global normalisation); TRL scale_rewards "batch".
     """
@@ -38,7 +38,7 @@ class group_mean_batch_std:
     needs: ClassVar[frozenset[str]] = GROUP
 
     def __call__(self, batch: Batch) -> Tensor:
-        """[N, T] advantages: one number for all steps of a row."""
+        """Return advantages [N, T]: one number for all steps of a row."""
         reward_N = batch.sequence_reward
         scale_N = group_std(reward_N, batch.present.long()) + self.eps
         return over_steps(centre(reward_N, batch.group) / scale_N, batch)
@@ -46,12 +46,12 @@ class group_mean_batch_std:
 
 @needs(GROUP)
 def length_weighted_mean(batch: Batch) -> Tensor:
-    """The return minus the mean return of its group weighted by length, the baseline of least variance when the squared norm of
+    """The return minus the mean return of its group weighted by length, the baseline of least variance if the squared norm of
     a completion's score grows with its length.
 
     Formula: A_t = R_i − Σ_j |y_j|·R_j / Σ_j |y_j|
 
-    The baseline contains R_i: the expected gradient is not exactly that of the reward, as with the plain mean.
+    The baseline contains R_i, so the expected gradient is not exactly that of the reward, as with the plain mean.
 
     Source: Hao et al. 2025, OPO, arXiv:2505.23585.
     """
@@ -85,20 +85,20 @@ def over_group_mean(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class pass_at_k:
-    """The mean, over all choices of k completions that hold this one, of how much better than usual their best is.
+    """The mean advantage, over all choices of k completions that include this one, of their best completion.
 
     Formula: with G completions of which m are wrong, P = 1 − C(m, k)/C(G, k) and σ = √(P·(1 − P)):
              A_t = (1 − P)/σ where y is right, (1 − P − C(m − 1, k − 1)/C(G − 1, k − 1))/σ where it is wrong, and 0 where σ = 0
 
-    It rewards a group for having one right answer among k, not for repeating it.
+    A group is rewarded for one right answer among k, not for repeating it.
 
     Source: Chen et al. 2025, Pass@k training, arXiv:2508.10751, section 2.4 (the analytical form).
     """
 
     k: int = 4
-    """Completions of which one must be right; fewer than a group has, since with all of them σ is always 0."""
+    """k, of which one completion must be right. It must be less than the group's size, as σ is always 0 for the whole group."""
     right: float = 0.5
-    """A completion is right where its return is above this."""
+    """A completion is right if its return is above this."""
     needs: ClassVar[frozenset[str]] = GROUP
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class pass_at_k:
             raise ValueError(f"pass_at_k has k={self.k}; expected at least 1.")
 
     def __call__(self, batch: Batch) -> Tensor:
-        """[N, T] advantages: one number for all steps of a row."""
+        """Return advantages [N, T]: one number for all steps of a row."""
         size_N = group_size(batch.group)
         if bool((size_N[batch.present] <= self.k).any()):
             smallest = int(size_N[batch.present].min())
@@ -123,12 +123,12 @@ class pass_at_k:
 
 @dataclass(frozen=True)
 class decoupled_group_mean:
-    """Each reward function's values standardised within the group by themselves, weighted, added, and once more over the batch.
+    """Each reward function's values are standardised within the group, weighted and added, then scaled over the batch.
 
     Formula: A_t = S_i / (std_batch(S) + eps), S_i = Σ_k w_k · (r_ik − mean_group(r_k)) / (std_group(r_k) + eps)
 
-    Sums of rewards that differ in kind would be one number: (1, 0) and (0, 1) look alike to the group's mean. A function that
-    does not apply to a completion adds nothing to its S. A KL penalty in the reward is not seen.
+    A sum of different rewards hides their kinds: (1, 0) and (0, 1) look alike to the group's mean. A function that does not apply
+    to a completion adds nothing to its S. A KL penalty in the reward is ignored.
 
     Source: Liu et al. 2026, GDPO, arXiv:2601.05242; TRL multi_objective_aggregation "normalize_then_sum".
     """
@@ -138,7 +138,7 @@ class decoupled_group_mean:
     needs: ClassVar[frozenset[str]] = GROUP | {"parts"}
 
     def __call__(self, batch: Batch) -> Tensor:
-        """[N, T] advantages: one number for all steps of a row."""
+        """Return advantages [N, T]: one number for all steps of a row."""
         if batch.parts is None:
             raise ValueError(
                 "The batch has no `parts`, which decoupled_group_mean reads; give what each reward function gave, [N, K]."
@@ -153,17 +153,17 @@ class decoupled_group_mean:
             part_N = part_N.nan_to_num()
             centred_N, scale_N = centre(part_N, own_N), group_std(part_N, own_N) + self.eps
             total_N += torch.where(centred_N == 0, 0.0, weight * centred_N / scale_N)
-        # the mean over the batch is 0, as that of each group is; to take it off would leave rounding errors in place of zeros
+        # The mean over the batch is 0 already, as each group's mean is. Subtracting it would turn zeros into rounding errors.
         return over_steps(total_N / (group_std(total_N, batch.present.long()) + self.eps), batch)
 
 
 @dataclass(frozen=True)
 class process_group_mean:
-    """Process supervision: rewards of steps are standardised over all of the group's, and a token gets those still to come.
+    """Process supervision: step rewards are standardised over the whole group, and a token gets the sum of those to come.
 
     Formula: A_t = Σ_{u ≥ t, u rewarded} (r_u − mean(r)) / (std(r) + eps), mean and std over all rewarded tokens of the group
 
-    With rewards at the end of each turn of an episode these are advantages by turn.
+    With rewards at the end of each turn of an episode, these are per-turn advantages.
 
     Source: Shao et al. 2024, DeepSeekMath (GRPO), arXiv:2402.03300, section 4.1.3.
     """
@@ -175,7 +175,7 @@ class process_group_mean:
     needs: ClassVar[frozenset[str]] = GROUP
 
     def __call__(self, batch: Batch) -> Tensor:
-        """[N, T] advantages."""
+        """Return advantages [N, T]."""
         rewarded_NT = batch.rewarded
         if rewarded_NT is None:
             last_NT = batch.mask & (batch.mask.cumsum(1) == batch.mask.sum(1, keepdim=True))
@@ -192,7 +192,7 @@ class process_group_mean:
 
 
 def _choose_ratio(of_N: Tensor, among_N: Tensor, k: int) -> Tensor:
-    """C(of, k) / C(among, k) as float64; 0 where `of` < k."""
+    """Return C(of, k) / C(among, k) as float64; 0 if `of` < k."""
     ratio_N = torch.ones(of_N.shape, dtype=torch.float64, device=of_N.device)
     for i in range(k):
         ratio_N = ratio_N * (of_N - i).clamp(min=0) / (among_N - i).clamp(min=1)

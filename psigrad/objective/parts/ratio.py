@@ -1,8 +1,8 @@
-"""Slots that are made of log ratios: the ratio (policy now / policy that collected), the correction (policy that collected /
-sampler), and the KL (policy / frozen reference).
+"""Slots made of log ratios: the ratio (current policy / collecting policy), the correction (collecting policy / sampler), and the
+KL (policy / frozen reference).
 
 A ratio is a function (logp [N,T] with gradient, logp_old [N,T], mask [N,T]) -> log ratio [N,T]. Masked steps arrive as 0. A
-correction is Batch -> detached weights [N,T]: they multiply the surrogate only, not the KL term.
+correction is Batch -> detached weights [N,T], which multiply the surrogate only, not the KL term.
 
 The KL slot says where the penalty acts and how it is estimated. With d = log π(a|s) − log π_ref(a|s) and a sampled
 from π, per step:
@@ -12,17 +12,17 @@ from π, per step:
 | k1 | d | KL(π‖π_ref) | 0: useless as a loss |
 | k2 | d²/2 | biased, small near 0 | ∇KL(π‖π_ref) |
 | k3 | e^(−d) − 1 + d | KL(π‖π_ref) | ∇KL(π_ref‖π): the other direction |
-| k1+ | that of k1 | KL(π‖π_ref) | ∇KL(π‖π_ref), by the gradient of k2 |
-| k3+ | that of k3 | KL(π‖π_ref) | ∇KL(π‖π_ref), by the gradient of k2 |
+| k1+ | as k1 | KL(π‖π_ref) | ∇KL(π‖π_ref), by the gradient of k2 |
+| k3+ | as k3 | KL(π‖π_ref) | ∇KL(π‖π_ref), by the gradient of k2 |
 | exact | Σ_a π(a)·d(a) | KL(π‖π_ref) | ∇KL(π‖π_ref), without sampling noise |
 | exact_forward | −Σ_a π_ref(a)·d(a) | KL(π_ref‖π) | ∇KL(π_ref‖π), likewise |
 | exact_js | m·KL(π_ref‖M) + (1 − m)·KL(π‖M), M = m·π_ref + (1 − m)·π | itself | its own, likewise |
 | span | log π(w) − log π_ref(w) of a piece of text w, at its last step | KL(π‖π_ref) of the next piece | ∇ of it, by ∇log π(w) |
 
-"Gradient" is that of the KL at the states visited. In the reward only the value matters, and there the policy gradient itself
-accounts for the states that come later.
-Sources: Schulman 2020, Approximating KL divergence; Tang and Munos 2025, arXiv:2506.09477; Agarwal et al. 2024, GKD,
-arXiv:2306.13649 (the forward and the Jensen–Shannon divergence).
+"Gradient" is that of the KL at the states visited. In the reward only the value matters: the policy gradient itself accounts for
+later states.
+Sources: Schulman 2020, Approximating KL divergence; Tang and Munos 2025, arXiv:2506.09477; Agarwal et al. 2024,
+GKD, arXiv:2306.13649 (the forward and the Jensen–Shannon divergence).
 """
 
 from __future__ import annotations
@@ -35,23 +35,24 @@ from psigrad.objective.batch import Batch, zero_outside
 from psigrad.objective.lazy_torch import Tensor, torch
 
 MAX_LOG_RATIO = 20.0
-"""exp(20) ≈ 5e8: beyond this a ratio overflows float32 soon, and inf · 0 would turn a zero advantage into NaN."""
+"""The greatest log ratio: exp(20) ≈ 5e8. Larger ratios soon overflow float32, and inf · 0 would make zero advantages NaN."""
 
 
 def exp_ratio(log_ratio: Tensor) -> Tensor:
-    """ρ = exp(log ratio), held at exp(20), with the gradient of a ratio of exp(20) above it: a step that went too far under a
-    negative advantage must find its way back.
+    """Return ρ = exp(log ratio), capped at exp(20), with the gradient of a ratio of exp(20) above the cap.
+
+    The gradient above the cap lets a step recover that went too far under a negative advantage.
     """
     return bound(log_ratio).exp()
 
 
 def bound(log_ratio: Tensor) -> Tensor:
-    """min(x, 20) with the gradient of x."""
+    """Return min(x, 20) with the gradient of x."""
     return log_ratio - (log_ratio - MAX_LOG_RATIO).clamp(min=0).detach()
 
 
 def none(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
-    """No ratio: the batch is taken as on-policy.
+    """No ratio: the batch is treated as on-policy.
 
     Formula: ρ_t = 1
 
@@ -101,7 +102,7 @@ LEVELS: tuple[Level, ...] = ("token", "sequence", "geometric")
 
 
 def _sampler_ratio(batch: Batch, level: Level) -> Tensor:
-    """π_old / π_sampler [N,T]: per step, or the product or the geometric mean over the sequence, given to each of its steps."""
+    """Return π_old / π_sampler [N,T]: per step, or the product or geometric mean over the sequence on each of its steps."""
     gap = _gap(batch)
     if level != "token":
         gap = gap.sum(1, keepdim=True).expand(gap.shape)
@@ -111,7 +112,7 @@ def _sampler_ratio(batch: Batch, level: Level) -> Tensor:
 
 
 def _gap(batch: Batch) -> Tensor:
-    """log π_old − log π_sampler [N, T]."""
+    """Return log π_old − log π_sampler [N, T]."""
     if batch.logp_sampler is None:
         raise ValueError(
             "The batch has no `logp_sampler`, which an importance correction reads; let the sampler report its "
@@ -130,7 +131,7 @@ def _check(name: str, floor: float, cap: float, level: str) -> None:
 
 @dataclass(frozen=True)
 class truncated_importance:
-    """Importance weights between trainer and sampler, cut at a cap, and at a floor where there is one.
+    """Importance weights between trainer and sampler, truncated at a cap and a floor.
 
     Formula: c_t = sg[clip(w_t, floor, cap)], w_t = π_old(a_t|s_t) / π_sampler(a_t|s_t), or its product over the sequence, or its
              geometric mean
@@ -150,13 +151,13 @@ class truncated_importance:
         _check("truncated_importance", self.floor, self.cap, self.level)
 
     def __call__(self, batch: Batch) -> Tensor:
-        """[N, T] weights, truncated at `cap` and `floor`."""
+        """Return weights [N, T], truncated at `cap` and `floor`."""
         return _sampler_ratio(batch, self.level).clamp(self.floor, self.cap)
 
 
 @dataclass(frozen=True)
 class masked_importance:
-    """Importance weights between trainer and sampler; steps or sequences outside of the bounds are left out.
+    """Importance weights between trainer and sampler; steps or sequences outside the bounds are dropped.
 
     Formula: c_t = sg[w_t] if floor ≤ w_t ≤ cap else 0, with w_t = π_old(a_t|s_t) / π_sampler(a_t|s_t), or its product over the
              sequence, or its geometric mean
@@ -178,18 +179,18 @@ class masked_importance:
         _check("masked_importance", self.floor, self.cap, self.level)
 
     def __call__(self, batch: Batch) -> Tensor:
-        """[N, T] weights, 0 where the ratio is above `cap` or below `floor`."""
+        """Return weights [N, T]: 0 where the ratio is above `cap` or below `floor`."""
         ratio = _sampler_ratio(batch, self.level)
         return torch.where((ratio >= self.floor) & (ratio <= self.cap), ratio, torch.zeros_like(ratio))
 
 
 @dataclass(frozen=True)
 class divergence_rejection:
-    """Sequences on which sampler and trainer are too far apart are left out; all others count as they are.
+    """Sequences on which sampler and trainer are too far apart are dropped; all others keep weight 1.
 
     Formula: c_t = 1 if (1/|y|)·Σ_u (w_u − 1 − log w_u) ≤ limit else 0, with w_u = π_old(a_u|s_u) / π_sampler(a_u|s_u)
 
-    The mean is the k3 estimate of KL(π_sampler‖π_old) per step: never negative, so that differences do not cancel as they do in a
+    The mean is the k3 estimate of KL(π_sampler‖π_old) per step. It is never negative, so differences do not cancel as in a
     product of ratios.
 
     Source: verl, rollout correction (rejection by k3 over a sequence); Schulman 2020, Approximating KL divergence.
@@ -203,7 +204,7 @@ class divergence_rejection:
             raise ValueError(f"divergence_rejection has limit={self.limit}; expected more than 0 nats per step.")
 
     def __call__(self, batch: Batch) -> Tensor:
-        """[N, T] 1, or 0 on the sequences that are left out."""
+        """Return [N, T]: 1, or 0 on the dropped sequences."""
         gap = _gap(batch)
         k3 = zero_outside(batch.mask, exp_ratio(gap) - 1 - gap)
         mean_N = k3.sum(1, keepdim=True) / batch.mask.sum(1, keepdim=True).clamp(min=1)
@@ -214,12 +215,12 @@ KL_KEY = "kl_coefficient"
 Estimator = Literal["k1", "k2", "k3", "k1+", "k3+", "exact", "exact_forward", "exact_js", "span"]
 EXACT: tuple[Estimator, ...] = ("exact", "exact_forward", "exact_js")
 MEASURED: tuple[Estimator, ...] = (*EXACT, "span")
-"""Those that are no function of the sampled step alone: the evaluation brings them."""
+"""Estimators that do not depend on the sampled step alone. The evaluation computes them."""
 ESTIMATORS: tuple[Estimator, ...] = ("k1", "k2", "k3", "k1+", "k3+", *MEASURED)
 
 
 def estimate(estimator: Estimator, d: Tensor) -> Tensor:
-    """The per-step estimate of KL(π‖π_ref) from d = log π − log π_ref at the sampled action."""
+    """Return the per-step estimate of KL(π‖π_ref) from d = log π − log π_ref at the sampled action."""
     k2 = d**2 / 2
     straight_through = k2 - k2.detach()
     match estimator:
@@ -239,13 +240,13 @@ def estimate(estimator: Estimator, d: Tensor) -> Tensor:
 
 
 def span_kl(logp: Tensor, ends: Tensor, theirs: Tensor, baseline: Tensor | None = None) -> Tensor:
-    """[N, T] the KL to a reference with other tokens, sampled, by pieces of text: the estimator "span".
+    """Return [N, T] the sampled KL to a reference with another tokenizer, by pieces of text: the estimator "span".
 
     Formula: value Σ_w d_w, gradient Σ_w (d_w − b)·∇log π(w), with d_w = log π(w) − log π_ref(w)
 
-    `logp` [N, T] is log π of each token; where a piece ends, `ends` is True and `theirs` is log π_ref of it. Tokens behind the
-    last end belong to no piece. b, the `baseline` [N], is the mean d of the other completions: it takes away noise,
-    and changes no mean.
+    `logp` [N, T] is log π of each token. Where a piece ends, `ends` is True and `theirs` is the piece's log π_ref. Tokens after
+    the last end belong to no piece. b, the `baseline` [N], is the mean d of the other completions. It reduces noise without
+    changing the mean.
     """
     place = ends.cumsum(1) - ends.long()
     d = logp.new_zeros(logp.shape[0], logp.shape[1] + 1)
@@ -257,7 +258,7 @@ def span_kl(logp: Tensor, ends: Tensor, theirs: Tensor, baseline: Tensor | None 
 
 @dataclass(frozen=True)
 class adaptive:
-    """A coefficient that follows a target: up when the KL of a sequence is above it, down when below.
+    """A coefficient that follows a target: it rises when the KL of a sequence is above the target, and falls when below.
 
     Formula: β ← β · (1 + clip(KL/target − 1, −0.2, 0.2) · sequences/horizon)
 
@@ -265,11 +266,11 @@ class adaptive:
     """
 
     initial: float = 0.05
-    """First β."""
+    """The first β."""
     target: float = 6.0
-    """Wanted KL(π‖π_ref) per sequence, in nats."""
+    """The target of KL(π‖π_ref) per sequence, in nats."""
     horizon: int = 10_000
-    """Sequences over which an error of 20 % changes β by 20 %."""
+    """The number of sequences over which an error of 20 % changes β by 20 %."""
 
     def __post_init__(self) -> None:
         if self.initial <= 0 or self.target <= 0 or self.horizon < 1:
@@ -279,7 +280,7 @@ class adaptive:
             )
 
     def update(self, coefficient: float, sequence_kl: float, sequences: int) -> float:
-        """β after a batch of `sequences` with mean KL `sequence_kl`."""
+        """Return β after a batch of `sequences` with mean KL `sequence_kl`."""
         error = min(max(sequence_kl / self.target - 1, -0.2), 0.2)
         return coefficient * max(1 + error * sequences / self.horizon, 0.0)
 
@@ -295,8 +296,8 @@ class KL:
     exact_forward is KL(π_ref‖π) summed over the vocabulary, exact_js the Jensen–Shannon divergence with weight `mixture`.
     span is for a reference with another tokenizer: Σ_w (log π(w) − log π_ref(w)) over the pieces of text w at whose ends both
     have a token's end, with the gradient Σ_w (log π(w) − log π_ref(w))·∇log π(w).
-    In the loss, k1 alone has gradient 0 in expectation and is refused; k3 pulls along ∇KL(π_ref‖π), as GRPO's paper does; k2,
-    k1+, k3+ and exact pull along ∇KL(π‖π_ref). With importance_weighted each step counts ρ_t·k(d_t), which corrects for steps
+    In the loss, k1 alone has gradient 0 in expectation and raises an error; k3 pulls along ∇KL(π_ref‖π), as GRPO's paper does;
+    k2, k1+, k3+ and exact pull along ∇KL(π‖π_ref). With importance_weighted each step counts ρ_t·k(d_t), which corrects for steps
     sampled from π_old in later epochs; k1 and k3 keep the gradient through ρ_t and so become right in value and gradient.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593 (reward); Shao et al. 2024, GRPO, arXiv:2402.03300 (loss, k3); Schulman 2020,
@@ -304,16 +305,17 @@ class KL:
     """
 
     where: Literal["reward", "loss"] = "loss"
-    """Inside the reward of each step, or as a term of the loss."""
+    """The place of the penalty: in the reward of each step, or as a term of the loss."""
     estimator: Estimator = "k3"
     """k1, k2, k3, k1+, k3+, exact, exact_forward, exact_js or span."""
     coefficient: float | adaptive = 0.04
     """β, fixed or adaptive."""
     importance_weighted: bool = False
-    """In the loss: weigh each step by its ratio π/π_old (TRL's use_bias_correction_kl)."""
+    """In the loss: weight each step by its ratio π/π_old (TRL's use_bias_correction_kl)."""
     mixture: float = 0.5
-    """With exact_js: m, the share of the reference in the mixture M; near 0 it goes with KL(π_ref‖π), near 1 with KL(π‖π_ref).
-    TRL's beta of GKD."""
+    """With exact_js: m, the reference's share of the mixture M; near 0 like KL(π_ref‖π), near 1 like KL(π‖π_ref). TRL's
+    GKD beta.
+    """
 
     def __post_init__(self) -> None:
         if self.where not in ("reward", "loss"):
@@ -364,15 +366,15 @@ class KL:
         return f"L_t ← L_t + {beta}·{weight}{estimate_of}{meaning}"
 
     def initial_state(self) -> dict[str, float]:
-        """β before the first batch, when it is adaptive."""
+        """Return β before the first batch, if it is adaptive."""
         return {KL_KEY: self.coefficient.initial} if isinstance(self.coefficient, adaptive) else {}
 
     def beta(self, state: Mapping[str, float]) -> float:
-        """β now."""
+        """Return the current β."""
         return state[KL_KEY] if isinstance(self.coefficient, adaptive) else self.coefficient
 
     def per_step(self, logp: Tensor, logp_old: Tensor, logp_ref: Tensor) -> Tensor:
-        """[N,T] estimate for the loss, with gradient; not for the exact ones, which the model computes."""
+        """Return the estimate [N,T] for the loss, with gradient. The model computes the exact estimators instead."""
         kl = estimate(self.estimator, logp - logp_ref)
         if not self.importance_weighted:
             return kl

@@ -1,8 +1,8 @@
 """The surrogate slot: (logp, log_ratio, advantage) -> loss per step, all [N,T]; no mean, no metrics.
 
-Losses are minimised, so each is minus what is to grow. One with "mask" in its `needs` reads whole sequences and gets the mask
-[N,T] as well, one with "logp_sampler" the sampler's log-probs, or log π_old where they are not known. One with "marks" chooses
-steps once, among those of the whole collected batch (its method `marks`: True or a weight above 0), and gets them.
+Losses are minimised, so each is the negative of an objective. A surrogate declares extra inputs in `needs`. "mask" is the mask
+[N,T], for whole sequences. "logp_sampler" is the sampler's log-probs, or log π_old if they are not known. "marks" are steps that
+its method `marks` chooses once for the whole collected batch, as True or as a weight above 0.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SilentSurrogate:
 
 
 class RatioSurrogate(SilentSurrogate):
-    """One whose gradient flows through the ratio alone."""
+    """A silent surrogate whose gradient flows through the ratio alone."""
 
 
 def score(logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
@@ -73,9 +73,9 @@ class clip(RatioSurrogate):
     """
 
     low: float = 0.2
-    """How far below 1 the ratio of a step with negative advantage may fall."""
+    """The largest fall of the ratio below 1 for a step with negative advantage."""
     high: float = 0.2
-    """How far above 1 the ratio of a step with positive advantage may rise."""
+    """The largest rise of the ratio above 1 for a step with positive advantage."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.low <= 1 and self.high >= 0):
@@ -84,9 +84,9 @@ class clip(RatioSurrogate):
             )
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
-        """[N, T] loss of each step."""
-        # the minimum is the ratio held from above where A > 0 and from below where A < 0; so written, its gradient takes half the
-        # operations
+        """Return the loss [N, T] of each step."""
+        # The minimum clamps the ratio from above where A > 0 and from below where A < 0. In this form its gradient needs half the
+        # work.
         least = torch.where(advantage < 0, log_ratio.new_tensor(1 - self.low), -torch.inf)
         most = torch.where(advantage > 0, log_ratio.new_tensor(1 + self.high), torch.inf)
         return -exp_ratio(log_ratio).clamp(least, most) * advantage
@@ -94,7 +94,7 @@ class clip(RatioSurrogate):
 
 @dataclass(frozen=True)
 class dual_clip(clip):
-    """The clipped surrogate with a bound on how much a step of negative advantage may cost.
+    """The clipped surrogate with a bound on the loss of a step of negative advantage.
 
     Formula: L_t = −min(ρ_t·A_t, clip(ρ_t, 1 − low, 1 + high)·A_t) where A_t ≥ 0
              L_t = −max(min(ρ_t·A_t, clip(ρ_t, 1 − low, 1 + high)·A_t), bound·A_t) where A_t < 0
@@ -111,7 +111,7 @@ class dual_clip(clip):
             raise ValueError(f"dual_clip has bound={self.bound}; expected more than 1 + high = {1 + self.high}; raise it.")
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
-        """[N, T] loss of each step."""
+        """Return the loss [N, T] of each step."""
         clipped = super().__call__(logp, log_ratio, advantage)
         return torch.where(advantage < 0, torch.minimum(clipped, -self.bound * advantage), clipped)
 
@@ -136,29 +136,29 @@ class truncated_weight(SilentSurrogate):
             )
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
-        """[N, T] loss of each step. No gradient passes through the weight."""
+        """Return the loss [N, T] of each step. No gradient passes through the weight."""
         weight = exp_ratio(log_ratio).clamp(max=self.cap).detach()
         return -weight * advantage * logp
 
 
 def innermost(surrogate: Surrogate) -> Surrogate:
-    """The surrogate within those that stand around another."""
+    """Return the surrogate inside any wrapping surrogates."""
     inner: Surrogate | None = getattr(surrogate, "surrogate", None)
     return surrogate if inner is None else innermost(inner)
 
 
 def silent_without_advantage(surrogate: Surrogate) -> bool:
-    """Whether a step of advantage 0 surely has zero gradient; a user's own surrogate may do anything, so False."""
+    """Return True if a step of advantage 0 certainly has zero gradient. A custom surrogate gives False, as it may do anything."""
     return innermost(surrogate) in (score, unclipped) or isinstance(innermost(surrogate), SilentSurrogate)
 
 
 def differentiates_ratio(surrogate: Surrogate) -> bool:
-    """Whether what the policy learns by flows through the ratio alone, so that without a ratio nothing is learnt."""
+    """Return True if the learning signal flows through the ratio alone, so that nothing is learnt without a ratio."""
     return innermost(surrogate) is unclipped or isinstance(innermost(surrogate), RatioSurrogate | kl_penalty)
 
 
 def clip_fractions(surrogate: Surrogate, log_ratio: Tensor, advantage: Tensor) -> dict[str, Tensor]:
-    """Which steps [N,T] lost their gradient (or were truncated), under TRL's metric names."""
+    """Return the steps [N,T] that lost their gradient (or were truncated), under TRL's metric names."""
     surrogate = innermost(surrogate)
     ratio = exp_ratio(log_ratio.detach())
     if isinstance(surrogate, clip):
@@ -172,7 +172,7 @@ def clip_fractions(surrogate: Surrogate, log_ratio: Tensor, advantage: Tensor) -
 
 @dataclass(frozen=True)
 class soft_clip(RatioSurrogate):
-    """The ratio through a sigmoid: its gradient fades with the distance from 1 and never ends at an edge.
+    """The ratio through a sigmoid: its gradient fades with the distance from 1 without a sharp edge.
 
     Formula: L_t = −(4/τ)·σ(τ·(ρ_t − 1))·A_t, τ = positive where A_t > 0, else negative
 
@@ -184,14 +184,14 @@ class soft_clip(RatioSurrogate):
     positive: float = 1.0
     """τ of steps with positive advantage; TRL's sapo_temperature_pos."""
     negative: float = 1.05
-    """τ of the others; larger fades sooner. TRL's sapo_temperature_neg."""
+    """τ of the other steps; the gradient fades sooner with a larger τ. TRL's sapo_temperature_neg."""
 
     def __post_init__(self) -> None:
         if self.positive <= 0 or self.negative <= 0:
             raise ValueError(f"soft_clip has positive={self.positive} and negative={self.negative}; expected both above 0.")
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
-        """[N, T] loss of each step."""
+        """Return the loss [N, T] of each step."""
         tau = torch.where(advantage > 0, log_ratio.new_tensor(self.positive), self.negative)
         return -4 / tau * torch.sigmoid(tau * (exp_ratio(log_ratio) - 1)) * advantage
 
@@ -204,7 +204,7 @@ class divergence_mask(SilentSurrogate):
              M_t = 0 where A_t > 0 and π − π_old > δ, or A_t < 0 and π_old − π > δ; else 1
 
     The bound is on the probability of the token (the total variation of "this token or another"), not on its ratio: a rare token
-    may grow by a large factor, a likely one not by a large share.
+    may grow by a large factor, a likely one only by a small share.
 
     Source: Qi et al. 2026, DPPO (binary TV), arXiv:2602.04879; verl's dppo_tv.
     """
@@ -219,7 +219,7 @@ class divergence_mask(SilentSurrogate):
             raise ValueError(f"divergence_mask has delta={self.delta} and cap={self.cap}; expected 0 < delta <= 1, cap > 0.")
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
-        """[N, T] loss of each step. No gradient passes through the weight."""
+        """Return the loss [N, T] of each step. No gradient passes through the weight."""
         weight = exp_ratio(log_ratio).clamp(max=self.cap).detach()
         now = logp.detach().exp()
         moved = now - (logp - log_ratio).detach().exp()
@@ -239,9 +239,9 @@ class geometric_clip(RatioSurrogate):
     """
 
     low: float = 0.4
-    """Greatest fall of a step's log ratio; the ratio's bound is e^−low."""
+    """The greatest fall of a step's log ratio; the ratio's bound is e^−low."""
     high: float = 0.4
-    """Greatest rise of a step's log ratio."""
+    """The greatest rise of a step's log ratio."""
     needs: ClassVar[frozenset[str]] = SEQUENCES
 
     def __post_init__(self) -> None:
@@ -249,7 +249,7 @@ class geometric_clip(RatioSurrogate):
             raise ValueError(f"geometric_clip has low={self.low} and high={self.high}; expected distances of at least 0.")
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
-        """[N, T] loss of each step."""
+        """Return the loss [N, T] of each step."""
         least = torch.where(advantage > 0, log_ratio.new_tensor(-math.inf), -self.low)
         most = torch.where(advantage > 0, log_ratio.new_tensor(self.high), math.inf)
         clipped = zero_outside(mask, log_ratio.clamp(least, most))
@@ -263,8 +263,8 @@ class off_policy_mask:
 
     Formula: L_t = M·L'_t, M = 0 where A_t < 0 and (1/|y|)·Σ_u (log π_sampler(a_u|s_u) − log π(a_u|s_u)) > δ; else 1
 
-    The policy has left such a sequence already; going on teaches it noise. Where the sampler's log-probs are not known, π_old
-    stands for π_sampler. The fall is that of the steps, whatever the ratio.
+    The policy has already left such a sequence, and further training on it teaches noise. If the sampler's log-probs are not
+    known, π_old replaces π_sampler. The fall is computed from the steps, whatever the ratio.
 
     Source: DeepSeek-AI 2025, DeepSeek-V3.2, arXiv:2512.02556; TRL off_policy_mask_threshold.
     """
@@ -272,7 +272,7 @@ class off_policy_mask:
     surrogate: Callable[..., Tensor] = field(default_factory=clip)
     """L': the surrogate of the sequences that count."""
     delta: float = 0.5
-    """δ: mean fall of a sequence's log-probabilities, in nats per step."""
+    """δ: the mean fall of a sequence's log-probabilities, in nats per step."""
 
     def __post_init__(self) -> None:
         if self.delta <= 0:
@@ -281,11 +281,11 @@ class off_policy_mask:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The mask, and what the sampler said."""
+        """The mask and the sampler's log-probs."""
         return SEQUENCES | {"logp_sampler"}
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, mask: Tensor, logp_sampler: Tensor) -> Tensor:
-        """[N, T] loss of each step."""
+        """Return the loss [N, T] of each step."""
         given: dict[str, Any] = {"mask": mask} if "mask" in getattr(self.surrogate, "needs", ()) else {}
         fall_N = zero_outside(mask, logp_sampler - logp.detach()).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
         left = (advantage < 0) & (fall_N > self.delta)
@@ -301,11 +301,11 @@ class covariance_penalty(RatioSurrogate):
 
     On fresh samples the penalty has no gradient: it needs several passes or minibatches.
 
-    Source: Cui et al. 2025, KL-Cov, arXiv:2505.22617; verl's kl_cov (which chooses M anew in every micro-batch).
+    Source: Cui et al. 2025, KL-Cov, arXiv:2505.22617; verl's kl_cov (which chooses M again in every micro-batch).
     """
 
     share: float = 2e-3
-    """Steps with the penalty, as a share of all; at least one. verl's kl_cov_ratio."""
+    """The share of all steps with the penalty; at least one step. verl's kl_cov_ratio."""
     coefficient: float = 1.0
     """Weight of the penalty; verl's ppo_kl_coef."""
     needs: ClassVar[frozenset[str]] = frozenset({"marks"})
@@ -318,7 +318,7 @@ class covariance_penalty(RatioSurrogate):
             )
 
     def marks(self, batch: Batch, advantage: Tensor) -> Tensor:
-        """[N, T] bool: M, the earlier of equals first."""
+        """Return [N, T] bool: M, the earlier of equals first."""
         covariance = step_covariance(batch.logp_old, advantage, batch.mask).masked_fill(~batch.mask, -math.inf).flatten()
         count = min(max(int(self.share * int(batch.mask.sum())), 1), int(batch.mask.sum()))
         marked = torch.zeros_like(batch.mask).flatten()
@@ -326,29 +326,29 @@ class covariance_penalty(RatioSurrogate):
         return marked.view(batch.mask.shape)
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, marks: Tensor) -> Tensor:
-        """[N, T] loss of each step."""
+        """Return the loss [N, T] of each step."""
         return -exp_ratio(log_ratio) * advantage + torch.where(marks, self.coefficient * log_ratio.abs(), 0.0)
 
 
 @dataclass(frozen=True)
 class with_imitation:
-    """Another surrogate, with the cross-entropy of the batch's right answers beside it: what was found once is not lost again.
+    """Another surrogate, plus the cross-entropy of the batch's right answers, so that a solution once found is not lost.
 
     Formula: L_t = L'_t − coefficient · [R_i ≥ right] · (S / S⁺) · log π(a_t|s_t)
              S all steps of the batch, S⁺ those of right answers
 
     With the token_mean aggregate the second term is the coefficient times the mean cross-entropy of the right answers' steps.
-    R_i is the batch's metric where it has one, else the sum of the rewards.
+    R_i is the batch's metric if it has one, otherwise the sum of the rewards.
 
     Source: Yue et al. 2025, VAPO, arXiv:2504.05118, section 4.3 (positive-example LM loss).
     """
 
     surrogate: Callable[..., Tensor] = field(default_factory=clip)
-    """L': what the policy learns by."""
+    """L': the surrogate that the policy learns by."""
     coefficient: float = 0.1
     """Weight of the cross-entropy; the paper's μ."""
     right: float = 1.0
-    """Least metric of a right answer."""
+    """The least metric of a right answer."""
 
     def __post_init__(self) -> None:
         if self.coefficient <= 0:
@@ -359,22 +359,22 @@ class with_imitation:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The steps of right answers, and what the other surrogate needs."""
+        """The marks of right answers' steps, and the needs of the inner surrogate."""
         return frozenset({"marks"}) | frozenset(getattr(self.surrogate, "needs", ()))
 
     def marks(self, batch: Batch, advantage: Tensor) -> Tensor:
-        """[N, T]: S / S⁺ on the steps of right answers, 0 elsewhere."""
+        """Return [N, T]: S / S⁺ on the steps of right answers, 0 elsewhere."""
         metric_N = batch.sequence_reward if batch.metric is None else batch.metric
         steps = (batch.mask & (metric_N >= self.right)[:, None]).to(batch.reward.dtype)
         return steps * (int(batch.mask.sum()) / max(int(steps.sum()), 1))
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, marks: Tensor, **given: Tensor) -> Tensor:
-        """[N, T] loss of each step."""
+        """Return the loss [N, T] of each step."""
         return self.surrogate(logp, log_ratio, advantage, **given) - self.coefficient * marks * logp
 
 
 def _check_inner(outer: off_policy_mask | with_imitation, known: frozenset[str]) -> None:
-    """Refuse around another what needs more than is `known`, or has a state. Raises `ValueError`."""
+    """Raise `ValueError` if the inner surrogate needs more than `known` or has a state."""
     inner = outer.surrogate
     if set(getattr(inner, "needs", ())) - known or (isinstance(inner, kl_penalty) and inner.target is not None):
         raise ValueError(
@@ -388,21 +388,22 @@ PENALTY_KEY = "penalty_coefficient"
 
 @dataclass(frozen=True)
 class kl_penalty:
-    """The importance-weighted surrogate minus a penalty on the distance from the policy that collected.
+    """The importance-weighted surrogate minus a penalty on the distance from the collecting policy.
 
     Formula: L_t = −ρ_t·A_t + β·(ρ_t − 1 − log ρ_t)
 
     The bracket is an unbiased, never negative estimate of KL(π_old‖π). Steps were sampled from π_old, which does not depend on
-    the parameters, so its gradient is right too. With a `target`, β is doubled when the measured KL is above 1.5 · target and
-    halved when it is below target / 1.5: after each update call `adapt` with `measure_kl`. The coefficient lives in the state.
+    the parameters, so its gradient is unbiased too. With a `target`, β is doubled when the measured KL is above 1.5 · target and
+    halved when it is below target / 1.5. After each update, call `adapt` with `measure_kl`. The coefficient is stored in the
+    state.
 
     Source: Schulman et al. 2017, PPO, arXiv:1707.06347, section 4.
     """
 
     coefficient: float = 1.0
-    """β, or its first value when there is a target."""
+    """β, or its first value if there is a target."""
     target: float | None = None
-    """Wanted KL(π_old‖π) per step, in nats; None: β is fixed."""
+    """The target of KL(π_old‖π) per step, in nats; None: β is fixed."""
 
     def __post_init__(self) -> None:
         if self.coefficient < 0 or (self.target is not None and self.target <= 0):
@@ -412,22 +413,22 @@ class kl_penalty:
             )
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
-        """[N, T] loss of each step."""
+        """Return the loss [N, T] of each step."""
         ratio = exp_ratio(log_ratio)
         return -ratio * advantage + self.coefficient * (ratio - 1 - log_ratio)
 
 
 def measure_kl(logp: Tensor, logp_old: Tensor, mask: Tensor) -> float:
-    """How far an update has moved the policy from the one that collected: the mean of ρ_t − 1 − log ρ_t over the steps of `mask`.
+    """Return how far an update has moved the policy from the collecting one: the mean of ρ_t − 1 − log ρ_t over `mask`'s steps.
 
-    `logp` is that of the policy after all passes over the batch; before its last minibatch a part of the way would be missing.
+    `logp` belongs to the policy after all passes over the batch. Before its last minibatch, part of the change would be missing.
     """
     moved = zero_outside(mask, logp.detach() - logp_old)
     return float((exp_ratio(moved) - 1 - moved).sum() / mask.sum().clamp(min=1))
 
 
 def adapt(penalty: kl_penalty, state: Mapping[str, float], kl: float) -> dict[str, float]:
-    """The state after one update that moved the policy by `kl`."""
+    """Return the state after one update that moved the policy by `kl`."""
     coefficient = state[PENALTY_KEY]
     if penalty.target is not None and kl > 1.5 * penalty.target:
         coefficient *= 2

@@ -1,4 +1,4 @@
-"""The preference losses, each as one declaration: what it is, and its parts with the values of its paper."""
+"""The preference losses, each declared once: its summary, and its parts with the values of its paper."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ METHODS: Catalog[Preference | KahnemanTversky] = Catalog()
 DPO = METHODS.declare("dpo", "direct preference optimisation", Preference(log_ratio, logistic(), beta=0.1))
 CDPO = METHODS.declare("cdpo", "DPO that takes a tenth of the labels for swapped", replace(DPO, link=logistic(0.1)))
 ROBUST_DPO = METHODS.declare("robust_dpo", "DPO without the bias of swapped labels", replace(DPO, link=robust(0.1)))
-# TRL's form: per token. The paper's own sums over tokens: replace(IPO, score=log_ratio).
+# This is TRL's form, per token. The paper's form sums over tokens: replace(IPO, score=log_ratio).
 IPO = METHODS.declare(
     "ipo", "a squared loss that stays finite however sure the labels are", Preference(mean_log_ratio, squared, beta=0.1)
 )
@@ -39,7 +39,7 @@ LN_DPO = METHODS.declare("ln_dpo", "DPO per token: length-normalised", replace(D
 SIMPO = METHODS.declare(
     "simpo", "length-normalised log-probs and a margin, no reference", Preference(mean_logp, logistic(), beta=2.0, margin=1.0)
 )
-# beta scales nothing here: the odds enter as they are, weighed against the likelihood by lambda.
+# beta scales nothing here: the odds enter unscaled, and lambda weights them against the likelihood.
 ORPO = METHODS.declare(
     "orpo",
     "odds ratio beside the likelihood of the chosen, no reference",
@@ -49,7 +49,7 @@ APO_ZERO = METHODS.declare("apo_zero", "raises the chosen, lowers the rejected",
 APO_DOWN = METHODS.declare("apo_down", "lowers both, the rejected more", replace(DPO, link=apo_down))
 KTO = METHODS.declare("kto", "completions that are good or bad by themselves", KahnemanTversky())
 
-# What the settings `score` and `link` may name; the last three links have no method of their own.
+# The names that the settings `score` and `link` accept. The last three links have no method of their own.
 PARTS: dict[str, tuple[Callable[..., Any], ...]] = {
     "score": (log_ratio, mean_log_ratio, mean_logp, log_odds),
     "link": (logistic, robust, hinge, squared, apo_zero, apo_down, bco_pair, nca_pair, sppo_hard),
@@ -62,23 +62,23 @@ ONLINE_METHODS: Catalog[OnlinePreference] = Catalog()
 class OnlinePreference:
     """A preference loss on pairs that the policy samples and a reward ranks, step by step.
 
-    Source: Guo et al. 2024, online DPO, arXiv:2402.04792, with a reward in place of the judge.
+    Source: Guo et al. 2024, online DPO, arXiv:2402.04792, with a reward instead of the judge.
     """
 
     loss: Preference = DPO
     """The loss of each pair."""
     name: str = ""
     min_group_size: int = 2
-    """Completions of one prompt that a pair is picked from."""
+    """The number of completions of one prompt from which a pair is picked."""
     needs_critic: ClassVar[bool] = False
 
     def initial_state(self) -> dict[str, float]:
-        """It has no memory."""
+        """Return an empty state: the method has no memory."""
         return {}
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the log-probs of a reference policy are read."""
+        """True if the log-probs of a reference policy are read."""
         return self.loss.needs_reference
 
 

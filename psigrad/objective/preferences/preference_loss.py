@@ -3,7 +3,7 @@
     loss = (1/N) Σ_n link(h_w − margin, h_l) + λ·NLL(chosen),   h = β·score(log π(y|x), log π_ref(y|x), |y|)
 
 The N pairs and the chosen tokens are those of the whole optimiser step, so any split into micro-batches gives the same gradient.
-KTO, which learns from completions without a partner, has a class of its own.
+KTO, which learns from unpaired completions, has its own class.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Link = Callable[[Tensor, Tensor, float], Tensor]
 
 
 def logsigmoid(x: Tensor) -> Tensor:
-    """log σ(x), without overflow."""
+    """Return log σ(x), without overflow."""
     return torch.nn.functional.logsigmoid(x)
 
 
@@ -28,23 +28,23 @@ def logsigmoid(x: Tensor) -> Tensor:
 class Pairs:
     """N pairs as the losses see them: log π(y|x) summed over the tokens of each completion.
 
-    Errors: ValueError when a field has another shape than [N], which would broadcast unseen, or a completion has no token.
+    Errors: ValueError if a field's shape is not [N], since it would broadcast silently, or if a completion has no token.
     """
 
     logp_chosen: Tensor
-    """[N] with gradient."""
+    """[N] summed log-probs, with gradient."""
     logp_rejected: Tensor
-    """[N] with gradient."""
+    """[N] summed log-probs, with gradient."""
     tokens_chosen: Tensor
     """[N] number of tokens summed over."""
     tokens_rejected: Tensor
     """[N] number of tokens summed over."""
     ref_chosen: Tensor | None = None
-    """[N] the same under the reference policy."""
+    """[N] summed log-probs under the reference policy."""
     ref_rejected: Tensor | None = None
-    """[N] the same under the reference policy."""
+    """[N] summed log-probs under the reference policy."""
     margin: Tensor | None = None
-    """[N] by how much the chosen completion is better, for preferences with a margin per pair."""
+    """[N] the margin by which the chosen completion is better, for preferences with a margin per pair."""
 
     def __post_init__(self) -> None:
         _check_rows(self)
@@ -54,14 +54,14 @@ class Pairs:
 
 @dataclass(frozen=True, eq=False)
 class Labelled:
-    """N completions, each good or bad, with the same prompts' log-probs of mismatched completions for KTO's KL estimate."""
+    """N completions, each good or bad, with the KL estimate that KTO makes from mismatched completions."""
 
     logp: Tensor
     """[N] log π(y|x), with gradient."""
     ref: Tensor
-    """[N] the same under the reference policy."""
+    """[N] log π_ref(y|x)."""
     desirable: Tensor
-    """[N] bool."""
+    """[N] bool: True for good completions."""
     kl: Tensor
     """Scalar: z, the estimate of KL(π‖π_ref) of the whole optimiser step, without gradient; see `kl_of_mismatched`.
 
@@ -78,7 +78,7 @@ class Labelled:
 
 
 def _check_rows(of: Pairs | Labelled, but: tuple[str, ...] = ()) -> None:
-    """Every field of `of` is [N], as its first one is."""
+    """Raise `ValueError` unless every field of `of` is [N] like the first."""
     given = {f.name: getattr(of, f.name) for f in fields(of) if f.name not in but and getattr(of, f.name) is not None}
     shape = next(iter(given.values())).shape
     for name, tensor in given.items():
@@ -90,7 +90,7 @@ def _check_rows(of: Pairs | Labelled, but: tuple[str, ...] = ()) -> None:
 
 
 def log_ratio(logp: Tensor, ref: Tensor | None, tokens: Tensor) -> Tensor:
-    """How much more probable the policy finds the completion than the reference does.
+    """The log-ratio of the completion's probabilities under the policy and the reference.
 
     Formula: log π(y|x) − log π_ref(y|x)
 
@@ -100,7 +100,7 @@ def log_ratio(logp: Tensor, ref: Tensor | None, tokens: Tensor) -> Tensor:
 
 
 def mean_log_ratio(logp: Tensor, ref: Tensor | None, tokens: Tensor) -> Tensor:
-    """The log-ratio per token: a long completion weighs no more than a short one.
+    """The log-ratio per token: a long completion counts no more than a short one.
 
     Formula: (log π(y|x) − log π_ref(y|x)) / |y|
 
@@ -127,7 +127,7 @@ def log_odds(logp: Tensor, ref: Tensor | None, tokens: Tensor) -> Tensor:
     Source: Hong et al. 2024, ORPO, arXiv:2403.07691.
     """
     mean = logp / tokens
-    # log(1 − e^m) loses all digits near m = 0 when computed as written; at m = 0 (a sure completion) it has no gradient at all
+    # log(1 − e^m) as written loses all digits near m = 0. At m = 0 (a certain completion) it has no gradient at all.
     return mean - torch.log(-torch.expm1(mean.clamp(max=-torch.finfo(mean.dtype).eps)))
 
 
@@ -139,7 +139,7 @@ def _reference(ref: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class logistic:
-    """The Bradley–Terry likelihood of the preference, with a share of the labels believed to be swapped.
+    """The Bradley–Terry likelihood of the preference, with a share of the labels assumed to be swapped.
 
     Formula: −(1 − ε)·log σ(h_w − h_l) − ε·log σ(h_l − h_w)
 
@@ -153,7 +153,7 @@ class logistic:
         _check_smoothing(self.label_smoothing)
 
     def __call__(self, chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-        """Loss of each pair, from the log-ratios of its two completions."""
+        """Return the loss of each pair, from the log-ratios of its two completions."""
         h = chosen - rejected
         return -(1 - self.label_smoothing) * logsigmoid(h) - self.label_smoothing * logsigmoid(-h)
 
@@ -174,7 +174,7 @@ class robust:
         _check_smoothing(self.label_smoothing)
 
     def __call__(self, chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-        """Loss of each pair, from the log-ratios of its two completions."""
+        """Return the loss of each pair, from the log-ratios of its two completions."""
         h, e = chosen - rejected, self.label_smoothing
         return -((1 - e) * logsigmoid(h) - e * logsigmoid(-h)) / (1 - 2 * e)
 
@@ -200,7 +200,7 @@ def squared(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def apo_zero(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """Makes the chosen completion more probable and the rejected one less, each for itself: for completions above the model's.
+    """Make the chosen completion more probable and the rejected one less, separately: for completions better than the model's.
 
     Formula: 1 − σ(h_w) + σ(h_l)
 
@@ -210,7 +210,7 @@ def apo_zero(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def apo_down(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """Makes both less probable, the rejected one more so: for a model better than the chosen completions.
+    """Make both less probable, the rejected one more so: for a model better than the chosen completions.
 
     Formula: σ(h_w) + 1 − σ(h_w − h_l)
 
@@ -220,7 +220,7 @@ def apo_down(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def nca_pair(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """Each completion against the reference, so that the chosen one's probability does not fall along with the other's.
+    """Each completion compared with the reference, so that the chosen one's probability does not fall with the other's.
 
     Formula: −log σ(h_w) − ½·log σ(−h_w) − ½·log σ(−h_l)
 
@@ -230,7 +230,7 @@ def nca_pair(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def bco_pair(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """A classifier that tells chosen from rejected completions one by one, without the paper's shift δ.
+    """A classifier of single completions as chosen or rejected, without the paper's shift δ.
 
     Formula: −log σ(h_w) − log σ(−h_l)
 
@@ -240,7 +240,7 @@ def bco_pair(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def sppo_hard(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """Each score regressed on its own target: a win with certainty for the chosen, a loss for the rejected.
+    """Each score regressed on its own target: a certain win for the chosen, a certain loss for the rejected.
 
     Formula: (h_w/β − 1/(2β))² + (h_l/β + 1/(2β))²
 
@@ -256,20 +256,20 @@ def _check_smoothing(share: float) -> None:
 
 @dataclass(frozen=True)
 class Preference:
-    """One loss on pairs. A variant is `dataclasses.replace(DPO, beta=0.3)`."""
+    """A loss on pairs. Make a variant with `dataclasses.replace(DPO, beta=0.3)`."""
 
     score: Score
     """(log π, log π_ref, tokens) -> [N]."""
     link: Link
     """(β·score of the chosen, less the margin; β·score of the rejected; β) -> loss [N]."""
     beta: float = 0.1
-    """β: how far the policy may go from the reference; small is far."""
+    """β: limits the distance from the reference; a small β allows a large distance."""
     margin: float = 0.0
-    """By how much h_w must lead; SimPO's γ. Margins per pair are added."""
+    """The lead that h_w must have; SimPO's γ. Margins per pair are added."""
     sft: float = 0.0
-    """λ: weight of the negative log-likelihood of the chosen completions, per token."""
+    """λ: the weight of the negative log-likelihood of the chosen completions, per token."""
     preference: float = 1.0
-    """Weight of the link's loss, beside the likelihood; ORPO's λ."""
+    """The weight of the link's loss relative to the likelihood; ORPO's λ."""
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -284,20 +284,20 @@ class Preference:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the log-probs of a reference policy are read."""
+        """True if the log-probs of a reference policy are read."""
         return self.score in (log_ratio, mean_log_ratio)
 
     def rewards(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """β·score of the chosen and of the rejected completions, [N] each: the implicit rewards."""
+        """Return β·score of the chosen and of the rejected completions, [N] each: the implicit rewards."""
         chosen = self.beta * self.score(pairs.logp_chosen, pairs.ref_chosen, pairs.tokens_chosen)
         return chosen, self.beta * self.score(pairs.logp_rejected, pairs.ref_rejected, pairs.tokens_rejected)
 
     def correct(self, pairs: Pairs) -> Tensor:
-        """[N] 1 where the chosen completion has the higher implicit reward, ½ where neither has, 0 where it has the lower."""
+        """Return [N]: 1 if the chosen completion has the higher implicit reward, ½ if the two are equal, 0 otherwise."""
         return correct(*self.rewards(pairs))
 
     def loss(self, pairs: Pairs, total_pairs: int, total_chosen_tokens: int) -> Loss:
-        """The share of these pairs in the loss of an optimiser step with so many pairs and chosen tokens.
+        """Return the share of these pairs in the loss of an optimiser step with these totals of pairs and chosen tokens.
 
         The terms are shares too, under TRL's names.
         """
@@ -329,13 +329,13 @@ class Preference:
 
 
 def correct(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """[N] 1 where the chosen is ahead, ½ where neither is, 0 where it is behind."""
+    """Return [N]: 1 where the chosen is ahead, ½ where the two are equal, 0 where it is behind."""
     return (chosen > rejected).to(chosen.dtype) + 0.5 * (chosen == rejected).to(chosen.dtype)
 
 
 @dataclass(frozen=True)
 class KahnemanTversky:
-    """Learning from completions that are good or bad by themselves, by a value function that saturates around a reference point.
+    """A loss on completions labelled good or bad one by one, by a value function that saturates around a reference point.
 
     Formula: λ_D·(1 − σ(β·(r − z))) for desirable, λ_U·(1 − σ(β·(z − r))) for others, r = log π(y|x) − log π_ref(y|x)
 
@@ -343,11 +343,11 @@ class KahnemanTversky:
     """
 
     beta: float = 0.1
-    """β: how far the policy may go from the reference."""
+    """β: limits the distance from the reference."""
     desirable_weight: float = 1.0
-    """λ_D; raise it where good completions are few."""
+    """λ_D; raise it if good completions are few."""
     undesirable_weight: float = 1.0
-    """λ_U; raise it where bad completions are few."""
+    """λ_U; raise it if bad completions are few."""
     name: str = "kto"
 
     def __post_init__(self) -> None:
@@ -360,11 +360,11 @@ class KahnemanTversky:
 
     @property
     def needs_reference(self) -> bool:
-        """It does."""
+        """True: the loss always reads the reference."""
         return True
 
     def loss(self, rows: Labelled, total: int, total_desirable: int) -> Loss:
-        """The share of these completions in the loss of an optimiser step with `total` of them."""
+        """Return the share of these completions in the loss of an optimiser step with `total` of them."""
         total = max(total, 1)
         ratio = rows.logp - rows.ref
         sign = torch.where(rows.desirable, ratio.new_tensor(1.0), -1.0)
@@ -386,7 +386,7 @@ class KahnemanTversky:
 
 
 def kl_of_mismatched(logp: Tensor, ref: Tensor) -> Tensor:
-    """KTO's reference point z from the log-probs [N] of completions under prompts that are not theirs.
+    """Return KTO's reference point z from the log-probs [N] of completions under prompts that are not theirs.
 
     Formula: z = max(0, mean(log π(y'|x) − log π_ref(y'|x))), without gradient
 

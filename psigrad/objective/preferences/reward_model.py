@@ -1,10 +1,10 @@
-"""Losses and figures of reward models: comparisons, rankings and steps.
+"""Losses and metrics of reward models: comparisons, rankings and steps.
 
-All losses are sums over what they are given, divided by totals of the whole optimiser step, so that any split into micro-batches
-gives the same gradient.
+All losses are sums over their inputs, divided by totals of the whole optimiser step. Any split into micro-batches therefore gives
+the same gradient.
 
-`psigrad reward` trains by `BradleyTerry`, on stepwise rows by `process_loss`. The losses of rankings and `process_squared_loss`
-are for programs of your own: no setting names them.
+`psigrad reward` trains by `BradleyTerry`, and by `process_loss` on stepwise rows. The losses of rankings and
+`process_squared_loss` are for custom programs: no setting names them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BradleyTerry:
     """
 
     center_rewards_coefficient: float = 0.0
-    """c: pulls the mean reward of a pair to 0, which the comparisons leave open; TRL's name."""
+    """c: pulls the mean reward of a pair to 0, which the comparisons do not determine; TRL's name."""
     label_smoothing: float = 0.0
     """ε: probability that a label is wrong."""
 
@@ -42,9 +42,9 @@ class BradleyTerry:
             )
 
     def loss(self, chosen: Tensor, rejected: Tensor, margin: Tensor | None, total_pairs: int) -> Loss:
-        """The share of these pairs, rewards [n], in the loss of an optimiser step with `total_pairs`.
+        """Return the share of these pairs, rewards [n], in the loss of an optimiser step with `total_pairs`.
 
-        Errors: ValueError when a tensor has another shape than [n], which would broadcast unseen.
+        Errors: ValueError if a tensor's shape is not [n], since it would broadcast silently.
         """
         for name, tensor in (("chosen", chosen), ("rejected", rejected), ("margin", margin)):
             if tensor is not None and (tensor.dim() != 1 or tensor.shape != chosen.shape):
@@ -69,9 +69,9 @@ class BradleyTerry:
 
 
 def plackett_luce(rewards: Tensor, present: Tensor | None = None) -> Tensor:
-    """Negative log-likelihood [n] of rankings, rewards [n, K] given from best to worst. K = 2 is Bradley–Terry.
+    """Return the negative log-likelihood [n] of rankings, with rewards [n, K] from best to worst. K = 2 is Bradley–Terry.
 
-    Where lists are of unlike length, `present` [n, K] is False behind the last item of each; what stands there is never read.
+    For lists of different lengths, `present` [n, K] is False after the last item of each. Values there are never read.
 
     Formula: −Σ_k log(exp(r_k) / Σ_{j≥k} exp(r_j))
 
@@ -84,15 +84,16 @@ def plackett_luce(rewards: Tensor, present: Tensor | None = None) -> Tensor:
         )
     if present is None:
         return (rewards.flip(1).logcumsumexp(1).flip(1) - rewards).sum(1)
-    # the lowest number stands for "not there": minus infinity has no gradient under logcumsumexp
+    # The lowest finite number marks a missing item: minus infinity has no gradient under logcumsumexp.
     known = torch.where(present, rewards, torch.full_like(rewards, torch.finfo(rewards.dtype).min / 4))
     return zero_outside(present, known.flip(1).logcumsumexp(1).flip(1) - known).sum(1)
 
 
 def process_loss(logits: Tensor, labels: Tensor, total_steps: int, mask: Tensor | None = None) -> Loss:
-    """The share of these steps, logits and labels in [0, 1] of one shape, in the loss of an optimiser step with `total_steps`.
+    """Return the share of these steps in the loss of an optimiser step with `total_steps`. Logits and labels (in [0, 1]) have one
+    shape.
 
-    `mask` is True at the ends of steps where the tensors hold other places too; those are never read.
+    If the tensors also hold other positions, `mask` is True at the ends of steps only. The others are never read.
 
     Formula: −label·log σ(z) − (1 − label)·log(1 − σ(z))
 
@@ -104,7 +105,7 @@ def process_loss(logits: Tensor, labels: Tensor, total_steps: int, mask: Tensor 
 
 
 def process_squared_loss(logits: Tensor, labels: Tensor, total_steps: int, mask: Tensor | None = None) -> Loss:
-    """`process_loss` with the squared error (Brier score), for labels that are estimated values, such as shares of good endings.
+    """Return `process_loss` with the squared error (Brier score), for labels that are estimates, such as shares of good endings.
 
     Formula: (σ(z) − label)²
 
@@ -116,7 +117,7 @@ def process_squared_loss(logits: Tensor, labels: Tensor, total_steps: int, mask:
 
 
 def _steps(logits: Tensor, labels: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Logits and labels [n] of the steps alone."""
+    """Return the logits and labels [n] of the steps alone."""
     if labels.shape != logits.shape or (mask is not None and (mask.shape != logits.shape or mask.dtype != torch.bool)):
         raise ValueError(
             f"The steps have logits of shape {tuple(logits.shape)} and labels of {tuple(labels.shape)}; expected the same, and a "
@@ -132,29 +133,29 @@ def _step_terms(value: Tensor, logits: Tensor, labels: Tensor, total_steps: int)
 
 @dataclass(frozen=True)
 class Calibration:
-    """How sure the model is against how often it is right, in bins of its confidence max(p, 1 − p)."""
+    """The model's confidence max(p, 1 − p) against its accuracy, in bins of confidence."""
 
     lower: tuple[float, ...]
-    """Least confidence of each bin."""
+    """The least confidence of each bin."""
     confidence: tuple[float, ...]
-    """Mean confidence of each bin."""
+    """The mean confidence of each bin."""
     accuracy: tuple[float, ...]
-    """Share of pairs of each bin whose order is right, ties counted half."""
+    """The share of pairs of each bin whose order is right; ties count half."""
     counts: tuple[int, ...]
-    """Pairs of each bin; empty bins are left out."""
+    """The number of pairs of each bin; empty bins are dropped."""
 
     @property
     def error(self) -> float:
-        """Expected calibration error: Σ_b n_b/N · |accuracy_b − confidence_b|."""
+        """The expected calibration error: Σ_b n_b/N · |accuracy_b − confidence_b|."""
         total = sum(self.counts)
         gaps = zip(self.counts, self.accuracy, self.confidence, strict=True)
         return sum(n * abs(a - c) for n, a, c in gaps) / total if total else 0.0
 
 
 def calibration(lead: Tensor, bins: int = 10) -> Calibration:
-    """Calibration of P(chosen beats rejected) = σ(lead) on held-out pairs, lead [n] = r_w − r_l.
+    """Return the calibration of P(chosen beats rejected) = σ(lead) on held-out pairs, lead [n] = r_w − r_l.
 
-    Source: Guo et al. 2017, arXiv:1706.04599. Errors: ValueError when a lead is NaN, or there is less than one bin.
+    Source: Guo et al. 2017, arXiv:1706.04599. Errors: ValueError if a lead is NaN or there is less than one bin.
     """
     lead = lead.detach().double()
     if bins < 1 or bool(lead.isnan().any()):

@@ -1,3 +1,4 @@
-"""The decoders of Llama, Mistral, Qwen2 and Qwen3 on a CPU: native kernels between their matrix products, forward, backward and
-step by step. transformers' modules are their oracle, and what runs where they do not fit.
+"""The fused decoders of Llama, Mistral, Qwen2 and Qwen3 on a CPU: native kernels between matrix products, in all passes.
+
+They run forward, backward and in decoding. transformers' modules are their oracle and their fallback.
 """

@@ -1,10 +1,12 @@
-"""What stays from one pass to the next as long as no weight changes: activations of sampling, for the backward pass over the same
-tokens, and a decoder's matrices in the layout that decoding reads, packed once and used at every step.
+"""Data that is reused between passes while no weight changes: activations of sampling, and packed matrices.
 
-On policy, the sampler runs the same tokens through the same weights as training does. It has already computed the activations
-that the backward pass needs, and the log-probs of the tokens that it drew. With both in the cache, training skips its forward
-pass, which is a third of its arithmetic. Activations depend only on tokens and weights: they are looked up by token ids, and the
-cache empties itself once a weight has changed.
+Activations serve the backward pass over the same tokens. A decoder's matrices are packed once in the layout of decoding and used
+at every step.
+
+On policy, the sampler runs the same tokens through the same weights as training. It has already computed the activations that the
+backward pass needs, and the log-probs of the tokens that it drew. With both in the cache, training skips its forward pass, which
+is a third of its arithmetic. Activations depend only on tokens and weights. They are looked up by token ids, and the cache
+empties itself once a weight has changed.
 """
 
 from __future__ import annotations
@@ -24,69 +26,70 @@ from psigrad.kernels.products import PackedMatrix, Products
 
 Ids = Sequence[int]
 Version = tuple[int, int]
-# The first tensor of a layer that is computed row by row from attention's output. See `Layer.kinds` for all of them.
+# The first tensor of a layer that is computed row by row from attention's output. `Layer.kinds` lists all of them.
 FIRST_PART_AFTER_ATTENTION = 4
-# Stands for log-probs of several heads or temperatures, which nobody can use.
+# The marker of log-probs from several heads or temperatures, which are unusable.
 _MIXED = ((0, 0), float("nan"))
-# Rows of one block of memory. Single pieces would fragment the heap between what sampling allocates and frees: a gigabyte of
-# holes where the vocabulary is large. With blocks of 1024 rows, the last half-empty one wastes as much.
+# The number of rows of one block of memory. Single pieces would fragment the heap between sampling's allocations: a gigabyte of
+# holes with a large vocabulary. With blocks of 1024 rows, the last half-empty one wastes as much.
 SLAB = 256
-# For each layer, its output [rows, E] and what its backward pass needs [rows, …].
+# For each layer, its output [rows, E] and the tensors of its backward pass [rows, …].
 Layers = list[tuple[Tensor, ...]]
 _ALIGNED = 64  # bytes
-# Of packed matrices, and of the LM head's, in bytes.
+# packing the head takes as long as this many products; packed products are three times as fast for few rows
 LIMIT, HEAD_LIMIT = 1 << 30, 1 << 29
-_PAYS = 4  # packing the head takes as long as so many products with it, which are three times as fast for few rows
+_PAYS = 4  # packing the head takes as long as this many products, which are three times as fast for few rows
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The tensors that each of `layers` layers computes for a row: `kinds` gives the width and type of each."""
+    """The tensors that each of `layers` layers computes for a row: `kinds` has the width and dtype of each."""
 
     layers: int
     kinds: tuple[tuple[int, torch.dtype], ...]
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of a row of each tensor."""
+        """The bytes of a row of each tensor."""
         return tuple(width * kind.itemsize for width, kind in self.kinds)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row in all layers."""
+        """The bytes of a row in all layers."""
         return self.layers * sum(self.sizes)
 
 
 class Block:
-    """Memory for `rows` rows of every tensor of every layer."""
+    """The memory for `rows` rows of every tensor of every layer."""
 
     def __init__(self, parts: RowLayout, rows: int) -> None:
         self.parts, self.rows = parts, rows
         whole = [math.ceil(rows * size / _ALIGNED) * _ALIGNED for size in parts.sizes]
-        # one allocation per layer: a single one would be too large for any free hole in the heap
+        # One allocation per layer: a single one would be too large for any free hole in the heap.
         self._memory = [torch.empty(sum(whole), dtype=torch.uint8) for _ in range(parts.layers)]
         self._starts = np.cumsum([0, *whole[:-1]])
         self._places = self._starts + np.array([[x.data_ptr()] for x in self._memory])
         self._sizes = np.array(parts.sizes)
 
     def addresses(self, start: int = 0) -> Tensor:
-        """The addresses [layers, tensors] of row `start`, int64."""
+        """Return the addresses [layers, tensors] of row `start`, int64."""
         return torch.from_numpy(self._places + self._sizes * start)
 
     def part(self, layer: int, index: int, start: int = 0, count: int | None = None) -> Tensor:
-        """Rows [count, width] of one tensor from `start` on; all that follow if no count is given."""
+        """Return rows [count, width] of one tensor from `start`; all the following rows if no count is given."""
         width, kind = self.parts.kinds[index]
         count, size = self.rows - start if count is None else count, self.parts.sizes[index]
         first = int(self._starts[index]) + start * size
         return self._memory[layer][first : first + count * size].view(kind).view(count, width)
 
     def layers(self) -> Layers:
-        """All tensors of all layers."""
+        """Return all tensors of all layers."""
         return [tuple(self.part(i, j) for j in range(len(self.parts.kinds))) for i in range(self.parts.layers)]
 
     def write(self, start: int, layers: Layers, first: int, count: int) -> None:
-        """Copy `count` rows of `layers`, from `first` on, to the rows from `start` on. Raises `ValueError` if their widths or
-        types differ from this block's.
+        """Copy `count` rows of `layers`, starting at `first`, to the rows starting at `start`.
+
+        Raises `ValueError` if their widths or dtypes differ from this block's.
         """
         given = [x for layer in layers for x in layer]
         kinds = [kind for _ in range(self.parts.layers) for kind in self.parts.kinds]
@@ -102,7 +105,7 @@ class Block:
 
 
 def native() -> Kernels:
-    """The kernels, which exist: only the fused decoder makes blocks."""
+    """Return the kernels, which must exist: only the fused decoder creates blocks."""
     found = kernels()
     assert not isinstance(found, str), found
     return found
@@ -110,20 +113,20 @@ def native() -> Kernels:
 
 @dataclass(frozen=True)
 class CachedLogProbs:
-    """Log-probs [M] of tokens, the softmax temperature, and the version of the head that gave them."""
+    """Log-probs [M] of tokens, with the softmax temperature and the version of the head that computed them."""
 
     logps: Tensor
     temperature: float
     version: Version
 
     def for_head(self, head: Tensor, temperature: float) -> Tensor | None:
-        """The log-probs if they are of this head, unchanged, at this temperature; else None."""
+        """Return the log-probs if they belong to this head, unchanged, at this temperature; otherwise None."""
         return self.logps if (self.version, self.temperature) == (version_of(head), temperature) else None
 
 
 @dataclass(frozen=True)
 class CachedCompletion:
-    """A completion: its ids [T], the cache's rows [T - 1] of all its tokens but the last, its log-probs [T]."""
+    """A completion: its ids [T], the cache's rows [T - 1] of all its tokens but the last, and its log-probs [T]."""
 
     ids: tuple[int, ...]
     rows: np.ndarray
@@ -131,9 +134,9 @@ class CachedCompletion:
 
 
 class ActivationCache:
-    """Activations of sampled tokens, one row per token, up to `limit` bytes.
+    """A cache of the activations of sampled tokens, one row per token, up to `limit` bytes.
 
-    It empties itself, and takes nothing more, when the limit is passed or a weight has changed.
+    It empties itself and stores nothing more once the limit is exceeded or a weight has changed.
     """
 
     def __init__(self, limit: float) -> None:
@@ -148,20 +151,20 @@ class ActivationCache:
 
     @property
     def open(self) -> bool:
-        """Whether the limit has not been passed."""
+        """True if the limit has not been exceeded."""
         return self.bytes <= self.limit
 
     def next_row(self, count: int) -> int:
-        """The index of the first of the next `count` rows; the others follow it. They share a slab if they fit into one."""
+        """Return the index of the first of the next `count` rows. The others follow it, in the same slab if they fit."""
         for slab, taken in enumerate(self._taken):
             if taken + count <= SLAB:
                 return slab * SLAB + taken
         return len(self._taken) * SLAB
 
     def reserve(self, count: int, parts: RowLayout) -> tuple[Block, int] | None:
-        """The slab and its row where the next `count` rows belong, for a kernel that writes them in place; call `add` afterwards.
+        """Return the slab and row of the next `count` rows, for a kernel that writes them in place; call `add` afterwards.
 
-        None if they do not fit into a slab.
+        Return None if they do not fit into a slab.
         """
         if count > SLAB:
             return None
@@ -169,8 +172,9 @@ class ActivationCache:
         return self._slab(slab, parts), place
 
     def add(self, count: int, parts: RowLayout, now: list[Version], layers: Layers | None = None) -> None:
-        """Keep the next `count` rows: copied from `layers`, or already written where `reserve` said. `now` are the versions of
-        the weights that computed them.
+        """Store the next `count` rows: copied from `layers`, or already written at the place from `reserve`.
+
+        `now` are the versions of the weights that computed them.
         """
         self._versions = self._versions or now
         self.bytes += count * parts.row_bytes
@@ -194,7 +198,7 @@ class ActivationCache:
         return self.slabs[index]
 
     def register(self, prompt: tuple[int, ...], prompt_rows: np.ndarray, completions: Iterable[CachedCompletion]) -> None:
-        """File rows under their tokens: `prompt_rows` [P] of the prompt, and those of each completion of it."""
+        """Register rows under their tokens: `prompt_rows` [P] of the prompt, and those of each of its completions."""
         if self.slabs:
             self._prompts[prompt] = prompt_rows
             self._completions |= {(prompt, written.ids): written for written in completions}
@@ -205,12 +209,12 @@ class ActivationCache:
         self._head = head_now if self._head == head_now or not self._completions else _MIXED
 
     def clear(self) -> None:
-        """Free everything and keep nothing more: the caller's row indices count on the rows before."""
+        """Free everything and store nothing more, since the caller's row indices depend on the earlier rows."""
         self.limit = -1.0
         self.slabs, self._taken, self._prompts, self._completions = [], [], {}, {}
 
     def find(self, prompts: Sequence[Ids], completions: Sequence[Sequence[Ids]], weights: Iterable[Tensor]) -> CacheHit | None:
-        """The cached activations of packed prompts and their completions; None unless all are there and no weight has changed."""
+        """Return the cached activations of packed prompts and completions; None unless all exist and no weight has changed."""
         if not self.slabs:
             return None
         if versions(weights) != self._versions:
@@ -234,7 +238,7 @@ _NOTHING = np.zeros(0, dtype=np.float32)
 class CacheHit:
     """The cached activations and log-probs of one packed forward pass, in its order of rows.
 
-    Tensors are gathered when they are asked for, so that only one layer's copies exist beside the slabs.
+    Tensors are gathered on request, so that only one layer's copies exist next to the slabs.
     """
 
     def __init__(self, slabs: list[Block], rows: Tensor, logps: CachedLogProbs) -> None:
@@ -244,13 +248,13 @@ class CacheHit:
         self._slabs, self._where = slabs, torch.stack([slab.addresses() for slab in slabs], dim=2)
 
     def output(self, index: int, wanted: Tensor | None = None) -> Tensor:
-        """The layer's output [W, E] of the tokens `wanted` [W], or of all."""
+        """Return the layer's output [W, E] of the tokens `wanted` [W], or of all."""
         return self._gather([(index, 0, self._of(wanted))])[0]
 
     def saved_for_backward(self, index: int, wanted: Tensor | None = None) -> tuple[Tensor | None, list[Tensor]]:
-        """What the layer's backward pass needs: its input (None for the first layer) and the tensors of `Layer.forward`.
+        """Return the tensors of the layer's backward pass: its input (None for the first layer) and those of `Layer.forward`.
 
-        Tensors that are computed from attention's output are those of the tokens `wanted` alone.
+        Tensors that are computed from attention's output are restricted to the tokens `wanted`.
         """
         some, parts = self._of(wanted), range(1, len(self._parts.kinds))
         asked = [(index, part, some if part >= FIRST_PART_AFTER_ATTENTION else self._rows) for part in parts]
@@ -260,7 +264,7 @@ class CacheHit:
         return x, own
 
     def _gather(self, wanted: list[tuple[int, int, Tensor]]) -> list[Tensor]:
-        """The rows of each (layer, part, rows)."""
+        """Gather the rows of each (layer, part, rows)."""
         kinds = [self._parts.kinds[part] for _, part, _ in wanted]
         out = [torch.empty(len(rows), width, dtype=kind) for (*_, rows), (width, kind) in zip(wanted, kinds, strict=True)]
         layers, parts = zip(*((layer, part) for layer, part, _ in wanted), strict=True)
@@ -272,34 +276,34 @@ class CacheHit:
 
 
 def versions(weights: Iterable[Tensor]) -> list[Version]:
-    """The versions of weights: equal as long as none has changed."""
+    """Return the versions of weights, which are equal as long as none has changed."""
     return [version_of(p) for p in weights]
 
 
 def version_of(weight: Tensor) -> Version:
-    """A weight's address and version. An in-place change, such as an optimiser's step, counts the version up."""
+    """Return a weight's address and version. An in-place change, such as an optimiser's step, increments the version."""
     return weight.data_ptr(), weight._version
 
 
 @dataclass(frozen=True)
 class Factors:
-    """The matrices that are applied to one input, and what is added to their outputs, which lie side by side."""
+    """The matrices that are applied to one input, and the terms added to their outputs, which are stored side by side."""
 
     matrices: Sequence[Tensor | CodedMatrix]
     bias: Tensor | None
     low: tuple[Tensor, Tensor] | None
-    """A and s·B of all their adapters: A's stacked, B's along the diagonal, with an even number of ranks each."""
+    """A and s·B of all their adapters: A's stacked, B's along the diagonal, each with an even number of ranks."""
 
     @property
     def each(self) -> list[Tensor]:
-        """All matrices that are packed: those in codes are as they are."""
+        """All matrices to be packed; coded ones stay unchanged."""
         return [x for x in (*self.matrices, *(self.low or ())) if isinstance(x, Tensor)]
 
     def pack(self, products: Products) -> PackedFactors:
-        """The same, packed."""
+        """Return the packed factors."""
         low = None if self.low is None else (products.pack(self.low[0]), products.pack(self.low[1]))
         coded = [x for x in self.matrices if isinstance(x, CodedMatrix)]
-        if coded:  # of one group all are, having the same input
+        if coded:  # a group's matrices have the same input, so all of them are coded
             return PackedFactors(None, self.bias, low, coded, torch.cat([x.table for x in coded]))
         plain = [x for x in self.matrices if isinstance(x, Tensor)]
         return PackedFactors(products.pack(torch.cat(plain) if len(plain) > 1 else plain[0]), self.bias, low)
@@ -307,27 +311,27 @@ class Factors:
 
 @dataclass(frozen=True)
 class PackedFactors:
-    """`Factors` whose matrices are packed, or in codes."""
+    """`Factors` whose matrices are packed, or coded."""
 
     matrix: PackedMatrix | None
     bias: Tensor | None
     low: tuple[PackedMatrix, PackedMatrix] | None
     coded: Sequence[CodedMatrix] = ()
     table: Tensor | None = None
-    """Of the matrices in codes, as the kernels take it."""
+    """The table of the coded matrices, in the kernels' form."""
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """Of the packed matrix, or of the table of those in codes."""
+        """The addresses of the packed matrix and of the table of coded ones; 0 if absent."""
         return (0 if self.matrix is None else self.matrix.panels.data_ptr(), 0 if self.table is None else self.table.data_ptr())
 
     @property
     def rank(self) -> int:
-        """Of the adapters together."""
+        """The total rank of the adapters."""
         return 0 if self.low is None else self.low[0].shape[0]
 
     def multiply(self, x: Tensor, out: Tensor, residual: Tensor | None, products: Products) -> Tensor:
-        """out ← x through the matrices, plus the residual stream, the bias and what the adapters add."""
+        """Compute out ← x through the matrices, plus the residual stream, the bias and the adapters' terms."""
         base = self.bias if residual is None else residual
         if self.matrix is None:
             products.multiply_codes(x, self.coded, out, base)
@@ -354,10 +358,10 @@ class PackedWeights:
     def of(
         self, key: Hashable, weights: Sequence[Tensor], make: Callable[[], Sequence[Factors]], products: Products
     ) -> list[PackedFactors] | None:
-        """The packed matrices of layer `key`, of what `make` gives.
+        """Return the packed matrices of layer `key`, from the result of `make`.
 
-        None if the memory limit is reached, or if a matrix can't be packed. `weights` are the stored tensors that the matrices
-        are, or were cast from. It pays for a single sequence too: through all layers in one call it took 0.8 of the time.
+        Return None if the memory limit is reached, or if a matrix can't be packed. `weights` are the stored tensors that the
+        matrices are, or were cast from. Packing pays for a single sequence too: all layers in one call took 0.8 of the time.
         """
         have = self._layers.get(key)
         if have is not None and have[0] == versions(weights):
@@ -375,8 +379,9 @@ class PackedWeights:
         return self._layers[key][1]
 
     def head(self, weight: Tensor, products: Products) -> PackedMatrix | None:
-        """The LM head, once it was asked for so often that packing it pays; None before, where it takes more than `HEAD_LIMIT`,
-        and where PyTorch multiplies with it.
+        """Return the packed LM head once it has been requested so often that packing pays.
+
+        Return None before that, if it exceeds `HEAD_LIMIT`, and if PyTorch multiplies with it.
         """
         asked_of, asked, packed = self._head
         asked = 1 + (asked if asked_of == version_of(weight) else 0)
@@ -388,9 +393,7 @@ class PackedWeights:
         return packed
 
     def table(self, key: Hashable, now: list[Version], make: Callable[[], Tensor | None]) -> Tensor | None:
-        """The addresses of all layers' weights. `make` computes them again when `key` or the versions `now` are not those of last
-        time.
-        """
+        """Return the addresses of all layers' weights. `make` recomputes them if `key` or the versions `now` have changed."""
         if self._table is None or self._table[:2] != (key, now):
             made = make()
             self._table = None if made is None else (key, now, made)

@@ -1,6 +1,6 @@
-"""The decoder of Llama, Mistral, Qwen2 and Qwen3 on a CPU: large matrix products by PyTorch, everything else by our kernels.
+"""The decoder of Llama, Mistral, Qwen2 and Qwen3 on a CPU: large products by PyTorch, everything else by psigrad's kernels.
 
-Tests compare it with transformers' own modules. Those also run what it can't: other architectures, other devices, float64.
+Tests compare it with transformers' own modules. Those also run all other cases: other architectures, other devices, float64.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _WHOLE = RowSelection()
 
 
 class _LayerFunction(torch.autograd.Function):
-    """A layer with a hand-written gradient.
+    """The function of a layer, with a hand-written gradient.
 
     With cached activations the forward pass is skipped, and the backward pass reads the cache. The output that goes to the next
-    layer is then NaN: autograd needs a tensor there, and nobody may compute with it. With `recompute` the backward pass runs the
-    layer again; torch's own checkpoint would import the compiler first, which takes two seconds and forty megabytes.
+    layer is then NaN: autograd needs a tensor there, which must not be used. With `recompute` the backward pass runs the layer
+    again. torch's own checkpoint would import the compiler first, which takes two seconds and forty megabytes.
     """
 
     @staticmethod
@@ -55,7 +55,7 @@ class _LayerFunction(torch.autograd.Function):
             y, parts = x.new_full((1,), torch.nan).expand(how.layout.rows, x.shape[1]), ()
         ctx.layer, ctx.how, ctx.selection, ctx.cached = layer, how, selection, cached
         ctx.recompute, ctx.parts = recompute and cached is None, len(parts)
-        ctx.save_for_backward(x, *parts, *weights)  # the weights only so that autograd notices an in-place change
+        ctx.save_for_backward(x, *parts, *weights)  # weights are saved only so that autograd notices an in-place change
         return y
 
     @staticmethod
@@ -68,14 +68,14 @@ class _LayerFunction(torch.autograd.Function):
         elif ctx.recompute:
             parts = list(ctx.layer.forward(x, ctx.how, ctx.selection)[1])
         learns = ctx.needs_input_grad[6:]
-        # tensors that autograd saved may be asked for again: only our own copies may be overwritten
+        # Tensors that autograd saved may be read again. Only this function's own copies may be overwritten.
         overwrite = ctx.cached is not None or ctx.recompute
         dx, dweights = ctx.layer.backward(dy.contiguous(), x, parts, ctx.how, learns, ctx.selection, overwrite)
         return None, dx, None, None, None, None, *dweights
 
 
 class _Norm(torch.autograd.Function):
-    """The last norm."""
+    """The function of the last norm."""
 
     @staticmethod
     def forward(ctx: Any, native: Kernels, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -93,10 +93,10 @@ class _Norm(torch.autograd.Function):
 
 
 class Decoder:
-    """A whole decoder, from token ids to hidden states. Raises `Unsupported` if the model's architecture is none of `FAMILIES`.
+    """A whole decoder, from token ids to hidden states. Raises `Unsupported` if the model's architecture is not in `FAMILIES`.
 
-    `recompute` is gradient checkpointing: a layer keeps only its input, and runs forward again in the backward pass. An `exact`
-    decoder computes in float32 whatever the weights' type.
+    `recompute` is gradient checkpointing: a layer stores only its input, and runs forward again in the backward pass. An `exact`
+    decoder computes in float32 whatever the weights' dtype.
     """
 
     def __init__(self, network: PreTrainedModel, recompute: bool = False, exact: bool = False) -> None:
@@ -129,7 +129,7 @@ class Decoder:
         self.eps = float(base.norm.variance_epsilon)
         self.parameters: list[nn.Parameter] = list(base.parameters())
         self.in_shards = False
-        """Whether the weights are kept in shards: a layer's are whole only inside its module's forward pass."""
+        """True if the weights are sharded: a layer's are whole only inside its module's forward pass."""
 
     def __call__(
         self,
@@ -140,16 +140,16 @@ class Decoder:
         cached: CacheHit | None = None,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [B, S, E], or [M, E] of the tokens `wanted` [M]; ids and positions are [B, S].
+        """Return hidden states [B, S, E], or [M, E] of the tokens `wanted` [M]; ids and positions are [B, S].
 
         Without gradient, the layers' activations are added to `keep`. With `cached` activations the layers are not run.
         """
         ids, inputs = input_ids.flatten(), None
-        if isinstance(layout, PackedLayout):  # a decoding step has too few rows to gain by it
+        if isinstance(layout, PackedLayout):  # a decoding step has too few rows to benefit
             distinct, places = ids.unique(return_inverse=True)
             if 2 * len(distinct) <= len(ids):
                 ids, inputs = distinct, places
-        # a cached row must hold every token's output
+        # A cached row must hold every token's output.
         outputs, back = (None, None) if wanted is None or keep is not None else wanted.unique(return_inverse=True)
         selection = [_WHOLE] * len(self.layers)
         if inputs is not None:
@@ -177,7 +177,7 @@ class Decoder:
         return x.view(*input_ids.shape, -1) if wanted is None else x.index_select(0, wanted)
 
     def _with_weights(self, layer: Layer, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """What `run` makes of x while the layer's weights are there."""
+        """Return the result of `run` on x with the layer's weights available."""
         if not self.in_shards:
             return run(x)
 
@@ -191,7 +191,7 @@ class Decoder:
     def _embed(self, input_ids: Tensor) -> Tensor:
         table = self.base.embed_tokens
         plain = isinstance(table, nn.Embedding) and table.max_norm is None and not table.sparse
-        # for a small table the dense gradient is faster
+        # For a small table the dense gradient is faster.
         sums = gradients.sums_for(table.weight) if plain and len(table.weight) > input_ids.numel() else None
         if sums is not None:
             return gradients.embedding(table.weight, input_ids, table.padding_idx, sums)
@@ -200,11 +200,11 @@ class Decoder:
 
     @property
     def adapted(self) -> bool:
-        """Whether adapters are active. A LoRA model with its adapters off is the model that it started from."""
+        """True if adapters are active. A LoRA model with its adapters off is the model that it started from."""
         return any(layer.adapted for layer in self.layers)
 
     def _run(self, x: Tensor, how: Pass, selection: Sequence[RowSelection], keep: ActivationCache | None) -> Tensor:
-        """The last layer's output, without gradient."""
+        """Return the last layer's output, without gradient."""
         now = versions(self.parameters) if keep is not None or how.layout.packed_weights is not None else []
         y = None if self.in_shards else self._step(x, how, keep, now)
         if y is not None:
@@ -224,9 +224,9 @@ class Decoder:
         return x
 
     def _step(self, x: Tensor, how: Pass, keep: ActivationCache | None, now: list[Version]) -> Tensor | None:
-        """One decoding step through all layers in a single kernel call, which writes what is kept straight into the cache.
+        """Run one decoding step through all layers in a single kernel call, which writes activations directly into the cache.
 
-        None if this is not a decoding step, or if matrices are not packed.
+        Return None if this is not a decoding step, or if matrices are not packed.
         """
         packed_weights, slots, rows = how.layout.packed_weights, how.layout.slots, len(x)
         if packed_weights is None or slots is None:
@@ -235,7 +235,7 @@ class Decoder:
         if weights is None:
             return None
         room = None if keep is None else keep.reserve(rows, self.parts)
-        # without a cache all layers share one layer's memory
+        # Without a cache all layers share one layer's memory.
         block, start = room or (Block(self.parts if keep is not None else replace(self.parts, layers=1), rows), 0)
         made = block.addresses(start).expand(len(self.layers), -1).contiguous()
         inner, rank = self.parts.kinds[-1][0] // 2, int(weights[:, RANKS].max())
@@ -245,7 +245,7 @@ class Decoder:
         return block.part(block.parts.layers - 1, 0, start, rows)
 
     def _addresses(self, packed_weights: PackedWeights, adapted: bool) -> Tensor | None:
-        """The weights' addresses as `Kernels.decode_layers` takes them; None if a matrix can't be packed."""
+        """Return the weights' addresses in the form of `Kernels.decode_layers`; None if a matrix can't be packed."""
         found = [layer.addresses(packed_weights, adapted) for layer in self.layers]
         packed = [row for row in found if row is not None]
         return torch.tensor(packed) if len(packed) == len(found) else None

@@ -1,7 +1,7 @@
-"""The architectures that the fused decoder computes, and the loader of their weights.
+"""The architectures that the fused decoder supports, and the loader of their weights.
 
-Such a model runs fused without being compared with transformers' modules first: their numbers are compared in the tests. Its
-weights are read one at a time into the places of transformers' model, so that they can be coded as they are read.
+Such a model runs fused without a comparison with transformers' modules, which the tests make. Its weights are read one at a time
+into transformers' model, so that they can be coded while they are read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Family:
-    """How an architecture differs from the others: biases of (q, k, v) and of o, each layer's sliding window, head norms."""
+    """The features in which an architecture differs: biases of (q, k, v) and of o, each layer's sliding window, head norms."""
 
     biases: Callable[[Any], tuple[bool, bool]]
     window: Callable[[Any, int], int | None]
@@ -47,7 +47,7 @@ def _by_layer(config: Any, layer: int) -> int | None:
     return config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
 
 
-# The architectures that the fused decoder computes. A Llama has no window, whatever its file says.
+# The architectures that the fused decoder supports. A Llama has no window, whatever its file says.
 FAMILIES = {
     "Llama": Family(_by_setting, lambda config, layer: None),
     "Mistral": Family(lambda config: (False, False), lambda config, layer: config.sliding_window),
@@ -57,12 +57,12 @@ FAMILIES = {
 
 
 def suits(config: PreTrainedConfig, dtype: torch.dtype) -> bool:
-    """Return True if the fused decoder computes such a model on a CPU without a comparison."""
+    """Return True if the fused decoder supports such a model on a CPU without a comparison."""
     return describes(config) and dtype in (torch.float32, torch.bfloat16) and not isinstance(kernels(), str)
 
 
 def describes(config: PreTrainedConfig) -> bool:
-    """Return True if the fused decoder has every part of the model, down to its rotary embedding and activation."""
+    """Return True if the fused decoder supports every part of the model, down to its rotary embedding and activation."""
     rope = getattr(config, "rope_parameters", None) or {}
     layer_types = set(getattr(config, "layer_types", None) or ())
     return (
@@ -87,7 +87,7 @@ def _empty(config: PreTrainedConfig, generation: GenerationConfig | None, scalar
     with torch.random.fork_rng(devices=[]), no_init_weights(), torch.device("meta"):
         network = auto.from_config(config)
     network.tie_weights()
-    # its buffers are computed, not read
+    # Its buffers are computed, not read.
     network.base_model.rotary_emb = type(network.base_model.rotary_emb)(config=network.config)
     if generation is not None:
         network.generation_config = generation
@@ -99,8 +99,8 @@ def load(
 ) -> tuple[PreTrainedModel, list[str]] | None:
     """Load the model at `path` (a folder or a hub name). Return it with the names of missing weights.
 
-    `mapped` leaves weights of the wanted type on the file's pages, for a process that soon frees most of them. With a `kind` of
-    codes the layers' matrices are coded, each as it is read. At most a scalar head may be missing; it is drawn from
+    `mapped` leaves weights of the requested dtype on the file's pages, for a process that soon frees most of them. With a `kind`
+    of codes the layers' matrices are coded one by one while they are read. At most a scalar head may be missing; it is drawn from
     N(0, initializer_range²). Return None for a model that only transformers can read or judge. Raises `OSError` if `path` is a
     hub name that can't be reached and is not in the cache, `ValueError` if a tensor's shape is not the configuration's.
     """
@@ -110,7 +110,7 @@ def load(
         files = _files(path) if known else []
         generation = None if scalar else _generation_config(path)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, StrictDataclassError) as error:
-        # a hub that doesn't answer costs half a minute: transformers must not ask it again
+        # A hub that doesn't answer costs half a minute, so transformers must not query it again.
         unanswered = isinstance(error.__cause__, LocalEntryNotFoundError)
         cached = (try_to_load_from_cache(path, name) for name in ("config.json", "adapter_config.json"))
         if unanswered and not any(isinstance(file, str) for file in cached):
@@ -135,7 +135,7 @@ def load(
                 if name == "score.weight":
                     raise ValueError(f"its head gives {shape[0]} numbers; a reward model's or critic's gives one")
                 raise ValueError(f"{name} has shape {shape}; by the configuration it is {tuple(wanted[name])}")
-        tensors: dict[str, Tensor] = {}  # with codes read below, one by one
+        tensors: dict[str, Tensor] = {}  # with codes, they are read below, one by one
         if mapped and kind is None:
             tensors = {name: file.get_tensor(name).to(dtype) for name, file in found.items()}
         elif kind is None:
@@ -157,7 +157,7 @@ def load(
 def _put_codes(
     network: PreTrainedModel, each: Iterator[tuple[str, Tensor | CodedMatrix]], dtype: torch.dtype, kind: Kind
 ) -> dict[str, Tensor]:
-    """Put matrices in codes into their layers. Return the other tensors."""
+    """Put coded matrices into their layers. Return the other tensors."""
     rest = {}
     for name, read in each:
         if isinstance(read, CodedMatrix):
@@ -168,7 +168,7 @@ def _put_codes(
 
 
 def _of_gguf(path: str, config: PreTrainedConfig, wanted: set[str]) -> Iterator[tuple[str, CodedMatrix | Tensor]]:
-    """Read a GGUF file's weights; the reader is imported for such a file alone."""
+    """Read a GGUF file's weights. The reader is imported for such a file alone."""
     from psigrad.language.models.fused import gguf_weights
 
     yield from gguf_weights.read(path, config, wanted)
@@ -177,15 +177,15 @@ def _of_gguf(path: str, config: PreTrainedConfig, wanted: set[str]) -> Iterator[
 def _code_layers(
     places: Mapping[str, str], wanted: Iterable[str], dtype: torch.dtype, kind: Kind
 ) -> Iterator[tuple[str, Tensor | CodedMatrix]]:
-    """Tensors of safetensors files one by one, layers' matrices in codes of the numbers that other loaders code."""
+    """Yield tensors of safetensors files one by one, with layers' matrices coded from the same numbers as in other loaders."""
     for name in wanted:
-        with safe_open(places[name], "pt") as alone:  # whose pages go with it
+        with safe_open(places[name], "pt") as alone:  # closing the file frees its pages
             read = alone.get_tensor(name).to(dtype)
         yield name, code(read, kind) if ".layers." in name and can_code(read, kind) else read
 
 
 def _files(path: str) -> list[str]:
-    """The safetensors files at `path`; empty if there are none."""
+    """Return the safetensors files at `path`; empty if there are none."""
     if whole := _file(path, "model.safetensors"):
         return [whole]
     index = _file(path, "model.safetensors.index.json")
@@ -194,7 +194,7 @@ def _files(path: str) -> list[str]:
 
 
 def _file(path: str, name: str) -> str | None:
-    """The path of one of the model's files; None if there is no such file."""
+    """Return the path of one of the model's files; None if there is no such file."""
     found: str | None = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
     return found
 
@@ -202,5 +202,5 @@ def _file(path: str, name: str) -> str | None:
 def _generation_config(path: str) -> GenerationConfig:
     try:
         return GenerationConfig.from_pretrained(path)
-    except OSError:  # older models keep the settings in config.json, whose reader drops them
+    except OSError:  # older models store the settings in config.json, whose reader drops them
         return GenerationConfig.from_pretrained(path, config_file_name="config.json", _from_model_config=True)

@@ -1,4 +1,4 @@
-"""The weights of a GGUF file as they stand there: matrices in codes, the rest as numbers."""
+"""The weights of a GGUF file in their stored form: matrices in codes, the rest as numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PERMUTED = ("attn_q.", "attn_k.")
 
 
 def read(folder: str, config: Any, wanted: Collection[str]) -> Iterator[tuple[str, Tensor | CodedMatrix]]:
-    """The tensors of these names of transformers' model. Raises `ValueError` where one is missing."""
+    """Yield the tensors with these names in transformers' model. Raises `ValueError` if one is missing."""
     import gguf
 
     reader = gguf.GGUFReader(Path(folder) / WEIGHTS)
@@ -44,14 +44,14 @@ def read(folder: str, config: Any, wanted: Collection[str]) -> Iterator[tuple[st
 
 
 def has_head(file: Path) -> bool:
-    """Whether a file has an output matrix of its own; else it is the embedding."""
+    """Return True if a file has its own output matrix; otherwise it is the embedding."""
     import gguf
 
     return any(tensor.name == "output.weight" for tensor in gguf.GGUFReader(file).tensors)
 
 
 def ends_in(file: Path) -> list[int]:
-    """The tokens that a file says end a text, a turn or a message."""
+    """Return the tokens that end a text, a turn or a message according to the file."""
     import gguf
 
     fields = gguf.GGUFReader(file).fields
@@ -60,14 +60,14 @@ def ends_in(file: Path) -> list[int]:
 
 
 def _rows(x: Any, permuted: list[int]) -> Any:
-    """llama.cpp has the halves of each head of a Llama interleaved; in transformers' order."""
+    """Reorder the rows of a Llama's heads, whose halves llama.cpp interleaves, to transformers' order."""
     for heads in permuted:
         x = x.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
     return x
 
 
 def _read_coded(kind: str, data: Any, permuted: list[int]) -> CodedMatrix | None:
-    """A matrix of a form that has one of our own, number for number; None of others."""
+    """Return a matrix in psigrad's codes, number for number; None if no such code exists for its form."""
     if kind not in _FORMS:
         return None
     size, form, bits, levels = _FORMS[kind]
@@ -79,7 +79,7 @@ def _read_coded(kind: str, data: Any, permuted: list[int]) -> CodedMatrix | None
     return lay_out(made[0], made[1], made[2], levels, bits)
 
 
-# The forms of ggml (ggml-common.h): bytes of a block, what takes blocks apart, bits, levels.
+# The forms of ggml (ggml-common.h). `_FORMS` holds the bytes of a block, the function that unpacks blocks, bits and levels.
 def _q4_0(blocks: Any) -> tuple[Any, Any, None]:
     codes = blocks[:, 2:]
     return np.concatenate([codes & 15, codes >> 4], 1), _halves(blocks[:, :2]), None

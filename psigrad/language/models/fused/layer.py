@@ -1,8 +1,8 @@
 """One layer of the fused decoder, forward and backward.
 
-The forward pass keeps what the backward pass can't recompute row by row: the residual stream at both norms, the projections,
-attention's output and log-normaliser. LoRA's product is computed beside the layer's own: switching an adapter off then gives
-the original model exactly, and rounding to half precision does not swallow what the adapter has learned.
+The forward pass stores what the backward pass can't recompute row by row: the residual stream at both norms, the projections,
+attention's output and log-normaliser. LoRA's product is computed separately from the layer's own. Switching an adapter off then
+gives exactly the original model, and rounding to half precision does not swallow the adapter's update.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from psigrad.language.models.fused.caches import Factors, PackedFactors, PackedW
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
-# The seven matrices, grouped by their input. The outputs of a group lie side by side.
+# The seven matrices, grouped by their input. The outputs of a group are stored side by side.
 _GROUPS = ((0, 1, 2), (3,), (4, 5), (6,))
 _QKV, _OUT, _GATE_UP, _DOWN = range(4)
-# Where `Layer.addresses` has the ranks of the adapters.
+# The indices of the adapters' ranks in the result of `Layer.addresses`.
 RANKS = slice(-5, -1)
 
 
 class Unsupported(Exception):
-    """Why the fused decoder can't run a model."""
+    """The reason why the fused decoder can't run a model."""
 
 
 def compute_dtype(stored: torch.dtype) -> torch.dtype:
-    """The type to compute in: bfloat16 for bfloat16 weights where the processor is faster at it, else float32."""
+    """Return the dtype to compute in: bfloat16 for bfloat16 weights if the processor is faster at it, otherwise float32."""
     return torch.bfloat16 if stored == torch.bfloat16 and fast_bfloat16() else torch.float32
 
 
 class Weights:
-    """Tensors in the type to compute in. One that is stored in another type is cast again whenever it has changed; where they are
-    `exact`, each time and to float32, and nothing is kept. Codes stay codes.
+    """Tensors in the dtype to compute in. One that is stored in another dtype is cast again whenever it has changed.
+
+    With `exact` they are cast to float32 each time, and nothing is stored. Codes stay codes.
     """
 
     def __init__(self, given: Sequence[Tensor], exact: bool = False) -> None:
@@ -55,7 +56,7 @@ class Weights:
         self._cast: list[Tensor] = [p.detach() for p in self.given]
 
     def now(self) -> list[Tensor]:
-        """The tensors with their present values, in the order given."""
+        """Return the tensors with their present values, in the given order."""
         if all(p.dtype in (self.dtype, torch.uint8) for p in self.given):
             return self.given
         if self.exact:
@@ -68,7 +69,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class LoraDelta:
-    """What LoRA adds to a linear layer: s·x·Aᵀ·Bᵀ with A [r, in] and B [out, r] (Hu et al. 2021, arXiv:2106.09685)."""
+    """The term that LoRA adds to a linear layer: s·x·Aᵀ·Bᵀ with A [r, in] and B [out, r] (Hu et al. 2021, arXiv:2106.09685)."""
 
     a: Tensor
     b: Tensor
@@ -77,25 +78,23 @@ class LoraDelta:
     products: Products
 
     def add(self, y: Tensor, x: Tensor) -> None:
-        """y ← y + s·x·Aᵀ·Bᵀ."""
+        """Compute y ← y + s·x·Aᵀ·Bᵀ."""
         multiply = self.products.of
         multiply(multiply(x, self.a.t()), self.b.t(), y, base=y)
 
     def add_input_grad(self, dx: Tensor, dy: Tensor) -> None:
-        """dx ← dx + s·dy·B·A."""
+        """Compute dx ← dx + s·dy·B·A."""
         multiply = self.products.of
         multiply(multiply(dy, self.b), self.a, dx, base=dx)
 
     def gradients(self, dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of A and B."""
+        """Return the gradients of A and B."""
         multiply = self.products.of
         return multiply(multiply(dy, self.b).t(), x), multiply(dy.t(), multiply(x, self.a.t())).mul_(self.scale)
 
 
 class Pass(NamedTuple):
-    """What is the same in every layer of a forward pass: the angles of its tokens, who attends to whom, and whether adapters are
-    active.
-    """
+    """The constants of a forward pass in every layer: the angles of its tokens, the attention layout, and active adapters."""
 
     angles: tuple[Tensor, Tensor]
     layout: FusedLayout
@@ -104,36 +103,36 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class RowSelection:
-    """Which rows a layer reads and writes, where that is not one row for each of the S tokens.
+    """The rows that a layer reads and writes, if that is not one row for each of the S tokens.
 
-    `input_rows` [S] is each token's row of x: before the first layer equal tokens share a row. `output_rows` [W] lists the tokens
-    whose output is needed, each once: after the last layer only those that predict a target. The others need only keys and
-    values there. None means one row per token.
+    `input_rows` [S] is each token's row of x; before the first layer equal tokens share a row. `output_rows` [W] lists the tokens
+    whose output is needed, each once. After the last layer only those that predict a target are needed, and the others need only
+    keys and values there. None means one row per token.
     """
 
     input_rows: Tensor | None = None
     output_rows: Tensor | None = None
 
     def gather_inputs(self, x: Tensor) -> Tensor:
-        """[rows, …] -> [S, …]: a row for every token."""
+        """Gather [rows, …] -> [S, …]: a row for every token."""
         return x if self.input_rows is None else x.index_select(0, self.input_rows)
 
     def sum_input_grads(self, dx: Tensor, count: int) -> Tensor:
-        """The gradient of the `count` input rows from that of the tokens [S, …]."""
+        """Return the gradient of the `count` input rows from that of the tokens [S, …]."""
         return dx if self.input_rows is None else dx.new_zeros(count, dx.shape[1]).index_add_(0, self.input_rows, dx)
 
     def gather_outputs(self, x: Tensor) -> Tensor:
-        """[S, …] -> [W, …]: the tokens whose output is needed."""
+        """Gather [S, …] -> [W, …]: the tokens whose output is needed."""
         return x if self.output_rows is None else x.index_select(0, self.output_rows)
 
     def scatter_output_grads(self, dx: Tensor, tokens: int) -> Tensor:
-        """The gradient of all tokens [S, …] from that of the output rows [W, …]; it may be the same tensor."""
+        """Return the gradient of all tokens [S, …] from that of the output rows [W, …]; it may be the same tensor."""
         return dx if self.output_rows is None else dx.new_zeros(tokens, dx.shape[1]).index_copy_(0, self.output_rows, dx)
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """A layer's weights in the type to compute in, with the LoRA of each of its seven matrices, if any."""
+    """A layer's weights in the dtype to compute in, with the LoRA of each of its seven matrices, if any."""
 
     matrices: list[Tensor]
     norms: list[Tensor]
@@ -142,12 +141,12 @@ class LayerWeights:
     lora: list[LoraDelta | None]
     native: Kernels
     packed: list[PackedFactors] | None = None
-    """The same packed, for each group of `_GROUPS`."""
+    """The packed weights, for each group of `_GROUPS`."""
     decoding: bool = False
-    """Whether few rows may be summed in another order, which is faster."""
+    """True if few rows may be summed in another order, which is faster."""
 
     def apply(self, group: int, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
-        """out ← the products of x with a group's matrices, side by side, plus biases, LoRA and the residual stream."""
+        """Compute out ← the products of x with a group's matrices, side by side, plus biases, LoRA and the residual stream."""
         if self.packed is not None:
             return self.packed[group].multiply(x, out, residual, self.native.products)
         members = _GROUPS[group]
@@ -163,7 +162,7 @@ class LayerWeights:
         return out
 
     def factors(self, group: int) -> Factors:
-        """A group's matrices, biases and LoRA, to be packed."""
+        """Return a group's matrices, biases and LoRA, to be packed."""
         members = _GROUPS[group]
         heights = [self.matrices[i].shape[0] for i in members]
         biases, deltas = [self.biases[i] for i in members], [self.lora[i] for i in members]
@@ -173,21 +172,21 @@ class LayerWeights:
         if any(delta is not None for delta in deltas):
             a = [like.new_zeros(0, width) if delta is None else delta.a for delta in deltas]
             b = [like.new_zeros(n, 0) if delta is None else delta.b for delta, n in zip(deltas, heights, strict=True)]
-            # bfloat16 numbers are summed in pairs: no pair may be of two adapters, which training multiplies one by one
+            # bfloat16 numbers are summed in pairs. No pair may span two adapters, which training multiplies one by one.
             odd = [len(x) % 2 for x in a]
             a = [nn.functional.pad(x, (0, 0, 0, more)) for x, more in zip(a, odd, strict=True)]
             low = torch.cat(a), torch.block_diag(*(nn.functional.pad(x, (0, more)) for x, more in zip(b, odd, strict=True)))
         return Factors([self.matrices[i] for i in members], bias, low)
 
     def add_input_grad(self, i: int, dy: Tensor, dx: Tensor) -> Tensor:
-        """dx, plus the gradient through the LoRA of matrix i."""
+        """Return dx plus the gradient through the LoRA of matrix i."""
         if (delta := self.lora[i]) is not None:
             delta.add_input_grad(dx, dy)
         return dx
 
 
 class Layer:
-    """One decoder layer over rows [S, E]. `window` is 0 where a token sees all before it."""
+    """One decoder layer over rows [S, E]. `window` is 0 if a token sees all tokens before it."""
 
     def __init__(self, index: int, module: Any, heads: Heads, window: int, native: Kernels, exact: bool = False) -> None:
         attention, mlp = module.self_attn, module.mlp
@@ -213,19 +212,19 @@ class Layer:
         return given + [weight for adapter in self.adapters.values() for weight in adapter.weights]
 
     def reread(self) -> None:
-        """Take the modules' parameters of this moment: where they are kept in shards, the whole ones are other tensors, whose
-        values change while their versions stay.
+        """Read the modules' current parameters. Sharded models gather whole ones, which are other tensors with unchanged
+        versions.
         """
         self.weights = Weights(self._read_weights())
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that it computes in."""
+        """The dtype that it computes in."""
         return self.weights.dtype
 
     @property
     def adapted(self) -> bool:
-        """Whether it has adapters and they are on. Raises `ValueError` if they are no longer those of its construction."""
+        """True if it has adapters and they are on. Raises `ValueError` if they are no longer those of its construction."""
         for adapter in self.adapters.values():
             if adapter.module.merged or adapter.module.active_adapters != [adapter.name]:
                 raise ValueError(
@@ -235,7 +234,7 @@ class Layer:
         return any(not adapter.module.disable_adapters for adapter in self.adapters.values())
 
     def current_weights(self, adapted: bool, packed_weights: PackedWeights | None = None) -> LayerWeights:
-        """The present weights, with LoRA if `adapted`; packed too if `packed_weights` has or makes them."""
+        """Return the current weights, with LoRA if `adapted`, and packed if `packed_weights` can provide that."""
         now = iter(self.weights.now())
         matrices: list[Any] = [self.coded.get(i, next(now)) for i in range(7)]
         norms = [next(now), next(now)]
@@ -258,7 +257,7 @@ class Layer:
         return plain if packed_weights is None else replace(plain, packed=made, decoding=True)
 
     def addresses(self, packed_weights: PackedWeights, adapted: bool) -> list[int] | None:
-        """Its weights as `Kernels.decode_layers` takes them. None if they are not packed, or attention's output has a bias."""
+        """Return its weights for `Kernels.decode_layers`; None if they are not packed, or attention's output has a bias."""
         weights = self.current_weights(adapted, packed_weights)
         if weights.packed is None or weights.packed[_OUT].bias is not None:
             return None
@@ -279,14 +278,16 @@ class Layer:
 
     @property
     def kinds(self) -> tuple[tuple[int, torch.dtype], ...]:
-        """Width and type of the tensors of a row: the output, then those that `forward` returns for `backward`."""
+        """The width and dtype of the tensors of a row: the output, then those that `forward` returns for `backward`."""
         heads, width, inner = self.heads, self._linear[3].out_features, self._linear[4].out_features
         own = [(n, self.dtype) for n in (width, heads.row, heads.queries * heads.dim, width, 2 * inner)]
         return (*own[:3], (heads.queries, torch.float32), *own[3:])
 
     def forward(self, x: Tensor, how: Pass, selection: RowSelection) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The layer's output [W, E], and what `backward` needs besides x: [q|k|v], attention's output and log-normaliser of every
-        token [S, …]; the stream after attention and [gate|up] of the output rows [W, …].
+        """Return the layer's output [W, E], and the tensors that `backward` needs besides x.
+
+        These are [q|k|v], attention's output and log-normaliser of every token [S, …]; the stream after attention and [gate|up]
+        of the output rows [W, …].
         """
         weights = self.current_weights(how.adapted, how.layout.packed_weights)
         normed = self.native.rms_norm(x, weights.norms[0], self.eps)
@@ -310,9 +311,9 @@ class Layer:
         selection: RowSelection,
         overwrite: bool,
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Gradients of x and of the weights that learn.
+        """Return the gradients of x and of the weights that learn.
 
-        The list `kept` is emptied, so that each tensor is freed after its last use; with `overwrite` they are also written to.
+        The list `kept` is emptied, so that each tensor is freed after its last use. With `overwrite` they are also written to.
         """
         (angles, layout, adapted), multiply = how, self.native.products.of
         assert isinstance(layout, PackedLayout)
@@ -360,7 +361,7 @@ class Layer:
         return dx, [*matrices, *small, *heads, *first, *dbias, *itertools.chain(*(pairs[i] for i in self.adapters))]
 
     def _sum(self, parts: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor:
-        """Σᵢ partsᵢ · matricesᵢ."""
+        """Return Σᵢ partsᵢ · matricesᵢ."""
         multiply = self.native.products.of
         total = multiply(parts[0], matrices[0])
         for part, matrix in zip(parts[1:], matrices[1:], strict=True):
@@ -375,7 +376,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Adapter:
-    """The LoRA of a linear layer: peft's module, the adapter's name in it, its A and B."""
+    """The LoRA of a linear layer: peft's module, the adapter's name in it, and its A and B."""
 
     module: Any
     name: str
@@ -383,11 +384,11 @@ class Adapter:
 
 
 def _split_adapter(child: Any) -> tuple[nn.Linear, Adapter | None]:
-    """A linear layer and its adapter. Raises `Unsupported` unless the module is a plain linear layer or plain LoRA."""
+    """Return a linear layer and its adapter. Raises `Unsupported` unless the module is a plain linear layer or plain LoRA."""
     if type(child) in (nn.Linear, CodedLinear):
         return child, None
     kind = f"{type(child).__module__}.{type(child).__name__}"
-    if kind != "peft.tuners.lora.layer.Linear":  # by name, so that peft is imported only with an adapter
+    if kind != "peft.tuners.lora.layer.Linear":  # compared by name, so that peft is imported only with an adapter
         raise Unsupported(f"{kind_of(child)} stands where a linear layer was expected")
     if type(child.base_layer) not in (nn.Linear, CodedLinear) or child.fan_in_fan_out:
         raise Unsupported(f"LoRA is on {kind_of(child.base_layer)}")
