@@ -152,15 +152,9 @@ def test_importing_the_online_step_loads_ring_0_alone_and_little_of_it():
     rooms = {room_of(file) for file in files} - {"", "language", "processes"}
     assert rooms <= {*RINGS["ring 0"], *LEAVES, "kernels"}
     assert len(files) <= 80 and lines <= 10_000
-    with_rewards = (
-        "rewards.reward_pool",
-        "rollout.samplers.embedded",
-        "models.hf_attention",
-        "training.online.annotators.values",
-    )
-    loaded = loaded_by(
-        ", ".join(["psigrad.language.training.online.online_rl", *(f"psigrad.language.{x}" for x in with_rewards)])
-    )[0]
+    language, step = "psigrad.language", "training.online.online_rl"
+    needs = ("training.online.annotators.values", "rollout.samplers.embedded", "rewards.reward_pool", "models.hf_attention")
+    loaded = loaded_by(", ".join(f"{language}.{name}" for name in (step, *needs)))[0]
     assert len(loaded) <= 110, "with what a step of psigrad's sampler and a reward function in Python asks for"
     assert len(loaded_by("psigrad.language.recipes.online")[0]) > 120, "negative control: a recipe loads more"
 
