@@ -114,7 +114,8 @@ def notices(copy: Path, tests: list[str], mutant: Mutant | None = None) -> bool:
         file.write_text(mutant.source)
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     try:
-        environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+        # compiled files are told apart by seconds and size: a fault planted and removed within one second would be read again
+        environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         return subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=SECONDS).returncode != 0
     except subprocess.TimeoutExpired:
         return True

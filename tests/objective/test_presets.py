@@ -26,7 +26,7 @@ from psigrad.objective.parts.surrogate import (
     with_imitation,
 )
 from psigrad.objective.preferences.preference_catalog import METHODS as LOSSES
-from psigrad.objective.preferences.preference_catalog import METHODS as ONLINE
+from psigrad.objective.preferences.preference_catalog import ONLINE_METHODS as ONLINE
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, logistic, robust
 from psigrad.objective.preferences.reward_model import BradleyTerry
 

@@ -15,7 +15,7 @@ NOT_OBEYED = (
     "/psigrad/records/pins.py",
     *(f"/psigrad/config/{name}.py" for name in ("load", "fields", "nested")), "/psigrad/cli/flags.py",
 )  # fmt: skip
-CHECKS = ("recipes/online_settings.py", "samplers/samplers.py")
+CHECKS = ("recipes/online_settings.py", "loading/samplers.py")
 """Files whose functions called check… only refuse."""
 
 

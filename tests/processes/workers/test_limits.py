@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -34,8 +35,11 @@ def alive_with(mark):
 
 def dead_below(pool):
     """Processes below the workers of a pool that have ended and were not reaped."""
-    below = [one for worker in pool.workers.processes for one in psutil.Process(worker).children(recursive=True)]
-    return [one.pid for one in below if one.status() == psutil.STATUS_ZOMBIE]
+    dead = []
+    for one in (one for worker in pool.workers.processes for one in psutil.Process(worker).children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):  # reaped meanwhile
+            dead += [one.pid] if one.status() == psutil.STATUS_ZOMBIE else []
+    return dead
 
 
 def gone(mark, seconds=60.0):
@@ -261,4 +265,4 @@ def test_a_worker_that_cannot_be_started_leaves_no_descriptor_open(monkeypatch):
     for _ in range(3):
         with pytest.raises(OSError, match="Cannot allocate"):
             process.Worker("module:function", None, {})
-    assert os.listdir("/proc/self/fd") == before
+    assert set(os.listdir("/proc/self/fd")) <= set(before)  # what an earlier test left may go meanwhile
