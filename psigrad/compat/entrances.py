@@ -124,8 +124,8 @@ _SCHEDULES = {"learning_rate": "lr_scheduler_type", "clip_range": "clip_range_sc
 def open_zoo_file(in_file: Mapping[str, Any], env: Any, source: str) -> dict[str, Any]:
     """Return the settings of a file. The sections of a file of rl-zoo3 are environments: return the one of `env`.
 
-    Its settings get psigrad's names. Without `env`, such a file must have one section. Raises `UserError` if it has no section for
-    the environment.
+    Its settings get psigrad's names. Without `env`, such a file must have one section. Raises `UserError` if it has no section
+    for the environment.
     """
     sections = {name: part for name, part in in_file.items() if isinstance(part, Mapping) and {"policy", "n_timesteps"} & {*part}}
     if not sections or len(sections) < len(in_file):
