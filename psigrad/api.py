@@ -1,4 +1,4 @@
-"""The Python front door: `psigrad.train` and `psigrad.evaluate`, with the settings of the command line as keyword arguments."""
+"""The Python interface: `psigrad.train`, `evaluate` and `score`, with the settings of the command line as keyword arguments."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
     peft_config: peft.LoraConfig | None = None,
     **settings: Any,
 ) -> Result:
-    """Train `model` on `dataset` and return the `Result` (folder, model path, figures before and after).
+    """Train `model` on `dataset` and return the `Result` (folder, model path, metrics before and after).
 
     - `method` is a name of `psigrad --help` ("sft", "grpo", "dpo", "reward", …), a mapping that changes a preset's parts, or a
       `PolicyGradient`.
-    - `model` is a folder, a hub name, or a model of transformers. An object is trained in place, as TRL does: afterwards it holds
-      the trained weights, an adapter merged in. Its starting weights are kept in `start/` of the run folder.
-    - `tokenizer` is one of transformers, or a name; by default the one that the model was loaded with.
+    - `model` is a folder, a hub name, or a model of transformers. An object is trained in place, as in TRL: afterwards it has the
+      trained weights, with an adapter merged in. Its initial weights are saved in `start/` of the run folder.
+    - `tokenizer` is a tokenizer of transformers, or a name; by default the one that the model was loaded with.
     - `dataset` and `eval_dataset` are a file, folder or hub name, or rows: a list of dicts, a `datasets.Dataset`, a DataFrame.
-    - `peft_config` puts a LoRA adapter on the model, as the `lora_…` settings do.
+    - `peft_config` adds a LoRA adapter to the model, as the `lora_…` settings do.
     - `settings` are those of the command line, by leaf name (learning_rate=1e-5) or dotted name
-      (**{"optim.learning_rate": 1e-5}); the defaults are the command's. TRL's names are taken too: `train_dataset`,
+      (**{"optim.learning_rate": 1e-5}). The defaults are those of the command. TRL's names work too: `train_dataset`,
       `processing_class`, `reward_funcs`, `per_device_train_batch_size`; and `args`, a configuration such as `GRPOConfig(…)`,
-      whose fields are converted as `psigrad from-trl` does. Settings that are given besides come first.
+      whose fields are converted as `psigrad from-trl` does. Other given settings override the fields of `args`.
 
     Raises `UserError` on a mistake.
 
@@ -84,7 +84,7 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
     model, dataset = named.pop("model.path", None), named.pop("data.dataset", None)
     if model is None:
         raise UserError("No model was given; give psigrad.train model=: a folder, a hub name, or a model of transformers.")
-    if dataset is None and not named.get("environment"):  # which may bring rows along
+    if dataset is None and not named.get("environment"):  # an environment may provide rows
         raise UserError("No dataset was given; give psigrad.train dataset=: a file, a folder, a hub name, or rows.")
     eval_dataset, reward = named.pop("data.eval_dataset", ""), named.pop("reward", ())
     splits = (named.get("data.split", "train"), named.get("data.eval_split", "test"))
@@ -104,7 +104,7 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
 
 
 def _of_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: bool) -> tuple[Any, dict[str, Any]]:
-    """The method and the settings of a configuration of TRL, with those that were given besides; what differs is a warning."""
+    """Return the method and the settings of a configuration of TRL, with the other given settings. Warn about differences."""
     converted = convert_object(args)
     if method not in (converted.trainer, converted.method):
         raise UserError(
@@ -114,7 +114,7 @@ def _of_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: bo
     for difference in converted.differs:
         warnings.warn(difference, stacklevel=3)
     own = resolve_names(of_spec(converted.method).settings, settings)
-    if held_out:  # TRL holds nothing out by itself, and the conversion says so
+    if held_out:  # TRL holds nothing out, so the conversion set this to 0
         converted.settings.pop("evaluation.eval_prompts", None)
     parts = ("algorithm.", "loss.")
     rest = {name: value for name, value in converted.settings.items() if name not in own and not name.startswith(parts)}
@@ -122,7 +122,7 @@ def _of_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: bo
 
 
 def _in_memory(objects: GivenModel, named: Mapping[str, Any], recipe: str) -> dict[str, Any]:
-    """The settings of a model that is an object: where its beginning is kept, and its precision."""
+    """Return the settings of a model that is an object: the folder of its initial weights, and its precision."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not named.get("run.output_dir"):
         raise UserError(
             "The model is an object and several processes train it; give output_dir, which all of them must agree on."
@@ -138,7 +138,7 @@ def _in_memory(objects: GivenModel, named: Mapping[str, Any], recipe: str) -> di
 
 
 def _adapter(config: peft.LoraConfig | None, named: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that `peft_config` stands for."""
+    """Return the settings that `peft_config` means."""
     if config is None:
         return {}
     from psigrad.language.models.lora import settings_of
@@ -152,9 +152,9 @@ def _adapter(config: peft.LoraConfig | None, named: Mapping[str, Any]) -> dict[s
 def score(
     *, dataset: Dataset, model: str | os.PathLike[str] = "", reward: Reward | Iterable[Reward] = (), **settings: Any
 ) -> list[float] | list[RowScore]:
-    """What a reward model or reward functions give to each prompt-completion row of `dataset`, in order: higher is better.
+    """Score each prompt-completion row of `dataset` with a reward model or reward functions, in order. Higher is better.
 
-    With `model` the scores alone; with `reward` a `RowScore` for each row: value, parts, reason and seconds.
+    With `model`, return the scores. With `reward`, return a `RowScore` for each row: value, parts, reason and seconds.
     """
     rewards = _several(reward)
     if bool(model) == bool(rewards):
@@ -173,7 +173,7 @@ def score(
 def evaluate(
     *, model: str | os.PathLike[str], dataset: Dataset, reward: Reward | Iterable[Reward], **settings: Any
 ) -> dict[str, Any]:
-    """Held-out figures of `model` on the prompts of `dataset` by `reward`: the mean with its interval, pass@k, lengths."""
+    """Evaluate `model` on the held-out prompts of `dataset` with `reward`. Return the mean with its interval, pass@k, lengths."""
     from psigrad.language.recipes import evaluate as recipe
 
     given = {
@@ -190,8 +190,9 @@ def _judged(dataset: Dataset, settings: Mapping[str, Any]) -> Any:
 
 
 def _rows(dataset: Dataset, split: str = "train", setting: str = "split", usual: str = "train") -> Any:
-    """Return a name as it is, and rows as a list, since they are read more than once. Of a `DatasetDict` those of `split`, which
-    `setting` names. A slice is left to the recipe.
+    """Return a name with its absolute path, or rows as a list, since they are read more than once.
+
+    Of a `DatasetDict`, return the rows of `split`. Errors name it as `setting`. A slice is left to the recipe.
     """
     name = parse_split(split).name
     if isinstance(dataset, str | os.PathLike):
@@ -213,7 +214,7 @@ def _rows(dataset: Dataset, split: str = "train", setting: str = "split", usual:
 
 
 def _plain(value: Any) -> Any:
-    """What a DataFrame holds as JSON has it: lists in place of arrays, None where there is nothing (NaN, NaT, NA)."""
+    """Return values of a DataFrame as JSON values: lists for arrays, None for missing values (NaN, NaT, NA)."""
     import pandas
 
     value = value.tolist() if hasattr(value, "tolist") else value

@@ -1,7 +1,7 @@
-"""The seam to compiled kernels: `psigrad.kernels`, if it is installed and works here.
+"""The interface to compiled kernels: `psigrad.kernels`, if it is installed and works on this machine.
 
-Training asks this module and imports no kernel. Whether kernels are used (a processor, a compiler, an environment variable) is
-decided in `psigrad.kernels`.
+Training calls this module and imports no kernel. `psigrad.kernels` decides if kernels are used, depending on the processor, the
+compiler and an environment variable.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class AdamWWeight:
-    """One weight in a fused step: a float32 `master`, a bfloat16 `stored`, or both, which are written together."""
+    """A weight in a fused step: a float32 `master`, a bfloat16 `stored`, or both, which are written together."""
 
     master: Tensor | None
     stored: Tensor | None
@@ -36,7 +36,7 @@ class AdamWWeight:
 
     @property
     def weight(self) -> Tensor:
-        """The tensor that is stepped."""
+        """The tensor that the step updates."""
         found = self.stored if self.master is None else self.master
         assert found is not None
         return found

@@ -1,4 +1,4 @@
-"""The contract of one step: a state goes in, an `Outcome` comes out. The cycle that repeats it records what came out."""
+"""The interface of a training step: it takes a state and returns an `Outcome`. The cycle that repeats it records the outcomes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class RunState:
     nonfinite: int = 0
     """Consecutive steps, up to this one, whose gradient was not finite."""
     evaluated: bool = False
-    """The evaluation that was due at this step, or before the first one, is complete."""
+    """True if the evaluation that was due at this step, or before the first one, is complete."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Settings that callbacks have changed, by dotted name."""
     callbacks: dict[str, Any] = field(default_factory=dict)
-    """What callbacks remember, by their names."""
+    """The state of callbacks, by their names."""
     ended: bool = False
-    """A callback has ended the run."""
+    """True if a callback has ended the run."""
 
     @property
     def turns(self) -> int:
@@ -58,11 +58,11 @@ class Outcome(Generic[S]):
 
 
 Observe = Callable[[str], AbstractContextManager[Any]]
-"""Observes the phase of this name while its block runs, as a watchdog does."""
+"""A context manager that observes the phase of this name while its block runs, such as a watchdog."""
 
 
 class Clock:
-    """Seconds spent in the named phases of one step."""
+    """A clock of the seconds spent in the named phases of one step."""
 
     def __init__(self, watch: Observe = contextlib.nullcontext) -> None:
         self._start, self._watch = time.perf_counter(), watch
@@ -79,5 +79,5 @@ class Clock:
             self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - begin
 
     def read(self) -> dict[str, float]:
-        """Seconds by phase, with those since the clock was made as "step_time"."""
+        """Return the seconds by phase, and those since the clock was created as "step_time"."""
         return {"step_time": time.perf_counter() - self._start, **self.phases}
