@@ -13,7 +13,7 @@ from typing import Any
 
 from psigrad.errors import UserError
 
-# The file that names the command of a folder that is no run folder, such as that of `psigrad compare`.
+# The file that names the command of a folder that is not a run folder, such as that of `psigrad compare`.
 OWNER = ".psigrad"
 _LONGEST_NAME = 255  # bytes, the limit of all common file systems
 

@@ -25,8 +25,8 @@ def _turn(role: str, content: str) -> dict[str, str]:
 class GuessNumber:
     """A game of guessing a secret number from 1 to `high`. The answer to a wrong guess is "higher" or "lower".
 
-    The reward of a hit is 1 − 0.1 · (guesses before it). A guess that the previous answers rule out, or that is no number, costs
-    0.2 at once. The best strategy is to halve the interval.
+    The reward of a hit is 1 − 0.1 · (guesses before it). A guess that the previous answers rule out, or that is not a number,
+    costs 0.2 at once. The best strategy is to halve the interval.
     """
 
     high: ClassVar[int] = 7
@@ -176,7 +176,7 @@ class TextGrid:
         self.at, self.goal, self.trap = (tuple(row[name]) for name in ("start", "goal", "trap"))
 
     def step(self, completion: str) -> tuple[str, float, bool]:
-        """Move by the first letter of the completion. Anything that is no move is a step on the spot."""
+        """Move by the first letter of the completion. Anything else is a step on the spot."""
         dx, dy = self.moves.get(completion.strip()[:1], (0, 0))
         x, y = self.at[0] + dx, self.at[1] + dy
         self.at = (min(max(x, 0), self.size - 1), min(max(y, 0), self.size - 1))

@@ -137,7 +137,7 @@ class Rubric(Judge, Preparable):
     """A reward from 0 to 1 for how well a completion meets a rubric, as a language model judges it.
 
     Formula: with a local judge Σ_k k·p(k) / scale, p the judge's distribution over the replies 0 … scale, from one forward pass;
-             behind an endpoint the score that stands at the end of its reply, over scale, or with `probabilities` as locally
+             behind an endpoint the score at the end of its reply, over scale, or with `probabilities` as locally
 
     The rubric is the parameter `rubric`, or the dataset's column `rubric`. The judge sees a column `answer`, if there is one, as
     a reference. If the judge does not reply, or replies without a score, the completion stays unscored.
