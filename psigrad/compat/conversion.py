@@ -56,7 +56,7 @@ class Conversion:
 def convert_object(args: Any) -> Conversion:
     """Return the settings that train as TRL would with the configuration `args`.
 
-    Only fields that differ from a fresh object count as given. Raises `UserError` if `args` is not a configuration of TRL, or if a
+    Only fields that differ from a fresh object count as given. Raises `UserError` if `args` is no TRL configuration, or if a
     given field has no equivalent.
     """
     name = type(args).__name__

@@ -33,8 +33,8 @@ def adapt(url: str, action: Act | None = None, observation: Show | None = None) 
     """Return the environment of the server at `url`, as a class for `--environment`.
 
     `action` converts the policy's turn into an action. If it raises `ValueError`, the policy gets the error. By default, an
-    action with one field gets the turn as text or as a number, and one with several fields gets the turn as a JSON object. `observation`
-    converts the server's observation into text. By default, that is its only text field, or all fields as JSON.
+    action with one field gets the turn as text or as a number, and one with several fields gets the turn as a JSON object.
+    `observation` converts the server's observation into text. By default, that is its only text field, or all fields as JSON.
     """
     own: dict[str, Any] = {"act": action, "show": observation}
     given = {name: staticmethod(function) for name, function in own.items() if function is not None}

@@ -153,7 +153,7 @@ def cosine(a: Gradient, b: Gradient) -> float:
 
 
 def remember(run: Online) -> Callable[[], None]:
-    """What puts the weights that learn, and the optimisers, back to what they are now."""
+    """Return a function that restores the trainable weights and the optimisers to their current state."""
     optimizers = [run.optimizer, *([run.critic.optimizer] if run.critic is not None else [])]
     held = [
         ({n: w.local.detach().clone() for n, w in one.weights.items()}, {n: x.clone() for n, x in one.state_dict().items()})
