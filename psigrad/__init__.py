@@ -3,7 +3,7 @@
     import psigrad
     psigrad.train("grpo", model="…", dataset="prompts.jsonl", reward=my_reward, max_steps=100)
 
-Importing psigrad is quick: torch and transformers are loaded by the first thing that needs them.
+Importing psigrad is fast: torch and transformers are imported when they are first needed.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
 
-# OpenMP threads that wait spin on their core; where another program wants that core too, each waits for the other and a step
-# takes ten times as long. Without a spin the core of a virtual machine falls asleep between two small kernels, and wakes late.
-# libgomp reads this when torch is first imported.
+# Waiting OpenMP threads spin on their core. If another program needs that core too, each waits for the other and a step takes
+# ten times as long. Without any spin, the core of a virtual machine sleeps between two small kernels and wakes late.
+# libgomp reads this value when torch is first imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "100000")
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from psigrad.objective import PolicyGradient
     from psigrad.runs.callbacks import Callback
 
-# public name -> the module it lives in
+# Public name -> the module that defines it.
 _HOMES = {
     "PolicyGradient": "psigrad.objective",
     "explain": "psigrad.config.algorithms",

@@ -7,15 +7,15 @@ import sys
 
 from psigrad.runs.survival import supervise
 
-# Commands that are used until their user ends them, and flags after which nothing of the user's runs.
+# Commands that run until the user ends them, and flags with which no user code runs.
 _UNTIL_ENDED = {"studio", "serve", "chat"}
 _HELP = {"-h", "--help", "--help-all"}
 
 
 def start() -> int:
-    """Run the command of this process in a supervised child, created before anything heavy is imported.
+    """Run the command of this process in a supervised child, created before any heavy import.
 
-    A rank of several has a launcher above it instead.
+    A rank of several processes has a launcher instead.
     """
     arguments = sys.argv[1:]
     alone = not arguments or arguments[0] in _UNTIL_ENDED or _HELP.intersection(arguments) or "WORLD_SIZE" in os.environ

@@ -1,4 +1,4 @@
-"""Where psigrad keeps what it can make again: encoded rows, converted models, compiled kernels."""
+"""The folder of psigrad's caches: encoded rows, converted models, compiled kernels."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from pathlib import Path
 
 
 def cache_folder(name: str) -> Path:
-    """The folder of that name in `PSIGRAD_CACHE`, or in `psigrad` in the user's folder for such things."""
+    """Return the folder of that name in `PSIGRAD_CACHE`, or else in `psigrad` of the user's cache folder."""
     given = os.environ.get("PSIGRAD_CACHE")
     return Path(given or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "psigrad") / name

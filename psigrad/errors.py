@@ -1,4 +1,4 @@
-"""The one exception for mistakes a user can mend."""
+"""The exception for mistakes that a user can correct, and functions for its messages."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ import errno
 import pickle
 from collections.abc import Iterable
 
-# What `flock` says on a file system without locks, such as Lustre mounted without them.
+# The errors of `flock` on a file system without locks, such as Lustre mounted without them.
 NO_LOCKS = frozenset((errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK))
 
 
 class UserError(ValueError):
-    """A mistake the user can mend: one sentence saying what was given, what was expected and what to do.
+    """A mistake that the user can correct. The message is a sentence that says what was given, what was expected and what to do.
 
     The command line prints its message and exits with status 2, without a traceback.
     """
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the known name closest to `name`, or an empty string."""
+    """Return `; did you mean 'x'?` for the known name closest to `name`, or an empty string."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
 def several(count: int, noun: str, one: str = "", more: str = "") -> str:
-    """A number with its noun, and the verb that goes with it: "1 row is", "2 rows are"."""
+    """Return a number with its noun and the matching verb: "1 row is", "2 rows are"."""
     return " ".join(filter(None, [str(count), noun if count == 1 else f"{noun}s", one if count == 1 else more]))
 
 
 def kind_of(value: object) -> str:
-    """A value's type for a sentence, with its article: "an int", "a list"; None is "None"."""
+    """Return a value's type with its article: "an int", "a list". None is "None"."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
 
 
 def name_reason(error: BaseException) -> str:
-    """The error's class and its first line: "KeyError: 'x'"."""
+    """Return the error's class and its first line: "KeyError: 'x'"."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of another library's error, for a sentence of ours. Its advice about remote code becomes our setting."""
-    while isinstance(error, BaseExceptionGroup):  # its own text counts what happened and does not say it
+    """Return the first line of another library's error. Advice about remote code is replaced by psigrad's setting."""
+    while isinstance(error, BaseExceptionGroup):  # its own text only counts the errors
         error = error.exceptions[0]
     text = str(error).strip() or type(error).__name__
     if isinstance(error, pickle.UnpicklingError):

@@ -1,6 +1,6 @@
-"""The packages beside the core, `psigrad_extras`, `psigrad_serve` and `psigrad_studio`, by name, and what their extras install.
+"""The table of the optional packages `psigrad_extras`, `psigrad_serve` and `psigrad_studio`, and the requirements of extras.
 
-The core reaches them only through this table. Each module is imported on first use, and the rest works without it.
+The core uses these packages only through this table. Each module is imported on first use, and the rest works without it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 from psigrad.errors import UserError
 
 DEVELOPERS = ("dev", "types", "peers", "browser", "docs")
-"""Extras for the people who develop psigrad; no command needs one."""
+"""The extras for developing psigrad. No command needs one."""
 
 
 class Beside(NamedTuple):
-    """A module beside the core, what people call that which it does, and the extra of pyproject.toml that it needs."""
+    """A module outside the core, the name of its feature in errors, and the extra of pyproject.toml that it needs."""
 
     module: str
     purpose: str
@@ -50,7 +50,7 @@ BESIDE = {
     "trackers": Beside("psigrad_extras.connect.trackers", "report_to"),
     "verifiers": Beside("psigrad_extras.connect.verifiers_environment", "An environment of verifiers", "verifiers"),
     "vllm": Beside("psigrad_extras.vllm.vllm_backend", "sampler=vllm", "vllm"),
-    # the commands of each package, one function each
+    # The commands of each package, one function each.
     "psigrad_extras": Beside("psigrad_extras.commands", "This command"),
     "psigrad_serve": Beside("psigrad_serve.commands", "This command", "serve"),
     "psigrad_studio": Beside("psigrad_studio.commands", "This command", "studio"),
@@ -58,7 +58,7 @@ BESIDE = {
 
 
 def load(name: str) -> Any:
-    """The module of that name in `BESIDE`. Raises `UserError` where its package, or what that needs, is not installed."""
+    """Import the module of that name in `BESIDE`. Raises `UserError` if its package or a requirement of it is not installed."""
     module, purpose, extra = BESIDE[name]
     try:
         return importlib.import_module(module)
@@ -74,7 +74,7 @@ def load(name: str) -> Any:
 
 
 def find(name: str) -> Any:
-    """As `load`, or None where the package is not there."""
+    """Return the module as `load` does, or None if its package is not installed."""
     try:
         return load(name)
     except UserError:
@@ -87,7 +87,7 @@ def not_installed(purpose: str, error: ImportError, extra: str) -> UserError:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs the packages of an extra, as `pip install 'uvicorn>=0.40'`.
+    """Return the command that installs the packages of an extra, such as `pip install 'uvicorn>=0.40'`.
 
     It names the packages themselves, because psigrad is on no index and the user may have no checkout.
     """
@@ -119,7 +119,7 @@ def requirements() -> dict[str, list[str]]:
 
 
 def command(package: str, name: str) -> Callable[[list[str]], int]:
-    """A command of one of the packages: arguments -> exit status."""
+    """Return a command of one of the packages: arguments -> exit status."""
 
     def run(arguments: list[str]) -> int:
         status: int = getattr(load(package), name)(arguments)

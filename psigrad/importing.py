@@ -1,4 +1,4 @@
-"""The one importer of "module:object" and "file.py:object": rewards, environments, tools, algorithms and their parts."""
+"""The importer of "module:object" and "file.py:object": rewards, environments, tools, algorithms and their parts."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from typing import Any
 from psigrad.errors import UserError, kind_of, nearest
 from psigrad.paths import kept_folder
 
-# The files that a module opened for reading while it was imported here, and the modules that came with it, by its name.
+# Module -> the files that it opened for reading while it was imported here, and the modules imported with it.
 opened_by: dict[str, set[str]] = {}
 loaded_by: dict[str, set[str]] = {}
-# Of what was asked for by name, itself and the module that it stands in: an instance or a partial is another's by its class.
+# Id of an object imported by name -> (the object, its module). The class of an instance or a partial may be in another module.
 _found_in: dict[int, tuple[Any, str]] = {}
 _watching: list[int] = []
-# Modules loaded from a file are named so: `math.py` must not become the `math` of everyone else.
+# The prefix of modules loaded from a file: `math.py` must not replace the standard `math`.
 FILE_MODULE = "_psigrad_file_"
 
 
 def imported(path: str, kind: str) -> Any:
-    """The object that "module:object" or "file.py:object" names; `kind` is what errors call it.
+    """Import the object that "module:object" or "file.py:object" names. `kind` is its name in errors.
 
-    The current folder is importable. Raises `UserError` where nothing of that name is found, or its module raises.
+    The current folder is importable. Raises `UserError` if nothing of that name is found, or if its module raises.
     """
     module_name, _, attribute = path.rpartition(":")
     if not module_name:
@@ -43,12 +43,12 @@ def imported(path: str, kind: str) -> Any:
 
 
 def home_of(thing: Any) -> str:
-    """The name of the module in which a thing was asked for; empty where it was not."""
+    """Return the name of the module that an object was imported from by name, or "" if it was not."""
     return _found_in.get(id(thing), (None, ""))[1]
 
 
 def imported_callable(path: str, kind: str) -> Any:
-    """As `imported`, for what is called: a function or a class."""
+    """Import an object as `imported` does. Raises `UserError` if it is no function or class."""
     found = imported(path, kind)
     if not callable(found):
         raise UserError(f"The {kind} {path!r} is {kind_of(found)}; expected a function.")
@@ -56,14 +56,14 @@ def imported_callable(path: str, kind: str) -> Any:
 
 
 def with_colon(name: str) -> str:
-    """`module:function` of a function's dotted name, as TRL's command line has it; any other text as it is."""
+    """Return `module:function` for a function's dotted name, as on TRL's command line. Return any other text unchanged."""
     module, _, function = name.rpartition(".")
     dotted = bool(module) and function != "py" and all(part.isidentifier() for part in name.split("."))
     return f"{module}:{function}" if dotted else name
 
 
 def imported_module(name: str, kind: str) -> ModuleType:
-    """The module of that name, or in that "file.py". Raises `UserError` where there is none, or it raises."""
+    """Import the module of that name, or in that "file.py". Raises `UserError` if there is none, or if it raises."""
     return _module(name, name, kind)
 
 
@@ -79,7 +79,7 @@ def _imported(name: str, path: str, kind: str) -> ModuleType:
             if not file.exists():
                 raise UserError(f"The {kind} {path!r}: there is no file {str(file)!r}; give the path of one, or module:name.")
             if str(file.parent) not in sys.path:
-                sys.path.append(str(file.parent))  # its neighbours, as for a script; last, so that it hides nothing
+                sys.path.append(str(file.parent))  # for its neighbours, as for a script; last, so that it hides nothing
             inner = FILE_MODULE + hashlib.sha256(str(file).encode()).hexdigest()[:12]
             with _watched(inner):
                 return load_file(inner, str(file))
@@ -95,12 +95,10 @@ def _imported(name: str, path: str, kind: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _watched(name: str) -> Iterator[None]:
-    """Note in `opened_by` what is opened for reading in the block, and in `loaded_by` which modules come with the one of this
-    name.
-    """
+    """Record files opened for reading in the block in `opened_by`, and modules imported with this one in `loaded_by`."""
     before = set(sys.modules)
     if not _watching:
-        sys.addaudithook(_note_opened)  # it stays for good
+        sys.addaudithook(_note_opened)  # an audit hook cannot be removed
         _watching.append(0)
     _watching[0] += 1
     try:
@@ -116,14 +114,14 @@ def _note_opened(event: str, about: tuple[Any, ...]) -> None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "<module>":
         if frame.f_code.co_filename.startswith("<frozen importlib"):
-            return  # a module's own file
+            return  # the file of a module itself
         frame = frame.f_back
     if frame is not None and (event != "open" or not about[2] & (os.O_WRONLY | os.O_RDWR)):
         opened_by.setdefault(frame.f_globals.get("__name__", ""), set()).add(os.path.abspath(os.fsdecode(about[0])))
 
 
 def load_file(name: str, file: str) -> ModuleType:
-    """The module in a file, under the given name."""
+    """Load the module in a file under the given name."""
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ImportError(f"{file} is not a Python file")

@@ -1,4 +1,4 @@
-"""Intervals: of a proportion, of a mean over prompts, of a mean over seeds; and pass@k."""
+"""Confidence intervals of a proportion, of a mean over prompts, and of a mean over seeds; and pass@k."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import NamedTuple
 
 _Z = NormalDist().inv_cdf(0.975)
 LEAST_ROWS = 10
-"""Of fewer values than this no interval here is to be judged by: where it claims 95 %, it holds the mean in 92 % of samples of
-ten normal values, and in 85 % of samples of four.
+"""The number of values below which no interval here is reliable. A 95 % interval covers the mean in 92 % of samples of ten normal
+values, and in 85 % of samples of four.
 """
 
 
 def wilson(successes: float, n: int, outside: float = 0.05) -> tuple[float, float]:
-    """Interval of a proportion (Wilson 1927), which stays inside [0, 1] and is not empty at 0 or n successes: of 95 %, unless
-    another share lies `outside`.
+    """Return the interval of a proportion (Wilson 1927): 95 %, or 1 − `outside`.
+
+    It stays inside [0, 1] and is not empty at 0 or n successes.
     """
     p, z = successes / n, NormalDist().inv_cdf(1 - outside / 2)
     centre = p + z**2 / (2 * n)
@@ -26,7 +27,7 @@ def wilson(successes: float, n: int, outside: float = 0.05) -> tuple[float, floa
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of a mean: Wilson's for zeros and ones, else the normal one (mean ± 1.96 s/√n; the mean itself for n = 1)."""
+    """Return the 95 % interval of a mean: Wilson's for zeros and ones, else mean ± 1.96 s/√n (the mean itself for n = 1)."""
     n, mean = len(values), math.fsum(values) / len(values)
     if set(values) <= {0.0, 1.0}:
         return wilson(math.fsum(values), n)
@@ -45,8 +46,8 @@ class Interval(NamedTuple):
 
 
 def over_seeds(values: Iterable[float]) -> Interval:
-    """Mean and 95 % interval (Student's t) of independent values; a single one has no interval but itself."""
-    from scipy import stats  # half a second, which training does without
+    """Return the mean and 95 % interval (Student's t) of independent values. The interval of a single value is that value."""
+    from scipy import stats  # takes half a second, so training does not import it
 
     found = [float(value) for value in values]
     n, mean = len(found), math.fsum(found) / len(found)
@@ -57,8 +58,9 @@ def over_seeds(values: Iterable[float]) -> Interval:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """The chance that k of n completions, drawn without replacement, hold a correct one: 1 - C(n - c, k) / C(n, k).
+    """Return the probability that k of n completions, drawn without replacement, include a correct one.
 
-    Unbiased, unlike 1 - (1 - c/n)^k (Chen et al. 2021, "Evaluating Large Language Models Trained on Code").
+    Formula: 1 - C(n - c, k) / C(n, k). It is unbiased, unlike 1 - (1 - c/n)^k.
+    Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code".
     """
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)

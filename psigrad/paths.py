@@ -1,4 +1,4 @@
-"""The paths that a user names: where they lead, and what may be written there."""
+"""The paths that a user gives: how they are resolved, and checks before anything is written to them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 
 from psigrad.errors import UserError
 
-# Names the command that made a folder which is no run folder, such as that of `psigrad compare`.
+# The file that names the command of a folder that is not a run folder, such as that of `psigrad compare`.
 OWNER = ".psigrad"
-_LONGEST_NAME = 255  # bytes, of every file system that matters
+_LONGEST_NAME = 255  # bytes, the limit of all common file systems
 
 
 class TypedPath(str):
-    """An absolute path that is recorded as the user typed it: a project that was moved resumes its runs."""
+    """An absolute path that is recorded as the user typed it, so that a moved project can resume its runs."""
 
     typed: str
 
@@ -34,7 +34,7 @@ class TypedPath(str):
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """Return the path from the root on, `~` expanded. Raises `UserError` for a name that no file system takes."""
+    """Return the absolute path, with `~` expanded. Raises `UserError` for a name that no file system accepts."""
     found = Path(path).expanduser().absolute()
     for name in found.parts:
         if len(os.fsencode(name)) > _LONGEST_NAME:
@@ -44,7 +44,7 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def kept_folder() -> Iterator[None]:
-    """Return to the current folder at the end of the block: user code in it may leave it by `os.chdir`."""
+    """Return to the current folder at the end of the block, since user code in it may call `os.chdir`."""
     before = os.open(".", os.O_RDONLY)
     try:
         yield
@@ -54,13 +54,13 @@ def kept_folder() -> Iterator[None]:
 
 
 def expand(text: str) -> str:
-    """Return a path to write to, with `~` expanded. Raises `UserError` for a name that no file system takes."""
+    """Return a path to write to, with `~` expanded. Raises `UserError` for a name that no file system accepts."""
     found = absolute(text)
     return TypedPath(str(found), text) if text.startswith("~") else text
 
 
 def find_absolute(text: str) -> str:
-    """Return the absolute path of what exists on this disk, `~` expanded. Return any other name unchanged."""
+    """Return the absolute path of a name that exists on this disk, with `~` expanded. Return any other name unchanged."""
     if not text or isinstance(text, TypedPath) or "\0" in text:
         return text
     weighed = re.fullmatch(r"(.+)(:(?:\d+(?:\.\d*)?|\.\d+))", text)  # a dataset with its weight
@@ -83,7 +83,7 @@ def check_folder(folder: Path, setting: str, owns: Callable[[Path], bool] = lamb
 
 
 def claim(folder: Path, command: str, setting: str = "output_dir") -> Path:
-    """Create the folder of a command that is not a run, or take the one that this command made before.
+    """Create the folder of a command that is not a run, or reuse a folder that the same command made earlier.
 
     Raises `UserError` if the folder holds anything else or cannot be written.
     """
@@ -104,7 +104,7 @@ def _owner(folder: Path) -> Any:
 
 
 def check_output(output: str) -> None:
-    """Check before the work that the file `output` can be written and replaces nothing; "" stands for none.
+    """Check before the work that the file `output` can be written and replaces nothing. "" means no file.
 
     The folder of the file is created. Raises `UserError`.
     """

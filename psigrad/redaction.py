@@ -1,7 +1,7 @@
-"""What must not be written down: tokens, passwords, credentials in URLs, and environment variables that hold them.
+"""Redaction of secrets: tokens, passwords, credentials in URLs, and the values of environment variables with such names.
 
-`clear` is for whatever is written, `say` for the lines of a terminal. Those of a run folder, of which there are many, take the
-two halves of `clear`.
+`clear` is for anything that is written, `say` for messages on the terminal. A run folder has many lines, so its writer calls the
+two halves of `clear`: `hide` and `without`.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from collections.abc import Mapping
 from typing import Any
 
 HIDDEN = "***"
-_SHORTEST = 8  # a shorter value of a variable is a word that may stand anywhere
-# A token of one of these kinds is one of text.
+_SHORTEST = 8  # a shorter value may be a word that occurs anywhere
+# Tokens of these kinds are tokens of text, not secrets.
 _OF_TEXT = ("eos", "bos", "pad", "unk", "sep", "cls", "mask", "stop", "start", "eot", "boi", "eoi", "image", "video", "audio")
 _TOKEN = "".join(f"(?<!{kind}[_-])" for kind in _OF_TEXT) + "token"
-# Names of environment variables that hold secrets. An AUTHOR is none, nor are TOKENIZERS_PARALLELISM and MAX_TOKENS.
+# Names of environment variables that hold secrets. AUTHOR, TOKENIZERS_PARALLELISM and MAX_TOKENS are not among them.
 SECRET_NAME = re.compile(
     rf"{_TOKEN}(?!iz|s$)|secret|passw|passphrase|credential|(^|_)((api_?)?key|pass)(_|$)|_(pwd|pat)$|auth(?!ors?(_|$))",
     re.IGNORECASE,
 )
-_VARIABLE = r"(?-i:[A-Z][A-Z0-9_]*_(?:KEY|PASS|PWD|PAT|AUTH))"  # as `env OPENAI_KEY=…` in the command of a tool server
+_VARIABLE = r"(?-i:[A-Z][A-Z0-9_]*_(?:KEY|PASS|PWD|PAT|AUTH))"  # `env OPENAI_KEY=…` in the command of a tool server
 _WORD = rf"{_VARIABLE}|(?:api|access|private)[_-]?key|secret|password|passwd|passphrase|credentials?|authorization|{_TOKEN}"
 _NAMED = r"(?:api|access|private)[_-]?key|password|passwd"
 _KEY = re.compile(rf"(?:{_WORD})$", re.IGNORECASE)
-_SHORT = r"--?(?:[\w.]+[_-])*(?:pass|pwd|pat|auth)"  # a whole word of a flag: --db-pass, and not --bypass
+_SHORT = r"--?(?:[\w.]+[_-])*(?:pass|pwd|pat|auth)"  # a full word of a flag: --db-pass, but not --bypass
 _FLAG = re.compile(rf"--?[\w.-]*(?:{_WORD})|{_SHORT}", re.IGNORECASE)
 _QUOTED = r"'[^']+'|\"[^\"]+\""
 _SPOKEN = tuple(
@@ -48,12 +48,12 @@ _SPOKEN = tuple(
 
 
 def hide(value: Any) -> Any:
-    """A value of JSON without what looks like a secret: by its form in texts, by its name in mappings."""
+    """Return a JSON value without secrets, which are recognised by their form in texts and by their name in mappings."""
     if isinstance(value, str):
         for pattern in _SPOKEN:
             value = pattern.sub(rf"\1{HIDDEN}", value)
         return value
-    if isinstance(value, list | tuple):  # the words of a command: what stands behind --api-key
+    if isinstance(value, list | tuple):  # the words of a command, where a secret follows --api-key
         return [HIDDEN if isinstance(one, str) and isinstance(flag, str) and _FLAG.fullmatch(flag) else hide(one)
                 for flag, one in zip(("", *value), value, strict=False)]  # fmt: skip
     if isinstance(value, Mapping):
@@ -63,14 +63,14 @@ def hide(value: Any) -> Any:
 
 
 def clear(value: Any) -> Any:
-    """A value of JSON as it may be written down or said: `hide`, and without the `values` of this process' variables."""
+    """Return a JSON value that may be written or printed: after `hide`, and without the `values` of secret variables."""
     return json.loads(without(json.dumps(hide(value)).encode(), values()))
 
 
 def escape(text: str) -> str:
-    """Spell out control characters, bidirectional overrides and lone surrogates, but no line ends and tabs.
+    """Escape control characters, bidirectional overrides and lone surrogates, but not line ends and tabs.
 
-    A text of a model or a dataset may hold sequences that set a terminal's title or clipboard.
+    A text of a model or a dataset may contain sequences that set a terminal's title or clipboard.
     """
     return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
@@ -81,21 +81,21 @@ def say(text: str) -> None:
 
 
 def tell(kind: str, text: str, **fields: Any) -> None:
-    """`say`, where there is no run that takes the event as well."""
+    """Print a message as `say` does. It serves as a run's message function if there is no run to record the event."""
     say(text)
 
 
 def values() -> list[bytes]:
-    """The values of this process' variables whose names say that they are secret, as they stand in a line of JSON."""
+    """Return the values of this process's environment variables with secret names, as they appear in a line of JSON."""
     held = {value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= _SHORTEST}
     shown = [value for value in sorted(held, key=len, reverse=True) if not (os.sep in value and os.path.exists(value))]
-    # lines are written both ways
+    # Lines are written with and without ASCII escapes.
     forms = [json.dumps(value, ensure_ascii=plain)[1:-1] for value in shown for plain in (True, False)]
     return [form.encode(errors="surrogateescape") for form in dict.fromkeys(forms)]
 
 
 def without(lines: bytes, secret: list[bytes]) -> bytes:
-    """Lines of JSON without these values."""
+    """Return lines of JSON without these values."""
     for value in secret:
         lines = lines.replace(value, HIDDEN.encode())
     return lines

@@ -17,7 +17,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def derive(*parts: int | str) -> int:
-    """A 63-bit seed from any sequence of integers and strings (BLAKE2b of their unambiguous encoding).
+    """Return a 63-bit seed from any sequence of integers and strings (BLAKE2b of their unambiguous encoding).
 
     `derive(run_seed, "sample", step, prompt, k)` is the seed of the k-th completion of one prompt at one step.
     """
@@ -26,7 +26,7 @@ def derive(*parts: int | str) -> int:
 
 
 def uniform(seeds: np.ndarray, counter: int | np.ndarray) -> np.ndarray:
-    """Uniform doubles in [0, 1): element i depends on `seeds[i]` and `counter` (or `counter[i]`) only.
+    """Return uniform doubles in [0, 1). Element i depends only on `seeds[i]` and `counter` (or `counter[i]`).
 
     SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators") at position `counter` of the
     stream that starts at `seeds[i]`; 53 bits of each word are used.
@@ -41,7 +41,7 @@ def uniform(seeds: np.ndarray, counter: int | np.ndarray) -> np.ndarray:
 
 
 def uniform_on_device(seeds: Tensor, counter: Tensor) -> Tensor:
-    """`uniform` of int64 tensors [B] in which the seeds' bits lie, bit for bit, on their device."""
+    """Return the same numbers as `uniform`, bit for bit, from int64 tensors [B] with the seeds' bits, on their device."""
     x = seeds + (counter + 1) * _signed(_GOLDEN)
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
@@ -50,15 +50,15 @@ def uniform_on_device(seeds: Tensor, counter: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Right by `bits`, zeros from the left: on int64 `>>` alone copies the sign."""
+    """Shift right by `bits` with zeros from the left. On int64, `>>` alone would copy the sign."""
     return (x >> bits) & ((1 << 64 - bits) - 1)
 
 
 def _signed(word: int | np.uint64) -> int:
-    """The int64 with these bits."""
+    """Return the int64 with these bits."""
     return (int(word) ^ 1 << 63) - (1 << 63)
 
 
 def permutation(n: int, *parts: int | str) -> np.ndarray:
-    """A permutation of range(n) that depends only on `n` and `parts`."""
+    """Return a permutation of range(n) that depends only on `n` and `parts`."""
     return np.random.Generator(np.random.Philox(key=derive(*parts))).permutation(n)

@@ -1,5 +1,5 @@
-"""What stands beside the core: other people's programs, and whole capabilities that few need.
+"""Optional features outside the core: interfaces to other programs, and capabilities that few users need.
 
-Each is reached from psigrad by a name in `psigrad/extras.py`, and imported when it is asked for. The core reads, tests and runs
+psigrad finds each of them by a name in `psigrad/extras.py` and imports it on first use. The core can be read, tested and run
 without this package.
 """

@@ -1,4 +1,4 @@
-"""The commands of this package. Each parses, calls one public function and prints."""
+"""The commands of this package. Each parses its arguments, calls one public function and prints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from psigrad_extras.preflight.settings import PlanConfig
 
 
 def check(arguments: list[str]) -> int:
-    """Print whether a model, its data and its settings will train rightly; exit status 1 where not all of it holds."""
+    """Print checks of a model, its data and its settings before training. Return exit status 1 if a check fails."""
     about = "Whether a model, its data and its settings will train rightly: rows as the model reads them, what rewards, tools "
     about += "and the environment say to them, and what must be equal computed twice. Nothing is trained. Flags are a run's."
     rest = [argument for argument in arguments if argument != "--json"]
@@ -47,13 +47,13 @@ def defaults(arguments: list[str]) -> int:
 
 
 def _told(name: str) -> None:
-    """The name of the check that is at work, on a terminal's last line; an empty one takes it away."""
+    """Print the name of the running check on the last line of a terminal. An empty name removes it."""
     if sys.stderr.isatty():
         print("\r\x1b[K" + (name and f"checking {name} …"), end="", file=sys.stderr, flush=True)
 
 
 def plan(arguments: list[str]) -> int:
-    """Print what a run will take."""
+    """Print the memory, batch arithmetic and speed of a run."""
     config, asked = _parse_plan(arguments)
     from psigrad_extras.preflight.plan import plan as command
 
@@ -62,7 +62,7 @@ def plan(arguments: list[str]) -> int:
 
 
 def compare(arguments: list[str]) -> int:
-    """Train by several methods and draw the comparison."""
+    """Train with several methods and draw the comparison."""
     methods, given, rest = flags.parse_lists(arguments, "--seeds", "--pairs")
     usage = "compare METHOD ... [--seeds 0 1 2] [--pairs FILE]"
     about = "Train by several methods from one checkpoint, over seeds, with equal samples, and draw the comparison."
@@ -79,7 +79,7 @@ def compare(arguments: list[str]) -> int:
 
 
 def lm_eval(arguments: list[str]) -> int:
-    """Print what lm-eval's tasks say of a model, and of the one that it is compared with."""
+    """Print the results of lm-eval's tasks for a model, and for its baseline if there is one."""
     config = flags.parse(LmEvalConfig, "lm-eval", arguments)
     try:
         from psigrad_extras.connect import lm_eval as harness
@@ -90,7 +90,7 @@ def lm_eval(arguments: list[str]) -> int:
 
 
 def _print_tasks(metrics: Sequence[Any]) -> None:
-    """Metrics of tasks with 95 % intervals: of a model, and where there is a baseline its own and the difference."""
+    """Print the metrics of tasks with 95 % intervals: of the model and, with a baseline, of the baseline and the difference."""
     from psigrad.records.report import terminal
 
     columns = ["model", *(["baseline", "difference"] if any(one.baseline is not None for one in metrics) else [])]
@@ -103,7 +103,7 @@ def _span(figure: tuple[float, float, float] | None) -> str:
 
 
 def _parse_plan(arguments: Sequence[str]) -> tuple[Any, PlanConfig]:
-    """(settings of the method that the first argument names, what its plan is told). Prints help and exits on --help."""
+    """Return (settings of the method that the first argument names, settings of the plan). Print help and exit on --help."""
     usage = (
         "psigrad plan METHOD [--memory 24GB] [--devices N] [--prompt-length N] [--completion-length N] [--json] "
         "[METHOD's settings]"
@@ -123,7 +123,7 @@ _REPLAY = "psigrad replay RUN --step N [--method NAME|MAPPING ...] [--output FIL
 
 
 def replay(arguments: list[str]) -> int:
-    """Recompute a step of a run; exit status 1 where it is not the recorded one."""
+    """Recompute a step of a run. Return exit status 1 if it differs from the recorded one."""
     if flags.asks_for_help(arguments):
         print(f"{_REPLAY}\n\nRecompute a step of an online run from the nearest checkpoint before it and the run's rows, and say")
         print("what is not as it is recorded. With --method also what other methods would have done with the same completions:")
@@ -148,7 +148,7 @@ def replay(arguments: list[str]) -> int:
 
 
 def export(arguments: list[str]) -> int:
-    """Write a model as others use it."""
+    """Write a model in a format for other programs."""
     usage = "psigrad export RUN_OR_MODEL --to gguf|merged|adapter [--output FOLDER] [--quantization f16]"
     if flags.asks_for_help(arguments):
         print(f"{usage}\n\nThe model of a run, a folder, a hub name or a GGUF file, in a folder of its own:\n")
@@ -177,7 +177,7 @@ def export(arguments: list[str]) -> int:
 
 
 def merge(arguments: list[str]) -> int:
-    """`export --to merged`."""
+    """Run `export --to merged`."""
     if "--to" in arguments:
         raise UserError("merge writes the merged model; `psigrad export` takes --to.")
     return export(arguments if flags.asks_for_help(arguments) else [*arguments, "--to", "merged"])
@@ -247,7 +247,7 @@ chosen and a rejected one in OUTPUT. Ratings that differ by at most TIE are a ti
 
 
 def pairs(arguments: list[str]) -> int:
-    """Write the pairs of rankings or ratings."""
+    """Write pairs made from rankings or ratings."""
     known = {"dataset": "", "output": "", "columns": "", "scale": 10, "tie": 0.0}
     given = flags.plain("pairs", arguments, known, _PAIRS)
     from psigrad_extras.datasets import sample
@@ -285,7 +285,7 @@ def push(arguments: list[str]) -> int:
 
 
 def doctor(arguments: list[str]) -> int:
-    """Print what the machine offers."""
+    """Print what this machine offers for training, and what is missing."""
     if flags.asks_for_help(arguments):
         print("psigrad doctor [--json]\n\nWhat this machine offers for training, and what is missing, one line each.")
         return 0
@@ -317,7 +317,7 @@ _FROM_TRL = "psigrad from-trl SCRIPT.py|CONFIG.yaml [--trainer grpo] [--output F
 
 
 def from_trl(arguments: list[str]) -> int:
-    """Print the settings that train as a script of TRL does, or a file of its command line, and what differs."""
+    """Print the settings that are equivalent to a script of TRL or a file of its command line, and the differences."""
     if flags.asks_for_help(arguments):
         print(
             f"{_FROM_TRL}\n\nThe equal settings of psigrad, as YAML and as a command, and what differs. "
@@ -349,7 +349,7 @@ def from_trl(arguments: list[str]) -> int:
 
 
 def _command(method: str, settings: dict[str, Any]) -> str:
-    """The command line of these settings."""
+    """Return the command line of these settings."""
     words = ["psigrad", method]
     for name, value in settings.items():
         if name.partition(".")[0] in ("algorithm", "loss"):

@@ -1,4 +1,4 @@
-"""Defaults that surprise whoever comes from TRL or Stable-Baselines3, for `psigrad explain defaults` and docs/settings.md."""
+"""The defaults that differ from those of TRL and Stable-Baselines3, for `psigrad explain defaults` and docs/settings.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from psigrad.config import OnlineConfig, PreferenceConfig, SFTConfig
 from psigrad.config.fields import settings_of
 from psigrad.control.settings import ControlConfig
 
-# setting -> (their class, its argument, its default, and what it means where that says little)
+# Setting -> (the other library's class, its argument, its default, and its meaning if the default is not clear).
 THEIRS: dict[str, tuple[str, str, Any, str]] = {
     "sampling.max_completion_length": ("trl.GRPOConfig", "max_completion_length", 512, ""),
     "run.num_train_epochs": ("trl.SFTConfig", "num_train_epochs", 3.0, ""),
@@ -32,7 +32,7 @@ THEIRS: dict[str, tuple[str, str, Any, str]] = {
     "dqn.buffer_size": ("stable_baselines3.DQN", "buffer_size", 1_000_000, ""),
     "dqn.learning_starts": ("stable_baselines3.DQN", "learning_starts", 100, ""),
 }
-# Ours, where a default is said in words.
+# psigrad's defaults that are described in words.
 SAID = {
     "n_envs": "8 copies for `a2c`, one for `ppo` and `dqn`",
     "tuned": "rl-zoo3's numbers where it has the environment",
@@ -49,9 +49,9 @@ SAID = {
 
 
 def beside() -> list[tuple[str, str, str, str]]:
-    """(setting, our default, theirs, their class) in Markdown."""
+    """Return (setting, psigrad's default, the other default, the other class) in Markdown."""
     found: dict[str, Any] = {}
-    for cls in (ControlConfig, PreferenceConfig, OnlineConfig, SFTConfig):  # of a name that several have the last counts
+    for cls in (ControlConfig, PreferenceConfig, OnlineConfig, SFTConfig):  # the last class with a name counts
         found |= {name: setting.default for name, setting in settings_of(cls).items()}
     return [
         (name, SAID.get(name) or f"`{found[name]}`", said or f"`{value}`", where.rpartition(".")[2])
@@ -60,7 +60,7 @@ def beside() -> list[tuple[str, str, str, str]]:
 
 
 def table() -> str:
-    """The same for a terminal."""
+    """Return the defaults of `beside` as a table for a terminal."""
     rows = [(name, ours.replace("`", ""), f"{theirs} ({whose})".replace("`", "")) for name, ours, theirs, whose in beside()]
     rows = [("setting", "here", "there"), *rows]
     wide = [max(len(row[k]) for row in rows) for k in (0, 1)]

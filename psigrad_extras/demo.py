@@ -1,8 +1,7 @@
-"""The main job, whole, on a laptop: a small model learns from careless demonstrations, then goes past them by reinforcement
-learning.
+"""A demo of complete training on a laptop: a small model copies careless demonstrations, then surpasses them by GRPO.
 
 The task is reasoning-gym's `spell_backward`. A share of the demonstrations swaps the last two letters. Supervised fine-tuning
-copies the mistake as often as it was shown; GRPO against the task's own scorer unlearns it. Held-out words occur in no
+copies the mistake as often as it was shown. GRPO against the task's own scorer unlearns it. Held-out words occur in no
 training data.
 """
 
@@ -39,7 +38,7 @@ EVALUATION = Evaluation(eval_prompts=HELD_OUT, metric="exact")
 def run(
     output_dir: str = "runs/demo", seed: int = 0, *, sft_steps: int = 800, rl_steps: int = 500, progress: bool = True
 ) -> Result:
-    """Build a model, fine-tune it, train it by GRPO and evaluate both. Figures, samples and report.html are in `output_dir`/grpo.
+    """Build a model, fine-tune it, train it with GRPO and evaluate both. The results are in `output_dir`/grpo with a report.html.
 
     Each stage resumes from its newest checkpoint, so the same call continues a demo that was stopped. Raises `UserError` for a
     stage without a step.
@@ -67,7 +66,7 @@ def run(
     trained = online.run(reinforcing(tuned.model, files, folder / "grpo", seed, max_steps=rl_steps, progress=progress))
     say(f"Both models answer {HELD_OUT} words that they have not seen", flush=True)
     greedy = [_greedy(model, files["held_out"], seed) for model in (tuned.model, trained.model)]
-    # a demo that was stopped and taken up again has spent time in an earlier call as well
+    # A resumed demo has also spent time in earlier calls.
     spent = recorded_seconds(tuned.folder) + recorded_seconds(trained.folder)
     rows = headline(trained, greedy, max(time.perf_counter() - start, spent))
     (trained.folder / "summary.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")  # the report's headline table
@@ -75,7 +74,7 @@ def run(
 
 
 def _run(seed: int, progress: bool) -> Run:
-    """The settings that both stages share. Where there is no terminal a line is printed every ten seconds, and at the end."""
+    """Return the settings of both stages. Without a terminal, a line is printed every ten seconds and at the end."""
     return Run(seed=seed, progress=progress, logging_steps=10**9)
 
 
@@ -89,13 +88,13 @@ def reinforcing(
     progress: bool,
     dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> OnlineConfig:
-    """The settings of the second stage: GRPO from the fine-tuned `model` against the task's scorer."""
+    """Return the settings of the second stage: GRPO from the fine-tuned `model` against the task's scorer."""
     return OnlineConfig(
         model=Model(path=str(model), dtype=dtype),
         data=Data(dataset=str(files["prompts"]), eval_dataset=str(files["held_out"]), plain_prompts=True),
         optim=Optim(learning_rate=5e-4, adam_beta2=0.99, warmup_steps=5),
         run=replace(_run(seed, progress), output_dir=str(output), max_steps=max_steps, save_steps=50),
-        algorithm={"preset": "grpo", "kl": None, "name": "grpo"},  # beta = 0, as in TRL: verifiable rewards need no leash
+        algorithm={"preset": "grpo", "kl": None, "name": "grpo"},  # beta = 0, as in TRL: verifiable rewards need no KL
         reward=("reasoning_gym",),
         prompts_per_step=16,
         num_generations=8,
@@ -107,9 +106,10 @@ def reinforcing(
 def prepare(
     folder: Path, seed: int, progress: bool, *, words: int = WORDS, longest: int = 8, hidden: int = 160, layers: int = 4
 ) -> dict[str, Path]:
-    """Data and the untrained model under `folder`, made once: the paths of base, demonstrations, prompts and held_out.
+    """Create data and the untrained model under `folder`, unless they exist.
 
-    There are so many `words` to train on, of 3 to `longest` letters; the model has `layers` layers of width `hidden`.
+    Return the paths of base, demonstrations, prompts and held_out. `words` is the number of training words, of 3 to `longest`
+    letters. The model has `layers` layers of width `hidden`.
     """
     paths = {name: folder / "data" / f"{name}.jsonl" for name in ("demonstrations", "prompts", "held_out")}
     paths["base"] = folder / "base"
@@ -140,7 +140,7 @@ def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _greedy(model: Path, held_out: Path, seed: int) -> dict[str, Any]:
-    """Held-out accuracy at temperature 0."""
+    """Return the held-out metrics at temperature 0."""
     return evaluate.run(
         EvalConfig(
             model=Model(path=str(model)),
@@ -154,7 +154,7 @@ def _greedy(model: Path, held_out: Path, seed: int) -> dict[str, Any]:
 
 
 def headline(trained: Result, greedy: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
-    """The rows of the final table: accuracies with 95 % intervals, KL, length, speed, time."""
+    """Return the rows of the final table: accuracies with 95 % intervals, KL, length, speed, time."""
     rows = []
     for when, figures in (("SFT", trained.before), ("RL", trained.after)):
         rows.append(_figure(f"accuracy after {when}", figures, "eval/exact"))
@@ -179,16 +179,16 @@ def _figure(name: str, figures: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def timings(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run's timings.jsonl."""
+    """Return the rows of a run's timings.jsonl."""
     return list(read_steps(folder / "timings.jsonl"))
 
 
 def recorded_seconds(folder: Path) -> float:
-    """Seconds that a run spent in steps and evaluations, in all its lives."""
+    """Return the seconds that a run spent in steps and evaluations, over all its starts."""
     return float(sum(row["step_time"] for row in timings(folder)))
 
 
 def tokens_per_second(folder: Path) -> float:
-    """Completion tokens per second of whole training steps: sampling, scoring and update."""
+    """Return the completion tokens per second of complete training steps: sampling, scoring and update."""
     steps = [row for row in timings(folder) if "time/sample" in row]
     return float(sum(row["tokens"] for row in steps) / sum(row["step_time"] for row in steps))

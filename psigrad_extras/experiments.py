@@ -1,7 +1,7 @@
-"""`psigrad experiment NAME`: the studies of the source checkout by name, and how one is run and shown.
+"""`psigrad experiment NAME`: the studies of the source checkout by name, and a function that runs one and shows its results.
 
-Light, so that help needs no torch. A new study is a line here, a settings class in `studies/settings.py`, and a module in
-`studies/` with what `Experiment.module` describes.
+This module imports no torch, so that help is fast. A new study needs a line here, a settings class in `studies/settings.py`, and
+a module in `studies/` with the functions that `Experiment.module` describes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def find_checkout() -> Path | None:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One experiment: its name, what it shows, and the module of its code."""
+    """An experiment: its name, its purpose, and the module of its code."""
 
     name: str
     purpose: str
@@ -35,16 +35,16 @@ class Experiment:
 
     @property
     def settings(self) -> type[Any]:
-        """Its settings class. Raises `UserError` without a source checkout."""
+        """The settings class. Raises `UserError` without a source checkout."""
         found: type[Any] = self._load("studies.settings").SETTINGS[self.name]
         return found
 
     @property
     def module(self) -> Any:
-        """The module, imported when it is asked for. Raises `UserError` without a source checkout.
+        """The module, imported on first use. Raises `UserError` without a source checkout.
 
-        It has `check(settings)`, which refuses settings that make no sense; `run(settings)`, which returns a frozen dataclass;
-        `tables(result)`, what is printed; and `picture(found, path)`, drawn from the result as plain values.
+        It has `check(settings)`, which raises for settings that make no sense; `run(settings)`, which returns a frozen dataclass;
+        `tables(result)`, which returns the tables to print; and `picture(found, path)`, which draws the result from plain values.
         """
         return self._load(self.file)
 
@@ -56,7 +56,7 @@ class Experiment:
                 f"clone the repository and call `psigrad experiment {self.name}` in its folder."
             )
         if str(root) not in sys.path:
-            sys.path.insert(0, str(root))  # the workers of a run look where this process does
+            sys.path.insert(0, str(root))  # the workers of a run inherit this path
         return importlib.import_module(module)
 
 

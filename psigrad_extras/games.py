@@ -1,6 +1,6 @@
-"""Three small environments with a known best play, for small models on a laptop.
+"""Three small environments with a known best strategy, for small models on a laptop.
 
-Each has `rows(count, seed)` to play on, `demonstrations(count, seed)` to imitate first, and the return of the best play.
+Each has `rows(count, seed)` to play, `demonstrations(count, seed)` to imitate first, and the return of the best strategy.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def _turn(role: str, content: str) -> dict[str, str]:
 
 @dataclass
 class GuessNumber:
-    """Guess a secret number from 1 to `high`; each wrong guess is answered with "higher" or "lower".
+    """A game of guessing a secret number from 1 to `high`. The answer to a wrong guess is "higher" or "lower".
 
-    Reward on a hit: 1 − 0.1 · (guesses before it). A guess that the answers so far rule out, or that is no number, costs 0.2 at
-    once. Halving the interval is the best play.
+    The reward of a hit is 1 − 0.1 · (guesses before it). A guess that the previous answers rule out, or that is not a number,
+    costs 0.2 at once. The best strategy is to halve the interval.
     """
 
     high: ClassVar[int] = 7
@@ -35,7 +35,7 @@ class GuessNumber:
     open: tuple[int, int] = (1, 7)
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        """The secret is the row's."""
+        """Start an episode with the row's secret."""
         self.secret, self.open = int(row["secret"]), (1, self.high)
 
     def step(self, completion: str) -> tuple[str, float, bool]:
@@ -53,13 +53,13 @@ class GuessNumber:
 
     @classmethod
     def rows(cls, count: int, seed: int) -> list[Row]:
-        """Secrets drawn evenly."""
+        """Return rows with uniformly drawn secrets."""
         rng = random.Random(seed)
         return [{"prompt": [_turn("user", f"1 to {cls.high}?")], "secret": rng.randint(1, cls.high)} for _ in range(count)]
 
     @classmethod
     def demonstrations(cls, count: int, seed: int) -> list[Row]:
-        """Careless play: half of the guesses are drawn from all numbers, half from those that are still possible."""
+        """Return careless play: half of the guesses are drawn from all numbers, half from those that are still possible."""
         rng = random.Random(seed)
         made = []
         for row in cls.rows(count, seed):
@@ -83,7 +83,7 @@ _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def calculate(expression: str) -> int:
-    """The value of sums, differences and products of whole numbers. Raises ValueError for anything else."""
+    """Return the value of sums, differences and products of whole numbers. Raises `ValueError` for anything else."""
 
     def value(node: ast.expr) -> int:
         match node:
@@ -105,16 +105,19 @@ def calculate(expression: str) -> int:
 
 @dataclass
 class Calculator:
-    """A product of two-digit numbers, and a calculator: "= 12*34" is answered with its value, any other number is the answer.
+    """A question for the product of two-digit numbers, with a calculator.
 
-    Reward 1 for the right answer, less 0.05 for each use of the calculator. Asking once and copying is the best play.
+    The calculator answers "= 12*34" with its value. Any other number is the policy's answer.
+
+    The reward is 1 for the right answer, minus 0.05 for each use of the calculator. The best strategy is to use it once and copy
+    the result.
     """
 
     answer: int = 0
     uses: int = 0
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        """The answer is the row's."""
+        """Start an episode with the row's answer."""
         self.answer = int(row["answer"])
 
     def step(self, completion: str) -> tuple[str, float, bool]:
@@ -132,14 +135,14 @@ class Calculator:
 
     @classmethod
     def rows(cls, count: int, seed: int) -> list[Row]:
-        """Pairs of two-digit numbers."""
+        """Return rows with pairs of two-digit numbers."""
         rng = random.Random(seed)
         pairs = [(rng.randint(11, 99), rng.randint(11, 99)) for _ in range(count)]
         return [{"prompt": [_turn("user", f"{a}*{b}?")], "answer": a * b} for a, b in pairs]
 
     @classmethod
     def demonstrations(cls, count: int, seed: int) -> list[Row]:
-        """Half of them guess without the calculator; of those that use it, a third asks for something else."""
+        """Return careless play: half of it guesses without the calculator. A third of the rest calculates something else."""
         rng, made = random.Random(seed), []
         for row in cls.rows(count, seed):
             question = row["prompt"][0]["content"].rstrip("?")
@@ -156,9 +159,9 @@ class Calculator:
 
 @dataclass
 class TextGrid:
-    """Walk on a 4×4 grid from a cell to the goal by n, s, e, w; a trap ends the walk.
+    """A walk on a 4×4 grid from a cell to the goal by n, s, e, w. A trap ends the walk.
 
-    Reward 1 at the goal, −1 in the trap, −0.05 for every other step; a step against the edge stays.
+    The reward is 1 at the goal, −1 in the trap, and −0.05 for every other step. A step against the edge stays in the cell.
     """
 
     size: ClassVar[int] = 4
@@ -169,11 +172,11 @@ class TextGrid:
     steps: int = field(default=0)
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        """Start, goal and trap are the row's."""
+        """Start an episode with the row's start, goal and trap."""
         self.at, self.goal, self.trap = (tuple(row[name]) for name in ("start", "goal", "trap"))
 
     def step(self, completion: str) -> tuple[str, float, bool]:
-        """Move; the first letter counts, and what is no move is a step on the spot."""
+        """Move by the first letter of the completion. Anything else is a step on the spot."""
         dx, dy = self.moves.get(completion.strip()[:1], (0, 0))
         x, y = self.at[0] + dx, self.at[1] + dy
         self.at = (min(max(x, 0), self.size - 1), min(max(y, 0), self.size - 1))
@@ -185,12 +188,12 @@ class TextGrid:
 
     @staticmethod
     def describe(at: tuple[int, int], goal: tuple[int, int], trap: tuple[int, int]) -> str:
-        """What the policy reads."""
+        """Return the observation of the policy."""
         return f"at {at[0]}{at[1]} goal {goal[0]}{goal[1]} trap {trap[0]}{trap[1]}"
 
     @classmethod
     def rows(cls, count: int, seed: int) -> list[Row]:
-        """Three different cells."""
+        """Return rows with three different cells: start, goal and trap."""
         rng = random.Random(seed)
         cells = [(x, y) for x in range(cls.size) for y in range(cls.size)]
         made = []
@@ -202,7 +205,7 @@ class TextGrid:
 
     @classmethod
     def demonstrations(cls, count: int, seed: int) -> list[Row]:
-        """Walks of at most 12 steps whose moves are right two times in three and drawn evenly else."""
+        """Return walks of at most 12 steps. Two thirds of the moves are right, and the others are drawn uniformly."""
         rng, made = random.Random(seed), []
         for row in cls.rows(count, seed):
             game = cls()

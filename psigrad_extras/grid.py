@@ -26,28 +26,29 @@ MOST_SWEEPS = 10_000
 
 @dataclass(frozen=True)
 class GridSettings:
-    """A grid world, solved sweep by sweep: values as numbers and colours, the best action of each cell as an arrow. Where γ is 1
-    and several are worth the same, it is one that leads on towards an end; · where none does.
+    """A grid world, solved sweep by sweep: values as numbers and colours, the best action of each cell as an arrow.
+
+    If γ is 1 and several actions have the same value, the arrow is one that leads towards an end, or · if none does.
     """
 
     map: str = ""
     """Text file: `.` free, `#` wall, `S` start, `+` a prize of 1, `-` one of −1; empty: 8×8 with one of each."""
     method: Method = "value_iteration"
-    """How it is solved."""
+    """Method that solves the grid."""
     discount: float = 0.9
-    """γ, from 0 to 1."""
+    """Discount γ, from 0 to 1."""
     slip: float = 0.0
-    """Probability of going off at a right angle."""
+    """Probability of moving at a right angle to the action."""
     step_reward: float = 0.0
-    """Paid for every step; negative for a cost."""
+    """Reward of every step; negative for a cost."""
     every: int = 0
-    """Show every this many sweeps, besides the first and the last; 0: those two alone."""
+    """Show every this many sweeps, besides the first and the last; 0: only those two."""
     play: float = 0.0
-    """Seconds between sweeps: shows them as a film instead of one below the other; 0: no film."""
+    """Seconds between sweeps, to show them as a film instead of one below the other; 0: no film."""
 
 
 def run(settings: GridSettings, console: Console | None = None) -> Sweep:
-    """Solve the grid, show the sweeps that were asked for and the last one, and return it. Raises `UserError` on a mistake."""
+    """Solve the grid, print the selected sweeps and the last one, and return the last. Raises `UserError` on a mistake."""
     for name, value in (("every", settings.every), ("play", settings.play)):
         if value < 0:
             raise UserError(f"{name} is {value:g}; expected 0 or more.")
@@ -69,7 +70,7 @@ def _why(settings: GridSettings) -> str:
 
 
 def grid_of(settings: GridSettings) -> GridWorld:
-    """The grid that the settings describe."""
+    """Return the grid that the settings describe."""
     given: dict[str, Any] = {"slip": settings.slip, "step_reward": settings.step_reward, "gamma": settings.discount}
     try:
         if not settings.map:
@@ -83,7 +84,7 @@ def grid_of(settings: GridSettings) -> GridWorld:
 
 
 def _print(grid: GridWorld, sweeps: Iterator[Sweep], every: int, console: Console) -> Sweep:
-    """The first sweep, every so many, and the last, which is returned."""
+    """Print the first sweep, every `every`-th, and the last one. Return the last."""
     last, last_shown = None, None
     for sweep in sweeps:
         if last is None or (every and sweep.iteration % every == 0):
@@ -108,7 +109,7 @@ def _play(grid: GridWorld, sweeps: Iterator[Sweep], seconds: float, console: Con
 
 
 def picture(grid: GridWorld, sweep: Sweep) -> Group:
-    """Values as colours and numbers, the greedy policy as arrows, and how far the sweep is from the end."""
+    """Return the values as colours and numbers, the greedy policy as arrows, and the sweep's distance from convergence."""
     table = Table.grid(padding=0)
     policy = np.asarray(sweep.policy)
     actions = policy if policy.ndim == 1 else policy.argmax(1)
@@ -135,5 +136,5 @@ def _cell(grid: GridWorld, cell: tuple[int, int], value: np.ndarray, signs: list
 
 
 def _shade(colour: tuple[int, int, int], strength: float) -> str:
-    """The colour over black, as rich writes it."""
+    """Return the colour over black, in the notation of rich."""
     return f"({','.join(str(round(part * (0.15 + 0.85 * strength))) for part in colour)})"

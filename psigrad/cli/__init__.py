@@ -1,4 +1,4 @@
-"""The commands. Each parses, calls one public function and prints; nothing heavy is imported before a command needs it."""
+"""The commands. Each parses its arguments, calls a public function and prints. A heavy import waits until a command needs it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _training(settings: type[Any]) -> dict[str, Command]:
     return {name: Command(m.summary, language.train(name)) for name, m in list_declarations().items() if m.settings is settings}
 
 
-# The commands of the packages beside the core, by name.
+# The commands of the optional packages, by name.
 _extra, _serve, _studio = (partial(extras.command, package) for package in ("psigrad_extras", "psigrad_serve", "psigrad_studio"))
 
 GROUPS = {
@@ -77,7 +77,7 @@ COMMANDS: dict[str, Command] = {name: command for group in GROUPS.values() for n
 
 
 def help_text() -> str:
-    """What `psigrad --help` prints."""
+    """Return the text of `psigrad --help`."""
     width = max(map(len, COMMANDS))
     lines = [
         "psigrad: reinforcement learning from a grid world to the post-training of language models",
@@ -90,8 +90,8 @@ def help_text() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Exit status: 0 done, 2 a mistake of the user, 130 stopped by Ctrl-C, 143 by SIGTERM."""
-    with readers_may_leave():  # as `head` does: the work goes on to its end, and the status says what came of it
+    """Run a command and return its exit status: 0 done, 2 a mistake of the user, 130 stopped by Ctrl-C, 143 by SIGTERM."""
+    with readers_may_leave():  # a reader such as `head` may close the pipe: the work still runs to its end and sets the status
         return _status_of(list(sys.argv[1:] if argv is None else argv))
 
 
@@ -108,7 +108,8 @@ def _status_of(arguments: list[str]) -> int:
         print(f"psigrad: {error.strerror}: this process may have {most}; allow more (ulimit -n 1024).", file=sys.stderr)
         return 2
     except ValueError as error:
-        # UserError everywhere, ValueError from objective/, whose sentences are as good; a bug of ours must show its traceback
+        # UserError comes from anywhere, ValueError only from objective/, whose messages are also for users. A bug in psigrad must
+        # show its traceback.
         if os.environ.get("PSIGRAD_TRACEBACK") or not _meant_for_people(error):
             raise
         from psigrad import redaction
@@ -121,7 +122,7 @@ def _status_of(arguments: list[str]) -> int:
         print(f"psigrad: {extras.not_installed('This command', error, extra)}", file=sys.stderr)
         return 2
     finally:
-        sys.stdout.flush()  # a reader who has left is noticed here, not when Python ends
+        sys.stdout.flush()  # detects a closed pipe here, not when Python exits
 
 
 def _run(arguments: list[str]) -> int:
@@ -140,7 +141,7 @@ def _run(arguments: list[str]) -> int:
     return COMMANDS[name].run(rest)
 
 
-# Commands of other libraries (TRL, axolotl, LLaMA-Factory, unsloth, lm-eval), and what to type here.
+# Commands of other libraries (TRL, axolotl, LLaMA-Factory, unsloth, lm-eval) -> the command to use in psigrad.
 _PEERS = {
     "train learn fit run rl rlhf": "use `psigrad grpo` with a reward, `psigrad sft` on examples or `psigrad dpo` on comparisons",
     "finetune fine-tune tune lora qlora pretrain": "use `psigrad sft` to train on examples; `--lora-rank 16` trains an adapter",
@@ -157,7 +158,7 @@ _PEERS = {
 
 
 def _meant_for_people(error: ValueError) -> bool:
-    """Whether the error was raised by a check of ours and not by a library deep below."""
+    """Return True if one of psigrad's checks raised the error, and not a library that it calls."""
     if isinstance(error, UserError):
         return True
     trace = error.__traceback__

@@ -1,4 +1,4 @@
-"""Commands to begin with. `init` writes a project of `templates/`, taking `.in` off the names of its Python files."""
+"""Commands for a new project. `init` copies a project of `templates/` and removes `.in` from the names of its Python files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from psigrad.errors import UserError, nearest
 from psigrad.paths import absolute, check_folder
 
 _TEMPLATES = Path(__file__).parent / "templates"
-# kind of project -> what it shows, and the command that trains it
+# Kind of project -> (its description, the command that trains it).
 KINDS = {
     "verifiable": ("online RL on answers that a function can check (GRPO)", "psigrad grpo --config grpo.yaml"),
     "preferences": ("learning from comparisons (DPO)", "psigrad dpo --config dpo.yaml"),
@@ -40,7 +40,7 @@ def init(arguments: list[str]) -> int:
 def write(kind: str, folder: Path) -> list[str]:
     """Write a project into a new folder and return the names of its files. Raises `UserError` for a folder with files."""
     files = {path.name.removesuffix(".in"): path for path in sorted((_TEMPLATES / kind).iterdir())}
-    check_folder(folder, "FOLDER", lambda found: all(path.name.startswith(".") for path in found.iterdir()))  # a new repository
+    check_folder(folder, "FOLDER", lambda found: all(path.name.startswith(".") for path in found.iterdir()))  # .git may be there
     folder.mkdir(parents=True, exist_ok=True)
     for name, path in files.items():
         (folder / name).write_bytes(path.read_bytes())

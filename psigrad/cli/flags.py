@@ -1,6 +1,6 @@
-"""Command-line flags out of the settings themselves: one flag per field, its help the string under the field.
+"""Command-line flags made from the settings: one flag per field, whose help text is the string under the field.
 
-`--help` shows the settings that are marked `MAIN`, `--help-all` every one.
+`--help` shows the settings that are marked `MAIN`, `--help-all` shows all.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from psigrad.errors import UserError, nearest
 
 T = TypeVar("T")
 _NUMBERS = {int: "N", float: "X"}
-# What an override looks like: a dotted name of a setting, and a value.
+# An override: a dotted name of a setting, and a value.
 _OVERRIDE = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z_][a-z0-9_]*)*=")
 _PAIR = re.compile(r"\w[\w.-]*=")
-# A number below 0, -1e-3 too, which argparse before Python 3.14 takes for a flag.
+# A number below 0, including -1e-3, which argparse before Python 3.14 reads as a flag.
 _NEGATIVE = re.compile(r"-\.?\d")
 
 
@@ -34,19 +34,19 @@ HELP = {"-h", "--help", "--help-all"}
 
 
 class Command(NamedTuple):
-    """What a command does, in a line, and the function that does it: arguments -> exit status."""
+    """A command: its purpose in one line, and its function (arguments -> exit status)."""
 
     purpose: str
     run: Callable[[list[str]], int]
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:
-    """Whether one of `HELP` is among the arguments."""
+    """Return True if one of `HELP` is among the arguments."""
     return bool(HELP.intersection(arguments))
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse that raises our one-sentence error. Its help ends with `last_line`."""
+    """An argparse parser that raises a `UserError` of one sentence. Its help ends with `last_line`."""
 
     last_line = ""
 
@@ -64,15 +64,16 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mapping[str, Any] | None = None, about: str = "") -> T:
-    """Settings from `--config FILE`, `a.b=c` and flags. Help says what the command is `about`; by default what `cls` is.
+    """Parse settings from `--config FILE`, `a.b=c` and flags. Help describes the command with `about`, or else with `cls`.
 
-    Flags beat overrides, overrides beat the file, the file beats `defaults`, those beat the class's own. Prints help and exits on
-    --help. Raises `UserError` on anything unknown, with the nearest known name.
+    Flags beat overrides, overrides beat the file, the file beats `defaults`, and these beat the defaults of the class. Print help
+    and exit on --help. Raises `UserError` for anything unknown, with the nearest known name.
     """
     parser = _parser(cls, command, defaults or {}, every="--help-all" in arguments, told=asks_for_help(arguments))
     parser.description = about or parser.description
     arguments = join_columns(arguments, names_of(cls))
-    # taken out first: a flag with several values would swallow an override that follows it; a column mapping only looks like one
+    # Overrides are removed first, since a flag with several values would consume an override after it. A column mapping only
+    # looks like an override.
     is_override = [bool(_OVERRIDE.match(text)) and before != "--columns" for before, text in itertools.pairwise(["", *arguments])]
     overrides = list(itertools.compress(arguments, is_override))
     others_typed = [text for text, taken in zip(arguments, is_override, strict=True) if not taken]
@@ -86,7 +87,7 @@ def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mappin
 
 
 def plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any], about: str = "") -> dict[str, Any]:
-    """Flags of a command that has no settings class. Help says what it is `about`, in lines that stay as they are."""
+    """Parse the flags of a command that has no settings class. Help prints the lines of `about` unchanged."""
     parser = _Parser(prog=f"psigrad {command}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in defaults.items():
         flag = "--" + name.replace("_", "-")
@@ -99,12 +100,12 @@ def plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any], a
             )
     known, rest = parser.parse_known_args(join_columns(arguments))
     _refuse(rest, parser, "a value of one")
-    # a shell does not expand `--output=~/x`
+    # A shell does not expand `--output=~/x`.
     return {name: os.path.expanduser(value) if isinstance(value, str) else value for name, value in vars(known).items()}
 
 
 def join_columns(arguments: Sequence[str], settings: Container[str] = ()) -> list[str]:
-    """Return the arguments with `--columns a=b c=d` as `--columns a=b,c=d`. What sets a setting is an override and no column."""
+    """Return the arguments with `--columns a=b c=d` as `--columns a=b,c=d`. A pair that names a setting is an override."""
     made: list[str] = []
     for text in arguments:
         behind = made[-2:-1] == ["--columns"] or (made[-1:] and made[-1].startswith("--columns="))
@@ -116,7 +117,7 @@ def join_columns(arguments: Sequence[str], settings: Container[str] = ()) -> lis
 
 
 def split_off(cls: type[T], command: str, arguments: Sequence[str]) -> tuple[T, list[str]]:
-    """(settings of class `cls`, all other arguments), for a command that takes another's flags besides its own."""
+    """Return (settings of class `cls`, all other arguments), for a command that also takes the flags of another one."""
     parser = _Parser(prog=f"psigrad {command}", add_help=False, usage=argparse.SUPPRESS)
     _add_flags(parser, cls, command, {}, every=True, told=asks_for_help(arguments))
     known, rest = parser.parse_known_args(list(arguments))
@@ -126,7 +127,7 @@ def split_off(cls: type[T], command: str, arguments: Sequence[str]) -> tuple[T, 
 
 
 def parse_lists(arguments: Sequence[str], *lists: str) -> tuple[list[str], dict[str, list[str]], list[str]]:
-    """(leading names, the values behind each of the flags `lists`, all other arguments)."""
+    """Return (leading names, the values after each of the flags `lists`, all other arguments)."""
     names: list[str] = []
     found: dict[str, list[str]] = {name: [] for name in lists}
     rest, current = [], names
@@ -142,7 +143,7 @@ def parse_lists(arguments: Sequence[str], *lists: str) -> tuple[list[str], dict[
 
 
 def number(flag: str, text: str, kind: Callable[[str], T]) -> T:
-    """The number in one value of a flag: an int or a float, as `kind` says."""
+    """Return the number in a value of a flag: an int or a float, according to `kind`. Raises `UserError`."""
     try:
         return kind(text)
     except ValueError:
@@ -150,7 +151,7 @@ def number(flag: str, text: str, kind: Callable[[str], T]) -> T:
 
 
 def names_and_output(command: str, arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """Names, and the value of `--output`, of a command that takes nothing else."""
+    """Return (names, value of `--output`) of a command that takes nothing else."""
     parser = _Parser(prog=f"psigrad {command}")
     parser.add_argument("names", nargs="*")
     parser.add_argument("--output", metavar="FILE")
@@ -160,7 +161,7 @@ def names_and_output(command: str, arguments: Sequence[str]) -> tuple[list[str],
 
 
 def _refuse(rest: Sequence[str], parser: _Parser, expected: str, cls: type[Any] | None = None) -> None:
-    """A `UserError` for the first argument that the parser did not know."""
+    """Raise `UserError` for the first argument that the parser does not know."""
     for text in rest:
         if text.startswith("-"):
             flag = text.split("=")[0]
@@ -172,7 +173,7 @@ def _refuse(rest: Sequence[str], parser: _Parser, expected: str, cls: type[Any] 
 
 
 def _switches(parser: _Parser) -> dict[str, bool]:
-    """Flag -> whether it is given without a value."""
+    """Return flag -> True if it takes no value."""
     return {option: action.nargs == 0 for action in parser._actions for option in action.option_strings}
 
 
@@ -181,7 +182,7 @@ def _options(parser: _Parser) -> list[str]:
 
 
 def _values(cls: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags that were given, each read as its setting is meant."""
+    """Return the values of the given flags, each in the type of its setting."""
     settings = settings_of(cls)
     found: dict[str, Any] = {}
     for name, value in given.items():
@@ -194,14 +195,14 @@ def _values(cls: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(value: Any, hint: Any, name: str) -> Any:
-    """Text stays text where the setting is one; everything else is read as YAML: 1e-5, true, {part: clip}."""
+    """Return text unchanged if the setting is text. Read anything else as YAML: 1e-5, true, {part: clip}."""
     if isinstance(value, list):
         return [_read(v, get_args(hint)[0] if get_args(hint) else hint, name) for v in value]
     return value if isinstance(value, bool) else read_value(value, hint, name)
 
 
 def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bool, told: bool) -> _Parser:
-    """The parser of a command. Its help shows every setting, or only those that matter most."""
+    """Return the parser of a command. Its help shows every setting, or only the main ones."""
     parser = _Parser(
         prog=f"psigrad {command}",
         description=inspect.getdoc(cls),
@@ -223,7 +224,10 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
 
 
 def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any, every: bool) -> None:
-    """A flag for every part of the algorithm that has a name; those that this method lacks are refused with a sentence."""
+    """Add a flag for every part of the algorithm that has a short name, also for those that this method lacks.
+
+    Giving one of the latter fails later with an explanation.
+    """
     known = shortcuts.shortcuts_of(cls)
     group = parser.add_argument_group("parts of the method; `psigrad explain` shows them all") if known else parser
     for name, short in known.items():
@@ -245,8 +249,9 @@ def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any, every: bool) ->
 
 
 def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[str, Any], every: bool, told: bool) -> None:
-    """A flag for every setting, section by section. `defaults` are those of a method, by name. What a setting means stands in the
-    source, which is read where it is `told`.
+    """Add a flag for every setting, section by section. `defaults` are those of a method, by name.
+
+    Help texts are read from the source only if they are `told`, since reading takes time.
     """
     groups: dict[str, Any] = {}
     ordered = sorted(settings_of(cls).items(), key=lambda one: not one[0].startswith(("model.", "data.")))
@@ -267,7 +272,7 @@ def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[
             several = get_origin(setting.type) is tuple or SEVERAL in setting.marks
             many = {"nargs": "+", "action": "extend"} if several else {}
             group.add_argument(*names, dest=name, metavar=_NUMBERS.get(setting.type, leaf.upper()), help=text, **many)
-    for name, instead in unread_of(cls).items():  # what is never on here may be switched off
+    for name, instead in unread_of(cls).items():  # disabling what is never on is allowed
         section, _, leaf = name.rpartition(".")
         if not instead and getattr(getattr(cls(), section), leaf) is True:
             parser.add_argument(
@@ -276,7 +281,7 @@ def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[
 
 
 def _choices(hint: Any, default: Any) -> str:
-    """What a setting may be, where that is one of a few words, and what it is unless it is given."""
+    """Return the allowed words of a setting, if there are only a few, and its default."""
     words = [str(word) for word in get_args(hint) if word] if get_origin(hint) is Literal else []
     parts = [", ".join(words)] * (len(words) > 1) + [f"default {default}"] * (default not in ("", (), None))
     return f" ({'; '.join(parts)})" if parts else ""

@@ -18,7 +18,7 @@ from psigrad.paths import check_output
 
 
 def train(name: str) -> Callable[[list[str]], int]:
-    """The command of a training method."""
+    """Return the command of a training method."""
 
     def run(arguments: list[str]) -> int:
         method = declaration(name)
@@ -51,7 +51,7 @@ right answers in other forms and wrong ones for the first MAX_ROWS rows, and exi
 
 
 def score(arguments: list[str]) -> int:
-    """Write what a reward model, or reward functions, say of every row."""
+    """Write the scores that a reward model or reward functions give to every row."""
     _, listed, rest = flags.parse_lists(arguments, "--reward", "--reward-weights")
     if not listed["--reward"] and not flags.asks_for_help(arguments):
         return _score_by_model(rest)
@@ -80,7 +80,7 @@ def score(arguments: list[str]) -> int:
 
 
 def _attack(rewards: list[str], dataset: str, output: str, **how: Any) -> int:
-    """Say which answers the rewards misjudge; exit status 1 where a wrong one is rewarded."""
+    """Print the answers that the rewards misjudge. Return exit status 1 if a wrong one is rewarded."""
     if not dataset:
         raise UserError("No dataset was given; name a file of prompts with answers with --dataset.")
     attack = extras.load("attack")
@@ -125,7 +125,7 @@ def tasks(arguments: list[str]) -> int:
 
 
 def agree(preset: str, given: Any, setting: str = "algorithm") -> None:
-    """`psigrad rloo --config grpo.yaml` would train by another method than the one typed."""
+    """Raise `UserError` if the settings name another method than the command, as in `psigrad rloo --config grpo.yaml`."""
     named = given.get("preset", preset) if isinstance(given, dict) else given
     if isinstance(named, str) and named != preset and named in list_declarations():
         raise UserError(
@@ -150,7 +150,7 @@ def evaluate(arguments: list[str]) -> int:
 
 
 def report(arguments: list[str]) -> int:
-    """Draw a report."""
+    """Draw the report of a run again, or one that compares several runs."""
     usage = "psigrad report RUN [RUN ...] [--output FILE]"
     if flags.asks_for_help(arguments):
         print(f"{usage}\n\nDraw the report of a run folder again, or of several compared.")

@@ -1,4 +1,4 @@
-"""Commands of the mathematics in the small: formulas and control environments."""
+"""The commands for formulas and control environments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from psigrad.extras import command
 
 
 def describe_warning(name: str) -> str:
-    """Return what a warning of a run means, with dashes or underlines in its name; empty for another name."""
+    """Return the meaning of a warning of a run, or "" for another name. The name may have dashes or underscores."""
     from psigrad.records.warnings import texts
 
     if (entry := texts().get(name.replace("-", "_"))) is None:
@@ -23,7 +23,7 @@ def describe_warning(name: str) -> str:
 
 
 def explain(arguments: list[str]) -> int:
-    """Print a formula."""
+    """Print the formula of a method, the difference between two methods, or the meaning of a warning."""
     usage = "psigrad explain NAME [algorithm.part=value ...] [OTHER [algorithm.part=value ...]]"
     if flags.asks_for_help(arguments):
         print(f"{usage}\n\nThe formula that NAME optimises, part by part, or how OTHER differs from it.")
@@ -63,7 +63,7 @@ def control(arguments: list[str]) -> int:
     """Train on a Gymnasium environment."""
     from psigrad.control.settings import ControlConfig
 
-    # the first word may be the algorithm: psigrad control ppo --env CartPole-v1
+    # The first word may be the algorithm: psigrad control ppo --env CartPole-v1.
     first = {"algorithm": arguments[0]} if arguments and not arguments[0].startswith("-") and "=" not in arguments[0] else {}
     rest, command = arguments[len(first) :], "control [ALGORITHM]"
     asked = flags.parse(ControlConfig, command, rest, defaults=first)

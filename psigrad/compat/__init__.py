@@ -1,1 +1,1 @@
-"""The names and files of TRL, verl, Stable-Baselines3 and rl-zoo3, as settings of psigrad."""
+"""Conversion of the names and files of TRL, verl, Stable-Baselines3 and rl-zoo3 into settings of psigrad."""

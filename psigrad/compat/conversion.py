@@ -1,4 +1,4 @@
-"""TRL's trainers as psigrad's methods, by what their configuration says."""
+"""Conversion of the configurations of TRL's trainers into methods and settings of psigrad."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from psigrad.config.methods import declaration, other_methods
 from psigrad.config.nested import Given, names_of, put, value_below
 from psigrad.errors import UserError, kind_of
 
-# What TRL computes from other fields, where nobody gave them.
+# The fields that TRL computes from others if they are not given.
 _DERIVED = ("generation_batch_size", "steps_per_generation")
 
 
 @dataclass
 class Conversion:
-    """A method with its settings by dotted name, and what a reader must know."""
+    """A method with its settings by dotted name, and notes for the user."""
 
     method: str
     trainer: str
-    """The method of TRL's trainer, whose loss may make it another one."""
+    """The method of TRL's trainer. Its loss may turn it into another `method`."""
     settings: dict[str, Any] = field(default_factory=dict)
     differs: list[str] = field(default_factory=list)
-    """What is trained a little otherwise."""
+    """The notes on training that differs slightly from TRL."""
     no_equal: list[str] = field(default_factory=list)
     nothing: list[str] = field(default_factory=list)
     look_at: list[str] = field(default_factory=list)
 
     def yaml(self) -> str:
-        """The settings as a file for --config."""
+        """Return the settings as the text of a file for --config."""
         nested: dict[str, Any] = {}
         for name, value in self.settings.items():
             put(nested, name, value, "conversion")
@@ -44,7 +44,7 @@ class Conversion:
 
     @property
     def spec(self) -> str | dict[str, Any]:
-        """The method, with the parts of it that are other than usual."""
+        """The method, with those of its parts that differ from the defaults."""
         parts: dict[str, Any] = {}
         for name, value in self.settings.items():
             first, _, rest = name.partition(".")
@@ -54,16 +54,17 @@ class Conversion:
 
 
 def convert_object(args: Any) -> Conversion:
-    """The settings that train as TRL would with the configuration `args`. Only what differs from a fresh object was asked for.
+    """Return the settings that train as TRL would with the configuration `args`.
 
-    Raises `UserError` where `args` is no configuration of TRL, and where what it asks for has no equal.
+    Only fields that differ from a fresh object count as given. Raises `UserError` if `args` is no TRL configuration, or if a
+    given field has no equivalent.
     """
     name = type(args).__name__
     if name not in METHODS or not hasattr(args, "per_device_train_batch_size"):
         raise UserError(
             f"args is {kind_of(args)}; expected a configuration of TRL, such as {', '.join(METHODS)}, or settings by name."
         )
-    fresh = type(args)(use_cpu=args.use_cpu, bf16=args.bf16, fp16=args.fp16)  # a GPU's defaults are not a CPU's
+    fresh = type(args)(use_cpu=args.use_cpu, bf16=args.bf16, fp16=args.fp16)  # defaults differ between GPU and CPU
     values: dict[str, Any] = {"bf16": bool(args.bf16), "use_cpu": args.use_cpu}
     for option, default in {**DEFAULTS[name], **{f.name: getattr(fresh, f.name) for f in fields(fresh)}}.items():
         value, usual = (one.value if isinstance(one, enum.Enum) else one for one in (getattr(args, option, default), default))
@@ -78,10 +79,9 @@ def convert_object(args: Any) -> Conversion:
 
 
 def translated(config: str, values: Mapping[str, Any], *, held_out: bool = False) -> Conversion:
-    """The settings that train as TRL would with this configuration class: its defaults, and over them `values`. `held_out` says
-    whether the trainer is given held-out rows.
+    """Return the settings that train as TRL would with this configuration class: `values` over the defaults of the class.
 
-    Raises `UserError` where batch sizes make no step.
+    `held_out` is True if the trainer gets held-out rows. Raises `UserError` if the batch sizes do not fit together.
     """
     method, cls = METHODS[config]
     usual = {**DEFAULTS[config], **FIXED.get(config, {})}
@@ -98,7 +98,7 @@ def translated(config: str, values: Mapping[str, Any], *, held_out: bool = False
 
 
 def without_usual(made: Conversion) -> Conversion:
-    """The same conversion, its settings those that are other than the method's defaults."""
+    """Return the conversion with only those settings that differ from the method's defaults."""
     cls, below = declaration(made.trainer).settings, declaration(made.method).defaults
     kept = {
         name: value
@@ -113,13 +113,13 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _tell(cls: type[Any], translation: Translation, made: Conversion) -> None:
-    """What was not taken, and why; what is no setting of the method is none of the settings."""
+    """Add notes on everything that was not converted to `made`, and remove settings that the method does not have."""
     if made.settings.get("run.max_steps"):
-        made.settings.pop("run.num_train_epochs", None)  # a default of TRL's, which its max_steps overrides
+        made.settings.pop("run.num_train_epochs", None)  # TRL's default, which max_steps overrides
     for one, sentence in translation.refused:
         row = TABLE.get(one.name, NOTHING)
         if one.name in ("warmup_ratio", "optim.warmup_steps"):
-            made.differs.append(sentence)  # TRL's share of the run is found by trying: it stops no conversion
+            made.differs.append(sentence)  # a share of the run cannot be converted, but must not stop the conversion
         elif row.why and sentence == refusal(one.name, one_value(one.value)):
             made.no_equal.append(f"{one.name}={one.value!r}: {row.why}.")
         elif one.source != DEFAULT:
@@ -134,7 +134,7 @@ def _tell(cls: type[Any], translation: Translation, made: Conversion) -> None:
 
 
 def _differences(config: str, values: Mapping[str, Any]) -> Iterator[str]:
-    """What trains otherwise under the same settings."""
+    """Yield the differences in training that remain under the same settings."""
     if values.get("bf16"):
         yield "bf16=True computes in bfloat16 from float32 weights; dtype=bfloat16 keeps float32 masters beside them."
     elif values.get("bf16") is None and not values.get("fp16") and config != "PPOConfig":

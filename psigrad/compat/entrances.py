@@ -1,4 +1,4 @@
-"""Flags and files as users of other libraries write them, before their names are translated."""
+"""The flags and files of other libraries' users, split before their names are translated."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0"
 
 
 def split_file(cls: type[Any], in_file: Mapping[str, Any], source: str) -> tuple[dict[str, Any], list[Given]]:
-    """(settings in our sections, settings by name alone) of a file, in which both may stand: `learning_rate: 1e-5` too.
+    """Return (settings in psigrad's sections, settings by name alone) of a file. A file may hold both: `learning_rate: 1e-5`.
 
-    verl's files are trees: actor_rollout_ref: {actor: {optim: {lr: 1e-6}}}. Raises `UserError` where one setting has two values.
+    verl's files are trees: actor_rollout_ref: {actor: {optim: {lr: 1e-6}}}. Raises `UserError` if one setting has two values.
     """
     nested: dict[str, Any] = {}
     flat: list[Given] = []
@@ -55,11 +55,10 @@ def _leaves(cls: type[Any], name: str, value: Any) -> list[tuple[str, Any]]:
 def split_flags(
     cls: type[Any], arguments: Sequence[str], switches: Mapping[str, bool], flag_of: Callable[[str], str]
 ) -> tuple[list[str], dict[str, Any]]:
-    """(arguments with flags as we write them, settings of others that are no flags of ours) of what TRL's users type: with
-    underscores, under its names, and `--flag true` where the flag alone is enough.
+    """Return (arguments with psigrad's flags, settings of other libraries that are no flags of psigrad).
 
-    `switches` has our flags, and which of them take no value. Raises `UserError` for names that mean something else
-    here, all of them at once.
+    Users of TRL type flags with underscores, under TRL's names, and `--flag true` for a flag without a value. `switches` is
+    psigrad's flag -> True if it takes no value. Raises one `UserError` for all names that mean something else in psigrad.
     """
     ours: list[str] = []
     others: dict[str, Any] = {}
@@ -72,7 +71,7 @@ def split_flags(
         flag = typed.replace("_", "-")
         name = _name(text)
         if typed.startswith("--") and typed not in switches and flag not in switches:
-            flag = flags.get(our_name(cls, name), flag) if name != "reward_funcs" else flag  # whose values are translated too
+            flag = flags.get(our_name(cls, name), flag) if name != "reward_funcs" else flag  # its values are translated too
         if not text.startswith("--"):
             ours += [text, *values]
         elif flag in switches:
@@ -93,7 +92,7 @@ def split_flags(
 
 
 def _group(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each flag with the values behind it; what stands before the first flag comes by itself."""
+    """Yield each flag with the values after it. Yield each argument before the first flag alone."""
     flag, values = "", list[str]()
     for text in arguments:
         if text.startswith("--") or not flag:
@@ -113,7 +112,7 @@ def _name(text: str) -> str:
 
 
 def _read(text: str, values: Sequence[str]) -> Any:
-    """The value of a flag: behind its =, or what follows it, or true."""
+    """Return the value of a flag: the text after its "=", or the values that follow it, or True."""
     _, sign, behind = text.partition("=")
     read = partial(read_value, name=text.partition("=")[0])
     return read(behind) if sign else one_value([read(value) for value in values]) if values else True
@@ -123,8 +122,10 @@ _SCHEDULES = {"learning_rate": "lr_scheduler_type", "clip_range": "clip_range_sc
 
 
 def open_zoo_file(in_file: Mapping[str, Any], env: Any, source: str) -> dict[str, Any]:
-    """The settings of a file; of one of rl-zoo3's, whose sections are environments, those of `env`, under our names. Without
-    `env` the file must have one section. Raises `UserError` where it has none of that environment.
+    """Return the settings of a file. The sections of a file of rl-zoo3 are environments: return the one of `env`.
+
+    Its settings get psigrad's names. Without `env`, such a file must have one section. Raises `UserError` if it has no section
+    for the environment.
     """
     sections = {name: part for name, part in in_file.items() if isinstance(part, Mapping) and {"policy", "n_timesteps"} & {*part}}
     if not sections or len(sections) < len(in_file):
@@ -135,7 +136,7 @@ def open_zoo_file(in_file: Mapping[str, Any], env: Any, source: str) -> dict[str
         raise UserError(f"{source} has {asked}; name one of {', '.join(sections)} by --env{nearest(str(name), sections) or '.'}")
     found: dict[str, Any] = {"env": name}
     for key, value in sections[name].items():
-        if isinstance(value, str) and key in _SCHEDULES and value.startswith("lin_"):  # falls to 0 from this value
+        if isinstance(value, str) and key in _SCHEDULES and value.startswith("lin_"):  # decays linearly to 0
             found[key], found[_SCHEDULES[key]] = float(value[4:]), "linear"
         elif key == "normalize":
             found |= _normalize(value, source)
@@ -145,7 +146,7 @@ def open_zoo_file(in_file: Mapping[str, Any], env: Any, source: str) -> dict[str
 
 
 def _normalize(value: Any, source: str) -> dict[str, Any]:
-    """rl-zoo3's `normalize`: yes, no, or VecNormalize's arguments, which it writes as the text of a dict."""
+    """Return the settings of rl-zoo3's `normalize`: yes, no, or the arguments of VecNormalize as the text of a dict."""
     try:
         asked = ast.literal_eval(value) if isinstance(value, str) else value
     except (ValueError, SyntaxError):

@@ -1,4 +1,4 @@
-"""Settings under the names of TRL, verl and others, for the entrances: the command line and `psigrad.train`."""
+"""Settings under the names of TRL, verl and others, for the command line and `psigrad.train`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from psigrad.errors import UserError, nearest
 
 
 class ForeignNames:
-    """psigrad's names and those of other libraries; batch sizes are computed from theirs."""
+    """The names of psigrad and of other libraries. Batch sizes are computed from those of other libraries."""
 
     def own(self, cls: Any, name: str) -> str:
         """See `Names`."""
@@ -31,7 +31,7 @@ class ForeignNames:
     def of_file(
         self, cls: Any, in_file: Mapping[str, Any], flags: Mapping[str, Any], source: str
     ) -> tuple[dict[str, Any], list[Given]]:
-        """See `Names`. A file of rl-zoo3's has a section for each environment."""
+        """See `Names`. A file of rl-zoo3 has a section for each environment."""
         if cls.__name__ == "ControlConfig":
             in_file = open_zoo_file(in_file, flags.get("env"), source)
         return split_file(cls, in_file, source)
@@ -42,13 +42,13 @@ class ForeignNames:
 
 
 load = partial(own.load, names=ForeignNames())
-"""`psigrad.config.load.load` that takes names of other libraries too."""
+"""`psigrad.config.load.load`, but with the names of other libraries too."""
 
 
 def resolve_names(cls: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by dotted name, from leaf names, dotted names and names of other libraries.
 
-    Raises `UserError` for a name that nobody knows, and, all at once, for those of others that mean something else here.
+    Raises `UserError` for an unknown name, and one `UserError` for all foreign names that mean something else in psigrad.
     """
     refuse_two_values(cls, settings.items())
     leaves = dict(flat_names(cls))
@@ -61,7 +61,7 @@ def resolve_names(cls: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]
         elif mine not in dotted and not is_known(name):
             near = other_methods(cls, our_name(OnlineConfig, name)) or nearest(name, [*leaves, *dotted]) or "."
             raise UserError(f"There is no setting {name!r}{near}")
-        elif value is not None or mine == name or name in leaves:  # ref_model=None is a default of TRL's
+        elif value is not None or mine == name or name in leaves:  # ref_model=None is TRL's default
             named[mine] = our_value(name, value)
     if wrong:
         raise UserError("\n".join(wrong))

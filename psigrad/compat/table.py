@@ -1,6 +1,7 @@
-"""Every name of TRL, verl, OpenRLHF, Stable-Baselines3 and rl-zoo3 that psigrad knows: what it is here, or why there is none.
+"""The known names of TRL, verl, OpenRLHF, Stable-Baselines3 and rl-zoo3: each with its equivalent, or the reason for none.
 
-TRL's are those of its configurations, of transformers' and peft's, of its trainers' arguments and of its commands.
+TRL's names are those of its configurations, of transformers' and peft's configurations, of its trainers' arguments and of its
+commands.
 """
 
 from __future__ import annotations
@@ -13,27 +14,27 @@ Settings = Mapping[str, Any]
 
 
 class Entry(NamedTuple):
-    """One name. Of `means`, `values`, `rule` and `why` at least one is there, or it is needless."""
+    """A name of another library. It has at least one of `means`, `values`, `rule` and `why`, or it is needless."""
 
     name: str
     library: str = ""
     means: str = ""
-    """The setting of ours, or the part of a method (`config/shortcuts.py`), that is the same."""
+    """The same setting of psigrad, or the same part of a method (`config/shortcuts.py`)."""
     values: Mapping[Any, Settings] = MappingProxyType({})
-    """Value -> the settings of ours that it stands for. On a name of ours these are values of others."""
+    """Value -> psigrad's settings for it. If the name is one of psigrad's, these are values of other libraries."""
     rule: str = ""
-    """What it is computed into (`translate.py`, `trl.py`), together with other settings of the run."""
+    """The settings computed from it (`translate.py`, `trl.py`), together with other settings of the run."""
     usual: tuple[Any, ...] = ()
-    """Its own default, which asks for nothing."""
+    """The values that ask for nothing, such as its own default."""
     why: str = ""
-    """What to write in its place, or why there is no equal; where it is needless, why it changes nothing."""
+    """The replacement, or the reason that there is none; for a needless name, the reason that it changes nothing."""
     needless: bool = False
     refused: tuple[str, ...] = ()
-    """On a name of ours: values of others without an equal, to which `why` is the answer."""
+    """Values of other libraries without an equivalent, for a name of psigrad's. `why` is the answer to them."""
 
 
 def _same(ours: str, trl: str = "", verl: str = "", openrlhf: str = "", sb3: str = "") -> Iterator[Entry]:
-    """Names of the same setting, by library."""
+    """Yield the entries of other names of one setting, by library."""
     for library, names in (("trl", trl), ("verl", verl), ("openrlhf", openrlhf), ("sb3", sb3)):
         yield from (Entry(name, library, means=ours) for name in names.split())
 
@@ -43,7 +44,7 @@ def _needless(why: str, names: str) -> Iterator[Entry]:
 
 
 def _no_equal(why: str, library: str = "trl", /, **usual: Any) -> Iterator[Entry]:
-    """Names without an equal, each with its own default."""
+    """Return the entries of names without an equivalent, each with its default."""
     return (Entry(name, library, usual=(value,), why=why) for name, value in usual.items())
 
 
@@ -52,7 +53,7 @@ def _instead(why: str, names: str, library: str = "trl") -> Iterator[Entry]:
 
 
 def _is(name: str, values: Mapping[Any, Settings], why: str = "", library: str = "trl", usual: tuple[Any, ...] = ()) -> Entry:
-    """A name that some values of have an equal."""
+    """Return the entry of a name of which only some values have an equivalent."""
     return Entry(name, library, values=values, why=why, usual=usual)
 
 
@@ -76,7 +77,7 @@ _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _BATCH = "prompts_per_step and num_minibatches, or batch_size"
 # fmt: off
 _ROWS = (
-    # the same setting under another name
+    # The same setting under another name.
     *_same("model.path", "model_name_or_path", "actor_rollout_ref.model.path", "pretrain"),
     *_same("model.revision", "model_revision"),
     *_same("model.dtype", "torch_dtype"),
@@ -123,7 +124,7 @@ _ROWS = (
     *_same("total_timesteps", sb3="n_timesteps"),
     *_same("eval_episodes", sb3="n_eval_episodes"),
     *_same("run.threads", sb3="num_threads"),
-    # the same part of the method
+    # The same part of the method.
     *_same("beta", "kl_coef", f"{_ACTOR}.kl_loss_coef algorithm.kl_ctrl.kl_coef", "init_kl_coef"),
     *_same("epsilon", "cliprange", f"{_ACTOR}.clip_ratio", "", "clip_range"),
     *_same("epsilon_high", "", f"{_ACTOR}.clip_ratio_high"),
@@ -136,7 +137,7 @@ _ROWS = (
     *_same("dynamic_sampling", "", "algorithm.filter_groups.enable"),
     *_same("margin", "simpo_gamma"),
     *_same("sft_weight", "cpo_alpha rpo_alpha"),
-    # settings that have a value of others
+    # psigrad's settings with values of other libraries.
     Entry("model.dtype", values={"auto": {}}),
     Entry("model.chat_template_path", values={None: {"model.chat_template_path": ""}}),
     Entry("model.chat_template_kwargs", values={None: {"model.chat_template_kwargs": ""}}),
@@ -153,7 +154,7 @@ _ROWS = (
     Entry("optim.lr_scheduler_kwargs", values={None: {"optim.lr_scheduler_kwargs": ""}}),
     Entry("epsilon_high", values={None: {}}),
     Entry("top_entropy_quantile", values={1.0: {"top_entropy_quantile": None}}),
-    # values that mean settings of ours
+    # Values that correspond to settings of psigrad.
     _is("bf16", {True: {"model.dtype": "bfloat16"}, False: {"model.dtype": "float32"}}, _PRECISION),
     _is("fp16", {False: {}}, _PRECISION),
     _is("use_cpu", {True: {"run.device": "cpu"}, False: {}}),
@@ -164,7 +165,7 @@ _ROWS = (
     _is("sync_ref_model", {True: {"ref_model_sync_steps": 512}, False: {}},
         "the reference follows the policy with ref_model_sync_steps=512"),
     _is("disable_tqdm", {True: {"run.progress": False}, False: {}}),
-    # YAML reads no as False
+    # YAML reads `no` as False.
     _is("eval_strategy", {"steps": {}, "no": _NO_EVALUATION, False: _NO_EVALUATION}, "evaluation is asked for by eval_steps"),
     _is("save_strategy", {"steps": {}, "no": _NO_CHECKPOINTS, False: _NO_CHECKPOINTS},
         f"{_CHECKPOINTS}; the last step is always kept"),
@@ -196,7 +197,7 @@ _ROWS = (
         "CnnPolicy": {"network.net_arch": (512,), "network.activation": "relu", "network.critic": "shared"},
     }, "the network of control is net_arch, activation, critic and cnn, and a language model is model", "sb3"),
     _is("use_sde", {False: {}}, "there is no gSDE; the first deviation of real actions is log_std_init", "sb3"),
-    # computed from several settings
+    # Names that are computed from several settings.
     *(Entry(name, "trl", rule=_BATCH) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")),
     *(Entry(name, "trl", rule=_BATCH) for name in ("steps_per_generation", "generation_batch_size")),
     *(Entry(name, "verl", rule=_BATCH) for name in ("data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size")),
@@ -218,7 +219,7 @@ _ROWS = (
     Entry("normalize_advantages", "trl", values={False: {}}, rule="algorithm.psi={part: whitened, …}", why=_ONLINE),
     *(Entry(f"vllm_importance_sampling_{name}", "trl", rule="algorithm.correction, with sampler=vllm", why=_ONLINE)
       for name in ("mode", "clip_max", "clip_min", "correction")),
-    # what changes nothing here
+    # Names that change nothing in psigrad.
     *_needless("sequences are packed without padding, within micro_batch_tokens",
         "per_device_eval_batch_size eval_accumulation_steps padding_free auto_find_batch_size"),
     *_needless("completions are in rollouts.jsonl and in the report", "log_completions num_completions_to_print"),
@@ -257,7 +258,7 @@ _ROWS = (
     *_needless("the method says it", "lora_task_type"),
     _is("bnb_4bit_quant_type", {"nf4": {}}, "a base of 4 bits is nf4"),
     *_needless("scales are float32, and codes have a layout of their own", "use_bnb_nested_quant bnb_4bit_quant_storage"),
-    # what has no equal, with the default that needs none
+    # Names without an equivalent, each with the default that needs none.
     *_no_equal("every weight that learns is stepped", optim_target_modules=None),
     *_no_equal("cross-entropy is smoothed by sft alone; of DPO's losses it is loss.label_smoothing", label_smoothing_factor=0.0),
     *_no_equal("kernels of psigrad's own compute what is compiled elsewhere", torch_compile=False),
@@ -319,7 +320,7 @@ _ROWS = (
     *_no_equal("an adapter is asked for by lora_rank=16; psigrad.train takes a LoraConfig as peft_config", peft_config=None),
     *_no_equal("the tokenizer is the model's; psigrad.train takes another one as tokenizer", processing_class=None,
         tokenizer=None),
-    # what to write instead
+    # Names with a replacement.
     Entry("reward", why=_REWARDS),
     Entry("reward_funcs", "trl", means="reward", why=_REWARDS),
     *_instead(_REWARDS, "reward_model", ""),
@@ -347,7 +348,7 @@ _ROWS = (
     *_instead("several datasets are dataset=[a.jsonl:0.7, b.jsonl:0.3]", "datasets"),
     *_instead("environment variables are set in the shell, and those that a reward needs are named by worker_env", "env"),
     *_instead(_TORCHRUN, "num_machines"),
-    # rl-zoo3 and Stable-Baselines3
+    # Names of rl-zoo3 and Stable-Baselines3.
     *_instead("there is no gSDE; the first deviation of real actions is log_std_init", "sde_sample_freq", "sb3"),
     *_instead("hyperparameters are settings one by one, as learning_rate=1e-3",
         "hyperparams hyperparameters hyperparameter", "sb3"),
@@ -364,4 +365,4 @@ _ROWS = (
 TABLE: Mapping[str, Entry] = MappingProxyType({row.name: row for row in _ROWS})
 assert len(TABLE) == len(_ROWS), "a name stands there twice"
 NOTHING = Entry("")
-"""The row of a name that nobody knows."""
+"""The entry of an unknown name."""

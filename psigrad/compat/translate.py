@@ -1,7 +1,7 @@
-"""Settings under any library's names in ours, for flags, YAML, Python, TRL's objects and its scripts alike.
+"""Translation of settings from any library's names into psigrad's, for flags, YAML, Python, TRL's objects and its scripts.
 
-Names that mean the same are taken (`table.py`), batch sizes are computed, parts of TRL's losses put into their place (`trl.py`),
-what changes nothing here is left out, and every other known name is answered with what to write.
+Names with the same meaning are replaced (`table.py`), batch sizes are computed, and parts of TRL's losses become parts of the
+method (`trl.py`). Names that change nothing are dropped. Every other known name is rejected with the replacement to write.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from psigrad.config.shortcuts import SHORTCUTS, expand, rank_source, shortcuts_o
 from psigrad.errors import UserError
 from psigrad.importing import with_colon
 
-# Where "epoch" means these counts of steps.
+# The settings of TRL whose value "epoch" means a number of steps.
 _BY_EPOCH = {"eval_strategy": "evaluation.eval_steps", "save_strategy": "run.save_steps"}
-# Values that another setting of the same run may say more exactly: TRL's default of it.
+# Their values are only defaults: another setting of the same run may be more exact.
 _ONLY_A_DEFAULT = ("use_peft", "sync_ref_model", "bf16")
-# Computed with others, besides batch sizes and parts of the method.
+# Names that are computed together with others, besides batch sizes and parts of the method.
 _RULES = (
     "loss_type", "loss_weights", "ddp_timeout", "dataset_config", "custom_reward_function.path", "custom_reward_function.name",
 )  # fmt: skip
 _VLLM = "vllm_importance_sampling_"
 DEFAULT = "TRL's default"
-"""The source of what nobody asked for: where it means nothing it is left out."""
+"""The source of values that the user did not give. Those that mean nothing are dropped."""
 
 
 @dataclass
 class Translation:
-    """What became of settings in any library's words."""
+    """The result of translating settings from any library's names."""
 
     settings: list[Given] = field(default_factory=list)
-    """In our names, by their place."""
+    """The settings under psigrad's dotted names."""
     refused: list[tuple[Given, str]] = field(default_factory=list)
-    """What has no equal, and a sentence that says why."""
+    """The settings without an equivalent, each with a sentence that gives the reason."""
     needless: list[Given] = field(default_factory=list)
-    """What changes nothing here."""
+    """The settings that change nothing in psigrad."""
 
     def or_refuse(self) -> list[Given]:
-        """The settings. Raises `UserError` with all that was refused."""
+        """Return the settings. Raises `UserError` with all refused ones."""
         if self.refused:
             raise UserError("\n".join(dict.fromkeys(sentence for _, sentence in self.refused)))
         return self.settings
 
 
 def our_name(cls: Any, name: str) -> str:
-    """Our dotted name of a setting of class `cls`: "lr" -> "optim.learning_rate"; an unknown one stays as it is."""
+    """Return psigrad's dotted name of a setting of class `cls`: "lr" -> "optim.learning_rate". Keep an unknown name."""
     known = names_of(cls)
     means = TABLE.get(name, NOTHING).means
     if means and known.get(name, name) == name and means in {*known.values(), *shortcuts_of(cls)}:
@@ -62,27 +62,30 @@ def our_name(cls: Any, name: str) -> str:
 
 
 def our_value(name: str, value: Any) -> Any:
-    """Rewards as TRL's command line names them, its own and functions by their path with dots, in our words; else the value."""
+    """Return psigrad's names of rewards that are named as on TRL's command line. Return any other value unchanged.
+
+    TRL names its own rewards, and functions by their dotted path.
+    """
     if name == "reward_funcs" and isinstance(value, list | tuple):
         return [our_value(name, one) for one in value]
     return REWARDS.get(value) or with_colon(value) if name == "reward_funcs" and isinstance(value, str) else value
 
 
 def is_known(name: str) -> bool:
-    """Whether something can be said to a name that is none of ours."""
+    """Return True if the name belongs to another library and psigrad has an equivalent or an explanation for it."""
     return name in TABLE or name in SHORTCUTS
 
 
 def translate(cls: Any, values: Mapping[str, Any], given: Sequence[Given]) -> Translation:
-    """What was given, in our names. `values` are settings that rank below `given`.
+    """Translate `given` into psigrad's names. `given` beats the settings `values`.
 
-    Raises `UserError` where batch sizes make no step.
+    Raises `UserError` if the batch sizes do not fit together.
     """
     return _Translator(cls, values).translate(given)
 
 
 def refuse_two_values(cls: Any, given: Iterable[tuple[str, Any]], where: str = "") -> None:
-    """Raises `UserError` where one setting is given under two names with two values."""
+    """Raise `UserError` if one setting is given under two names with two values."""
     first: dict[str, tuple[str, Any]] = {}
     for name, value in given:
         mine = our_name(cls, name)
@@ -95,7 +98,7 @@ def refuse_two_values(cls: Any, given: Iterable[tuple[str, Any]], where: str = "
 
 
 def is_refused(name: str, value: Any) -> bool:
-    """Whether a setting of others, or this value of it, has no meaning in any method."""
+    """Return True if a setting of another library, or this value of it, has no meaning in any method."""
     row = TABLE.get(name, NOTHING)
     if name in SHORTCUTS or value is None or row.rule or row.needless or _meaning(name, value) is not None or value in row.usual:
         return False
@@ -105,7 +108,7 @@ def is_refused(name: str, value: Any) -> bool:
 
 
 def refusal(name: str, value: Any, flag: str = "") -> str:
-    """What to write in place of a setting of others, in a sentence; `flag` is the flag as it was typed."""
+    """Return a sentence that names the replacement for a setting of another library. `flag` is the typed flag."""
     row = TABLE.get(name, NOTHING)
     why = f": {row.why}." if row.why else "."
     taken = [repr(one) for one in row.values if one is not False or "no" not in row.values]
@@ -117,12 +120,12 @@ def refusal(name: str, value: Any, flag: str = "") -> str:
 
 
 def one_value(value: Any) -> Any:
-    """A list of one as that one: a flag's values are a list."""
+    """Return the item of a list with one item, since the values of a flag are a list. Return other values unchanged."""
     return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
 
 class _Translator:
-    """One call of `translate`."""
+    """The state of one call of `translate`."""
 
     def __init__(self, cls: Any, values: Mapping[str, Any]) -> None:
         self.cls, self.values = cls, values
@@ -132,14 +135,14 @@ class _Translator:
         self.rules: dict[str, Given] = {}
 
     def translate(self, given: Sequence[Given]) -> Translation:
-        """Each by itself, then those that are computed together, and at last the parts of the method."""
+        """Translate each setting alone, then those that are computed together, and finally the parts of the method."""
         for one in given:
             for part in _open(one):
-                if part.value is not None or not TABLE.get(part.name, NOTHING).means:  # ref_model=None is a default of TRL's
+                if part.value is not None or not TABLE.get(part.name, NOTHING).means:  # ref_model=None is TRL's default
                     self._sort(Given(our_name(self.cls, part.name), our_value(part.name, part.value), part.source))
         stated = {one.name for one in self.taken}
         self.taken += [one for one in self.weak if one.name not in stated and not self._is_in_file(one.name)]
-        for one in self.late:  # "no" beats a number that is given beside it, and what is given above it beats "no"
+        for one in self.late:  # "no" beats a number of the same source, and a source that ranks higher beats "no"
             if all(rank_source(other.source) <= rank_source(one.source) for other in self.taken if other.name == one.name):
                 self.taken.append(one)
         for share in self.shares:
@@ -156,13 +159,13 @@ class _Translator:
         return self.made
 
     def _sort(self, one: Given) -> None:
-        """Whether one setting is taken, means others, is computed with them, is needless or refused."""
+        """Sort one setting: it is kept, replaced by others, computed with others, needless or refused."""
         row, value = TABLE.get(one.name, NOTHING), one_value(one.value)
-        named = self._has(one.name) or one.name in unread_of(self.cls)  # the latter are refused where the settings are built
+        named = self._has(one.name) or one.name in unread_of(self.cls)  # unread ones are refused when the settings are built
         names_ours = named and not (one.name == "optim" and isinstance(one.value, str))
         meaning = None if one.name == "optim" and not isinstance(one.value, str) else _meaning(one.name, value)
         if value is None and None not in row.values and is_known(one.name) and not names_ours:
-            return  # not set, as TRL's files write it
+            return  # TRL's files write null for a setting that is not set
         if _is_share(one.name, value) and self._has("optim.warmup_steps"):
             self.shares.append(one)
         elif meaning is not None:
@@ -186,19 +189,19 @@ class _Translator:
         elif row.why or row.values:
             self._refuse(one)
         else:
-            self.taken.append(one)  # refused by name where the settings are built
+            self.taken.append(one)  # an unknown name is refused when the settings are built
 
     def _refuse(self, one: Given, sentence: str = "") -> None:
         self.made.refused.append((one, sentence or refusal(one.name, one_value(one.value))))
 
     def _has(self, name: str) -> bool:
-        """Whether a setting is ours: by its own name, or as a field of a mapping such as `algorithm`."""
+        """Return True if a name is a setting of psigrad, or a field of a mapping such as `algorithm`."""
         first = name.partition(".")[0]
         inside = first in ("algorithm", "loss") and first != name and not is_known(name)
         return name in self.known or (inside and first in self.known)
 
     def _number(self, name: str) -> Any:
-        """What a setting of ours will be."""
+        """Return the value that a setting of psigrad will have."""
         return next((one.value for one in reversed(self.taken) if one.name == name), value_below(self.cls, self.values, name))
 
     def _is_in_file(self, name: str) -> bool:
@@ -207,7 +210,7 @@ class _Translator:
         return first in self.values and (not rest or (isinstance(inner, Mapping) and rest in inner))
 
     def _warm_up(self, one: Given) -> None:
-        """A share of a run in steps, where the steps of the run are known. Steps that are given beat it, as in TRL."""
+        """Convert a share of the run into steps, if the run's steps are known. Given steps beat the share, as in TRL."""
         share, steps = one_value(one.value), self._number("run.max_steps")
         if not share or self._number("optim.warmup_steps") or not isinstance(steps, int):
             return
@@ -218,7 +221,7 @@ class _Translator:
             self._refuse(one, f"{what}; give warmup_steps in steps, or max_steps.")
 
     def _each_epoch(self, name: str, batches: Sequence[Given]) -> None:
-        """Once an epoch, in steps: 0 where the run is one epoch, at whose end a run evaluates and saves anyway."""
+        """Convert "once an epoch" into steps. A run of one epoch gets 0, since it evaluates and saves at its end anyway."""
         one, setting = self.rules.get(name), _BY_EPOCH[name]
         if one is None or not self._has(setting):
             return
@@ -231,7 +234,7 @@ class _Translator:
         self._refuse(one, f"{name} is 'epoch', and psigrad counts in steps: an epoch has rows / {size} of them; {example}.")
 
     def _join(self) -> None:
-        """TRL's seconds as minutes, a dataset's configuration behind its name, and verl's function behind its file."""
+        """Join settings: TRL's seconds become minutes, a dataset's configuration and verl's function follow the name or file."""
         if one := self.rules.get("custom_reward_function.path"):
             name = self.rules.get("custom_reward_function.name", Given("", "compute_score", "")).value
             self.taken.append(Given("reward", (f"{one.value}:{name}",), one.source))
@@ -248,13 +251,13 @@ class _Translator:
                 self._refuse(one)
 
     def _vllm_correction(self) -> None:
-        """What corrects vLLM's log-probs needs vLLM, as in TRL."""
+        """Drop the corrections of vLLM's log-probs if the sampler is not vLLM, as TRL does."""
         if not self._has("sampling.sampler") or self._number("sampling.sampler") != "vllm":
             self.made.needless += [one for one in self.taken if one.name.startswith(_VLLM)]
             self.taken = [one for one in self.taken if not one.name.startswith(_VLLM)]
 
     def _loss_type(self) -> None:
-        """TRL's loss_type, as parts of the method that trains; refused where it is another command's."""
+        """Convert TRL's loss_type into parts of the method. Refuse a loss that belongs to another command."""
         one, weights = self.rules.get("loss_type"), self.rules.get("loss_weights")
         several = [str(name) for name in (one.value if isinstance(one.value, list | tuple) else [one.value])] if one else []
         if weights and "sft" not in several[1:]:
@@ -271,7 +274,7 @@ class _Translator:
             self._refuse(one, f"loss_type is {one_value(one.value)!r}: {METHOD}.")
 
     def _aggregate(self, one: Given, several: Sequence[str]) -> None:
-        """How the steps' losses are averaged, and with it the surrogate of the last two."""
+        """Convert the averaging of the steps' losses, and the surrogate of the last two losses (cispo, sapo)."""
         name = several[0] if len(several) == 1 else ""
         if name not in AGGREGATES:
             self._refuse(one, f"loss_type is {one_value(one.value)!r}: expected one of {', '.join([*AGGREGATES][:-1])} or sapo.")
@@ -281,7 +284,10 @@ class _Translator:
         self.taken += [Given("loss_type", name, one.source)] if name in ("cispo", "sapo") else []
 
     def _loss(self, one: Given, several: Sequence[str], method: str) -> None:
-        """A loss on pairs: the method itself, a link of DPO's, or for `dpo`, which TRL's trainer is called, another method."""
+        """Convert a loss on pairs: the method itself, a link of DPO, or another method if the method is `dpo`.
+
+        TRL's DPO trainer has several losses, which are separate methods in psigrad.
+        """
         name, others = several[0], [other for other in several[1:] if other != "sft"]
         online = "algorithm.loss" if method == "online_dpo" else "loss"
         if others:
@@ -292,7 +298,7 @@ class _Translator:
             self.taken.append(Given("sft_weight", weight, one.source))
         if method == "kto":
             known = name == "kto"
-        elif method == "simpo":  # the CPO trainer: its own loss has no margin
+        elif method == "simpo":  # TRL's CPO trainer, whose own loss has no margin
             known = name in ("simpo", "sigmoid")
             self.taken += [Given("margin", 0.0, one.source)] if name == "sigmoid" else []
         else:
@@ -309,7 +315,7 @@ class _Translator:
             self._refuse(one, f"loss_type is {one_value(one.value)!r}: {what or 'expected one of ' + ', '.join(LOSSES)}.")
 
     def _batches(self) -> list[Given]:
-        """Our batch sizes out of TRL's (of a device, in samples) and verl's (of all devices, in prompts)."""
+        """Compute psigrad's batch sizes from TRL's (per device, in samples) or verl's (over all devices, in prompts)."""
         theirs = {name: _whole(one) for name, one in self.rules.items() if "prompts_per_step" in TABLE[name].rule}
         if not theirs:
             return []
@@ -333,7 +339,7 @@ class _Translator:
 
 
 def _generation_batch(theirs: Mapping[str, int], at_once: int, accumulated: int, group: int, source: str) -> list[Given]:
-    """Prompts and minibatches of a step of TRL's online trainers, which count completions."""
+    """Return the prompts and minibatches of a step of TRL's online trainers, which count completions."""
     rounds = theirs.get("steps_per_generation", accumulated)
     completions = theirs.get("generation_batch_size", at_once * rounds)
     update = at_once * accumulated
@@ -360,7 +366,7 @@ def _whole(given: Given) -> int:
 
 
 def _open(one: Given) -> list[Given]:
-    """What a model is loaded with, one by one."""
+    """Return the arguments for loading a model as single settings. Return any other setting as a list of one."""
     if one.name not in ("model_init_kwargs", "teacher_model_init_kwargs") or not isinstance(one.value, Mapping):
         return [one]
     mine = {"dtype": "reference_dtype", "torch_dtype": "reference_dtype"} if one.name.startswith("teacher") else {}
@@ -368,18 +374,18 @@ def _open(one: Given) -> list[Given]:
 
 
 def _is_needless(one: Given) -> bool:
-    """Whether it asks for nothing where the method lacks the part: a default of TRL's."""
+    """Return True if the setting asks for nothing if the method lacks the part: it is a default of TRL."""
     return one.source == DEFAULT or one.value in TABLE.get(one.name, NOTHING).usual
 
 
 def _is_share(name: str, value: Any) -> bool:
-    """Whether it is TRL's warm-up as a share of a run: warmup_ratio, and a warmup_steps below 1."""
+    """Return True for TRL's warm-up as a share of a run: warmup_ratio, or a warmup_steps below 1."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     return 0 <= value <= 1 if name == "warmup_ratio" else name == "optim.warmup_steps" and 0 < value < 1
 
 
 def _meaning(name: str, value: Any) -> Mapping[str, Any] | None:
-    """The settings that a value stands for."""
+    """Return the settings that a value stands for, or None."""
     plain = value is None or isinstance(value, str | int | float | bool)
     return TABLE.get(name, NOTHING).values.get(value) if plain else None

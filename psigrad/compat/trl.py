@@ -1,4 +1,4 @@
-"""What TRL's trainers do where nothing is said, and those of their options that change the parts of a method."""
+"""The defaults of TRL's trainers, and those of their options that change the parts of a method."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from psigrad.config.language import OnlineConfig, PreferenceConfig, RewardConfig
 from psigrad.config.shortcuts import Part, Places, Shortcut, find_grouped, find_parameter, find_parts, find_slot
 from psigrad.errors import UserError
 
-# TRL's configuration -> our method and the class of its settings.
+# TRL's configuration -> (psigrad's method, the class of its settings).
 METHODS: Mapping[str, tuple[str, type[Any]]] = {
     **{f"{name}Config": (method, OnlineConfig) for name, method in (
         ("GRPO", "grpo"), ("RLOO", "rloo"), ("PPO", "ppo"), ("OnlineDPO", "online_dpo"), ("Distillation", "distill"),
@@ -31,7 +31,7 @@ _TRAINING = {
 _SAMPLED = {"max_completion_length": 512, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None}
 _CLIPPED = {"num_iterations": 1, "epsilon": 0.2, "epsilon_high": None, "mask_truncated_completions": False}
 _PAIRS = {**_TRAINING, "max_length": 1024, "beta": 0.1}
-# What TRL does where a script says nothing, as far as it is a setting here.
+# The defaults of TRL, as far as they are settings of psigrad.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "GRPOConfig": {
         **_TRAINING, **_SAMPLED, **_CLIPPED, "num_generations": 8, "beta": 0.0, "delta": None, "loss_type": "dapo",
@@ -42,7 +42,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "vllm_importance_sampling_clip_max": 3.0, "vllm_importance_sampling_clip_min": None,
     },
     "RLOOConfig": {**_TRAINING, **_SAMPLED, **_CLIPPED, "num_generations": 2, "beta": 0.05, "normalize_advantages": False},
-    # of TRL before 1.0
+    # From TRL before 1.0.
     "PPOConfig": {
         **_TRAINING, "kl_coef": 0.05, "cliprange": 0.2, "cliprange_value": 0.2, "vf_coef": 0.1, "gamma": 1.0, "lam": 0.95,
     },
@@ -59,14 +59,14 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "RewardConfig": {**_TRAINING, "learning_rate": 1e-4, "max_length": 1024},
 }
 # fmt: on
-# What a trainer does that none of its fields says.
+# Values of a trainer that none of its fields sets.
 FIXED: Mapping[str, Mapping[str, Any]] = {"OnlineDPOConfig": {"num_generations": 2}}
 
-# A reward that TRL's command line takes by name and that is ours by another; its other names are known to our rewards.
+# A reward of TRL's command line that has another name in psigrad. psigrad's rewards know TRL's other names.
 REWARDS: Mapping[str, Any] = {
     "get_soft_overlong_punishment": {"reward": "soft_overlong", "max_completion_length": 1280, "soft_punish_cache": 256},
 }
-# TRL's loss_type: in GRPO an aggregation and for the last two a surrogate, in DPO a method of ours or a link.
+# TRL's loss_type: an aggregation in GRPO, and a surrogate for the last two; in DPO, a method of psigrad or a link.
 AGGREGATES = {
     "grpo": "sequence_mean", "dapo": "token_mean", "bnpo": "token_mean", "dr_grpo": "fixed_length",
     "cispo": "token_mean", "sapo": "sequence_mean",
@@ -114,7 +114,7 @@ def _write_whitened(root: Part, place: str, value: Any) -> Any:
 
 
 def _write_correction(change: Callable[[Any], Mapping[str, Any]]) -> Callable[[Part, str, Any], Any]:
-    """TRL's correction of what vLLM sampled, with what was changed before and with `change`."""
+    """Return a writer of TRL's correction of vLLM's samples, which keeps earlier changes and applies `change`."""
 
     def write(root: Part, place: str, value: Any) -> Any:
         part = root.parameters.get(place)
@@ -131,7 +131,7 @@ def _read_mode(value: Any) -> Mapping[str, Any]:
 
 _keep = _write_correction(lambda value: {})
 _VLLM = "correction of what vLLM sampled"
-# Options of TRL that change parts of a method, in the order in which they act, after those of `config/shortcuts.py`.
+# Options of TRL that change parts of a method, in the order in which they are applied, after those of `config/shortcuts.py`.
 # fmt: off
 PARTS: Mapping[str, Shortcut] = {
     "loss_type": Shortcut("surrogate", "", find_slot("surrogate"), _write_surrogate),

@@ -1,6 +1,6 @@
-"""Every setting of a run, as frozen dataclasses. The configuration is the object: no second class, no registry.
+"""The settings of a run, as frozen dataclasses. The configuration is the object itself: there is no second class or registry.
 
-A string under a field is its help text on the command line. Names are those of TRL and transformers where users know them.
+The string under a field is its help text on the command line. The names are those of TRL and transformers where they exist.
 """
 
 from __future__ import annotations

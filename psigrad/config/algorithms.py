@@ -1,6 +1,6 @@
 """Algorithms and losses as settings: a preset's name, "module:object" or a mapping of parts -> the object of `psigrad.objective`.
 
-Imports torch with objective/: what must be quick, as help, imports `psigrad.config.methods` in its place.
+This module imports torch through objective/. Code that must start fast, such as help, imports `psigrad.config.methods` instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Spec = str | Mapping[str, Any] | PolicyGradient
 LossSpec = str | Mapping[str, Any] | Preference | KahnemanTversky
 
 SLOTS = ("psi", "ratio", "surrogate", "aggregate", "kl", "keep", "critic", "entropy", "correction")
-# slot -> what may fill it, by name
+# Slot -> the parts that may fill it, by name.
 PARTS: dict[str, dict[str, Any]] = {
     "psi": {name: getattr(module, name) for module in (advantage, group_advantage) for name in module.__all__},
     "surrogate": {name: getattr(surrogate, name) for name in surrogate.__all__},
@@ -40,12 +40,13 @@ _OPTIONAL = ("kl", "critic", "entropy", "correction")
 
 
 def resolve(spec: Spec) -> PolicyGradient:
-    """The policy gradient that a setting means.
+    """Return the policy gradient that a setting describes.
 
     A string is a preset's name, "module:object" or "file.py:object". A mapping starts from a `preset` (or states psi, ratio,
-    surrogate and aggregate) and replaces slots: a name, "module:object", {"part": name, parameter: value, …}, or a mapping
-    without "part", which changes parameters of the part that is there. `null` empties a slot; `keep` takes a list.
-    Errors: `UserError` for an unknown name (with the nearest one), parameter or combination.
+    surrogate and aggregate) and replaces slots. The value of a slot is a name, "module:object",
+    {"part": name, parameter: value, …}, or a mapping without "part", which changes parameters of the current part.
+    `null` empties a slot. `keep` takes a list.
+    Raises `UserError` for an unknown name (with the nearest one), parameter or combination.
     """
     if isinstance(spec, PolicyGradient):
         return spec
@@ -58,7 +59,10 @@ def resolve(spec: Spec) -> PolicyGradient:
 
 
 def change(start: PolicyGradient | None, changes: Mapping[str, Any]) -> PolicyGradient:
-    """`start` with other parts, each as `resolve` describes a slot's value; without a start, all four that must be there."""
+    """Return `start` with the changed parts. Without a start, `changes` must have all four required slots.
+
+    `resolve` describes the value of a slot.
+    """
     parts: dict[str, Any] = {"name": f"{start.name} (changed)" if start and changes else start.name if start else ""}
     for slot, value in changes.items():
         if slot == "name":
@@ -81,10 +85,10 @@ def change(start: PolicyGradient | None, changes: Mapping[str, Any]) -> PolicyGr
 
 
 def resolve_loss(spec: LossSpec) -> Preference | KahnemanTversky:
-    """The preference loss that a setting means: a preset's name, {"preset": name, field: value, …}, or the object itself.
+    """Return the preference loss that a setting describes: a preset's name, {"preset": name, field: value, …}, or the object.
 
     `score` and `link` are names of `objective/preferences/preference_loss.py`, "module:object", or {"part": name, parameter:
-    value}. Errors: `UserError` with the nearest name.
+    value}. Raises `UserError` with the nearest name.
     """
     if isinstance(spec, Preference | KahnemanTversky):
         return spec
@@ -105,7 +109,7 @@ def resolve_loss(spec: LossSpec) -> Preference | KahnemanTversky:
 
 
 def resolve_online(spec: Spec | OnlinePreference) -> PolicyGradient | OnlinePreference:
-    """What an online run trains by: a policy gradient, or a preference loss on its own samples.
+    """Return the method of an online run: a policy gradient, or a preference loss on the run's own samples.
 
     The latter is "online_dpo" or {"preset": "online_dpo", "loss": …}.
     """
@@ -122,7 +126,7 @@ def resolve_online(spec: Spec | OnlinePreference) -> PolicyGradient | OnlinePref
 
 
 def explain(spec: Spec | LossSpec | OnlinePreference, other: Spec | LossSpec | None = None) -> str:
-    """The formula that a method minimises, part by part; with two methods, what differs between them.
+    """Return the formula that a method minimises, part by part. With two methods, return the differences between them.
 
     Both may be names, mappings as in the settings, or objects.
     """
@@ -149,7 +153,7 @@ def _preset(name: str) -> PolicyGradient:
 
 
 def _part(slot: str, value: Any, current: Any) -> Any:
-    """The part that a slot's value means; `current` is what the preset has there."""
+    """Return the part that a slot's value describes. `current` is the preset's part in that slot."""
     if value is None and slot in _OPTIONAL:
         return None
     if isinstance(value, str):
@@ -172,12 +176,12 @@ def _part(slot: str, value: Any, current: Any) -> Any:
     )
 
 
-# parameters of a part that are parts themselves -> the slot whose names they take
+# Parameters of a part that are parts themselves -> the slot whose names they take.
 INNER = {"psi": "psi", "returns": "psi", "surrogate": "surrogate"}
 
 
 def _inner(name: str, value: Any, outer: Any) -> Any:
-    """A parameter of `outer`; where it is a part itself, a mapping changes parameters of the one that is there."""
+    """Return a parameter of `outer`. If the parameter is a part itself, a mapping changes parameters of the current part."""
     return value if name not in INNER or value is None else _part(INNER[name], value, getattr(outer, name, None))
 
 
@@ -186,7 +190,7 @@ def _find_part(slot: str, name: str) -> Any:
 
 
 def _build(part: Any, parameters: Mapping[str, Any]) -> Any:
-    """A part with its parameters."""
+    """Return a part with its parameters. Raises `UserError` for parameters that the part does not have."""
     label = getattr(part, "__name__", str(part))
     if not (isinstance(part, type) and is_dataclass(part)):
         if parameters:

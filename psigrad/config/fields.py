@@ -1,7 +1,7 @@
-"""What is known of a setting, read off its field: type and range, default, help, and marks that say how it behaves.
+"""The facts about a setting, read from its field: type and range, default, help text, and marks for its behaviour.
 
-A fact about a setting stands on its field and nowhere else. Help, the settings page, what a run pins and what a callback may
-change are read here.
+A fact about a setting is stored on its field and nowhere else. Help and the settings page are made from it. The same holds for
+the settings that a run pins and those that a callback may change.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 
 class Mark(Enum):
-    """What a field may say of its setting besides its type: `Annotated[int, LIVE]`.
+    """The marks that a field may carry besides its type: `Annotated[int, LIVE]`.
 
-    A setting that says nothing of a run that goes on is pinned: another value is refused, unless `run.allow` names it.
+    A setting without a mark about resuming is pinned: a resumed run rejects another value unless `run.allow` names the setting.
     """
 
     FREE = "may be another when a run goes on: it is of this start alone"
@@ -46,15 +46,16 @@ PATH, WRITTEN = Mark.PATH, Mark.WRITTEN
 
 
 class On:
-    """What a setting of a run that trains is on a type of device unless it is given: `Annotated[str, On(cuda="bfloat16")]`."""
+    """The default of a training run's setting on a type of device: `Annotated[str, On(cuda="bfloat16")]`."""
 
     def __init__(self, **values: Any) -> None:
         self.values = values
 
 
 class NotRead:
-    """Settings of a section that a command does not read: `run: Annotated[Run, NotRead("max_steps")]`. Where another one stands
-    for it, its dotted name: `NotRead(temperature="evaluation.eval_temperature")`.
+    """The settings of a section that a command does not read: `run: Annotated[Run, NotRead("max_steps")]`.
+
+    If another setting replaces one of them, its dotted name is given: `NotRead(temperature="evaluation.eval_temperature")`.
     """
 
     def __init__(self, *names: str, **instead: str) -> None:
@@ -62,15 +63,16 @@ class NotRead:
 
 
 class ReadBy:
-    """The algorithms that read a setting, or all settings of a section: `Annotated[Dqn, ReadBy("dqn")]`, or all but these."""
+    """The algorithms that read a setting or a section: `Annotated[Dqn, ReadBy("dqn")]`. `but` names those that do not."""
 
     def __init__(self, *algorithms: str, but: Collection[str] = ()) -> None:
         self.algorithms, self.but = algorithms, but
 
 
 class Needs:
-    """What a setting, or those of a section, has no effect without: one of these settings, each by its dotted name or with a
-    value. `Annotated[float, Needs("sampling.sampler=vllm")]`.
+    """The settings that a setting or a section needs to have an effect: `Annotated[float, Needs("sampling.sampler=vllm")]`.
+
+    One of them is enough. Each is a dotted name, or a dotted name with a value.
     """
 
     def __init__(self, *settings: str) -> None:
@@ -78,10 +80,10 @@ class Needs:
 
 
 class Setting(NamedTuple):
-    """One setting of a settings class."""
+    """A setting of a settings class."""
 
     owner: type[Any]
-    """The class with its field: of `optim.learning_rate` it is `Optim`."""
+    """The class that has the field: `Optim` for `optim.learning_rate`."""
     type: Any
     annotated: Any
     """The type with its range and its marks."""
@@ -90,24 +92,27 @@ class Setting(NamedTuple):
 
 
 def asked_once(question: C) -> C:
-    """A question about a class, answered once for each: `cache`, with the types of the function, since mypy takes no class of
-    unknown kind for hashable.
+    """Return `question` with its answers cached by class.
+
+    It is `functools.cache` that keeps the function's type, since mypy does not accept a class of unknown kind as hashable.
     """
     return cast(C, cache(question))
 
 
 @asked_once
 def settings_of(cls: Any) -> dict[str, Setting]:
-    """Every setting that a settings class is read for, by its dotted name, in the order of the fields. Sections have the defaults
-    that `cls` gives them.
+    """Return every setting that the command of a settings class reads, by dotted name, in the order of the fields.
+
+    Sections have the defaults that `cls` gives them.
     """
     return {name: setting for name, setting in _fields_of(cls()).items() if name not in unread_of(cls)}
 
 
 @asked_once
 def unread_of(cls: Any) -> dict[str, str]:
-    """The settings of its sections that a class is not read for, each with the one that stands for it here, or nothing. They are
-    no settings of its command: its help leaves them out, and they are refused, unless what is never on there is switched off.
+    """Return the settings of a class's sections that its command does not read -> the setting that replaces each, or "".
+
+    They are not settings of the command. Help omits them. Giving one fails with an error, unless it disables what is never on.
     """
     sections = types_of(cls, notes=True)
     found = {name: mark for name, annotated in sections.items() for mark in _extras(annotated) if isinstance(mark, NotRead)}
@@ -116,12 +121,16 @@ def unread_of(cls: Any) -> dict[str, str]:
 
 @asked_once
 def types_of(cls: Any, notes: bool = False) -> Mapping[str, Any]:
-    """The types of a class's fields by name, with the notes of `Annotated` or without; read once, which takes milliseconds."""
+    """Return the types of a class's fields by name, with or without the notes of `Annotated`.
+
+    They are cached, since reading them takes milliseconds.
+    """
     return MappingProxyType(get_type_hints(cls, include_extras=notes))
 
 
 def usual_on(cls: Any, device: str) -> dict[str, Any]:
-    """The table of defaults of a type of device, "cuda", for a settings class: by dotted name what differs from the field's own.
+    """Return the defaults of a settings class on a type of device ("cuda") that differ from the fields' own, by dotted name.
+
     A class that trains nothing has none.
     """
     trains = "optim" in types_of(cls)
@@ -129,13 +138,13 @@ def usual_on(cls: Any, device: str) -> dict[str, Any]:
 
 
 def unread_by(cls: Any, algorithm: str) -> set[str]:
-    """The settings, by dotted name, that this algorithm does not read; none where no algorithm is named."""
+    """Return the dotted names of the settings that this algorithm does not read. Without an algorithm there are none."""
     return {name for name, mark in _notes(cls, ReadBy)
             if algorithm and (algorithm in mark.but or algorithm not in (mark.algorithms or (algorithm,)))}  # fmt: skip
 
 
 def idle(config: Any) -> dict[str, str]:
-    """A sentence for each setting of `config` away from its default that has no effect for want of another (`Needs`)."""
+    """Return a sentence for each changed setting of `config` that has no effect because another one is not set (`Needs`)."""
     found, settings = {}, settings_of(type(config))
     for name, mark in _notes(type(config), Needs):
         value = _value(config, name)
@@ -146,7 +155,7 @@ def idle(config: Any) -> dict[str, str]:
 
 
 def _notes(cls: Any, kind: type[N]) -> Iterator[tuple[str, N]]:
-    """(dotted name, note) of the notes of a kind on a setting, or on the section that it stands in."""
+    """Yield (dotted name, note) for each note of a kind on a setting or on its section."""
     sections = types_of(cls, notes=True)
     for name, setting in settings_of(cls).items():
         section = sections[name.partition(".")[0]] if "." in name else None
@@ -160,7 +169,7 @@ def _is_set(config: Any, need: str) -> bool:
 
 
 def _value(config: Any, name: str) -> Any:
-    """A setting by its dotted name; None where the class has no such setting."""
+    """Return a setting by its dotted name, or None if the class has no such setting."""
     return functools.reduce(lambda inner, part: getattr(inner, part, None), name.split("."), config)
 
 
@@ -183,23 +192,23 @@ def _extras(annotated: Any) -> tuple[Any, ...]:
 
 
 def find_marked(cls: Any, mark: Mark) -> list[str]:
-    """Dotted names of the settings with a mark."""
+    """Return the dotted names of the settings with a mark."""
     return [name for name, setting in settings_of(cls).items() if mark in setting.marks]
 
 
 def flag_of(name: str) -> str:
-    """The flag of a setting: `optim.learning_rate` has --learning-rate; `model.path` has --model, as every user types it."""
+    """Return the flag of a setting: --learning-rate for `optim.learning_rate`, and --model for `model.path`."""
     section, _, leaf = name.rpartition(".")
     return "--" + (section if leaf == "path" else leaf).replace("_", "-")
 
 
 def defaults_of(cls: Any) -> dict[str, Any]:
-    """The settings of `cls` as they are unless they are given, as JSON has them."""
+    """Return the default settings of `cls` as JSON values."""
     return dict(json.loads(json.dumps(dataclasses.asdict(cls()))))
 
 
 def help_of(cls: Any, name: str) -> str:
-    """The string under the field, on one line."""
+    """Return the string under the field, on one line."""
     leaf = name.rpartition(".")[2]
     owners = settings_of(cls)[name].owner.__mro__
     return next((docs[leaf] for owner in owners if leaf in (docs := _docs(owner))), "")
@@ -207,7 +216,7 @@ def help_of(cls: Any, name: str) -> str:
 
 @cache
 def _docs(cls: Any) -> dict[str, str]:
-    """Field -> the string under it in the source of its class."""
+    """Return field -> the string under it in the source of the class."""
     if not dataclasses.is_dataclass(cls):
         return {}
     source: Any = cls

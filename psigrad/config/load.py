@@ -1,4 +1,4 @@
-"""Settings from YAML, `a.b=c` overrides and flags onto the frozen dataclasses of `psigrad/config/`, and back."""
+"""Settings from YAML, `a.b=c` overrides and flags, as the frozen dataclasses of `psigrad/config/`, and back to plain values."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ def load(
     defaults: Mapping[str, Any] | None = None,
     names: Names = OWN,
 ) -> T:
-    """Settings of class `cls`: flags beat overrides, those the YAML file, that `defaults`, those the class's own.
+    """Load settings of class `cls`.
 
-    `flags` has names ("optim.learning_rate", or the last part alone). `names` may know those of other libraries. Raises
-    `UserError` naming the file or override, the field, the value and what was expected.
+    Flags beat overrides, overrides beat the YAML file, the file beats `defaults`, and these beat the defaults of the class.
+    The keys of `flags` are dotted names or their last parts ("optim.learning_rate" or "learning_rate"). `names` may also know
+    the names of other libraries. Raises `UserError` that names the file or override, the field, the value and what was expected.
     """
     types = dict(field_types(cls))
     values, given = names.of_file(cls, read_file(path) if path else {}, flags or {}, str(path))
@@ -61,7 +62,7 @@ def load(
 
 
 def _locate(config: T) -> T:
-    """The settings with absolute paths of what is read: code of the user that changes the folder changes none of them."""
+    """Return the settings with absolute paths, so that user code that changes the working folder does not affect them."""
     made: Any = config
     for mark, find in ((PATH, find_absolute), (WRITTEN, expand)):
         for name in find_marked(type(config), mark):
@@ -78,7 +79,7 @@ def _locate(config: T) -> T:
 
 
 def _put_of_device(cls: type[Any], values: dict[str, Any]) -> None:
-    """Put the defaults of the device that the run will be on, for settings that nobody has given under any name."""
+    """Add the defaults of the run's device for settings that were not given under any name."""
     table = usual_on(cls, "cuda")
     asked = str(value_below(cls, values, "run.device")) if table else ""
     if not (asked.startswith("cuda") or (asked == "auto" and sees_cuda())):
@@ -91,25 +92,25 @@ def _put_of_device(cls: type[Any], values: dict[str, Any]) -> None:
 
 
 def sees_cuda() -> bool:
-    """Whether a run is on a GPU unless told otherwise."""
+    """Return True if a run uses a GPU by default."""
     import torch
 
     return torch.cuda.is_available()
 
 
 def _over(below: Any, above: Any) -> Any:
-    """A section of a file over the defaults of a method, name by name; an algorithm is taken as a whole."""
+    """Return a file's section merged over a method's defaults, name by name. An algorithm replaces the default as a whole."""
     sections = isinstance(below, dict) and isinstance(above, dict) and "preset" not in below
     return {**below, **above} if sections else above
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], source: str) -> T:
-    """The settings that `to_dict` wrote to the file `source`. Raises `UserError` where they are no such settings."""
+    """Return the settings that `to_dict` wrote to the file `source`. Raises `UserError` if the values are not such settings."""
     return _build(cls, {name: value for name, value in values.items() if name not in ("format", "recipe")}, source)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The settings as plain JSON values; `load` of them gives the same settings.
+    """Return the settings as plain JSON values. Loading them gives the same settings.
 
     Functions become "module:name", rows given from Python "rows:<count>:<SHA-256>".
     """
@@ -122,7 +123,7 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
 
 
 def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str] = frozenset(), names: Names = OWN) -> T:
-    """The settings; `source` is the file that errors name, but for those of `beside`, which were given beside it."""
+    """Build the settings. Errors name the file `source`, except for the settings of `beside`, which were given outside it."""
     _refuse_unknown(cls, values, source, "", names)
     values = _without_unread(cls, values, f"{source}: " if source else "")
     try:
@@ -147,8 +148,9 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
 
 
 def _without_unread(cls: type[Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The values without those of `fields.unread_of`, which go to the setting that stands for them. Raises `UserError` where
-    there is none, and the value is not the usual one.
+    """Return the values without those of `fields.unread_of`, which move to the setting that replaces them.
+
+    Raises `UserError` if no setting replaces one of them and its value is not the default.
     """
     made: dict[str, Any] = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
     for name, instead in unread_of(cls).items():
@@ -158,7 +160,7 @@ def _without_unread(cls: type[Any], values: Mapping[str, Any], where: str) -> di
         value, (of, own) = made[section].pop(leaf), instead.split(".") if instead else ("", "")
         if (tuple(value) if isinstance(value, list) else value) == getattr(getattr(cls(), section), leaf):
             continue
-        if not instead and value is False:  # what is never on here is off
+        if not instead and value is False:  # disabling a feature that this command never uses is harmless
             continue
         if not instead or made.get(of, {}).get(own, value) != value:
             what = f"stands for {instead}, which is given too" if instead else "is read by nothing here"
@@ -175,7 +177,7 @@ def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, pref
             where = f"{source}: " if source else ""
             within = f" in {prefix[:-1]}" if prefix else ""
             theirs = names.own(OnlineConfig, str(name))
-            mine = theirs.rpartition(".")[2]  # lr in optim, as some libraries name it
+            mine = theirs.rpartition(".")[2]  # some libraries name it lr in optim
             near = f"; did you mean {mine!r}?" if mine != name and mine in known else other_methods(cls, theirs)
             near = near or nearest(str(name), {*known, *(() if prefix else dict(flat_names(cls)))} - {str(name)})
             raise UserError(f"{where}there is no setting {name!r}{within}{near or '.'}")
@@ -188,12 +190,12 @@ def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, pref
 
 
 def _as_meant(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` as people mean them: `reward: exact` is a tuple of one, a `Path` is its name."""
+    """Return `values` in the types of their fields: `reward: exact` becomes a tuple of one, a `Path` becomes its name."""
     hints = types_of(cls)
     made: dict[str, Any] = {}
     for name, value in values.items():
         if dataclasses.is_dataclass(hints[name]) and isinstance(value, Mapping):
-            # a section keeps the defaults that this recipe gives it: SFT's learning rate is not the online recipes'
+            # A section keeps the defaults of this recipe: SFT has another learning rate than the online recipes.
             blank = getattr(cls(), name)
             usual = {f.name: getattr(blank, f.name) for f in dataclasses.fields(blank)}
             made[name] = {**usual, **_as_meant(hints[name], value)}
@@ -205,7 +207,7 @@ def _as_meant(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _brief(value: Any) -> str:
-    """A value as a message shows it: a model's own text fills a screen."""
+    """Return a value in the form that a message prints. A long value, such as a model's `repr`, would fill a screen."""
     return text if len(text := repr(value)) <= 200 else f"{kind_of(value)}"
 
 
@@ -225,7 +227,7 @@ _MODELS = "expected the folder or hub name of a model"
 
 
 def reword(message: str) -> str:
-    """What pydantic says of a value, in our words."""
+    """Return a message of pydantic in psigrad's words."""
     message = re.sub(r", (unable to|got a) .*", "", message.removeprefix("Value error, ").removesuffix("."))
     for theirs, ours in _WORDS.items():
         message = message.replace(theirs, ours)
@@ -256,5 +258,5 @@ def _plain(value: Any, field: str = "") -> Any:
 
 
 def _name(value: Any) -> str:
-    """module:name of a function or class, or of an object's class."""
+    """Return the module:name of a function or class, or of an object's class."""
     return f"{getattr(value, '__module__', '?')}:{getattr(value, '__qualname__', type(value).__qualname__)}"

@@ -1,4 +1,4 @@
-"""What trains: every method's name, summary, settings class and defaults, as they are declared in `psigrad/objective/`."""
+"""The training methods: name, summary, settings class and defaults, as declared in `psigrad/objective/`."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ TrainingConfig = SFTConfig | RewardConfig | PreferenceConfig | OnlineConfig
 
 
 class Declaration(NamedTuple):
-    """A method as settings know it."""
+    """The declaration of a method for the settings."""
 
     summary: str
     settings: type[Any]
     defaults: Mapping[str, Any]
-    """What it sets where the user does not, its own name as `algorithm` or `loss` among them."""
+    """The settings that the method changes by default, including its own name as `algorithm` or `loss`."""
 
     @property
     def online(self) -> bool:
-        """Whether it learns from completions that it samples itself."""
+        """True if the method learns from completions that it samples itself."""
         return self.settings is OnlineConfig
 
 
 @cache
 def list_declarations() -> dict[str, Declaration]:
-    """Every training method by name."""
+    """Return every training method by name."""
     online: dict[str, Method[Any]] = {**catalog.METHODS, **preference_catalog.ONLINE_METHODS}
     return {
         "sft": Declaration("supervised fine-tuning on completions or conversations", SFTConfig, {}),
@@ -47,7 +47,7 @@ def list_declarations() -> dict[str, Declaration]:
 
 
 def declaration(name: str) -> Declaration:
-    """The method of that name. Raises `UserError` with the nearest one where there is none."""
+    """Return the method of that name. Raises `UserError` with the nearest name if there is none."""
     if name == "control":
         raise UserError("control is no method of a language model; from Python it is psigrad.control.PPO('CartPole-v1').learn().")
     if name not in list_declarations():
@@ -56,9 +56,9 @@ def declaration(name: str) -> Declaration:
 
 
 def of_spec(spec: Any) -> Declaration:
-    """The declaration that goes with an algorithm: a name, {"preset": name, …}, or an object whose name is a method's.
+    """Return the declaration of an algorithm: a name, {"preset": name, …}, or an object whose name is that of a method.
 
-    An algorithm of the user's own is an online method without defaults.
+    A custom algorithm is an online method without defaults.
     """
     name = spec.get("preset", "") if isinstance(spec, Mapping) else spec if isinstance(spec, str) else getattr(spec, "name", "")
     if name in list_declarations():
@@ -70,14 +70,14 @@ def of_spec(spec: Any) -> Declaration:
     return Declaration("", OnlineConfig, {"algorithm": spec})
 
 
-# How the methods with these settings are called together.
+# The common name of the methods with these settings.
 _FAMILIES: dict[type[Any], str] = {
     SFTConfig: "sft",
     OnlineConfig: "the online methods",
     PreferenceConfig: "the preference methods",
     RewardConfig: "reward",
 }
-# A setting of others -> what to write where it is none.
+# (Settings class, a setting that it lacks) -> the setting to use instead.
 _COUNTERPARTS: dict[tuple[type[Any], str], str] = {
     (OnlineConfig, "batch_size"): "the prompts of a step are prompts_per_step",
     (OnlineConfig, "max_length"): "prompts are bounded by max_prompt_length, completions by max_completion_length",
@@ -86,7 +86,7 @@ _COUNTERPARTS: dict[tuple[type[Any], str], str] = {
 
 
 def other_methods(cls: type[Any], name: str) -> str:
-    """What is said, after a colon, of a name that is a setting of other methods than those of `cls`; empty where it is none."""
+    """Return a hint, after a colon, for a name that is a setting of other methods than those of `cls`; else ""."""
     if cls not in _FAMILIES:
         return ""
     leaf = name.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""The names that settings may be given under. An entrance may know those of other libraries too (`psigrad/compat/names.py`)."""
+"""The accepted names of settings. An entrance may also know those of other libraries (`psigrad/compat/foreign_names.py`)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from psigrad.errors import UserError
 
 
 class Names(Protocol):
-    """Knows names of settings, and translates what was given under them into dotted names of psigrad's."""
+    """An object that knows names of settings and translates them into psigrad's dotted names."""
 
     def own(self, cls: Any, name: str) -> str:
-        """Return the dotted name of a setting of class `cls`: "learning_rate" -> "optim.learning_rate". Others stay."""
+        """Return the dotted name of a setting of class `cls`: "learning_rate" -> "optim.learning_rate". Keep unknown names."""
         ...
 
     def check(self, cls: Any, given: Iterable[tuple[str, Any]]) -> None:
@@ -27,16 +27,16 @@ class Names(Protocol):
     def of_file(
         self, cls: Any, in_file: Mapping[str, Any], flags: Mapping[str, Any], source: str
     ) -> tuple[dict[str, Any], list[Given]]:
-        """Return (settings by section, settings by their name alone) of a file, which may hold both."""
+        """Return (settings by section, settings by name alone) of a file. A file may hold both."""
         ...
 
     def translate(self, cls: Any, values: Mapping[str, Any], given: Sequence[Given]) -> list[Given]:
-        """Return what was given under dotted names, shortcuts expanded. `values` rank below it. Raises `UserError`."""
+        """Return the given settings under dotted names, with shortcuts expanded. They beat `values`. Raises `UserError`."""
         ...
 
 
 class OwnNames:
-    """psigrad's own names alone."""
+    """psigrad's names only."""
 
     def own(self, cls: Any, name: str) -> str:
         """See `Names`."""

@@ -1,4 +1,4 @@
-"""Settings as nested mappings, before they are built: as they are named, read and put together."""
+"""Settings as nested mappings, before the dataclasses are built: their names, and how they are read and merged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from psigrad.errors import UserError, kind_of
 
 
 class Given(NamedTuple):
-    """One setting as it was given: its name, its value, and where, for error messages."""
+    """A setting as it was given: its name, its value, and its source, which error messages name."""
 
     name: str
     value: Any
@@ -25,9 +25,9 @@ class Given(NamedTuple):
 
 
 def put(values: dict[str, Any], name: str, value: Any, source: str) -> None:
-    """Set `a.b.c`, making the mappings on the way.
+    """Set `a.b.c`, and create the missing mappings on the path.
 
-    On the way through `algorithm` and `loss` a preset's name becomes {preset: name}, a part's {part: name}, and null nothing.
+    Within `algorithm` and `loss`, a preset's name on the path becomes {preset: name}, a part's name {part: name}, and null {}.
     """
     first, *parents, leaf = [*name.split(".")] if "." in name else ["", name]
     for parent in [first, *parents] if first else []:
@@ -39,31 +39,31 @@ def put(values: dict[str, Any], name: str, value: Any, source: str) -> None:
         if not isinstance(inner, dict):
             raise UserError(f"The {source} goes into {parent!r}, which is {inner!r} and has no fields.")
         values = inner
-    values[leaf] = deepcopy(value) if isinstance(value, dict) else value  # the caller's own stays as it is
+    values[leaf] = deepcopy(value) if isinstance(value, dict) else value  # the caller's object must not change
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one with dotted names."""
+    """Return nested dictionaries as one dictionary with dotted names."""
     if not isinstance(value, Mapping) or not value:
         return {prefix: value} if prefix else {}
     return {k: v for name, inner in value.items() for k, v in flatten(inner, f"{prefix}.{name}" if prefix else str(name)).items()}
 
 
 def flat_names(cls: type[Any]) -> Iterator[tuple[str, str]]:
-    """(leaf, dotted name) of every setting: ("learning_rate", "optim.learning_rate")."""
+    """Return (leaf, dotted name) of every setting: ("learning_rate", "optim.learning_rate")."""
     return ((name.rpartition(".")[2], name) for name in settings_of(cls))
 
 
 def field_types(cls: type[Any]) -> Iterator[tuple[str, Any]]:
-    """(dotted name, type) of every setting."""
+    """Return (dotted name, type) of every setting."""
     return ((name, setting.type) for name, setting in settings_of(cls).items())
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as every user means it: 1e-5 is a number and a date is text, other than in YAML 1.1, and no key stands twice."""
+    """A YAML loader without the surprises of YAML 1.1: 1e-5 is a number, a date is text, and a repeated key is an error."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)  # before merges (<<) are put in, whose keys may be given anew
+        node = super().compose_mapping_node(anchor)  # before merges (<<), whose keys may be overridden
         keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge"]
         for i, key in enumerate(keys):
             if any((key.tag, key.value) == (other.tag, other.value) for other in keys[:i]):
@@ -82,7 +82,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """The settings in a YAML file."""
+    """Read the settings in a YAML file. Raises `UserError` if it cannot be read or holds no mapping."""
     try:
         values = yaml.load(Path(path).read_text(), _Loader)
     except OSError as error:
@@ -104,11 +104,11 @@ _OBJECT = re.compile(r'\s*\{\s*"')
 
 
 def read_value(text: str, hint: Any = None, name: str = "a value") -> Any:
-    """A value as YAML reads it, or the text itself: where YAML cannot read it, and where `hint` says that the setting is text.
+    """Read a value as YAML. Return the text itself if YAML cannot read it, or if `hint` says that the setting is text.
 
-    `output_dir=2024` is a name. A setting that may be text or more, as `metric` may, is text unless it begins as a mapping does,
-    and one of several texts unless it begins as a list does: `report_to=[]`. What begins as a JSON object, {"…, must be one: YAML
-    would take `fals` for a word. Raises `UserError` that names the setting.
+    `output_dir=2024` is a name. A setting that may be text or more, such as `metric`, is text unless it starts like a mapping.
+    A setting of several texts is text unless it starts like a list: `report_to=[]`. A value that starts like a JSON object,
+    {"…, must be one, since YAML would read `fals` as a word. Raises `UserError` that names the setting.
     """
     if hint is str or (str in get_args(hint) and not text.startswith("[" if get_origin(hint) is tuple else "{")):
         return text
@@ -125,7 +125,7 @@ def read_value(text: str, hint: Any = None, name: str = "a value") -> Any:
 
 @asked_once
 def names_of(cls: Any) -> dict[str, str]:
-    """Leaf, and dotted, name -> dotted name of every setting; a section has its own name."""
+    """Return name -> dotted name of every setting, where the name is the leaf or the dotted name. A section keeps its name."""
     meant = {
         **{dotted: dotted for dotted, _ in field_types(cls)},
         **{name: other or name for name, other in unread_of(cls).items()},
@@ -135,7 +135,7 @@ def names_of(cls: Any) -> dict[str, str]:
 
 
 def value_below(cls: Any, values: Mapping[str, Any], name: str) -> Any:
-    """The value of a setting in nested `values`, or the usual one."""
+    """Return the value of a setting in nested `values`, or its default."""
     first, _, rest = name.partition(".")
     inner = values.get(first, getattr(cls(), first))
     if not rest:

@@ -1,6 +1,6 @@
-"""Parts of the algorithm by the names that everybody uses: `beta` is algorithm.kl.coefficient, `gae_lambda` psi.psi.lam.
+"""Short, common names for parts of the algorithm: `beta` is algorithm.kl.coefficient, `gae_lambda` is psi.psi.lam.
 
-Where a shortcut leads depends on the method's parts. A method that lacks the part is refused with those that have it.
+The setting that a shortcut means depends on the method's parts. If the method lacks the part, the error lists those that have it.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from psigrad.errors import UserError
 
 @dataclass(frozen=True)
 class Part:
-    """A part, or a method, as settings see it: its name, and what each of its parameters is. Whether they fit is asked later."""
+    """A part or a method as data: its name and the values of its parameters. They are checked later."""
 
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def spec(self) -> dict[str, Any]:
-        """The setting that makes this part."""
+        """The setting that describes this part."""
         inner = {name: value.spec if isinstance(value, Part) else value for name, value in self.parameters.items()}
         return {"part": self.name, **inner}
 
 
 def describe(value: Any) -> Any:
-    """A part, or a method, of `psigrad.objective` as a `Part`, with the parts within it; any other value as it is."""
+    """Return a part or a method of `psigrad.objective` as a `Part`, with its inner parts. Return any other value unchanged."""
     if isinstance(value, tuple):
         return tuple(map(describe, value))
     if is_dataclass(value):
@@ -42,7 +42,7 @@ def describe(value: Any) -> Any:
 
 
 def describe_method(spec: Any) -> Part | None:
-    """The parts of a setting `algorithm` or `loss`: a preset's name, or a mapping. None for an object, or a name unknown here."""
+    """Return the parts of a setting `algorithm` or `loss`: a preset's name or a mapping. Return None for others."""
     if isinstance(spec, str):
         return describe(algorithms.PRESETS[spec]) if spec in algorithms.PRESETS else None
     if not isinstance(spec, Mapping):
@@ -53,7 +53,7 @@ def describe_method(spec: Any) -> Part | None:
 
 
 def find_parts(root: Part, prefix: str = "") -> list[tuple[str, Part]]:
-    """(dotted place, part) of all parts below `root`."""
+    """Return (dotted place, part) of all parts below `root`."""
     return [
         place
         for name, value in root.parameters.items()
@@ -63,7 +63,7 @@ def find_parts(root: Part, prefix: str = "") -> list[tuple[str, Part]]:
 
 
 def _change(within: Part, slot: str, value: Any) -> Any:
-    """What becomes of a slot, or a parameter, by a setting."""
+    """Return the new value of a slot or a parameter after a setting changes it."""
     before = within.parameters.get(slot)
     if within.name == "OnlinePreference" and slot == "loss" and isinstance(value, str | Mapping):
         return describe_method(value if isinstance(value, str) else {"preset": "dpo", **value})
@@ -81,7 +81,7 @@ def _change(within: Part, slot: str, value: Any) -> Any:
 
 
 def _usual(name: str) -> Part:
-    """A part with its usual parameters."""
+    """Return a part with its default parameters."""
     part = next((parts[name] for parts in algorithms.PARTS.values() if name in parts), None)
     if not is_dataclass(part):
         return Part(name)
@@ -93,28 +93,28 @@ Places = list[tuple[str, Any]]
 
 
 class Shortcut(NamedTuple):
-    """What a name stands for: what it is, in words and in help, and where it leads in a method with these parts."""
+    """The meaning of a short name: its part in words, its help text, and its settings in a method with given parts."""
 
     what: str
     help: str
     find: Callable[[Part], Places]
-    """Method -> (dotted place, value now) of each setting that it stands for; none where the method has no such part."""
+    """Method -> (dotted place, current value) of each setting that the name means; empty if the method has no such part."""
     write: Callable[[Part, str, Any], Any] = lambda root, place, value: value
-    """Method, place, value given -> value of that setting."""
+    """(Method, place, given value) -> value of that setting."""
     switch: bool = False
-    """Whether it is yes or no."""
+    """True if the value is yes or no."""
     main: bool = False
-    """Whether the short help shows it."""
+    """True if the short help lists the shortcut."""
 
 
 def shortcuts_of(cls: Any) -> dict[str, Shortcut]:
-    """Those of a settings class: only what trains by an algorithm or a loss has any."""
+    """Return the shortcuts of a settings class. Only classes that train with an algorithm or a loss have any."""
     names = types_of(cls)
     return SHORTCUTS if ("algorithm" in names and "prompts_per_step" in names) or "loss" in names else {}
 
 
 def find_places(name: str, spec: Any) -> Places:
-    """(dotted place, value now) of what a shortcut stands for in the method that the setting `spec` means."""
+    """Return (dotted place, current value) of a shortcut's settings in the method that the setting `spec` describes."""
     root = describe_method(spec)
     return [] if root is None else SHORTCUTS[name].find(root)
 
@@ -126,10 +126,10 @@ def expand(
     more: Mapping[str, Shortcut] = MappingProxyType({}),
     needless: Callable[[Given], bool] = lambda one: False,
 ) -> tuple[list[Given], list[tuple[Given, str]]]:
-    """(`given` with every shortcut, of ours and of `more`, in the place that it stands for; those of which the method has no such
-    part, with what to say of them).
+    """Return (`given` with every shortcut replaced by its settings; the shortcuts that the method lacks, each with a message).
 
-    `values` rank below `given`. What is there already is left out, and what is `needless` where the method has no such part.
+    `more` adds shortcuts to psigrad's own. `given` beats `values`. A shortcut that sets the current value again is dropped, as
+    is a `needless` one whose part the method lacks.
     """
     known = shortcuts_of(cls)
     short = {**known, **more} if known else {}
@@ -166,7 +166,10 @@ def expand(
 
 
 def rank_source(source: str) -> int:
-    """Flags beat overrides, overrides beat a file; within each a shortcut comes after the parts, in the order of the table."""
+    """Return the rank of a source: flags beat overrides, and overrides beat a file.
+
+    Within a source, a shortcut is applied after the parts, in the order of the table.
+    """
     return 2 if source.startswith("--") else 1 if source.startswith("override ") else 0
 
 
@@ -177,7 +180,7 @@ def _lacking(name: str, short: Shortcut, spec: Any) -> str:
 
 
 def find_parameter(field: str, *parts: str, slots: Sequence[str] = ()) -> Callable[[Part], Places]:
-    """Finds the parameter of every such part, in these slots or in all."""
+    """Return a finder for the parameter of every part with one of these names, in these slots or in all."""
 
     def places(root: Part) -> Places:
         return [
@@ -194,7 +197,7 @@ def _either(*finders: Callable[[Part], Places]) -> Callable[[Part], Places]:
 
 
 def _may_have(slot: str, field: str) -> Callable[[Part], Places]:
-    """The parameter of a slot that every policy gradient may fill."""
+    """Return a finder for the parameter of a slot that every policy gradient may fill."""
 
     def places(root: Part) -> Places:
         if root.name != "PolicyGradient":
@@ -206,7 +209,10 @@ def _may_have(slot: str, field: str) -> Callable[[Part], Places]:
 
 
 def _kl_weight(root: Part) -> Places:
-    """The coefficient of the KL term; in distillation, whose loss it is, where it lies between forward (0) and reverse KL (1)."""
+    """Return the place of the KL term's coefficient.
+
+    In distillation, the KL term is the loss. There, the value runs from forward KL (0) to reverse KL (1).
+    """
     if not _is_distillation(root):
         return _may_have("kl", "coefficient")(root)
     kl = root.parameters["kl"].parameters
@@ -226,12 +232,12 @@ def _is_distillation(root: Part) -> bool:
 
 
 def _preference_weight(root: Part) -> Places:
-    """β; where the odds enter as they are, as in ORPO, their weight beside the likelihood."""
+    """Return the place of β. If the odds enter without β, as in ORPO, return that of their weight beside the likelihood."""
     return _preference("preference" if root.parameters.get("score") == Part("log_odds") else "beta")(root)
 
 
 def _preference(*fields: str) -> Callable[[Part], Places]:
-    """A number of a preference loss, or of online DPO's loss."""
+    """Return a finder for numbers of a preference loss, or of online DPO's loss."""
 
     def places(root: Part) -> Places:
         if root.name == "OnlinePreference":
@@ -243,7 +249,7 @@ def _preference(*fields: str) -> Callable[[Part], Places]:
 
 
 def find_slot(slot: str) -> Callable[[Part], Places]:
-    """A slot of every policy gradient, and the name of the part that fills it."""
+    """Return a finder for a slot of every policy gradient and the name of the part in it."""
 
     def places(root: Part) -> Places:
         part = root.parameters.get(slot)
@@ -256,7 +262,7 @@ _GROUPED = ("group_mean", "process_group_mean", "group_mean_batch_std")
 
 
 def find_grouped(root: Part) -> Places:
-    """The psi that compares a group, and by which standard deviation it divides."""
+    """Return the places of the psi that compares a group, each with the standard deviation that it divides by."""
     return [
         (place, "batch" if part.name == "group_mean_batch_std" else "group" if part.parameters.get("std") else "none")
         for place, part in find_parts(root)
@@ -286,7 +292,10 @@ _RATIOS = {"sequence_token": "sequence"}
 
 
 def _filter(part: str, field: str = "") -> tuple[Callable[[Part], Places], Callable[[Part, str, Any], Any]]:
-    """A filter that is put beside those that are there, or taken out; with a parameter, which may be null."""
+    """Return (finder, writer) of a filter that is added to the existing ones or removed.
+
+    With `field`, the value is that parameter of the filter, and null removes it.
+    """
 
     def names(root: Part) -> list[Part]:
         return [item for item in root.parameters.get("keep") or () if isinstance(item, Part)]

@@ -1,10 +1,10 @@
-"""Reinforcement learning on Gymnasium environments, by the `PolicyGradient` objects that train language models.
+"""Reinforcement learning on Gymnasium environments, with the same `PolicyGradient` objects that train language models.
 
     from psigrad.control import PPO
     agent = PPO("CartPole-v1").learn(100_000)
 
-`agents` and `agent_callbacks` are what users see. `run` is a whole run, with the loop: collect and learn, evaluate, save.
-`builder` makes a trainer out of `settings` and the tuned `hyperparameters`. `methods` are the declared `presets` and the trainers
+`agents` and `agent_callbacks` are the interface for users. `run` is a complete run: collect and learn, evaluate, save.
+`builder` builds a trainer from `settings` and the tuned `hyperparameters`. `methods` has the declared `presets` and the trainers
 (`trainer`, `on_policy`, `trpo`, `dqn`), which learn on `environments` with small `networks`.
 """
 
@@ -31,6 +31,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ELSEWHERE:  # `from … import` would drop the words of an AttributeError
+    if name in ELSEWHERE:  # `from … import` would drop the message of an AttributeError
         raise ImportError(f"There is no {name} in psigrad.control: {ELSEWHERE[name]}.")
     raise AttributeError(f"module 'psigrad.control' has no attribute {name!r}")

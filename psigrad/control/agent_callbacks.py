@@ -1,4 +1,4 @@
-"""What `learn` calls after every line of figures: evaluations, saved policies, an end before the last step."""
+"""The callbacks that `learn` calls after every line of metrics: evaluation, saving policies, early stopping."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MEAN_RETURN = "eval/return/mean"
 
 
 class _Every:
-    """Whether `freq` steps of each copy of the environment, Stable-Baselines3's count, have gone by since the last time."""
+    """A timer that is due every `freq` steps of each copy of the environment, as Stable-Baselines3 counts."""
 
     def __init__(self, name: str, freq: Any) -> None:
         if not isinstance(freq, int) or freq < 1:
@@ -33,13 +33,14 @@ class _Every:
 
 
 class EvalCallback:
-    """Evaluates on `eval_env` (default: fresh copies of the agent's) after every `eval_freq` steps of each copy, counted at the
-    lines of figures, and keeps the best policy as the folder `best_model` in `best_model_save_path`.
+    """A callback that evaluates on `eval_env` (default: new copies of the agent's) every `eval_freq` steps of each copy.
 
-    `log_path` is a folder for `evaluations.npz`, as Stable-Baselines3 writes it: timesteps [E], results and ep_lengths [E, n].
-    `callback_on_new_best` is called with the agent and the evaluation's figures where it was the best so far,
-    `callback_after_eval` always; False ends training. `evaluations` holds the steps and the mean return of each. Raises
-    `UserError` for Stable-Baselines3's other arguments where they ask for something.
+    The steps are checked after each line of metrics. The best policy is saved as the folder `best_model` in
+    `best_model_save_path`. `log_path` is a folder for `evaluations.npz`, in the format of Stable-Baselines3: timesteps [E],
+    results and ep_lengths [E, n]. `callback_on_new_best` is called with the agent and the metrics of an evaluation that was the
+    best so far, `callback_after_eval` after every evaluation. If one of them returns False, training ends. `evaluations` holds
+    the steps and the mean return of each evaluation. Raises `UserError` for other arguments of Stable-Baselines3 with values
+    that ask for something.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class EvalCallback:
         self._every = _Every("eval_freq", eval_freq)
 
     def __call__(self, agent: Agent, figures: Mapping[str, float]) -> bool:
-        """Evaluate when it is due. False ends training: one of the two callbacks returned it."""
+        """Evaluate when it is due. Return False, which ends training, if one of the two callbacks returned it."""
         if not self._every.due(agent):
             return True
         played = evaluate_policy(agent, self.eval_env, self.n_eval_episodes, self.deterministic, return_episode_rewards=True)
@@ -94,13 +95,13 @@ class EvalCallback:
 
 
 class StopTrainingOnRewardThreshold:
-    """Ends training once an evaluation's mean return is `reward_threshold`: the `callback_on_new_best` of an `EvalCallback`."""
+    """A `callback_on_new_best` of an `EvalCallback` that ends training when the mean return reaches `reward_threshold`."""
 
     def __init__(self, reward_threshold: float, verbose: int = 0) -> None:
         self.reward_threshold, self.verbose = reward_threshold, verbose
 
     def __call__(self, agent: Agent, figures: Mapping[str, float]) -> bool:
-        """False where the threshold is reached. Raises `UserError` outside an `EvalCallback`, whose figures it reads."""
+        """Return False if the threshold is reached. Raises `UserError` outside an `EvalCallback`, whose metrics it reads."""
         if MEAN_RETURN not in figures:
             raise UserError(
                 "StopTrainingOnRewardThreshold got figures without an evaluation; give it to one: "
@@ -113,11 +114,10 @@ class StopTrainingOnRewardThreshold:
 
 
 class CheckpointCallback:
-    """Saves the policy after every `save_freq` steps of each copy, as the folder `save_path`/`name_prefix`_N_steps.
+    """A callback that saves the policy every `save_freq` steps of each copy, as the folder `save_path`/`name_prefix`_N_steps.
 
-    With `save_replay_buffer` a DQN's transitions go to `name_prefix`_replay_buffer_N_steps.safetensors.
-
-    Raises `UserError` for Stable-Baselines3's other arguments where they ask for something.
+    With `save_replay_buffer`, the transitions of a DQN are saved as `name_prefix`_replay_buffer_N_steps.safetensors. Raises
+    `UserError` for other arguments of Stable-Baselines3 with values that ask for something.
     """
 
     def __init__(

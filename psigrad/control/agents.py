@@ -1,11 +1,11 @@
-"""Agents of control as users of Stable-Baselines3 know them: `learn`, `predict`, `save`, `load`.
+"""The agents of control, with the interface of Stable-Baselines3: `learn`, `predict`, `save`, `load`.
 
     from psigrad.control import PPO
     agent = PPO("CartPole-v1").learn(100_000)
     action, _ = agent.predict(observation, deterministic=True)
 
-Every setting of `psigrad control` is a keyword: learning_rate, n_steps, net_arch, buffer_size, … Settings that
-suit the algorithm on the environment come first where there are some (`tuned=False` leaves them out).
+Every setting of `psigrad control` is a keyword argument: learning_rate, n_steps, net_arch, buffer_size, … The defaults are the
+tuned settings of the algorithm on the environment, if there are any (`tuned=False` disables them).
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from psigrad.records import checkpoint
 from psigrad.runs.machine import prepared_torch
 from psigrad.runs.progress import bar
 
-# Called after every line of figures; False ends `learn`.
+# Called after every line of metrics. If it returns False, `learn` ends.
 Callback = Callable[["Agent", Mapping[str, float]], bool | None]
 
 Log = Callable[[int, Mapping[str, float]], None]
-"""Is told the steps so far and the figures of a line."""
+"""A function that logs the metrics of a line: (steps so far, metrics)."""
 
 
 class Agent:
-    """A policy on a Gymnasium environment, trained by `algorithm`: any preset's name, a `PolicyGradient`, "trpo" or "dqn".
+    """A policy on a Gymnasium environment, trained with `algorithm`: any preset's name, a `PolicyGradient`, "trpo" or "dqn".
 
-    `env` is an id, a function that makes one, an environment, or a vector environment. Stable-Baselines3's order is understood
-    too: `PPO("MlpPolicy", env)`, or `PPO("CnnPolicy", env)` for images; so are its `policy_kwargs` net_arch (a list) and
-    activation_fn. `verbose=1` prints the figures of every line; `tensorboard_log` is a folder for TensorBoard. Raises `UserError`
-    on an unknown setting, and where settings, algorithm and environment do not fit.
+    `env` is an id, a function that makes an environment, an environment, or a vector environment. The argument order of
+    Stable-Baselines3 works too: `PPO("MlpPolicy", env)`, or `PPO("CnnPolicy", env)` for images. So do its `policy_kwargs`
+    net_arch (a list) and activation_fn. `verbose=1` prints every line of metrics. `tensorboard_log` is a folder for TensorBoard.
+    Raises `UserError` for an unknown setting, or if settings, algorithm and environment do not fit together.
     """
 
     algorithm: ClassVar[Any] = None
@@ -86,22 +86,22 @@ class Agent:
 
     @property
     def settings(self) -> ControlConfig:
-        """The `ControlConfig` in force."""
+        """The current `ControlConfig`."""
         return self._trainer.config
 
     @property
     def num_timesteps(self) -> int:
-        """Steps taken so far."""
+        """The number of steps so far."""
         return self._trainer.timesteps
 
     @property
     def observation_space(self) -> Any:
-        """Gymnasium's space of one observation."""
+        """The Gymnasium space of one observation."""
         return self._trainer.collector.envs.spaces[0]
 
     @property
     def action_space(self) -> Any:
-        """Gymnasium's space of one action."""
+        """The Gymnasium space of one action."""
         return self._trainer.collector.envs.spaces[1]
 
     def learn(
@@ -112,15 +112,15 @@ class Agent:
         progress_bar: bool = False,
         **foreign: Any,
     ) -> Self:
-        """Take `total_timesteps` more steps (default: the setting). Schedules run over them, or with `reset_num_timesteps=False`
-        over those since they last began.
+        """Train for `total_timesteps` more steps (default: the setting).
 
-        `log_interval` is how often `verbose` prints: after so many lines of figures, for DQN after so many episodes, which is
-        Stable-Baselines3's count. With `tensorboard_log` figures go to its folder `tb_log_name`_N, a new one each time or, with
-        `reset_num_timesteps=False`, the last one; `num_timesteps` counts on in both. Each callback is called with the agent and
-        the figures of every line, and False ends training. `foreign` is for other arguments of Stable-Baselines3, if they ask for
-        what is done. Raises `UserError` for those that do not, for a number of steps below 1, and for callbacks that are no
-        functions.
+        Schedules run over these steps or, with `reset_num_timesteps=False`, over all steps since their last start.
+        `log_interval` is the number of lines of metrics per print of `verbose`; for DQN it is the number of episodes, as in
+        Stable-Baselines3. With `tensorboard_log`, metrics are logged to its folder `tb_log_name`_N: a new one for each call or,
+        with `reset_num_timesteps=False`, the last one. `num_timesteps` keeps counting in both cases. Each callback is called with
+        the agent and every line of metrics, and ends training if it returns False. `foreign` accepts other arguments of
+        Stable-Baselines3 whose values ask for what happens anyway. Raises `UserError` for other values, for a number of steps
+        below 1, and for callbacks that are not functions.
         """
         trainer, name = self._trainer, str(foreign.pop("tb_log_name", type(self).__name__))
         again = foreign.get("reset_num_timesteps") is False
@@ -158,10 +158,10 @@ class Agent:
     def predict(
         self, observation: Any, state: None = None, episode_start: Any = None, deterministic: bool = False
     ) -> tuple[Array, None]:
-        """Actions for one observation or a batch of them (a vector environment's), as the environment takes them.
+        """Return (the environment's actions, None) for one observation or a batch of them, as from a vector environment.
 
-        `state` and `episode_start` are Stable-Baselines3's for recurrent policies: these have none, and the second part returned
-        is None.
+        `state` and `episode_start` are arguments of Stable-Baselines3 for recurrent policies. psigrad has none, so the returned
+        state is None.
         """
         network, collector = self._trainer.network, self._trainer.collector
         flat, single = collector.envs.flat(observation)
@@ -170,17 +170,17 @@ class Agent:
         return (actions[0] if single else actions), None
 
     def get_env(self) -> Any:
-        """The environments that it is trained on: Gymnasium's vector environment, or a loop over copies with the same methods.
+        """Return the training environments: a vector environment of Gymnasium, or a loop over copies with the same methods.
 
-        None for a policy that was loaded without any.
+        Return None for a policy that was loaded without any.
         """
         envs = self._trainer.collector.envs
         return None if envs.absent else envs.env
 
     def set_env(self, env: Any) -> None:
-        """Train on other environments from here on, with the same spaces: an id, a function, an environment or a vector of them.
+        """Set other environments with the same spaces for training: an id, a function, an environment or a vector environment.
 
-        Raises `UserError` where their spaces differ from those of the policy.
+        Raises `UserError` if their spaces differ from those of the policy.
         """
         trainer = self._trainer
         now, settings = trainer.collector.envs, trainer.config
@@ -191,7 +191,10 @@ class Agent:
         self._begun = False
 
     def save(self, path: str | Path) -> Path:
-        """The policy as a folder: `model.safetensors` and `config.json`. What `load` reads, and a run's `model/` holds."""
+        """Save the policy as a folder with `model.safetensors` and `config.json`, and return its path.
+
+        `load` reads this folder. The `model/` of a run has the same format. Raises `UserError` if the folder holds another model.
+        """
         folder = absolute(path)
         policies.check_place(folder)
         builder.save_policy(folder, self._trainer)
@@ -201,12 +204,12 @@ class Agent:
     def load(
         cls, path: str | Path, env: Any = None, tensorboard_log: str | Path | None = None, algorithm: Any = None, **foreign: Any
     ) -> Self:
-        """A saved policy, on `env` or the environment that it was trained on. It can be trained on, with a fresh optimiser.
+        """Load a saved policy, on `env` or the environment that it was trained on. Training can continue with a new optimiser.
 
-        Where no `env` is given and its own has no id, or cannot be made, the policy acts; to be trained or evaluated it needs
-        `set_env`. A method with functions that no module holds under their names is not saved: to be trained on, the policy needs
-        it as `algorithm`. `foreign` is for Stable-Baselines3's `device` and others that ask for what is done anyway. Raises
-        `UserError` for others, for a folder that holds no policy, and for one of another algorithm.
+        If no `env` is given and the saved one has no id or cannot be made, the policy can only act. It needs `set_env` for
+        training or evaluation. A method with functions that no module has under their names is not saved. To train such a policy,
+        give the method as `algorithm`. `foreign` accepts Stable-Baselines3's `device` and other arguments that ask for what
+        happens anyway. Raises `UserError` for others, for a folder without a policy, and for a policy of another algorithm.
         """
         policies.refuse(foreign, "load", ("path", "env", "tensorboard_log", "algorithm"))
         path = policies.strip_zip(absolute(path))
@@ -228,8 +231,9 @@ class Agent:
 
 @contextmanager
 def _logging_to(root: str | Path | None, name: str, again: bool) -> Iterator[Log]:
-    """Logs figures in the folder `root`/`name`_N, with N one more than there are; `again`: in the newest of them. Without `root`
-    nowhere. Raises `UserError` where TensorBoard is not installed.
+    """Yield a logger to the new folder `root`/`name`_N, or with `again` to the newest one. Without `root` it logs nothing.
+
+    Raises `UserError` if TensorBoard is not installed.
     """
     if root is None:
         yield lambda steps, figures: None
@@ -254,14 +258,14 @@ def evaluate_policy(
     return_episode_rewards: bool = False,
     **foreign: Any,
 ) -> tuple[Any, Any]:
-    """Mean and standard deviation of the return over `n_eval_episodes` whole episodes; with `return_episode_rewards` the
-    return and the length of each, as two lists.
+    """Return the mean and standard deviation of the return over `n_eval_episodes` complete episodes.
 
-    They are played on fresh environments where `env` (default: the agent's) is an id or a function. An environment that is an
-    object is played on itself, and left open; where the agent is trained on it, training goes on with new episodes. An episode
-    that goes on is cut after the agent's `eval_max_steps`, and a `UserWarning` says so; 0: after 30,000 where the environment
-    declares no limit. `foreign` is for Stable-Baselines3's arguments where they ask for nothing, `warn` say. Raises `UserError`
-    for others, where the spaces differ from the policy's, and for less than one episode.
+    With `return_episode_rewards`, return the returns and the lengths of the episodes as two lists. If `env` (default: the
+    agent's) is an id or a function, new environments are made. An environment object is used itself and stays open. If the
+    agent trains on it, training continues with new episodes. An episode is cut after `eval_max_steps` of the agent, with a
+    `UserWarning`; 0 means 30,000 if the environment declares no limit. `foreign` accepts arguments of Stable-Baselines3 with
+    values that ask for nothing, such as `warn`. Raises `UserError` for others, if the spaces differ from those of the policy,
+    and for less than one episode.
     """
     policies.refuse(foreign, "evaluate_policy", ("env", "n_eval_episodes", "deterministic", "seed", "return_episode_rewards"))
     if not isinstance(agent, Agent):
@@ -290,46 +294,46 @@ def evaluate_policy(
 
 
 class PPO(Agent):
-    """Proximal policy optimisation with the clipped surrogate (Schulman et al. 2017)."""
+    """An agent of proximal policy optimisation with the clipped surrogate (Schulman et al. 2017)."""
 
     algorithm = "ppo"
 
 
 class A2C(Agent):
-    """Advantage actor-critic (Mnih et al. 2016)."""
+    """An agent of advantage actor-critic (Mnih et al. 2016)."""
 
     algorithm = "a2c"
 
 
 class REINFORCE(Agent):
-    """REINFORCE with a learned baseline (Williams 1992)."""
+    """An agent of REINFORCE with a learned baseline (Williams 1992)."""
 
     algorithm = "reinforce"
 
 
 class TRPO(Agent):
-    """Trust region policy optimisation (Schulman et al. 2015)."""
+    """An agent of trust region policy optimisation (Schulman et al. 2015)."""
 
     algorithm = "trpo"
 
 
 class DQN(Agent):
-    """Deep Q-learning (Mnih et al. 2015); `double_q=True` for Double DQN."""
+    """An agent of deep Q-learning (Mnih et al. 2015), or of Double DQN with `double_q=True`."""
 
     algorithm = "dqn"
     _trainer: DQNTrainer
 
     def save_replay_buffer(self, path: str | Path) -> Path:
-        """The transitions as a safetensors file, whose path is returned; `save` leaves them out."""
+        """Save the transitions as a safetensors file and return its path. `save` does not store them."""
         file = policies.tensors_file(path)
         file.parent.mkdir(parents=True, exist_ok=True)
         checkpoint.save_tensors(file, self._trainer.replay.tensors())
         return file
 
     def load_replay_buffer(self, path: str | Path) -> None:
-        """What `save_replay_buffer` wrote, in place of the transitions that are there; of more than `buffer_size` the last.
+        """Replace the transitions with those that `save_replay_buffer` wrote. Of more than `buffer_size`, keep the last.
 
-        Raises `UserError` where there is no such file, or it holds other observations.
+        Raises `UserError` if there is no such file, or if its observations have another shape.
         """
         file = policies.tensors_file(path)
         if not file.is_file():

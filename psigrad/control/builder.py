@@ -1,4 +1,4 @@
-"""From settings to a trainer: its environments, network and optimiser; and policies on disk."""
+"""Building a trainer from settings (environments, network and optimiser), and saving and loading policies."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MODEL_CONFIG = "config.json"
 
 
 class OwnTrainer(NamedTuple):
-    """An algorithm with a trainer of its own, and the preset whose psi and critic's loss it takes; None: no policy gradient."""
+    """The trainer of an algorithm that needs its own, and the preset of its psi and critic's loss (None: no policy gradient)."""
 
     make: Callable[..., Trainer]
     preset: str | None
@@ -50,25 +50,25 @@ TRAINERS = {"trpo": OwnTrainer(TRPOTrainer, "ppo"), "dqn": OwnTrainer(DQNTrainer
 
 
 def names() -> list[str]:
-    """Algorithms of control: policy gradients, and those with a trainer of their own."""
+    """Return the names of control's algorithms: policy gradients, and those with their own trainer."""
     return [*presets.names(), *TRAINERS]
 
 
 def settings(algorithm: Any, env: Any, given: Mapping[str, Any] | None = None) -> ControlConfig:
-    """Settings for an algorithm on an environment: the tuned ones, and over them what is given (dotted or plain names)."""
+    """Return the settings of an algorithm on an environment: `given` (dotted or plain names) over the tuned ones."""
     given = dict(given or {})
     named, place = name_of(algorithm), env if isinstance(env, str) else getattr(getattr(env, "spec", None), "id", "")
     first = hyperparameters.settings_for(named, place or "") if given.get("tuned", True) else {}
     if isinstance(env, gym.Env) and "n_envs" not in given:
         first = hyperparameters.one_copy(first)
     values = {**first, **{_locate(name): value for name, value in given.items()}}
-    # what is no plain value is set after loading, which knows JSON alone
+    # The environment and the algorithm may be objects, which loading cannot handle. They are set after it.
     plain = {name: value for name, value in values.items() if name not in ("env", "algorithm")}
     return replace(load(ControlConfig, flags=plain), algorithm=algorithm, env=env)
 
 
 def _locate(name: str) -> str:
-    """A setting's place: learning_rate, net_arch -> network.net_arch. Raises `UserError` for an unknown one."""
+    """Return the dotted name of a setting: "net_arch" -> "network.net_arch". Raises `UserError` for an unknown one."""
     blank = to_dict(ControlConfig())
     places = {key: key for key in blank}
     for section in ("network", "dqn", "trpo", "run"):
@@ -80,15 +80,17 @@ def _locate(name: str) -> str:
 
 
 def name_of(algorithm: Any) -> str:
-    """The name that tuned settings go by."""
+    """Return the name of an algorithm in the tables of tuned settings."""
     if isinstance(algorithm, PolicyGradient):
         return algorithm.name
     return str(algorithm.get("preset", algorithm.get("name", ""))) if isinstance(algorithm, Mapping) else str(algorithm)
 
 
 def build(config: ControlConfig, envs: Environments | None = None, like: str | None = None) -> Trainer:
-    """The trainer with its environments, fresh weights and optimiser; where the method is not known an `Actor`, if there is a
-    preset with a network `like` its own. Raises `UserError` on mistakes of the user.
+    """Build a trainer with its environments, initial weights and optimiser.
+
+    If the method is unknown, and the preset `like` has the same network, build an `Actor`. Raises `UserError` on mistakes of the
+    user.
     """
     unknown = ""
     try:
@@ -137,7 +139,7 @@ def build(config: ControlConfig, envs: Environments | None = None, like: str | N
 
 
 def _refuse_unread(config: ControlConfig) -> None:
-    """Refuse settings away from the usual that the algorithm does not read."""
+    """Raise `UserError` for a setting that differs from its default and that the algorithm does not read."""
     given, usual = (flatten(to_dict(one)) for one in (config, ControlConfig()))
     for name in sorted(unread_by(ControlConfig, name_of(config.algorithm))):
         if given[name] != usual[name]:
@@ -145,12 +147,15 @@ def _refuse_unread(config: ControlConfig) -> None:
 
 
 def has_own_trainer(algorithm: Any) -> bool:
-    """Whether this is the name of an algorithm in `TRAINERS`."""
+    """Return True if this is the name of an algorithm in `TRAINERS`."""
     return isinstance(algorithm, str) and algorithm in TRAINERS
 
 
 def resolve(config: ControlConfig) -> PolicyGradient | None:
-    """The policy gradient asked for, with the settings' numbers in its parts; None for what is none. Raises `UserError`."""
+    """Return the policy gradient of the settings, with their numbers in its parts; None for an algorithm without one.
+
+    Raises `UserError` for an unknown algorithm.
+    """
     spec = config.algorithm
     if has_own_trainer(spec):
         spec = TRAINERS[spec].preset
@@ -164,7 +169,7 @@ def resolve(config: ControlConfig) -> PolicyGradient | None:
 
 
 def save_policy(folder: Path, trainer: Trainer) -> None:
-    """What acting needs: weights, settings, and how observations are shown."""
+    """Save everything that acting needs: weights, settings, the normaliser of observations, and the spaces."""
     trainer.network.save(folder)
     envs, normalizer = trainer.collector.envs, trainer.collector.normalizer
     saved = {**_plain(trainer.config), "normalizer": normalizer.state(), "timesteps": trainer.timesteps}
@@ -180,8 +185,9 @@ def _plain(config: ControlConfig) -> dict[str, Any]:
 
 
 def _write(method: Any) -> Any:
-    """What JSON can hold of a method and is read as that one: its name, or its parts by theirs. Where neither is, a part of one's
-    own having no name, its name in a form that is read as none.
+    """Return a JSON form of a method that loads as the same method: its name, or its parts by their names.
+
+    If neither does, since a custom part has no name, return the method's name in a form that loads as no method.
     """
     parts = to_dict(replace(ControlConfig(), algorithm=method))["algorithm"]
     if parts == method:
@@ -196,9 +202,10 @@ def _write(method: Any) -> Any:
 
 
 def load_policy(folder: Path, env: Any = None, algorithm: Any = None) -> Trainer:
-    """A trainer with the saved weights, on `env` or the environment it was trained on; where that cannot be made, on its spaces
-    alone. It trains by `algorithm` or the method that is saved; where that cannot be made, it acts alone. Raises `UserError`
-    where the folder holds no policy.
+    """Load a trainer with the saved weights, on `env` or the environment that the policy was trained on.
+
+    If that environment cannot be made, the trainer has its spaces only. It trains with `algorithm` or the saved method. If that
+    method cannot be made, it can only act. Raises `UserError` if the folder holds no policy.
     """
     saved = _read_saved(folder)
     normalizer, timesteps, kept = saved.pop("normalizer"), saved.pop("timesteps"), saved.pop("spaces", None)
@@ -220,8 +227,9 @@ def load_policy(folder: Path, env: Any = None, algorithm: Any = None) -> Trainer
 
 
 def _make_own_environments(folder: Path, config: ControlConfig, kept: Any) -> tuple[ControlConfig, Environments]:
-    """The environments that a policy was trained on, or `Absent` ones with the spaces that were `kept`, and the settings with
-    them.
+    """Return (settings, environments) with the environments that a policy was trained on.
+
+    If they cannot be made, the environments are `Absent` ones with the stored spaces `kept`.
     """
     try:
         if not config.env:
@@ -237,7 +245,7 @@ def _make_own_environments(folder: Path, config: ControlConfig, kept: Any) -> tu
 
 
 def _read_saved(folder: Path) -> dict[str, Any]:
-    """What `save_policy` wrote. Raises `UserError` where it did not write this folder."""
+    """Return the values that `save_policy` wrote. Raises `UserError` if it did not write this folder."""
     file = folder / MODEL_CONFIG
     try:
         saved = json.loads(file.read_text()) if file.exists() else None

@@ -1,6 +1,6 @@
-"""Tuned settings of an algorithm, and of an algorithm on an environment. A user's own settings override them.
+"""Tuned settings of an algorithm, and of an algorithm on an environment. The settings that a user gives override them.
 
-PPO, A2C, DQN and TRPO start from rl-zoo3's (April 2026), under our names; comments give the reasons for differences.
+PPO, A2C, DQN and TRPO start from those of rl-zoo3 (April 2026), under psigrad's names. Comments give the reasons for differences.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _PASSES = {"n_epochs": 10, "batch_size": 64, "n_steps": 2048, "n_envs": 1, "lear
 _EPISODES = {"n_steps": 0, "n_envs": 8, "n_episodes": 1, "learning_rate": 5e-3}
 _RMSPROP = {"n_steps": 5, "n_envs": 8, "learning_rate": 7e-4, "optimizer": "rmsprop", "log_interval": 100}
 
-# What an algorithm starts from anywhere: Stable-Baselines3's own defaults where it has the algorithm.
+# The settings of an algorithm on any environment: the defaults of Stable-Baselines3 if it has the algorithm.
 BY_ALGORITHM: dict[str, Settings] = {
     "ppo": _PASSES,
     "ppo_penalty": _PASSES,
@@ -44,14 +44,14 @@ _LANDER_DQN = {"learning_rate": 6.3e-4, "batch_size": 128, "total_timesteps": 10
 BY_ENVIRONMENT: dict[tuple[str, str], Settings] = {
     ("ppo", "CartPole-v1"): _CARTPOLE_PASSES | {"clip_range": 0.2, "clip_range_schedule": "linear"},
     ("ppo_penalty", "CartPole-v1"): _CARTPOLE_PASSES,
-    # not in the zoo: a rate that falls, without which the last policy is now and then a bad one; and λ, whose 1 in the zoo leaves
-    # one seed of ten with a policy of 200 to 300 steps
+    # Two values differ from the zoo. Without a falling learning rate, the last policy is sometimes bad. With the zoo's λ of 1,
+    # one seed of ten ends with a policy of 200 to 300 steps.
     ("a2c", "CartPole-v1"): {"total_timesteps": 500_000, "lr_scheduler_type": "linear", "gae_lambda": 0.95},
     ("reinforce", "CartPole-v1"): {"total_timesteps": 200_000, "lr_scheduler_type": "linear"},
     ("trpo", "CartPole-v1"): {"n_envs": 2, "n_steps": 512, "batch_size": 512, "gae_lambda": 0.98, "learning_rate": 1e-3}
     | {"trpo.cg_damping": 1e-3, "trpo.n_critic_updates": 20, "total_timesteps": 100_000},
-    # not in the zoo: the falling rate, Double DQN, and a buffer that forgets (the zoo's keeps all 50,000 steps). A policy of 300
-    # steps fails by drifting off the screen, and of old transitions almost none is near its edge
+    # Three values differ from the zoo: the falling learning rate, Double DQN, and a buffer smaller than the run (the zoo's keeps
+    # all 50,000 steps). A policy of 300 steps fails by drifting off the screen, and almost no old transition is near its edge.
     ("dqn", "CartPole-v1"): {"learning_rate": 2.3e-3, "batch_size": 64, "total_timesteps": 50_000, "log_interval": 4}
     | {"network.net_arch": (256, 256), "dqn.buffer_size": 10_000, "dqn.learning_starts": 1000}
     | {"dqn.target_update_interval": 10, "dqn.train_freq": 256, "dqn.gradient_steps": 128}
@@ -76,7 +76,8 @@ BY_ENVIRONMENT: dict[tuple[str, str], Settings] = {
     ("dqn", "Acrobot-v1"): _LANDER_DQN,
     ("trpo", "Acrobot-v1"): {"n_envs": 2, "n_steps": 1024, "total_timesteps": 100_000}
     | {"normalize_observations": True, "normalize_rewards": True},
-    # the zoo explores by a noise that depends on the state (gSDE), which is not here; shorter rollouts and more passes do as well
+    # The zoo explores with noise that depends on the state (gSDE), which psigrad lacks. Shorter rollouts and more passes give the
+    # same quality.
     ("ppo", "Pendulum-v1"): {"n_envs": 4, "n_steps": 512, "batch_size": 128, "n_epochs": 15, "gae_lambda": 0.95, "gamma": 0.9}
     | {"learning_rate": 1e-3, "lr_scheduler_type": "linear", "normalize_rewards": True, "total_timesteps": 100_000},
     ("trpo", "Pendulum-v1"): {"n_envs": 2, "n_steps": 1024, "gamma": 0.9, "trpo.n_critic_updates": 15}
@@ -85,13 +86,13 @@ BY_ENVIRONMENT: dict[tuple[str, str], Settings] = {
 
 
 def settings_for(algorithm: str, environment: str) -> Settings:
-    """What to start from. Methods that are named neither here nor in Stable-Baselines3 learn from whole episodes."""
+    """Return the tuned settings. A method that is neither here nor in Stable-Baselines3 learns from complete episodes."""
     first = BY_ALGORITHM.get(algorithm, _EPISODES)
     return {**first, **BY_ENVIRONMENT.get((algorithm, environment), {})}
 
 
 def one_copy(settings: Settings) -> Settings:
-    """The same for a single copy of the environment: its rollouts are as much longer as there were more copies."""
+    """Return the settings for a single copy of the environment. Its rollouts are longer by the former number of copies."""
     copies = settings.get("n_envs", 1)
     longer: Settings = {name: settings[name] * copies for name in ("n_steps", "n_episodes") if name in settings}
     return {**settings, **longer, "n_envs": 1}

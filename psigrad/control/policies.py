@@ -1,4 +1,4 @@
-"""Stable-Baselines3's way of naming a policy, in our settings, and its table of figures."""
+"""Support for Stable-Baselines3's arguments: policy names and foreign arguments as settings, and its table of metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from psigrad.paths import absolute
 from psigrad.records.rows import parse_row
 
 MLP, CNN, MULTI = "MlpPolicy", "CnnPolicy", "MultiInputPolicy"
-# What a policy's name sets, below what is given. CnnPolicy: Mnih et al. 2015, whose layers policy and critic share.
+# The settings of a policy's name, which given settings override. CnnPolicy: Mnih et al. 2015, with layers shared with the critic.
 SETTINGS: dict[str, dict[str, Any]] = {
     MLP: {},
     CNN: {"network.net_arch": (512,), "network.activation": "relu", "network.critic": "shared"},
@@ -25,7 +25,7 @@ _ACTIVATIONS = {"Tanh": "tanh", "ReLU": "relu"}
 
 
 def policy_name(policy: Any, env: Any) -> str | None:
-    """The policy's name in `PPO("MlpPolicy", env)`; None for `PPO(env)`. Raises `UserError` for a policy there is not."""
+    """Return the policy's name in `PPO("MlpPolicy", env)`, or None for `PPO(env)`. Raises `UserError` for an unknown policy."""
     if not (isinstance(policy, str) and policy.endswith("Policy")):
         if env is not None:
             raise UserError(
@@ -43,7 +43,7 @@ def policy_name(policy: Any, env: Any) -> str | None:
 
 
 def check(policy: str | None, envs: Environments) -> None:
-    """Raises `UserError` for a `CnnPolicy` on what is no image, and a `MultiInputPolicy` on what has no parts."""
+    """Raise `UserError` for a `CnnPolicy` without images, and for a `MultiInputPolicy` without a Dict of observations."""
     if policy == CNN and envs.image is None:
         raise UserError(f"{CNN} needs images, and an observation here is {envs.spaces[0]}; use {MLP}.")
     if policy == MULTI and not isinstance(envs.spaces[0], Dict):
@@ -51,7 +51,7 @@ def check(policy: str | None, envs: Environments) -> None:
 
 
 def translate_kwargs(policy_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Our settings of Stable-Baselines3's `policy_kwargs`. Raises `UserError` for one that has no equal here."""
+    """Translate Stable-Baselines3's `policy_kwargs` into settings. Raises `UserError` for one without an equivalent."""
     found: dict[str, Any] = {}
     for name, value in policy_kwargs.items():
         if name == "net_arch" and isinstance(value, list | tuple) and all(isinstance(n, int) for n in value):
@@ -70,7 +70,7 @@ def translate_kwargs(policy_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-# Stable-Baselines3's arguments that have no equal: the values that ask for nothing, and what to do about others.
+# Stable-Baselines3's arguments without an equivalent -> (the values that ask for nothing, the advice for others).
 _WITHOUT_EQUAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_sde": ((False,), "there is no gSDE here; the noise is log_std_init's, and learned"),
     "sde_sample_freq": ((-1,), "there is no gSDE here"),
@@ -97,10 +97,10 @@ _WITHOUT_EQUAL: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def drop_foreign(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings without Stable-Baselines3's that have no equal here, where they ask for nothing; `device` where it names the
-    CPU, on which control always runs.
+    """Return the settings without arguments of Stable-Baselines3 that ask for nothing and have no equivalent.
 
-    Raises `UserError` where they ask for something, and for a schedule that is a function.
+    `device` is dropped if it is the CPU, on which control always runs. Raises `UserError` for a value that asks for something,
+    and for a schedule that is a function.
     """
     rest = dict(settings)
     if "rms_prop_eps" in rest:
@@ -124,7 +124,7 @@ def drop_foreign(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse(foreign: Mapping[str, Any], of: str, expected: Sequence[str]) -> None:
-    """Raises `UserError` for arguments that `of` does not have, but for those that ask for nothing."""
+    """Raise `UserError` for arguments that `of` does not have, except for those that ask for nothing."""
     if unknown := drop_foreign(foreign):
         name = next(iter(unknown))
         settings = ". Settings are given when the agent is made." if of == "learn" else "."
@@ -137,7 +137,7 @@ _CALLBACK = (
 )
 _COPIES = "n_envs=8 makes copies, and vectorization='async' gives each a process"
 _CONTINUOUS = "there is no off-policy method for real actions; PPO, A2C and TRPO take them"
-# What Stable-Baselines3, its contrib package and rl-zoo3 have and this package has not, and what to use.
+# Names of Stable-Baselines3, its contrib package and rl-zoo3 that this package lacks -> what to use instead.
 ELSEWHERE = {
     **dict.fromkeys(("SAC", "TD3", "DDPG", "TQC", "CrossQ"), _CONTINUOUS),
     "QRDQN": "the nearest is DQN(…, double_q=True)",
@@ -162,13 +162,13 @@ ELSEWHERE = {
 
 
 def elsewhere(algorithm: str) -> str | None:
-    """What to use in place of an algorithm of Stable-Baselines3's that is not here."""
+    """Return what to use instead of an algorithm of Stable-Baselines3 that psigrad lacks, or None."""
     names = {name.lower(): advice for name, advice in ELSEWHERE.items()}
     return names.get(algorithm.lower().replace("_", ""))
 
 
 def check_callback(call: Any) -> None:
-    """Raises `UserError` for a callback that cannot be called, those of Stable-Baselines3 among them."""
+    """Raise `UserError` for a callback that cannot be called, including those of Stable-Baselines3."""
     kind = type(call).__name__
     if hasattr(call, "_on_step"):
         own = f"import the {kind} of psigrad.control" if kind in _OWN_CALLBACKS else ELSEWHERE.get(kind, _CALLBACK)
@@ -181,7 +181,7 @@ def check_callback(call: Any) -> None:
 
 
 _OWN_CALLBACKS = ("EvalCallback", "CheckpointCallback", "StopTrainingOnRewardThreshold")
-# What an agent of Stable-Baselines3 has, and what does the same here.
+# Attributes of an agent of Stable-Baselines3 -> the equivalent in psigrad.
 _ATTRIBUTES = {
     "policy": "predict acts, and save writes the weights as model.safetensors",
     "env": "get_env() gives the environments",
@@ -199,13 +199,13 @@ _ATTRIBUTES = {
 
 
 def no_attribute(of: str, name: str, settings: Mapping[str, Any]) -> str:
-    """The sentence for an attribute that an agent has not."""
+    """Return the error message for an attribute that an agent does not have."""
     advice = f"it is a setting: agent.settings.{name}" if name in settings else _ATTRIBUTES.get(name, "")
     return f"{of} has no attribute {name!r}{': ' if advice else '.'}{advice}"
 
 
 def tensors_file(path: str | Path) -> Path:
-    """The safetensors file of that name, or of Stable-Baselines3's, which has no ending or .pkl."""
+    """Return the path of a safetensors file. A name of Stable-Baselines3 has no suffix or .pkl."""
     file = absolute(path)
     return file.with_suffix(".safetensors") if file.suffix in ("", ".pkl") else file
 
@@ -219,14 +219,14 @@ def check_place(folder: Path) -> None:
 
 
 def strip_zip(path: Path) -> Path:
-    """The folder of a policy that is asked for as Stable-Baselines3's file. Raises `UserError` for such a file."""
+    """Return the folder of a policy that is named like a .zip file of Stable-Baselines3. Raises `UserError` for such a file."""
     if path.is_file():
         raise UserError(f"{path} is a file, and a policy of psigrad is a folder; one of Stable-Baselines3 can't be read here.")
     return path.with_suffix("") if path.suffix == ".zip" and not path.exists() else path
 
 
 class PrintedLines:
-    """Which lines of figures are printed: each `interval`-th, for DQN those after as many more episodes; None: all."""
+    """A counter of the lines of metrics to print: every `interval`-th; for DQN after every `interval` episodes; None: all."""
 
     def __init__(self, interval: int | None, trainer: Trainer) -> None:
         if interval is not None and (not isinstance(interval, int) or interval < 1):
@@ -239,7 +239,7 @@ class PrintedLines:
         return self._trainer.collector.statistics.episodes if in_episodes else self._trainer.lines
 
     def due(self) -> bool:
-        """Whether the line that was just made is one."""
+        """Return True if the newest line is to be printed."""
         if self._now() - self._last < (self._interval or 0):
             return False
         self._last = self._now()
@@ -247,7 +247,7 @@ class PrintedLines:
 
 
 def table(figures: Mapping[str, float]) -> str:
-    """Figures as aligned lines, grouped by what stands before the slash."""
+    """Return metrics as aligned lines, grouped by the part of their names before the slash."""
     groups: dict[str, dict[str, float]] = {}
     for name, value in figures.items():
         group, _, leaf = name.rpartition("/")

@@ -1,4 +1,4 @@
-"""A whole run of control, from settings to a policy on disk: collect and learn, evaluate, save."""
+"""A complete run of control, from settings to a policy on disk: collect and learn, evaluate, save."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ from psigrad.runs.result import Result
 from psigrad.runs.survival import exits_are_errors
 from psigrad.step import Clock, Outcome, RunState
 
-_EVALUATED_AT_ONCE = 16  # environments that an evaluation plays on
+_EVALUATED_AT_ONCE = 16  # environments of an evaluation
 LESS_MEMORY = "Begin again with fewer n_envs or n_steps, or for DQN a smaller buffer_size."
 
 
 @dataclass(frozen=True)
 class LineState(RunState):
-    """A run of control: `step` counts steps of the environments, `turns` lines of figures. All else is the trainer's."""
+    """The state of a run of control. `step` counts environment steps, `turns` lines of metrics. The trainer has the rest."""
 
     lines: int = 0
 
     @property
     def turns(self) -> int:
-        """Lines of figures so far."""
+        """The number of lines of metrics so far."""
         return self.lines
 
 
 def run(config: ControlConfig) -> Result:
-    """Train a policy on `config.env` by `config.algorithm`, with the run folder, checkpoints and report of every other run.
+    """Train a policy on `config.env` with `config.algorithm`, with the run folder, checkpoints and report of every other run.
 
-    Goes on from the newest checkpoint of the run folder where there is one. Raises `UserError` on mistakes of the user.
+    Resume from the newest checkpoint of the run folder if there is one. Raises `UserError` on mistakes of the user.
     """
     if config.run.max_steps or config.run.num_train_epochs != 1:
         raise UserError("Control counts steps of the environment: set total_timesteps in place of max_steps or num_train_epochs.")
@@ -80,7 +80,7 @@ def run(config: ControlConfig) -> Result:
 
 
 def begin(trainer: Trainer, journal: Journal) -> LineState:
-    """Where the run begins, or goes on from its newest checkpoint, which is read into the trainer."""
+    """Return the state at the start of the run, or load its newest checkpoint into the trainer and return that state."""
     config, path = trainer.config.run, session.newest_checkpoint(journal)
     journal.callbacks.know(trainer.network)
     trainer.collector.resumable = True
@@ -108,7 +108,7 @@ def begin(trainer: Trainer, journal: Journal) -> LineState:
 
 
 def train(trainer: Trainer, state: LineState, envs: Environments | None, journal: Journal) -> LineState:
-    """From `state` to the last step, with evaluations on `envs`. A step of the cycle is a line of figures."""
+    """Train from `state` to the last step, with evaluations on `envs`. A step of the cycle is a line of metrics."""
     config = trainer.config
     meta = {"kind": "control", **versions(), **collect_pins(config)}
 
@@ -141,7 +141,7 @@ def train(trainer: Trainer, state: LineState, envs: Environments | None, journal
 
 
 def _adopt(trainer: Trainer, changes: Mapping[str, Any]) -> None:
-    """The settings that callbacks have changed."""
+    """Apply the settings that callbacks have changed to the trainer."""
     own = {name: value for name, value in changes.items() if "." not in name}
     if own:
         trainer.config = replace(trainer.config, **own)
@@ -149,12 +149,12 @@ def _adopt(trainer: Trainer, changes: Mapping[str, Any]) -> None:
 
 
 def collect_pins(config: ControlConfig) -> dict[str, str]:
-    """What a run of control pins: the user's code, and the machine."""
+    """Return the pins of a run of control: the user's code and the machine."""
     return {**users_code(config), **pins_of(config.run, kernels())}
 
 
 def users_code(config: ControlConfig) -> dict[str, str]:
-    """The user's code of the environment and the algorithm."""
+    """Return the hashes of the user's code for the environment and the algorithm."""
     algorithm = builder.resolve(config)
     parts = [] if algorithm is None else [algorithm, *(getattr(algorithm, f.name) for f in fields(algorithm))]
     around = [imported_callable(name, "wrapper") for name in config.wrappers]
@@ -163,7 +163,7 @@ def users_code(config: ControlConfig) -> dict[str, str]:
 
 
 def evaluation_environments(config: ControlConfig) -> Environments:
-    """Environments for evaluation alone. Raises `UserError` for an environment object, which cannot be copied."""
+    """Make the environments for evaluation. Raises `UserError` for an environment object, which cannot be copied."""
     if not isinstance(config.env, str) and not callable(config.env):
         raise UserError("An environment object cannot be copied for evaluation; give its id or a function, or eval_episodes=0.")
     count = min(config.eval_episodes, _EVALUATED_AT_ONCE if isinstance(config.env, str) else config.n_envs)
@@ -172,7 +172,7 @@ def evaluation_environments(config: ControlConfig) -> Environments:
 
 
 def evaluate(trainer: Trainer, envs: Environments, journal: Journal) -> None:
-    """Play whole episodes, and write their figures with the 95 % interval and every episode."""
+    """Play complete episodes, and log their metrics with the 95 % interval and every episode."""
     config, step = trainer.config, trainer.timesteps
     seed = seeds.derive(config.run.seed, "evaluation", trainer.lines)
     returns, lengths, cut = play_episodes(trainer, envs, config.eval_episodes, seed, config.deterministic_eval)
@@ -189,13 +189,13 @@ def evaluate(trainer: Trainer, envs: Environments, journal: Journal) -> None:
 
 
 def play_episodes(trainer: Trainer, envs: Environments, episodes: int, seed: int, deterministic: bool) -> Played:
-    """`episodes` whole episodes of the policy."""
+    """Play `episodes` complete episodes of the policy."""
     act = trainer.network.actor(None if deterministic else generator(seed), envs.count)
     return play(envs, act, episodes, seed, trainer.collector.normalizer.see)
 
 
 def summary(returns: list[float], lengths: list[int]) -> dict[str, float]:
-    """Mean return of episodes with its 95 % interval, its standard deviation over them, and their mean length."""
+    """Return the mean return with its 95 % interval, the standard deviation over episodes, and the mean length."""
     mean, std = float(np.mean(returns)), float(np.std(returns, ddof=1)) if len(returns) > 1 else 0.0
     half = 1.96 * std / len(returns) ** 0.5
     return {
@@ -208,12 +208,12 @@ def summary(returns: list[float], lengths: list[int]) -> dict[str, float]:
     }
 
 
-# A GIF shows no more than 50 pictures a second, and a page wants no more than a megabyte.
+# A GIF shows at most 50 frames a second, and the file for a page should stay below a megabyte.
 _MOST_FRAMES, _WIDTH = 250, 300
 
 
 def record_video(trainer: Trainer, path: Path) -> Path:
-    """One episode of the policy's likeliest actions as a GIF, cut where an evaluated one is."""
+    """Record an episode of the policy's most likely actions as a GIF. It has the length limit of an evaluated episode."""
     env = _open_drawn(trainer.config)
     (first, *rest), stride = _frames(env, trainer)
     fps = env.metadata.get("render_fps") or 30
@@ -222,7 +222,7 @@ def record_video(trainer: Trainer, path: Path) -> Path:
 
 
 def check_video(config: ControlConfig) -> None:
-    """Raises `UserError` where the environment draws no pictures: before the training, whose end would come too late."""
+    """Raise `UserError` if the environment draws no frames. It is called before training, since the end would be too late."""
     env = _open_drawn(config)
     try:
         env.reset(seed=0)
@@ -234,7 +234,7 @@ def check_video(config: ControlConfig) -> None:
 
 
 def _open_drawn(config: ControlConfig) -> gym.Env[Any, Any]:
-    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures are drawn in memory; a machine may have no screen
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # a machine may have no screen
     if not isinstance(config.env, str):
         raise UserError("A video needs the environment's id; this one was given as an object.")
     try:
@@ -252,7 +252,7 @@ def _undrawable(config: ControlConfig, error: Exception) -> UserError:
 
 
 def _frames(env: gym.Env[object, object], trainer: Trainer) -> tuple[list[Image.Image], int]:
-    """Pictures of an episode, and how many steps lie between two: twice as many whenever there are too many pictures."""
+    """Return (frames of an episode, steps between two frames). The steps double whenever there are too many frames."""
     envs, see = Environments(Serial([env])), trainer.collector.normalizer.see
     observation = envs.reset(seeds.derive(trainer.config.run.seed, "film"))
     frames, stride = [_picture(env)], 1

@@ -1,4 +1,4 @@
-"""The settings of control, on Gymnasium environments. Names are those of Stable-Baselines3 where users know them."""
+"""The settings of control, on Gymnasium environments. The names are those of Stable-Baselines3 where they exist."""
 
 from __future__ import annotations
 
@@ -16,142 +16,142 @@ Discount = Annotated[float, Ge(0), Le(1)]
 
 @dataclass(frozen=True)
 class Network:
-    """The small network that acts, and its critics."""
+    """The small network of the policy, and its critics."""
 
     net_arch: Annotated[tuple[int, ...], MAIN] = (64, 64)
-    """Widths of the hidden layers, of the policy and of each critic."""
+    """Widths of the hidden layers, for the policy and for each critic."""
     activation: Literal["tanh", "relu"] = "tanh"
-    """Between the layers."""
+    """Activation function between the layers."""
     critic: Annotated[Literal["separate", "shared"], _NOT_DQN] = "separate"
-    """separate: a critic has hidden layers of its own; shared: a value head on the policy's."""
+    """separate: a critic has its own hidden layers; shared: it is a value head on the policy's layers."""
     n_critics: Annotated[Count, _NOT_DQN] = 1
-    """Critics in the ensemble; the value is their mean, and each learns by itself."""
+    """Number of critics in the ensemble. The value is their mean, and each is trained independently."""
     cnn: Literal["auto", "nature", "small", "none"] = "auto"
-    """Convolutions in front of the layers, shared by policy and critics, where an observation is an image: nature (Mnih et al.
-    2015; from 36 × 36 pixels on), small (three of 2 × 2); auto: the one that fits; none: the pixels as plain numbers.
+    """Convolutions before the layers, shared by policy and critics, if an observation is an image: nature (Mnih et al. 2015; from
+    36 × 36 pixels on), small (three of 2 × 2); auto: the one that fits; none: the pixels as plain numbers.
     """
     log_std_init: Annotated[float, _NOT_DQN] = 0.0
-    """Logarithm of the first standard deviation of continuous actions."""
+    """Logarithm of the initial standard deviation of continuous actions."""
 
 
 @dataclass(frozen=True)
 class Dqn:
-    """What only DQN reads."""
+    """The settings that only DQN reads."""
 
     buffer_size: Count = 100_000
-    """Transitions kept for replay. Stable-Baselines3: 1,000,000."""
+    """Number of transitions kept for replay. Stable-Baselines3: 1,000,000."""
     learning_starts: CountOrZero = 1_000
     """Transitions collected before the first update. Stable-Baselines3: 100."""
     train_freq: Count = 4
     """Transitions between updates."""
     gradient_steps: int = 1
-    """Minibatches per update; -1: one for each transition collected since the last update."""
+    """Minibatches per update; -1: one per transition collected since the last update."""
     target_update_interval: Count = 1_000
     """Transitions between two updates of the target network."""
     tau: Share = 1.0
-    """How far the target network moves towards the learning one at its update; 1 copies it."""
+    """Share of the way that the target network moves towards the learning one at its update; 1 copies it."""
     double_q: bool = False
-    """Double DQN: the learning network chooses the next action, the target network values it."""
+    """Use Double DQN: the learning network chooses the next action, and the target network gives its value."""
     exploration_fraction: Share = 0.1
     """Share of the run over which epsilon falls linearly."""
     exploration_initial_eps: Share = 1.0
-    """First epsilon."""
+    """Initial epsilon."""
     exploration_final_eps: Share = 0.05
-    """Last epsilon."""
+    """Final epsilon."""
 
 
 @dataclass(frozen=True)
 class Trpo:
-    """What only TRPO reads."""
+    """The settings that only TRPO reads."""
 
     max_kl: Positive = 0.01
-    """Largest mean KL(old‖new) of a step (Stable-Baselines3's target_kl)."""
+    """Maximum mean KL(old‖new) of a step (Stable-Baselines3's target_kl)."""
     cg_max_steps: Count = 15
-    """Iterations of conjugate gradients."""
+    """Iterations of the conjugate gradient method."""
     cg_damping: PositiveOrZero = 0.1
-    """Added to the Fisher matrix's diagonal."""
+    """Number added to the diagonal of the Fisher matrix."""
     line_search_shrinking_factor: Share = 0.8
-    """Each try of the line search is this much shorter."""
+    """Factor by which each try of the line search shortens the step."""
     line_search_max_iter: Count = 10
-    """Tries before the step is given up."""
+    """Tries of the line search before the step is skipped."""
     n_critic_updates: Count = 10
-    """Passes over the rollout that fit the critic."""
+    """Passes over the rollout to fit the critic."""
 
 
 @dataclass(frozen=True)
 class ControlConfig:
-    """Reinforcement learning on a Gymnasium environment by a `PolicyGradient`, TRPO or DQN."""
+    """Reinforcement learning on a Gymnasium environment with a `PolicyGradient`, TRPO or DQN."""
 
     algorithm: Annotated[Any, MAIN] = "ppo"
     """Preset name, {preset: ppo, part: value, …}, a PolicyGradient, "trpo" or "dqn"."""
     env: Annotated[Any, MAIN] = "CartPole-v1"
-    """Id of a Gymnasium environment, or module:Class or file.py:Class of your own; from Python also a function that makes one, or
-    a vector environment."""
+    """Id of a Gymnasium environment, or a custom module:Class or file.py:Class; from Python also a function that makes one, or a
+    vector environment."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment."""
     wrappers: tuple[str, ...] = ()
-    """Wrappers around each copy, the first one innermost: module:Class or file.py:Class, called with the environment."""
+    """Wrappers of each copy, the first one innermost: module:Class or file.py:Class, called with the environment."""
     vectorization: Literal["auto", "serial", "sync", "async", "vector_entry_point"] = "auto"
-    """How copies are stepped: a plain loop, or one of Gymnasium's ways; auto: the environment's own vector form from 8 copies
-    on.
+    """Method of stepping the copies: a plain loop (serial), or one of Gymnasium's; auto: the environment's own vector form from
+    8 copies on.
     """
     total_timesteps: Annotated[Count, LENGTH, MAIN] = 100_000
-    """Steps of the policy, over all copies."""
+    """Steps of the policy, summed over all copies."""
     n_envs: Annotated[Count, MAIN] = 8
-    """Copies of the environment. Stable-Baselines3: 1, where none are made."""
+    """Number of copies of the environment. Stable-Baselines3: 1, where none are made."""
     n_steps: Annotated[CountOrZero, MAIN, _NOT_DQN] = 32
-    """Steps of each copy per rollout; 0: whole episodes."""
+    """Steps of each copy per rollout; 0: complete episodes."""
     n_episodes: Annotated[Count, _NOT_DQN] = 1
     """With n_steps 0: episodes of each copy per rollout."""
     batch_size: Annotated[CountOrZero, MAIN] = 0
-    """Steps per minibatch (transitions for DQN); 0: the whole rollout."""
+    """Steps per minibatch (transitions for DQN); 0: the full rollout."""
     n_epochs: Annotated[Count, MAIN, _GRADIENTS] = 1
     """Passes over a rollout."""
     gamma: Annotated[Discount, MAIN] = 0.99
-    """Discount per step; psi's gamma."""
+    """Discount per step (gamma of psi)."""
     gae_lambda: Annotated[Discount | None, _NOT_DQN] = None
-    """λ of generalised advantage estimation, psi's lam where it has one; null: the preset's."""
+    """λ of generalised advantage estimation (lam of psi, if it has one); null: the preset's."""
     normalize_advantage: Annotated[Literal[True, False, "minibatch"] | None, _NOT_DQN] = None
-    """Whiten advantages over the rollout, or over each minibatch as Stable-Baselines3 does; null: as the preset has it."""
+    """Whiten advantages over the rollout, or over each minibatch as Stable-Baselines3 does; null: as in the preset."""
     clip_range: Annotated[PositiveOrZero | None, MAIN, _GRADIENTS] = None
     """PPO's ε; null: the preset's."""
     clip_range_schedule: Annotated[Literal["constant", "linear"], _GRADIENTS] = "constant"
-    """linear: ε falls to 0 over the run."""
+    """Schedule of ε; linear: it falls to 0 over the run."""
     ent_coef: Annotated[PositiveOrZero | None, MAIN, _GRADIENTS] = None
     """Weight of the mean entropy; null: the preset's."""
     vf_coef: Annotated[PositiveOrZero | None, _NOT_DQN] = None
     """Weight of the critic's mean squared error; null: the preset's."""
     target_kl: Annotated[Positive | None, LIVE, _GRADIENTS] = None
-    """Stop the passes over a rollout once a minibatch's KL(old‖new) is above 1.5 times this."""
+    """Stop the passes over a rollout once the KL(old‖new) of a minibatch is above 1.5 times this."""
     learning_rate: Annotated[PositiveOrZero, MAIN, LIVE] = 3e-4
-    """First learning rate."""
+    """Initial learning rate."""
     lr_scheduler_type: Literal["constant", "linear"] = "constant"
-    """linear: falls to 0 over the run."""
+    """Schedule of the learning rate; linear: it falls to 0 over the run."""
     optimizer: Literal["adam", "rmsprop"] = "adam"
-    """Adam, or RMSprop as in A3C (smoothing 0.99)."""
+    """Optimiser: Adam, or RMSprop as in A3C (smoothing 0.99)."""
     adam_epsilon: Positive = 1e-5
-    """Added to the root of the second moment, in either optimiser. Stable-Baselines3: 1e-8 for DQN."""
+    """Number added to the root of the second moment, in either optimiser. Stable-Baselines3: 1e-8 for DQN."""
     max_grad_norm: Annotated[PositiveOrZero, LIVE] = 0.5
     """Clip the gradient's norm to this; 0: never."""
     network: Network = field(default_factory=Network)
     dqn: Annotated[Dqn, ReadBy("dqn")] = field(default_factory=Dqn)
     trpo: Annotated[Trpo, ReadBy("trpo")] = field(default_factory=Trpo)
     normalize_observations: Annotated[bool, MAIN] = False
-    """Show the network observations with running mean 0 and deviation 1."""
+    """Normalise observations to running mean 0 and standard deviation 1."""
     normalize_rewards: Annotated[bool, MAIN] = False
-    """Divide rewards by the running deviation of the discounted return."""
+    """Divide rewards by the running standard deviation of the discounted return."""
     log_interval: Count = 1
-    """Rollouts (for DQN: train_freq collections) per line of metrics.jsonl; checkpoints and evaluations fall between lines."""
+    """Rollouts (for DQN: train_freq collections) per line of metrics.jsonl. Checkpoints and evaluations happen between lines."""
     eval_episodes: Annotated[CountOrZero, MAIN] = 100
-    """Episodes of an evaluation; 0: none."""
+    """Episodes per evaluation; 0: no evaluation."""
     eval_steps: Annotated[CountOrZero, STEPS, LIVE] = 0
-    """Evaluate every this many lines of metrics; 0: at the end."""
+    """Evaluate every this many lines of metrics; 0: at the end only."""
     eval_max_steps: CountOrZero = 0
-    """Steps after which an evaluated episode is cut, with a warning; 0: 30,000 where the environment declares no limit."""
+    """Steps after which an evaluated episode is cut, with a warning; 0: 30,000 if the environment declares no limit."""
     deterministic_eval: bool = True
-    """Evaluate the likeliest actions; false: drawn ones."""
+    """Evaluate with the most likely actions; false: with sampled ones."""
     video: Annotated[bool, MAIN] = False
-    """Draw an episode of the trained policy as episode.gif."""
+    """Record an episode of the trained policy as episode.gif."""
     tuned: Annotated[bool, MAIN] = True
     """Start from tuned settings for this algorithm on this environment, if there are any."""
     run: Annotated[Run, NotRead("max_memory", "async_save")] = field(default_factory=lambda: Run(threads=1))

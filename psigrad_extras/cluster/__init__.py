@@ -1,1 +1,1 @@
-"""A Ray cluster: workers that sample, score and play, and take over the work of those that are lost."""
+"""Workers on a Ray cluster that sample, score and play, and take over the jobs of lost workers."""

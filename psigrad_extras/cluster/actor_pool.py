@@ -1,8 +1,8 @@
-"""Workers on a Ray cluster that take jobs, and take them again when one is lost.
+"""Workers on a Ray cluster that run jobs, and run them again when a worker is lost.
 
-What comes of a job depends on the job alone: not on the worker, nor on how many there are. So a lost worker's jobs go to others,
-and the first answer counts. Batches of jobs may be under way at once, each waited for by a thread of its own; the oldest comes
-first. A job goes to the worker that has the fewest, or where what it needs is kept.
+The result of a job depends only on the job, not on the worker or the number of workers. So the jobs of a lost worker go to
+others, and the first answer counts. Several batches of jobs may run at once, each with its own waiting thread. The oldest comes
+first. A job goes to the worker with the fewest jobs, or to the worker that keeps what it needs.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from psigrad import extras
 from psigrad.errors import UserError, name_reason, reason_of
 from psigrad.processes.workers.worker_pool import SharedWait
 
-# Seconds after which an idle worker takes over another's job, at least, and as a multiple of what one takes in the median.
+# The seconds after which an idle worker takes over another's job: the minimum, and a multiple of the median seconds of a job.
 PATIENCE, TIMES = 60.0, 5.0
-# Seconds until the thread that waits for answers looks for jobs that others have given out.
+# The seconds until the thread that waits for answers looks for jobs that other threads have issued.
 SLICE = 0.05
-# Workers that may be lost in a row while they start, or at one job; seconds after which people are told that none is there.
+# The number of workers that may be lost in a row at their start, or at one job; the seconds without workers before a message.
 LOSSES, NOTICE = 6, 20.0
-# Where no worker is there, the share of the seconds between the starts of others: a cluster that just began may refuse the first.
+# The factor on the seconds between starts if there is no worker. A cluster that has just started may refuse the first.
 SOONER = 0.25
-# Seconds in which the head of the cluster does not answer, after which it is lost. Ray ends its driver after 60.
+# The seconds without an answer after which the head of the cluster counts as lost. Ray ends its driver after 60.
 HEAD = 30.0
-# Characters that are kept of the beginning and of the end of what Ray says of a loss.
+# The number of characters kept of the start and of the end of Ray's message about a loss.
 SAID = 600
 _OURS = re.compile(r"/(psigrad\w*|site-packages|dist-packages|lib/python3\.\d+)/|^<")
 Tell = Callable[..., None]
 Job = Callable[[Any], Any]
-"""Asks a worker, an actor of Ray; the reference to its answer."""
+"""A function that calls a worker, an actor of Ray, and returns the reference to its answer."""
 
 
 @dataclass(eq=False)
 class Affinity:
-    """Where what a job needs is kept: the worker that last answered a job of this affinity. It gets the next one too, while it
-    is there and in time; else any other does.
+    """The worker that keeps what a job needs: the last one that answered a job of this affinity.
+    It also gets the next one while it exists and is not late. Otherwise any other worker gets it.
     """
 
     worker: Any = None
@@ -55,7 +55,7 @@ class Affinity:
 
 @dataclass(frozen=True, eq=False)
 class _Owed:
-    """A job that a worker is at."""
+    """A job that a worker is running."""
 
     batch: JobBatch
     job: int
@@ -63,26 +63,26 @@ class _Owed:
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody waits for it still."""
+        """True if its answer is still needed."""
         return not self.batch.closed and self.job not in self.batch.done
 
 
 @dataclass(eq=False)
 class _Worker:
-    """A worker as the driver sees it."""
+    """The driver's record of a worker."""
 
     actor: Any
     starting: Any
     work: dict[Any, _Owed] = field(default_factory=dict)
-    """What it owes, by the reference to the answer."""
+    """The running jobs, by the reference to the answer."""
 
 
 class ActorPool:
-    """The workers on a cluster, as many as `count` says, and more or fewer as machines come and go.
+    """The `count` workers on a cluster, more or fewer as machines come and go.
 
-    `kind` is their class, made with `arguments` on the machine where each runs; its `ready()` answers once it is there, or what
-    `greet` asks of it. `name` is what people call them. Each has up to `depth` jobs at once, of batches with equal `needs`. With
-    `count` 0 there are as many as the cluster has room for beside `spare_cpus`, which others take.
+    `kind` is their class, created with `arguments` on the worker's machine. Its `ready()`, or the call of `greet`, answers once
+    the worker has started. `name` is their name in messages. Each has up to `depth` jobs at once, of batches with equal `needs`.
+    With `count` 0 there are as many as fit in the cluster besides `spare_cpus`, which are for others.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ class ActorPool:
         self._head = _Head(self.ray, self._lose_head)
         self._seconds: deque[float] = deque(maxlen=64)
         self.entries = {"issued": 0, "again": 0, "twice": 0, "lost": 0}
-        """Jobs issued, of them again after a loss or a wait; answers that another had given before; workers lost."""
+        """The numbers of issued jobs, of jobs issued again after a loss or a wait, of duplicate answers, and of lost workers."""
 
     def close(self) -> None:
-        """Let go of the workers."""
+        """End the workers."""
         self._closed = True
         self._head.over.set()
         for worker in self._workers:
@@ -126,16 +126,16 @@ class ActorPool:
         self._workers.clear()
 
     def begin(self, needs: object = None) -> JobBatch:
-        """Jobs of a new batch. What has other `needs` is not done beside it by one worker."""
+        """Start a new batch of jobs. A worker does not run it together with jobs of other `needs`."""
         return JobBatch(self, needs)
 
     @property
     def wanted(self) -> int:
-        """How many workers there are to be now."""
+        """The number of workers that there should be now."""
         return max(1, self._count or self._room())
 
     def run(self, jobs: Sequence[Job], affinities: Sequence[Affinity | None] = ()) -> Iterator[tuple[int, Any]]:
-        """(place, answer) of each job as it is done; `affinities` say which of them belong to a worker."""
+        """Yield (index, answer) of each job when it is done. `affinities` assign jobs to workers."""
         batch = self.begin()
         try:
             for job, affinity in itertools.zip_longest(jobs, affinities):
@@ -146,7 +146,7 @@ class ActorPool:
             batch.give_up()
 
     def _advance(self, batch: JobBatch, seconds: float) -> list[tuple[int, Any]]:
-        """Give out jobs, and what has come in for this batch within so many seconds."""
+        """Issue jobs, and return the answers for this batch that arrive within `seconds`."""
         end = time.monotonic() + seconds
         with self._watch:
             while True:
@@ -172,7 +172,7 @@ class ActorPool:
         return list(self.ray.wait(list(owed), num_returns=1 if seconds else len(owed), timeout=seconds)[0])
 
     def _hand_out(self) -> None:
-        """Jobs of the oldest batch first, each to the worker that has the fewest."""
+        """Issue jobs of the oldest batch first, each to the worker with the fewest jobs."""
         here = [w for w in self._workers if w.starting is None]
         in_time = set(filter(self._in_time, self._workers))
         choose = partial(self._choose, in_time)
@@ -185,7 +185,7 @@ class ActorPool:
                 self._issue(worker, late.job, late.batch)
 
     def _enter(self, batch: JobBatch, job: Job, affinity: Affinity | None) -> None:
-        with self._watch:  # other threads look at what waits
+        with self._watch:  # other threads read the waiting jobs
             if not self._batches:
                 self._alone_since = time.monotonic()
             if batch not in self._batches:
@@ -216,14 +216,14 @@ class ActorPool:
             self._tell("worker_awaited", f"No {self._name} has started so far: {self._describe_wants()}", seconds=waited)
 
     def _choose(self, in_time: set[_Worker], worker: _Worker) -> tuple[_Worker, JobBatch, int] | None:
-        """What this worker is to do next: of the oldest batch that has something for it, if that may join what it is at."""
+        """Return the next job for this worker: from the oldest batch that has one, if it may run with its current jobs."""
         for batch in self._batches if len(worker.work) < self._depth else ():
             if (job := self._next(worker, batch, in_time)) is not None:
                 return (worker, batch, job) if all(owed.batch.needs == batch.needs for owed in worker.work.values()) else None
         return None
 
     def _next(self, worker: _Worker, batch: JobBatch, in_time: set[_Worker]) -> int | None:
-        """What waits for this worker, or else for none that is there and in time."""
+        """Return a job that waits for this worker, or else one that waits for no worker that exists and is not late."""
         free = None
         for job in batch.waiting:
             affinity = batch.affinities[job]
@@ -238,7 +238,7 @@ class ActorPool:
         worker.work[batch.jobs[job](worker.actor)] = _Owed(batch, job)
 
     def _take(self, worker: _Worker, ref: Any) -> None:
-        """What a worker has answered, to whom it is owed."""
+        """Take a worker's answer and deliver it to its batch."""
         if worker not in self._workers or (ref is not worker.starting and ref not in worker.work):
             return  # another thread was first
         try:
@@ -268,7 +268,7 @@ class ActorPool:
         owed.batch.found.append((owed.job, answer))
 
     def _explain(self, error: Any) -> UserError:
-        """What a worker raised, as the driver says it; the traceback goes to the run folder."""
+        """Return the driver's error for a worker's exception. The traceback is written to the run folder."""
         if isinstance(error.cause, UserError):
             return UserError(str(error.cause))
         trace = str(error)  # the traceback of the worker
@@ -282,7 +282,7 @@ class ActorPool:
     def _lose(self, worker: _Worker, reason: str, said: str = "") -> None:
         self._workers.remove(worker)
         self._kill(worker)
-        if worker.starting is not None:  # on a machine that was cut off they fail at once: those that are there go on meanwhile
+        if worker.starting is not None:  # on an unreachable machine starts fail at once, so wait before the next one
             self._failed += 1
             self._next_start = time.monotonic() + 2.0 ** min(self._failed, 6) * (1.0 if self._here() else SOONER)
         if worker.starting is not None and self._failed >= LOSSES and not self._here():
@@ -302,12 +302,12 @@ class ActorPool:
         self._tell("worker_lost", f"{self._a} was lost ({reason}); its work goes to another.", reason=reason, said=said)
 
     def _kill(self, worker: _Worker) -> None:
-        if not self._head.silent:  # who asks it for something waits for an answer
+        if not self._head.silent:  # a silent head would block the call
             with contextlib.suppress(Exception):
                 self.ray.kill(worker.actor)
 
     def _find_late(self) -> _Owed | None:
-        """A job that is overdue and only one worker has."""
+        """Return an overdue job that only one worker has, or None."""
         working = [o for w in self._workers for o in w.work.values() if o.wanted]
         count = Counter((id(o.batch), o.job) for o in working)
         late = [o for o in working if self._is_late(o) and count[id(o.batch), o.job] == 1]
@@ -320,7 +320,7 @@ class ActorPool:
         return oldest
 
     def _is_late(self, owed: _Owed, times: float = 1.0) -> bool:
-        """Whether an answer is owed for longer than answers take, or than so many times that."""
+        """Return True if an answer takes longer than `times` the limit for answers."""
         limit = times * max(PATIENCE, TIMES * statistics.median(self._seconds) if self._seconds else PATIENCE)
         return time.monotonic() - owed.since > limit
 
@@ -328,7 +328,7 @@ class ActorPool:
         return not any(self._is_late(owed, times) for owed in worker.work.values())
 
     def _tend(self) -> None:
-        """Start workers that are wanted; end those that owe for too long what nobody waits for, or that nobody else could do."""
+        """Start missing workers. End those that are far overdue with a job that is not needed, or that no other could run."""
         if self._head.silent:
             return
         for worker in [w for w in self._workers if not self._in_time(w, 3.0)]:
@@ -340,7 +340,7 @@ class ActorPool:
             self._workers.append(_Worker(actor, self._greet(actor)))
 
     def _room(self) -> int:
-        """How many workers the cluster of now has room for, beside what it keeps free."""
+        """Return the number of workers that fit in the current cluster, besides the CPUs that it keeps free."""
         resources = self.ray.cluster_resources()
         room = int((resources.get("CPU", 0) - self._spare_cpus) / self._cpus)
         return min(room, int(resources.get("GPU", 0) / self._gpus)) if self._gpus else room
@@ -355,20 +355,18 @@ class ActorPool:
 
 
 class _Head(threading.Thread):
-    """Looks whether the head of the cluster answers. Where it does not, Ray ends the driver after a minute, and says why on the
-    terminal alone.
-    """
+    """A thread that checks if the head of the cluster answers. Ray would end the driver after a minute and only print why."""
 
     def __init__(self, ray: Any, lost: Callable[[], None]) -> None:
         super().__init__(name="the cluster's head", daemon=True)
         self.address, self.silent, self.over = "", False, threading.Event()
         self._lost = lost
-        with contextlib.suppress(Exception):  # of a cluster that is asked by way of a server
+        with contextlib.suppress(Exception):  # a Ray client has no such address
             self.address = ray.get_runtime_context().gcs_address
             self.start()
 
     def run(self) -> None:
-        """Every other second, until the pool is closed or the head is lost."""
+        """Check every two seconds, until the pool is closed or the head is lost."""
         answered = time.monotonic()
         while not self.over.wait(2.0):
             try:
@@ -382,7 +380,7 @@ class _Head(threading.Thread):
 
 
 class JobBatch:
-    """Jobs that belong together, added one by one."""
+    """A batch of jobs that belong together, added one by one."""
 
     def __init__(self, pool: ActorPool, needs: object) -> None:
         self._pool, self.needs = pool, needs
@@ -390,42 +388,42 @@ class JobBatch:
         self.affinities: list[Affinity | None] = []
         self.waiting, self.done, self.closed = deque[int](), set[int](), False
         self.found: list[tuple[int, Any]] = []
-        """(place, answer) of what has come in and was not asked for yet."""
+        """The (index, answer) pairs that have arrived and were not collected yet."""
         self.losses = Counter[int]()
-        """How many workers were lost at each job."""
+        """The number of workers that were lost at each job."""
         self.error: UserError | None = None
-        """What a worker raised at one of its jobs."""
+        """The error of a worker at one of the jobs."""
 
     def add(self, job: Job, affinity: Affinity | None = None) -> None:
-        """One more; its place is how many there were."""
+        """Add a job. Its index is the previous number of jobs."""
         self._pool._enter(self, job, affinity)
 
     @property
     def pending(self) -> bool:
-        """Whether an answer is still to come, or to be asked for."""
+        """True if an answer has not arrived, or was not collected yet."""
         return bool(self.found) or len(self.done) < len(self.jobs)
 
     def answers(self, seconds: float) -> list[tuple[int, Any]]:
-        """(place, answer) of what has come in, waiting for so many seconds at most."""
+        """Return the (index, answer) pairs that have arrived, after waiting for at most `seconds`."""
         found = self._pool._advance(self, seconds) if self.pending else []
         if not self.pending:
             self._pool._leave(self)
         return found
 
     def give_up(self) -> None:
-        """Nobody waits for it any more."""
+        """Close the batch. Its answers are no longer needed."""
         self.closed = True
         self._pool._leave(self)
 
 
 def _cause_of(error: Exception) -> tuple[str, str]:
-    """Why a worker is gone, and Ray's words for it, of which a long message loses its middle."""
+    """Return the cause of a lost worker, and Ray's message. The middle of a long message is cut."""
     name, said = type(error).__name__, " ".join(str(error).split())
     if "low on memory" in said:
         used = re.search(r"was ([\d.]+) ?GB\D*/ ?([\d.]+) ?GB", said)
         of = f" ({used[1]} of {used[2]} GB in use)" if used else ""
         name += f": Ray ended it because its machine ran low on memory{of}; give each more CPUs in placement, or take fewer"
-    elif "references to the actor were removed" in said and "never ran" in said:  # nobody here let go of it
+    elif "references to the actor were removed" in said and "never ran" in said:  # the driver still has its references
         name += (
             ": the cluster cannot ask this process anything, as where it goes by Ray's token and the cluster does not (set "
             "RAY_AUTH_MODE=disabled here too), or where a firewall lies between"
@@ -434,13 +432,13 @@ def _cause_of(error: Exception) -> tuple[str, str]:
 
 
 def _place(trace: str) -> str:
-    """The last line of a traceback that is neither ours nor Ray's, where it has one."""
+    """Return the last line of a traceback that is in neither psigrad nor an installed package, or ""."""
     lines = [(file, line) for file, line in re.findall(r'File "(.+?)", line (\d+)', trace) if not _OURS.search(file)]
     return f", {lines[-1][0]}, line {lines[-1][1]}" if lines else ""
 
 
 def _connect(address: str) -> Any:
-    """Ray, connected to the cluster at `address`, or with "auto" to the one that is there, or to one of this machine alone."""
+    """Return Ray, connected to the cluster at `address`; with "auto", to a running cluster or else one of this machine."""
     try:
         import ray
     except ImportError as error:
@@ -472,7 +470,7 @@ def _connect(address: str) -> Any:
 
 
 def _knock(address: str) -> None:
-    """Ray itself asks for minutes whether anybody is at an address."""
+    """Raise an error at once if nothing listens at the address. Ray itself would try for minutes."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
     if address == "auto" or not colon or not port.isdecimal():
         return

@@ -1,4 +1,4 @@
-"""Environments on a Ray cluster: on each machine processes that can be killed, as on the trainer's own."""
+"""Environments on a Ray cluster. Each machine has processes that can be killed, like the trainer's machine."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from psigrad.language.episodes.environments import Answer, EpisodeCall, Playing
 from psigrad.processes.parallel.world import World
 from psigrad_extras.cluster.actor_pool import ActorPool, Affinity, JobBatch
 
-# Parts of each actor's share that the episodes are dealt in, so that none waits long for the slowest.
+# The number of parts of each actor's share of episodes, so that none waits long for the slowest.
 PARTS = 4
 
 
 class EnvironmentWorker:
-    """What runs on the cluster: episodes of its own."""
+    """A worker that plays episodes on the cluster."""
 
     def __init__(self, make: Callable[[], Playing]) -> None:
         self.playing = make()
 
     def ready(self) -> bool:
-        """Answers when the processes are there."""
+        """Return True once the processes have started."""
         return True
 
     def rows(self, count: int, seed: int) -> list[Mapping[str, Any]] | None:
@@ -34,8 +34,9 @@ class EnvironmentWorker:
 
 
 class RayEnvironments(Playing):
-    """Episodes on the actors of a pool, each where it began for as long as that actor is there. Rank 0 plays, with the pool, for
-    all; the others learn the rows.
+    """Episodes on the actors of a pool. Each stays on the actor where it started, as long as that actor exists.
+
+    Rank 0 has the pool and plays for all ranks. The others only get the rows.
     """
 
     def __init__(self, pool: ActorPool | None, world: World) -> None:
@@ -45,7 +46,7 @@ class RayEnvironments(Playing):
         self._jobs: JobBatch | None = None
 
     def submit(self, calls: Sequence[EpisodeCall]) -> None:
-        """See `Playing`. They go out with the next look at answers, part by part: an actor takes one part at a time."""
+        """See `Playing`. The calls are issued at the next `answers`, part by part, since an actor takes one part at a time."""
         if new := [call.number for call in calls if not call.turns]:
             parts = [Affinity() for _ in range(PARTS * self._actors.wanted)]
             self._affinities |= {number: parts[place * len(parts) // len(new)] for place, number in enumerate(new)}
@@ -77,7 +78,7 @@ class RayEnvironments(Playing):
         return self._pool
 
     def rows(self, count: int, seed: int) -> list[Mapping[str, Any]] | None:
-        """See `Playing`. Every actor would bring the same."""
+        """See `Playing`. Every actor would return the same rows."""
         rows: list[Mapping[str, Any]] | None = None
         if self._pool is not None:
             ((_, rows),) = self._pool.run([lambda actor: actor.rows.remote(count, seed)])

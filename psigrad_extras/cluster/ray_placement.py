@@ -1,4 +1,4 @@
-"""What a run places on a Ray cluster, as its section `placement` says: who samples, who scores, who plays."""
+"""The parts of a run on a Ray cluster according to its section `placement`: samplers, scorers and environments."""
 
 from __future__ import annotations
 
@@ -47,11 +47,10 @@ def open_actors(
     depth: int = 1,
     greet: Callable[[Any], Any] | None = None,
 ) -> Iterator[ActorPool]:
-    """`count` workers of a kind, for the length of the block, each at up to `depth` jobs at once; 0: as many as there is room for
-    beside those that were counted. See `ActorPool`.
-    What they print goes to the terminal and to workers.log of the run folder.
+    """Yield a pool of `count` workers of a kind, each with up to `depth` jobs at once; 0: as many as fit besides the others.
 
-    Raises `UserError` where no cluster is named.
+    See `ActorPool`. Their output goes to the terminal and to workers.log of the run folder. Raises `UserError` if no cluster is
+    named.
     """
     if not placement.cluster:
         raise UserError(f"placement asks for {name}s on a Ray cluster and none was named; give --cluster, or leave them out.")
@@ -81,7 +80,7 @@ def open_actors(
 def open_sampler(
     config: SFTConfig | OnlineConfig | PreferenceConfig, model: LanguageModel, journal: Journal, longest: int = 0
 ) -> Iterator[Sampler]:
-    """A sampler on the cluster, which gets the weights of `model`. Rank 0 has the workers. `longest` as in `samplers.make`."""
+    """Yield a sampler on the cluster with the weights of `model`. Rank 0 has the workers. `longest` is as in `samplers.make`."""
     placement = config.placement
     arguments = (partial(_load_sampler, config, longest), placement.sampler_cpus)
     wants: Any = {"count": placement.samplers, "cpus": placement.sampler_cpus, "gpus": placement.sampler_gpus}
@@ -95,7 +94,7 @@ def open_sampler(
                 wants["greet"] = broadcasts.meet
             actors = open_actors(placement, journal, RolloutWorker, arguments, name="sampler", **wants)
             workers = stack.enter_context(actors)
-            if broadcasts is not None:  # closed before the samplers are, whose end is no failure then
+            if broadcasts is not None:  # closed before the samplers, so that their end does not count as a failure
                 stack.callback(broadcasts.close)
         yield RaySampler(
             workers,
@@ -109,9 +108,9 @@ def open_sampler(
 
 
 def agreed_transfer(config: SFTConfig | OnlineConfig | PreferenceConfig, model: LanguageModel, world: World) -> Kind | None:
-    """How weights go to the samplers: by a broadcast of that kind, or None: Ray's object store. What rank 0 finds holds for all.
+    """Return the kind of broadcast that sends weights to the samplers, or None for Ray's object store. Rank 0 decides for all.
 
-    Raises `UserError` where a broadcast is asked for and can't be.
+    Raises `UserError` if a broadcast is required but impossible.
     """
     wish = config.placement.weight_transfer
     if wish == "object_store":
@@ -124,7 +123,7 @@ def agreed_transfer(config: SFTConfig | OnlineConfig | PreferenceConfig, model: 
 
 
 def _why_not(kind: Kind, config: SFTConfig | OnlineConfig | PreferenceConfig, model: LanguageModel) -> str:
-    """Why engines can't get the model's weights by a broadcast of this kind; empty where they can."""
+    """Return the reason why engines cannot get the model's weights by this kind of broadcast, or ""."""
     sampling, placement = config.sampling, config.placement
     if sampling.sampler != "vllm":
         return f"it is for sampler=vllm, and the sampler is {sampling.sampler}"
@@ -144,7 +143,10 @@ def _why_not(kind: Kind, config: SFTConfig | OnlineConfig | PreferenceConfig, mo
 def _broadcasts(
     kind: Kind, config: SFTConfig | OnlineConfig | PreferenceConfig, model: LanguageModel, journal: Journal
 ) -> Broadcasts:
-    """The trainer's ends. On CPUs vLLM's weights are looked at before an update too, since some can't be read whole after it."""
+    """Return the trainer's ends of the broadcasts.
+
+    On CPUs, vLLM's weights are also inspected before an update, since some cannot be read completely after it.
+    """
     import ray
 
     first = ("choose",) if kind == "gloo" else ()
@@ -156,7 +158,7 @@ def _broadcasts(
 
 @contextlib.contextmanager
 def open_environments(placement: Placement, make: Callable[[], Playing], journal: Journal) -> Iterator[Playing]:
-    """Environments on the cluster, made there. Rank 0 plays for all."""
+    """Yield environments that are made on the cluster. Rank 0 plays for all."""
     with contextlib.ExitStack() as stack:
         pool = None
         if journal.world.rank == 0:
@@ -168,27 +170,30 @@ def open_environments(placement: Placement, make: Callable[[], Playing], journal
 
 @contextlib.contextmanager
 def open_scorer(placement: Placement, make: Callable[[], RewardPool], journal: Journal) -> Iterator[Scorer]:
-    """Reward functions on the cluster."""
+    """Yield a scorer that runs the reward functions on the cluster."""
     wants: Any = {"count": placement.scorers, "cpus": placement.scorer_cpus}
     with open_actors(placement, journal, RewardWorker, (make,), name="scorer", **wants) as actors:
         yield RayScorer(actors)
 
 
 def _tasks_at_once(config: SFTConfig | OnlineConfig | PreferenceConfig) -> int:
-    """How many tasks fill the batch of a sampler that lets them join; the others decode one alone, for the same bits anywhere."""
+    """Return the number of tasks that fill the batch of a sampler with joining tasks.
+
+    Other samplers decode one task alone, so that the result is bitwise the same on any worker.
+    """
     if config.sampling.sampler != "vllm" or not isinstance(config, OnlineConfig):
         return 1
     return math.ceil(config.sampling.max_decode_batch / (config.placement.parcel_prompts * config.num_generations))
 
 
 def _weights_of(model: LanguageModel) -> Any:
-    """(name, whole tensor) of all that learns."""
+    """Return (name, full tensor) of all trainable weights."""
     learns = model.trainable()
     return iter(learns.items()) if model.root is None else sharded.gather(model, set(learns))
 
 
 def _load_sampler(config: SFTConfig | OnlineConfig | PreferenceConfig, longest: int) -> tuple[LanguageModel, Sampler]:
-    """A model to sample with, on a worker: its first weights are those of the beginning. vLLM has its GPU to itself."""
+    """Load a model and its sampler on a worker, with the initial weights. vLLM does not share its GPU."""
     run, sampling = config.run, config.sampling
     if sampling.sampler == "vllm":
         run = replace(run, device="cpu")

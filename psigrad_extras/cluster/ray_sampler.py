@@ -1,8 +1,8 @@
 """Sampling by many processes on a Ray cluster, in tasks that any of them can take.
 
-A task is a fixed number of prompts in order, with the version of the weights that they are sampled from. What comes of it
-depends on nothing else, so a run gives the same completions on any number of workers with one type of processor. vLLM's engine
-has several tasks in its flight, of one version.
+A task is a fixed number of prompts in order, with the version of the weights to sample from. The result depends on nothing else,
+so a run gives the same completions on any number of workers with one type of processor. vLLM's engine runs several tasks of one
+version at once.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from psigrad_extras.vllm import vllm_backend
 from psigrad_extras.vllm.vllm_backend import VLLMSampler
 from psigrad_extras.vllm.vllm_sources import Delivery
 
-# Seconds between two looks at what may join.
+# The seconds between two checks for requests that may join.
 LOOK = 0.1
 Part = tuple[Affinity | None, Sequence[int]]
-"""Places of the requests of a task, and to whom it belongs."""
+"""The affinity of a task, and the indices of its requests."""
 
 
 class RolloutWorker:
-    """What runs on the cluster: a model with a sampler of its own. Each task says which weights it wants; tasks with the same
-    wish may be sampled at once.
+    """A worker on the cluster with a model and a sampler.
+
+    Each task names the version of its weights. Tasks of the same version may be sampled at once.
     """
 
     def __init__(self, make: Callable[[], tuple[LanguageModel, Sampler]], threads: int) -> None:
@@ -47,14 +48,14 @@ class RolloutWorker:
         self._at_work, self._turn = 0, threading.Condition()
 
     def ready(self, meeting: tuple[Any, ...] = ()) -> str:
-        """Answers when the model is there, and vLLM's engine has met the trainer; why it could not, or empty."""
+        """Return once the model is loaded and vLLM's engine has joined the trainer: the reason of a failure, or ""."""
         return vllm_backend.join(self.sampler, meeting) if isinstance(self.sampler, VLLMSampler) and meeting else ""
 
     def sample(self, version: Version, requests: list[Request], params: SamplingParams) -> tuple[int, list[list[Completion]]]:
-        """(the version sampled from, the completions of each request)."""
+        """Return (the version sampled from, the completions of each request)."""
         with self._turn:
             self._turn.wait_for(lambda: self.version == version.number or not self._at_work)
-            if self.version != version.number:  # also in a worker that was started again, with the weights of the beginning
+            if self.version != version.number:  # also true in a restarted worker, which has the initial weights
                 import ray
 
                 self._at = self._take(ray.get(version.place[0]))
@@ -70,7 +71,7 @@ class RolloutWorker:
                 self._turn.notify_all()
 
     def _take(self, weights: Any) -> Sampler:
-        """Sample with weights of the trainer's: for the model here, or for its engine alone."""
+        """Return a sampler with the trainer's weights, which go to the local model or only to its engine."""
         if not isinstance(weights, Delivery):
             self._load(weights)
             return self.sampler.snapshot()
@@ -90,15 +91,16 @@ class RolloutWorker:
 
 
 def _end(lost: RankLost) -> NoReturn:
-    """An engine was lost that only the trainer can give its weights again: another sampler takes this one's place."""
+    """End this worker after the loss of an engine. Only the trainer can resend its weights, so another sampler replaces it."""
     redaction.say(str(lost))
     os._exit(RankLost.exit_status)
 
 
 class RaySampler(Sampler):
-    """Samples on an `ActorPool`. Only rank 0 has one; the others take part in gathering weights that are in shards. Where engines
-    let requests join (`joins`), an episode goes on as soon as it is answered. With `broadcasts` the weights are under a
-    checkpoint's names, and go to engines that way.
+    """A sampler on an `ActorPool`. Only rank 0 has the pool. The others take part in gathering sharded weights.
+
+    If engines let requests join (`joins`), an episode continues as soon as it is answered. With `broadcasts`, the weights have
+    the names of a checkpoint and are sent to engines by broadcast.
     """
 
     central = True
@@ -120,12 +122,12 @@ class RaySampler(Sampler):
         self._published: tuple[object, Version] | None = None
 
     def count(self) -> dict[str, Any]:
-        """See `Sampler`: how many tasks went to the cluster, and how many versions to a sampler by a broadcast."""
+        """See `Sampler`. Return the number of tasks on the cluster, and of versions sent to a sampler by a broadcast."""
         sent = {} if self.broadcasts is None else {"broadcasts": self.broadcasts.sent}
         return {} if self.pool is None else {"fleet": {**self.pool.entries, **sent}}
 
     def snapshot(self) -> Sampler:
-        """See `Sampler`: publishes the weights, unless they are those that it published last."""
+        """See `Sampler`. Publish the weights unless they were published last."""
         now = self._versions()
         if self._published is None or self._published[0] != now or now is None:
             number = 0 if self._published is None else self._published[1].number + 1

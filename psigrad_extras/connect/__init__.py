@@ -1,1 +1,1 @@
-"""Programs and services of other people: environments, tools, servers, trackers, test suites, the hub, model files."""
+"""Interfaces to other programs and services: environments, tools, servers, trackers, test suites, the hub, model files."""

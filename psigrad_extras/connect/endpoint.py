@@ -1,4 +1,4 @@
-"""Requests to a server, such as an OpenAI-compatible one: JSON out, JSON back, and why there was no answer."""
+"""Requests to a server, such as an OpenAI-compatible one: JSON in both directions, and the reason if there is no answer."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from http.client import HTTPException
 from typing import Any
 
 LARGEST = 64 << 20
-# Characters of a server's own words that an error keeps.
+# The maximum characters of a server's message in an error.
 _WORDS = 300
 
 
 class NoAnswerError(Exception):
-    """A server gave no usable answer; the message says why.
+    """The error for a server without a usable answer. The message gives the reason.
 
-    `again` tells whether the same request may yet succeed, `status` is the HTTP status (0: there was none) and `wait` the seconds
-    that the server asks to be left alone.
+    `again` is True if the same request may still succeed. `status` is the HTTP status (0: none), and `wait` is the number of
+    seconds to wait that the server asks for.
     """
 
     def __init__(self, why: str, *, again: bool, status: int = 0, wait: float = 0.0) -> None:
@@ -26,7 +26,7 @@ class NoAnswerError(Exception):
 
 
 def ask(url: str, body: Any = None, *, key: str = "", seconds: float, largest: int = LARGEST) -> Any:
-    """What `url` answers to a POST of `body`, or to a GET where there is none. `key` is sent as a bearer token.
+    """Return the answer of `url` to a POST of `body`, or to a GET without a body. `key` is sent as a bearer token.
 
     Raises `NoAnswerError`.
     """
@@ -36,24 +36,24 @@ def ask(url: str, body: Any = None, *, key: str = "", seconds: float, largest: i
         with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=seconds) as reply:
             return json.loads(reply.read(largest))
     except urllib.error.HTTPError as error:
-        # a request that is wrong stays so; too many, or trouble of the server's, passes
+        # A wrong request stays wrong. Too many requests and errors of the server may pass.
         passes = error.code in (408, 409, 425, 429) or error.code >= 500
         raise NoAnswerError(
             f"HTTP {error.code} {error.reason}{_said(error)}", again=passes, status=error.code, wait=_wait(error)
         ) from error
     except (OSError, ValueError, HTTPException) as error:
-        reason = getattr(error, "reason", error)  # urllib wraps what the socket said
+        reason = getattr(error, "reason", error)  # urllib wraps the error of the socket
         slow = f" in {seconds:g} s" if isinstance(reason, TimeoutError) else ""
         raise NoAnswerError(f"{type(reason).__name__}: {reason}"[:_WORDS] + slow, again=True) from error
 
 
 def pause(attempt: int, error: NoAnswerError) -> float:
-    """Seconds before the next attempt: 0.5, 1, 2, … up to 8, or what the server asked for, up to a minute."""
+    """Return the seconds before the next attempt: 0.5, 1, 2, … up to 8, or as the server asked, up to a minute."""
     return max(min(2.0 ** (attempt - 1), 8.0), min(error.wait, 60.0))
 
 
 def _said(error: urllib.error.HTTPError) -> str:
-    """The server's own message, as OpenAI's API and its kin give it."""
+    """Return the server's message, in the form of OpenAI's API."""
     try:
         text = error.read(1 << 16).decode(errors="replace")
     except (OSError, ValueError, HTTPException):

@@ -1,4 +1,4 @@
-"""A model as others use it: a GGUF file with a Modelfile for Ollama, the whole model, an adapter merged in, or the adapter."""
+"""Export of a model: a GGUF file with a Modelfile for Ollama, the full model with its adapter merged in, or the adapter."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from psigrad.paths import check_folder
 from psigrad.records import checkpoint
 
 KINDS = ("gguf", "merged", "adapter")
-# What `gguf` can write; K-quants are llama.cpp's own: llama-quantize makes them of an f16 file.
+# The types that `gguf` can write. llama.cpp's K-quants need llama-quantize on an f16 file.
 QUANTISATIONS = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 _ARCHITECTURES = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
-# How a text is cut before its pairs of bytes are merged: the regular expression of tokenizer.json -> llama.cpp's name of it.
+# The split of a text before byte pairs are merged: regular expression of tokenizer.json -> llama.cpp's name.
 _WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CUTS = {
     "(?i:'s|'t|'re|'ve|'m|'ll|'d)" + _WORDS % "{1,3}": "llama-bpe",
@@ -50,9 +50,7 @@ llama-server -m {file} --jinja
 
 
 class LeftBehind(NamedTuple):
-    """What was written, of a quantised file how far its weights are off: ‖W − Q(W)‖ / ‖W‖, and how the base of an adapter that
-    was merged was coded.
-    """
+    """The written path, the error of quantised weights (‖W − Q(W)‖ / ‖W‖), and the coding of a merged adapter's base."""
 
     path: Path
     error: float = 0.0
@@ -61,8 +59,9 @@ class LeftBehind(NamedTuple):
 
 @without_bars()
 def run(source: str, to: str, output: str = "", quantization: str = "f16", *, trust_remote_code: bool = False) -> LeftBehind:
-    """Write the model of a run folder, a model's folder, a hub name or a GGUF file as `to` says. Raises `UserError` where it is
-    there already, or is no model that can be written so.
+    """Write the model of a run folder, a model's folder, a hub name or a GGUF file in the form `to`.
+
+    Raises `UserError` if the output exists already, or if the model cannot be written in this form.
     """
     for name, given, known in (("--to", to, KINDS), ("--quantization", quantization, QUANTISATIONS)):
         if given not in known:
@@ -74,7 +73,7 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
         places = [place for place in (Path(model) / "adapter", Path(model)) if is_adapter(place)]
         if not places:
             raise UserError(f"{source} has no adapter; train one with --lora-rank, and keep it with --lora-save both or adapter.")
-        shutil.copytree(places[0], folder, copy_function=shutil.copyfile)  # not the modes: safetensors writes for its owner alone
+        shutil.copytree(places[0], folder, copy_function=shutil.copyfile)  # not the modes: safetensors writes for its owner only
         return LeftBehind(folder)
     base = coded_base(Path(model)).get("quantize_base", "") if is_adapter(model) else ""
     over = f"\nThe adapter is merged into the base as it was trained on, rounded to {base}.\n" if base else ""
@@ -110,7 +109,7 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
 
 
 def _write_card(model: str, folder: Path, library: str, use: str, end: str = "") -> None:
-    """The card of `model`, if it has one, as that of what was made of it: no adapter of peft any more, and used from `folder`."""
+    """Write the card of `model`, if it has one, for the export: no longer a peft adapter, and used from `folder`."""
     card = Path(model) / "README.md"
     if not card.is_file():
         return
@@ -122,9 +121,9 @@ def _write_card(model: str, folder: Path, library: str, use: str, end: str = "")
 
 
 def write_gguf(network: Any, tokenizer: Any, file: Path, quantization: str) -> float:
-    """The GGUF file of a Llama (SmolLM, Llama 3), Qwen2 or Qwen3 with a tokenizer of byte pairs; returns `LeftBehind.error`.
+    """Write the GGUF file of a Llama (SmolLM, Llama 3), Qwen2 or Qwen3 with a byte-pair tokenizer. Return `LeftBehind.error`.
 
-    Matrices are stored as `quantization` says; embeddings and head in 8 bits where that is fewer, vectors as float32.
+    Matrices are stored in the type `quantization`, embeddings and head in 8 bits if that type has fewer, vectors as float32.
     """
     import gguf
 
@@ -173,8 +172,9 @@ def write_gguf(network: Any, tokenizer: Any, file: Path, quantization: str) -> f
 
 
 def _weights(network: Any, config: Any, kind: str, names: Any) -> Iterator[tuple[str, Tensor]]:
-    """The weights under llama.cpp's names. Of a Llama it rotates neighbours where transformers rotates halves: the rows of
-    each head in that order.
+    """Yield the weights under llama.cpp's names.
+
+    For a Llama, llama.cpp rotates neighbours where transformers rotates halves, so the rows of each head are reordered.
     """
     heads = {"q_proj": size(config, "heads"), "k_proj": size(config, "key_heads")} if kind == "LLAMA" else {}
     for name, weight in network.state_dict().items():
@@ -189,7 +189,7 @@ def _weights(network: Any, config: Any, kind: str, names: Any) -> Iterator[tuple
 
 
 def _rope_factors(rope: Any, size: int) -> Iterator[tuple[str, Tensor]]:
-    """By how much Llama 3 slows its rotations down, one factor per pair. Raises `UserError` for other scalings."""
+    """Yield the factors by which Llama 3 slows its rotations, one per pair. Raises `UserError` for other scalings."""
     kind = rope.get("rope_type", "default")
     if kind == "default":
         return
@@ -202,7 +202,7 @@ def _rope_factors(rope: Any, size: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def _add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
-    """Tokens, merges, special tokens and the chat template."""
+    """Add tokens, merges, special tokens and the chat template."""
     import gguf
 
     whole = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -230,12 +230,12 @@ def _add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
 
 
 def _adds_bos(tokenizer: Any) -> bool:
-    """Whether every text begins with BOS by itself."""
+    """Return True if the tokenizer starts every text with BOS."""
     return bool(tokenizer("a").input_ids[0] == tokenizer.bos_token_id != tokenizer("a", add_special_tokens=False).input_ids[0])
 
 
 def _cut(pre_tokenizer: Any) -> str:
-    """llama.cpp's name of how a text is cut into words. Raises `UserError` for one that is not known."""
+    """Return llama.cpp's name for the split of a text into words. Raises `UserError` for an unknown one."""
     steps = [pre_tokenizer, *(pre_tokenizer or {}).get("pretokenizers", [])]
     kinds = {step["type"]: step for step in steps if step}
     if "Split" in kinds:
@@ -248,7 +248,7 @@ def _cut(pre_tokenizer: Any) -> str:
 
 
 def modelfile(tokenizer: Any, file: str) -> str:
-    """Ollama's Modelfile: the chat template as one of Go, read off what the tokenizer's makes of a conversation."""
+    """Return Ollama's Modelfile. Its Go template is derived from the tokenizer's output for a conversation."""
     lines = [f"FROM ./{file}"]
     if tokenizer.chat_template:
         lines += [f'TEMPLATE """{_go_template(tokenizer)}"""']

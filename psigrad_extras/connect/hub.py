@@ -1,4 +1,4 @@
-"""A finished run's model on the Hugging Face hub: what `psigrad push`, `push_to_hub` and `Result.push_to_hub` do."""
+"""The upload of a finished run's model to the Hugging Face hub: `psigrad push`, `push_to_hub` and `Result.push_to_hub`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from psigrad.config.sections import Hub
 from psigrad.errors import UserError, name_reason, reason_of
 from psigrad.records.report import card
 
-# Files of a model that was pushed before, which a loader would read beside those of this one.
+# Files of a previously pushed model, which a loader would read together with those of the new one.
 _STALE = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors",
           "adapter_config.json", "pytorch_model*.bin", "pytorch_model.bin.index.json", "adapter/*")  # fmt: skip
 _LOG_IN = "set HF_TOKEN, or log in with `hf auth login`"
 
 
 def push(folder: str | Path, repository: str, *, private: bool = False, revision: str = "") -> str:
-    """Upload `model/` of a run folder with its model card as one commit, and give the address of the repository.
+    """Upload `model/` of a run folder with its model card as one commit. Return the address of the repository.
 
-    The repository is made where it is missing; in one that is there, the new commit replaces the model. A card that was written
-    by hand (`model/README.md`) goes up as it is. `revision` is a branch, made where it is missing. Raises `UserError` for a
-    folder without a language model, a wrong name, a token that is missing or refused, and a hub that cannot be reached.
+    A missing repository is created. In an existing one, the new commit replaces the model. A hand-written card
+    (`model/README.md`) is uploaded unchanged. `revision` is a branch, which is created if it is missing. Raises `UserError` for a
+    folder without a language model, a wrong name, a missing or refused token, and an unreachable hub.
     """
     model = _model_of(Path(folder))
     check_name(repository)
@@ -51,15 +51,15 @@ def push(folder: str | Path, repository: str, *, private: bool = False, revision
         )
     except UserError:
         raise
-    except Exception as error:  # what the hub, its client and the network raise has no common class
+    except Exception as error:  # errors of the hub, its client and the network have no common class
         raise UserError(f"{folder} could not be pushed to {repository!r}: {_why(error, repository)}.") from error
     return f"{api.endpoint}/{there}" + (f"/tree/{revision}" if revision and revision != "main" else "")
 
 
 def check(hub: Hub, output_dir: str = "") -> None:
-    """Refuse before a run what could not be pushed after it: a wrong name, a token that is missing or refused.
+    """Raise `UserError` before a run for what would fail after it: a wrong name, or a missing or refused token.
 
-    A hub that cannot be reached now is only named: it may be back by then.
+    An unreachable hub is only a warning, since it may be back by then.
     """
     if repository := hub.hub_model_id or (output_dir and Path(output_dir).resolve().name):
         check_name(repository)
@@ -73,19 +73,19 @@ def check(hub: Hub, output_dir: str = "") -> None:
 
 
 def after_run(hub: Hub, folder: Path) -> None:
-    """Push a finished run as its settings ask. Where that fails, the run stays as it is, and the command to push it is said."""
+    """Push a finished run according to its settings. If that fails, keep the run and print the command to push it."""
     repository = hub.hub_model_id or folder.resolve().name
     try:
         address = push(folder, repository, private=hub.hub_private_repo, revision=hub.hub_revision)
         redaction.say(f"pushed {folder / 'model'} to {address}")
-    except Exception as error:  # the run is done, and nothing that the hub does may take it away
+    except Exception as error:  # an error of the hub must not fail a finished run
         more = ["--private"] * hub.hub_private_repo + (["--revision", hub.hub_revision] if hub.hub_revision else [])
         command = shlex.join(["psigrad", "push", str(folder), repository, *more])
         redaction.say(f"{error} The run is finished and saved. Push it with: {command}")
 
 
 def check_name(repository: str) -> None:
-    """Refuse what is no name of a repository."""
+    """Raise `UserError` for an invalid name of a repository."""
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
@@ -96,7 +96,7 @@ def check_name(repository: str) -> None:
 
 
 def check_token() -> None:
-    """Refuse to go on without a token."""
+    """Raise `UserError` if there is no token."""
     if get_token() is None:
         raise UserError(f"There is no token for the hub; {_LOG_IN}.")
 
@@ -106,7 +106,7 @@ def _api() -> HfApi:
 
 
 def _model_of(folder: Path) -> Path:
-    """The folder of the language model that a run left."""
+    """Return the folder of a run's language model. Raises `UserError` if there is none."""
     model = folder / "model"
     if not folder.is_dir():
         raise UserError(f"There is no folder {str(folder)!r}; name the output_dir of a run.")
@@ -118,7 +118,7 @@ def _model_of(folder: Path) -> Path:
 
 
 def _repository(api: HfApi, repository: str, private: bool) -> str:
-    """The whole name of the repository, made where it is missing."""
+    """Return the full name of the repository, which is created if it is missing."""
     made = api.create_repo(repository, private=True if private else None, exist_ok=True).repo_id
     if private and not api.model_info(made).private:
         raise UserError(f"{made} is there already and public; make it private in its settings, or choose another name.")
@@ -126,7 +126,7 @@ def _repository(api: HfApi, repository: str, private: bool) -> str:
 
 
 def _card(folder: Path, repository: str) -> str:
-    """The card that lies beside the weights where somebody has changed it; else the same with the repository's name."""
+    """Return the card next to the weights if it was edited, else a card with the repository's name."""
     own = folder / "model" / "README.md"
     if own.is_file() and (written := own.read_text(encoding="utf-8")) != card.text(folder):
         return written
@@ -134,7 +134,7 @@ def _card(folder: Path, repository: str) -> str:
 
 
 def _why(error: Exception, repository: str) -> str:
-    """What went wrong, and what to do, as the end of a sentence."""
+    """Return the cause of an error and the remedy, as the end of a sentence."""
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set; unset it"
     if isinstance(error, RepositoryNotFoundError):
@@ -147,7 +147,7 @@ def _why(error: Exception, repository: str) -> str:
             429: "the hub asks for fewer requests; try again in some minutes",
         }
         return said.get(status, f"the hub answered {status} ({reason_of(error).rstrip('.')})")
-    # huggingface_hub passes on what its client raises: httpx before its version 2, httpx2 since
+    # huggingface_hub passes on the errors of its client: httpx before its version 2, httpx2 since.
     clients = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
     if isinstance(error, ConnectionError | TimeoutError) or clients & {"httpx", "httpx2"}:
         return f"the hub at {_api().endpoint} cannot be reached ({reason_of(error).rstrip('.')})"

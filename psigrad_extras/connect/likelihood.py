@@ -1,4 +1,4 @@
-"""How likely a model finds given texts, and the everyday questions that show what training has broken."""
+"""The likelihood of given texts under a model, and everyday questions that show what training broke."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from psigrad.language.rewards.benchmarks import letters_of
 from psigrad.language.rollout.types import Completion
 
 EVERYDAY = Path(data.__file__).parent / "everyday.jsonl"
-"""110 beginnings of sentences with two or four ends, of which one is right: 60 facts that every child knows, and 50 points of
-English grammar. No item has to do with sums."""
+"""The file of 110 starts of sentences with two or four endings, of which one is right: 60 facts that every child knows, and 50
+points of English grammar. No item is about sums."""
 _CHOICES = "give a list of at least one, or the columns A, B, …; or leave out --likelihood"
 
 
 class Likelihood(NamedTuple):
-    """Of one continuation: log p(continuation | context) in nats, and whether greedy decoding writes it."""
+    """The log p(continuation | context) in nats of a continuation; `greedy` is True if greedy decoding writes it."""
 
     logp: float
     greedy: bool
 
 
 class Chosen(NamedTuple):
-    """Of one everyday item: whether the model's likeliest end is the right one, and log p of the right one in nats."""
+    """The result of an everyday item: True if the most likely ending is the right one, and its log p in nats."""
 
     right: bool
     logp: float
@@ -40,8 +40,9 @@ class Chosen(NamedTuple):
 
 @torch.no_grad()
 def likelihoods(model: LanguageModel, asked: Sequence[tuple[Ids, Ids]], micro_batch_tokens: int = 4096) -> list[Likelihood]:
-    """The likelihood of each (context, continuation) of token ids, by the packed forward pass: a context that several share is
-    computed once. No context may be empty, for the first token follows something.
+    """Return the likelihood of each (context, continuation) of token ids, by the packed forward pass.
+
+    A shared context is computed once. No context may be empty, since the first token must follow something.
     """
     contexts: dict[tuple[int, ...], list[int]] = {}
     for i, (context, _) in enumerate(asked):
@@ -79,9 +80,10 @@ def _fill(
 
 
 def likeliest_letters(model: LanguageModel, rows: Sequence[Row]) -> list[tuple[tuple[int, ...], Completion, int, str]]:
-    """Of each question with choices the prompt's tokens, the letter that log p of the letters behind it is highest for, as a
-    completion of version 0, and as text. Behind a text, as in lm-eval, a space comes first; an assistant's turn begins without.
-    Raises `RowError` for a row without choices.
+    """Return (prompt tokens, the most likely letter as a completion, its version 0, the letter as text) for each question.
+
+    After a plain text, a space precedes the letter, as in lm-eval. An assistant's turn starts without one. Raises `RowError` for
+    a row without choices.
     """
     prompts = [tuple(prompt_ids(model.tokenizer, row)) for row in rows]
     written: list[list[tuple[str, tuple[int, ...]]]] = []
@@ -98,14 +100,14 @@ def likeliest_letters(model: LanguageModel, rows: Sequence[Row]) -> list[tuple[t
         logps = [next(found).logp for _ in own]
         best = max(range(len(own)), key=logps.__getitem__)
         letter, ids = own[best]
-        # the log-prob is the letter's, whose tokens are almost always one
+        # The log-prob is that of the letter, which almost always is one token.
         logprobs = (logps[best], *[0.0] * (len(ids) - 1))
         made.append((prompt, Completion(ids, logprobs, logprobs, "stop", 0), 0, letter))
     return made
 
 
 def everyday(model: LanguageModel) -> list[Chosen]:
-    """What the model makes of each item of `EVERYDAY`."""
+    """Return the model's result for each item of `EVERYDAY`."""
     items = [json.loads(line) for line in EVERYDAY.read_text().splitlines()]
     asked = []
     for item in items:

@@ -1,4 +1,4 @@
-"""lm-eval's tasks on psigrad's models: log-likelihoods by the packed forward pass, answers by the engine that serves.
+"""lm-eval's tasks on psigrad's models: log-likelihoods by the packed forward pass, answers by the serving engine.
 
 `lm_eval` knows the model class below as "psigrad" once this module is imported:
 
@@ -54,13 +54,13 @@ EVERYDAY_TASK: dict[str, Any] = {
     "metadata": {"version": 1},
 }
 _ROOM = 256
-"""Tokens of an answer where a task does not say, as in lm-eval's `hf`."""
+"""The maximum tokens of an answer if a task sets none, as in lm-eval's `hf`."""
 _SAMPLED = {"do_sample", "temperature", "top_p", "top_k", "min_p"}
 
 
 @register_model("psigrad")
 class HarnessModel(TemplateLM):  # type: ignore[misc]
-    """A model as lm-eval sees it: a `LanguageModel`, or what `pretrained` names. It computes what lm-eval's `hf` computes."""
+    """A `LanguageModel`, or the model that `pretrained` names, as a model of lm-eval. It computes the same as lm-eval's `hf`."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         batch_size: Any = None,
         max_batch_size: Any = None,
     ) -> None:
-        """`batch_size` and `max_batch_size` are lm-eval's and mean nothing here: batches are filled to `micro_batch_tokens`."""
+        """Load the model. lm-eval's `batch_size` and `max_batch_size` are ignored: batches are filled to `micro_batch_tokens`."""
         super().__init__()
         if isinstance(pretrained, LanguageModel):
             self.model = pretrained
@@ -96,31 +96,31 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        """What ends a text."""
+        """The token that ends a text."""
         return int(self.tokenizer.eos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """What an empty context is replaced by."""
+        """The token that replaces an empty context."""
         bos = self.tokenizer.bos_token_id
         return int(bos) if bos is not None else self.eot_token_id
 
     @property
     def tokenizer_name(self) -> str:
-        """For the fingerprint of cached requests."""
+        """The tokenizer's name in the fingerprint of cached requests."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     @property
     def max_length(self) -> int:
-        """Positions of the model."""
+        """The number of positions of the model."""
         return self.model.max_length
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """What is sampled from: an assistant's turn at the end, which lm-eval begins for the model, is gone on with."""
+        """Return the prompt. If the last message is from the assistant, generation continues that message."""
         return Talk(self.tokenizer, Row("a question of lm-eval")).prompt(chat_history)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids; without the tokenizer's special ones where the text begins with its BOS already."""
+        """Return token ids, without the tokenizer's special tokens if the text already starts with its BOS."""
         if add_special_tokens is None and has_bos_prefix(string, str(self.tokenizer.decode([self.prefix_token_id]))):
             add_special_tokens = False
         asked = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
@@ -129,7 +129,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **ignored: Any
     ) -> list[tuple[float, bool]]:
-        """(log p, whether greedy) of each continuation. A context that is too long loses its beginning."""
+        """Return (log p, True if greedy) of each continuation. A context that is too long loses its start."""
         asked: list[tuple[Ids, Ids]] = []
         for _pair, context, continuation in requests:
             if len(continuation) > self.max_length:
@@ -145,7 +145,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """log p of whole texts, in windows of the model's length."""
+        """Return log p of full texts, in windows of the model's length."""
         found = []
         for (text,) in (request.args for request in requests):
             windows = utils.get_rolling_token_windows(
@@ -157,13 +157,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """An answer to each request, up to the first of its stop strings. All are decoded together, whatever each asks for."""
+        """Return an answer to each request, up to its first stop string. All are decoded together, whatever their settings."""
 
         async def answers() -> list[str]:
             with contextlib.closing(SamplingEngine(self.model, self.max_batch, self.sampler)) as engine:
                 return await asyncio.gather(*(self._answer(engine, i, request.args) for i, request in enumerate(requests)))
 
-        with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop of its own in this one
+        with ThreadPoolExecutor(1) as thread:  # in a notebook, this thread already runs an event loop
             return thread.submit(asyncio.run, answers()).result()
 
     async def _answer(self, engine: SamplingEngine, place: int, asked: tuple[str, dict[str, Any]]) -> str:
@@ -175,7 +175,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             raise UserError(f"The task asks for {params.max_tokens} tokens and the model has {self.max_length} positions.")
         ids, writer = list[int](), Writer(self.tokenizer, [stop for stop in until if stop])
         stream = engine.submit(self.tok_encode(asked[0])[-room:], params, seeds.derive(self.seed, "lm-eval", place))
-        async with contextlib.aclosing(stream.chunks()) as chunks:  # whoever leaves frees the place for the next
+        async with contextlib.aclosing(stream.chunks()) as chunks:  # closing it frees the place in the batch
             async for tokens in chunks:
                 drawn = [token.id for token in tokens]
                 ids += drawn[: writer.take(drawn)]
@@ -187,7 +187,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return text
 
     def _params(self, wanted: Mapping[str, Any]) -> SamplingParams:
-        """How to sample."""
+        """Return the sampling parameters. Raises `UserError` for unknown ones."""
         unknown = sorted(set(wanted) - _SAMPLED - {"until", "max_gen_toks"})
         if unknown:
             raise UserError(
@@ -205,13 +205,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
 
 def _cut(text: str, until: Sequence[str]) -> str:
-    """The text before the first stop string."""
+    """Return the text before the first stop string."""
     return min((text.split(stop)[0] for stop in until if stop), key=len, default=text)
 
 
 @dataclass(frozen=True)
 class LmEvalResult:
-    """What `run` found; `raw` is what lm-eval gives, of each model by its name."""
+    """The result of `run`. `raw` is lm-eval's output for each model, by name."""
 
     metrics: tuple[TaskMetric, ...]
     raw: dict[str, Any]
@@ -220,7 +220,7 @@ class LmEvalResult:
 def run(config: LmEvalConfig) -> LmEvalResult:
     """Evaluate the model, and the baseline if there is one, on the same documents.
 
-    Raises `UserError` for unknown tasks, for data that cannot be had, and for an output that cannot be written.
+    Raises `UserError` for unknown tasks, for data that cannot be loaded, and for an output that cannot be written.
     """
     if not config.model or not config.tasks:
         missing = "model (--model)" if not config.model else "task (--tasks), such as everyday"
@@ -238,7 +238,7 @@ def run(config: LmEvalConfig) -> LmEvalResult:
 
 
 def _manager(config: LmEvalConfig) -> TaskManager:
-    """Who knows the tasks. lm-eval's own are ten thousand files, which are read only where they are asked for."""
+    """Return the manager of the tasks. lm-eval's own tasks are ten thousand files, which are read only if one is named."""
     own = TaskManager(include_path=config.include_path or None, include_defaults=False)
     named = [name for name in config.tasks if name != EVERYDAY_TASK["task"] and not _is_file(name)]
     return own if all(own.match_tasks([name]) for name in named) else TaskManager(include_path=config.include_path or None)
@@ -249,7 +249,7 @@ def _is_file(name: str) -> bool:
 
 
 def _task(name: str, manager: TaskManager) -> Any:
-    """A task as lm-eval takes it: its name, or the settings of one."""
+    """Return a task in the form for lm-eval: its name, or its settings."""
     if name == EVERYDAY_TASK["task"]:
         return EVERYDAY_TASK
     if _is_file(name):

@@ -1,9 +1,9 @@
-"""Environments that are MCP servers: `--environment "mcp:python game.py"`, or mcp:http://… of one that runs.
+"""Environments that are MCP servers: `--environment "mcp:python game.py"`, or mcp:http://… of a running one.
 
-Its tools are what the policy may do, offered and called as those of a run are. Beside an answer (`_meta`, which no model reads)
-the server may say `reward`, a number, and `done`. Its tool `reset`, which is not offered, begins an episode and may name it
-(`episode`): that name is then given to every tool with a parameter `episode`, which is not offered either. So one server without
-sessions plays any number of episodes at once.
+The server's tools are the actions of the policy, offered and called like those of a run. With an answer (in `_meta`, which no
+model reads) the server may return `reward`, a number, and `done`. Its tool `reset`, which is not offered, starts an episode and
+may name it (`episode`). That name is then passed to every tool with a parameter `episode`, which is not offered either. So one
+server without sessions can play any number of episodes at once.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ EPISODE = "episode"
 
 @dataclass(frozen=True)
 class ServerEpisodes(ToolBoxes):
-    """The episodes of a server: what it offers, and the tool that begins one."""
+    """The episodes of a server: its offered tools, and the tool that starts an episode."""
 
     opens: MCPTool | None = None
 
     def __call__(self) -> ServerEpisode:
-        """One of them."""
+        """Return a new episode."""
         return ServerEpisode(self)
 
     def rows(self, count: int, seed: int) -> list[Mapping[str, Any]]:
-        """A row for each of `count` seeds, where the server begins with one. Raises `UserError`."""
+        """Return a row for each of `count` seeds, if the server's reset takes one. Raises `UserError` otherwise."""
         takes = self.opens is not None and SEED in self.opens.parameters
         named = f"{self.tools[0].server!r}" if self.tools and isinstance(self.tools[0], MCPTool) else ""
         return rows_of(count, seed, "mcp", named, self().opened if takes else lambda **_: "")
 
 
 def episodes_of(server: str, variables: Sequence[str] = (), form: CallForm | None = None) -> ServerEpisodes:
-    """What "mcp:…" means as an environment. `variables` are environment variables that the server gets besides the usual ones,
-    `form` is how calls are written. Raises `UserError` where there is no server.
+    """Return the environment of "mcp:…".
+
+    `variables` are extra environment variables for the server, `form` is the form of calls. Raises `UserError` if there is no
+    server.
     """
     tools = {tool.name: tool for tool in resolve([server], variables) if isinstance(tool, MCPTool)}
     opens = tools.pop(RESET, None)
@@ -48,7 +50,7 @@ def episodes_of(server: str, variables: Sequence[str] = (), form: CallForm | Non
 
 
 def _without_episode(tool: MCPTool) -> MCPTool:
-    """The tool as it is offered: which episode it is for, psigrad says."""
+    """Return the tool as it is offered, without the parameter `episode`, which psigrad sets."""
     if EPISODE not in tool.parameters:
         return tool
     schema = copy.deepcopy(dict(tool.schema))
@@ -59,7 +61,7 @@ def _without_episode(tool: MCPTool) -> MCPTool:
 
 
 class ServerEpisode(ToolBox):
-    """One episode: the tools, with what the server says that their answers are worth."""
+    """An episode: the tools, with the rewards that the server gives to their answers."""
 
     def __init__(self, made: ServerEpisodes) -> None:
         super().__init__(made.tools, made.form)
@@ -67,11 +69,11 @@ class ServerEpisode(ToolBox):
         self._worth, self._over = 0.0, False
 
     def reset(self, row: Mapping[str, Any]) -> Observation | None:  # type: ignore[override]
-        """Begin; the server's opening, where it is not the row's prompt."""
+        """Start the episode. Return the server's opening if it is not the row's prompt."""
         return None if self._opens is None else begin(row, self.opened)
 
     def opened(self, **arguments: Any) -> str:
-        """Have the server begin with these arguments. Raises `ValueError` where it does not."""
+        """Start an episode of the server with these arguments and return its opening. Raises `ValueError` if it fails."""
         assert self._opens is not None
         if unknown := sorted(set(arguments) - set(self._opens.parameters)):
             known = ", ".join(self._opens.parameters) or "nothing"
@@ -83,7 +85,7 @@ class ServerEpisode(ToolBox):
         return text
 
     def step(self, completion: str) -> Step:
-        """Answer every call of the completion, until the server says that it is done; one without a call ends the episode."""
+        """Answer every call of the completion until the server reports the end. A completion without a call ends the episode."""
         self._worth = 0.0
         said = super().step(completion)
         return said._replace(reward=self._worth, done=said.done or self._over)
@@ -100,5 +102,5 @@ class ServerEpisode(ToolBox):
 
 
 def adapt_named(server: str) -> ServerEpisodes:
-    """What `mcp:SERVER` means."""
+    """Return the environment of `mcp:SERVER`."""
     return episodes_of(f"mcp:{server}")

@@ -1,7 +1,7 @@
-"""Tools of a server of the Model Context Protocol, which is started as a program or found at an address.
+"""The tools of a Model Context Protocol server, which is started as a program or found at an address.
 
-Each worker has a connection of its own, and a server that is a program ends with it: at the end of its input, or killed with
-the worker, whose mark it carries.
+Each worker has its own connection. A server that is a program ends with the worker: at the end of its input, or killed with the
+worker, whose mark it carries.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from psigrad.language.episodes.tools import ServerLost, ServerTool
 from psigrad.processes.workers.worker_pool import START_LIMIT
 
 INVALID_PARAMETERS = -32602
-"""JSON-RPC's code for a call that the server does not take."""
+"""JSON-RPC's code for a call that the server rejects."""
 
 
 @dataclass(frozen=True)
 class MCPTool(ServerTool):
-    """One tool of a server: of a command, or of an address that begins with http."""
+    """A tool of a server. The server is a command, or an address that starts with http."""
 
     server: str
     name: str
     schema: Mapping[str, Any]
     beside: tuple[str, ...] = ()
-    """Parameters that it takes and that are not offered."""
+    """Parameters of the tool that are not offered to the policy."""
 
     def connect(self) -> tuple[Any, Any]:
         """See `ServerTool`."""
@@ -47,7 +47,7 @@ class MCPTool(ServerTool):
         return self.ask(arguments)[0]
 
     def ask(self, arguments: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-        """What the server answers, and what it says beside that to whoever asks for the model (`_meta`). Raises `ServerLost`."""
+        """Return the server's answer, and its `_meta`, which the model does not read. Raises `ServerLost`."""
         from mcp import MCPError
 
         try:
@@ -57,7 +57,7 @@ class MCPTool(ServerTool):
             if isinstance(error, MCPError) and error.error.code == INVALID_PARAMETERS:
                 return f"error: {error}", {}
             if self.server in _connections:
-                with contextlib.suppress(Exception):  # of a connection that is broken already
+                with contextlib.suppress(Exception):  # the connection is already broken
                     _connections.pop(self.server)[0].close()
             raise ServerLost(f"the MCP server {self.server!r} gave no answer ({reason_of(error)})") from error
         parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
@@ -70,7 +70,7 @@ _connections: dict[str, tuple[contextlib.ExitStack, Any, Any]] = {}
 
 @contextlib.contextmanager
 def _connect(server: str, variables: Mapping[str, str], seconds: float | None = None) -> Iterator[tuple[Any, Any]]:
-    """An event loop in a thread, and a client in it that waits so long for an answer. Raises `UserError` where there is none."""
+    """Yield an event loop in a thread, and a client in it with this time limit. Raises `UserError` if there is no server."""
     try:
         from anyio.from_thread import start_blocking_portal
         from mcp import Client, StdioServerParameters
@@ -99,7 +99,7 @@ def _connect(server: str, variables: Mapping[str, str], seconds: float | None = 
 
 @functools.cache
 def list_tools(server: str, variables: tuple[tuple[str, str], ...]) -> tuple[MCPTool, ...]:
-    """The tools that a server has. It is asked once in a process, with these environment variables."""
+    """Return the tools of a server. It is asked once per process, with these environment variables."""
     found: list[MCPTool] = []
     with _connect(server, dict(variables), START_LIMIT) as (portal, client):
         cursor = None

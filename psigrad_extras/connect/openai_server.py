@@ -1,7 +1,7 @@
-"""A model behind an OpenAI-compatible server (vLLM's, SGLang's, llama.cpp's or a company's) as the one that completes prompts.
+"""Completions from a model behind an OpenAI-compatible server (vLLM, SGLang, llama.cpp or a commercial one).
 
-Text goes there and text comes back: the server applies its own chat template and knows its own tokens. So it can be measured, and
-its completions written, but nothing can be trained on what it samples.
+Requests and replies are text: the server applies its own chat template and tokenizer. So the model can be evaluated, and its
+completions written, but nothing can be trained on its samples.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from psigrad.language.rollout.types import Completion, FinishReason, SamplingPar
 from psigrad_extras.connect.endpoint import NoAnswerError, ask, pause
 
 UNKNOWN = -1
-"""Stands for each token of a completion: a server tells how many there were, and not which."""
-# What may be left out of a request to a server that refuses it.
+"""The id of every token of a completion, since a server returns only their number."""
+# The fields that may be omitted if a server rejects them.
 _OPTIONAL = ("logprobs", "seed")
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A completion as text. Its `completion` has one `UNKNOWN` for each token, and log-probs where the server gave them."""
+    """A completion as text. Its `completion` has one `UNKNOWN` per token, and log-probs if the server returned them."""
 
     text: str
     completion: Completion
@@ -38,10 +38,10 @@ class Reply:
 
 @dataclass
 class ServedModel:
-    """Asks the server at `url` for completions by `model` ("": the only one that it serves), `concurrency` at a time.
+    """A client of the server at `url` for completions by `model` ("": the only one that it serves), `concurrency` at a time.
 
-    `key_variable` names the environment variable with its key. A request has `seconds` for its answer, and `attempts` where the
-    server is busy, down or broken.
+    `key_variable` names the environment variable with its key. A request may take `seconds`, and has `attempts` if the server is
+    busy, down or broken.
     """
 
     url: str
@@ -51,7 +51,7 @@ class ServedModel:
     attempts: int = 5
     concurrency: int = 16
     _refused: set[str] = field(default_factory=set)
-    """Fields that this server does not take."""
+    """The fields that this server rejects."""
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -63,9 +63,9 @@ class ServedModel:
     def completions(
         self, rows: Sequence[Row], seeds: Sequence[Sequence[int]], params: SamplingParams
     ) -> Iterator[tuple[int, int, Reply]]:
-        """(place of the row, place of the seed, reply) for each seed of each row, as they come.
+        """Yield (index of the row, index of the seed, reply) for each seed of each row, in order of arrival.
 
-        Raises `UserError` where the server can't be reached, refuses, or gives no answer in all attempts.
+        Raises `UserError` if the server cannot be reached, refuses, or gives no answer in all attempts.
         """
         self.model = self.model or self.only_model()
         places = [(i, k) for i, own in enumerate(seeds) for k in range(len(own))]
@@ -84,7 +84,7 @@ class ServedModel:
                 except BaseException as error:
                     done.put((i, k, error))
 
-        # daemons: whoever stops waits for no answer that is still to come
+        # Daemon threads, so that stopping does not wait for outstanding answers.
         for _ in range(min(self.concurrency, len(places))):
             threading.Thread(target=work, name="a request to the server", daemon=True).start()
         try:
@@ -119,7 +119,7 @@ class ServedModel:
         else:
             messages, tools = speak(row.prompt or (), tools_of(row), Dialect(calls="text"))
             body |= {"messages": messages, "logprobs": True, **({"tools": tools} if tools else {})}
-        # a small one: some servers keep 32 bits of it
+        # A small seed, since some servers keep only 32 bits.
         body |= {"top_p": params.top_p, "seed": seed % 2**31}
         beyond = {"top_k": params.top_k, "min_p": params.min_p, "stop_token_ids": list(params.stop_token_ids)}
         return {**body, **{name: value for name, value in beyond.items() if value}}
@@ -157,14 +157,14 @@ class ServedModel:
         return UserError(f"{self.url} gave no completion{tried} ({error}).")
 
     def _served(self) -> list[str]:
-        """The names of the models there; none where it does not tell."""
+        """Return the names of the server's models, or [] if it does not list them."""
         try:
             return self._ask_names()
         except NoAnswerError:
             return []
 
     def _ask_names(self) -> list[str]:
-        """As `_served`. Raises `NoAnswerError`."""
+        """Return the names of the server's models. Raises `NoAnswerError`."""
         found = ask(f"{self.url}/models", key=os.environ.get(self.key_variable, ""), seconds=min(30.0, self.seconds))
         try:
             return [str(one["id"]) for one in found["data"]]
@@ -172,7 +172,7 @@ class ServedModel:
             return []
 
     def only_model(self) -> str:
-        """The name of the only model there. Raises `UserError` where there are several, or none."""
+        """Return the name of the server's only model. Raises `UserError` if there are several or none."""
         for attempt in range(self.attempts):
             try:
                 served = self._ask_names()
@@ -188,7 +188,7 @@ class ServedModel:
 
 
 def _logprobs(found: Any) -> tuple[float, ...]:
-    """Log-probs of the tokens, in the forms of chat and of plain completions; none where there are none."""
+    """Return the log-probs of the tokens from a chat or plain completion, or () if there are none."""
     if not found:
         return ()
     values = [one["logprob"] for one in found["content"] or ()] if "content" in found else found.get("token_logprobs") or ()
@@ -196,7 +196,7 @@ def _logprobs(found: Any) -> tuple[float, ...]:
 
 
 def _named(message: str, sent: dict[str, Any]) -> set[str]:
-    """The optional fields that a refusal names."""
+    """Return the optional fields that a refusal names."""
     if "max_completion_tokens" in message and "max_tokens" in sent:
         return {"max_tokens"}
     return {name for name in _OPTIONAL if name in message and name in sent}

@@ -1,6 +1,6 @@
 """Environments behind OpenEnv servers: `--environment openenv:http://127.0.0.1:8000`.
 
-A session of the server is an episode. The policy's turn becomes an action, and what the server answers becomes text.
+A session of the server is an episode. The policy's turn becomes an action, and the server's answer becomes text.
 
 Source: https://github.com/meta-pytorch/OpenEnv.
 """
@@ -23,18 +23,18 @@ from psigrad.language.episodes.environments import Observation
 from psigrad_extras.connect.seeded_episodes import begin, rows_of
 
 T = TypeVar("T")
-# Fields of every observation that are no business of the policy.
+# Fields of every observation that the policy does not see.
 _OWN = ("done", "reward", "metadata")
 Act = Callable[[str], Mapping[str, Any]]
 Show = Callable[[Mapping[str, Any]], str]
 
 
 def adapt(url: str, action: Act | None = None, observation: Show | None = None) -> type:
-    """The environment of the server at `url`, as a class for `--environment`.
+    """Return the environment of the server at `url`, as a class for `--environment`.
 
-    `action` makes an action of the policy's turn, and may raise `ValueError` where it is none: then the policy is told so.
-    Without it an action of one field gets the turn, as text or as the number that it is, and one of several the JSON object that
-    the turn is. `observation` makes text of what the server observes; without it that is its one field of text, or all as JSON.
+    `action` converts the policy's turn into an action. If it raises `ValueError`, the policy gets the error. By default, an
+    action with one field gets the turn as text or as a number, and one with several fields gets the turn as a JSON object.
+    `observation` converts the server's observation into text. By default, that is its only text field, or all fields as JSON.
     """
     own: dict[str, Any] = {"act": action, "show": observation}
     given = {name: staticmethod(function) for name, function in own.items() if function is not None}
@@ -42,12 +42,12 @@ def adapt(url: str, action: Act | None = None, observation: Show | None = None) 
 
 
 def adapt_named(url: str) -> type:
-    """What `openenv:URL` means."""
+    """Return the environment of `openenv:URL`."""
     return adapt(url)
 
 
 class OpenEnvEpisode:
-    """One episode; `adapt` makes a class of it."""
+    """An episode. `adapt` makes a class of it."""
 
     url: ClassVar[str] = ""
     act: ClassVar[Any] = None
@@ -55,11 +55,11 @@ class OpenEnvEpisode:
     _client: Any = None
 
     def reset(self, row: Mapping[str, Any]) -> Observation | None:
-        """Begin with the row's seed and arguments; the opening, where it is not the row's prompt."""
+        """Start with the row's seed and arguments. Return the opening if it is not the row's prompt."""
         return begin(row, self._opened)
 
     def step(self, completion: str) -> tuple[Observation, float, bool]:
-        """The server's answer."""
+        """Return the server's answer to the completion."""
         try:
             action = type(self).act(completion) if type(self).act else _action(_schema(self.url)["action"], completion)
         except ValueError as error:
@@ -71,7 +71,7 @@ class OpenEnvEpisode:
 
     @classmethod
     def rows(cls, count: int, seed: int) -> list[Mapping[str, Any]]:
-        """A row for each of `count` seeds: the server's opening is its prompt."""
+        """Return a row for each of `count` seeds, with the server's opening as its prompt."""
 
         def opened(**arguments: Any) -> str:
             episode = cls()
@@ -109,14 +109,14 @@ class OpenEnvEpisode:
 
 
 def _text(observation: Mapping[str, Any]) -> str:
-    """What is observed, without what is no business of the policy."""
+    """Return the observation as text, without the fields that the policy does not see."""
     told = {name: value for name, value in observation.items() if name not in _OWN and value is not None}
     words = [value for value in told.values() if isinstance(value, str)]
     return words[0] if len(words) == len(told) == 1 else json.dumps(told) if told else ""
 
 
 def _action(schema: Mapping[str, Any], turn: str) -> Mapping[str, Any]:
-    """The action that a turn means. Raises `ValueError`."""
+    """Return the action of a turn. Raises `ValueError` if it is none."""
     fields = {name: field for name, field in schema.get("properties", {}).items() if name != "metadata"}
     if len(fields) != 1:
         try:
@@ -137,7 +137,7 @@ def _action(schema: Mapping[str, Any], turn: str) -> Mapping[str, Any]:
 
 @functools.cache
 def _schema(url: str) -> dict[str, Any]:
-    """What the server at `url` takes and gives."""
+    """Return the schema of the actions and observations of the server at `url`."""
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{url}/schema", timeout=10) as answer:
             found: dict[str, Any] = json.load(answer)
@@ -157,7 +157,7 @@ def _client_of(url: str) -> Any:
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """The loop of all connections of this process."""
+    """Return the event loop of all connections of this process."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="openenv", daemon=True).start()
     return loop

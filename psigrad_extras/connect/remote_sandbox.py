@@ -1,4 +1,4 @@
-"""A team's own sandbox service, over HTTP.
+"""A custom sandbox service over HTTP.
 
 `POST URL` with {"programs": [{"source", "stdin", "expressions"}], "limits": {"seconds", "wall_seconds", "memory_mb", "processes",
 "output_kb", "files_mb", "packages"}}; the answer is {"outcomes": [{"status", "code", "stdout", "stderr", "seconds", "answers"}]},
@@ -17,12 +17,12 @@ from typing import Any
 from psigrad.processes.sandbox.executor import Limits, Program, ProgramOutcome, SandboxError, decode_values
 from psigrad_extras.connect.endpoint import NoAnswerError, ask
 
-# Seconds beyond the programs' own: a service has a queue.
+# Extra seconds beyond those of the programs, since a service has a queue.
 _PATIENCE = 30.0
 
 
 class RemoteExecutor:
-    """An `Executor` that asks the service at `url`; `token` is sent as a bearer token."""
+    """An `Executor` that calls the service at `url`. `token` is sent as a bearer token."""
 
     def __init__(self, url: str, token: str = "") -> None:
         if not url.startswith(("http://", "https://")):

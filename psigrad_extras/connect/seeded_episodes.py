@@ -1,4 +1,4 @@
-"""Episodes that a server begins: a row is a seed, what the server opens with is its prompt, and one seed opens in one way."""
+"""Episodes that a server starts: a row is a seed, the server's opening is its prompt, and a seed always has the same opening."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from psigrad.errors import UserError
 from psigrad.language.episodes.environments import Observation
 
 SEED, RESET = "seed", "reset"
-"""Columns of a row: the seed that the server begins with, and an object of its other arguments."""
+"""The columns of a row with the seed for the server, and with an object of its other arguments."""
 Open = Callable[..., str]
-"""Begins an episode with these arguments; what the server says first."""
+"""A function that starts an episode with these arguments and returns the server's opening."""
 
 
 def begin(row: Mapping[str, Any], opened: Open) -> Observation | None:
-    """Begin a row's episode; the opening, where it is not the row's prompt. Raises `ValueError` where it is not as it was."""
+    """Start a row's episode. Return the opening if it is not the row's prompt. Raises `ValueError` if the opening has changed."""
     more = {SEED: row[SEED]} if row.get(SEED) is not None else {}
     opening = opened(**more, **(row.get(RESET) or {}))
     if row.get("opening") is None:
@@ -28,7 +28,7 @@ def begin(row: Mapping[str, Any], opened: Open) -> Observation | None:
 
 
 def rows_of(count: int, seed: int, kind: str, server: str, opened: Open) -> list[Mapping[str, Any]]:
-    """A row for each of `count` seeds of this kind of server. Raises `UserError` where it opens with nothing."""
+    """Return a row for each of `count` seeds of this kind of server. Raises `UserError` if the opening is empty."""
     rows: list[Mapping[str, Any]] = []
     for number in range(count):
         drawn = seeds.derive(seed, kind, number) % 2**31

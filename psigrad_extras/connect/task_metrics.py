@@ -1,4 +1,4 @@
-"""What lm-eval logged of a task's documents, as metrics with intervals. It needs no lm-eval."""
+"""Metrics with intervals from the documents that lm-eval logged for a task. It does not need lm-eval."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from psigrad.intervals import Interval, mean_interval, over_seeds
 
 @dataclass(frozen=True)
 class TaskMetric:
-    """One metric of one task: of the model, of the baseline, and their difference, with 95 % intervals over documents."""
+    """A metric of a task for the model, the baseline, and their difference, with 95 % intervals over documents."""
 
     task: str
     metric: str
@@ -19,14 +19,14 @@ class TaskMetric:
     model: Interval
     baseline: Interval | None = None
     difference: Interval | None = None
-    """Model less baseline on the same documents."""
+    """Model minus baseline on the same documents."""
 
 
 def metrics_of(own: Mapping[str, Any], other: Mapping[str, Any] | None = None) -> Iterator[TaskMetric]:
-    """Each metric that every document has a number for, of what lm-eval found of a model and perhaps of a baseline.
+    """Yield each metric that every document has a number for, from lm-eval's results of a model and an optional baseline.
 
-    lm-eval logs a document once for each filter of its task, such as the strict and the flexible way to read an answer out of a
-    text. Where a task has several, each has its metrics, named as lm-eval does: "exact_match,strict-match".
+    lm-eval logs a document once for each filter of its task, such as a strict and a flexible way to extract an answer. If a task
+    has several filters, each has its own metrics, with lm-eval's names: "exact_match,strict-match".
     """
     for task, samples in own["samples"].items():
         by_filter = _split_filters(samples)
@@ -46,7 +46,7 @@ def metrics_of(own: Mapping[str, Any], other: Mapping[str, Any] | None = None) -
 
 
 def _split_filters(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """The logged documents by filter; empty where there is no document."""
+    """Return the logged documents by filter, or {} if there are none."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for sample in samples:
         found.setdefault(sample.get("filter", ""), []).append(sample)

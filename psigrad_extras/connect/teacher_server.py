@@ -1,7 +1,8 @@
-"""A teacher behind a server with OpenAI's API, vLLM's or `psigrad serve`'s: it tells the log-probs of tokens that it is given.
+"""A teacher behind a server with OpenAI's API, such as vLLM or `psigrad serve`, that returns the log-probs of given tokens.
 
-Asked is /v1/completions, for one token more, with `echo` and `logprobs`: the log-prob of every token of the prompt, and the most
-probable ones in its place. `return_tokens_as_token_ids` names them by their ids, since several may have one text.
+The request to /v1/completions is for one more token, with `echo` and `logprobs`. It returns the log-prob of every token of the
+prompt, and the most probable tokens at its position. `return_tokens_as_token_ids` names them by id, since several may have the
+same text.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ _NAMED = "token_id:"
 
 @dataclass(frozen=True)
 class TeacherServer:
-    """Asks `model` at `url`."""
+    """A client of `model` at `url`."""
 
     url: str
     model: str
     key_variable: str = KEY_VARIABLE
 
     def __call__(self, groups: Groups, temperature: float, top: int) -> Sequence[Said]:
-        """What it says of each completion. Raises `UserError` where it gives no answer, or another than was asked for."""
+        """Return the log-probs of each completion. Raises `UserError` if there is no answer, or an unexpected one."""
         rows = [(tuple(p), tuple(c)) for p, own in zip(groups.prompts, groups.completions, strict=True) for c in own]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             return list(pool.map(lambda row: self._say(row[0], row[1], top), rows))
 
     def _say(self, prompt: tuple[int, ...], ids: tuple[int, ...], top: int) -> Said:
-        # at least one: without any, some servers leave the log-probs out
+        # At least one, since some servers omit the log-probs otherwise.
         body = {"model": self.model, "prompt": [*prompt, *ids], "max_tokens": 1, "temperature": 1.0, "echo": True}
         found = self._ask({**body, "logprobs": max(top, 1), "return_tokens_as_token_ids": True})
         place = slice(len(prompt), len(prompt) + len(ids))
@@ -84,13 +85,13 @@ def _id(name: str) -> int:
 
 
 def _best(told: dict[str, float], top: int) -> tuple[list[int], list[float]]:
-    """The ids and log-probs of the `top` most probable tokens; a server may add the one that stands there."""
+    """Return the ids and log-probs of the `top` most probable tokens. A server may add the actual token."""
     best = sorted(told.items(), key=lambda one: -one[1])[:top]
     return [_id(name) for name, _ in best], [value for _, value in best]
 
 
 def connect(config: OnlineConfig, model: LanguageModel) -> Teacher:
-    """The teacher of these settings. Raises `UserError` where the server, or the tokenizer, can't be had."""
+    """Return the teacher of these settings. Raises `UserError` if the server or the tokenizer is unavailable."""
     served = ServedModel(config.reference)
     name = config.reference_model or served.only_model()
     tokenizer: Any = model.tokenizer
@@ -106,4 +107,4 @@ def connect(config: OnlineConfig, model: LanguageModel) -> Teacher:
     asker, top = TeacherServer(served.url, name), min(config.reference_top_k, model.vocabulary)
     return Teacher(
         asker, model, tokenizer, spans, max_length=1 << 30, top_k=top, where=served.url
-    )  # the server says what is too long
+    )  # the server reports what is too long

@@ -1,4 +1,4 @@
-"""Trackers behind one seam. They are told what the run folder is told, and can never stop a run."""
+"""Trackers behind one interface. They get the same data as the run folder, and can never stop a run."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from psigrad.config.nested import flatten
 from psigrad.errors import UserError, nearest
 from psigrad.runs.journal import Tracker
 
-# The columns of a table of completions, and how many rows of a step it has.
+# The columns of a table of completions, and its maximum rows per step.
 COLUMNS, ROWS = ("step", "kind", "prompt", "completion", "reward", "advantage"), 32
-# A table of training completions is sent for every so many steps; of held-out ones for each evaluation.
+# A table of training completions is sent every this many steps, and one of held-out completions for each evaluation.
 EVERY = 10
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """Completions as rows of `COLUMNS`, conversations as text."""
+    """Return completions as rows of `COLUMNS`, with conversations as text."""
     return [[_cell(row.get(name)) for name in COLUMNS] for row in rows[:ROWS]]
 
 
@@ -37,12 +37,12 @@ def _cell(value: Any) -> Any:
 
 
 def run_id_of(folder: Path) -> str:
-    """One folder is one run, also when it goes on after a stop."""
+    """Return the id of a folder's run. It stays the same when the run resumes."""
     return hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
 
 
 def command_holds_secrets() -> bool:
-    """Whether the words of this process' command are not for others: some trackers write them down as they stand."""
+    """Return True if the command line of this process has secrets. Some trackers record it unchanged."""
     return bool(redaction.clear(sys.argv) != sys.argv)
 
 
@@ -108,7 +108,7 @@ class _Trackio:
 
 
 class _MLflow:
-    """A run of MLflow's client, at MLFLOW_TRACKING_URI; its id stands in the run folder, so that one folder is one run."""
+    """A run of MLflow's client, at MLFLOW_TRACKING_URI. Its id is stored in the run folder, so that one folder is one run."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         import mlflow
@@ -123,7 +123,7 @@ class _MLflow:
             mlflow.log_params({name: str(value)[:500] for name, value in flatten(config).items()})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        # its names have no "@", as in pass@4
+        # MLflow's names must not contain "@", as in pass@4.
         self.mlflow.log_metrics({re.sub(r"[^\w\-. /:]", "_", name): value for name, value in metrics.items()}, step=step)
 
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -140,7 +140,7 @@ class _SwanLab:
 
         self.swanlab = swanlab
         known: dict[str, Any] = {"id": run_id_of(folder), "resume": "allow", "log_dir": str(folder / "swanlog")}
-        # it writes down the address of git's remote with the token in it, and the command
+        # SwanLab would record the command, and the address of git's remote with a token in it.
         probe = swanlab.Settings.Probe(git=False, runtime=not command_holds_secrets())
         known["settings"] = swanlab.Settings(probe=probe)
         swanlab.init(project="psigrad", name=folder.name, config=dict(config), **known)
@@ -167,14 +167,14 @@ KNOWN: dict[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
 
 
 class Background:
-    """A tracker in a thread of its own. If it fails or hangs, it is told about once and left alone; training never waits for it.
+    """A tracker in its own thread. If it fails or hangs, psigrad warns once and ignores it. Training never waits for it.
 
-    `make` opens the tracker there. Figures wait in a queue of `ROOM` steps; beyond that the oldest are lost.
+    `make` opens the tracker in that thread. Metrics wait in a queue of `ROOM` steps. If it is full, the oldest are lost.
     """
 
     ROOM = 10_000
     PATIENCE = 20.0
-    """Seconds that `close` waits for what is still in the queue."""
+    """The seconds that `close` waits for the rest of the queue."""
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         self.name, self._make = name, make
@@ -184,12 +184,12 @@ class Background:
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queue the figures of one step."""
+        """Queue the metrics of one step."""
         self._waiting.append(lambda tracker: tracker.log(step, metrics))
         self._wake.set()
 
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Queue the first completions of one step; those of training of every tenth step."""
+        """Queue the first completions of a step. Those of training are queued every tenth step."""
         if rows and (step == 1 or step % EVERY == 0 or rows[0].get("kind") == "eval"):
             kept = redaction.clear([{name: row.get(name) for name in COLUMNS} for row in rows[:ROWS]])
             self._waiting.append(lambda tracker: tracker.completions(step, kept))
@@ -221,7 +221,7 @@ def _tell(name: str, what: str) -> None:
 
 
 def open_trackers(names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> list[Tracker]:
-    """The trackers of these names. Raises `UserError` for an unknown name or a package that is not installed."""
+    """Open the trackers of these names. Raises `UserError` for an unknown name or a package that is not installed."""
     for name in names:
         if name not in KNOWN:
             raise UserError(f"There is no tracker {name!r}; expected {', '.join(KNOWN)}{nearest(name, KNOWN)}")

@@ -1,4 +1,4 @@
-"""What a script for TRL, or a file for its command line, asks for: read from the source, without running it."""
+"""Reading the settings of a TRL script, or of a file for TRL's command line, from the source without running it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _COMMANDS = {"grpo": "GRPOConfig", "rloo": "RLOOConfig", "sft": "SFTConfig", "dp
 
 
 def convert_file(path: str, trainer: str = "") -> Conversion:
-    """The settings that train as a script, or a file of TRL's command line, does; `trainer` as for `read`.
+    """Return the settings that train as a TRL script or a file of its command line does. `trainer` is as for `read`.
 
-    What a setting does not take is told and left out. Raises `UserError` for fields that TRL does not have.
+    Values that a setting does not accept are reported and dropped. Raises `UserError` for fields that TRL does not have.
     """
     script = read(path, trainer)
     _check_fields(script)
@@ -52,9 +52,9 @@ def convert_file(path: str, trainer: str = "") -> Conversion:
 
 
 def read(path: str, trainer: str = "") -> TrlScript:
-    """A Python script, or a YAML file of TRL's command line; `trainer` ("grpo") says whose, where the file does not.
+    """Read a Python script, or a YAML file of TRL's command line. `trainer` ("grpo") is needed if the file does not show it.
 
-    Raises `UserError` where nothing of TRL is found.
+    Raises `UserError` if nothing of TRL is found.
     """
     if trainer and trainer not in _COMMANDS:
         raise UserError(f"There is no trainer {trainer!r}; expected one of {', '.join(_COMMANDS)}{nearest(trainer, _COMMANDS)}")
@@ -95,7 +95,7 @@ def _of_file(path: str, config: str) -> TrlScript:
 
 
 def _name_config(values: Mapping[str, Any], path: str) -> str:
-    """The configuration class whose fields a file names."""
+    """Return the configuration class whose fields a file names."""
     own = {"GRPOConfig": ("epsilon", "scale_rewards", "importance_sampling_level"), "RLOOConfig": ("normalize_advantages",),
            "SFTConfig": ("packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field"),
            "RewardConfig": ("center_rewards_coefficient",), "KTOConfig": ("desirable_weight", "undesirable_weight"),
@@ -128,7 +128,7 @@ class _Script:
         }
 
     def read(self, config: str) -> TrlScript:
-        """What the trainer's call and its configuration say."""
+        """Return the contents of the trainer's call and its configuration."""
         trainers = [call for call in self.calls if _name(call) in _TRAINERS]
         configs = [call for call in self.calls if _name(call) in METHODS]
         if not (trainers or configs):
@@ -166,7 +166,7 @@ class _Script:
         return values
 
     def _value(self, node: ast.expr, depth: int = 0) -> Any:
-        """What an expression is worth, or its source."""
+        """Return the value of an expression, or its source."""
         try:
             return ast.literal_eval(node)
         except (ValueError, TypeError, SyntaxError):
@@ -190,7 +190,7 @@ class _Script:
         return Unevaluated(ast.unparse(node))
 
     def _read_argument(self, name: str, node: ast.expr) -> Any:
-        """What a trainer is given: names of models and datasets, functions as module:function."""
+        """Return an argument of a trainer: names of models and datasets, functions as module:function."""
         if name in ("reward_funcs", "tools", "environment_factory"):
             several = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
             return [self._function(part) for part in several]
@@ -202,7 +202,7 @@ class _Script:
         return f"{self.path}:{name}" if name in self.functions else self.imported.get(name) or self._value(node)
 
     def _read_loading(self, node: ast.expr) -> Any:
-        """from_pretrained("name", …) and load_dataset("name", "config", split="train") by what they load."""
+        """Return what from_pretrained("name", …) or load_dataset("name", "config", split="train") loads."""
         for _ in range(8):
             if isinstance(node, ast.Name) and node.id in self.assigned:
                 node = self.assigned[node.id]
@@ -231,9 +231,9 @@ def _name(call: ast.Call) -> str:
 
 
 def _check_fields(script: TrlScript) -> None:
-    """A field that TRL 1.16 lacks is another version's: it goes on where psigrad knows its name, else to `look_at`.
+    """Check the fields. One that TRL 1.16 lacks is kept if psigrad knows its name, else it is added to `look_at`.
 
-    Raises `UserError` where it is near a field that there is, and so a slip.
+    Raises `UserError` if it is similar to an existing field, and so probably a typo.
     """
     for name in list(script.values):
         if is_known(name) or name in names_of(METHODS[script.config][1]):

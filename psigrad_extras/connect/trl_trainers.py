@@ -1,4 +1,4 @@
-"""TRL's trainers as psigrad's methods, by what a script gives them besides their configuration."""
+"""Conversion of TRL's trainers into psigrad's methods, from the arguments besides their configuration."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from psigrad.compat.conversion import Conversion, translated, without_usual
 
 
 class Unevaluated(str):
-    """The source of an expression whose value only a run of the script would tell."""
+    """The source of an expression whose value is known only when the script runs."""
 
 
 @dataclass
 class TrlScript:
-    """TRL's configuration class, its values and those of an adapter, what the trainer is given, and what could not be read."""
+    """The contents of a TRL script: its configuration class, values, adapter, trainer's arguments, and unread parts."""
 
     config: str
     values: dict[str, Any] = field(default_factory=dict)
@@ -25,9 +25,9 @@ class TrlScript:
 
 
 def convert(script: TrlScript) -> Conversion:
-    """The settings that train as TRL would: its defaults, what the script says over them, and what the trainer is given.
+    """Return the settings that train as TRL would: its defaults, the script's values over them, and the trainer's arguments.
 
-    Raises `UserError` where batch sizes make no step.
+    Raises `UserError` if the batch sizes do not fit together.
     """
     made = translated(script.config, script.values, held_out=bool(script.trainer.get("eval_dataset")))
     made.look_at += script.look_at
@@ -38,7 +38,7 @@ def convert(script: TrlScript) -> Conversion:
 
 
 def _take_trainer(script: TrlScript, made: Conversion) -> None:
-    """What the trainer is given besides its configuration."""
+    """Convert the trainer's arguments besides its configuration."""
     s, trainer = made.settings, script.trainer
     for name, value in trainer.items():
         if name in ("model", "model_name_or_path") and _is_text(value):
@@ -85,7 +85,7 @@ def _take_dataset(value: Any, prefix: str, name: str, made: Conversion) -> None:
     split, plain = value.get("split"), value["dataset"]
     if plain in ("json", "csv", "parquet"):  # load_dataset's readers of files
         plain = value.get("data_files")
-        if isinstance(plain, dict):  # {split: file or files}; a file of ours has one split
+        if isinstance(plain, dict):  # {split: file or files}; in psigrad a file has one split
             plain, split = plain.get(split or "train"), None
         if not all(_is_text(file) for file in (plain if isinstance(plain, list) else [plain])):
             made.look_at.append(f"{name}: give the file of load_dataset as data.{prefix}dataset.")
@@ -103,7 +103,7 @@ def _take_rewards(given: list[Any], made: Conversion) -> None:
 
 
 def _take_adapter(lora: Mapping[str, Any], made: Conversion) -> None:
-    """A peft LoraConfig."""
+    """Convert a peft LoraConfig."""
     ours = {"r": "lora_rank", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
     usual = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0}  # peft's
     for name, value in {**usual, **lora}.items():

@@ -1,7 +1,7 @@
-"""Environments of the library verifiers, in its form of version 0.4: tasksets, harnesses, traces.
+"""Environments of the library verifiers, in the form of its version 0.4: tasksets, harnesses, traces.
 
-There a harness, the program of an agent, asks a served model for each of its turns. Here the policy stands behind that server:
-what the harness asks is an observation, what the policy writes is the answer.
+In verifiers a harness, the program of an agent, requests each turn from a served model. Here the policy is behind that server:
+a request of the harness is an observation, and the policy's completion is the answer.
 
 Source: https://github.com/PrimeIntellect-ai/verifiers.
 """
@@ -28,12 +28,12 @@ from psigrad.language.episodes.environments import Message, Observation
 from psigrad.language.episodes.tool_calls import FAMILIES, BrokenCall, ToolCall
 from psigrad.language.episodes.tools import CallForm
 
-# The column of a row that says which task of the taskset it is.
+# The column of a row with the index of its task in the taskset.
 TASK = "task_idx"
 
 
 def adapt(environment: Mapping[str, Any] | Callable[[], Any], call_family: str = "") -> type:
-    """The environment that these settings of verifiers describe, or that the function gives, as a class for `--environment`.
+    """Return the environment of these verifiers settings, or the one that the function makes, as a class for `--environment`.
 
     ```python
     from psigrad_extras.connect.verifiers_environment import adapt
@@ -42,10 +42,10 @@ def adapt(environment: Mapping[str, Any] | Callable[[], Any], call_family: str =
     Wordle = adapt({"taskset": {"id": "textarena", "game": "Wordle-v0"}, "player": agent})
     ```
 
-    The harness psigrad-chat is a chat without tools in psigrad's own process; any other of verifiers' will do that adds to its
-    conversation and rewrites nothing of it. Its rows are the taskset's. The reward is the trace's, on the last turn;
-    `max_turns` must not be below the environment's own. `call_family` names the form of tool calls, such as Hermes; without it
-    each of the known forms is tried.
+    The harness psigrad-chat is a chat without tools in psigrad's process. Any other harness works if it only appends to its
+    conversation and never rewrites it. The rows are those of the taskset. The reward is that of the trace, on the last turn.
+    `max_turns` must not be below the environment's own limit. `call_family` names the form of tool calls, such as Hermes. Without
+    it, all known forms are tried.
     """
     known = [family.name for family in FAMILIES]
     if call_family and call_family not in known:
@@ -55,8 +55,9 @@ def adapt(environment: Mapping[str, Any] | Callable[[], Any], call_family: str =
 
 
 def adapt_named(taskset: str) -> type:
-    """What `verifiers:TASKSET` means: that taskset with the harness psigrad-chat in its seat, which is `agent`, or SEAT in
-    `verifiers:TASKSET:SEAT`.
+    """Return the environment of `verifiers:TASKSET`: that taskset with the harness psigrad-chat in its seat.
+
+    The seat is `agent`, or SEAT in `verifiers:TASKSET:SEAT`.
     """
     name, _, seat = taskset.partition(":")
     if not name:
@@ -67,7 +68,7 @@ def adapt_named(taskset: str) -> type:
 
 
 class VerifiersEpisode:
-    """One episode of an environment; `adapt` makes a class of it, whose environment serves all episodes of a process."""
+    """An episode of an environment. `adapt` makes a class of it, whose environment serves all episodes of a process."""
 
     environment: Any = None
     form = CallForm()
@@ -75,13 +76,13 @@ class VerifiersEpisode:
 
     @classmethod
     def house(cls) -> _House:
-        """The environment at work."""
+        """Return the running environment of this class, started on first use."""
         if cls._house is None:
             cls._house = _House(cls.environment)
         return cls._house
 
     def reset(self, row: Mapping[str, Any]) -> Observation | None:
-        """Begin its task; what the harness asks behind the row's prompt."""
+        """Start the row's task. Return the part of the harness's request after the row's prompt."""
         if not isinstance(row.get(TASK), int):
             raise ValueError(f"the row has no {TASK}; the rows of an environment of verifiers are its own, so give no dataset")
         self._talk = _Talk(self.house(), row[TASK])
@@ -94,8 +95,9 @@ class VerifiersEpisode:
         return self._said[len(prompt) :] or None
 
     def step(self, completion: str) -> tuple[Observation, float, bool]:
-        """What the harness asks next; at the end the reward. A call that cannot be read is answered here, and it hears nothing of
-        that.
+        """Return the harness's next request, or the reward at the end.
+
+        A call that cannot be parsed is answered here, and the harness does not see it.
         """
         found = self.form.read(completion, self._parameters) if self._parameters else []
         if broken := [call for call in found if isinstance(call, BrokenCall)]:
@@ -106,7 +108,7 @@ class VerifiersEpisode:
             self._said, _ = self._talk.asked()
         except _EndedError as end:
             return "", end.reward(), True
-        # what the policy wrote counts as it wrote it, in whatever form the harness hands it back
+        # The policy's text counts as it was written, whatever the form in which the harness returns it.
         for said, now in itertools.zip_longest(before, self._said[: len(before)]):
             if now is None or said["role"] != now["role"] or (said != now and said["role"] != "assistant"):
                 raise ValueError("the harness rewrote its conversation; take one that only adds to it, such as psigrad-chat")
@@ -118,7 +120,7 @@ class VerifiersEpisode:
 
     @classmethod
     def rows(cls, count: int, seed: int) -> list[Mapping[str, Any]]:
-        """The first tasks of the taskset, with what the harness adds to the first: a system prompt, and tools."""
+        """Return the first tasks of the taskset, with what the harness adds to the first one: a system prompt and tools."""
         own = cls.house()
         tasks = [own.task(number) for number in range(count) if own.task(number) is not None]
         talk = _Talk(own, 0)
@@ -136,7 +138,7 @@ class VerifiersEpisode:
 
 
 class _House:
-    """An environment at work in a thread of its own, beside the server that stands for the policy."""
+    """An environment that runs in its own thread, with the server that represents the policy."""
 
     def __init__(self, environment: Mapping[str, Any] | Callable[[], Any]) -> None:
         try:
@@ -153,19 +155,19 @@ class _House:
         for work in (self.loop.run_forever, self.server.serve_forever):
             threading.Thread(target=work, name="an environment of verifiers", daemon=True).start()
         self.address = f"http://127.0.0.1:{self.server.server_port}"
-        for name in ("no_proxy", "NO_PROXY"):  # a proxy does not know this machine
+        for name in ("no_proxy", "NO_PROXY"):  # a proxy cannot reach this machine's loopback address
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
         serving = self.environment.serving()
         self.run(serving.__aenter__()).result()
-        # it serves for as long as this process is there; one that is killed takes all that it started along
+        # It serves as long as this process lives. If the process is killed, everything that it started ends with it.
         atexit.register(lambda: self.run(serving.__aexit__(None, None, None)).result(30.0))
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Begin this in the thread of the environment."""
+        """Start this coroutine in the thread of the environment."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def task(self, number: int) -> Any:
-        """The task of that number; None where the taskset has fewer."""
+        """Return the task of that number, or None if the taskset has fewer."""
         self._tasks += itertools.islice(self._unread, max(0, number + 1 - len(self._tasks)))
         return self._tasks[number] if number < len(self._tasks) else None
 
@@ -178,7 +180,7 @@ class _Policy(BaseHTTPRequestHandler):
         super().__init__(*connection)
 
     def do_POST(self) -> None:
-        """A request of the harness."""
+        """Answer a request of the harness."""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         talk = self.talks.get(self.path.split("/")[1])
         said = None if talk is None else talk.ask(body)
@@ -192,23 +194,23 @@ class _Policy(BaseHTTPRequestHandler):
         self.wfile.write(_reply(*said, str(body.get("model", "policy")), streams).encode())
 
     def log_message(self, *arguments: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 class _EndedError(Exception):
-    """The episode is over: with what verifiers made of it, or an exception."""
+    """The end of an episode, with the result of verifiers or an exception."""
 
     def __init__(self, made: Any) -> None:
         self.made = made
 
     def reward(self) -> float:
-        """That of the policy's trace. Raises `RuntimeError` where there is none."""
+        """Return the reward of the policy's trace. Raises `RuntimeError` if there is none."""
         if isinstance(self.made, BaseException) or not self.made.ok:
             raise RuntimeError(self.why()) from self
         return float(sum(trace.reward for trace in self.made.traces if trace.agent.trainable))
 
     def why(self) -> str:
-        """What went wrong."""
+        """Return the cause of a failure."""
         if isinstance(self.made, BaseException):
             return reason_of(self.made)
         errors = [*self.made.errors, *(error for trace in self.made.traces for error in trace.errors)]
@@ -216,7 +218,7 @@ class _EndedError(Exception):
 
 
 class _Talk:
-    """One episode: what the harness asks, and what the policy answers."""
+    """The conversation of an episode: the requests of the harness, and the answers of the policy."""
 
     def __init__(self, house: _House, number: int) -> None:
         self._house, self._name = house, str(next(_NUMBERS))
@@ -227,13 +229,13 @@ class _Talk:
         self._run = house.run(self._play(house.task(number), own.ModelContext(model="policy", client=client)))
 
     def close(self) -> None:
-        """End the episode where it is; nobody answers it any more."""
+        """End the episode now. Its requests get no more answers."""
         self._run.cancel()
         self._house.talks.pop(self._name, None)
         self._answers.put(None)
 
     def asked(self) -> tuple[list[Message], list[Any]]:
-        """The conversation that the harness asks with next, and its tools. Raises `_EndedError`."""
+        """Return the conversation of the harness's next request, and its tools. Raises `_EndedError`."""
         found = self._asked.get()
         if not isinstance(found, dict):
             raise _EndedError(found)
@@ -245,11 +247,11 @@ class _Talk:
         return said, found.get("tools") or []
 
     def answer(self, text: str, called: Sequence[ToolCall]) -> None:
-        """The policy's turn, and the calls in it."""
+        """Send the policy's turn and its calls to the harness."""
         self._answers.put((text, called))
 
     def ask(self, body: dict[str, Any]) -> tuple[str, Sequence[ToolCall]] | None:
-        """What the policy says to a request, and calls; None where the episode is over."""
+        """Return the policy's turn for a request and its calls, or None if the episode is over."""
         self._asked.put(body)
         return self._answers.get()
 
@@ -264,7 +266,7 @@ _NUMBERS = itertools.count()
 
 
 def _plain(message: Any) -> Message:
-    """A message as role and text."""
+    """Return a message as role and text."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "\n".join(part["text"] for part in content)
@@ -272,14 +274,14 @@ def _plain(message: Any) -> Message:
 
 
 def _prompt(task: Any) -> list[Message]:
-    """A task's system prompt and prompt."""
+    """Return a task's system prompt and prompt."""
     system, prompt = task.data.system_prompt, task.data.prompt
     said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [m.model_dump() for m in prompt or ()]
     return [*([{"role": "system", "content": system}] if system else []), *map(_plain, said)]
 
 
 def _reply(text: str, called: Sequence[ToolCall], model: str, streams: bool) -> str:
-    """The policy's turn as an OpenAI-compatible server gives it: whole, or as the chunks of a stream."""
+    """Return the policy's turn in the form of an OpenAI-compatible server: complete, or as the chunks of a stream."""
     asked = [
         {
             "index": n,
@@ -299,10 +301,10 @@ def _reply(text: str, called: Sequence[ToolCall], model: str, streams: bool) -> 
 
 
 def _offer_chat(verifiers: Any) -> None:
-    """Make psigrad-chat known to verifiers, which finds a harness by the name of a module."""
+    """Register psigrad-chat with verifiers, which finds a harness by the name of a module."""
 
     class ChatHarness(verifiers.Harness[verifiers.HarnessConfig]):  # type: ignore[misc]
-        """A chat without tools: a turn for each message, in this process, where others start a program for each."""
+        """A chat without tools: a turn for each message, in this process. Other harnesses start a program for each episode."""
 
         APPENDS_SYSTEM_PROMPT = SUPPORTS_RESUME = True
         EXECUTES_CODE = NEEDS_CONTAINER = False

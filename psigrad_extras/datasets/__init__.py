@@ -1,1 +1,1 @@
-"""Datasets that are made: completions of a model, and pairs out of rankings and ratings."""
+"""The creation of datasets: completions of a model, and pairs from rankings and ratings."""

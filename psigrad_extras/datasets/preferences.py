@@ -1,7 +1,6 @@
-"""From what people give (rankings, ratings, thumbs) to what is trained on (pairs), with what was left out counted.
+"""Conversion of human feedback (rankings, ratings, thumbs) into training pairs, with counts of the dropped rows.
 
-Columns are TRL's, plain or conversational; columns that are not used up stay with the rows. Every `UserError` names row and
-column.
+Columns are those of TRL, plain or conversational. Other columns stay in the rows. Every `UserError` names row and column.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ from psigrad.language.data.dataset_rows import BadRow, RowError, show, validate
 
 Raw = Mapping[str, Any]
 
-# Columns that compare the two answers of a pair: they mean nothing beside one of them.
+# Columns that compare the two answers of a pair. They have no meaning for a single answer.
 _OF_PAIRS = ("margin", "score_chosen", "score_rejected")
 
 
 @dataclass(frozen=True)
 class Converted:
-    """Rows of another form, and what did not make it."""
+    """The converted rows, and the counts of what was dropped."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     ties: int = 0
     """Pairs of equal rank or rating (within the tie threshold), or of equal texts."""
     alone: int = 0
-    """Prompts with a single answer, or with labels of one kind, which nothing can be compared with."""
+    """Prompts with a single answer or with labels of one kind, which allow no comparison."""
 
 
 def from_rankings(rows: Iterable[Raw], source: str = "rows") -> Converted:
-    """Every ordered pair of rows with `prompt`, `completions` and `ranking`: a rank for each completion, 1 is best.
+    """Return every ordered pair of rows with `prompt`, `completions` and `ranking`: a rank for each completion, 1 is best.
 
     Equal ranks are a tie. Raises `UserError` naming row and column.
     """
@@ -44,9 +43,9 @@ def from_rankings(rows: Iterable[Raw], source: str = "rows") -> Converted:
 def from_ratings(
     rows: Iterable[Raw], source: str = "rows", *, scale: int = 10, tie: float = 0.0, margin: bool = True
 ) -> Converted:
-    """Every ordered pair of rows with `prompt`, `completions` and `ratings` from 1 to `scale`, the higher rating chosen.
+    """Return every pair of rows with `prompt`, `completions` and `ratings` from 1 to `scale`. The higher rating is chosen.
 
-    Ratings that differ by at most `tie` are a tie. With `margin` the difference stands in the column of that name, which the
+    Ratings that differ by at most `tie` are a tie. With `margin`, the difference is stored in the column of that name, which the
     reward model's loss reads. Raises `UserError` naming row and column.
     """
     if not scale > 1 or not 0 <= tie < math.inf:
@@ -55,9 +54,9 @@ def from_ratings(
 
 
 def group_by_prompt(rows: Iterable[Raw], column: str, source: str = "rows") -> list[dict[str, Any]]:
-    """Rows with one `completion` and a number in `column` each, brought together by prompt; order of first appearance.
+    """Group rows with one `completion` and a number in `column` by prompt, in order of first appearance.
 
-    Of the other columns those stay that all rows of a prompt agree on, such as `tools`.
+    Other columns are kept if all rows of a prompt agree on them, such as `tools`.
     """
     found: dict[str, dict[str, Any]] = {}
     for i, row in enumerate(rows, 1):
@@ -75,7 +74,7 @@ def group_by_prompt(rows: Iterable[Raw], column: str, source: str = "rows") -> l
 
 
 def split_pairs(rows: Iterable[Raw], source: str = "rows") -> list[dict[str, Any]]:
-    """Each pair as two labelled rows: the form that KTO takes. A prompt that stands in both answers becomes a column.
+    """Split each pair into two labelled rows, the form of KTO. A prompt that both answers contain becomes a column.
 
     Raises `UserError` naming row and column.
     """
@@ -123,7 +122,7 @@ def _check_ratings(rows: Iterable[Raw], source: str, scale: int) -> Iterable[Raw
 
 
 def _check_completions(row: Raw, column: str, place: str) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Completions and their numbers, each completion one that the prompt can have."""
+    """Return the completions and their numbers. Raises `UserError` for a completion that does not fit the prompt."""
     for name in ("prompt", "completions", column):
         _column(row, name, place, f"as prompt, completions and {column} are")
     completions, values = row["completions"], row[column]
@@ -157,7 +156,7 @@ def _number(value: object, column: str, place: str) -> None:
 
 
 def _key(prompt: Any) -> str:
-    """What two equal prompts have in common, whatever the order of names in their messages."""
+    """Return a key that equal prompts share, independent of the order of names in their messages."""
     return json.dumps(prompt, sort_keys=True, default=repr)
 
 

@@ -1,4 +1,4 @@
-"""Completions of a model on disk: all of them, the best of each prompt, or pairs; and comparisons out of rankings and ratings."""
+"""Writing a model's completions as a dataset (all, the best of each prompt, or pairs), and pairs from rankings and ratings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from psigrad_extras.datasets.preferences import Converted
 
 @dataclass(frozen=True)
 class Written:
-    """Where the rows went, how many; prompts that had nothing to tell (all rewards equal), and completions that were empty."""
+    """The path and number of the written rows, and the counts of prompts with equal rewards and of empty completions."""
 
     path: Path
     rows: int
@@ -36,10 +36,10 @@ class Written:
 def run(config: SampleConfig) -> Written:
     """Sample `num_generations_eval` completions of each prompt, score them, and write rows to `output`.
 
-    keep=all writes every completion with its reward, null without one; best the one with the highest reward of each prompt
-    (rejection sampling: train on it with `psigrad sft`); pairs the best against the worst (for `psigrad dpo` and
-    `psigrad reward`). Those two leave out empty completions, on which nothing can be trained. Raises `UserError` on mistakes of
-    the user.
+    keep=all writes every completion with its reward (null if it has none). keep=best writes the one with the highest reward of
+    each prompt (rejection sampling: train on it with `psigrad sft`). keep=pairs writes the best against the worst (for
+    `psigrad dpo` and `psigrad reward`). The latter two drop empty completions, since they cannot be trained on. Raises
+    `UserError` on mistakes of the user.
     """
     if not config.output:
         raise UserError("No output was given; name a JSONL file with --output (output).")
@@ -83,7 +83,10 @@ def _rows(keep: str, sampled: evaluate.Report, size: int, scored: bool) -> tuple
 
 
 def _draw_pairs(sampled: evaluate.Report, size: int, steadiness: float, seed: int) -> list[dict[str, Any]]:
-    """Neighbours of each group as pairs, their winner drawn by Bradley–Terry on the rewards: a task whose truth is known."""
+    """Return neighbours of each group as pairs, whose winner is drawn by Bradley–Terry on the rewards.
+
+    The true preferences of such a task are known.
+    """
     made = []
     for start in range(0, len(sampled.trajectories), size):
         group = [t for t in sampled.trajectories[start : start + size] if t.reward is not None and _has_text(t)]
@@ -98,14 +101,15 @@ def _draw_pairs(sampled: evaluate.Report, size: int, steadiness: float, seed: in
 
 
 def _pair(best: dict[str, Any], worst: dict[str, Any]) -> dict[str, Any]:
-    """A preference row with the columns of the dataset row."""
+    """Return a preference row with the columns of the dataset row."""
     own = {key: value for key, value in best.items() if key != "completion"}
     return {**own, "chosen": best["completion"], "rejected": worst["completion"]}
 
 
 def _describe(trajectory: Trajectory, scored: bool) -> dict[str, Any]:
-    """What is told of a completion besides itself: its reward, null where nobody scored it; `logprob` is the sum over its tokens,
-    where it is known.
+    """Return the columns that describe a completion: its reward (None if it was not scored), its end, and its log-prob.
+
+    `logprob` is the sum over its tokens, if they are known.
     """
     own = trajectory.completion
     known = {"logprob": math.fsum(own.logprobs)} if own.logprobs else {}
@@ -113,7 +117,7 @@ def _describe(trajectory: Trajectory, scored: bool) -> dict[str, Any]:
 
 
 def _has_text(trajectory: Trajectory) -> bool:
-    """Whether the model wrote anything before it ended."""
+    """Return True if the model wrote anything before the end."""
     return bool(trajectory.text or trajectory.messages)
 
 
@@ -130,10 +134,9 @@ def _row(trajectory: Trajectory, sampled: evaluate.Report) -> dict[str, Any]:
 def convert(
     dataset: str, output: str, *, columns: str | Mapping[str, str] = "", scale: int = 10, tie: float = 0.0
 ) -> tuple[Written, Converted]:
-    """Pairs out of rankings (`ranking`, 1 is best), ratings (`ratings` of several completions), or one `rating` per row, after
-    `columns` has renamed what it names.
+    """Write pairs from rankings (`ranking`, 1 is best), ratings (`ratings` of several completions), or one `rating` per row.
 
-    Ties are left out and counted. Raises `UserError` naming row and column.
+    `columns` renames columns first. Ties are dropped and counted. Raises `UserError` naming row and column.
     """
     if not dataset or not output:
         raise UserError("pairs takes --dataset FILE.jsonl and --output FILE.jsonl; one of them is missing.")
@@ -158,9 +161,9 @@ def convert(
 
 
 def read_jsonl(path: str) -> list[dict[str, Any]]:
-    """Raw rows of a JSONL file, before they have a form."""
+    """Read the raw rows of a JSONL file. Raises `UserError` if it cannot be read."""
     try:
-        lines = Path(path).read_bytes().split(b"\n")  # a text may hold other ends of lines, as U+2028
+        lines = Path(path).read_bytes().split(b"\n")  # a text may contain other line separators, such as U+2028
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
     rows = []
@@ -178,7 +181,7 @@ def read_jsonl(path: str) -> list[dict[str, Any]]:
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]] | Sequence[Mapping[str, Any]]) -> None:
-    """One JSON object a line; what JSON has no form for, as a date of a Parquet file, is its text."""
+    """Write one JSON object a line. A value without a JSON form, such as a date of a Parquet file, becomes text."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))

@@ -1,1 +1,1 @@
-"""Questions about runs and rewards: several methods compared, settings searched, a step replayed, rewards attacked."""
+"""The analysis of runs and rewards: comparing methods, searching settings, replaying a step, attacking rewards."""

@@ -1,4 +1,4 @@
-"""compare.html: methods side by side, over seeds, out of compare.json."""
+"""The page compare.html: methods side by side, over seeds, from compare.json."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _COLUMNS = (
 
 
 def write(folder: str | Path, output: str | Path | None = None) -> Path:
-    """The page of one comparison (default: compare.html in its folder). Raises `UserError` where nothing was compared there."""
+    """Write the page of a comparison (default: compare.html in its folder). Raises `UserError` if there is no comparison."""
     return save(page(read(folder)), Path(output) if output else Path(folder) / "compare.html")
 
 
 def read(folder: str | Path) -> Any:
-    """What was compared there. Raises `UserError` where nothing was."""
+    """Read the comparison in a folder. Raises `UserError` if there is none."""
     try:
         return json.loads((Path(folder) / "compare.json").read_text())
     except (OSError, ValueError) as error:
@@ -37,7 +37,7 @@ def read(folder: str | Path) -> Any:
 
 
 def rows(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The head and the lines of a narrow table, as text: mean and 95 % interval over seeds of the figures that differ most."""
+    """Return the head and the lines of a narrow table, as text: mean and 95 % interval over seeds of the main metrics."""
     lines = []
     for row in found["table"]:
         cells = [_figure(row[name]) for name in ("truth", "proxy", "kl", "seconds")]
@@ -46,7 +46,7 @@ def rows(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """The whole page."""
+    """Return the full page."""
     rows, runs = found["table"], found["runs"]
     names = [row["method"] for row in rows]
     lines = [[Cell(i, "key", row["method"]), *(_figure(row[name]) for name, _ in _COLUMNS)] for i, row in enumerate(rows)]
@@ -74,12 +74,12 @@ def _figure(values: Sequence[float]) -> Cell:
 
 
 def _short(value: float) -> str:
-    """Three digits: an interval over a few seeds knows no more."""
+    """Return a value with three digits, since an interval over a few seeds is not more precise."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _over(runs: Sequence[Mapping[str, Any]], names: Sequence[str], x: str) -> Callable[[Any], None]:
-    """The metric over samples or KL: each seed thin, their mean thick."""
+    """Return a function that draws the metric over samples or KL: a thin line per seed, and a thick one for their mean."""
 
     def paint(axes: Any) -> None:
         for i, name in enumerate(names):

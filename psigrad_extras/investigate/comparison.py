@@ -1,7 +1,7 @@
-"""Several methods from one checkpoint, over seeds, with equal samples: reward, truth, KL, length, time and memory.
+"""The comparison of several methods from one checkpoint, over seeds, with equal samples: reward, truth, KL, length, time, memory.
 
-Every run is a process of its own, so that its memory is its own. `compare.json` in the output folder holds what was measured; the
-page is drawn from it.
+Every run is a separate process, so that its memory can be measured. `compare.json` in the output folder has the measurements.
+The page is drawn from it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FIGURES = ("truth", "proxy", "kl", "length", "samples", "seconds", "peak_mb")
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared: methods by name, from the settings' model, on the settings' prompts; `pairs` are for offline methods."""
+    """The settings of a comparison: methods by name, on the model and prompts of `config`. `pairs` are for offline methods."""
 
     methods: tuple[str, ...]
     config: OnlineConfig
@@ -52,15 +52,15 @@ class Comparison:
 
 
 def run(comparison: Comparison) -> Path:
-    """Run what has not been run yet, and draw `compare.html`; the path of the page.
+    """Do the runs that are missing, draw `compare.html`, and return the path of the page.
 
-    A method of the preference family trains on `pairs`, with as many completions per step as the online methods sample. Raises
-    `UserError` on mistakes of the user, where the folder holds results of other settings, and where a run failed.
+    A preference method trains on `pairs`, with as many completions per step as the online methods sample. Raises `UserError` on
+    mistakes of the user, if the folder has results of other settings, and if a run failed.
     """
     check(comparison)
     folder = claim(absolute(comparison.config.run.output_dir or "runs/compare"), "compare")
     (folder / "settings").mkdir(exist_ok=True)
-    if "kto" in comparison.methods:  # it learns from each answer by itself
+    if "kto" in comparison.methods:  # KTO learns from single answers
         write_jsonl(folder / UNPAIRED, preferences.split_pairs(read_jsonl(comparison.pairs)))
     jobs = list_jobs(comparison)
     for method, seed in jobs:
@@ -78,12 +78,12 @@ def run(comparison: Comparison) -> Path:
 
 
 def list_jobs(comparison: Comparison) -> list[tuple[str, int]]:
-    """Each method with each seed, once: a run that counts twice would narrow the intervals."""
+    """Return each method with each seed once. A run that counts twice would narrow the intervals."""
     return [(method, seed) for method in dict.fromkeys(comparison.methods) for seed in dict.fromkeys(comparison.seeds)]
 
 
 def check(comparison: Comparison) -> None:
-    """Refuse what cannot run before the first run begins."""
+    """Raise `UserError` for settings that cannot work, before the first run starts."""
     if not comparison.methods or not comparison.seeds:
         raise UserError("compare got no method or no seed; for example: psigrad compare grpo rloo ppo --seeds 0 1 2 …")
     if not comparison.config.run.max_steps:
@@ -105,12 +105,12 @@ def check(comparison: Comparison) -> None:
 
 
 def settings_of(comparison: Comparison, folder: Path, method: str, seed: int) -> OnlineConfig | PreferenceConfig:
-    """The settings of one run."""
+    """Return the settings of one run."""
     config = comparison.config
     where = replace(config.run, output_dir=str(folder / f"{method}-{seed}"), seed=seed, progress=False, report=False)
     found = declaration(method)
     if found.online:
-        # the method's own defaults where the comparison says nothing else; the samples of a step are equal for all
+        # Use the method's defaults for settings that the comparison does not change. All methods get equal samples per step.
         usual = OnlineConfig()
         own = {n: v for n, v in found.defaults.items() if n != "num_generations" and getattr(config, n) == getattr(usual, n)}
         changes = config.algorithm if isinstance(config.algorithm, Mapping) else {}
@@ -140,7 +140,7 @@ def _is_done(result: Path) -> bool:
 
 
 def _task(comparison: Comparison, folder: Path, method: str, seed: int) -> dict[str, Any]:
-    """What the process of one job is told."""
+    """Return the task of one job's process."""
     settings = to_dict(settings_of(comparison, folder, method, seed))
     judged = to_dict(replace(comparison.config, run=replace(comparison.config.run, seed=seed)))
     pairs = "" if declaration(method).online else comparison.pairs
@@ -148,15 +148,15 @@ def _task(comparison: Comparison, folder: Path, method: str, seed: int) -> dict[
 
 
 def _check_same(comparison: Comparison, folder: Path, method: str, seed: int) -> None:
-    """Refuse a result of other settings, which would be told as one of these. Those that a run may change freely may differ."""
+    """Raise `UserError` for an existing result with other settings. Settings that a run may change freely may differ."""
     job = folder / "settings" / f"{method}-{seed}.json"
     told = parse_row(job.read_bytes()) if job.exists() else None
     if told is None or not _is_done(_record(folder, method, seed)):
         return
     task = json.loads(json.dumps(redaction.clear(_task(comparison, folder, method, seed))))
-    usual = flatten(defaults_of(OnlineConfig))  # for what an older psigrad did not write down
+    usual = flatten(defaults_of(OnlineConfig))  # an older psigrad did not store all settings
     before, now = ({**usual, **flatten(one["judged"]), "pairs": one["pairs"]} for one in ({"pairs": task["pairs"], **told}, task))
-    # which method was named first is of no account
+    # The order of the methods does not matter.
     free = {"algorithm", "algorithm.preset", *find_marked(OnlineConfig, FREE), *find_marked(OnlineConfig, RECORDED)}
     if other := [name for name in sorted({*before, *now} - free) if before.get(name, "usual") != now.get(name, "usual")]:
         what = "; ".join(f"{name} was {before.get(name, 'usual')!r} and is {now.get(name, 'usual')!r}" for name in other[:5])
@@ -167,12 +167,12 @@ def _check_same(comparison: Comparison, folder: Path, method: str, seed: int) ->
 
 
 def _finish(comparison: Comparison, folder: Path, method: str, seed: int) -> None:
-    """Run one job in a process of its own, unless its result is there."""
+    """Run one job in a separate process, unless its result exists."""
     result = _record(folder, method, seed)
     if _is_done(result):
         return
     job, task = folder / "settings" / f"{method}-{seed}.json", _task(comparison, folder, method, seed)
-    job.write_text(json.dumps(redaction.clear(task)))  # for people: the process is told all of it, secrets too
+    job.write_text(json.dumps(redaction.clear(task)))  # for reading only: the process gets the task with its secrets
     started = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "psigrad_extras.investigate.comparison", str(result)],
@@ -180,7 +180,7 @@ def _finish(comparison: Comparison, folder: Path, method: str, seed: int) -> Non
         stderr=subprocess.PIPE,
     )
     assert process.stdin is not None and process.stderr is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin as told:  # where it died at once, its status says so
+    with contextlib.suppress(BrokenPipeError), process.stdin as told:  # if the process died at once, its status shows it
         told.write(json.dumps(task).encode())
     error = process.stderr.read().decode(errors="replace").strip()
     _, status, usage = os.wait4(process.pid, 0)
@@ -194,7 +194,7 @@ def _finish(comparison: Comparison, folder: Path, method: str, seed: int) -> Non
 
 
 def work(task: Mapping[str, Any], result: Path) -> None:
-    """One run, and what it came to on the held-out prompts: the metric (the truth) and the reward that was trained on."""
+    """Do one run and evaluate it on the held-out prompts with the metric (the truth) and the training reward."""
     finished = running.run(load(declaration(task["method"]).settings, flags=task["settings"]))
     config = load(OnlineConfig, flags=task["judged"])
     rows = list(read_steps(finished.folder / "metrics.jsonl"))
@@ -211,7 +211,7 @@ def work(task: Mapping[str, Any], result: Path) -> None:
 
 
 def measured(model: Path, config: OnlineConfig) -> dict[str, float]:
-    """Truth, proxy, length and KL to the starting model, on the held-out prompts."""
+    """Return truth, proxy, length and KL to the starting model, on the held-out prompts."""
     shared: dict[str, Any] = {
         "model": Model(path=str(model), dtype=config.model.dtype),
         "data": Data(config.data.eval_dataset, config.data.columns, config.data.plain_prompts, config.data.eval_split),
@@ -251,7 +251,7 @@ def _point(row: dict[str, Any], config: OnlineConfig) -> dict[str, float]:
 
 
 def table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean and 95 % interval (Student's t over seeds) of every figure of every method, in the order given."""
+    """Return the mean and 95 % interval (Student's t over seeds) of every metric of every method, in the given order."""
     made = []
     for method in dict.fromkeys(run["method"] for run in runs):
         mine = [run for run in runs if run["method"] == method]

@@ -1,4 +1,4 @@
-"""Values for a method with a critic, where a run has trained none: regressed on the policy's own hidden states."""
+"""Values for a method with a critic if the run trained none: a regression on the policy's hidden states."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ ASSUMED = (
 
 @dataclass(frozen=True)
 class FittedValues:
-    """A psi that reads values, with V fitted to the batch it is shown.
+    """A psi that reads values, with V fitted to the given batch.
 
     Formula: V(s) = c + (h(s) − m)·w, w = (Σ_i 1/T_i Σ_t x_t·x_tᵀ + E·I)⁻¹ Σ_i 1/T_i Σ_t x_t·(R_t − c), x = h − m
 
     with h the last hidden state before a token [E], scaled to a mean variance of 1, R its return-to-go, and sums over completions
-    i of other prompts alone: V knows nothing of a prompt's own rewards, and subtracting it leaves the expected gradient as it is.
-    The ridge E·I takes each direction to explain as little as the others. Beyond 256 directions, 256 random ones are read.
+    i of other prompts only. V is independent of a prompt's own rewards, so subtracting it does not change the expected gradient.
+    The ridge E·I assumes that all directions explain equally little. Of more than 256 directions, 256 random ones are used.
     """
 
     psi: Callable[[Batch], Tensor]
     model: LanguageModel
     budget: int
-    """Tokens of a forward pass."""
+    """The number of tokens in a forward pass."""
     figures: dict[str, float] = field(default_factory=dict, init=False)
-    """`explained_variance`: how much of the returns' variance the last values foresaw."""
+    """`explained_variance`: the share of the returns' variance that the last values explain."""
 
     def __call__(self, batch: Batch) -> Tensor:
-        """[N, T] advantages of `psi`."""
+        """Return [N, T] the advantages of `psi`."""
         mask, inner = batch.mask.cpu(), self.psi.psi if isinstance(self.psi, whitened) else self.psi
         returns = discounted_sum(batch.reward, batch.mask, getattr(inner, "gamma", 1.0))
         of_row = batch.group if len(batch.group.unique()) > 1 else torch.arange(len(mask), device=batch.group.device)
@@ -56,11 +56,11 @@ class FittedValues:
 
     @torch.no_grad()
     def _hidden(self, batch: Batch) -> Tensor:
-        """[N, T, E] of the state before each token."""
+        """Return [N, T, E] the hidden state before each token."""
         read: list[Tensor] = []
 
         def of(inputs: Groups) -> Tensor:
-            """Where in `read` each token's is."""
+            """Add the hidden states to `read`, and return the index of each token's state."""
             self.model.switch(False)
             forward = lay_out(inputs, self.model.device, not self.model.why_padded)
             hidden = with_whole_weights(self.model, lambda: self.model.target_hidden(forward)).float()
@@ -73,12 +73,12 @@ class FittedValues:
 
 
 def fitted(algorithm: PolicyGradient, model: LanguageModel, budget: int) -> PolicyGradient:
-    """The method without its critic: its psi reads fitted values."""
+    """Return the method without its critic. Its psi reads fitted values."""
     return replace(algorithm, psi=FittedValues(algorithm.psi, model, budget), critic=None)  # type: ignore[arg-type]
 
 
 def fit_on_others(features: Tensor, returns: Tensor, weight: Tensor, part: Tensor) -> Tensor:
-    """[M] the values of features [M, E], those of each `part` [M] by the regression on all other parts; 0 where there is none."""
+    """Return [M] the values of features [M, E]. Each `part` [M] uses the regression on all other parts; 0 if there is none."""
     values = torch.zeros_like(returns)
     for now in part.unique():
         own = part == now
@@ -90,7 +90,7 @@ def fit_on_others(features: Tensor, returns: Tensor, weight: Tensor, part: Tenso
         x = (x - mean) / scale
         gram = (x.T @ (w[:, None] * x)).double() + x.shape[1] * torch.eye(x.shape[1], dtype=torch.float64)
         slope = torch.linalg.solve(gram, (x.T @ (w * (y - centre))).double()).to(x)
-        # no state is worth more, or less, than anything that was seen
+        # Values are limited to the range of the observed returns.
         values[own] = (centre + (features[own] - mean) / scale @ slope).clamp(min=y.min(), max=y.max())
     return values
 

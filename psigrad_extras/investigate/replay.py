@@ -1,7 +1,7 @@
-"""A step of an online run once more, from its checkpoint and its rows; and what other methods would have done with its samples.
+"""The replay of a step of an online run from its checkpoint and rows, and what other methods would do with its samples.
 
-Completions are drawn again by the weights and seeds that drew them and held against the rows; rewards are the rows' own. So all
-that follows is the run's to the bit, where the machine is: metrics, gradient, advantages. Nothing is written to the run's files.
+Completions are sampled again with the same weights and seeds, and compared with the rows. Rewards are taken from the rows. On the
+same machine, everything that follows is bitwise the same: metrics, gradient, advantages. Nothing is written to the run's files.
 """
 
 from __future__ import annotations
@@ -55,28 +55,28 @@ _TOLD = ("allowed", "versions_changed", "ranks_changed")
 
 @dataclass(frozen=True)
 class Replay:
-    """What came of a replay."""
+    """The result of a replay."""
 
     run: str
     step: int
     begun: int
-    """Steps that the checkpoint it began from had behind it; 0: the model that training started from."""
+    """The step of the checkpoint that the replay started from; 0: the model that training started from."""
     differences: list[str]
-    """What is not as it is recorded, the most telling first."""
+    """The differences from the recorded step, the most informative first."""
     notes: list[str]
-    """How this machine or these files are not the run's."""
+    """The differences of this machine or these files from those of the run."""
     assumed: list[str]
-    """What was taken for granted to show a method these samples."""
+    """The assumptions made to apply a method to these samples."""
     methods: dict[str, dict[str, Any]]
-    """Figures by method, the run's own first."""
+    """The metrics by method, the run's own method first."""
     groups: list[Row]
     """The groups that the methods treat most differently, token by token."""
     seconds: dict[str, float]
-    """Wall-clock of the run's update, and of each method's here."""
+    """The wall-clock seconds of the run's update, and of each method's update in the replay."""
 
 
 class _Folder(NullRunFolder):
-    """The run's folder, to read; what would be written is kept here."""
+    """The run's folder for reading. Anything that would be written is kept in memory."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, finished=False)
@@ -85,7 +85,7 @@ class _Folder(NullRunFolder):
         self.notes: list[str] = []
 
     def take(self, outcome: Outcome[State]) -> State:
-        """Keep a step's figures and rows as a run writes them, and return its state."""
+        """Keep a step's metrics and rows in the form that a run writes, and return its state."""
         self.figures = json.loads(to_line({"step": outcome.state.step, **outcome.metrics}))
         self.completions = [json.loads(to_line(row)) for row in outcome.rows]
         return outcome.state
@@ -97,7 +97,7 @@ class _Folder(NullRunFolder):
 
 @dataclass(frozen=True)
 class RecordedSessions:
-    """Who plays the sessions of agents again: nobody. Their tokens are the rows', by seed, and log-probs those of the weights."""
+    """A player that replaces the sessions of agents. Tokens are taken from the rows by seed, and log-probs from the weights."""
 
     rows: Mapping[int, Row]
 
@@ -147,7 +147,7 @@ class RecordedSessions:
 
 @dataclass
 class _Recorded:
-    """The rows of the run, by the seed of each completion, which no other has; to be the `recorded` of a rollout."""
+    """The rows of the run by the unique seed of each completion. It serves as the `recorded` function of a rollout."""
 
     rows: dict[int, Row]
     model: LanguageModel
@@ -157,7 +157,7 @@ class _Recorded:
     found: dict[int, list[Trajectory]] = field(default_factory=lambda: defaultdict(list))
 
     def __call__(self, drawn: list[Trajectory]) -> list[Trajectory]:
-        """The completions with the rows' tokens and rewards. One without a row, of a step that the run has not made, gets 0."""
+        """Return the completions with the rows' tokens and rewards. One without a row, of a step not taken, gets 0."""
         made = [self._of(one) for one in drawn]
         for one in made:
             self.found[self.rows.get(one.completion.seed, {}).get("step", -1)].append(one)
@@ -205,8 +205,8 @@ class _RecordedRollout(ScoredRollout):
 def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most_groups: int = 4) -> Replay:
     """Recompute step `number` (from 1) of the online run in `folder`, from the nearest checkpoint before it.
 
-    `methods` are algorithms as settings name them: each is shown the same completions under the same weights. Raises `UserError`
-    for a folder that is no online run, a step that it has not, and a method that cannot be.
+    `methods` are algorithms as in the settings. Each gets the same completions under the same weights. Raises `UserError` for a
+    folder that is not an online run, for a step that it does not have, and for an invalid method.
     """
     path = Path(folder)
     config, recorded = _settings(path, number), _metrics(path)
@@ -240,7 +240,7 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
         job = apply_changes(job, state.changes)
         put_back = remember(job) if algorithms else None
         watch = MethodWatch(job.algorithm, WatchedOptimizer(job.optimizer, applies=True), job.single_pass)
-        still = replace(job.config, ref_model_sync_steps=0)  # it would move the reference that the others are to read
+        still = replace(job.config, ref_model_sync_steps=0)  # a sync would move the reference that the other methods read
         own.take(step(replace(job, optimizer=watch.optimizer, token_figures=watch.watch_tokens, config=still), state))  # type: ignore[arg-type]
         watch.metrics = own.figures
         differences += _compare(rewards, own, rows, recorded[number], number)
@@ -264,7 +264,7 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
 def _try(
     job: Online, algorithm: Method, config: OnlineConfig, state: State, found: list[Trajectory], journal: Journal
 ) -> MethodWatch:
-    """What a method does with the step's completions. Where a step is one optimiser step, no weight has to move for it."""
+    """Apply a method to the step's completions. If a step is one optimiser step, no weight has to move."""
     made = correct(algorithm, config, job.sampler, job.model, journal)
     critic = job.critic if made.needs_critic else None
     if isinstance(made, PolicyGradient) and made.needs_critic and not job.algorithm.needs_critic:
@@ -283,7 +283,7 @@ def _try(
 
 
 def _settings(path: Path, number: int) -> OnlineConfig:
-    """The settings that the step was made under: those of the first checkpoint from it on, or else of the end."""
+    """Return the settings of the step: those of the first checkpoint at or after it, or else those of the end."""
     found = parse_row((path / "config.json").read_bytes()) if (path / "config.json").is_file() else None
     if found is None or kind_of(found) != "online":
         lacks = "it has no config.json" if path.is_dir() else "it is not there"
@@ -318,12 +318,12 @@ def _label(spec: Any) -> str:
 
 
 def _metrics(path: Path) -> dict[int, Row]:
-    """The rows of metrics.jsonl by step, without held-out figures."""
+    """Return the rows of metrics.jsonl by step, without held-out metrics."""
     return {row["step"]: row for row in read_steps(path / "metrics.jsonl") if "learning_rate" in row}
 
 
 def _with_changes(path: Path, state: State) -> State:
-    """The state with the settings that callbacks had changed by then, as the run's events tell."""
+    """Return the state with the settings that callbacks had changed by then, according to the run's events."""
     events = [row for line in read_lines(path / "events.jsonl") if (row := parse_row(line)) and row.get("kind") == "changed"]
     then = [event["changes"] for event in events if event.get("step", 0) <= state.step]
     return replace(state, changes={**state.changes, **{name: now for made in then for name, (_, now) in made.items()}})
@@ -334,7 +334,7 @@ def _name(row: Mapping[str, Any]) -> str:
 
 
 def _compare(found: _Recorded, now: _Folder, rows: Mapping[int, Row], recorded: Row, number: int) -> list[str]:
-    """What the run's files say of a step otherwise than the replay."""
+    """Return the differences between the run's files and the replay of a step."""
     lines = list(found.differences[number])
     again = {row["seed"]: row for row in now.completions}
     for seed, row in rows.items():
@@ -357,7 +357,7 @@ def _brief(value: Any) -> str:
 def _groups(
     watches: Mapping[str, MethodWatch], groups: Iterable[list[Trajectory]], rows: Mapping[int, Row], tokenizer: Any
 ) -> list[Row]:
-    """The completions of each group with every method's figures per token; those whose weights differ most come first."""
+    """Return the completions of each group with every method's figures per token. Those whose weights differ most come first."""
     tables: dict[int, dict[str, dict[str, list[float]]]] = defaultdict(dict)
     for name, watch in watches.items():
         columns = watch.columns()
@@ -379,7 +379,7 @@ def _groups(
 
 
 def lines_of(found: Replay) -> Iterator[str]:
-    """What the terminal says of it, but for the table."""
+    """Yield the lines for the terminal, except the table."""
     back = found.step - found.begun
     origin = f"the checkpoint of step {found.begun}" if found.begun else "the beginning"
     yield f"step {found.step} of {found.run}, from {origin}: {back} step{'s' * (back > 1)} recomputed"

@@ -1,5 +1,6 @@
-"""The page of a replayed step: a column of figures for each method, and what each does to every token. The page stands in
-templates/.
+"""The page of a replayed step: a column of metrics for each method, and the effect of each on every token.
+
+The page is in templates/.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ LEVELS = 4
 
 
 def write(replay: Any, output: str = "") -> Path:
-    """The page of a `Replay`, by default among the run's `replays/`, and beside it what it shows as JSON, for the studio. Raises
-    `UserError` where they cannot be written.
+    """Write the page of a `Replay`, by default to the run's `replays/`, and its content as JSON for the studio.
+
+    Raises `UserError` if they cannot be written.
     """
     others = "".join(f"-{re.sub(r'[^a-z0-9]+', '_', name)}" for name in list(replay.methods)[1:])
     target = absolute(output) if output else Path(replay.run) / REPLAYS / f"step-{replay.step:08d}{others[:80]}.html"
@@ -34,7 +36,7 @@ def write(replay: Any, output: str = "") -> Path:
 
 
 def page(replay: Any) -> str:
-    """The whole page."""
+    """Return the full page."""
     figures = replay.methods
     names = dict.fromkeys(name for own in figures.values() for name in own)
     rows = [[Cell(name), *(Cell(show_number(own.get(name)), "n") for own in figures.values())] for name in names]
@@ -58,8 +60,10 @@ def _greatest(groups: list[dict[str, Any]], name: str) -> float:
 
 
 def _shown(completion: Mapping[str, Any], most: Mapping[str, float]) -> dict[str, list[tuple[str, str, str]]]:
-    """By method (text, look, figures) of each token: up1 … up4 where it becomes more likely, down1 … where less, by its weight
-    beside the method's greatest; out where it is not trained on; cut where it is clipped.
+    """Return, by method, (text, look, figures) of each token.
+
+    The look is up1 … up4 for a token that becomes more likely and down1 … for less likely, by its weight relative to the method's
+    greatest. It is "out" for a token that is not trained on, and "cut" for a clipped one.
     """
     shown = {}
     for name, columns in completion["methods"].items():

@@ -1,4 +1,4 @@
-"""A search over settings by Optuna: each trial trains once for each seed, and its value is the mean held-out figure.
+"""A search over settings by Optuna: each trial trains once per seed, and its value is the mean held-out metric.
 
 The study is `sweep.db` in the folder, which Optuna's own tools read (`optuna-dashboard sqlite:///runs/sweep/sweep.db`).
 """
@@ -27,11 +27,11 @@ except ImportError as error:
     raise extras.not_installed("sweep", error, "sweep") from error
 
 Train = Callable[[Sequence[str]], str]
-"""Runs one command; returns why it failed, or an empty text."""
+"""A function that runs a command and returns the reason of a failure, or ""."""
 
 
 def space_of(text: str) -> tuple[str, Any]:
-    """Return a setting and its distribution, of a text such as `learning_rate:1e-6..1e-4:log`, `lora_rank:8..64` or `x:a,b`.
+    """Return a setting and its distribution for a text such as `learning_rate:1e-6..1e-4:log`, `lora_rank:8..64` or `x:a,b`.
 
     Raises `UserError` for other text.
     """
@@ -63,10 +63,10 @@ def run(
     direction: Any = "",
     train: Train | None = None,
 ) -> Any:
-    """Run trials of `command` until the study in `folder` has as many as asked for, and return the study.
+    """Run trials of `command` until the study in `folder` has `trials` of them, and return the study.
 
-    `metric` is the held-out figure (empty: the headline of the report); the direction is "minimize" for a loss unless it is
-    given. A trial that fails is counted. Raises `UserError` if the first trial fails, and if the folder has another sweep.
+    `metric` is the held-out metric (empty: the headline of the report). The default direction is "minimize" for a loss. A failed
+    trial counts as one. Raises `UserError` if the first trial fails, and if the folder has another sweep.
     """
     folder = absolute(folder)
     claim(folder, "sweep")
@@ -102,7 +102,7 @@ def run(
 
 
 def _figure(words: Sequence[str], folder: Path, seed: int, metric: str, direction: str, train: Train | None) -> float:
-    """Train with one seed and return the held-out figure. Raises `UserError` if the run fails or has no such figure."""
+    """Train with one seed and return the held-out metric. Raises `UserError` if the run fails or has no such metric."""
     place = folder / f"seed-{seed}"
     if reason := (train or _train)([*words, "--seed", str(seed), "--output-dir", str(place)]):
         raise UserError(redaction.clear(reason))
@@ -121,7 +121,7 @@ def _figure(words: Sequence[str], folder: Path, seed: int, metric: str, directio
 
 
 def _train(words: Sequence[str]) -> str:
-    """Run `psigrad …` in a process of its own, which ends with this one. Return its last line if it fails."""
+    """Run `psigrad …` in a separate process, which ends with this one. Return its last line if it fails."""
     command = [sys.executable, "-m", "psigrad", *words, "--no-progress"]
     ended = subprocess.run(command, capture_output=True, text=True, preexec_fn=die_with_parent)
     lines = [line for line in ended.stderr.splitlines() if line.strip()]

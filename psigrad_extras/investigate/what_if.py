@@ -1,4 +1,4 @@
-"""What a method does with a collection: its gradient, and what it says of every token. Weights may move, and can be put back."""
+"""The effect of a method on a collection: its gradient, and figures for every token. Weights may move, and can be restored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Gradient = dict[str, Tensor]
 
 
 class WatchedOptimizer:
-    """An optimiser whose gradients are added up over a collection's optimiser steps. Unless it `applies`, no weight moves."""
+    """An optimiser that sums its gradients over a collection's optimiser steps. Unless it `applies`, no weight moves."""
 
     def __init__(self, inner: Optimizer, applies: bool) -> None:
         self.inner, self.applies, self.nonfinite = inner, applies, inner.nonfinite
@@ -33,7 +33,7 @@ class WatchedOptimizer:
         return getattr(self.inner, name)
 
     def norm(self) -> float:
-        """The norm, as the optimiser finds it; what it is of is kept."""
+        """Return the optimiser's norm, and add the gradient to the sum."""
         norm = self.inner.norm()
         for name, own in self.inner.weights.items():
             parts, weight = [] if own.gradient is None else [(slice(None), own.gradient)], own.parameter
@@ -42,7 +42,7 @@ class WatchedOptimizer:
         return norm
 
     def apply(self, norm: float, lr: float) -> None:
-        """Step, or let go of the gradient."""
+        """Take the step, or discard the gradient."""
         if self.applies:
             self.inner.apply(norm, lr)
         else:
@@ -50,14 +50,17 @@ class WatchedOptimizer:
 
 
 class WatchedTokens(TokenFigures):
-    """Also what a token weighs: the gradient is Σ weight·∇log π(token), over all passes; above 0 it becomes more likely."""
+    """Token figures with the weight of each token: the gradient is Σ weight·∇log π(token), over all passes.
+
+    A token with a weight above 0 becomes more likely.
+    """
 
     def __init__(self, rows: int, prepared: Prepared) -> None:
         super().__init__(len(prepared.batch.mask), prepared)
         self.weight = torch.zeros_like(self.logp)
 
     def see(self, rows: Tensor, evaluation: PolicyOutputs) -> None:
-        """As in `TokenFigures`; the weights come with the backward pass."""
+        """Record figures as `TokenFigures` does. The weights follow in the backward pass."""
         super().see(rows, evaluation)
         if evaluation.logp.requires_grad:
             evaluation.logp.register_hook(partial(self._weigh, rows.cpu()))
@@ -68,7 +71,7 @@ class WatchedTokens(TokenFigures):
 
 @dataclass
 class MethodWatch:
-    """What a method did with a collection. The fields are filled as it learns; those per token stay empty for losses on pairs."""
+    """The record of a method's effect on a collection, filled as it learns. Losses on pairs have no figures per token."""
 
     algorithm: Any
     optimizer: WatchedOptimizer
@@ -77,12 +80,12 @@ class MethodWatch:
     tokens: WatchedTokens | None = None
 
     def watch_tokens(self, rows: int, prepared: Prepared) -> WatchedTokens:
-        """To be a run's `token_figures`."""
+        """Return the token figures. It serves as a run's `token_figures` function."""
         self.tokens = WatchedTokens(rows, prepared)
         return self.tokens
 
     def columns(self) -> dict[str, Tensor]:
-        """[N, T] advantage, ratio, clipped (1 or 0) and weight of each token at its last pass; NaN where there was none."""
+        """Return [N, T] advantage, ratio, clipped (1 or 0) and weight of each token at its last pass; NaN without a pass."""
         if self.tokens is None or not isinstance(self.algorithm, PolicyGradient):
             return {}
         batch, advantage = self.tokens.prepared.batch, self.tokens.prepared.advantage.cpu()
@@ -95,11 +98,11 @@ class MethodWatch:
         return {name: x.float().masked_fill(~(mask if name == "advantage" else seen), math.nan) for name, x in made.items()}
 
     def trajectories(self) -> list[Trajectory]:
-        """Those of the rows of `columns`."""
+        """Return the trajectories of the rows of `columns`."""
         return [] if self.tokens is None else list(self.tokens.prepared.batch.inputs)
 
     def figures(self, own: MethodWatch) -> dict[str, Any]:
-        """What stands in a column of the table, beside the run's `own`."""
+        """Return the column of the table for this method, compared with the run's `own`."""
         norm = self.metrics.get("grad_norm", 0.0)
         most = self.optimizer.optim.max_grad_norm
         found: dict[str, Any] = {
@@ -140,7 +143,7 @@ class MethodWatch:
 
 
 def cosine(a: Gradient, b: Gradient) -> float:
-    """⟨a, b⟩ / (‖a‖·‖b‖), in double precision; NaN where one is 0."""
+    """Return ⟨a, b⟩ / (‖a‖·‖b‖) in double precision, or NaN if one is 0."""
 
     def product(x: Gradient, y: Gradient) -> float:
         return math.fsum(float((x[name].double() * y[name].double()).sum()) for name in x.keys() & y.keys())
@@ -150,7 +153,7 @@ def cosine(a: Gradient, b: Gradient) -> float:
 
 
 def remember(run: Online) -> Callable[[], None]:
-    """What puts the weights that learn, and the optimisers, back to what they are now."""
+    """Return a function that restores the trainable weights and the optimisers to their current state."""
     optimizers = [run.optimizer, *([run.critic.optimizer] if run.critic is not None else [])]
     held = [
         ({n: w.local.detach().clone() for n, w in one.weights.items()}, {n: x.clone() for n, x in one.state_dict().items()})

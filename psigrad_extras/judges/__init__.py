@@ -1,4 +1,4 @@
-"""Rewards by a language model that judges, and instructions that a program verifies, by the names of `builtin.py`."""
+"""Rewards by a language model as a judge, and by a program that verifies instructions, under the names of `builtin.py`."""
 
 from __future__ import annotations
 

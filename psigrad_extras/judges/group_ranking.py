@@ -1,4 +1,4 @@
-"""A reward that a language model gives to the completions of a prompt together: it ranks them by each of several criteria."""
+"""A reward by a language model that ranks the completions of a prompt together, by each of several criteria."""
 
 from __future__ import annotations
 
@@ -32,24 +32,25 @@ Ranks = dict[str, list[float]]
 
 @dataclass(frozen=True)
 class GroupRanking(Judge):
-    """How a completion stands among those of its prompt, from 0 (last) to 1 (first), as a language model ranks them, in one
-    request for a group.
+    """A reward for the rank of a completion among those of its prompt, from 0 (last) to 1 (first).
+
+    A language model ranks the group in one request.
 
     Formula: Σ_c w_c·s_c / Σ_c w_c, s_c the share of the others that criterion c puts it before, equals counting half, and the
              mean over both orders of the answers; with `slope` b the mean over the others j of σ(b·(s_i − s_j))
 
-    A column `answer`, where there is one, is shown to the judge as a reference. Equal texts are shown once. None for a group
-    whose texts are all equal; a judge that does not reply, or not so, leaves the group unscored.
+    The judge sees a column `answer`, if there is one, as a reference. Equal texts are shown once. The reward is None for a group
+    whose texts are all equal. If the judge does not reply in the expected form, the group stays unscored.
 
     Source: Zheng et al. 2023, arXiv:2306.05685, who show each pair in both orders.
     """
 
     criteria: Mapping[str, float] = field(default_factory=lambda: {"quality": 1.0})
-    """What answers are ranked by, each with its weight: {"correctness": 2, "brevity": 1}."""
+    """The criteria of the ranking, each with its weight: {"correctness": 2, "brevity": 1}."""
     swap: bool = True
-    """Ask a second time with the answers in the opposite order, since judges prefer places."""
+    """Ask a second time with the answers in the opposite order, since judges prefer certain positions."""
     slope: float = 0.0
-    """What `psigrad judge-report` finds beside people's votes; 0: ranks as they are."""
+    """The slope that `psigrad judge-report` fits to people's votes; 0: use the ranks."""
     reward: ClassVar[str] = "ranking"
 
     def __post_init__(self) -> None:
@@ -61,7 +62,7 @@ class GroupRanking(Judge):
             )
 
     def check(self) -> None:
-        """Raises `UserError` where no judge was given."""
+        """Raise `UserError` if no judge was given."""
         if not self.model or not self.base_url:
             raise UserError(
                 "ranking: no judge was given; write {reward: ranking, model: NAME, base_url: http://…/v1}. A model of your own "
@@ -69,7 +70,7 @@ class GroupRanking(Judge):
             )
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | Unscored | None]:
-        """One score for each completion. The completions of a prompt stand one behind the other."""
+        """Return one score for each completion. The completions of a prompt must be consecutive."""
         answers = list(columns.get("answer") or [None] * len(prompts))
         shown = list(zip(map(transcript_of, prompts), map(text_of, completions), answers, strict=True))
         groups = [list(group) for _, group in itertools.groupby(shown, lambda one: (one[0], one[2]))]
@@ -86,12 +87,12 @@ class GroupRanking(Judge):
         if isinstance(orders, Unscored):
             return [orders] * len(group)
         places = {text: place for place, text in enumerate(texts)}
-        # over the completions, of which some may be alike
+        # Rank over the completions, since some texts may be equal.
         ranks = [{c: _again([own[places[text]] for _, text, _ in group]) for c, own in one.items()} for one in orders]
         return self.weigh(ranks)
 
     def weigh(self, orders: Sequence[Ranks]) -> list[float]:
-        """The scores of completions from their ranks in each order of showing."""
+        """Return the scores of completions from their ranks in each order of presentation."""
         total = sum(self.criteria.values()) * len(orders)
         columns = zip(*(own[c] for own in orders for c in self.criteria), strict=True)
         weights = [w for _ in orders for w in self.criteria.values()]
@@ -102,7 +103,7 @@ class GroupRanking(Judge):
         return [(math.fsum(row) - 0.5) / (len(scores) - 1) for row in won]
 
     def rank(self, prompt: str, texts: Sequence[str], reference: Any = None) -> list[Ranks] | Unscored:
-        """For each order of showing, and each criterion, the share of the others that each text is put before."""
+        """Return, for each order of presentation and each criterion, the share of other texts that each text beats."""
         if len(texts) > len(LETTERS):
             return Unscored(f"a ranking takes at most {len(LETTERS)} different completions, and was shown {len(texts)}")
         found: list[Ranks] = []
@@ -125,7 +126,7 @@ class GroupRanking(Judge):
         return INSTRUCTIONS.format(mark=mark, lines=lines, **parts)
 
     def _read(self, reply: str, count: int) -> Ranks:
-        """The ranks of each criterion. Raises where a reply lacks one, or ranks something else."""
+        """Read the ranks of each criterion. Raises if the reply lacks one, or ranks something else."""
         found: Ranks = {}
         for name in self.criteria:
             said = re.findall(
@@ -141,6 +142,6 @@ class GroupRanking(Judge):
 
 
 def _again(values: Sequence[float]) -> list[float]:
-    """For each value the share of the others below it, equals counting half."""
+    """Return, for each value, the share of the others below it. Equal values count half."""
     others = len(values) - 1
     return [(sum(b < a for b in values) + 0.5 * (sum(b == a for b in values) - 1)) / others for a in values]

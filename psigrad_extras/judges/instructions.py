@@ -1,5 +1,6 @@
-"""IFEval: the 25 kinds of instructions that a program can verify (Zhou et al. 2023, "Instruction-Following Evaluation for Large
-Language Models", arXiv:2311.07911).
+"""IFEval: the 25 kinds of instructions that a program can verify.
+
+Source: Zhou et al. 2023, "Instruction-Following Evaluation for Large Language Models", arXiv:2311.07911.
 
 A row has the published columns: `instruction_id_list`, and `kwargs` with one mapping of parameters for each of them.
 """
@@ -28,25 +29,25 @@ _SENTENCE_END = re.compile(r"[.!?。！？]+[\"'”’)\]]*(?=\s|$)|[。！？]+
 
 @dataclass(frozen=True)
 class IFEval:
-    """1 where the completion follows every instruction of its row, else 0. None where a row has none.
+    """A reward of 1 if the completion follows every instruction of its row, else 0; None if the row has no instruction.
 
-    The instructions stand in the published columns `instruction_id_list` and `kwargs`; an unknown kind or a parameter that is
-    missing is refused by row before anything runs. Kinds that ask for a language need py3langid.
+    The instructions are in the published columns `instruction_id_list` and `kwargs`. An unknown kind or a missing parameter is
+    an error that names the row, before anything runs. Kinds that ask for a language need py3langid.
     """
 
     loose: bool = False
-    """Also take it without its first line, its last line, both, and all of these without asterisks: who says "Sure, here it is:"
-    or prints bold follows all the same."""
+    """Also accept the completion without its first line, its last line, or both, and all of these without asterisks. An
+    introduction such as "Sure, here it is:" or bold text then does no harm."""
     share: bool = False
-    """The share of the instructions that are followed, in place of 1 for all or 0."""
+    """Return the share of followed instructions instead of 1 for all or 0."""
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """1.0, 0.0, a share, or None for each completion."""
+        """Return 1.0, 0.0, a share, or None for each completion."""
         ids, kwargs = (columns.get(name) or [None] * len(completions) for name in ("instruction_id_list", "kwargs"))
         return [self._one(text_of(c), i, k) for c, i, k in zip(completions, ids, kwargs, strict=True)]
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raises `UserError` for instructions that cannot be verified."""
+        """Raise `UserError` for instructions that cannot be verified."""
         kinds = {kind for kind, _ in _instructions(row.get("instruction_id_list"), row.get("kwargs"))}
         if kinds & {"language:response_language", "change_case:english_capital", "change_case:english_lowercase"}:
             _identify()
@@ -61,14 +62,14 @@ class IFEval:
 
 
 def loosened(text: str) -> list[str]:
-    """A completion, and it without what is wont to stand around an answer."""
+    """Return a completion, and its forms without the usual text around an answer."""
     lines = text.split("\n")
     cut = [text, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
     return cut + [form.replace("*", "") for form in cut]
 
 
 def _instructions(ids: Any, kwargs: Any) -> list[tuple[str, dict[str, Any]]]:
-    """(kind, parameters) of each instruction. Raises `UserError` where one is unknown or lacks a parameter."""
+    """Return (kind, parameters) of each instruction. Raises `UserError` if one is unknown or lacks a parameter."""
     ids = [] if ids is None else list(ids)
     given = [{}] * len(ids) if kwargs is None else list(kwargs)
     if len(ids) != len(given):
@@ -88,7 +89,7 @@ def _parameters(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(kind: str, name: str, value: Any) -> Any:
-    """A parameter of the type that its name tells."""
+    """Return a parameter in the type that its name implies. Raises `UserError` for another type."""
     read: Callable[[Any], Any]
     if name.startswith(("num_", "nth_")) or name.endswith("frequency"):
         ok, expected, read = isinstance(value, int | float) and value == int(value) >= 0, "a whole number", int
@@ -112,8 +113,10 @@ def _found(words: Iterable[str], text: str, around: str = "") -> list[bool]:
 
 
 def sentences(text: str) -> list[str]:
-    """Sentences of a text: they end with a full stop, an exclamation or a question mark before a space, but not behind a usual
-    abbreviation or an initial; a line break between paragraphs ends one too.
+    """Return the sentences of a text.
+
+    A sentence ends with a full stop, an exclamation mark or a question mark before a space, but not after a common abbreviation
+    or an initial. An empty line between paragraphs ends one too.
     """
     found: list[str] = []
     for block in re.split(r"\n\s*\n", text):
@@ -137,7 +140,7 @@ def _identify() -> Callable[[str], tuple[str, float]]:
 
 
 def _language_of(text: str) -> str:
-    """Its ISO 639-1 code; empty where there is no letter to tell it by."""
+    """Return the ISO 639-1 code of a text's language, or "" if it has no letter."""
     identify = _identify()
     return identify(text.lower())[0] if any(map(str.isalpha, text)) else ""
 
@@ -147,7 +150,7 @@ def _in_language(text: str, language: str) -> bool:
 
 
 def _divided(text: str, divider: str) -> list[str] | None:
-    """What stands between dividers; None where nothing stands between two of them."""
+    """Return the parts between dividers, or None if there is nothing between two of them."""
     parts = re.split(divider, text)
     inner = parts[1:-1]
     return [p for p in parts if p.strip()] if all(p.strip() for p in inner) else None
@@ -191,7 +194,7 @@ def _two_responses(text: str) -> bool:
 
 
 def _capital_words(text: str) -> int:
-    """As the published checker counts them: DON'T is two, a hyphenated word one."""
+    """Return the number of capital words as the published checker counts: DON'T is two, a hyphenated word one."""
     parted = re.sub(r"(n't|'(?:s|m|d|ll|re|ve))\b", r" \1", text, flags=re.IGNORECASE)
     return sum(map(str.isupper, re.findall(r"[^\s,;:?!()\[\]{}<>\"]+", parted)))
 

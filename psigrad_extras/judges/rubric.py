@@ -1,4 +1,4 @@
-"""A reward given by a language model that reads a rubric: a local one, or one behind an OpenAI-compatible endpoint."""
+"""A reward by a language model that reads a rubric: a local model, or one behind an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ NUMBER_ALONE = """How well does the answer meet the rubric? Reply with one whole
 and nothing else."""
 _SCORE = re.compile(r"score\W{0,5}(\d+(?:\.\d+)?)", re.IGNORECASE)
 _LARGEST = 1 << 20
-# The share of a local judge's probability that must lie on the numbers that it may reply with.
+# The minimum share of a local judge's probability on the allowed numbers.
 _LEAST = 0.01
 
 
 @dataclass(frozen=True)
 class Judge:
-    """A language model that is asked to judge: where it is, and how often and how long it is asked."""
+    """A language model as a judge: its address, and the limits of requests to it."""
 
     model: str = ""
     """Folder or hub name of a local judge, or the name of the model behind `base_url`."""
@@ -62,15 +62,15 @@ class Judge:
     attempts: int = 3
     """Requests for one completion before it stays unscored."""
     seconds: float = 60.0
-    """Longest wait for one reply."""
+    """Maximum seconds to wait for a reply."""
     concurrency: int = 8
-    """Requests at a time."""
+    """Concurrent requests."""
     max_tokens: int = 512
-    """Longest reply."""
+    """Maximum tokens of a reply."""
     cache: str = ""
-    """Folder that keeps replies by what was asked of whom, so that nothing is asked twice; empty: none."""
+    """Folder that caches replies by judge and question, so that no question is asked twice; empty: no cache."""
     reward: ClassVar[str] = "rubric"
-    """What the settings call it."""
+    """The name of the reward in the settings."""
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.concurrency < 1 or not self.seconds > 0:
@@ -82,7 +82,7 @@ class Judge:
             raise UserError(f"{self.reward}: base_url is {self.base_url!r}; it must begin with http:// or https://.")
 
     def ask(self, question: str, read: Callable[[str], T]) -> T | Unscored:
-        """What `read` makes of the endpoint's reply; it raises `NoAnswerError` for one that says nothing."""
+        """Return the endpoint's reply as parsed by `read`, which raises `NoAnswerError` for an unusable one."""
         kept = Path(self.cache) / _digest(self.base_url, self.model, question, *self._how()) if self.cache else None
         if kept is not None and kept.is_file():
             return read(kept.read_text(encoding="utf-8"))
@@ -104,14 +104,14 @@ class Judge:
         return Unscored(f"the judge gave no score in {attempt + 1} requests: {why}")
 
     def _how(self) -> tuple[str, ...]:
-        """What else a reply depends on."""
+        """Return the other values that a reply depends on."""
         return (str(self.max_tokens),)
 
     def _reply(self, question: str) -> str:
         return str(self._choice(question, temperature=0, max_tokens=self.max_tokens)["message"]["content"])
 
     def _choice(self, question: str, **more: Any) -> Any:
-        """The endpoint's choice. Raises `NoAnswerError`."""
+        """Return the endpoint's choice. Raises `NoAnswerError`."""
         body = {"model": self.model, "messages": [{"role": "user", "content": question}], **more}
         key, url = os.environ.get(self.api_key_variable, ""), f"{self.base_url.rstrip('/')}/chat/completions"
         found = ask(url, body, key=key, seconds=self.seconds, largest=_LARGEST)
@@ -123,9 +123,9 @@ class Judge:
 
 
 def fence(texts: Sequence[Any]) -> tuple[str, list[str]]:
-    """A mark that none of the texts holds, and the texts, in which a chat template's tokens are plain text."""
+    """Return a mark that occurs in none of the texts, and the texts with a chat template's tokens made plain text."""
     said = [_disarm("" if text is None else str(text)) for text in texts]
-    return _digest(*said)[:12], said  # no text holds the digest of itself, so none can close its own mark
+    return _digest(*said)[:12], said  # no text can contain its own digest, so none can close its mark
 
 
 def _digest(*texts: str) -> str:
@@ -134,25 +134,25 @@ def _digest(*texts: str) -> str:
 
 @dataclass(frozen=True)
 class Rubric(Judge, Preparable):
-    """How well a completion meets a rubric, from 0 to 1, as a language model judges it.
+    """A reward from 0 to 1 for how well a completion meets a rubric, as a language model judges it.
 
     Formula: with a local judge Σ_k k·p(k) / scale, p the judge's distribution over the replies 0 … scale, from one forward pass;
-             behind an endpoint the score that stands at the end of its reply, over scale, or with `probabilities` as locally
+             behind an endpoint the score at the end of its reply, over scale, or with `probabilities` as locally
 
-    The rubric is the parameter `rubric`, or the dataset's column `rubric`; a column `answer`, where there is one, is shown to the
-    judge as a reference. A judge that does not reply, or replies without a score, leaves the completion unscored.
+    The rubric is the parameter `rubric`, or the dataset's column `rubric`. The judge sees a column `answer`, if there is one, as
+    a reference. If the judge does not reply, or replies without a score, the completion stays unscored.
 
     Source: Zheng et al. 2023, Judging LLM-as-a-judge, arXiv:2306.05685; the weighting by probabilities: Liu et al. 2023, G-Eval,
     arXiv:2303.16634.
     """
 
     rubric: str = ""
-    """What a good answer does; empty: the column `rubric`."""
+    """Description of a good answer; empty: the column `rubric`."""
     scale: int = 5
     """The best score; the worst is 0."""
     probabilities: bool = False
-    """Behind an endpoint: weigh the scores by the probabilities that the judge gives them, of which the endpoint tells the 20
-    largest, instead of having it write. The scale is at most 9 then.
+    """With an endpoint: weigh the scores by the judge's probabilities, instead of letting it write a reply. The endpoint returns
+    the 20 largest probabilities. The scale is then at most 9.
     """
 
     def __post_init__(self) -> None:
@@ -163,7 +163,7 @@ class Rubric(Judge, Preparable):
             raise UserError(f"rubric: scale is {self.scale}; expected a scale from 1 to 100.")
 
     def check(self) -> None:
-        """Raises `UserError` where no judge was given."""
+        """Raise `UserError` if no judge was given."""
         if not self.model:
             raise UserError(
                 "rubric: no judge was given; write {reward: rubric, model: FOLDER_OR_HUB_NAME}, or with base_url the name of the "
@@ -171,12 +171,12 @@ class Rubric(Judge, Preparable):
             )
 
     def prepare(self) -> None:
-        """Load the local judge, where there is one: workers do so before the clock of the first completion runs."""
+        """Load the local judge, if there is one. Workers call this before the time limit of the first completion starts."""
         if not self.base_url:
             _judge(self.model)
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | Unscored | None]:
-        """One score for each completion; None where neither the reward nor the row has a rubric."""
+        """Return one score for each completion, or None if neither the reward nor the row has a rubric."""
         rubrics = [self.rubric] * len(prompts) if self.rubric else list(columns.get("rubric") or [""] * len(prompts))
         answers = columns.get("answer") or [None] * len(prompts)
         asked = [
@@ -208,7 +208,7 @@ class Rubric(Judge, Preparable):
         return ("probabilities",) if self.probabilities else super()._how()
 
     def _reply(self, question: str) -> str:
-        """With `probabilities` those of the first token, as JSON."""
+        """Return the reply or, with `probabilities`, those of its first token as JSON."""
         if not self.probabilities:
             return super()._reply(question)
         found = self._choice(question, temperature=1, max_tokens=1, logprobs=True, top_logprobs=20)
@@ -218,7 +218,7 @@ class Rubric(Judge, Preparable):
             raise NoAnswerError("the endpoint tells no probabilities (top_logprobs)", again=False) from error
 
     def _weighed(self, told: str) -> float:
-        """Σ_k k·p(k) / (scale · Σ_k p(k)) over the scores among the tokens that were told."""
+        """Return Σ_k k·p(k) / (scale · Σ_k p(k)) over the scores among the returned tokens."""
         chances: dict[int, float] = {}
         for token, logprob in json.loads(told):
             if (text := token.strip()).isdecimal() and int(text) <= self.scale:
@@ -231,7 +231,7 @@ class Rubric(Judge, Preparable):
 
 
 def _disarm(text: str, tokens: Sequence[str] = ()) -> str:
-    """A text whose <|im_end|> and the like, and any of these tokens, are plain text to a chat template."""
+    """Return a text in which special tokens such as <|im_end|>, and any of `tokens`, are plain text for a chat template."""
     text = re.sub(r"<([|｜])(?=[\w./:-]{1,60}[|｜]>)", r"< \1", text)
     for token in tokens:
         text = text.replace(token, f"{token[:1]} {token[1:]}") if len(token) > 1 else text
@@ -239,7 +239,7 @@ def _disarm(text: str, tokens: Sequence[str] = ()) -> str:
 
 
 def score_in(reply: str, scale: int) -> float:
-    """The last score that a reply names. Raises where there is none, or it is beyond the scale."""
+    """Return the last score in a reply. Raises `NoAnswerError` if there is none, or if it is outside the scale."""
     found = _SCORE.findall(reply)
     if not found:
         raise NoAnswerError(f"no score in the reply {reply[-80:]!r}", again=True)
@@ -255,7 +255,7 @@ class _LocalJudge:
     model: Any
 
     def expectation(self, question: str, scale: int) -> tuple[float, float]:
-        """The expected score among 0 … scale, and the probability that the reply begins with one of them."""
+        """Return the expected score among 0 … scale, and the probability that the reply starts with one of them."""
         import torch
 
         from psigrad.language.data.dataset_rows import Row

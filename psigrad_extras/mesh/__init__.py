@@ -1,1 +1,1 @@
-"""Processes that compute together: copies of a model in shards, tensor parallelism, and rows that several divide."""
+"""Processes that compute together: sharded copies of a model, tensor parallelism, and context parallelism."""

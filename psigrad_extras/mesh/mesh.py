@@ -1,6 +1,6 @@
-"""Processes as a mesh of (replicate, shard, tensor): who holds which part of a model in shards, and who computes together.
+"""The mesh of processes (replicate, shard, tensor): which process holds which shard, and which processes compute together.
 
-Those that divide the tokens of a row (`Division.context`) hold a part each as well: they lie in the dimension "shard".
+Processes that divide the tokens of a row (`Division.context`) also hold a shard each. They are in the dimension "shard".
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from psigrad_extras.mesh.ulysses import Ulysses
 
 
 def divide(model: Pretrained, world: World, kind: str) -> Any:
-    """Leave each process with its part of every layer, and with its place among those that divide rows; the mesh that the parts
-    are to be in shards over. Raises `UserError` where the model, or its family, cannot be divided so.
+    """Leave each process with its part of every layer and its rank among those that divide rows.
+
+    Return the mesh for the shards. Raises `UserError` if the model or its family cannot be divided this way.
     """
     check(model, world)
     ranks: Any = world
@@ -33,7 +34,7 @@ def divide(model: Pretrained, world: World, kind: str) -> Any:
     if world.division.team > 1:
         model.decoder, model.why_unfused = None, "several processes compute it together"
     if tensor is not None:
-        # it warns that a matrix in two ways of division is put together in two steps, which is so
+        # PyTorch warns that a matrix with two kinds of division is gathered in two steps, which is intended.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         divide_layers(model, tensor)
     return over
@@ -41,7 +42,7 @@ def divide(model: Pretrained, world: World, kind: str) -> Any:
 
 @functools.lru_cache(1)
 def make(world: Any, kind: str) -> tuple[Any, Any, Ulysses | None]:
-    """(the mesh that weights are in shards over, that of tensor parallelism or None, who divides rows or None)."""
+    """Return (the mesh of the shards, the mesh of tensor parallelism or None, the processes that divide rows or None)."""
     from torch.distributed.device_mesh import init_device_mesh
 
     replicate, tensor, context = world.division
@@ -58,7 +59,7 @@ def make(world: Any, kind: str) -> tuple[Any, Any, Ulysses | None]:
 
 
 def check(model: Pretrained, world: World) -> None:
-    """Raise `UserError` where a model cannot be computed by several processes together."""
+    """Raise `UserError` if several processes cannot compute the model together."""
     _, tensor, context = world.division
     config = model.network.config
     if world.division.team == 1:
@@ -80,8 +81,9 @@ def check(model: Pretrained, world: World) -> None:
 
 
 def divide_layers(model: Pretrained, over: Any) -> None:
-    """Leave each process of the mesh with its part of every layer's matrices, by the plan that transformers has for the family.
-    Raises `UserError` where it has none, or has other numbers or gradients than the whole model.
+    """Leave each process of the mesh with its part of every layer's matrices, by transformers' plan for the family.
+
+    Raises `UserError` if there is no plan, or if the result has other numbers or gradients than the full model.
     """
     network: Any = model.network
     family = type(network).__name__
@@ -102,8 +104,8 @@ def divide_layers(model: Pretrained, over: Any) -> None:
         raise UserError(f"tp_size is above 1, and {family} divided by its plan differs from itself by {gap:.1g}; give tp_size=1.")
 
 
-# Of each style of transformers' plans: the dimension that a matrix is divided in, and whether input, or output, is whole on each
-# process that has a part of the matrix. Vectors between are whole, and each sees the gradient of its own heads.
+# Style of transformers' plans -> (dimension of the division, True if each process has the full input, the same for the output).
+# Vectors between are not divided, and each process sees the gradient of its own heads.
 _STYLES = {
     "colwise": (0, True, False),
     **dict.fromkeys(("colwise_rep", "colwise_gather_output"), (0, True, True)),
@@ -114,8 +116,9 @@ _STYLES = {
 
 
 def _divide(module: Any, dim: int | None, whole_input: bool, whole_output: bool, over: Any) -> None:
-    """Divide a module. It computes with plain tensors: DTensor asks anew for every length of a row how to compute, which takes
-    longer than a layer.
+    """Divide a module.
+
+    It computes with plain tensors. DTensor plans the computation again for every row length, which takes longer than a layer.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
@@ -146,7 +149,7 @@ def _divide(module: Any, dim: int | None, whole_input: bool, whole_output: bool,
         held = {name: p for name, p in module._parameters.items() if p is not None}
         partial = [Partial()] if dim is None else None
         local = {name: p.to_local(grad_placements=partial) for name, p in held.items()}
-        after = local.pop("bias", None) if dim == 1 else None  # it is added once
+        after = local.pop("bias", None) if dim == 1 else None  # it must be added only once
         module._parameters.update(dict.fromkeys(held), **local)
         try:
             if dim is not None and whole_input:
@@ -163,7 +166,7 @@ def _divide(module: Any, dim: int | None, whole_input: bool, whole_output: bool,
 
 
 class _Through(torch.autograd.Function):
-    """What `there` makes of a tensor; of its gradient, what `back` makes."""
+    """A function that applies `there` to a tensor and `back` to its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
@@ -176,7 +179,7 @@ class _Through(torch.autograd.Function):
 
 
 def _probe(model: Pretrained) -> list[Tensor]:
-    """Numbers of the model, and their gradient in its vectors: norms and biases, which a plan may overlook."""
+    """Return numbers of the model, and their gradient in its vectors: norms and biases, which a plan may miss."""
     vectors: list[nn.Parameter] = [p for p in model.network.parameters() if p.ndim == 1 and p.requires_grad]
     with torch.enable_grad():
         found = model._probe(model._texts(), packed=True)

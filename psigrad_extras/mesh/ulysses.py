@@ -1,5 +1,6 @@
-"""Rows that several processes compute together: each has some of the tokens, and in attention all tokens of some heads (Ulysses,
-Jacobs et al. 2023, arXiv:2309.14509).
+"""Context parallelism: each process has some tokens of a row and, in attention, all tokens of some heads.
+
+Source: Ulysses, Jacobs et al. 2023, arXiv:2309.14509.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ class Ulysses:
     size: int
 
     def share(self, inputs: ForwardInputs, layout: Layout) -> ForwardInputs:
-        """This process' tokens of a row that attends by `layout`, and the targets that they predict. All have as many tokens: the
-        last ones may be padding, which nothing attends to. Who predicts nothing predicts something that `gather` drops, so that
-        its backward pass goes through all layers.
+        """Return this process's tokens of a row with the attention of `layout`, and the targets that they predict.
+
+        All processes have the same number of tokens. The last ones may be padding, which nothing attends to. A process without a
+        target gets one that `gather` drops, so that its backward pass still goes through all layers.
         """
         rows = inputs.input_ids.shape[1]
         length = -(-rows // self.size)
@@ -49,8 +51,9 @@ class Ulysses:
         )
 
     def gather(self, found: Tensor | None, mine: Tensor | None, whole: int) -> Tensor | None:
-        """[whole, …] of what each process found for the targets `mine`. The gradient of each is that of its own: the loss of the
-        whole row is the same on all of them, and counts once.
+        """Return [whole, …] the values of all processes, each for its targets `mine`.
+
+        Each process gets the gradient of its own values. The loss of the full row is the same on all processes and counts once.
         """
         return None if found is None else _Gather.apply(found, self, mine, whole)
 
@@ -67,7 +70,10 @@ class DividedLayout:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
-        """As the inner layout, of this process' heads of all tokens. Shapes as in `Layout.attend`, of its own tokens."""
+        """Attend with the inner layout, over this process's heads and all tokens.
+
+        Shapes are as in `Layout.attend`, for this process's tokens.
+        """
         size, heads = self.context.size, q.shape[1]
         if k.shape[1] % size:
             k, v = (repeat_heads(x, heads) for x in (k, v))
@@ -81,7 +87,7 @@ class DividedLayout:
 
 
 class _Swap(torch.autograd.Function):
-    """[1, H, S / n, D] of this process' tokens to [1, H / n, S, D] of its heads, or back."""
+    """The exchange from [1, H, S / n, D] of a process's tokens to [1, H / n, S, D] of its heads, or back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, context: Ulysses, to_heads: bool) -> Tensor:

@@ -1,1 +1,1 @@
-"""What is asked before a run: will it fit, does it compute the same, how fast is it, what does this machine offer."""
+"""Checks before a run: memory, correctness, speed, and the features of this machine."""

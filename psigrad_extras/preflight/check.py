@@ -1,7 +1,7 @@
-"""Whether a model, its data and its settings will train rightly: what must be equal is computed twice, before any training.
+"""Checks that a model, its data and its settings will train correctly: values that must be equal are computed in two ways.
 
-Each check has a number (how far two ways to compute the same are apart), a bound, and a control: the number that a planted fault
-gives. A bound that the control does not exceed proves nothing, and the check says so.
+Each check has a number (the difference between two ways to compute the same), a bound, and a control: the number under a planted
+fault. If the control does not exceed the bound, the check proves nothing and reports that.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from psigrad.objective.parts.advantage import total_return
 from psigrad.optim import Optimizer, add_up
 from psigrad.runs import machine
 
-# Prompts that are looked at, completions of each, and the most tokens of one.
+# The number of prompts, of completions per prompt, and the maximum tokens of a completion.
 PROMPTS, COMPLETIONS, TOKENS = 4, 3, 24
 TEXTS = ("The capital of France is", "2 + 2 =", "Once upon a time there was a little", "def add(a, b):")
-# Mean difference of log-probs in nats, and of gradients as a share of their norm. Sums in another order differ by about 1e-6 in
-# float32; bfloat16 has 8 bits, and a deep network adds their rounding up.
+# The bounds on the mean difference of log-probs in nats, and of gradients as a share of their norm. Sums in another order differ
+# by about 1e-6 in float32. bfloat16 has 8 bits, and rounding accumulates in a deep network.
 BOUNDS = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (5e-2, 2e-1)}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check came to."""
+    """The result of a check."""
 
     name: str
     what: str
@@ -69,19 +69,19 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """ok; failed; or unproven, where the planted fault stays within the bound."""
+        """The verdict: ok, failed, or unproven if the planted fault stays within the bound."""
         if not self.value <= self.bound:
             return "failed"
         return "ok" if self.control > self.bound else "unproven"
 
     def row(self) -> dict[str, Any]:
-        """As JSON: name, what, value, bound, control, verdict, seconds, note."""
+        """Return the result as JSON: name, what, value, bound, control, verdict, seconds, note."""
         return vars(self) | {"verdict": self.verdict, "seconds": round(self.seconds, 3)}
 
 
 @dataclass
 class Subject:
-    """The model with prompts and completions of its own."""
+    """The model to check, with prompts and its completions."""
 
     config: OnlineConfig
     model: LanguageModel
@@ -104,19 +104,19 @@ class Subject:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Of log-probs and of gradients."""
+        """The bounds of log-probs and of gradients."""
         return BOUNDS.get(self.model.network.dtype, BOUNDS[torch.bfloat16])
 
     @torch.no_grad()
     def logp(self, groups: Groups, **how: Any) -> list[Tensor]:
-        """The log-probs of each completion."""
+        """Return the log-probs of each completion."""
         found = self.model.evaluate(groups, **how).logp
         lengths = [len(ids) for group in groups.completions for ids in group]
         return [row[:length] for row, length in zip(found, lengths, strict=True)]
 
 
 def _rows(config: OnlineConfig, model: LanguageModel) -> list[Row]:
-    """The prompts of the dataset, of any form; of text to train on as a whole the text itself."""
+    """Return the prompts of the dataset, in any form. If the rows are plain texts to train on, return these texts."""
     if not config.data.dataset:
         return from_rows([{"prompt": text} for text in TEXTS], "prompt-only").rows
     try:
@@ -130,7 +130,7 @@ def _rows(config: OnlineConfig, model: LanguageModel) -> list[Row]:
 
 
 def load_subject(config: OnlineConfig) -> Subject:
-    """The model, and completions that it samples with the run's own settings, shortened."""
+    """Load the model, and sample shortened completions with the run's settings."""
     model = load_model(config.model, config.run, None)
     short = replace(config.sampling, max_completion_length=min(TOKENS, config.sampling.max_completion_length))
     rows = offer_tools(config, _rows(config, model))
@@ -138,13 +138,13 @@ def load_subject(config: OnlineConfig) -> Subject:
     dataset = list(Prompts(rows, encode_rows(range(len(rows)), encoder, config.data, redaction.tell)[0]))
     room = model.max_length - short.max_completion_length
     fitting = sorted((p for p in dataset if 0 < len(p.ids) <= room), key=lambda p: len(p.ids))
-    unlike = list({tuple(p.ids): p for p in fitting}.values())  # where all are the same a wrong one would not show
+    unlike = list({tuple(p.ids): p for p in fitting}.values())  # an error would not show with equal prompts
     prompts = (unlike if len(unlike) > 1 else fitting)[:PROMPTS]
     if len(prompts) < 2:
         raise UserError("The dataset has fewer than two prompts that fit into the model; give some more.")
     params = samplers.sampling_params(short, model, [p.row for p in prompts])
     sampler = samplers.make(config.sampling, model)
-    groups = []  # with lengths of their own, so that padding and packing have something to get wrong
+    groups = []  # of different lengths, so that errors of padding and packing show
     for place, prompt in enumerate(prompts):
         request = Request(prompt.ids, tuple(range(100 * place, 100 * place + COMPLETIONS)))
         (completions,) = sampler.sample([request], replace(params, max_tokens=max(2, params.max_tokens - 3 * place)))
@@ -156,10 +156,10 @@ FRESH = Lora(4)
 
 
 def run(config: OnlineConfig, told: Callable[[str], None] = lambda name: None) -> list[Finding]:
-    """Check `config.model` with `config.data` and the other settings of a run. Nothing is trained and nothing is left behind.
-    `told` hears the name of each check before it begins: a large model takes minutes.
+    """Check `config.model` with `config.data` and the other settings of a run. Nothing is trained, and no files remain.
 
-    Raises `UserError` where the model or the dataset cannot be read.
+    `told` is called with the name of each check before it starts, since a large model takes minutes. Raises `UserError` if the
+    model or the dataset cannot be read.
     """
     machine.prepare_torch(config.run)
     check_sampling(config.sampling)
@@ -181,12 +181,12 @@ def run(config: OnlineConfig, told: Callable[[str], None] = lambda name: None) -
 
 
 def all_pass(findings: Sequence[Finding]) -> bool:
-    """Whether every check holds and could have failed."""
+    """Return True if every check passed and could have failed."""
     return all(finding.verdict == "ok" for finding in findings)
 
 
 def report(findings: Sequence[Finding], *, as_json: bool = False, rows: Sequence[Rendered] = ()) -> str:
-    """A line for each, or one JSON object {"passed", "checks", "rows"}."""
+    """Return a line for each check, or one JSON object {"passed", "checks", "rows"}."""
     if as_json:
         shown = [{"title": title, "pieces": pieces} for title, pieces in rows]
         return json.dumps({"passed": all_pass(findings), "checks": [f.row() for f in findings], "rows": shown}, indent=1)
@@ -205,7 +205,7 @@ def report(findings: Sequence[Finding], *, as_json: bool = False, rows: Sequence
 
 
 def _apart(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    """Mean absolute difference over all tokens; infinite where one is not finite."""
+    """Return the mean absolute difference over all tokens; infinity if one is not finite."""
     difference = torch.cat([(x.double() - y.double()).abs() for x, y in zip(a, b, strict=True)])
     return float(difference.mean()) if bool(torch.isfinite(difference).all()) else float("inf")
 
@@ -221,7 +221,7 @@ def check_data(subject: Subject) -> Finding:
 
 
 def _problems(model: LanguageModel, row: Row, stops: Sequence[int], vocabulary: int) -> Iterator[str]:
-    """What is wrong with the tokens that end a text, and with the chat template."""
+    """Yield problems with the tokens that end a text, and with the chat template."""
     if not model.eos_token_ids:
         yield "there is no EOS token"
     for token in stops:
@@ -235,7 +235,7 @@ def _problems(model: LanguageModel, row: Row, stops: Sequence[int], vocabulary: 
 
 
 def _acts(model: LanguageModel) -> list[str]:
-    """What the model's generation_config would change in a sampler that obeys it."""
+    """Return the values of the model's generation_config that would change sampling if a sampler applied them."""
     config = model.network.generation_config
     usual = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "suppress_tokens": None, "forced_eos_token_id": None}
     held = {name: getattr(config, name, None) for name in usual} if config is not None else {}
@@ -247,7 +247,7 @@ def check_text(subject: Subject) -> Finding:
     model, row = subject.model, subject.prompts[0].row
     stops = sorted({*model.eos_token_ids, *subject.params.stop_token_ids})
     found = list(_problems(model, row, stops, model.vocabulary))
-    # a token that the model would go on behind must end the completion once it is among those that stop
+    # A token in the middle of a completion must end it once it is a stop token.
     first = subject.trajectories[0][0]
     places = [place for place, token in enumerate(first.completion.ids[:-1]) if token not in stops]
     request = Request(first.prompt_ids, (0,))
@@ -275,7 +275,7 @@ def check_tools(subject: Subject) -> Finding:
         observation_ids(tokenizer, row, [{"role": "tool", "name": PROBE.name, "content": "7"}])
     except UserError as error:
         found.append(reason_of(error))
-    # one that breaks off must be answered with what is wrong
+    # A truncated call must be answered with its error.
     broken = form.probe(form.seen[: form.seen.find("colours")])
     seen = show(" ".join(form.seen.split()), 200) if form.seen else "the chat template writes none"
     note = "; ".join([f"{form.family or 'any form'}: {seen}", *found])
@@ -288,7 +288,7 @@ def check_packing(subject: Subject) -> Finding:
     whole = subject.logp(subject.groups)
     padded = subject.logp(subject.groups, packed=False)
     alone = [subject.logp(Groups([p], [[c]]), packed=False)[0] for p, c in subject.alone]
-    # what attention across the borders would give: every text behind its neighbour
+    # The planted fault, attention across the borders: every text after its neighbour.
     behind = [
         subject.logp(Groups([[*p0, *c0, *p]], [[c]]))[0]
         for (p0, c0), (p, c) in zip([subject.alone[-1], *subject.alone], subject.alone, strict=False)
@@ -317,7 +317,7 @@ def check_sampling_logps(subject: Subject) -> Finding:
     mine = subject.logp(subject.groups, temperature=temperature)
     theirs = [torch.tensor(c.logprobs, device=subject.model.device) for c in completions]
     value = _apart(mine, theirs)
-    if subject.params.filtered:  # the distribution after top-k and the like, out of the trainer's logits
+    if subject.params.filtered:  # the distribution after filters such as top-k, from the trainer's logits
         exact = [_filtered_logps(subject, prompt, ids) for prompt, ids in subject.alone]
         drawn = [torch.tensor(c.sampling_logprobs, device=subject.model.device) for c in completions]
         value = max(value, _apart(exact, drawn))
@@ -352,11 +352,11 @@ def check_reference(subject: Subject) -> Finding:
 
 
 class _Changed:
-    """A context in which the first matrix that learns is another."""
+    """A context in which the first trainable matrix is changed."""
 
     def __init__(self, model: LanguageModel) -> None:
         matrices = [p for p in model.trainable().values() if p.dim() == 2]
-        # the second matrix of an adapter begins at 0, where half of it would be nothing
+        # The second matrix of an adapter starts at 0, so halving it would change nothing.
         self.parameter = next((p for p in reversed(matrices) if bool(p.any())), matrices[-1])
         self.adapter = [p for p in matrices if not bool(p.any())]
 
@@ -385,7 +385,7 @@ def check_saving(subject: Subject) -> Finding:
     value = _apart(before, again.logp(subject.groups))
     with _Changed(loaded):
         control = _apart(before, again.logp(subject.groups))
-    # an adapter that is merged is rounded once more
+    # A merged adapter is rounded once more.
     bound = 0.0 if subject.model.adapter is None else subject.bounds[0]
     return Finding("saving", "the model saved and loaded, and as it was", value, bound, control)
 
@@ -407,26 +407,26 @@ def check_adapter(subject: Subject) -> Finding:
 
 
 Gradient = dict[str, Tensor]
-# Numbers of processes whose shares are added up.
+# The numbers of processes whose shares are summed.
 RANKS = (2, 3)
 
 
 def _algorithm(config: OnlineConfig) -> PolicyGradient:
-    """The run's own, where it trains on rewards without a critic or a reference; else DAPO without its filters."""
+    """Return the run's algorithm if it trains on rewards without a critic or a reference, else DAPO without its filters."""
     algorithm = method(config)
     usable = isinstance(algorithm, PolicyGradient) and not (algorithm.needs_critic or algorithm.needs_reference)
     if not usable or not isinstance(algorithm, PolicyGradient) or not algorithm.needs_reward:
         algorithm = replace(DAPO, name="")
-    # no baseline: where completions are alike, terms around their mean cancel, and what is left is rounding
+    # Without a baseline: if completions are similar, terms around their mean cancel, and only rounding remains.
     return replace(algorithm, psi=total_return(), keep=(), correction=None)
 
 
 class _Step:
-    """One step on the subject's completions, whose gradient is found in any number of parts."""
+    """A step on the subject's completions, whose gradient can be computed in any number of parts."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject, self.algorithm = subject, _algorithm(subject.config)
-        scored = [  # rewards by length are above 0, different within a group, and need no reward function
+        scored = [  # rewards by length are positive, differ within a group, and need no reward function
             [replace(t, reward=float(1 + (7 * k + len(t.completion.ids)) % 5), status="scored") for k, t in enumerate(group)]
             for group in subject.trajectories
         ]
@@ -436,15 +436,15 @@ class _Step:
         self.whole = self.algorithm.totals(self.prepared)
 
     def parts(self, budget: int, ranks: int = 1) -> list[MicroBatch]:
-        """The micro-batches of at most `budget` tokens, as many for each of `ranks` processes as can be."""
+        """Return micro-batches of at most `budget` tokens, with equal numbers for each of `ranks` processes if possible."""
         return micro_batches(self.batch, self.prepared.needs_gradient.cpu(), budget, ranks)
 
     def totals(self, parts: Sequence[MicroBatch]) -> Totals:
-        """What losses divide by where these parts are all there is."""
+        """Return the totals that losses divide by if these are all parts."""
         return self.algorithm.totals(self.prepared, torch.cat([rows_of(part) for part in parts]))
 
     def gradient(self, parts: Sequence[MicroBatch], totals: Callable[[MicroBatch], Totals], scale: float = 1.0) -> Gradient:
-        """The sum over the parts, by name."""
+        """Return the gradient summed over the parts, by name."""
         add_up([self.optimizer], [partial(self._loss, part, totals(part), scale) for part in parts])
         weights = self.optimizer.weights.items()
         found = {name: g.detach().float().clone() for name, w in weights if (g := w.gradient) is not None}
@@ -478,7 +478,7 @@ def check_processes(subject: Subject) -> Finding:
     for ranks in RANKS:
         shares = [step.parts(1, ranks)[rank::ranks] for rank in range(ranks)]
         summed = _sum([step.gradient(share, lambda part: step.whole) for share in shares if share])
-        # the planted fault: the mean over processes, which data parallelism takes by default, of what is divided by all already
+        # The planted fault: the mean over processes, the default of data parallelism, of sums that are already divided by all.
         mean = {name: part / ranks for name, part in summed.items()}
         value, control = max(value, steepest(summed, one)), max(control, steepest(mean, one))
     return Finding("processes", "gradients of one process and of the sum over many", value, subject.bounds[1], control)
@@ -490,7 +490,7 @@ def _sum(parts: Sequence[Gradient]) -> Gradient:
 
 
 def steepest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """The greatest difference of a parameter's gradient, as a share of its norm; a very small one counts by the whole norm."""
+    """Return the greatest difference of a parameter's gradient relative to its norm, or to 0.1 % of the total norm if larger."""
     if a.keys() != b.keys():
         return float("inf")
     least = 1e-3 * float(torch.stack([g.double().norm() for g in b.values()]).norm())

@@ -1,4 +1,4 @@
-"""`psigrad doctor`: what this machine offers for training, and what is missing."""
+"""`psigrad doctor`: a report of this machine's features for training, and of missing ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from psigrad.records.report.terminal import show_size
 from psigrad.runs.machine import cores
 from psigrad_extras.preflight.plan.hardware import available_memory, installed_memory
 
-# extra -> the package that shows whether it is installed
+# Extra -> the package that shows if it is installed.
 EXTRAS = {
     "cluster": "ray",
     "control": "Box2D",
@@ -50,7 +50,7 @@ EXTRAS = {
 
 
 class Check(NamedTuple):
-    """One line: what was looked at, how it is, and what to do where it is not well."""
+    """A line of the report: the name of the check, its state, and advice if it is not ok."""
 
     name: str
     state: Literal["ok", "missing", "broken"]
@@ -59,7 +59,7 @@ class Check(NamedTuple):
 
 
 def checks() -> Iterator[Check]:
-    """Everything that is looked at, in the order that it is printed."""
+    """Yield all checks, in the order of the report."""
     yield Check("psigrad", "ok", f"{psigrad.__version__}, Python {platform.python_version()}, {platform.system()}")
     for package in ("torch", "transformers", "peft", "datasets"):
         yield _package(package, f"pip install {package}")
@@ -81,12 +81,12 @@ def checks() -> Iterator[Check]:
 
 
 def report(*, as_json: bool = False, looked: Callable[[], Iterator[Check]] = checks) -> str:
-    """The checks as aligned lines, or as one JSON object {name: {state, detail, advice}}."""
+    """Return the checks as aligned lines, or as one JSON object {name: {state, detail, advice}}."""
     found = list(looked())
     if as_json:
         return json.dumps({check.name: {k: v for k, v in check._asdict().items() if k != "name"} for check in found}, indent=1)
     absent = [check for check in found if check.name.startswith("extra ") and check.state == "missing"]
-    if absent:  # in one line: a new user has none of them, and misses none
+    if absent:  # in one line, since a new user has no extras and needs none
         names = ", ".join(check.name.removeprefix("extra ") for check in absent)
         found = [check for check in found if check not in absent]
         found.append(Check("extras", "missing", names, "optional; a command that needs one names its packages"))
@@ -101,7 +101,7 @@ def report(*, as_json: bool = False, looked: Callable[[], Iterator[Check]] = che
 def _package(name: str, advice: str, label: str = "") -> Check:
     try:
         importlib.import_module(name)
-        # torch's own names the build, as +cu130, which that of its package need not
+        # torch.__version__ includes the build, such as +cu130. The version of the package may not.
         return Check(label or name, "ok", f"{name} {torch.__version__ if name == 'torch' else version(name)}")
     except PackageNotFoundError:
         return Check(label or name, "ok", name)
@@ -112,7 +112,7 @@ def _package(name: str, advice: str, label: str = "") -> Check:
 
 
 def memory(unused: int, total: int) -> Check:
-    """Bytes that a run could take now, of those that the machine or the container has."""
+    """Check the bytes that a run could use now, of those that the machine or the container has."""
     detail = f"{show_size(unused)} of {show_size(total)} free"
     if unused < 2e9:
         return Check("memory", "broken", detail, "end other programs; `psigrad plan METHOD --model …` says what a run takes")
@@ -131,7 +131,7 @@ def _gpu() -> Check:
 
 
 def defaults(device: str) -> Check:
-    """What a run that trains has on this type of device unless its settings say otherwise."""
+    """Return the defaults of a training run on this type of device."""
     own = {name: settings_of(OnlineConfig)[name].default for name in usual_on(OnlineConfig, "cuda")}
     found = {name: f"{value}" for name, value in (own | usual_on(OnlineConfig, device)).items()}
     if found["micro_batch_tokens"] == "0":
@@ -156,7 +156,7 @@ def _compiler() -> Check:
 
 
 def _kernels() -> Check:
-    """The compiled kernels for a CPU, one of them checked against PyTorch."""
+    """Check the compiled kernels for a CPU, one of them against PyTorch."""
     found = kernels()
     if isinstance(found, str):
         return Check("CPU kernels", "missing", found, "without them training on a CPU is slower")

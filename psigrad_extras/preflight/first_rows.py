@@ -1,6 +1,4 @@
-"""The first rows of a dataset as a model would read them, and what rewards, tools and environments say to them, before any
-training.
-"""
+"""The first rows of a dataset as a model reads them, and the results of rewards, tools and environments, before training."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from psigrad.language.recipes.score_rows import score
 from psigrad.language.rollout.scoring import Unscored
 from psigrad.records.read import show_number
 
-# Rows that the rewards are tried on.
+# The number of rows for which the rewards are tried.
 TRIED = 2
 _COLOURS = {"prompt": "cyan", "trained": "green", "masked": "yellow", "sampled": "magenta"}
 # A value of each type of a JSON schema.
@@ -34,9 +32,9 @@ _VALUES: Mapping[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "arr
 
 
 def read_first_rows(config: OnlineConfig) -> list[Rendered]:
-    """The first rows of the dataset in its own form, with the tools; nothing without one. What was recognised goes to stderr.
+    """Return the first rows of the dataset in its own form, with the tools; [] without a dataset.
 
-    Raises `UserError` where the tokenizer, the dataset or a tool cannot be read.
+    The recognised form is printed on stderr. Raises `UserError` if the tokenizer, the dataset or a tool cannot be read.
     """
     if not config.data.dataset:
         return []
@@ -48,7 +46,7 @@ def read_first_rows(config: OnlineConfig) -> list[Rendered]:
 
 
 def lines(rendered: Iterable[Rendered]) -> Iterable[tuple[str, str]]:
-    """(line, colour) for a terminal. Each line of text begins with its kind, so that nothing is lost without colours."""
+    """Yield (line, colour) for a terminal. Each line starts with its kind, so that nothing is lost without colours."""
     for title, pieces in rendered:
         yield title, "bold"
         for kind, text in pieces:
@@ -57,9 +55,9 @@ def lines(rendered: Iterable[Rendered]) -> Iterable[tuple[str, str]]:
 
 
 def try_rewards(config: OnlineConfig) -> list[tuple[str, str]]:
-    """What the reward functions give to the first rows, in a line each: to a row's own answer where it has one, and to "?".
+    """Return a line for each result of the reward functions on the first rows: for the row's answer, if any, and for "?".
 
-    Raises `UserError` where they cannot judge a row: a wrong signature, a column that is not there, an error of their own.
+    Raises `UserError` if they cannot score a row: a wrong signature, a missing column, or an error inside them.
     """
     if not config.data.dataset or not config.reward:
         return []
@@ -79,10 +77,10 @@ def try_rewards(config: OnlineConfig) -> list[tuple[str, str]]:
 
 
 def try_turns(config: OnlineConfig) -> list[tuple[str, str]]:
-    """What each tool answers to a call, or the environment to "?", on the first row, in a line each.
+    """Return a line for each tool's answer to a call, or for the environment's answer to "?", on the first row.
 
-    An argument is the row's column of that name and type, or the simplest value of its type. Tools of a server are not called:
-    what they do is done elsewhere. Raises `UserError` where the environment, or the process of a tool, gives no answer.
+    An argument is the row's column of that name and type, or the simplest value of its type. Tools of a server are not called,
+    since they may change something elsewhere. Raises `UserError` if the environment or the process of a tool does not answer.
     """
     called = ToolBox([tool for tool in list_tools(config) if not isinstance(tool, ServerTool)]).parameters
     if library_of(config.environment) == "mcp" or not (config.environment or called):
@@ -108,7 +106,7 @@ def try_turns(config: OnlineConfig) -> list[tuple[str, str]]:
 
 
 def _call(name: str, parameters: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, str]:
-    """A call of a tool without the arguments that have a default, as a model writes it and as people do."""
+    """Return a call of a tool, without optional arguments, as a model writes it and in readable form."""
     asked = {key: _simplest(schema) for key, schema in parameters.items() if "default" not in schema}
     asked |= {key: row[key] for key, value in asked.items() if key in row and type(row[key]) is type(value)}
     written = f"<tool_call>{json.dumps({'name': name, 'arguments': asked})}</tool_call>"
@@ -116,21 +114,21 @@ def _call(name: str, parameters: Mapping[str, Any], row: Mapping[str, Any]) -> t
 
 
 def _simplest(schema: Mapping[str, Any]) -> Any:
-    """A value that a JSON schema allows."""
+    """Return a value that a JSON schema allows."""
     if "enum" in schema:
         return schema["enum"][0]
     return _simplest(schema["anyOf"][0]) if "anyOf" in schema else _VALUES.get(str(schema.get("type")), "?")
 
 
 def _tried_rows(config: OnlineConfig) -> list[Row]:
-    """The first rows, and not a word."""
+    """Return the first rows without printing messages."""
     few = replace(config.data, max_rows=config.data.max_rows or TRIED)
     form = form_of(few) or "prompt-only"
     return read_dataset(few, form, few.dataset, few.split, lambda kind, text, **fields: None).rows[:TRIED]
 
 
 def _first_row(config: OnlineConfig, playing: Playing) -> Row | None:
-    """The dataset's, or one that the environment brings along."""
+    """Return the first row of the dataset, or one that the environment provides."""
     if config.data.dataset:
         return _tried_rows(config)[0]
     made = playing.rows(1, config.run.seed)

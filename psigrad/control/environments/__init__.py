@@ -1,1 +1,1 @@
-"""Environments in step, what they return, and films of them."""
+"""Environments that are stepped together, their spaces, and the rollouts collected from them."""

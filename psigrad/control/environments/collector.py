@@ -1,4 +1,4 @@
-"""Steps of a policy in several environments, cut into trajectories."""
+"""Collecting the steps of a policy in several environments as trajectories."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from psigrad.errors import UserError
 
 
 class Normalizer:
-    """Observations less their running mean over their running deviation, and rewards over that of the discounted return.
+    """The normalisation of observations by their running mean and deviation, and of rewards by that of the discounted return.
 
-    The figures change between rollouts only, so that every step of a rollout is normalised alike.
+    The statistics change between rollouts only, so that every step of a rollout is normalised alike.
     Source: Andrychowicz et al. 2021, arXiv:2006.05990; the `VecNormalize` of Stable-Baselines.
     """
 
@@ -28,10 +28,10 @@ class Normalizer:
         self.observations, self.rewards, self.gamma = observations, rewards, gamma
         self.observation_moments, self.return_moments = RunningMoments(size), RunningMoments(1)
         self.running: Array = np.zeros(count)
-        """[E] the discounted return of the episodes that go on."""
+        """[E] the discounted return of the current episodes."""
 
     def see(self, observation: Array) -> Array:
-        """Observations [..., D] as the network is shown them."""
+        """Return normalised observations [..., D] for the network."""
         if not self.observations:
             return observation
         moments = self.observation_moments
@@ -39,7 +39,7 @@ class Normalizer:
         return np.clip(z, -self._CLIP, self._CLIP).astype(np.float32, copy=False)
 
     def scale(self, reward: Array) -> Array:
-        """Rewards as the algorithm is shown them."""
+        """Return normalised rewards for the algorithm."""
         return (
             np.clip(reward / np.float32(np.sqrt(self.return_moments.var[0] + 1e-8)), -self._CLIP, self._CLIP)
             if self.rewards
@@ -47,12 +47,12 @@ class Normalizer:
         )
 
     def learn_observations(self, observations: Array) -> None:
-        """Take in the observations [M, D] of a rollout."""
+        """Add the observations [M, D] of a rollout to the statistics."""
         if self.observations and len(observations):
             self.observation_moments.add(observations)
 
     def learn_rewards(self, reward: Array, ended: Array) -> None:
-        """Take in the rewards and ends [T, E] of a rollout."""
+        """Add the rewards and ends [T, E] of a rollout to the statistics."""
         if not self.rewards:
             return
         returns = np.empty(reward.shape)
@@ -63,30 +63,30 @@ class Normalizer:
         self.return_moments.add(returns.reshape(-1, 1))
 
     def restart(self) -> None:
-        """New episodes have begun everywhere."""
+        """Reset the returns of the current episodes, since new ones have started in all environments."""
         self.running = np.zeros(len(self.running))
 
     def copy(self) -> Normalizer:
-        """The same, which learns no more when this one does."""
+        """Return a copy that does not change when this normaliser learns."""
         made = copy.copy(self)
         made.observation_moments, made.return_moments = copy.copy(self.observation_moments), copy.copy(self.return_moments)
         return made
 
     def state(self) -> dict[str, list[float]]:
-        """What must survive a stop."""
+        """Return the statistics that a checkpoint stores."""
         seen, returns = self.observation_moments, self.return_moments
         found = {"mean": seen.mean.tolist(), "var": seen.var.tolist(), "seen": [seen.count]}
         return {**found, "returns": [float(returns.mean[0]), float(returns.var[0]), returns.count]}
 
     def restore(self, state: Mapping[str, list[float]]) -> None:
-        """The inverse of `state`."""
+        """Load what `state` returned."""
         self.observation_moments = RunningMoments(0, np.array(state["mean"]), np.array(state["var"]), state["seen"][0])
         mean, var, count = state["returns"]
         self.return_moments = RunningMoments(1, np.array([mean]), np.array([var]), count)
 
 
 class RunningMoments:
-    """Mean [D], variance [D] and count of all that was added (Chan et al. 1979)."""
+    """The mean [D], variance [D] and count of all added vectors (Chan et al. 1979)."""
 
     def __init__(self, size: int, mean: Array | None = None, var: Array | None = None, count: float = 1e-4) -> None:
         self.mean = np.zeros(size) if mean is None else mean
@@ -104,15 +104,15 @@ class RunningMoments:
 _GIVE_A_LIMIT = (
     "Give the environment a time limit: gymnasium.wrappers.TimeLimit, or for an id env_kwargs={max_episode_steps: 1000}."
 )
-# Steps of an episode that whole episodes wait for, where no limit is declared.
+# The maximum steps of an episode when a rollout needs complete episodes and no limit is declared.
 _NO_END = 100_000
-# Episodes that a mean is over, as Stable-Baselines3's stats_window_size.
+# The number of episodes in a mean, as in Stable-Baselines3's stats_window_size.
 WINDOW = 100
 
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """T steps of E environments, and the trajectories that they are: N rows of consecutive chosen steps.
+    """T steps of E environments as trajectories: N rows of consecutive chosen steps.
 
     Flat arrays hold the M chosen steps, row after row.
     """
@@ -126,22 +126,22 @@ class Rollout:
     row: Array
     """[M] the row of each step."""
     column: Array
-    """[M] its place in the row, from 0."""
+    """[M] the position of each step in its row, from 0."""
     terminated: Array
-    """[N] bool: the row's episode ended for good."""
+    """[N] bool: the row's episode ended in a terminal state."""
     truncated: Array
     """[N] bool: the row's episode was cut by its limit."""
     after: Array
-    """[N, D] the observation behind each row's last step; of a terminated row it is worth nothing."""
+    """[N, D] the observation after each row's last step; its value is 0 for a terminated row."""
 
     @property
     def lengths(self) -> Array:
-        """[N] steps of each row."""
+        """[N] the number of steps of each row."""
         return np.bincount(self.row, minlength=len(self.terminated))
 
 
 class EpisodeStatistics:
-    """Returns and lengths of the last `window` episodes of E environments, in the environment's own rewards."""
+    """The returns and lengths of the last `window` episodes of E environments, in the environment's unscaled rewards."""
 
     def __init__(self, count: int, window: int | None = WINDOW) -> None:
         self.returns: deque[float] = deque(maxlen=window)
@@ -150,11 +150,11 @@ class EpisodeStatistics:
         self._return, self._length = np.zeros(count), np.zeros(count, np.int64)
 
     def restart(self) -> None:
-        """New episodes begin in every environment."""
+        """Reset the counts of the current episodes, since new ones start in all environments."""
         self._return[:], self._length[:] = 0, 0
 
     def add(self, step: VectorStep, counted: Array) -> Array:
-        """Add one step of the environments that are `counted` [E]; [E] whether an episode ended with it."""
+        """Add one step of the `counted` [E] environments. Return [E] True where an episode ended with it."""
         self._return += step.reward * counted
         self._length += counted
         ended: Array = (step.terminated | step.truncated) & counted
@@ -163,7 +163,7 @@ class EpisodeStatistics:
         return ended
 
     def leave(self, limit: int) -> Array:
-        """Note the episodes of `limit` steps as they are; [E] which they are."""
+        """Record the unfinished episodes that have `limit` steps. Return [E] True for them."""
         lost: Array = self._length >= limit
         if lost.any():
             self._note(lost)
@@ -177,11 +177,11 @@ class EpisodeStatistics:
 
     @property
     def longest(self) -> int:
-        """Steps of the longest episode that goes on."""
+        """The number of steps of the longest current episode."""
         return int(self._length.max())
 
     def summary(self) -> dict[str, float]:
-        """Means under Stable-Baselines3's names; nothing where no episode has ended."""
+        """Return the means under Stable-Baselines3's names, or {} if no episode has ended."""
         if not self.returns:
             return {}
         return {
@@ -191,89 +191,91 @@ class EpisodeStatistics:
         }
 
     def numbers(self) -> dict[str, list[float]]:
-        """What must survive a stop."""
+        """Return the numbers that a checkpoint stores."""
         return {"returns": list(self.returns), "lengths": list(self.lengths), "episodes": [self.episodes]}
 
     def begun(self) -> dict[str, Any]:
-        """The return and the length so far of the episodes that go on, of each environment."""
+        """Return the current return and length of each environment's unfinished episode."""
         return {"return": self._return.tolist(), "length": self._length.tolist()}
 
     def go_on(self, begun: Mapping[str, Any]) -> None:
-        """The inverse of `begun`."""
+        """Load what `begun` returned."""
         self._return[:], self._length[:] = begun["return"], begun["length"]
 
     def restore(self, numbers: Mapping[str, list[float]]) -> None:
-        """The inverse of `numbers`."""
+        """Load what `numbers` returned."""
         self.returns.extend(numbers["returns"])
         self.lengths.extend(int(n) for n in numbers["lengths"])
         self.episodes = int(numbers["episodes"][0])
 
 
 class ActionLog:
-    """The actions since all episodes began anew from a seed. Replayed, they bring environments back to where they stood, which
-    is how a run goes on in the middle of an episode: what an environment holds in memory cannot be saved.
+    """The actions since all episodes were restarted from a seed.
+
+    Replaying them restores the environments' state, since the memory of an environment cannot be saved. A run resumes this way
+    in the middle of an episode.
     """
 
     MOST = 1 << 26
-    """Bytes behind which a run lets all episodes begin anew, so that a log stays small."""
+    """The number of bytes after which a run restarts all episodes, so that the log stays small."""
 
     def __init__(self, seed: int, dtype: np.typing.DTypeLike) -> None:
         self.seed, self.dtype = seed, np.dtype(dtype)
         self._bytes, self._shape = bytearray(), (0,)
 
     def __len__(self) -> int:
-        """Bytes so far."""
+        """Return the number of bytes so far."""
         return len(self._bytes)
 
     def add(self, actions: Array) -> None:
-        """Actions [T, E] or [T, E, A] of a rollout."""
+        """Add the actions [T, E] or [T, E, A] of a rollout."""
         self._shape = actions.shape[1:]
         self._bytes += actions.astype(self.dtype).tobytes()
 
     def actions(self, size: int) -> Array:
-        """A copy of those of the first `size` bytes, one step behind the other: [T, E] or [T, E, A]."""
+        """Return a copy of the actions in the first `size` bytes, step after step: [T, E] or [T, E, A]."""
         if not size:
             return np.zeros(0, self.dtype)
         return np.frombuffer(self._bytes, self.dtype, size // self.dtype.itemsize).reshape(-1, *self._shape).copy()
 
 
 class Collector:
-    """Steps environments by a policy, and keeps where each of them stands."""
+    """An object that steps environments with a policy and keeps their current observations."""
 
     def __init__(self, envs: Environments, normalizer: Normalizer) -> None:
         self.envs, self.normalizer, self.statistics = envs, normalizer, EpisodeStatistics(envs.count)
         self.observation: Array = np.zeros((envs.count, envs.size), envs.dtype)
         self.resumable = False
-        """Whether actions are logged, so that a run can go on in the middle of an episode."""
+        """True if actions are logged, so that a run can resume in the middle of an episode."""
         self._played: type = np.float32 if isinstance(envs.distribution, Normal) else np.int64
-        # a byte for each choice of few
+        # One byte is enough for a choice of at most 256 actions.
         self._logged: type = np.uint8 if self._played is np.int64 and envs.distribution.outputs <= 256 else self._played
         self.log = ActionLog(0, self._logged)
 
     def restart(self, seed: int) -> None:
-        """New episodes everywhere, drawn from `seed`."""
+        """Start new episodes in all environments from `seed`."""
         self.log = ActionLog(seed, self._logged)
         self.observation = self.envs.reset(seed)
         self.statistics.restart()
         self.normalizer.restart()
 
     def replay(self, seed: int, actions: Array) -> None:
-        """The environments after logged `actions` [T, E, …] of episodes that began from `seed`."""
+        """Replay the logged `actions` [T, E, …] of episodes that started from `seed`."""
         self.restart(seed)
-        for action in actions:  # made wide step by step: all at once they would take eight times the log's room
+        for action in actions:  # converted step by step, since all at once would take eight times the memory of the log
             self.observation = self.envs.step(action.astype(self._played)).observation
         if len(actions):
             self.log.add(actions)
 
     def steps(self, act: Callable[[Array], Array], count: int) -> Rollout:
-        """`count` steps of every environment, going on where the last rollout ended."""
+        """Collect `count` steps of every environment, from the end of the last rollout."""
         return self._collect(act, count, whole=0)
 
     def episodes(self, act: Callable[[Array], Array], count: int, seed: int) -> Rollout:
-        """`count` whole episodes of every environment, from fresh starts.
+        """Collect `count` complete new episodes of every environment.
 
-        Every environment gives the same number, and the first to be done wait for the last: to stop when enough episodes have
-        ended would favour short ones.
+        Every environment gives the same number, and the first to finish wait for the last. Stopping as soon as enough episodes
+        have ended would favour short ones.
         """
         self.restart(seed)
         return self._collect(act, 0, whole=count)
@@ -312,7 +314,7 @@ class Collector:
         played = np.array(actions)
         if self.resumable:
             self.log.add(played)
-        # np.array of equal arrays stacks them in a third of np.stack's time
+        # np.array stacks equal arrays in a third of np.stack's time.
         return self._cut(np.array([*seen, self.observation]), played, np.array(rewards), np.array(chosen), ends, lasts)
 
     def _cut(
@@ -324,7 +326,7 @@ class Collector:
         ends: tuple[list[Array], list[Array]],
         lasts: dict[tuple[int, int], Array],
     ) -> Rollout:
-        """The trajectories, environment by environment."""
+        """Return the trajectories, environment by environment."""
         for name, values in (("reward", reward), ("observation", raw)):
             if not np.isfinite(values).all():
                 raise UserError(f"The environment gave a {name} that is NaN or infinite; mend its step and reset.")
@@ -334,7 +336,7 @@ class Collector:
         rewards = self.normalizer.scale(reward)
         first = chosen.copy()
         first[1:] &= ~chosen[:-1] | ended[:-1]
-        e, t = chosen.T.nonzero()  # environment by environment, in time
+        e, t = chosen.T.nonzero()  # environment by environment, in order of time
         starts = first[t, e]
         row = starts.cumsum() - 1
         opened = starts.nonzero()[0]
@@ -357,24 +359,26 @@ class Collector:
             truncated=cut,
             after=see(after),
         )
-        self.normalizer.learn_observations(raw[:-1][chosen])  # last: training sees what acting saw
+        self.normalizer.learn_observations(raw[:-1][chosen])  # last, so that training and acting see the same values
         return rollout
 
 
 class Played(NamedTuple):
-    """What came of evaluated episodes."""
+    """The result of evaluated episodes."""
 
     returns: list[float]
     lengths: list[int]
     cut: int
-    """How many of them had not ended: they count as far as they went."""
+    """The number of unfinished episodes. They count with their return and length so far."""
 
 
 def play(
     envs: Environments, act: Callable[[Array], Array], episodes: int, seed: int, see: Callable[[Array], Array] | None = None
 ) -> Played:
-    """`episodes` whole episodes. Each environment has its share from the start: to take those that end first would favour short
-    ones. One that neither declares a limit nor can be given one is left after `MOST_STEPS` steps of an episode.
+    """Play `episodes` complete episodes.
+
+    Each environment has a fixed share, since taking the episodes that end first would favour short ones. If an environment
+    neither declares a limit nor can be given one, its episode is abandoned after `MOST_STEPS` steps.
     """
     observation, left, cut = envs.reset(seed), (episodes + np.arange(envs.count)) // envs.count, 0
     statistics = EpisodeStatistics(envs.count, window=None)

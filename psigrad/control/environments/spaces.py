@@ -1,4 +1,4 @@
-"""What Gymnasium's spaces mean to a policy: flat numbers for observations, distributions over actions; and spaces as JSON."""
+"""Conversion of Gymnasium's spaces: observations to flat numbers, actions to distributions, and spaces to JSON."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from psigrad.errors import UserError
 
 Space = spaces.Space[Any]
 Spaces = tuple[Space, Space]
-"""Of one observation and of one action."""
+"""The spaces of one observation and of one action."""
 
 
 def actions(space: Space) -> tuple[Distribution, Callable[[Array], Array]]:
-    """The distribution over a space's actions, and what makes the environments' actions of a batch from it.
+    """Return the distribution over a space's actions, and a function from its samples to the environments' actions.
 
-    Raises `UserError` for a space that no distribution here covers.
+    Raises `UserError` for a space that no distribution covers.
     """
     if isinstance(space, spaces.Discrete):
         start = int(space.start)
@@ -42,11 +42,10 @@ def actions(space: Space) -> tuple[Distribution, Callable[[Array], Array]]:
 
 
 def observations(space: Space) -> tuple[int, Callable[[Any], Array]]:
-    """D, and what makes [E, D] of E observations as a vector environment gives them. The order is that of
-    `gymnasium.spaces.flatten`.
+    """Return D, and a function from the E observations of a vector environment to flat numbers [E, D].
 
-    Raises `UserError` for a space of which no such numbers can be made. What makes them raises `IndexError` for a choice outside
-    its space.
+    The order is that of `gymnasium.spaces.flatten`. Raises `UserError` for a space that cannot be flattened. The function raises
+    `IndexError` for a choice outside its space.
     """
     if isinstance(space, spaces.Discrete):
         eye, start = np.eye(int(space.n), dtype=np.float32), int(space.start)
@@ -72,7 +71,7 @@ def observations(space: Space) -> tuple[int, Callable[[Any], Array]]:
                 "gymnasium.wrappers.FilterObservation, or stack the images as channels of one."
             )
         flattened = [observations(part) for part in parts]
-        # bytes of an image are scaled here: beside other numbers they cannot stay bytes
+        # The bytes of an image are scaled here. Together with other numbers they cannot stay bytes.
         makers = [(key, make) for key, (_, make) in zip(keys, flattened, strict=True)]
         return sum(size for size, _ in flattened), lambda o: np.concatenate([_scale(make(o[key])) for key, make in makers], 1)
     raise UserError(
@@ -83,7 +82,7 @@ def observations(space: Space) -> tuple[int, Callable[[Any], Array]]:
 
 
 def _rows(eye: Array, chosen: Array) -> Array:
-    """One-hot rows. Raises `IndexError` for choices outside 0 … n − 1, below 0 too, where numpy counts from the end."""
+    """Return one-hot rows. Raises `IndexError` for choices outside 0 … n − 1, also below 0, where numpy counts from the end."""
     if chosen.size and chosen.min() < 0:
         raise IndexError(f"{chosen.min()} is below 0")
     found: Array = eye[chosen]
@@ -91,7 +90,7 @@ def _rows(eye: Array, chosen: Array) -> Array:
 
 
 def image(space: Space) -> Image | None:
-    """The image that an observation is: a Box of three dimensions. The least of the outer two is that of the channels."""
+    """Return the image shape of a Box of three dimensions, else None. The smaller of the outer two is that of the channels."""
     if not (isinstance(space, spaces.Box) and len(space.shape) == 3):
         return None
     last = space.shape[2] <= space.shape[0]
@@ -100,7 +99,7 @@ def image(space: Space) -> Image | None:
 
 
 def picture(space: Space) -> tuple[int, Image | None]:
-    """The image of an observation or of one of its parts, behind the number at which it begins in the flat vector."""
+    """Return (the start in the flat vector, the image) of the image in an observation or in one of its parts."""
     if not isinstance(space, spaces.Dict | spaces.Tuple):
         return 0, image(space)
     at = 0
@@ -117,7 +116,7 @@ def _scale(part: Array) -> Array:
 
 
 def stack(space: Space, items: Sequence[Any]) -> Any:
-    """Observations one behind the other, as a vector environment gives them: of a Dict a dictionary of arrays."""
+    """Stack observations as a vector environment does. A Dict becomes a dictionary of arrays."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         room: Any = create_empty_array(space, len(items))
         return concatenate(space, items, room)
@@ -125,7 +124,7 @@ def stack(space: Space, items: Sequence[Any]) -> Any:
 
 
 def batch_of(space: Space, observation: Any) -> tuple[Any, bool]:
-    """One observation as a batch of one (then True), or a batch as it is. Raises `UserError` for what is neither."""
+    """Return (a batch of one, True) for one observation, or (the batch, False) for a batch. Raises `UserError` for others."""
     shapes = list(_shapes(space, observation))
     if all(found == shape for found, shape in shapes):
         return stack(space, [observation]), True
@@ -136,7 +135,7 @@ def batch_of(space: Space, observation: Any) -> tuple[Any, bool]:
 
 
 def _shapes(space: Space, observation: Any) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The shape that each array of an observation has, and the one of its space. Raises `UserError` where parts are missing."""
+    """Yield (actual shape, expected shape) for each array of an observation. Raises `UserError` if parts are missing."""
     if not isinstance(space, spaces.Dict | spaces.Tuple):
         yield np.shape(observation), space.shape or ()
         return
@@ -149,7 +148,7 @@ def _shapes(space: Space, observation: Any) -> Iterator[tuple[tuple[int, ...], t
 
 
 def to_json(space: Space) -> dict[str, Any]:
-    """A space that a policy here can have, as plain values; `from_json` is the inverse."""
+    """Return a space as plain values, if a policy of psigrad can have it. `from_json` is the inverse."""
     kind: dict[str, Any] = {"type": type(space).__name__}
     if isinstance(space, spaces.Dict):
         return {"type": "Dict", "spaces": {key: to_json(part) for key, part in space.spaces.items()}}
@@ -168,7 +167,7 @@ def to_json(space: Space) -> dict[str, Any]:
 
 
 def from_json(stored: Mapping[str, Any]) -> Space:
-    """The inverse of `to_json`."""
+    """Return the space that `to_json` converted."""
     kind = stored["type"]
     if kind == "Dict":
         return spaces.Dict(OrderedDict((key, from_json(part)) for key, part in stored["spaces"].items()))
@@ -186,14 +185,14 @@ def from_json(stored: Mapping[str, Any]) -> Space:
 
 
 def _bounds(values: Array) -> Any:
-    """One number where all are equal. Infinity, which JSON has no number for, is text that numpy reads."""
+    """Return the bounds as JSON values: one number if all are equal. Infinity becomes a text that numpy can read."""
     if values.size and (values == values.flat[0]).all():
         values = values.reshape(-1)[0]
     return values.tolist() if np.isfinite(values).all() else values.astype(str).tolist()
 
 
 def _choices(space: spaces.MultiDiscrete | spaces.MultiBinary) -> tuple[tuple[int, ...], Array]:
-    """The number of options of each choice, and the first option of each [K]."""
+    """Return the number of options of each choice, and the first option of each [K]."""
     if isinstance(space, spaces.MultiBinary):
         count = math.prod(space.shape)
         return (2,) * count, np.zeros(count, np.int64)

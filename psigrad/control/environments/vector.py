@@ -1,8 +1,8 @@
-"""Gymnasium environments stepped together, with every way of starting an episode again told apart.
+"""Gymnasium environments that are stepped together, with one interface for all modes of restarting an episode.
 
-When an episode of a vector environment ends, Gymnasium may start the next one in the following step, whose action counts for
-nothing (`NEXT_STEP`, its default since 1.0), in the same step (`SAME_STEP`), or not at all until it is told to (`DISABLED`).
-Here all three give the same `Step`: what followed the action, whether the episode ended and how, and whether the policy chose.
+When an episode of a vector environment ends, Gymnasium starts the next one in one of three modes: in the following step, which
+ignores its action (`NEXT_STEP`, the default since 1.0), in the same step (`SAME_STEP`), or on request only (`DISABLED`).
+Here all three give the same `VectorStep`: the outcome of the action, the end of the episode, and whether the policy chose.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from psigrad.importing import imported_callable, imported_module
 from psigrad.processes.workers.child import reason_for
 
 RETURNS = "Gymnasium's reset returns (observation, info), and its step (observation, reward, terminated, truncated, info)."
-# An evaluated episode is cut here where nothing else says when it ends: one without an end would be played for ever. Atari games
-# end after 27,000 steps.
+# An evaluated episode without any other limit is cut after this many steps. Otherwise one without an end would run for ever.
+# Atari games end after 27,000 steps.
 MOST_STEPS = 30_000
-# From this many copies on, one numpy program for all of them beats a Python loop over them.
+# From this many copies on, one numpy program for all is faster than a Python loop over them.
 _WORTH_VECTORISING = 8
 
 
 class Serial:
-    """Environments in a plain loop, each begun again in the step that ends it (`SAME_STEP`).
+    """Environments in a plain loop, each restarted in the step that ends its episode (`SAME_STEP`).
 
-    For a handful of cheap environments: Gymnasium's own `SyncVectorEnv` takes twice the time over copies and infos.
+    It is meant for a few cheap environments. Gymnasium's `SyncVectorEnv` takes twice the time, because of copies and infos.
     """
 
     def __init__(self, envs: Sequence[gym.Env[Any, Any]]) -> None:
@@ -48,12 +48,12 @@ class Serial:
         self.single_action_space = envs[0].action_space
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Array, dict[str, Any]]:
-        """As `VectorEnv.reset`."""
+        """Do the same as `VectorEnv.reset`."""
         seeds = [None] * self.num_envs if seed is None else range(seed, seed + self.num_envs)
         return self._stack([_begun(env.reset(seed=s)) for env, s in zip(self.envs, seeds, strict=True)]), {}
 
     def step(self, actions: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:
-        """As `VectorEnv.step`."""
+        """Do the same as `VectorEnv.step`."""
         n = self.num_envs
         reward, terminated, truncated = np.empty(n, np.float32), np.empty(n, bool), np.empty(n, bool)
         seen, finals = [], {}
@@ -69,7 +69,7 @@ class Serial:
         return meanings.stack(self.single_observation_space, seen)
 
     def render(self) -> tuple[Any, ...]:
-        """The picture of each, as `VectorEnv.render`."""
+        """Return the frame of each environment, as `VectorEnv.render` does."""
         return tuple(env.render() for env in self.envs)
 
     def close(self) -> None:
@@ -79,13 +79,13 @@ class Serial:
 
 
 class Absent(gym.Env[Any, Any]):
-    """Spaces without an environment, of a policy that is loaded without one: it can act, and to play is refused in a sentence."""
+    """The spaces of a policy that was loaded without an environment. The policy can act, but playing fails with an error."""
 
     def __init__(self, observation_space: spaces.Space[Any], action_space: spaces.Space[Any], reason: str) -> None:
         self.observation_space, self.action_space, self.reason = observation_space, action_space, reason
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Raises `UserError`."""
+        """Raise `UserError`."""
         raise UserError(
             f"This policy was loaded without an environment: {self.reason.rstrip('.')}. Give it one: agent.set_env(env), or "
             "env=… to load."
@@ -93,7 +93,7 @@ class Absent(gym.Env[Any, Any]):
 
 
 def _begun(returned: Any) -> Any:
-    """The observation that `reset` returned. An array of two numbers would unpack as well, so the type is asked."""
+    """Return the observation that `reset` returned. Check the type, since an array of two numbers would unpack as well."""
     if not (isinstance(returned, tuple) and len(returned) == 2):
         raise UserError(f"The environment's reset returned a value of type {type(returned).__name__}. {RETURNS}")
     return returned[0]
@@ -101,25 +101,26 @@ def _begun(returned: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class VectorStep:
-    """What one step of E environments gave."""
+    """The result of one step of E environments."""
 
     observation: Array
-    """[E, D] what the policy sees next: of a new episode, where one has begun."""
+    """[E, D] the next observation of the policy: that of a new episode if one has started."""
     reward: Array
     """[E] float32."""
     terminated: Array
-    """[E] bool: the episode ended for good; what follows is worth 0."""
+    """[E] bool: the episode ended in a terminal state. The value of its continuation is 0."""
     truncated: Array
-    """[E] bool: the episode was cut, by a time limit say; what would have followed is worth V of the last observation."""
+    """[E] bool: the episode was cut, for example by a time limit. The value of its continuation is V of the last observation."""
     chosen: Array
-    """[E] bool: False where the step only began a new episode, whatever the action."""
+    """[E] bool: False if the step only started a new episode and ignored the action."""
     last: dict[int, Array]
-    """The final observation [D] of each environment whose episode ended, where `observation` already shows the next one."""
+    """The final observation [D] of each environment whose episode ended, if `observation` is already that of the next one."""
 
 
 class Environments:
-    """E copies of an environment behind one interface: flat observations [E, D] in, float32 or the uint8 of an image, and actions
-    of the distribution out.
+    """E copies of an environment behind one interface: flat observations [E, D] and actions of the policy's distribution.
+
+    Observations are float32, or uint8 for an image of bytes.
     """
 
     def __init__(self, vector: VectorEnv[Any, Any, Any] | Serial) -> None:
@@ -130,18 +131,18 @@ class Environments:
         self._space = vector.single_observation_space
         self.size, self._flatten = meanings.observations(self._space)
         self.image_at, self.image = meanings.picture(self._space)
-        # bytes stay bytes: a replay buffer of them takes a quarter of the room
+        # Bytes stay bytes, so that a replay buffer takes a quarter of the memory.
         self.dtype = np.uint8 if (seen := meanings.image(self._space)) and seen.bytes else np.float32
         self._resting = np.zeros(self.count, bool)
         self.cut_at = 0
-        """Steps after which an episode is cut here, not by the environment itself; 0: never."""
+        """The number of steps after which psigrad, not the environment, cuts an episode; 0: never."""
         if isinstance(vector, VectorEnv) and type(vector.unwrapped.action_space) is spaces.MultiDiscrete:
             vector.unwrapped.action_space = _Unchecked(vector.unwrapped.action_space)
 
     def reset(self, seed: int) -> Array:
-        """New episodes everywhere; the observations [E, D]."""
+        """Start new episodes in all environments and return the observations [E, D]."""
         self._resting[:] = False
-        # Gymnasium gives environment i the seed `seed + i`
+        # Gymnasium gives environment i the seed `seed + i`.
         try:
             raw = self._env.reset(seed=seed % 2**31)[0]
         except Exception as error:
@@ -171,8 +172,9 @@ class Environments:
         return VectorStep(observation, np.asarray(reward, np.float32), terminated, truncated, chosen, last)
 
     def flat(self, observation: Any) -> tuple[Array, bool]:
-        """[E, D] of one observation (then True) or a batch of them, as the environment gives them. Raises `UserError` for
-        others.
+        """Return ([E, D], True) for one observation of the environment, or ([E, D], False) for a batch of them.
+
+        Raises `UserError` for anything else.
         """
         if isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], dict):
             raise UserError("The observation is a tuple (observation, info), as `reset` returns it; give its first part alone.")
@@ -203,47 +205,47 @@ class Environments:
 
     @property
     def env(self) -> VectorEnv[Any, Any, Any] | Serial:
-        """The environments themselves."""
+        """The underlying environments."""
         return self._env
 
     @property
     def ends(self) -> bool:
-        """Whether it is known that every episode ends: here, or by a limit that the environment declares."""
+        """True if every episode is known to end, by `cut_at` or by a limit that the environment declares."""
         return self.cut_at > 0 or _has_limit(self._env.envs[0] if isinstance(self._env, Serial) else self._env)
 
     @property
     def absent(self) -> bool:
-        """Whether these are spaces alone, of a policy that was loaded without an environment."""
+        """True if these are only the spaces of a policy that was loaded without an environment."""
         return isinstance(self._env, Serial) and isinstance(self._env.envs[0], Absent)
 
     @property
     def spaces(self) -> meanings.Spaces:
-        """Of one observation and of one action."""
+        """The spaces of one observation and of one action."""
         return self._space, self._env.single_action_space
 
     def close(self) -> None:
-        """Give back what the environments hold."""
+        """Close the environments and release their resources."""
         self._env.close()
 
 
 class _Unchecked(spaces.MultiDiscrete):
-    """A space that does not check the policy's own actions: Gymnasium's check took a twentieth of A2C's time."""
+    """A space that does not check the policy's actions. Gymnasium's check took a twentieth of A2C's time."""
 
     def __init__(self, space: spaces.MultiDiscrete) -> None:
         super().__init__(space.nvec, dtype=space.dtype, start=space.start)
 
     def contains(self, x: Any) -> bool:
-        """Always True."""
+        """Return True for any action."""
         return True
 
 
-# Gymnasium's own "module:Name-v0": it imports the module, which registers the name.
+# Gymnasium's form "module:Name-v0": it imports the module, which registers the name.
 _VERSION = re.compile(r"-v\d+$")
 Made = str | gym.Env[Any, Any] | VectorEnv[Any, Any, Any] | Serial | Callable[[], gym.Env[Any, Any]]
 
 
 def single(env: str, wrappers: Sequence[str] = (), **kwargs: Any) -> gym.Env[Any, Any]:
-    """One environment of a registered id in its wrappers, the first one innermost."""
+    """Make one environment of a registered id in its wrappers, the first one innermost."""
     made: gym.Env[Any, Any] = gym.make(register(env), **kwargs)
     for name in wrappers:
         made = imported_callable(name, "wrapper")(made)
@@ -255,12 +257,12 @@ def single(env: str, wrappers: Sequence[str] = (), **kwargs: Any) -> gym.Env[Any
 def make(
     env: Made, count: int = 1, vectorization: str = "auto", wrappers: Sequence[str] = (), limit: int | None = None, **kwargs: Any
 ) -> Environments:
-    """`count` copies of an environment: a registered id, "file.py:Class" or "module:Class", a function that makes one, a single
-    environment, or a vector environment.
+    """Make `count` copies of an environment.
 
-    `vectorization` is "auto", "serial", or one of Gymnasium's: "sync", "async", "vector_entry_point". `wrappers` are for an id.
-    `limit` is for evaluations: episodes are cut after so many steps; 0: after `MOST_STEPS` where the environment declares none.
-    Raises `UserError` for an unknown id, a package that is missing, or spaces that no policy here can handle.
+    `env` is a registered id, "file.py:Class" or "module:Class", a function that makes one, a single environment, or a vector
+    environment. `vectorization` is "auto", "serial", or one of Gymnasium's: "sync", "async", "vector_entry_point". `wrappers`
+    need an id. `limit` is for evaluations: episodes are cut after this many steps; 0: after `MOST_STEPS` if the environment
+    declares no limit. Raises `UserError` for an unknown id, a missing package, or spaces that no policy here can handle.
     """
     if wrappers and not isinstance(env, str):
         raise UserError(f"The wrappers {list(wrappers)} are for an environment's id; wrap the one that you give yourself.")
@@ -322,7 +324,7 @@ def _serial(envs: Sequence[gym.Env[Any, Any]], limit: int | None) -> Environment
 
 
 def _cut_at(limit: int | None, spec: gym.envs.registration.EnvSpec | None) -> int:
-    """Steps after which `make` cuts an episode; 0: never."""
+    """Return the number of steps after which `make` cuts an episode; 0: never."""
     return 0 if limit is None else limit or (0 if _declares(spec) else MOST_STEPS)
 
 
@@ -335,7 +337,7 @@ def _declares(spec: gym.envs.registration.EnvSpec | None) -> bool:
 
 
 def _call(make: Callable[[], Any]) -> gym.Env[Any, Any]:
-    """The environment that a function or class of the user's makes."""
+    """Make the environment with the user's function or class. Raises `UserError` if it fails or returns anything else."""
     try:
         made = make()
     except Exception as error:
@@ -350,12 +352,12 @@ def _call(make: Callable[[], Any]) -> gym.Env[Any, Any]:
 
 
 def _check_keywords(given: str, spec: gym.envs.registration.EnvSpec, kwargs: Mapping[str, Any]) -> None:
-    """Raises `UserError` for an argument that the environment's class or function has not."""
+    """Raise `UserError` for an argument that the environment's class or function does not have."""
     entry = spec.entry_point
     made = gym.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
     try:
         parameters = inspect.signature(made).parameters if callable(made) else {}
-    except ValueError:  # what is written in C may not say
+    except ValueError:  # code in C may have no signature
         return
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
@@ -368,15 +370,15 @@ def _check_keywords(given: str, spec: gym.envs.registration.EnvSpec, kwargs: Map
 
 
 def spec_of(env: str) -> gym.envs.registration.EnvSpec:
-    """What is registered under an id; "module:id" imports the module that registers it first, as `gymnasium.make` does."""
+    """Return the spec of a registered id. "module:id" first imports the module that registers it, as `gymnasium.make` does."""
     module, _, name = register(env).rpartition(":")
-    if module:  # here and not by Gymnasium alone: a module in the current folder is found too
+    if module:  # imported here, so that a module in the current folder is found too
         imported_module(module, "environment's module")
     return gym.spec(name)
 
 
 def register(env: str) -> str:
-    """The id of an environment. A class of the user's, "file.py:Class" or "module:Class", is registered under one."""
+    """Return the id of an environment. A user's class, "file.py:Class" or "module:Class", is registered first."""
     if ":" not in env or _VERSION.search(env):
         return env
     known = f"psigrad/{env.rpartition(':')[2]}-v0"
@@ -388,7 +390,7 @@ def register(env: str) -> str:
 
 
 def source(env: Made) -> Any:
-    """The class or function behind an environment, whose code a run pins."""
+    """Return the class or function of an environment. A run pins its code."""
     if isinstance(env, str):
         entry = spec_of(env).entry_point
         return gym.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
@@ -396,7 +398,7 @@ def source(env: Made) -> Any:
 
 
 def check_spaces(given: Environments, held: Environments) -> None:
-    """Raises `UserError` where the spaces of the environments given are not those that a policy was made for."""
+    """Raise `UserError` if the spaces of the `given` environments are not those that a policy was made for."""
     if given.spaces != held.spaces:
         found, wanted = (f"observations {o} and actions {a}" for o, a in (given.spaces, held.spaces))
         raise UserError(f"The environment has {found}; expected {wanted}, which this policy was made for.")
@@ -405,7 +407,7 @@ def check_spaces(given: Environments, held: Environments) -> None:
 def _mode(vector: Any) -> AutoresetMode:
     mode = vector.metadata.get("autoreset_mode")
     try:
-        # wrappers of Gymnasium's own may leave a plain string
+        # Some of Gymnasium's wrappers leave a plain string.
         return AutoresetMode(mode) if isinstance(mode, str) else AutoresetMode(mode.value)
     except (ValueError, AttributeError) as error:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Deep Q-learning: act ε-greedily, learn from replayed transitions against a target network."""
+"""Deep Q-learning: act ε-greedily, and learn from replayed transitions against a target network."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Transitions:
     reward: Tensor
     """[M]"""
     next_observation: Tensor
-    """[M, D] the observation after the step, also at the end of an episode, where it is not that of the next one."""
+    """[M, D] the observation after the step. At the end of an episode it is the final one, not the first of the next episode."""
     terminated: Tensor
-    """[M] bool: nothing follows. An episode cut by its limit is not terminated."""
+    """[M] bool: True if nothing follows. An episode cut by its limit is not terminated."""
 
 
 class ReplayBuffer:
-    """The last `capacity` transitions, drawn from uniformly with replacement."""
+    """A buffer of the last `capacity` transitions, sampled uniformly with replacement."""
 
     def __init__(self, capacity: int, size: int, dtype: np.typing.DTypeLike = np.float32) -> None:
         self.capacity, self.added = capacity, 0
@@ -57,7 +57,7 @@ class ReplayBuffer:
         return min(self.added, self.capacity)
 
     def add(self, **fields: Array) -> None:
-        """Transitions [m, …], oldest first; of more than `capacity` the last stay."""
+        """Add transitions [m, …], oldest first. Of more than `capacity`, keep the last."""
         count = len(fields["action"])
         place = np.arange(self.added, self.added + count) % self.capacity
         for name, data in self._data.items():
@@ -65,21 +65,21 @@ class ReplayBuffer:
         self.added += count
 
     def sample(self, count: int, rng: np.random.Generator) -> Transitions:
-        """`count` transitions. Raises `ValueError` while the buffer is empty."""
+        """Sample `count` transitions. Raises `ValueError` while the buffer is empty."""
         if not len(self):
             raise ValueError("The replay buffer is empty; add transitions before sampling (learning_starts).")
         at = rng.integers(len(self), size=count)
         return Transitions(**{name: torch.from_numpy(data[at]) for name, data in self._data.items()})
 
     def tensors(self) -> dict[str, Tensor]:
-        """What must survive a stop."""
+        """Return the tensors that a checkpoint stores."""
         stored = {name: torch.from_numpy(data[: len(self)].copy()) for name, data in self._data.items()}
         return {**stored, "added": torch.tensor(self.added)}
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """The transitions of another buffer's `tensors`, oldest first, in place of those here; of more than fit the last.
+        """Replace the transitions with those of another buffer's `tensors`, oldest first. Of more than fit, keep the last.
 
-        Raises `ValueError` where they are of other observations.
+        Raises `ValueError` if their observations have another shape.
         """
         for name, data in self._data.items():
             if name not in tensors or tensors[name].shape[1:] != data.shape[1:]:
@@ -90,16 +90,16 @@ class ReplayBuffer:
         self.add(**{name: np.roll(tensors[name].numpy(), -oldest, 0)[-self.capacity :] for name in self._data})
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `tensors`."""
+        """Load what `tensors` returned."""
         self.added = int(tensors["added"])
         for name, data in self._data.items():
             data[: len(self)] = tensors[name].numpy()
 
 
 class DQNTrainer(Trainer):
-    """Mnih et al. 2015, with the target network copied or moved by an average, and Double DQN on request.
+    """The trainer of DQN (Mnih et al. 2015), with a target network that is copied or averaged, and optional Double DQN.
 
-    The Q-network is an `ActorCritic` without critics: its outputs are Q(s, ·), and its greedy action is the likeliest one.
+    The Q-network is an `ActorCritic` without critics. Its outputs are Q(s, ·), and its greedy action is the most likely one.
     """
 
     prints_by_episode = True
@@ -113,16 +113,16 @@ class DQNTrainer(Trainer):
 
     @property
     def moves(self) -> int:
-        """Transitions that have taken the place of others count too."""
+        """The number of changes, including added transitions, since they overwrite old ones."""
         return super().moves + self.replay.added
 
     def counters(self) -> dict[str, int]:
-        """Of the target network's schedule."""
+        """Return the counters of updates and of the target network's schedule."""
         return {"updates": self.updates, "since_target": self.since_target}
 
     @property
     def epsilon(self) -> float:
-        """Share of actions drawn by chance now."""
+        """The current share of random actions."""
         d = self.config.dqn
         return q_learning.linear_epsilon(
             self.progress, d.exploration_fraction, d.exploration_initial_eps, d.exploration_final_eps
@@ -130,14 +130,14 @@ class DQNTrainer(Trainer):
 
     @property
     def most_steps(self) -> float:
-        """The most transitions that an iteration collects."""
+        """The maximum number of transitions that an iteration collects."""
         return max(self.config.dqn.train_freq, self.collector.envs.count)
 
     def iterate(self, metrics: bool = True) -> dict[str, float]:
-        """`train_freq` transitions and the updates that they bring; their figures where `metrics`."""
+        """Collect `train_freq` transitions and do their updates. Return their metrics if `metrics` is True."""
         settings, count = self.config.dqn, self.collector.envs.count
         rng = self.rng("act")
-        # between two collections epsilon falls by little
+        # Epsilon hardly falls within a collection, so one value serves for all of its steps.
         epsilon = self.epsilon
         rollout = self.collector.steps(lambda o: self._act(o, epsilon, rng), max(1, settings.train_freq // count))
         collected = len(rollout.row)
@@ -176,14 +176,17 @@ class DQNTrainer(Trainer):
         )
 
     def _follow(self, collected: int) -> None:
-        """The target network's update, when it is due."""
+        """Update the target network when it is due."""
         self.since_target += collected
         if self.since_target >= self.config.dqn.target_update_interval:
             self.since_target = 0
             q_learning.polyak(self.target, self.network.flat.detach(), self.config.dqn.tau)
 
     def _learn(self, steps: int, rate: float, rng: np.random.Generator, metrics: bool) -> list[Tensor]:
-        """`steps` minibatches; their losses where `metrics`. The target network stands still meanwhile, so it is asked once."""
+        """Train on `steps` minibatches. Return their losses if `metrics` is True.
+
+        The target network does not change meanwhile, so it is evaluated once for all minibatches.
+        """
         if not steps:
             return []
         size, towers, config = self.config.batch_size, self.network.towers, self.config
@@ -193,7 +196,7 @@ class DQNTrainer(Trainer):
         worth = torch.split(q_learning.back_up(drawn.reward, drawn.terminated, next_q, config.gamma), size)
         shares = torch.split(q_learning.shares(drawn.action, next_q.shape[1], size), size)
         shown = drawn.observation.view(steps, size, -1)
-        if double:  # the network that learns is asked of both states in one pass
+        if double:  # the learning network evaluates both states in one pass
             shown = torch.cat([shown, drawn.next_observation.view(steps, size, -1)], 1)
         losses = []
         for i in range(steps):
@@ -208,7 +211,7 @@ class DQNTrainer(Trainer):
         return losses
 
     def save(self, folder: Path, **more: Any) -> None:
-        """With the replay buffer and the target network."""
+        """Save the replay buffer and the target network too."""
         super().save(folder, **more)
         checkpoint.save_tensors(folder / REPLAY, {**self.replay.tensors(), "target": self.target})
 
@@ -222,7 +225,7 @@ class DQNTrainer(Trainer):
 
 
 def _check(config: ControlConfig, network: ActorCritic) -> None:
-    """Refuse settings that cannot work. Raises `UserError`."""
+    """Raise `UserError` for settings that cannot work."""
     if not isinstance(network.distribution, Categorical):
         raise UserError(
             "DQN needs discrete actions, one at a time, and this environment's are continuous or several at once; choose ppo, "

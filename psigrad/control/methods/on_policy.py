@@ -1,5 +1,6 @@
-"""On-policy control: collect, advantages, passes over the rollout. The method is a `PolicyGradient`, the same that trains
-language models.
+"""On-policy control: collect a rollout, compute advantages, and train in passes over it.
+
+The method is a `PolicyGradient`, as for language models.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from psigrad.optim import Optimizer
 
 @dataclass(frozen=True, eq=False)
 class RolloutTensors:
-    """A rollout as tensors: what the network sees, and where its M steps lie in the batch's [N, T]."""
+    """A rollout as tensors: the inputs of the network, and the positions of its M steps in the batch [N, T]."""
 
     observation: Tensor
-    """[M + R, D] the chosen steps', then those behind the last step of the R rows that are bootstrapped."""
+    """[M + R, D] of the chosen steps, then of the states after the last step of the R bootstrapped rows."""
     action: Tensor
     """[M]"""
     row: Tensor
@@ -43,42 +44,42 @@ class RolloutTensors:
     column: Tensor
     """[M]"""
     bootstrapped: Tensor
-    """[R] rows whose episode goes on behind their last step."""
+    """[R] rows whose episode continues after their last step."""
     shape: tuple[int, int]
     """N, T"""
 
     @cached_property
     def full(self) -> bool:
-        """Whether every row has T steps: then the batch is the flat steps in another shape."""
+        """True if every row has T steps. Then the batch is a reshaped view of the flat steps."""
         return len(self.row) == self.shape[0] * self.shape[1]
 
     @property
     def steps(self) -> int:
-        """M."""
+        """The number of steps, M."""
         return len(self.row)
 
     def wide(self, x_M: Tensor) -> Tensor:
-        """[N, T] with gradient; 0 where there is no step."""
+        """Return [M] values as [N, T], with gradient and 0 where there is no step."""
         if self.full:
             return x_M.view(self.shape)
         return x_M.new_zeros(math.prod(self.shape)).index_copy(0, self._places, x_M).view(self.shape)
 
     @cached_property
     def _places(self) -> Tensor:
-        """[M] of each step in the batch's rows, one behind the other."""
+        """[M] positions of the steps in the flattened batch."""
         return self.row * self.shape[1] + self.column
 
 
 @dataclass(frozen=True, eq=False)
 class ActionEvaluation:
-    """The network's evaluation of the actions of m steps, with gradient where it learns from them."""
+    """The network's evaluation of the actions of m steps, with gradient if it learns from them."""
 
     logp: Tensor
     """[m]"""
     entropy: Tensor | None
     """[m]"""
     learned: Tensor | None
-    """[C, m] each critic's V(s_t), or Q(s_t, a_t)."""
+    """[C, m] V(s_t) or Q(s_t, a_t) of each critic."""
 
 
 Passed = tuple[ForwardPass, ActionEvaluation]
@@ -90,7 +91,7 @@ def _whiten(part: Prepared) -> Prepared:
 
 @dataclass(frozen=True, eq=False)
 class Minibatch:
-    """Steps that are trained on, with what the network sees; `seen` where the loss needs them as whole rows."""
+    """The steps to train on, with the network's inputs. `seen` is set if the loss needs complete rows."""
 
     prepared: Prepared
     observation: Tensor
@@ -98,7 +99,7 @@ class Minibatch:
     seen: RolloutTensors | None
 
     def shuffle(self, rng: np.random.Generator, count: int, whiten: bool = False) -> list[Minibatch]:
-        """All steps in `count` nearly equal shares, each once; with `whiten` their advantages are whitened over each share."""
+        """Split all steps at random into `count` nearly equal shares. With `whiten`, whiten the advantages of each share."""
         order = torch.from_numpy(rng.permutation(len(self.action)))
         mixed = Minibatch(self.prepared.select(order), self.observation[order], self.action[order], None)
         bounds = np.linspace(0, len(order), count + 1).round().astype(int).tolist()
@@ -110,7 +111,7 @@ class Minibatch:
 
 
 class OnPolicyTrainer(Trainer):
-    """A policy gradient on E environments: the loss is that of a `PolicyGradient`, over rollouts as a `Batch`."""
+    """A trainer with a policy gradient on E environments. The loss is that of a `PolicyGradient`, over rollouts as a `Batch`."""
 
     def __init__(
         self,
@@ -129,11 +130,11 @@ class OnPolicyTrainer(Trainer):
 
     @property
     def most_steps(self) -> float:
-        """The most steps that a rollout can have; whole episodes have no bound."""
+        """The maximum number of steps in a rollout. Complete episodes have no limit."""
         return self.config.n_steps * self.collector.envs.count or math.inf
 
     def iterate(self, metrics: bool = True) -> dict[str, float]:
-        """One rollout and its updates; their figures where `metrics`."""
+        """Collect a rollout and do its updates. Return their metrics if `metrics` is True."""
         rollout = self._collect()
         self.timesteps += len(rollout.row)
         figures = self._learn(rollout, metrics)
@@ -151,33 +152,33 @@ class OnPolicyTrainer(Trainer):
         seen, algorithm = as_tensors(rollout, self.algorithm.needs_critic), self._schedule()
         minibatches = max(1, round(seen.steps / self.config.batch_size)) if self.config.batch_size else 1
         once, before = self._once(minibatches), self.moves
-        # steps that make up rows of unlike lengths have slopes one by one only
+        # Steps from rows of different lengths have slopes only one by one.
         closed = self._differentiable and (seen.full or self._per_step or not once)
         forward, now = self._pass(seen.observation, seen.action, closed, metrics)
         prepared = self._prepare(algorithm, rollout, seen, forward.output, now, metrics)
         totals = algorithm.totals(prepared)
         full = Minibatch(prepared, seen.observation, seen.action, seen)
         whole = full if once and seen.full else self._parts(prepared, seen)
-        if once:  # this one forward pass both measures and learns
+        if once:  # a single forward pass both measures and learns
             known = slopes(algorithm, whole.prepared, totals) if closed else None
             terms = self._update(algorithm, whole, totals, (forward, now), metrics, known)
         else:
             terms = self._passes(algorithm, whole, totals, minibatches, metrics)
-        if algorithm.adapts and self.moves > before:  # an update that was left out says nothing of the penalty
+        if algorithm.adapts and self.moves > before:  # a skipped update says nothing about the penalty
             self.state = algorithm.adapt(whole.prepared, self._log_probs(whole))
         return {**prepared.metrics, **terms, "learning_rate": self.learning_rate} if metrics else {}
 
     def _log_probs(self, part: Minibatch) -> Tensor:
-        """Those [N, T] of these steps' actions after the update."""
+        """Return the log-probs [N, T] of these steps' actions after the update."""
         _, now = self._pass(part.observation, part.action, self._differentiable, False)
         return now.logp[:, None] if part.seen is None else part.seen.wide(now.logp)
 
     def _once(self, minibatches: int) -> bool:
-        """Whether the pass that measured the rollout can be the one that learns from it; a filter may leave out what it saw."""
+        """Return True if the forward pass that measured the rollout can also train on it. A filter may drop some of its steps."""
         return self.config.n_epochs * minibatches == 1 and not self.algorithm.keep
 
     def _evaluate(self, output: NetworkOutput, action: Tensor, entropies: bool = True) -> ActionEvaluation:
-        """The network's evaluation of the first len(action) states."""
+        """Evaluate the actions in the first len(action) states."""
         steps, network = len(action), self.network
         policy = output.policy[:steps]
         logp = network.distribution.log_prob(policy, output.rest, action)
@@ -199,7 +200,7 @@ class OnPolicyTrainer(Trainer):
         now: ActionEvaluation,
         metrics: bool,
     ) -> Prepared:
-        """The rollout as a batch, with its advantages."""
+        """Return the rollout as a batch with its advantages."""
         n_rows, wide = seen.shape[0], seen.wide
         value = last = action_value = None
         if output.values is not None:
@@ -214,7 +215,7 @@ class OnPolicyTrainer(Trainer):
             mask=wide(torch.ones(seen.steps, dtype=torch.bool)),
             reward=wide(torch.from_numpy(rollout.reward)),
             logp_old=wide(now.logp.detach()),
-            # all episodes start from the same distribution of states: one group
+            # All episodes start from the same distribution of states, so they form one group.
             group=torch.zeros(n_rows, dtype=torch.int64),
             value=value,
             action_value=action_value,
@@ -224,14 +225,14 @@ class OnPolicyTrainer(Trainer):
         prepared = algorithm.prepare(batch, self.state, metrics=metrics)
         self.state = prepared.state
         if action_value is not None and value is not None:
-            # Q(s, a) learns the λ-return, the critic's own expectation taking over behind each step
+            # Q(s, a) learns the λ-return, in which the critic's own expectation continues after each step.
             lam = 1.0 if self.config.gae_lambda is None else self.config.gae_lambda
             ahead = discounted_sum(td_errors(batch, self.config.gamma), batch.mask, self.config.gamma * lam)
             prepared = replace(prepared, returns=ahead + value)
         return prepared
 
     def _parts(self, prepared: Prepared, seen: RolloutTensors) -> Minibatch:
-        """The steps that are trained on, as the loss takes them."""
+        """Return the steps to train on, in the form that the loss takes."""
         observation, action = seen.observation[: seen.steps], seen.action
         if not self._per_step:
             return Minibatch(prepared, observation, action, seen)
@@ -243,7 +244,7 @@ class OnPolicyTrainer(Trainer):
     def _passes(
         self, algorithm: PolicyGradient, whole: Minibatch, totals: Totals, minibatches: int, metrics: bool
     ) -> dict[str, float]:
-        """The passes over the rollout, each in shuffled minibatches; the terms of the last update."""
+        """Do the passes over the rollout, each in shuffled minibatches. Return the terms of the last update."""
         config, terms = self.config, {}
         known: Slopes | None = None
         rng = self.rng("minibatch")
@@ -264,13 +265,14 @@ class OnPolicyTrainer(Trainer):
         return terms
 
     def _too_far(self, terms: Mapping[str, float | Tensor]) -> bool:
-        """Whether the policy has left the trust region of `target_kl`, so that the step at hand is not taken."""
+        """Return True if the policy has left the trust region of `target_kl`, so that the current step is skipped."""
         limit = self.config.target_kl
         return limit is not None and float(terms.get("policy/approxkl_avg", 0.0)) > 1.5 * limit
 
     def _pass(self, observation: Tensor, action: Tensor, closed: bool, metrics: bool) -> Passed:
-        """A forward pass: `closed` for a gradient in closed form, which reads entropies for `metrics` alone, else for autograd
-        to differentiate.
+        """Do a forward pass for a gradient by autograd or, if `closed`, in closed form.
+
+        The closed form needs entropies only for `metrics`.
         """
         forward = self.network.record_closed(observation) if closed else self.network.record(observation)
         return forward, self._evaluate(forward.output, action, entropies=metrics or not closed)
@@ -278,7 +280,7 @@ class OnPolicyTrainer(Trainer):
     def _update(
         self, algorithm: PolicyGradient, part: Minibatch, totals: Totals, passed: Passed, metrics: bool, known: Slopes | None
     ) -> dict[str, float]:
-        """One optimiser step on these steps, counted by `totals`; where its `known` slopes are given, by them."""
+        """Take an optimiser step on these steps, which `totals` counts. If the loss's slopes are `known`, use the closed form."""
         forward, now = passed
         critics = now.learned
         mean = None if critics is None else critics.squeeze(0) if len(critics) == 1 else critics.mean(0)
@@ -293,7 +295,7 @@ class OnPolicyTrainer(Trainer):
             loss = algorithm.loss(part.prepared, evaluation, totals, self.state, metrics=metrics)
             value, terms = loss.value, loss.terms
             if algorithm.critic is not None and now.learned is not None and len(now.learned) > 1:
-                # Σ_k (V_k − R)² / C = (V̄ − R)² + Var_k(V_k): the loss above fits the mean, this makes each critic fit by itself
+                # Σ_k (V_k − R)² / C = (V̄ − R)² + Var_k(V_k): the loss above fits the mean, this term makes each critic fit alone
                 value = value + 0.5 * algorithm.critic.coefficient * now.learned.var(0, correction=0).sum() / max(
                     totals.tokens, 1
                 )
@@ -304,7 +306,7 @@ class OnPolicyTrainer(Trainer):
         return {**{name: float(term) for name, term in terms.items()}, "grad_norm": norm} if metrics else {}
 
     def _schedule(self) -> PolicyGradient:
-        """The method as it is at this moment of the run."""
+        """Return the method with the current values of its schedules."""
         surrogate = self.algorithm.surrogate
         if self.config.clip_range_schedule == "constant" or not isinstance(surrogate, clip):
             return self.algorithm
@@ -313,7 +315,7 @@ class OnPolicyTrainer(Trainer):
 
 
 def as_tensors(rollout: Rollout, bootstrap: bool) -> RolloutTensors:
-    """A rollout as tensors. Without `bootstrap` nothing behind a row's last step is looked at."""
+    """Return a rollout as tensors. Without `bootstrap`, omit the states after the last step of each row."""
     alive = np.flatnonzero(~rollout.terminated) if bootstrap else np.zeros(0, np.int64)
     observation = np.concatenate([rollout.observation, rollout.after[alive]]) if len(alive) else rollout.observation
     return RolloutTensors(
@@ -327,7 +329,7 @@ def as_tensors(rollout: Rollout, bootstrap: bool) -> RolloutTensors:
 
 
 def _check(config: ControlConfig, algorithm: PolicyGradient) -> None:
-    """Refuse settings that cannot work. Raises `UserError`."""
+    """Raise `UserError` for settings that cannot work."""
     name, reads = algorithm.name or "the algorithm", needs_of(algorithm.psi)
     minibatches = bool(config.batch_size) and config.n_steps * config.n_envs != config.batch_size
     for asks, what in (
@@ -360,7 +362,7 @@ def _check(config: ControlConfig, algorithm: PolicyGradient) -> None:
 
 
 def _per_step(algorithm: PolicyGradient) -> bool:
-    """Whether a step's share of the loss is the same on its own as within its episode."""
+    """Return True if the loss of a step is the same alone as within its episode."""
     aggregate = algorithm.aggregate
     fits = aggregate in (token_mean, sequence_sum) or isinstance(aggregate, fixed_length)
     return fits and algorithm.ratio in (ratio.none, ratio.token) and "mask" not in needs_of(algorithm.surrogate)
@@ -371,6 +373,6 @@ def _column(x: Tensor) -> Tensor:
 
 
 def _closed_gradient(known: Slopes, forward: ForwardPass, evaluation: PolicyOutputs, action: Tensor) -> Tensor:
-    """The gradient of the loss in closed form."""
+    """Return the gradient of the loss in closed form."""
     values = None if evaluation.value is None or known.critic is None else known.value(evaluation.value).reshape(1, -1)
     return forward.backward_closed(action, known.logp(evaluation.logp).flatten(), known.entropy, values)

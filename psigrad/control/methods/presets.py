@@ -1,6 +1,6 @@
-"""The policy-gradient methods of control, each as one declaration: parts of the same algebra that trains language models.
+"""The policy-gradient methods of control, each one declaration of parts of the algebra that also trains language models.
 
-There is no frozen reference policy here, so no KL to it; a critic reads the state.
+Control has no frozen reference policy, hence no KL to it. A critic reads the state.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from psigrad.objective.parts.critic import bonus, value_loss
 from psigrad.objective.parts.surrogate import clip, kl_penalty, score
 from psigrad.objective.policy_gradient import PolicyGradient
 
-# The weight of a critic's squared error in Stable-Baselines3 is vf_coef, 0.5; value_loss has a half in front.
+# Stable-Baselines3 weighs a critic's squared error with vf_coef = 0.5. value_loss has a factor of 1/2 itself.
 _CRITIC = value_loss(1.0)
 
-# The three forms of REINFORCE: the return of the whole episode, what came after each step, and that less a learned baseline V(s).
+# Forms of REINFORCE: the return of the full episode, the return after each step, and the latter minus a learned baseline V(s).
 REINFORCE_TOTAL_RETURN = PolicyGradient(total_return(0.99), ratio.none, score, token_mean, name="reinforce_total_return")
 REINFORCE_REWARD_TO_GO = replace(REINFORCE_TOTAL_RETURN, psi=reward_to_go(0.99), name="reinforce_reward_to_go")
 REINFORCE = replace(REINFORCE_TOTAL_RETURN, psi=whitened(gae(0.99, 1.0)), critic=_CRITIC, name="reinforce")
 REINFORCE_BATCH_MEAN = replace(REINFORCE_TOTAL_RETURN, psi=batch_mean, name="reinforce_batch_mean")
 
-# Advantage actor-critic (Mnih et al. 2016, arXiv:1602.01783), and what else may stand for the advantage.
+# Advantage actor-critic (Mnih et al. 2016, arXiv:1602.01783), and variants with other estimates of the advantage.
 A2C = PolicyGradient(gae(0.99, 1.0), ratio.none, score, token_mean, critic=_CRITIC, entropy=bonus(0.0), name="a2c")
 TD_ACTOR_CRITIC = replace(A2C, psi=td_residual(0.99), name="td_actor_critic")
 Q_ACTOR_CRITIC = replace(A2C, psi=action_value, name="q_actor_critic")
@@ -51,14 +51,14 @@ PPO_PENALTY = replace(PPO, surrogate=kl_penalty(1.0, 0.01), name="ppo_penalty")
 
 
 def names() -> list[str]:
-    """Names of the presets of control; every preset of a language model without a critic works too."""
+    """Return the names of control's presets. Every preset of a language model without a critic works too."""
     return [value.name for value in globals().values() if isinstance(value, PolicyGradient)]
 
 
 def resolve(spec: str | Mapping[str, Any] | PolicyGradient) -> PolicyGradient:
-    """The method that a specification means, control's presets before a language model's of that name.
+    """Return the method of a specification. A preset of control beats a language model's of the same name.
 
-    A language model's preset loses its KL to a reference policy, which control has none of.
+    The preset of a language model loses its KL to a reference policy, since control has none.
     """
     presets = {value.name: value for value in globals().values() if isinstance(value, PolicyGradient)}
     if isinstance(spec, PolicyGradient):
@@ -71,8 +71,9 @@ def resolve(spec: str | Mapping[str, Any] | PolicyGradient) -> PolicyGradient:
 
 
 def adjust(algorithm: PolicyGradient, config: ControlConfig) -> PolicyGradient:
-    """The method with the settings' numbers, named as in Stable-Baselines3, in the parts that have them; None leaves a part as it
-    is. Raises `UserError` for a number that no part of it reads.
+    """Return the method with the settings' numbers (named as in Stable-Baselines3) in the parts that have them.
+
+    None keeps a part's number. Raises `UserError` for a number that no part reads.
     """
     normalize, clip_range = config.normalize_advantage, config.clip_range
     ent_coef, vf_coef = config.ent_coef, config.vf_coef
@@ -101,7 +102,7 @@ def adjust(algorithm: PolicyGradient, config: ControlConfig) -> PolicyGradient:
 
 
 def _with(part: Any, **values: float | None) -> Any:
-    """A part with those of the values that it has and that are given."""
+    """Return a part with those given values that it has a field for."""
     if not is_dataclass(part) or isinstance(part, type):
         return part
     own = {f.name for f in fields(part)}

@@ -1,4 +1,4 @@
-"""The base of on-policy methods, TRPO and DQN: their state, their schedules, and saving it."""
+"""The base class of on-policy methods, TRPO and DQN: their state, its schedules, and how it is saved."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from psigrad.records import checkpoint
 from psigrad.records.run_folder import to_line
 
 NUMBERS, EPISODES = "state.json", "episodes.safetensors"
-# What the figures of a policy gradient are called in control, after Stable-Baselines3.
+# Metric of a policy gradient -> its name in control, after Stable-Baselines3.
 _NAMES = {
     "policy/approxkl_avg": "train/approx_kl",
     "clip_ratio/region_mean": "train/clip_fraction",
@@ -45,10 +45,10 @@ _NAMES = {
 
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """What changes from iteration to iteration besides weights, moments and transitions, kept so that it can be saved later."""
+    """The state that changes between iterations besides weights, moments and transitions. It is kept to be saved later."""
 
     moves: int
-    """`Trainer.moves` at this moment: it can be saved as long as that is the same."""
+    """`Trainer.moves` at this moment. The moment can be saved only while this number has not changed."""
     timesteps: int
     numbers: dict[str, Any]
     normalizer: Normalizer
@@ -58,10 +58,10 @@ class Moment:
 
 
 class Trainer(ABC):
-    """A policy that learns on its environments, with all that changes while it learns."""
+    """A policy that learns on its environments, with all the state that changes during training."""
 
     prints_by_episode = False
-    """Whether Stable-Baselines3 counts episodes, not rollouts, between two lines that it prints."""
+    """True if Stable-Baselines3 counts episodes instead of rollouts between two printed lines."""
 
     def __init__(self, config: ControlConfig, network: ActorCritic, optimizer: Optimizer, collector: Collector) -> None:
         self.config, self.network, self.optimizer, self.collector = config, network, optimizer, collector
@@ -71,32 +71,33 @@ class Trainer(ABC):
 
     @abstractmethod
     def iterate(self, metrics: bool = True) -> dict[str, float]:
-        """One rollout and its updates; their figures where `metrics`."""
+        """Collect a rollout and do its updates. Return their metrics if `metrics` is True."""
 
     @property
     @abstractmethod
     def most_steps(self) -> float:
-        """The most steps that one iteration can take."""
+        """The maximum number of steps in an iteration."""
 
     @property
     def moves(self) -> int:
-        """Counts what no `Moment` holds: the updates of weights, and whatever else cannot be taken back."""
+        """The number of changes that no `Moment` stores: updates of weights, and others that cannot be undone."""
         return self.optimizer.updates
 
     @property
     def progress(self) -> float:
-        """Share of the steps behind `start`, where the schedules began, that is done."""
+        """The share of the steps after `start` that is done. The schedules begin at `start`."""
         return min(1.0, (self.timesteps - self.start) / (self.config.total_timesteps - self.start))
 
     @property
     def learning_rate(self) -> float:
-        """The rate at this moment of its schedule."""
+        """The current rate of the schedule."""
         return decayed(self.config.learning_rate, self.config.lr_scheduler_type, self.progress)
 
     def apply_gradient(self, gradient: Tensor, rate: float) -> float:
-        """Step down the gradient at `rate`. The gradient may be clipped in place. Returns its norm before clipping.
+        """Take an optimiser step at `rate` and return the norm of the gradient before clipping.
 
-        Raises `NonFiniteError` after three in a row that are not finite; such a gradient is skipped.
+        The gradient may be clipped in place. A gradient that is not finite is skipped. Raises `NonFiniteError` after three such
+        gradients in a row.
         """
         self.network.flat.grad = gradient
         (norm,) = apply_together([(self.optimizer, rate)])
@@ -104,11 +105,11 @@ class Trainer(ABC):
         return norm
 
     def rng(self, purpose: str) -> np.random.Generator:
-        """The random numbers of this iteration for one purpose."""
+        """Return the random generator of this iteration for a purpose."""
         return generator(seeds.derive(self.config.run.seed, purpose, self.iterations))
 
     def restart(self) -> None:
-        """New episodes everywhere."""
+        """Start new episodes in all environments."""
         self.collector.restart(seeds.derive(self.config.run.seed, "environments", self.iterations))
         self.begun = self._moment()
 
@@ -129,11 +130,11 @@ class Trainer(ABC):
         return Moment(self.moves, self.timesteps, numbers, normalizer, collector.observation, log, len(log))
 
     def counters(self) -> dict[str, int]:
-        """Further numbers that a checkpoint holds, which are attributes of the trainer."""
+        """Return extra numbers for a checkpoint. They are attributes of the trainer."""
         return {}
 
     def set_environments(self, envs: Environments, named: Any) -> None:
-        """Go on in other environments; what the normaliser has learned of observations and rewards stays."""
+        """Continue in other environments. The normaliser keeps its statistics of observations and rewards."""
         old = self.collector.normalizer
         self.config = replace(self.config, env=named, n_envs=envs.count)
         normalizer = Normalizer(envs.size, envs.count, self.config.gamma, old.observations, old.rewards)
@@ -141,10 +142,10 @@ class Trainer(ABC):
         self.collector = Collector(envs, normalizer)
 
     def train_interval(self) -> dict[str, float]:
-        """`log_interval` iterations; the figures of the last one, and of the episodes that ended last."""
+        """Run `log_interval` iterations. Return the metrics of the last one and of the most recent episodes."""
         figures: dict[str, float] = {}
         while True:
-            # what may be the last rollout of the run is measured too
+            # A rollout that may be the last of the run is measured too.
             last = self.timesteps + self.most_steps >= self.config.total_timesteps
             figures = self.iterate(last or self._in_line == self.config.log_interval - 1)
             self._in_line += 1
@@ -159,8 +160,7 @@ class Trainer(ABC):
         return {**self.collector.statistics.summary(), **named}
 
     def save(self, folder: Path, **more: Any) -> None:
-        """Weights, optimiser and numbers as they were when the last iteration began, as files of a folder; `more` numbers beside
-        them.
+        """Save weights, optimiser and the numbers at the start of the last iteration as files of a folder, with `more` numbers.
 
         Raises `NonFiniteError` for weights that are not finite.
         """
@@ -176,7 +176,7 @@ class Trainer(ABC):
         checkpoint.save_tensors(folder / EPISODES, stood)
 
     def restore(self, folder: Path) -> dict[str, Any]:
-        """The inverse of `save`, with the same settings, but for the environments (see `go_on`); the numbers that were saved."""
+        """Load what `save` wrote under the same settings, except for the environments (see `go_on`). Return the saved numbers."""
         numbers: dict[str, Any] = json.loads((folder / NUMBERS).read_text())
         self.network.load(folder)
         self.optimizer.load_state_dict(checkpoint.load_tensors(folder / STATE_FILE))
@@ -191,10 +191,10 @@ class Trainer(ABC):
         return numbers
 
     def go_on(self, folder: Path, numbers: Mapping[str, Any]) -> int | None:
-        """Bring the environments back to where they stood when `folder` was saved, by their actions since their last restart.
+        """Restore the environments' state at the time `folder` was saved, by replaying the actions since their last restart.
 
-        Returns the number of steps. Where they do not lead there (the environments follow no seed, or an older version saved no
-        actions) new episodes begin, and it returns None.
+        Return the number of steps. If the replay does not lead to the saved state, start new episodes and return None. That
+        happens if the environments do not follow their seed, or if an older version saved no actions.
         """
         stood = checkpoint.load_tensors(folder / EPISODES) if (folder / EPISODES).exists() else None
         if stood is None or not self._replay(numbers["seed"], stood["actions"].numpy(), stood["observation"].numpy()):
@@ -206,16 +206,16 @@ class Trainer(ABC):
         return len(stood["actions"]) * self.collector.envs.count
 
     def _replay(self, seed: int, actions: Array, observation: Array) -> bool:
-        """Whether these actions lead back to this observation."""
+        """Replay the actions. Return True if they lead to this observation."""
         try:
             self.collector.replay(seed, actions)
-        except UserError:  # other states than those of its seed may not allow an action that was allowed
+        except UserError:  # an environment that does not follow its seed may reject an action in its new state
             return False
         return np.array_equal(self.collector.observation, observation)
 
 
 class Actor(Trainer):
-    """A policy whose method is not known: it acts, and to train it is refused in a sentence."""
+    """A policy whose method is unknown. It can act, but training fails with an error."""
 
     most_steps = math.inf
 
@@ -224,7 +224,7 @@ class Actor(Trainer):
         self.reason = reason
 
     def iterate(self, metrics: bool = True) -> dict[str, float]:
-        """Raises `UserError`."""
+        """Raise `UserError`."""
         raise UserError(
             f"This policy can act, and its method is not in its folder: {self.reason.rstrip('.')}. To train it on, give the "
             "method to load: algorithm=…"
@@ -232,5 +232,5 @@ class Actor(Trainer):
 
 
 def generator(seed: int) -> np.random.Generator:
-    """The random numbers of a seed."""
+    """Return the random generator of a seed."""
     return np.random.Generator(np.random.SFC64(seed))

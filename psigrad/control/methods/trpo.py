@@ -1,4 +1,4 @@
-"""TRPO: the same rollouts and advantages, a constrained step in place of descent on a surrogate."""
+"""TRPO: the rollouts and advantages of on-policy control, with a constrained step instead of descent on a surrogate."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from psigrad.objective import PolicyGradient, Totals, trust_region
 
 
 class TRPOTrainer(OnPolicyTrainer):
-    """Maximise E[ρ·A] within a mean KL(old‖new); then fit the critic. The `PolicyGradient` gives psi and the critic's loss alone.
+    """A trainer that maximises E[ρ·A] within a mean KL(old‖new), then fits the critic.
 
+    The `PolicyGradient` gives only psi and the critic's loss.
     Source: Schulman et al. 2015, arXiv:1502.05477; the critic's schedule is that of sb3-contrib.
     """
 
@@ -26,7 +27,7 @@ class TRPOTrainer(OnPolicyTrainer):
 
     @property
     def moves(self) -> int:
-        """The policy's steps, which no optimiser takes, count too."""
+        """The number of changes, including the policy's steps, which no optimiser takes."""
         return super().moves + self._taken
 
     def _once(self, minibatches: int) -> bool:
@@ -78,7 +79,7 @@ class TRPOTrainer(OnPolicyTrainer):
         return taken
 
     def _fit_critic(self, algorithm: PolicyGradient, whole: Minibatch, minibatches: int) -> float:
-        """Passes over the rollout on the critic's loss alone; the mean error of the last one."""
+        """Train on the critic's loss only, in passes over the rollout. Return the mean error of the last pass."""
         assert algorithm.critic is not None and whole.prepared.batch.value is not None and whole.prepared.returns is not None
         value_old, returns = whole.prepared.batch.value[:, 0], whole.prepared.returns[:, 0]
         rng = self.rng("minibatch")
@@ -88,11 +89,11 @@ class TRPOTrainer(OnPolicyTrainer):
             for part in order.tensor_split(minibatches):
                 recorded = self.network.record(whole.observation[part])
                 assert recorded.output.values is not None
-                # each critic of an ensemble against the same returns
+                # Each critic of an ensemble fits the same returns.
                 losses = [algorithm.critic(v, value_old[part], returns[part]).mean() for v in recorded.output.values]
                 loss = algorithm.critic.coefficient * torch.stack(losses).mean()
                 gradient = recorded.backward(loss)
-                gradient[self.network.towers.front_slice] = 0.0  # the policy sees through the same convolutions
+                gradient[self.network.towers.front_slice] = 0.0  # the policy shares the convolutions
                 self.apply_gradient(gradient, self.learning_rate)
                 error += float(loss.detach()) / minibatches
         return error

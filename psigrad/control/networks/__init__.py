@@ -1,1 +1,1 @@
-"""Policies and critics of control: networks, distributions, their gradients."""
+"""The policies and critics of control: networks, distributions and their gradients."""

@@ -1,4 +1,4 @@
-"""A policy with its critics for control: separate towers, a shared trunk, or an ensemble of critics; of states or of actions."""
+"""A policy with its critics for control: separate towers, a shared trunk, or an ensemble; critics of states or of actions."""
 
 from __future__ import annotations
 
@@ -28,18 +28,17 @@ class NetworkOutput:
     policy: Tensor
     """[M, P] the distribution's parameters."""
     rest: Tensor
-    """The parameters that are the same in every state."""
+    """The parameters of the distribution that are the same in every state."""
     values: Tensor | None
-    """[C, M] V(s) of each critic, or [C, M, A] Q(s, ·) of critics of actions."""
+    """[C, M] V(s) of each critic, or [C, M, A] Q(s, ·) for critics of actions."""
 
 
 class ActorCritic:
     """A policy π(a|s) and C critics on small towers.
 
-    `critic` "separate" gives each critic hidden layers of its own, "shared" puts the values beside the policy's outputs on one
-    trunk. `of_actions` makes them critics Q(s, a) of a discrete policy's actions; V(s) is then Σ_a π(a|s)·Q(s, a). An `image`
-    goes through the convolutions that `cnn` names first, which policy and critics share; it begins at number `at` of an
-    observation.
+    With `critic` "separate" each critic has its own hidden layers. With "shared" the values and the policy's outputs are on one
+    trunk. With `of_actions` the critics are Q(s, a) of a discrete policy's actions, and V(s) is Σ_a π(a|s)·Q(s, a). An `image`,
+    which starts at number `at` of an observation, first passes the convolutions that `cnn` names. Policy and critics share them.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class ActorCritic:
 
     @torch.no_grad()
     def initialise(self, seed: int, log_std: float = 0.0) -> None:
-        """Fresh orthogonal weights: a policy that is nearly the same everywhere (gain 0.01), values of gain 1."""
+        """Set initial orthogonal weights: gain 0.01 for a policy that is nearly the same in all states, gain 1 for the values."""
         self.towers.initialise(seed, [1.0] if self.shared else [0.01, *[1.0] * self.n_critics])
         if self.shared:
             weight, _ = self.towers.layers(self.towers.flat)[-1]
@@ -84,15 +83,15 @@ class ActorCritic:
 
     @property
     def rest(self) -> Tensor:
-        """Numbers of the distribution that no state changes, with gradient."""
+        """The parameters of the distribution that are the same in every state, with gradient."""
         return self.towers.rest(self.flat)
 
     def __call__(self, observations: Tensor) -> NetworkOutput:
-        """Outputs for observations [M, D], without gradient."""
+        """Return the outputs for observations [M, D], without gradient."""
         return self._split(self.towers(observations), self.rest.detach())
 
     def record(self, observations: Tensor) -> ForwardPass:
-        """The same, as leaves of a graph, to be differentiated once by `ForwardPass.backward`."""
+        """Do a forward pass with leaves of a graph as outputs. `ForwardPass.backward` can differentiate it once."""
         recording = self.towers.record(observations)
         found = self._split(recording.output, self.rest)
         values = None if found.values is None else found.values.detach().requires_grad_()
@@ -100,17 +99,17 @@ class ActorCritic:
         return ForwardPass(self, recording, leaves)
 
     def record_closed(self, observations: Tensor) -> ForwardPass:
-        """The same without a graph, to be differentiated once by `ForwardPass.backward_closed`."""
+        """Do a forward pass without a graph. `ForwardPass.backward_closed` can differentiate it once."""
         recording = self.towers.record(observations)
         return ForwardPass(self, recording, self._split(recording.output, self.rest.detach()))
 
     def plain(self, observations: Tensor, flat: Tensor | None = None) -> NetworkOutput:
-        """The same by PyTorch's own operations from a flat vector, differentiable any number of times."""
+        """Return the outputs by PyTorch's operations from a flat vector, differentiable any number of times."""
         flat = self.flat if flat is None else flat
         return self._split(self.towers.plain(observations, flat), self.towers.rest(flat))
 
     def _split(self, out_KMO: Tensor, rest: Tensor) -> NetworkOutput:
-        """The towers' outputs by their meaning."""
+        """Split the towers' outputs by their meaning."""
         own = self.distribution.outputs
         policy = out_KMO[0].narrow(1, 0, own)
         if not self.n_critics:
@@ -124,13 +123,13 @@ class ActorCritic:
         return NetworkOutput(policy, rest, values if self.of_actions else values.select(2, 0))
 
     def state_value(self, output: NetworkOutput) -> Tensor:
-        """[M] V(s): the mean over critics, for critics of actions in expectation under the policy."""
+        """Return [M] V(s): the mean over critics. For critics of actions, it is the expectation under the policy."""
         assert output.values is not None
         mean = output.values[0] if self.n_critics == 1 else output.values.mean(0)
         return (torch.softmax(output.policy, -1) * mean).sum(-1) if self.of_actions else mean
 
     def act(self, observations: Array, noise: Array | None = None) -> Array:
-        """Actions for a few observations [E, D]: drawn by the distribution's `noise` [E, P], without it the likeliest."""
+        """Return actions for a few observations [E, D], sampled with `noise` [E, P] or, without it, the most likely ones."""
         hidden, (weight, bias), rest = self._numpy
         h = self._features(observations)
         for inner, shift in hidden:
@@ -142,7 +141,7 @@ class ActorCritic:
         return self.distribution.mode(out) if noise is None else self.distribution.sample(out, rest, noise)
 
     def _features(self, observations: Array) -> Array:
-        """What the layers are given."""
+        """Return the input of the layers."""
         if not self.towers.front:
             return observations
         with torch.no_grad():
@@ -150,7 +149,7 @@ class ActorCritic:
             return found
 
     def actor(self, rng: np.random.Generator | None, count: int) -> Callable[[Array], Array]:
-        """`act` in `count` states at a time, one step after another, by chance from `rng`."""
+        """Return a function that acts in `count` states per step, with noise from `rng`. Without `rng`, return `act`."""
         if rng is None:
             return self.act
         noise = Noise(self.distribution, rng, count)
@@ -158,20 +157,20 @@ class ActorCritic:
 
     @cached_property
     def _numpy(self) -> tuple[list[tuple[Array, Array]], tuple[Array, Array], Array]:
-        # the views follow the parameters, which are only ever changed in place
+        # The cached views stay valid, since the parameters are only ever changed in place.
         *hidden, (weight, bias) = self.towers.as_numpy(0)
         own = self.distribution.outputs
         return hidden, (weight[:, :own], bias[:own]), self.towers.rest(self.flat.detach()).numpy()
 
     def save(self, folder: Path) -> None:
-        """Weights as `model.safetensors`, named as a stack of `nn.Linear`s would be."""
+        """Save the weights as `model.safetensors`, named as in a stack of `nn.Linear`s."""
         folder.mkdir(parents=True, exist_ok=True)
         save_file({name: x.contiguous() for name, x in self.towers.named().items()}, folder / WEIGHTS)
 
     def load(self, folder: Path) -> None:
-        """The inverse of `save`, in place. Raises `UserError` if the weights belong to a different network."""
+        """Load in place what `save` wrote. Raises `UserError` if the weights belong to a different network."""
         found, own = load_file(folder / WEIGHTS), self.towers.named()
-        # shapes too: a copy would broadcast unseen
+        # Shapes must match too, since a copy would broadcast silently.
         if {name: x.shape for name, x in found.items()} != {name: x.shape for name, x in own.items()}:
             raise UserError(
                 f"The weights in {folder} belong to a different network; give the environment and net_arch that they "
@@ -184,8 +183,10 @@ class ActorCritic:
 
 @dataclass(frozen=True, eq=False)
 class ForwardPass:
-    """A forward pass whose gradient is in closed form through the network's layers: that of a loss, which autograd differentiates
-    down to `output`, or that which follows from the gradients of log-probabilities, entropies and values.
+    """A forward pass with a gradient in closed form through the network's layers.
+
+    The gradient is that of a loss, which autograd differentiates down to `output`. Or it follows from the gradients of
+    log-probabilities, entropies and values.
     """
 
     network: ActorCritic
@@ -193,7 +194,7 @@ class ForwardPass:
     output: NetworkOutput
 
     def backward(self, loss: Tensor) -> Tensor:
-        """The gradient of `loss`, a function of `output`, with respect to the flat vector."""
+        """Return the gradient of `loss`, a function of `output`, with respect to the flat vector."""
         network, output = self.network, self.output
         leaves = [x for x in (output.policy, output.rest, output.values) if x is not None]
         grads = iter(torch.autograd.grad(loss, leaves, allow_unused=True))
@@ -210,8 +211,9 @@ class ForwardPass:
         return out
 
     def backward_closed(self, actions: Tensor, d_logp: Tensor, d_entropy: float, d_values: Tensor | None) -> Tensor:
-        """The gradient with respect to the flat vector, given those of the actions' log-probabilities [m], of each of their
-        entropies, and of the values [C, m]; of the states of this pass, the first m.
+        """Return the gradient with respect to the flat vector, for the first m states of this pass.
+
+        It follows from the gradients of the actions' log-probabilities [m], of each entropy, and of the values [C, m].
         """
         network, output, steps = self.network, self.output, len(actions)
         back = torch.zeros_like(self.recording.output)

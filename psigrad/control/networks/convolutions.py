@@ -1,6 +1,6 @@
-"""Convolutions in front of the towers, for observations that are images.
+"""Convolutions before the towers, for observations that are images.
 
-All towers share them, as the features extractor of Stable-Baselines3 is shared. Their parameters lie in the same flat vector.
+All towers share them, like the features extractor of Stable-Baselines3. Their parameters are in the same flat vector.
 
 Axes: `_M` states, `_C` channels, `_H`, `_W` rows and columns of an image, `_F` features.
 """
@@ -24,26 +24,27 @@ Kind = Literal["auto", "nature", "small", "none"]
 
 @dataclass(frozen=True)
 class Image:
-    """The shape of an image as the environment gives it, and which of its numbers are the channels."""
+    """The shape and layout of an image from the environment."""
 
     channels: int
     height: int
     width: int
     channels_last: bool
-    """True: an observation is [H, W, C]."""
+    """True if an observation is [H, W, C]."""
     bytes: bool
-    """Its numbers are 0 to 255 in uint8."""
+    """True if the numbers are 0 to 255 in uint8."""
 
 
 class Convolution(NamedTuple):
-    """One layer, with a ReLU behind it."""
+    """A convolution layer, which a ReLU follows."""
 
     channels: int
     kernel: int
     stride: int
 
 
-# Mnih et al. 2015, Nature 518, whose last layer of 512 is the towers'; and three small ones for the symbols of MiniGrid's 7 × 7
+# "nature" is from Mnih et al. 2015, Nature 518, whose last layer of 512 belongs to the towers. "small" has three layers for the
+# symbols of MiniGrid's 7 × 7 grid.
 LAYERS: dict[str, tuple[Convolution, ...]] = {
     "nature": (Convolution(32, 8, 4), Convolution(64, 4, 2), Convolution(64, 3, 1)),
     "small": (Convolution(16, 2, 1), Convolution(32, 2, 1), Convolution(64, 2, 1)),
@@ -51,7 +52,7 @@ LAYERS: dict[str, tuple[Convolution, ...]] = {
 
 
 def layers_for(kind: Kind, image: Image | None) -> tuple[Convolution, ...]:
-    """The layers of a setting for an observation; none where it is no image. Raises `UserError` where they do not fit."""
+    """Return the layers of a setting for an observation; none without an image. Raises `UserError` if they do not fit."""
     if image is None:
         if kind in ("nature", "small"):
             raise UserError(
@@ -68,7 +69,7 @@ def layers_for(kind: Kind, image: Image | None) -> tuple[Convolution, ...]:
 
 
 def _sizes(image: Image, layers: Sequence[Convolution]) -> list[tuple[int, int]]:
-    """Height and width in front of the first layer and behind each."""
+    """Return (height, width) before the first layer and after each layer."""
     found = [(image.height, image.width)]
     for layer in layers:
         h, w = found[-1]
@@ -77,9 +78,9 @@ def _sizes(image: Image, layers: Sequence[Convolution]) -> list[tuple[int, int]]
 
 
 class ConvolvedMLP(StackedMLP):
-    """`StackedMLP` on the features of convolutions, which see an observation [M, D] as the image that it was.
+    """A `StackedMLP` on the features of convolutions, which read the image in a flat observation [M, D].
 
-    Of D numbers the image's begin at `at`; the `beside` others join the features, as in Stable-Baselines3's CombinedExtractor.
+    The image starts at number `at`. The `beside` other numbers join the features, as in Stable-Baselines3's CombinedExtractor.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class ConvolvedMLP(StackedMLP):
         super().__init__(widths[-1] * height * width + beside, hidden, outputs, activation, extra, front)
 
     def kernels(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Weights [out, in, k, k] and biases [out] of each convolution, as views of a flat vector."""
+        """Return the weights [out, in, k, k] and biases [out] of each convolution, as views of a flat vector."""
         found, at = [], self.front_slice.start
         for shape in self._kernels:
             count = math.prod(shape)
@@ -110,21 +111,21 @@ class ConvolvedMLP(StackedMLP):
         return found
 
     def seen(self, x_MD: Tensor, flat: Tensor) -> Tensor:
-        """Features [M, F] of flat observations."""
+        """Return the features [M, F] of flat observations."""
         image = self.image
         end = self.at + image.channels * image.height * image.width
         if image.channels_last:
             h = x_MD[:, self.at : end].reshape(-1, image.height, image.width, image.channels).permute(0, 3, 1, 2)
         else:
             h = x_MD[:, self.at : end].reshape(-1, image.channels, image.height, image.width)
-        # a normaliser may have made other numbers of the bytes already
+        # A normaliser may already have converted the bytes.
         h = h.to(flat.dtype) / 255 if x_MD.dtype == torch.uint8 else h
         for layer, (weight, bias) in zip(self.convolutions, self.kernels(flat), strict=True):
             h = torch.relu(conv2d(h, weight, bias, stride=layer.stride))
         return torch.cat([h.flatten(1), x_MD[:, : self.at], x_MD[:, end:]], 1) if self.beside else h.flatten(1)
 
     def record(self, x_MD: Tensor) -> Recording:
-        """The same, ready to be differentiated once."""
+        """Do a forward pass that can be differentiated once."""
         leaf = self.flat.detach().requires_grad_()
         with torch.enable_grad():
             features = self.seen(x_MD, leaf)
@@ -132,7 +133,7 @@ class ConvolvedMLP(StackedMLP):
 
     @torch.no_grad()
     def initialise(self, seed: int, gains: Sequence[float] | None = None) -> None:
-        """Fresh weights; of the convolutions as of hidden layers."""
+        """Set initial weights. Those of the convolutions are as in hidden layers."""
         super().initialise(seed, gains)
         generator = torch.Generator().manual_seed(seed + 1)
         for weight, bias in self.kernels(self.flat):
@@ -145,7 +146,7 @@ class ConvolvedMLP(StackedMLP):
                 bias.zero_()
 
     def named(self) -> dict[str, Tensor]:
-        """With "cnn.layer.weight" [out, in, k, k] and "cnn.layer.bias" [out] as `nn.Conv2d`s have them."""
+        """Return the parameters, including "cnn.layer.weight" [out, in, k, k] and "cnn.layer.bias" [out] as in `nn.Conv2d`."""
         found = super().named()
         for i, (weight, bias) in enumerate(self.kernels(self.flat.detach())):
             found |= {f"cnn.{i}.weight": weight, f"cnn.{i}.bias": bias}
@@ -153,14 +154,14 @@ class ConvolvedMLP(StackedMLP):
 
 
 class _ConvolvedRecording(Recording):
-    """A recording whose gradient goes on through the convolutions, where autograd costs little beside the products."""
+    """A recording whose gradient continues through the convolutions. There autograd costs little compared to the products."""
 
     def __init__(self, towers: ConvolvedMLP, parts: list[list[Tensor]], features: Tensor, leaf: Tensor) -> None:
         super().__init__(towers, parts)
         self._features, self._leaf = features, leaf
 
     def backward(self, grad_KMO: Tensor) -> Tensor:
-        """The gradient with respect to `flat`, convolutions included."""
+        """Return the gradient with respect to `flat`, including the convolutions."""
         inputs: list[Tensor] = []
         out = self._backward(grad_KMO, inputs)
         slope = torch.cat(inputs)

@@ -1,6 +1,6 @@
 """Distributions over actions, as functions of a network's outputs: discrete (softmax) and continuous (diagonal normal).
 
-Each takes parameters and actions as tensors for training, and draws with numpy for acting on a few states at a time.
+Training uses tensors of parameters and actions. Acting on a few states at a time samples with numpy.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
 class Distribution(Protocol):
-    """Actions given the outputs [M, P] of a policy, and `rest`, parameters that are the same in every state."""
+    """A distribution over actions, given a policy's outputs [M, P] and `rest`, parameters that are the same in every state."""
 
     @property
     def outputs(self) -> int:
-        """P."""
+        """The number of outputs, P."""
 
     @property
     def extra(self) -> int:
-        """Length of `rest`."""
+        """The length of `rest`."""
 
     def log_prob(self, out: Tensor, rest: Tensor, actions: Tensor) -> Tensor:
-        """[M] log-probability (or density) of each action."""
+        """Return [M] the log-probability (or log-density) of each action."""
 
     def entropy(self, out: Tensor, rest: Tensor) -> Tensor:
-        """[M] in nats."""
+        """Return [M] entropies in nats."""
 
     def slope(self, out: Tensor, rest: Tensor, actions: Tensor, d_logp: Tensor, d_entropy: float) -> tuple[Tensor, Tensor]:
-        """The gradients of `out` and `rest`, given those of each log-probability [M] and of each entropy."""
+        """Return the gradients of `out` and `rest`, given those of each log-probability [M] and of each entropy."""
 
     def kl(self, out: Tensor, rest: Tensor, other: Tensor, other_rest: Tensor) -> Tensor:
-        """[M] KL(this ‖ other) in nats."""
+        """Return [M] KL(this ‖ other) in nats."""
 
     def noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-        """What chance adds to `sample`, for as many states as `shape` has: [*shape, P]."""
+        """Return the random numbers of `sample` for the states of `shape`: [*shape, P]."""
 
     def sample(self, out: Array, rest: Array, noise: Array) -> Array:
-        """One action for each row of outputs [E, P], given `noise` [E, P]."""
+        """Return one action for each row of outputs [E, P], given `noise` [E, P]."""
 
     def mode(self, out: Array) -> Array:
-        """The likeliest action of each row."""
+        """Return the most likely action of each row."""
 
 
 class Noise:
-    """The noise of one action after another in E states, drawn for many steps at once: to draw takes longer than to add."""
+    """The noise of successive actions in E states. It is drawn for many steps at once, since drawing takes longer than adding."""
 
     _STEPS = 32
 
@@ -61,7 +61,7 @@ class Noise:
         self._at = 0
 
     def step(self) -> Array:
-        """The next step's [E, P]."""
+        """Return the noise [E, P] of the next step."""
         if self._at == len(self._block):
             self._block, self._at = self._distribution.noise(self._rng, (self._STEPS, self._count)), 0
         drawn: Array = self._block[self._at]
@@ -71,22 +71,22 @@ class Noise:
 
 @dataclass(frozen=True)
 class Categorical:
-    """One of `outputs` actions; the outputs are logits. Actions are int64 [M]."""
+    """A choice among `outputs` actions. The outputs are logits. Actions are int64 [M]."""
 
     outputs: int
     extra: ClassVar[int] = 0
 
     def log_prob(self, out: Tensor, rest: Tensor, actions: Tensor) -> Tensor:
-        """[M] log-probabilities of the actions [M]."""
+        """Return [M] log-probabilities of the actions [M]."""
         return _log_softmax(out).gather(1, actions[:, None]).squeeze(1)
 
     def entropy(self, out: Tensor, rest: Tensor) -> Tensor:
-        """[M] entropies of the softmax, in nats."""
+        """Return [M] entropies of the softmax, in nats."""
         logp = _log_softmax(out)
         return -(logp.exp() * logp).sum(-1)
 
     def slope(self, out: Tensor, rest: Tensor, actions: Tensor, d_logp: Tensor, d_entropy: float) -> tuple[Tensor, Tensor]:
-        """The gradient of the logits [M, P], in closed form. `rest` is empty and is returned as it is."""
+        """Return the gradient of the logits [M, P], in closed form, and `rest`, which is empty."""
         # d log π(a) / d logits = e_a − π,  dH / d logits = −π·(log π + H)
         logp = _log_softmax(out)
         pi = logp.exp()
@@ -97,32 +97,33 @@ class Categorical:
         return gradient.scatter_add_(1, actions[:, None], d_logp[:, None]), rest
 
     def kl(self, out: Tensor, rest: Tensor, other: Tensor, other_rest: Tensor) -> Tensor:
-        """[M] KL(this ‖ other) in nats."""
+        """Return [M] KL(this ‖ other) in nats."""
         logp = _log_softmax(out)
         return (logp.exp() * (logp - _log_softmax(other))).sum(-1)
 
     def noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-        """Standard Gumbel noise [*shape, P]."""
+        """Return standard Gumbel noise [*shape, P]."""
         waits = rng.standard_exponential((*shape, self.outputs), dtype=np.float32)
-        waits += np.finfo(np.float32).tiny  # a wait of exactly 0 comes once in ten million
+        waits += np.finfo(np.float32).tiny  # a wait of exactly 0, whose logarithm is infinite, occurs once in ten million
         return -np.log(waits, out=waits)
 
     def sample(self, out: Array, rest: Array, noise: Array) -> Array:
-        """One action for each row of logits [E, P], by the Gumbel-max trick: int64 [E]."""
-        # the largest of logits + Gumbel noise is drawn from their softmax
+        """Return one action for each row of logits [E, P], by the Gumbel-max trick: int64 [E]."""
+        # The index of the maximum of logits + Gumbel noise has the distribution softmax(logits).
         drawn: Array = (out + noise).argmax(1)
         return drawn
 
     def mode(self, out: Array) -> Array:
-        """The most probable action of each row of logits [E, P]: int64 [E]."""
+        """Return the most probable action of each row of logits [E, P]: int64 [E]."""
         likeliest: Array = out.argmax(1)
         return likeliest
 
 
 @dataclass(frozen=True)
 class MultiCategorical:
-    """Several independent choices at once, choice k one of `sizes[k]`; the outputs are the logits of all choices, one behind the
-    other. Actions are int64 [M, K].
+    """Several independent choices at once, where choice k has `sizes[k]` options.
+
+    The outputs are the concatenated logits of all choices. Actions are int64 [M, K].
     """
 
     sizes: tuple[int, ...]
@@ -130,70 +131,71 @@ class MultiCategorical:
 
     @property
     def outputs(self) -> int:
-        """P: a logit for each option of each choice."""
+        """The number of outputs, P: a logit for each option of each choice."""
         return sum(self.sizes)
 
     def log_prob(self, out: Tensor, rest: Tensor, actions: Tensor) -> Tensor:
-        """[M] log-probabilities of the actions [M, K], summed over choices."""
+        """Return [M] log-probabilities of the actions [M, K], summed over choices."""
         own = zip(self._choices(out), actions.unbind(1), strict=True)
         return torch.stack([choice.log_prob(o, rest, a) for (choice, o), a in own]).sum(0)
 
     def entropy(self, out: Tensor, rest: Tensor) -> Tensor:
-        """[M] entropies, summed over choices, in nats."""
+        """Return [M] entropies in nats, summed over choices."""
         return torch.stack([choice.entropy(o, rest) for choice, o in self._choices(out)]).sum(0)
 
     def slope(self, out: Tensor, rest: Tensor, actions: Tensor, d_logp: Tensor, d_entropy: float) -> tuple[Tensor, Tensor]:
-        """The gradient of the logits [M, P], in closed form. `rest` is empty and is returned as it is."""
+        """Return the gradient of the logits [M, P], in closed form, and `rest`, which is empty."""
         own = zip(self._choices(out), actions.unbind(1), strict=True)
         return torch.cat([choice.slope(o, rest, a, d_logp, d_entropy)[0] for (choice, o), a in own], 1), rest
 
     def kl(self, out: Tensor, rest: Tensor, other: Tensor, other_rest: Tensor) -> Tensor:
-        """[M] KL(this ‖ other) in nats: the choices are independent, so theirs add up."""
+        """Return [M] KL(this ‖ other) in nats: the sum over the choices, which are independent."""
         both = zip(self._choices(out), self._choices(other), strict=True)
         return torch.stack([choice.kl(o, rest, b, other_rest) for (choice, o), (_, b) in both]).sum(0)
 
     def noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-        """Standard Gumbel noise [*shape, P]."""
+        """Return standard Gumbel noise [*shape, P]."""
         return Categorical(self.outputs).noise(rng, shape)
 
     def sample(self, out: Array, rest: Array, noise: Array) -> Array:
-        """One action for each row of logits [E, P]: int64 [E, K]."""
+        """Return one action for each row of logits [E, P]: int64 [E, K]."""
         return self.mode(out + noise)
 
     def mode(self, out: Array) -> Array:
-        """The most probable option of each choice: int64 [E, K]."""
+        """Return the most probable option of each choice: int64 [E, K]."""
         parts = np.split(out, np.cumsum(self.sizes)[:-1], axis=1)
         return np.stack([part.argmax(1) for part in parts], 1)
 
     def _choices(self, out: Tensor) -> list[tuple[Categorical, Tensor]]:
-        """Each choice with its own logits."""
+        """Return each choice with its logits."""
         return [(Categorical(n), o) for n, o in zip(self.sizes, out.split(self.sizes, 1), strict=True)]
 
 
 @dataclass(frozen=True)
 class Normal:
-    """Independent normals; the outputs are means, `rest` the logarithms of the standard deviations, the same in every state.
-    Actions are float32 [M, P]; `Environments` clips them to the bounds.
+    """Independent normal distributions. The outputs are the means; `rest` are the log standard deviations for all states.
+
+    Actions are float32 [M, P]. `Environments` clips them to the bounds.
     """
 
     outputs: int
 
     @property
     def extra(self) -> int:
-        """P: one log standard deviation for each component of an action."""
+        """The length of `rest`, P: one log standard deviation for each component of an action."""
         return self.outputs
 
     def log_prob(self, out: Tensor, rest: Tensor, actions: Tensor) -> Tensor:
-        """[M] log-densities of the actions [M, P], summed over components."""
+        """Return [M] log-densities of the actions [M, P], summed over components."""
         z = (actions - out) * torch.exp(-rest)
         return -(0.5 * z * z + rest + _HALF_LOG_2PI).sum(-1)
 
     def entropy(self, out: Tensor, rest: Tensor) -> Tensor:
-        """[M] differential entropies in nats; the same in every state."""
+        """Return [M] differential entropies in nats, which are the same in every state."""
         return (rest + 0.5 + _HALF_LOG_2PI).sum().expand(len(out))
 
     def slope(self, out: Tensor, rest: Tensor, actions: Tensor, d_logp: Tensor, d_entropy: float) -> tuple[Tensor, Tensor]:
-        """The gradients of the means [M, P] and of the log standard deviations [P], in closed form."""
+        """Return the gradients of the means [M, P] and of the log standard deviations [P], in closed form."""
         # d log p / dμ = z / σ,  d log p / d log σ = z² − 1,  dH / d log σ = 1
         inverse = torch.exp(-rest)
         z = (actions - out) * inverse
@@ -201,26 +203,27 @@ class Normal:
         return weighted * inverse, (weighted * z).sum(0) - d_logp.sum() + d_entropy * len(out)
 
     def kl(self, out: Tensor, rest: Tensor, other: Tensor, other_rest: Tensor) -> Tensor:
-        """[M] KL(this ‖ other) in nats, in closed form."""
+        """Return [M] KL(this ‖ other) in nats, in closed form."""
         shift = ((out - other) * torch.exp(-other_rest)) ** 2
         return (other_rest - rest + 0.5 * (torch.exp(2 * (rest - other_rest)) + shift - 1)).sum(-1)
 
     def noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-        """Standard normal noise [*shape, P]."""
+        """Return standard normal noise [*shape, P]."""
         return rng.standard_normal((*shape, self.outputs), dtype=np.float32)
 
     def sample(self, out: Array, rest: Array, noise: Array) -> Array:
-        """Mean plus standard deviation times noise: [E, P]."""
+        """Return the mean plus the standard deviation times the noise: [E, P]."""
         drawn: Array = out + np.exp(rest) * noise
         return drawn
 
     def mode(self, out: Array) -> Array:
-        """The means [E, P]."""
+        """Return the means [E, P]."""
         return out
 
 
 def _log_softmax(out: Tensor) -> Tensor:
-    """log softmax of [M, P] over its last axis. That of few actions takes a third of the time along the first axis, where the
-    states lie side by side.
+    """Return the log-softmax of [M, P] over its last axis.
+
+    With few actions, it takes a third of the time along the first axis of the transpose, where the states are contiguous.
     """
     return torch.log_softmax(out.T.contiguous(), 0).T if out.shape[1] <= 8 else torch.log_softmax(out, -1)

@@ -1,8 +1,8 @@
 """Small networks for control: K equal towers of a multilayer perceptron, evaluated as one batched product.
 
-A policy and its critics have the same hidden layers, so they are towers of one network: half the operations, which is what a
-small network's time goes into. All parameters lie in one flat vector, so that an optimiser step, a gradient norm, a copy and a
-step along a direction are one operation each.
+A policy and its critics have the same hidden layers, so they are towers of one network. That halves the number of operations,
+which dominates the time of a small network. All parameters are in one flat vector, so that an optimiser step, a gradient norm, a
+copy and a step along a direction are one operation each.
 
 Axes: `_K` towers, `_M` states, `_D` numbers of an observation.
 """
@@ -22,16 +22,16 @@ from psigrad.compiled import FlatKernels, kernels
 
 Activation = Literal["tanh", "relu"]
 Layers = list[tuple[Tensor, Tensor]]
-# States that go through the layers together, so that what a layer computes is still in the core's cache when it is read again.
+# The number of states that pass through the layers together. A layer's output is then still in the core's cache when it is read.
 _GROUPS = 2048
 
 
 class StackedMLP(nn.Module):
-    """K multilayer perceptrons with the same hidden layers on the same input; each has its own number of outputs.
+    """K multilayer perceptrons with the same hidden layers on the same input, each with its own number of outputs.
 
-    `flat` is the only parameter: for each layer the weights [K, in, out] and the biases [K, 1, out] of all towers, behind them
-    `front` numbers of what stands in front of the layers, and `extra` numbers for whoever owns the network. Towers with fewer
-    outputs than the widest have columns that are not read.
+    `flat` is the only parameter. It has the weights [K, in, out] and the biases [K, 1, out] of all towers for each layer, then
+    `front` numbers of the part before the layers, then `extra` numbers for the owner of the network. Towers with fewer outputs
+    than the widest have unused columns.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class StackedMLP(nn.Module):
         self._gradient: tuple[Tensor, Layers] | None = None
 
     def layers(self, flat: Tensor) -> Layers:
-        """Weights [K, in, out] and biases [K, 1, out] of each layer, as views of a flat vector."""
+        """Return the weights [K, in, out] and biases [K, 1, out] of each layer, as views of a flat vector."""
         found, at = [], 0
         for k, a, b in self.shapes:
             weight = flat[at : at + k * a * b].view(k, a, b)
@@ -64,37 +64,40 @@ class StackedMLP(nn.Module):
         return found
 
     def rest(self, flat: Tensor) -> Tensor:
-        """The `extra` numbers at the end of a flat vector."""
+        """Return the `extra` numbers at the end of a flat vector."""
         return flat[len(flat) - self.extra :]
 
     def seen(self, x_MD: Tensor, flat: Tensor) -> Tensor:
-        """What the layers are given for observations: those themselves."""
+        """Return the input of the layers for observations: the observations themselves."""
         return x_MD
 
     def forward(self, x_MD: Tensor) -> Tensor:
-        """Outputs [K, M, widest], without gradient."""
+        """Return the outputs [K, M, widest], without gradient."""
         with torch.no_grad():
             return self._activations(self.seen(x_MD, self.flat))[-1]
 
     def with_flat(self, flat: Tensor, x_MD: Tensor) -> Tensor:
-        """The same with other parameters."""
+        """Return the outputs with other parameters."""
         with torch.no_grad():
             return self._activations(self.seen(x_MD, flat), self.layers(flat))[-1]
 
     def record(self, x_MD: Tensor) -> Recording:
-        """The same, ready to be differentiated once."""
+        """Do a forward pass that can be differentiated once."""
         native = self._native(x_MD) if len(x_MD) <= _GROUPS else None
         return Recording(self, self._record(x_MD)) if native is None else _NativeRecording(self, native, x_MD)
 
     def _native(self, x_MD: Tensor) -> FlatKernels | None:
-        """The kernels, for float32 layers with ReLUs on a CPU: half the time of PyTorch's operations where layers are small."""
+        """Return the kernels for float32 layers with ReLUs on a CPU, else None.
+
+        With small layers they take half the time of PyTorch's operations.
+        """
         found = kernels() if self.activation == "relu" and x_MD.device.type == "cpu" else "PyTorch's"
         if isinstance(found, str) or not (x_MD.dtype == self.flat.dtype == torch.float32 and x_MD.is_contiguous()):
             return None
         return found.towers
 
     def _split_layers(self, given: Tensor, states: int) -> list[Tensor]:
-        """Views [K, M, out] of what the kernels give for all layers."""
+        """Return views [K, M, out] of the kernels' output for all layers."""
         widths = [self.towers * states * width for width in self.sizes[1:]]
         return [h.view(self.towers, states, -1) for h in given.split(widths)]
 
@@ -105,7 +108,7 @@ class StackedMLP(nn.Module):
         return [self._activations(x, layers) for x in parts]
 
     def plain(self, x_MD: Tensor, flat: Tensor | None = None) -> Tensor:
-        """The same by PyTorch's own operations, which can be differentiated any number of times."""
+        """Return the outputs by PyTorch's operations, which can be differentiated any number of times."""
         act = torch.tanh if self.activation == "tanh" else torch.relu
         flat = self.flat if flat is None else flat
         layers, x = self.layers(flat), self.seen(x_MD, flat)
@@ -116,7 +119,7 @@ class StackedMLP(nn.Module):
         return h
 
     def _activations(self, x_MD: Tensor, layers: Layers | None = None) -> list[Tensor]:
-        """The input and every layer's output."""
+        """Return the input and the output of every layer."""
         act = torch.tanh_ if self.activation == "tanh" else torch.relu_
         hs, layers = [x_MD.expand(self.towers, *x_MD.shape)], layers or self._views()
         for i, (weight, bias) in enumerate(layers):
@@ -125,15 +128,13 @@ class StackedMLP(nn.Module):
         return hs
 
     def _views(self) -> Layers:
-        # made once for a vector: it is only ever changed in place, and making them takes longer than a small layer
+        # The views are cached, since making them takes longer than a small layer. The vector is only ever changed in place.
         if self._viewed is None or self._viewed[0] != self.flat.data_ptr():
             self._viewed = (self.flat.data_ptr(), self.layers(self.flat.detach()))
         return self._viewed[1]
 
     def _room(self) -> tuple[Tensor, Layers]:
-        """A vector for the gradient, with its views; the same every time, so the last gradient is gone when the next one is
-        made.
-        """
+        """Return a vector for the gradient and its views. It is reused, so a new gradient overwrites the last one."""
         if self._gradient is None or self._gradient[0].device != self.flat.device:
             out = torch.zeros_like(self.flat, requires_grad=False)
             self._gradient = (out, self.layers(out))
@@ -143,8 +144,9 @@ class StackedMLP(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int, gains: Sequence[float] | None = None) -> None:
-        """Fresh weights: orthogonal with gain √2 in hidden layers and `gains` [K] in the last (Andrychowicz et al. 2021,
-        arXiv:2006.05990), biases 0; without `gains` uniform within ±1/√in, which is `nn.Linear`'s start.
+        """Set initial weights: orthogonal with gain √2 in hidden layers and `gains` [K] in the last, and biases of 0.
+
+        Without `gains`, they are uniform within ±1/√in, as in `nn.Linear`. Source: Andrychowicz et al. 2021, arXiv:2006.05990.
         """
         generator = torch.Generator().manual_seed(seed)
         for i, (weight, bias) in enumerate(self.layers(self.flat)):
@@ -159,7 +161,7 @@ class StackedMLP(nn.Module):
                     bias[k].zero_()
 
     def named(self) -> dict[str, Tensor]:
-        """Views of every parameter that counts, named as `nn.Linear`s would be: "tower.layer.weight" [out, in], "…bias" [out]."""
+        """Return views of every used parameter, named as in `nn.Linear`: "tower.layer.weight" [out, in], "…bias" [out]."""
         found = {}
         for i, (weight, bias) in enumerate(self.layers(self.flat.detach())):
             for k, outputs in enumerate(self.outputs):
@@ -171,31 +173,35 @@ class StackedMLP(nn.Module):
         return found
 
     def as_numpy(self, tower: int = 0) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-        """Weights [in, out] and biases [out] of one tower, sharing the parameters' memory: for acting on a few states, where
-        numpy takes a third of PyTorch's time. On another device than the CPU they are copies.
+        """Return the weights [in, out] and biases [out] of one tower, which share the parameters' memory.
+
+        They serve for acting on a few states, where numpy takes a third of PyTorch's time. On a device other than the CPU they
+        are copies.
         """
         return [(w[tower].numpy(), b[tower, 0].numpy()) for w, b in self.layers(self.flat.detach().cpu())]
 
 
 class Recording:
-    """A forward pass and its gradient in closed form: a node of the autograd graph for each operation would cost more than the
-    operation. `StackedMLP.plain` is its oracle.
+    """A forward pass with its gradient in closed form. `StackedMLP.plain` is its oracle.
+
+    A node of the autograd graph for each operation would cost more than the operation.
     """
 
     def __init__(self, towers: StackedMLP, parts: list[list[Tensor]]) -> None:
         self.towers, self._parts = towers, parts
         self.output = parts[0][-1] if len(parts) == 1 else torch.cat([hs[-1] for hs in parts], 1)
-        """[K, M, widest], without gradient."""
+        """[K, M, widest] the outputs, without gradient."""
 
     def backward(self, grad_KMO: Tensor) -> Tensor:
-        """The gradient with respect to `flat`, given that of the output for all states or for the first ones; 0 for the `extra`
-        numbers. Good until the next call.
+        """Return the gradient with respect to `flat`, given that of the output for all states or for the first ones.
+
+        It is 0 for the `extra` numbers, and valid until the next call.
         """
         return self._backward(grad_KMO)
 
     @torch.no_grad()
     def _backward(self, grad_KMO: Tensor, inputs: list[Tensor] | None = None) -> Tensor:
-        """Appends the gradient of what the layers were given, part by part, to `inputs`."""
+        """Return the gradient as `backward` does. Append that of the layers' input, part by part, to `inputs`."""
         towers = self.towers
         out, grads = towers._room()
         back = _tanh_backward_ if towers.activation == "tanh" else _relu_backward
@@ -220,7 +226,7 @@ class Recording:
 
 
 class _NativeRecording(Recording):
-    """A recording of the kernels': the same numbers but for the order of sums, with one call forwards and one backwards."""
+    """A recording by the kernels, with one call forwards and one backwards. Only the order of sums differs from `Recording`."""
 
     def __init__(self, towers: StackedMLP, native: FlatKernels, x_MD: Tensor) -> None:
         self._native, self._given = native, x_MD
@@ -228,7 +234,7 @@ class _NativeRecording(Recording):
         super().__init__(towers, [towers._split_layers(self._hs, len(x_MD))])
 
     def backward(self, grad_KMO: Tensor) -> Tensor:
-        """As `Recording.backward`."""
+        """Return the gradient as `Recording.backward` does."""
         out, _ = self.towers._room()
         flat, given = self.towers.flat.detach(), grad_KMO.contiguous()
         self._native.backward(out, flat, self._given, self._hs, given, self.towers.sizes)
