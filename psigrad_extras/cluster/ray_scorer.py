@@ -11,7 +11,7 @@ from psigrad_extras.cluster.actor_pool import ActorPool
 
 
 class RewardWorker:
-    """What runs on a Ray cluster: a pool of processes that can be killed, as on the trainer's own machine."""
+    """A worker on a Ray cluster with a pool of processes that can be killed, as on the trainer's machine."""
 
     def __init__(self, make: Callable[[], RewardPool]) -> None:
         self.pool = make()
