@@ -11,13 +11,13 @@ from psigrad_extras.cluster.actor_pool import ActorPool
 
 
 class RewardWorker:
-    """What runs on a Ray cluster: a pool of processes that can be killed, as on the trainer's own machine."""
+    """A worker on a Ray cluster with a pool of processes that can be killed, as on the trainer's machine."""
 
     def __init__(self, make: Callable[[], RewardPool]) -> None:
         self.pool = make()
 
     def ready(self) -> bool:
-        """Answers when the pool is there."""
+        """Return once the pool has started."""
         return True
 
     def score(self, group: Samples) -> list[Result]:
@@ -28,7 +28,7 @@ class RewardWorker:
 
 
 class RayScorer:
-    """A `Scorer` by the actors of a pool, a group at a time. Results are those of a pool on this machine."""
+    """A `Scorer` on the actors of a pool, a group at a time. Results are the same as with a pool on this machine."""
 
     def __init__(self, pool: ActorPool) -> None:
         self.pool = pool
@@ -39,7 +39,7 @@ class RayScorer:
 
 
 class RayScoring(Scoring):
-    """A `Scoring` whose groups go out as soon as they are there."""
+    """A `Scoring` whose groups are sent as soon as they are added."""
 
     def __init__(self, pool: ActorPool) -> None:
         self._batch = pool.begin()

@@ -1,4 +1,4 @@
-"""The arithmetic of a run: what a step computes, how it is split, how many FLOPs that is, how long it takes."""
+"""The arithmetic of a run: the work of a step, its division, its FLOPs, and its time."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from psigrad_extras.preflight.plan.hardware import Machine
 from psigrad_extras.preflight.plan.shape import Shape
 
 Config = OnlineConfig | SFTConfig | PreferenceConfig | RewardConfig
-# Shares of the matrix-product peak that training and decoding reach, and of the bandwidth that decoding does: on a CPU as
-# measured from W0 (0.44 to 0.6 of decoding's) to SmolLM2-135M (0.8), on a GPU as is common. Held against published runs in
-# tests/extras/preflight/test_published.py.
+# The shares of the matrix-product peak that training and decoding reach, and of the bandwidth that decoding reaches. Those of a
+# CPU were measured from W0 (0.44 to 0.6 of decoding's) to SmolLM2-135M (0.8), and those of a GPU are common values.
+# tests/extras/preflight/test_published.py compares them with published runs.
 REACHED = {"cpu": (0.7, 0.55, 1.0), "cuda": (0.4, 0.3, 0.6)}
-# Share of training's that a mixture of experts reaches: its products are small and uneven. Fitted on one published run.
+# The share of training's that a mixture of experts reaches, since its products are small and uneven. Fitted on one published run.
 EXPERTS = 0.25
-# Seconds of a decoding step of vLLM's that no figure of the model accounts for: the scheduler, the sampler, the launches.
+# The seconds of a decoding step of vLLM that do not depend on the model: the scheduler, the sampler, the launches.
 STEP = 0.004
-# FLOPs, at the peak for bfloat16, in whose time a CPU makes a number of a code: of 4 bits, or a GGUF file's, and of 8.
+# The time to decode one quantised number on a CPU, in FLOPs at the peak for bfloat16: of 4 bits, of a GGUF file, and of 8 bits.
 UNPACKED = {"nf4": 35, "gguf": 35, "int8": 18}
-# Tokens of a prompt or an answer where neither the settings nor a dataset give them.
+# The tokens of a prompt or an answer if neither the settings nor a dataset give them.
 GUESSED = 256
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of prompts and completions: means, and the longest that memory must hold."""
+    """The tokens of prompts and completions: the means, and the longest that must fit in memory."""
 
     prompt: int
     completion: int
@@ -41,10 +41,10 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Work:
-    """One step. `rows` prompts (or offline rows) with `members` completions each; `trained` of them get a gradient.
+    """The work of a step: `rows` prompts (or offline rows) with `members` completions each, of which `trained` get a gradient.
 
-    `passes` over the batch of `minibatches` optimiser steps each; `steps` of the run, 0 where unknown. `roles` are the
-    models that take part besides the policy.
+    There are `passes` over the batch of `minibatches` optimiser steps each, and `steps` in the run (0: unknown). `roles` are the
+    models besides the policy.
     """
 
     rows: int
@@ -64,68 +64,68 @@ class Work:
     shared_critic: bool = False
     entropy: bool = False
     closed_head: bool = True
-    """Whether nothing but log-probs, and figures beside them, is asked of the head (`models/logprobs.py`)."""
+    """True if the head gives only log-probs and metrics of them (`models/logprobs.py`)."""
     keeps: float = 0.0
-    """Most bytes for what sampling computed and training need not compute again; 0 where nothing is kept."""
+    """The maximum bytes of activations that training reuses from sampling; 0: none are kept."""
     engine: float = 0.0
-    """Share of a device's memory that vLLM takes for weights and a paged cache; 0: psigrad's own sampler."""
+    """The share of a device's memory that vLLM takes for weights and a paged cache; 0: psigrad's sampler."""
     tensor: int = 1
-    """Devices that an engine divides the model among."""
+    """The number of devices over which an engine splits the model."""
 
     @property
     def fresh(self) -> float:
-        """Passes over the batch that run forward: the first optimiser step starts from what sampling kept."""
+        """The number of forward passes over the batch. The first optimiser step starts from the kept activations."""
         return self.passes - (1 / self.minibatches if self.keeps else 0)
 
     @property
     def group(self) -> int:
-        """Tokens computed for one prompt and the completions that are trained on."""
+        """The number of tokens computed for a prompt and its trained completions."""
         return self.lengths.prompt + self.trained * self.lengths.completion
 
     @property
     def tokens(self) -> int:
-        """Tokens that one pass computes."""
+        """The number of tokens in a pass."""
         return self.rows * self.group
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens sampled in a step, or offline learnt from."""
+        """The number of completion tokens that a step samples, or learns from offline."""
         return self.rows * self.members * self.lengths.completion
 
     @property
     def rounds(self) -> int:
-        """Decoding steps of psigrad's own sampler, each of at most `slots` sequences."""
+        """The number of decoding steps of psigrad's sampler, each of at most `slots` sequences."""
         return math.ceil(self.rows * self.members / self.slots) * self.lengths.longest_completion
 
     @property
     def updates(self) -> int:
-        """Optimiser steps per step."""
+        """The number of optimiser steps per step."""
         return self.passes * self.minibatches
 
     @property
     def micro_batches(self) -> int:
-        """Forward passes of one optimiser step."""
+        """The number of forward passes of an optimiser step."""
         return math.ceil(math.ceil(self.rows / self.minibatches) * self.group / self.micro_tokens)
 
     @property
     def micro_tokens(self) -> int:
-        """Tokens of the largest forward pass: the budget, the longest sample if that is longer, or all there is."""
+        """The tokens of the largest forward pass: the budget, the longest sample if that is longer, or all tokens if fewer."""
         longest = self.lengths.longest_prompt + self.lengths.longest_completion
         return min(max(self.budget, longest), max(math.ceil(self.rows / self.minibatches) * self.group, longest))
 
     @property
     def micro_completions(self) -> int:
-        """Completions in the largest forward pass."""
+        """The number of completions in the largest forward pass."""
         return max(1, round(self.micro_tokens / self.group * self.trained))
 
     @property
     def epochs(self) -> float:
-        """Passes of the run over the dataset; 0 where unknown."""
+        """The number of passes of the run over the dataset; 0: unknown."""
         return self.steps * self.rows / self.dataset if self.dataset else 0.0
 
 
 def share_of(config: Config, work: Work) -> Work:
-    """What one of the run's processes does of the work of a step."""
+    """Return the share of one of the run's processes in the work of a step."""
     placement = config.placement
     ranks = placement.processes
     elsewhere = isinstance(config, OnlineConfig) and bool(placement.cluster)
@@ -138,7 +138,7 @@ def share_of(config: Config, work: Work) -> Work:
 
 
 def work_of(config: Config, lengths: Lengths, dataset: int = 0) -> Work:
-    """What the settings ask for in one step; `dataset` is the number of training rows, 0 where unknown."""
+    """Return the work of a step under the settings. `dataset` is the number of training rows (0: unknown)."""
     if isinstance(config, OnlineConfig):
         return _online(config, lengths, dataset)
     kto = isinstance(config, PreferenceConfig) and isinstance(resolve_loss(config.loss), KahnemanTversky)
@@ -162,7 +162,7 @@ def work_of(config: Config, lengths: Lengths, dataset: int = 0) -> Work:
 
 
 def samples_itself(config: Config) -> bool:
-    """Whether completions are decoded by psigrad's own sampler, on the model that is trained."""
+    """Return True if psigrad's sampler decodes completions on the trained model."""
     return isinstance(config, OnlineConfig) and config.sampling.sampler == "embedded"
 
 
@@ -200,37 +200,38 @@ def _online(config: OnlineConfig, lengths: Lengths, dataset: int) -> Work:
 
 @dataclass(frozen=True)
 class StepCost:
-    """FLOPs of one step, and the bytes that decoding reads."""
+    """The FLOPs of a step, and the bytes that decoding reads."""
 
     sampling: float
     passes: float
     training: float
     read: float
     waiting: float = 0.0
-    """Seconds of decoding that pass whatever the device is."""
+    """The seconds of decoding that do not depend on the device."""
     experts: bool = False
     unpacking: float = 0.0
-    """FLOPs in whose time the numbers of matrices in codes are made."""
+    """The time to decode quantised matrices, in FLOPs."""
 
     @property
     def flops(self) -> float:
-        """All of them."""
+        """The total FLOPs."""
         return self.sampling + self.passes + self.training
 
     def with_head_again(self, work: Work, policy: Shape) -> StepCost:
-        """With the head's gradient made twice, from logits computed again: for its norm and for the step."""
+        """Return the cost with the head's gradient computed twice from recomputed logits: for its norm and for the step."""
         more = work.passes * 4 * 2 * policy.head * work.rows * work.trained * work.lengths.completion
         return replace(self, training=self.training + more)
 
     def with_codes(self, work: Work, flops: float) -> StepCost:
-        """With matrices in codes, all of which are unpacked in the time of as many FLOPs: in each round of decoding, and as a
-        micro-batch runs forward and backward.
+        """Return the cost with quantised matrices. Unpacking all of them takes the time of `flops`.
+
+        They are unpacked in each decoding round, and in the forward and backward pass of each micro-batch.
         """
         decoding = work.rounds if self.sampling else 0
         return replace(self, unpacking=flops * (decoding + 2 * work.micro_batches * work.updates))
 
     def seconds(self, machine: Machine) -> float:
-        """Seconds of a step at the shares of the peak that were measured; decoding no faster than the weights can be read."""
+        """Return the seconds of a step at the measured shares of the peak. Decoding is not faster than reading the weights."""
         training, decoding, reading = REACHED[machine.kind]
         training *= EXPERTS if self.experts else 1
         sampling = max(self.sampling / (decoding * machine.peak), self.read / (reading * machine.bandwidth))
@@ -239,13 +240,13 @@ class StepCost:
 
 
 def cost_of(work: Work, policy: Shape, *, frozen: bool, recompute: bool, weight_bytes: int, cache_bytes: float) -> StepCost:
-    """The cost of one step: 2 FLOPs per weight and token forward, 4 backward (2 where the weights are frozen under LoRA)."""
+    """Return the cost of a step: 2 FLOPs per weight and token forward, 4 backward (2 if the weights are frozen under LoRA)."""
     length, trained = work.lengths, work.rows * work.trained * work.lengths.completion
     seen = length.prompt**2 / 2 * work.rows + trained * (length.prompt + length.completion / 2)
     scores = 4 * policy.layers * policy.query * seen
     body, head, experts = 2 * policy.active * work.tokens + scores, 2 * policy.head * trained, policy.active < policy.matrices
     backward = (1 if frozen else 2) + (1 if recompute else 0)
-    # logits are computed again for the backward pass; before it, where the sampler did not keep their log-probs
+    # Logits are recomputed for the backward pass. They are also computed before it if the sampler kept no log-probs.
     training = work.passes * (body * backward + head * (1 + (1 if frozen else 2)))
     training += work.fresh * body + (work.fresh if work.closed_head else work.passes) * head
     training += work.passes * work.critic * 3 * body
@@ -259,12 +260,12 @@ def cost_of(work: Work, policy: Shape, *, frozen: bool, recompute: bool, weight_
     decoded += 2 * policy.active * work.rows * length.prompt
     if not work.engine:
         return StepCost(decoded, passes, training, work.rounds * (weight_bytes + cache_bytes / 2), experts=experts)
-    # a slot that is free is filled at once, and a step reads a token's own pages, not a room as long as the longest
+    # A free slot is filled at once. A step reads the pages of each token, not a cache as long as the longest.
     rounds = max(length.longest_completion, math.ceil(sampled / work.slots))
     read = rounds * weight_bytes / work.tensor + sampled * context * token_bytes(policy, weight_bytes / policy.parameters)
     return StepCost(decoded, passes, training, read, rounds * STEP, experts)
 
 
 def token_bytes(policy: Shape, width: float) -> float:
-    """Bytes of the keys and values of one token, in numbers of `width` bytes."""
+    """Return the bytes of the keys and values of one token, in numbers of `width` bytes."""
     return policy.cached * width

@@ -1,4 +1,4 @@
-"""Settings under which a run stays below a limit of memory, by the plan's own arithmetic."""
+"""The settings under which a run stays below a memory limit, by the arithmetic of the plan."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from psigrad_extras.preflight.plan.memory import KEPT
 from psigrad_extras.preflight.plan.predict import MOST, Plan, filling, lengths_of, predict
 
 C = TypeVar("C", bound=Config)
-# What is left free of the limit, as a share of the plan: the largest peak that was measured was 1.24 times its plan.
+# The share of the plan to leave free below the limit. The largest measured peak was 1.24 times its plan.
 FREE = 0.25
 
 
 def fit(config: C) -> C:
-    """The settings that stay below `run.max_memory`, those first that are fastest: with all that sampling computed, then without,
-    each with the largest micro-batches that fit; then with activations that are computed anew, and fewer sequences that are
-    decoded at once. What is trained stays the same.
+    """Return the fastest settings that stay below `run.max_memory`. They train the same.
 
-    Where `micro_batch_tokens` is 0 and no limit is set, it is the device's free memory, and only micro-batches become smaller.
+    They are tried in this order: with all activations kept from sampling, then without, each with the largest micro-batches that
+    fit. Then activations are recomputed, and fewer sequences are decoded at once.
 
-    Says what was chosen. Raises `UserError` where nothing of this is enough for a limit that was set.
+    If `micro_batch_tokens` is 0 and no limit is set, the limit is the device's free memory, and only micro-batches get smaller.
+
+    Print the choice. Raises `UserError` if nothing of this is enough for a given limit.
     """
     if not config.run.max_memory:
         if config.micro_batch_tokens:
@@ -68,12 +69,13 @@ def fit(config: C) -> C:
 
 
 def free_memory(where: str) -> int:
-    """Bytes that a run could take on a device now; of several processes on a machine all see the same, since they would differ
-    by what each has taken already.
+    """Return the bytes that a run could use on a device now.
+
+    Ranks of one machine use the total memory, since their free memory would differ by what each has allocated already.
     """
     if where == "cpu":
         return available_memory()
-    if launch.is_rank():  # asking for what is free takes some of GPU 0, once for each of them
+    if launch.is_rank():  # the query for free memory would itself allocate some on GPU 0, for each rank
         return int(torch.cuda.get_device_properties(where).total_memory)
     return int(torch.cuda.mem_get_info(where)[0])
 
@@ -83,7 +85,7 @@ def _value(config: Config, name: str) -> Any:
 
 
 def _smaller(config: C, longest: int, kept: float) -> Iterator[C]:
-    """The settings in the order in which they get slower. Sampling has `kept` bytes that training can start from."""
+    """Yield the settings, from fast to slow. Sampling keeps `kept` bytes that training can start from."""
     budgets = [config.micro_batch_tokens]
     while budgets[-1] > longest:
         budgets.append(max(longest, budgets[-1] // 2))
@@ -96,7 +98,7 @@ def _smaller(config: C, longest: int, kept: float) -> Iterator[C]:
         if kept and one.keep_activations_gb and not one.model.gradient_checkpointing:
             enough = max(one.keep_activations_gb, math.ceil(kept / 1e8) / 10)
             yield from (replace(one, keep_activations_gb=enough, micro_batch_tokens=budget) for budget in budgets)
-            one = replace(one, keep_activations_gb=0.0)  # a part of it is of no use
+            one = replace(one, keep_activations_gb=0.0)  # keeping only a part is useless
         for anew in {config.model.gradient_checkpointing: 0, True: 1}:
             model = replace(config.model, gradient_checkpointing=anew)
             yield from (replace(one, model=model, micro_batch_tokens=budget) for budget in budgets)

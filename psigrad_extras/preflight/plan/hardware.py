@@ -1,4 +1,4 @@
-"""The machine that a run is planned for: how much memory, how fast its matrix products."""
+"""The machine that a run is planned for: its memory and the speed of its matrix products."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from psigrad.runs.machine import default_threads
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-# Most of a cgroup's limits are "max"; a number above this is no limit either.
+# Most limits of a cgroup are "max". A number above this means no limit either.
 _NO_LIMIT = 1 << 60
-# GB of memory; TFLOP/s of dense products in bfloat16; TB/s of memory bandwidth. From the makers' data sheets; of the AMD and the
-# PCIe cards too these are peaks, of which `arithmetic.REACHED` says the share that is reached.
+# GB of memory; TFLOP/s of dense products in bfloat16; TB/s of memory bandwidth, from the makers' data sheets. These are peaks,
+# also for the AMD and the PCIe cards. `arithmetic.REACHED` has the share that is reached.
 GPUS = {
     "l4": (24, 121, 0.3),
     "a10g": (24, 70, 0.6),
@@ -42,7 +42,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """`device` cpu or cuda, `memory` in bytes, `peak` FLOP/s of matrix products (0 where unknown), `bandwidth` in bytes/s."""
+    """A machine: `device` cpu or cuda, `memory` in bytes, `peak` FLOP/s of products (0: unknown), `bandwidth` in bytes/s."""
 
     device: str
     memory: int
@@ -51,12 +51,12 @@ class Machine:
 
     @property
     def kind(self) -> Literal["cpu", "cuda"]:
-        """Which constants apply to it."""
+        """The key of its constants."""
         return "cpu" if self.device == "cpu" else "cuda"
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size such as "24GB", "24 GiB" or "512m"."""
+    """Return the bytes of a size such as "24GB", "24 GiB" or "512m"."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]?i?)b?\s*", text.lower())
     try:
         assert match is not None
@@ -68,7 +68,7 @@ def parse_bytes(text: str) -> int:
 
 
 def named_gpu(name: str, dtype: str) -> Machine:
-    """A GPU of the table. Products of float32, made in TF32, take twice as long."""
+    """Return a GPU of the table. Products of float32, computed in TF32, take twice as long."""
     if name.lower() not in GPUS:
         raise UserError(f"gpu is {name!r}; known are {', '.join(GPUS)}. For another give --memory and --tflops.")
     memory, tflops, bandwidth = GPUS[name.lower()]
@@ -85,10 +85,10 @@ def machine(
     measure: bool = True,
     roughly: bool = False,
 ) -> Machine:
-    """The machine at hand, or one with the given `memory` and `tflops`. What is measured `roughly` takes a fifth of the time, and
-    little memory.
+    """Return this machine, or one with the given `memory` and `tflops`.
 
-    A GPU that this machine lacks needs its memory given; its speed stays unknown without `tflops`.
+    Measuring `roughly` takes a fifth of the time and little memory. For a GPU that this machine lacks, `memory` is required, and
+    its speed is unknown without `tflops`.
     """
     here = device == "cpu" or torch.cuda.is_available()
     if not here and not memory:
@@ -100,13 +100,13 @@ def machine(
     else:
         try:
             size = int(torch.cuda.get_device_properties(device).total_memory)
-        except (RuntimeError, AssertionError) as error:  # cuda:7 where there are two
+        except (RuntimeError, AssertionError) as error:  # such as cuda:7 with two devices
             raise UserError(f"device is {device!r} and this machine has {torch.cuda.device_count()} CUDA devices.") from error
     if not measure:
         return Machine(device, size)
     peak, bandwidth = _speed(device, dtype, threads, roughly) if here else (0.0, 0.0)
     if tflops:
-        # a GPU reads as fast as the one of the table that is about as quick, a CPU one byte in the time of 10 operations
+        # Assume the bandwidth of the GPU in the table with the nearest speed; for a CPU, one byte in the time of 10 operations.
         near = min(GPUS.values(), key=lambda gpu: abs(gpu[1] - tflops))
         bandwidth = bandwidth or (near[2] * 1e12 if device != "cpu" else tflops * 1e11)
         peak = tflops * 1e12
@@ -114,7 +114,7 @@ def machine(
 
 
 def installed_memory() -> int:
-    """Bytes of memory of this machine, or of the container that this process is in."""
+    """Return the bytes of memory of this machine, or of this process's container."""
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
@@ -127,28 +127,28 @@ def installed_memory() -> int:
 
 
 def available_memory() -> int:
-    """Bytes of it that a new program could have without pushing another out; all of it where the system does not say."""
+    """Return the bytes of memory that a new program could use without swapping; all of it if the system does not say."""
     found = [installed_memory()]
     try:
         told = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         found.append(1024 * int(told["MemAvailable"].split()[0]))
         found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
     except (OSError, ValueError, KeyError):
-        pass  # no Linux, or a control group without a limit ("max")
+        pass  # not Linux, or a control group without a limit ("max")
     return max(0, min(found))
 
 
 def last_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Bytes of the processor's largest cache; 0 where the system does not say."""
+    """Return the bytes of the processor's largest cache; 0 if the system does not say."""
     sizes = [path.read_text().strip() for path in folder.glob("index*/size")]
     return max((parse_bytes(f"{size}iB") for size in sizes if size[-1:] in ("K", "M")), default=0)
 
 
 def _speed(device: str, dtype: str, threads: int, roughly: bool) -> tuple[float, float]:
-    """(FLOP/s of a matrix product, bytes/s of a copy), the best of a quarter of a second each.
+    """Return (FLOP/s of a matrix product, bytes/s of a copy), each the best within a quarter of a second.
 
-    On a CPU what is copied and its copy are together twice the last cache, which would else be measured in memory's place;
-    `roughly` 64 MiB.
+    On a CPU, source and copy together are twice the last cache, which would otherwise be measured instead of memory. With
+    `roughly` they are 64 MiB.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads or default_threads())
@@ -165,7 +165,7 @@ def _speed(device: str, dtype: str, threads: int, roughly: bool) -> tuple[float,
 
 
 def _best(work: Callable[[], object], device: str, least: float) -> float:
-    """The fewest seconds that one call took, of five calls or of `least` seconds of them."""
+    """Return the shortest time of a call in seconds, over at least five calls and `least` seconds."""
     best, count, end = float("inf"), 0, time.perf_counter() + least
     while count < 5 or time.perf_counter() < end:
         start = time.perf_counter()

@@ -1,7 +1,7 @@
-"""How to divide devices between training and sampling: what each device holds, and how long a step takes.
+"""The division of devices between training and sampling: the memory of each device, and the time of a step.
 
-The model is coarse on purpose, and `ASSUMED` says what it takes for granted: every device is alike and works all the time that
-its share of the step takes, completions are as long as the settings' mean, and messages go at the network's speed.
+The model is coarse on purpose. `ASSUMED` states its assumptions: all devices are equal and busy for their share of the step,
+completions have the mean length of the settings, and messages have the speed of the network.
 """
 
 from __future__ import annotations
@@ -24,58 +24,58 @@ ASSUMED = (
     "samplers in the time that one copy takes through the host's memory, as measured, or by the network where that is slower; "
     "vLLM on devices of its own takes 0.8 of their memory, unless sampling.vllm_memory says otherwise"
 )
-# Share of the messages of a sharded backward pass that the computation hides. FSDP2 gathers the next layer while one computes.
+# The share of a sharded backward pass's messages that computation hides. FSDP2 gathers the next layer while one computes.
 HIDDEN = 0.5
-# Bytes a second in which weights reach samplers: from the device to the host's memory, into an object store or a file, and out of
-# it. Measured with Ray on one machine (0.6 for small models and 1 GB/s, docs/scale.md).
+# The bytes per second at which weights reach samplers: from the device to the host's memory, into an object store or a file, and
+# out of it. Measured with Ray on one machine (0.6 for small models and 1 GB/s, docs/scale.md).
 PUBLISHED = 0.8e9
 
 
 @dataclass(frozen=True)
 class Split:
-    """`trainers` devices that train by `strategy`, and `samplers` others that sample; with none the trainers sample too."""
+    """A division: `trainers` devices train with `strategy`, and `samplers` others sample. Without samplers, trainers sample."""
 
     trainers: int
     samplers: int
     strategy: Literal["ddp", "fsdp"]
     plan: Plan
-    """Of one trainer."""
+    """The plan of one trainer."""
     sampler: PeakMemory | None
     sampling: float
-    """Seconds that sampling a step's completions takes."""
+    """The seconds of sampling a step's completions."""
     training: float
-    """Seconds that training on them takes, messages included."""
+    """The seconds of training on them, including messages."""
     publishing: float
-    """Seconds until the samplers have new weights."""
+    """The seconds until the samplers have new weights."""
     starved: float = 0.0
-    """Bytes that vLLM lacks on a device of its own."""
+    """The bytes that vLLM lacks on its device."""
 
     @property
     def lack(self) -> float:
-        """Bytes that a trainer or a sampler has too few on a device, with the prediction's error."""
+        """The bytes that a trainer or a sampler lacks on a device, including the prediction's error."""
         peaks = [self.plan.memory.peak, *([self.sampler.peak] if self.sampler is not None else [])]
         return max(self.starved, self.plan.starved, max(peaks) * (1 + MARGIN) - self.plan.machine.memory, 0.0)
 
     @property
     def fits(self) -> bool:
-        """Whether both stay below the memory of a device, whatever the prediction's error."""
+        """True if both stay below the memory of a device, including the prediction's error."""
         return not self.lack
 
     def seconds(self, lag: int) -> float:
-        """Seconds of a step. With a lag samplers work while trainers do."""
+        """Return the seconds of a step. With a lag, samplers and trainers work at the same time."""
         if lag and self.samplers:
             return max(self.training, self.sampling + self.publishing)
         return self.training + self.sampling + self.publishing
 
     def tokens_per_second(self, lag: int) -> float:
-        """Completion tokens per second and device."""
+        """Return the completion tokens per second and device."""
         return self.plan.work.completion_tokens / self.seconds(lag) / (self.trainers + self.samplers)
 
 
 def splits(config: Config, lengths: Lengths, machine: Machine, devices: int, network: float, dataset: int = 0) -> list[Split]:
-    """Ways to place a run on `devices` devices of the kind `machine`, joined at `network` bytes/s; the fastest that fits first.
+    """Return the ways to place a run on `devices` devices of the kind `machine`, joined at `network` bytes/s.
 
-    Without `machine.peak` all times are 0 and the order is that of the memory alone.
+    The fastest that fits is first. Without `machine.peak`, all times are 0 and the order is by memory only.
     """
     found = []
     for trainers, samplers in _divisions(devices, isinstance(config, OnlineConfig)):
@@ -86,7 +86,7 @@ def splits(config: Config, lengths: Lengths, machine: Machine, devices: int, net
 
 
 def _divisions(devices: int, online: bool) -> Iterator[tuple[int, int]]:
-    """(trainers, samplers): all of them do both, or trainers are a share of eighths, at least one of each."""
+    """Yield (trainers, samplers): all devices do both, or trainers are a share of eighths, with at least one of each."""
     yield devices, 0
     if online:
         for trainers in sorted({max(1, devices * eighth // 8) for eighth in range(1, 8)}):
@@ -105,7 +105,7 @@ def _split(
     training = _seconds(replace(plan.cost, sampling=0.0, read=0.0, waiting=0.0), machine) + _messages(plan, trainers, network)
     if not samplers:
         sampling = _seconds(replace(plan.cost, passes=0.0, training=0.0), machine)
-        copies = weights / network if strategy == "fsdp" else 0.0  # the whole copy that each samples with
+        copies = weights / network if strategy == "fsdp" else 0.0  # the full copy that each samples with
         if plan.work.engine:
             copies += weights / PUBLISHED
         return Split(trainers, 0, strategy, plan, None, sampling, training, copies)
@@ -120,7 +120,7 @@ def _split(
 
 
 def _sampler_memory(plan: Plan, weights: float) -> tuple[PeakMemory, float]:
-    """Of a process that samples only: the policy without gradients, and what sampling takes; and what vLLM lacks there."""
+    """Return the memory of a process that only samples (the policy without gradients, and sampling), and the bytes vLLM lacks."""
     if plan.work.engine:
         width = round(weights / plan.policy.parameters)
         config: Any = plan.config
@@ -134,10 +134,10 @@ def _sampler_memory(plan: Plan, weights: float) -> tuple[PeakMemory, float]:
 
 
 def _messages(plan: Plan, ranks: int, network: float) -> float:
-    """Seconds that trainers wait for each other's numbers.
+    """Return the seconds that trainers wait for messages.
 
-    Replicated, each optimiser step sums the gradients: 2 (n − 1)/n of their bytes leave each process (ring all-reduce). In shards
-    each forward and each backward pass gathers the weights and each backward pass scatters the gradients, (n − 1)/n of them each.
+    With replicas, each optimiser step sums the gradients: 2 (n − 1)/n of their bytes leave each process (ring all-reduce). With
+    shards, each forward and backward pass gathers the weights, and each backward pass scatters the gradients, (n − 1)/n each.
     """
     if ranks == 1:
         return 0.0
@@ -157,7 +157,7 @@ def _seconds(cost: StepCost, machine: Machine) -> float:
 
 
 def smallest(config: Config, lengths: Lengths, machine: Machine, most: int = 1024) -> int:
-    """The fewest devices, a power of two, on which the run fits in shards; 0 where `most` are too few."""
+    """Return the smallest number of devices, a power of two, on which the sharded run fits; 0 if `most` are too few."""
     for devices in (1 << n for n in range(int(math.log2(most)) + 1)):
         placement = Placement(processes=devices, strategy="fsdp", cluster="auto" if isinstance(config, OnlineConfig) else "")
         if predict(replace(config, placement=placement), lengths, machine, quick=True).fits:

@@ -1,4 +1,4 @@
-"""`psigrad plan METHOD`: the plan of a run, and the warning of a run that may not fit."""
+"""`psigrad plan METHOD`: the plan of a run, and the warning about a run that may not fit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALL, HOUR = 50_000_000, 3600
 
 
 def run(config: Config, asked: PlanConfig) -> str:
-    """The plan of the run that `config` describes, as text or as JSON."""
+    """Return the plan of the run that `config` describes, as text or as JSON."""
     device = device_of(config.run)
     if asked.gpu:
         if device == "cpu":
@@ -48,15 +48,15 @@ def run(config: Config, asked: PlanConfig) -> str:
 
 
 def warning(config: Config) -> str:
-    """One line for a run that may not fit this machine; empty where it fits or that is unknown.
+    """Return one line for a run that may not fit this machine, or "" if it fits or if that is unknown.
 
-    Lengths are the settings' bounds and guesses: no row is read, and nothing is asked of the network.
+    Lengths are the bounds of the settings and guesses. No row is read, and the network is not used.
     """
     try:
         device = device_of(config.run)
         here = machine(device, config.model.dtype, measure=False)
         lengths, _, _ = lengths_of(config, read=False)
-        if predict(config, lengths, here, quick=True).fits:  # at most what it takes: plain PyTorch keeps more than our kernels
+        if predict(config, lengths, here, quick=True).fits:  # an upper bound: plain PyTorch keeps more than the kernels
             return ""
         made = predict(config, lengths, here)
         return "" if made.fits else _sentence(made)
@@ -65,21 +65,19 @@ def warning(config: Config) -> str:
 
 
 def warn(config: Config) -> None:
-    """That line on stderr."""
+    """Print the warning on stderr, if there is one."""
     if line := warning(config):
         redaction.say(line)
 
 
 def foretell(config: Config, ask: Callable[[str], str] | None = None) -> None:
-    """How long the run will be, in a line on stderr: its steps, tokens and time. Rows are read where they are a small file.
+    """Print a line on stderr with the length of the run: its steps, tokens and time. Rows are read if they are a small file.
 
-    A reward that does not exist is named first: raises `UserError`.
-
-    With `ask`, which is how a person at a terminal answers, and no length in the settings, a run of more than an hour is begun on
-    a yes alone: raises `UserError` else.
+    With `ask`, which asks the user on a terminal, and no length in the settings, a run of more than an hour needs a yes. Raises
+    `UserError` without it, and first of all for a reward that does not exist.
     """
     for reward in getattr(config, "reward", ()):
-        if isinstance(reward, str) and reward.isidentifier() and reward not in OF_TRL:  # no code of the user's is imported
+        if isinstance(reward, str) and reward.isidentifier() and reward not in OF_TRL:  # no user code is imported
             resolve(reward)
     try:
         data: Any = config.data.dataset
@@ -93,7 +91,7 @@ def foretell(config: Config, ask: Callable[[str], str] | None = None) -> None:
         return
     tokens = work.steps * work.rows * (lengths.prompt + work.members * lengths.completion)
     there = max(made.seconds * work.steps, 1.0)
-    # of an episode nobody knows how many turns it has, nor how long they are waited for
+    # The number of turns of an episode, and the time of its answers, are unknown.
     plays = getattr(config, "plays", False)
     apart = ", evaluations apart" * (config.evaluation.eval_prompts != 0)
     spent = " a turn" if plays else f", about {seconds(there)} here{_instructions(config)}{apart}" if made.seconds else ""
@@ -107,7 +105,7 @@ def foretell(config: Config, ask: Callable[[str], str] | None = None) -> None:
 
 
 def _instructions(config: Config) -> str:
-    """By what this processor multiplies, in brackets; empty on a GPU and without kernels."""
+    """Return the instructions for products on this processor, in brackets; "" on a GPU and without kernels."""
     found = kernels() if device_of(config.run) == "cpu" else ""
     return "" if isinstance(found, str) else f" ({found.products.instructions(compute_dtype(DTYPES[config.model.dtype]))})"
 
@@ -124,7 +122,7 @@ _PHASES = {"weights": "", "held": "", "sample": "while sampling", "train": "whil
 
 
 def seconds(value: float) -> str:
-    """A duration for people: 0.8 s, 12 min, 5.5 h."""
+    """Return a readable duration: 0.8 s, 12 min, 5.5 h."""
     for unit, scale in (("days", 86400), ("h", 3600), ("min", 60)):
         if value >= 2 * scale:
             return f"{value / scale:.3g} {unit}"
@@ -132,12 +130,12 @@ def seconds(value: float) -> str:
 
 
 def tera(value: float) -> str:
-    """A number in units of 10¹²."""
+    """Return a number in units of 10¹²."""
     return f"{value / 1e12:,.0f}" if value >= 1e15 else f"{value / 1e12:.3g}"
 
 
 def band(value: float) -> str:
-    """The class of a speed: the half order of magnitude that it lies in, as "1,000 to 3,000"."""
+    """Return the class of a speed: its half order of magnitude, such as "1,000 to 3,000"."""
     low = 10 ** (math.floor(2 * math.log10(value)) / 2)
 
     def rounded(x: float) -> str:
@@ -148,7 +146,7 @@ def band(value: float) -> str:
 
 
 def table(plan: Plan, source: str = "") -> str:
-    """The plan for people."""
+    """Return the plan as readable text."""
     rows = [
         (item.name, show_size(item.bytes), " ".join(filter(None, (_PHASES[item.phase], item.note)))) for item in plan.memory.items
     ]
@@ -171,7 +169,7 @@ def table(plan: Plan, source: str = "") -> str:
 
 
 def verdict(plan: Plan) -> str:
-    """Whether it fits, in words."""
+    """Return the verdict on the memory in words."""
     if plan.fits:
         return "it fits"
     if plan.starved:
@@ -226,7 +224,7 @@ def _ways(plan: Plan) -> list[str]:
 
 
 def divisions(found: Sequence[Split], source: str, fewest: int) -> str:
-    """Ways to place a run for people, the best first."""
+    """Return the ways to place a run as readable text, the best first."""
     best, whole = found[0], found[0].plan
     devices, timed = best.trainers + best.samplers, bool(whole.machine.peak)
     heads = ["train", "sample", "by", "trainer", "sampler", "train s", "sample s", "publish s", "step s", "with lag", ""]
@@ -261,7 +259,7 @@ def divisions(found: Sequence[Split], source: str, fewest: int) -> str:
 
 
 def _advice(found: Sequence[Split], fewest: int) -> str:
-    """What to give; where nothing fits, what keeps the division that lacks least from it."""
+    """Return the settings to use or, if nothing fits, the obstacle of the division that comes closest."""
     training = f"In shards it fits on {fewest} training device{'s' * (fewest > 1)}."
     training = training if fewest else "No number of devices up to 1,024 is enough."
     best = found[0]
@@ -284,7 +282,7 @@ def _advice(found: Sequence[Split], fewest: int) -> str:
 
 
 def placements(found: Sequence[Split]) -> list[dict[str, Any]]:
-    """The same as plain values, in bytes and seconds."""
+    """Return the ways to place a run as plain values, in bytes and seconds."""
     return [
         {
             "trainers": s.trainers,

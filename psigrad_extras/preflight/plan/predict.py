@@ -1,4 +1,4 @@
-"""A run's plan from its settings: peak memory, arithmetic, speed, and what would fit where it does not."""
+"""The plan of a run from its settings: peak memory, arithmetic, speed, and changes that would make it fit."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ from psigrad_extras.preflight.plan.memory import (
 )
 from psigrad_extras.preflight.plan.shape import Shape, config_of, shape_of
 
-# Predictions are within this share of the measured peak; a run that fits by less is not said to fit.
+# Predictions are within this share of the measured peak. A run that fits by less does not count as fitting.
 MARGIN = 0.15
-# Rows of a dataset that are read for their lengths.
+# The number of rows of a dataset that are read for their lengths.
 _ROWS = 256
 # How many times what the fused decoder keeps the quick estimate has, which is of plain PyTorch.
 PLAIN = 2
@@ -68,8 +68,10 @@ PLAIN = 2
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will take. `work` is one step and `share` what one process does of it; `memory` is the peak of a process,
-    `cost` its FLOPs of a step, `memory_per_token` the bytes that another token in the policy's largest forward pass costs.
+    """The predicted memory and time of a run.
+
+    `work` is a step, and `share` the part of one process. `memory` is the peak of a process, `cost` its FLOPs per step, and
+    `memory_per_token` the bytes of an extra token in the policy's largest forward pass.
     """
 
     config: Config
@@ -82,26 +84,26 @@ class Plan:
     machine: Machine
     quick: bool = False
     starved: float = 0.0
-    """Bytes that vLLM's share of the memory is too small by."""
+    """The bytes that vLLM's share of the memory lacks."""
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted peak stays below the memory, whatever the prediction's error, and vLLM has what it needs."""
+        """True if the predicted peak stays below the memory, including the prediction's error, and vLLM has enough."""
         return self.memory.peak * (1 + MARGIN) <= self.machine.memory and not self.starved
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step; 0 where the machine's speed is unknown."""
+        """The seconds of a step; 0 if the machine's speed is unknown."""
         return self.cost.seconds(self.machine) if self.machine.peak else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Completion tokens per second."""
+        """The completion tokens per second."""
         return self.work.completion_tokens / self.seconds if self.seconds else 0.0
 
     @cached_property
     def ways(self) -> list[tuple[str, Plan]]:
-        """Changes of the settings that take less memory, the least intrusive first, each with its plan."""
+        """Return changes of the settings that take less memory, the least intrusive first, each with its plan."""
         found = []
         for name, config in _changes(self):
             other = predict(config, self.work.lengths, self.machine, dataset=self.work.dataset, quick=self.quick)
@@ -111,10 +113,10 @@ class Plan:
 
 
 def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int = 0, quick: bool = False) -> Plan:
-    """The plan of a run.
+    """Return the plan of a run.
 
-    What the backward pass needs is counted on a narrow twin of the model (about a second); with `quick` by a formula, and only
-    configurations that are on this machine are read.
+    The memory of the backward pass is counted on a narrow twin of the model (about a second). With `quick`, a formula is used,
+    and only configurations on this machine are read.
     """
     config = replace(config, model=resolve_for_plan(config.model, local=quick))
     shaped = partial(shape_of, local=quick)
@@ -172,8 +174,9 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
 
 
 def _as_kept(config: Config, work: Work, items: list[MemoryItem], estimated: float) -> Work:
-    """The work, which keeps what sampling computed only where that is kept whole: by the items, or by a size that is `estimated`
-    where the fused decoder is not asked.
+    """Return the work. It keeps the activations of sampling only if all of them are kept.
+
+    That follows from the items, or from an `estimated` size if the fused decoder is not evaluated.
     """
     kept = any(item.name == KEPT and item.phase == "held" for item in items)
     if estimated and families.suits(config_of(config.model.path, local=True), DTYPES[config.model.dtype]):
@@ -182,7 +185,7 @@ def _as_kept(config: Config, work: Work, items: list[MemoryItem], estimated: flo
 
 
 def _engine(config: Config, work: Work, policy: Shape, machine: Machine) -> tuple[list[MemoryItem], float]:
-    """What vLLM takes beside the trainer, where it does, and what it lacks."""
+    """Return (the memory of vLLM on the trainer's device, the bytes that it lacks)."""
     if not (isinstance(config, OnlineConfig) and work.samples and work.engine):
         return [], 0.0
     width, taken = DTYPES[config.model.dtype].itemsize, work.engine * machine.memory
@@ -191,12 +194,12 @@ def _engine(config: Config, work: Work, policy: Shape, machine: Machine) -> tupl
 
 
 def _models(config: Config, parts: list[ModelRole], policy: Shape, work: Work) -> list[MemoryItem]:
-    """What one process holds of the models, and of the other processes."""
+    """Return the memory of the models in one process, and of exchanges with the other processes."""
     placement = config.placement
     if placement.processes == 1:
         return [item for part in parts for item in part.items()]
     if placement.strategy == "fsdp":
-        # vLLM takes weights out of shards, but the policy's log-probs of a filtered draw come of a whole copy
+        # vLLM takes weights from shards, but the policy's log-probs of a filtered sample need a full copy.
         filtered = isinstance(config, OnlineConfig) and config.sampling.filtered
         copied = work.samples and (filtered or not work.engine)
         items = list(sharded_items(parts, policy, placement.processes // placement.dp_replicate_size, copied))
@@ -207,13 +210,13 @@ def _models(config: Config, parts: list[ModelRole], policy: Shape, work: Work) -
 
 
 def _summing(config: Config, machine: Machine, work: Work) -> tuple[bool, bool]:
-    """Whether half-precision gradients are copied before they are applied, and whether several passes make one."""
+    """Return (True if half-precision gradients are copied before the step, True if several passes are summed)."""
     several = work.micro_batches > 1 or config.placement.processes > 1
     return adamw_kernels(DTYPES[config.model.dtype], machine.device) is None, several
 
 
 def _cost(config: Config, done: Work, policy: Shape, caching: float, coded: int) -> StepCost:
-    """What a step costs that reads `caching` bytes of keys and values, with `coded` weights that a CPU unpacks."""
+    """Return the cost of a step that reads `caching` bytes of keys and values, with `coded` weights that a CPU unpacks."""
     model = config.model
     weights, frozen = DTYPES[model.dtype].itemsize * policy.parameters, bool(model.lora_rank)
     recompute = model.gradient_checkpointing
@@ -221,12 +224,12 @@ def _cost(config: Config, done: Work, policy: Shape, caching: float, coded: int)
     return cost.with_codes(done, coded * UNPACKED[model.quantize_base]) if coded else cost
 
 
-# Bytes of a weight in codes, scales among them; of a GGUF file those of Q4_K and Q6_K, about half of each.
+# The bytes of a quantised weight, including scales. A GGUF file has about half Q4_K and half Q6_K.
 CODED = {"nf4": 0.5625, "int8": 1.125, "gguf": 1.0}
 
 
 def _with_codes(items: list[MemoryItem], policy: Shape, width: int, coded: int) -> list[MemoryItem]:
-    """The items where layers are in codes, `coded` weights in all: read one by one, and decoded as they are."""
+    """Return the items for quantised layers, with `coded` weights in all. They are read one by one, and decoded as they are."""
     whole = 4 * policy.vocabulary * policy.hidden * (1 if policy.tied else 2)
     head = width * policy.head * any(item.name == "packed weights" for item in items)
     return [
@@ -238,7 +241,7 @@ def _with_codes(items: list[MemoryItem], policy: Shape, width: int, coded: int) 
 
 
 def _frugal(config: Config, policy: Shape, learns: int, coded: int) -> dict[str, Any]:
-    """What a `ModelRole` has in little memory: moments of 8 bits but for embeddings, no masters, `coded` weights in codes."""
+    """Return the memory savings of a `ModelRole`: 8-bit moments except for embeddings, no masters, `coded` quantised weights."""
     model, optim = config.model, config.optim
     coarse = learns - (0 if model.lora_rank else policy.vocabulary * policy.hidden) if optim.optimizer == "adamw_8bit" else 0
     saved = coded * (DTYPES[model.dtype].itemsize - CODED.get(model.quantize_base, 0.0))
@@ -246,7 +249,7 @@ def _frugal(config: Config, policy: Shape, learns: int, coded: int) -> dict[str,
 
 
 def _reference(config: Config, work: Work, shaped: Callable[[str], Shape]) -> Shape | None:
-    """The reference model that stays in memory: under LoRA the policy without its adapter, which costs nothing."""
+    """Return the reference model that stays in memory. Under LoRA it is the policy without its adapter, which costs nothing."""
     named = config.reference if isinstance(config, PreferenceConfig) else ""
     if named:
         return shaped(named)
@@ -255,7 +258,7 @@ def _reference(config: Config, work: Work, shaped: Callable[[str], Shape]) -> Sh
 
 
 def lengths_of(config: Config, prompt: int = 0, completion: int = 0, *, read: bool = True) -> tuple[Lengths, int, str]:
-    """(lengths, training rows or 0, where they come from): given numbers, else the first rows of the dataset, else a guess."""
+    """Return (lengths, training rows or 0, their source): given numbers, else the dataset's first rows, else a guess."""
     limit = _limit(config)
     sizes, rows = _measure_rows(config) if config.data.dataset and read else ([], 0)
     prompts = [p for p, _ in sizes]
@@ -279,7 +282,7 @@ def _limit(config: Config) -> int:
 
 
 def _measure_rows(config: Config) -> tuple[list[tuple[int, list[int]]], int]:
-    """([tokens of a prompt, of its answers] of the dataset's first rows, all its training rows)."""
+    """Return ([tokens of a prompt, of its answers] for the dataset's first rows, number of all training rows)."""
     tokenizer = _tokenizer(tokenizer_path(config.model))
     settle_chat(tokenizer, config.model)
     form, lengths = _reader(config)
@@ -289,7 +292,7 @@ def _measure_rows(config: Config) -> tuple[list[tuple[int, list[int]]], int]:
 
 
 def _reader(config: Config) -> tuple[str, Callable[[Any, Row], tuple[int, list[int]]]]:
-    """The form of the rows, and (tokens of the prompt, of the answers) of one."""
+    """Return the form of the rows, and a function row -> (tokens of the prompt, of the answers)."""
     if isinstance(config, OnlineConfig):
         return "prompt-only", lambda tokenizer, row: (len(prompt_ids(tokenizer, row)), [])
     if isinstance(config, SFTConfig):
@@ -324,7 +327,7 @@ def _tokenizer(path: str) -> Any:
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Config]]:
-    """(what to change, the settings with it), the least intrusive first; then all of them at once."""
+    """Yield (the change, the settings with it), the least intrusive first, then all changes at once."""
     config, everything, names = plan.config, plan.config, []
     for name, change in _steps(plan):
         yield name, change(config)
@@ -335,7 +338,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Config]]:
 
 
 def _steps(plan: Plan) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-    """The changes one by one."""
+    """Yield the changes one by one."""
     config, work = plan.config, plan.work
     budget = max(work.lengths.longest_prompt + work.lengths.longest_completion, config.micro_batch_tokens // 4)
     if budget < work.micro_tokens:
@@ -352,7 +355,7 @@ def _steps(plan: Plan) -> Iterator[tuple[str, Callable[[Any], Any]]]:
         yield "critic_shared=true", lambda c: replace(c, critic_shared=True, critic="", critic_learning_rate=0.0)
     if config.model.dtype == "float32":
         yield "model.dtype=bfloat16", lambda c: _with(c, dtype="bfloat16")
-    whole = config.placement.strategy == "ddp"  # shards have neither moments of 8 bits nor codes
+    whole = config.placement.strategy == "ddp"  # shards support neither 8-bit moments nor quantised weights
     if config.optim.optimizer == "adamw" and whole:
         yield "optim.optimizer=adamw_8bit", lambda c: replace(c, optim=replace(c.optim, optimizer="adamw_8bit"))
     if not config.model.lora_rank:
@@ -365,24 +368,25 @@ def _steps(plan: Plan) -> Iterator[tuple[str, Callable[[Any], Any]]]:
 
 
 def _with_sampling(config: Any, **settings: Any) -> Any:
-    """The settings with others for the sampler."""
+    """Return the settings with changes for the sampler."""
     return replace(config, sampling=replace(config.sampling, **settings))
 
 
 def _with(config: Config, **settings: Any) -> Config:
-    """The settings with others for the model."""
+    """Return the settings with changes for the model."""
     model: Model = replace(config.model, **settings)
     return replace(config, model=model)
 
 
 ALL = "all of these"  # changes, at once
-# Tokens of the largest and the smallest micro-batches that are tried where the settings leave it to the device.
+# The tokens of the largest and the smallest micro-batches to try if the settings leave the size to the device.
 MOST, LEAST = 1 << 16, 1 << 10
 
 
 def filling(config: Any, here: Machine) -> Any:
-    """The settings with the largest micro-batches that a machine has room for: a power of two, so that a run that goes on has
-    the same where nearly as much is free.
+    """Return the settings with the largest micro-batches that fit on a machine.
+
+    The size is a power of two, so that a resumed run gets the same one if nearly as much memory is free.
     """
     lengths, rows, _ = lengths_of(config)
     tried = [replace(config, micro_batch_tokens=MOST >> n) for n in range((MOST // LEAST).bit_length())]

@@ -1,4 +1,4 @@
-"""The counts of a model from its configuration alone: no weight is read or made."""
+"""The counts of a model from its configuration only. No weights are read or created."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from psigrad.language.models.lora import is_adapted
 from psigrad.language.models.sizes import NAMES, cached_numbers, size
 from psigrad.language.models.towers import towers_of, why_not_text
 
-# What a configuration of other sizes does without.
+# The fields that a configuration with other sizes must not have.
 _DROPPED = frozenset(("per_layer_config", "dtype", "torch_dtype", "architectures"))
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a causal language model.
+    """The sizes of a causal language model.
 
-    `parameters` counts tied weights once. `matrices` are those of the layers that tokens are multiplied with, each with `active`
-    of them (of experts with those that it is sent to), and `head` those of the output layer, which only predicted positions are.
-    `embeddings` are only looked up. `linears` are the (name, inputs, outputs) of the linear layers but the head. `cached` counts
-    the numbers that a cache of keys and values holds of one token, in all layers. Where layers differ, sizes are the largest.
-    `beside` of the parameters are those of towers beside the text half, which neither learn nor see tokens.
+    `parameters` counts tied weights once. `matrices` are the weights of the layers' matrix products. A token uses `active` of
+    them (only those of its experts). `head` are those of the output layer, which only predicted positions use. `embeddings` are
+    only looked up. `linears` are the (name, inputs, outputs) of the linear layers but the head. `cached` counts the numbers of
+    one token in the cache of keys and values, over all layers. If layers differ, sizes are the largest. `beside` counts the
+    parameters of towers outside the text half, which neither learn nor see tokens.
     """
 
     parameters: int
@@ -52,46 +52,46 @@ class Shape:
 
     @property
     def query(self) -> int:
-        """Width of all query heads."""
+        """The width of all query heads."""
         return self.heads * self.head_dim
 
     @property
     def key(self) -> int:
-        """Width of all key heads, which is also that of the values."""
+        """The width of all key heads, which is also that of the values."""
         return self.key_heads * self.head_dim
 
     @property
     def scalar_parameters(self) -> int:
-        """Parameters of the same backbone with one number per token in place of the head."""
+        """The parameters of the same backbone with one number per token instead of the head."""
         return self.parameters - (0 if self.tied else self.head) + self.hidden
 
     @property
     def layer_matrices(self) -> int:
-        """Weights of the linear layers inside layers, which a base in codes has in codes."""
+        """The weights of the linear layers inside layers, which a quantised base has quantised."""
         return sum(i * o for name, i, o in self.linears if any(part.isdigit() for part in name.split(".")))
 
     def lora_parameters(self, rank: int, targets: tuple[str, ...]) -> int:
-        """Parameters of an adapter B A of this rank on the layers that `targets` name: rank · (inputs + outputs) each."""
+        """Return the parameters of an adapter B A of this rank on the layers of `targets`: rank · (inputs + outputs) each."""
         return sum(rank * (i + o) for name, i, o in self.linears if is_adapted(name, targets))
 
 
 @cache
 def shape_of(path: str, *, local: bool = False) -> Shape:
-    """The shape of the model at `path`: a folder, a config.json, or a hub name. Raises `UserError` if there is none.
+    """Return the shape of the model at `path`: a folder, a config.json, or a hub name. Raises `UserError` if there is none.
 
-    With `local` a hub name is only looked up among what was downloaded before.
+    With `local`, a hub name is only looked up among previous downloads.
     """
     try:
         return count_shape(config_of(path, local=local))
     except UserError:
         raise
-    except LOADING_ERRORS as error:  # sizes that no tensor has
+    except LOADING_ERRORS as error:  # for sizes that no tensor can have
         raise UserError(f"The configuration of {path!r} describes no model ({reason_of(error)}).") from error
 
 
 @cache
 def config_of(path: str, *, local: bool = False) -> PreTrainedConfig:
-    """The configuration at `path`."""
+    """Return the configuration at `path`."""
     if not path:
         raise UserError("No model was given; name a folder, a config.json or a hub model with --model (model.path).")
     path = meant(path)
@@ -104,7 +104,7 @@ def config_of(path: str, *, local: bool = False) -> PreTrainedConfig:
 
 
 def count_shape(config: PreTrainedConfig) -> Shape:
-    """The shape of what `config` describes, built on the meta device, where tensors have sizes and no memory."""
+    """Return the shape of the model of `config`, built on the meta device, where tensors have sizes but no memory."""
     with torch.device("meta"):
         model: Any = _built(config)
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
@@ -150,13 +150,13 @@ def _idle(model: Any, config: PreTrainedConfig) -> int:
 def _built(config: PreTrainedConfig) -> Any:
     try:
         return model_of(config)
-    except Exception as error:  # an architecture's own code, which may raise anything at sizes that it does not expect
+    except Exception as error:  # the code of an architecture may raise anything for unexpected sizes
         what = why_not_text(config) or "give the folder of one"
         raise UserError(f"{type(config).__name__} describes no causal language model; {what}.") from error
 
 
 def model_of(config: PreTrainedConfig, **options: Any) -> Any:
-    """The causal language model that `config` describes, with random weights."""
+    """Return the causal language model of `config`, with random weights."""
     auto: Any = AutoModelForCausalLM
     return auto.from_config(config, **options)
 
@@ -168,7 +168,7 @@ def resize(config: PreTrainedConfig, **sizes: int) -> PreTrainedConfig:
     by_layer = {name: value for name, value in given.items() if isinstance(value, list) and len(value) == layers}
     kept = {name: value for name, value in given.items() if name not in _DROPPED}
     kept |= {name: [value[i % layers] for i in range(sizes.get("layers", layers))] for name, value in by_layer.items()}
-    if "kv_lora_rank" in given:  # of latent attention head_dim is no size of its own
+    if "kv_lora_rank" in given:  # in latent attention, head_dim follows from other sizes
         sizes.pop("head_dim", None)
     for what, value in {**sizes, "num_kv_shared_layers": 0}.items():
         names = [name for name in NAMES.get(what, (what,)) if name in given]
