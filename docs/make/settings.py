@@ -150,7 +150,8 @@ def _default(value: Any) -> str:
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return ", ".join(f"`{item}`" for item in (value if isinstance(value, tuple) else (value,)))
+    items = value if isinstance(value, tuple) else (value,)
+    return ", ".join(f"`{item}`".replace("\n", r"\n") for item in items)  # a line break would end the row of the table
 
 
 if __name__ == "__main__":
