@@ -91,7 +91,7 @@ def test_the_help_says_what_each_flag_is(capsys):
     text = " ".join(capsys.readouterr().out.split())
     for words in (
         "`#` wall",
-        "going off at a right angle",
+        "moving at a right angle",
         "prioritised_sweeping; default value_iteration",
         "as a film",
     ):
