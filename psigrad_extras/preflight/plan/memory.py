@@ -248,8 +248,8 @@ def forward_and_back(work: Work, shape: Shape, kept: Terms, recompute: bool) -> 
 def recomputed_gradients(work: Work, shape: Shape, fused: bool, *, head: bool) -> tuple[int, int]:
     """Return the float32 parameters (of the head, of the embeddings) whose gradients are recomputed instead of stored.
 
-    It applies with gradient checkpointing (`optim/gradients.py`) to the `head` and, with the fused decoder, the embeddings, if the
-    data for an optimiser step's tokens fits. Tied embeddings count as the head. Equal tokens are counted separately.
+    This is done with gradient checkpointing (`optim/gradients.py`), if an optimiser step's tokens fit, for the `head`
+    and, with the fused decoder, for the embeddings. Tied embeddings count as the head. Equal tokens are counted separately.
     """
     room, rows = HELD * shape.vocabulary, math.ceil(work.rows / work.minibatches)
     looked_up, predicted = rows * work.group, rows * work.trained * work.lengths.completion
