@@ -110,7 +110,7 @@ class Writer:
             self.text = self.text[:at]
 
     def _safe(self) -> int:
-        """Return the length of text that belongs to no call and does not end with the start of a stop string or a call's mark."""
+        """Return the length of the text before any call, partial stop string or partial mark of a call."""
         marks = () if self.offered is None else self.offered.marks
         if self.offered is not None:
             if self.offered.form.response_template is not None or (

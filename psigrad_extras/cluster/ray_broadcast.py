@@ -108,7 +108,7 @@ class Broadcasts:
         return version
 
     def bring(self, ray: Any, version: Version, worker: Any) -> Version:
-        """Return the version to send with a worker's task; start its broadcast if it is not stored. Of one version a worker
+        """Return the version to send with a worker's task, and queue its broadcast unless it is stored. Of one version a worker
         always gets the same answer, whichever task it starts with.
         """
         link = self._links.get(worker)

@@ -1,9 +1,8 @@
 """Broadcasts of weights from the trainer's process to the processes of an engine elsewhere.
 
 Each engine has its own group: NCCL between GPUs, as vLLM builds it, or gloo between CPUs. A group never waits forever. An
-operation that takes longer than `LIMIT` raises `BroadcastLostError` and ends the group, because an engine may have died midway
-and NCCL would wait for it forever. torch's NCCL process group is not used: its watchdog kills the whole process when a peer is
-gone.
+operation that takes longer than `LIMIT` raises `BroadcastLostError` and ends the group. An engine may have died midway, and NCCL
+would wait for it forever. torch's NCCL process group is not used: its watchdog kills the whole process when a peer is gone.
 
 A bucket of weights is one buffer of bytes. Each weight starts at a multiple of `STEP`, an alignment that every dtype can be read
 at.

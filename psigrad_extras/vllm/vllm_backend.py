@@ -1,9 +1,9 @@
 """vLLM behind the `Sampler` protocol.
 
 The engine runs in a separate process and gets the trainer's weights, or only its adapter (`vllm_weights.py`), when they have
-changed. After each update the weights that the engine computes with are read back and compared bit for bit with what was sent
-(`vllm_engine.py`), and its prefix cache must be empty. At the start its log-probs of a probe must match the trainer's. An engine
-that dies or stops responding is restarted. Its unfinished completions are sampled again and the finished ones kept.
+changed. After each update the engine's weights are read back and compared bit for bit with those sent (`vllm_engine.py`). Its
+prefix cache must then be empty. At the start its log-probs of a probe must match the trainer's. An engine that dies or stops
+responding is restarted. Its unfinished completions are sampled again and the finished ones kept.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ Its engine `ipc` is used if trainer and engine share a GPU. Otherwise they come 
 broadcast from a trainer elsewhere (`vllm_transfer.py`). An adapter is sent as vLLM's LoRA. The weights that the engine then
 computes with are read back and compared bit for bit (`Readback`, `wrong_in_adapter`).
 
-vLLM arranges weights differently from a checkpoint: q, k and v in one matrix, gate and up in one, shards on several devices, and
-on CPUs packed copies in the kernel's layout, which cannot be read directly. Those are read by multiplying: the product with a
-column of the identity is exactly a column of the matrix.
+vLLM arranges weights differently from a checkpoint: q, k and v in one matrix, gate and up in one, shards on several devices. On
+CPUs it uses packed copies in the kernel's layout, which cannot be read directly. Those are read by multiplying: the product with
+a column of the identity is exactly a column of the matrix.
 
 A weight that an update did not reach is always detected. Stored weights are compared in full. Of a packed matrix only some
 columns are read. They are chosen before the update, and include one in which the old weight differs from the new.

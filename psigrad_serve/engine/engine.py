@@ -1,7 +1,7 @@
 """One model for many clients: requests come and leave at any time, and are decoded together.
 
-A separate thread decodes. A token depends on its seed, its position and the tokens before it, never on the rest of the batch,
-except for the rounding of matrix products of another size. The same seed gives the tokens of `EmbeddedSampler.sample`.
+A separate thread decodes. A token depends on its seed, its position and the tokens before it, never on the rest of the batch.
+Only the rounding of matrix products of another size may differ. The same seed gives the tokens of `EmbeddedSampler.sample`.
 """
 
 from __future__ import annotations
