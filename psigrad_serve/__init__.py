@@ -1,1 +1,1 @@
-"""The gateway: a model behind the APIs of OpenAI and Anthropic, on this machine, token for token as it is sampled in process."""
+"""The gateway: a local model behind the APIs of OpenAI and Anthropic, with the same tokens as sampling in process."""

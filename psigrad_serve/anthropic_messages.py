@@ -19,7 +19,7 @@ _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class AnthropicTool(BaseModel):
-    """A tool that is offered."""
+    """A tool that the request offers."""
 
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
@@ -28,14 +28,14 @@ class AnthropicTool(BaseModel):
 
 
 class AnthropicMessage(BaseModel):
-    """A turn: text, or blocks."""
+    """A turn of text or blocks."""
 
     role: Literal["user", "assistant"]
     content: str | list[dict[str, Any]]
 
 
 class MessagesForm(SamplingForm):
-    """The body."""
+    """The body of the request."""
 
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
     max_tokens: Count
@@ -46,7 +46,7 @@ class MessagesForm(SamplingForm):
 
 
 class AnthropicMessages:
-    """One request and its answer in this API's forms."""
+    """One request and its answer in this API's format."""
 
     def __init__(self, served: Served, body: dict[str, Any]) -> None:
         self.served, self.form = served, read_form(MessagesForm, body)
@@ -60,13 +60,13 @@ class AnthropicMessages:
         self.stream = form.stream
 
     def begin(self, answers: Sequence[ServedAnswer]) -> Iterator[str]:
-        """The first events of a stream."""
+        """Yield the first events of a stream."""
         self.calls = [answer.call for answer in answers]
         self.count, self.block, self.open = 0, 0, False
         yield self._event("message_start", message=self._message([], None, "", 0))
 
     def piece(self, place: int, piece: ServedPiece) -> Iterator[str]:
-        """The events of a piece."""
+        """Yield the events of a piece."""
         self.count += len(piece.tokens)
         if piece.text:
             if not self.open:
@@ -88,11 +88,11 @@ class AnthropicMessages:
         yield self._event("message_delta", delta=ended, usage={"output_tokens": self.count})
 
     def end(self) -> Iterator[str]:
-        """The last events."""
+        """Yield the last events."""
         yield self._event("message_stop")
 
     def whole(self, answers: Sequence[ServedAnswer], choices: Sequence[Sequence[ServedChoice]]) -> dict[str, Any]:
-        """The answer at once."""
+        """Return the whole answer."""
         self.calls = [answer.call for answer in answers]
         ((choice,),) = choices
         content: list[dict[str, Any]] = [{"type": "text", "text": choice.text}] if choice.text or not choice.calls else []
@@ -116,7 +116,7 @@ class AnthropicMessages:
 
 
 def count_tokens(served: Served, body: dict[str, Any]) -> dict[str, Any]:
-    """The tokens of a prompt, without an answer."""
+    """Count the tokens of a prompt, without an answer."""
     form = read_form(MessagesForm, {**body, "max_tokens": 1})
     served.check_model(form.model)
     tools = [_function(tool) for tool in form.tools]
@@ -134,7 +134,7 @@ def _function(tool: AnthropicTool) -> dict[str, Any]:
 
 
 def _messages(form: MessagesForm) -> Iterator[dict[str, Any]]:
-    """The conversation in OpenAI's form."""
+    """Yield the conversation in OpenAI's format."""
     if system := _text(form.system, "system"):
         yield {"role": "system", "content": system}
     for i, message in enumerate(form.messages):
@@ -143,7 +143,7 @@ def _messages(form: MessagesForm) -> Iterator[dict[str, Any]]:
 
 
 def _turns(role: str, blocks: Sequence[Mapping[str, Any]], place: str) -> Iterator[dict[str, Any]]:
-    """What one message says: a user's, the answers of tools first; an assistant's, with its calls."""
+    """Yield the turns of one message: a user's with tool results first, an assistant's with its calls."""
     kinds = {"user": ("text", "tool_result"), "assistant": ("text", "tool_use", "thinking", "redacted_thinking")}[role]
     for i, block in enumerate(blocks):
         if block.get("type") not in kinds:

@@ -1,4 +1,4 @@
-"""What a bad request is told, in the words and forms of the two APIs."""
+"""Errors for bad requests, in the words and formats of the two APIs."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ KINDS = {
     500: "api_error",
     503: "overloaded_error",
 }
-"""Anthropic's names of errors; all others are invalid_request_error."""
+"""Anthropic's error names; all others are invalid_request_error."""
 _OPENAI = {404: "invalid_request_error", 401: "invalid_request_error", 413: "invalid_request_error", 500: "server_error"}
 
 
 class ApiError(Exception):
-    """A request that is refused: why, the field that is at fault, and OpenAI's code for it."""
+    """A rejected request: the reason, the invalid field, and OpenAI's code for it."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.message, self.status, self.param, self.code = message, status, param, code
 
     def openai(self) -> dict[str, Any]:
-        """OpenAI's body."""
+        """Return OpenAI's body."""
         kind = _OPENAI.get(self.status, KINDS.get(self.status, "invalid_request_error"))
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def anthropic(self, request_id: str = "") -> dict[str, Any]:
-        """Anthropic's body."""
+        """Return Anthropic's body."""
         said = {"type": KINDS.get(self.status, "invalid_request_error"), "message": self.message}
         return {"type": "error", "error": said, "request_id": request_id}
 
     def response(self, path: str, request_id: str) -> Response:
-        """The answer of the API that `path` belongs to."""
+        """Return the response of the API that `path` belongs to."""
         body = self.anthropic(request_id) if is_anthropic(path) else self.openai()
         headers = {"retry-after": "1"} if self.status in (429, 503) else {}
         return as_json(body, self.status, headers)
 
 
 def as_json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """An answer in ASCII: a model, or whoever asks, may write half of a surrogate pair, which UTF-8 does not have."""
-    from starlette.responses import Response  # of the extra serve; a chat on the terminal does without
+    """Return a response in ASCII: a model or a client may write half of a surrogate pair, which UTF-8 lacks."""
+    from starlette.responses import Response  # from the extra "serve", which a chat on the terminal does not need
 
     return Response(json.dumps(content), status, headers, "application/json")
 
 
 def is_anthropic(path: str) -> bool:
-    """Whether a route is one of Anthropic's."""
+    """Return True if a route is one of Anthropic's."""
     return "/v1/messages" in path

@@ -18,13 +18,13 @@ from psigrad_serve.steering import chosen_tool, json_grammar
 
 
 class StreamOptions(BaseModel):
-    """Whether the stream ends with the usage."""
+    """The options of a stream: whether it ends with the usage."""
 
     include_usage: bool = False
 
 
 class FunctionForm(BaseModel):
-    """A function that is offered."""
+    """A function that the request offers."""
 
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
@@ -33,14 +33,14 @@ class FunctionForm(BaseModel):
 
 
 class ToolForm(BaseModel):
-    """A tool that is offered."""
+    """A tool that the request offers."""
 
     type: Literal["function"]
     function: FunctionForm
 
 
 class ChatForm(PenaltyForm):
-    """The body."""
+    """The body of the request."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_tokens: Count | None = None
@@ -56,7 +56,7 @@ class ChatForm(PenaltyForm):
 
 
 class ChatCompletions:
-    """One request and its answer in this API's forms."""
+    """One request and its answer in this API's format."""
 
     def __init__(self, served: Served, body: dict[str, Any]) -> None:
         self.served, self.form = served, read_form(ChatForm, body)
@@ -76,11 +76,11 @@ class ChatCompletions:
 
     @property
     def call(self) -> Call:
-        """The only one."""
+        """The request's only call."""
         return self.calls[0]
 
     def begin(self, answers: Sequence[ServedAnswer]) -> Iterator[str]:
-        """The first events of a stream."""
+        """Yield the first events of a stream."""
         self.calls = [answer.call for answer in answers]
         self.id, self.created = f"chatcmpl-{identity(self.call)}", int(time.time())
         self.counts = [0] * self.call.n
@@ -89,7 +89,7 @@ class ChatCompletions:
             yield self._chunk([self._choice(k, {"role": "assistant", "content": ""})], **more)
 
     def piece(self, place: int, piece: ServedPiece) -> Iterator[str]:
-        """The events of a piece."""
+        """Yield the events of a piece."""
         self.counts[piece.choice] += len(piece.tokens)
         if piece.text or (piece.tokens and (self.form.logprobs or self.form.return_token_ids)):
             choice = self._choice(piece.choice, {"content": piece.text})
@@ -104,13 +104,13 @@ class ChatCompletions:
             yield self._chunk([self._choice(piece.choice, {}, piece.finish)])
 
     def end(self) -> Iterator[str]:
-        """The last events."""
+        """Yield the last events."""
         if self.form.stream_options.include_usage:
             yield self._chunk([], usage=usage(len(self.call.prompt_ids), sum(self.counts)))
         yield "data: [DONE]\n\n"
 
     def whole(self, answers: Sequence[ServedAnswer], replies: Sequence[Sequence[ServedChoice]]) -> dict[str, Any]:
-        """The answer at once."""
+        """Return the whole answer."""
         self.calls, form, own = [answer.call for answer in answers], self.form, replies[0]
         choices = []
         for k, reply in enumerate(own):
@@ -137,7 +137,7 @@ class ChatCompletions:
 
 
 def token_logprobs(served: Served, tokens: Sequence[DrawnToken]) -> list[dict[str, Any]]:
-    """Tokens with their log-probs and the most probable ones; half a character has no bytes."""
+    """Return tokens with their log-probs and the most probable ones; half a character has no bytes."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
         text = served.text_of(token)
@@ -147,23 +147,23 @@ def token_logprobs(served: Served, tokens: Sequence[DrawnToken]) -> list[dict[st
 
 
 def event(content: Any, name: str = "") -> str:
-    """A server-sent event."""
+    """Format a server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(content, separators=(',', ':'))}\n\n"
 
 
 def usage(prompt: int, completion: int) -> dict[str, Any]:
-    """What was counted."""
+    """Return the counts of tokens."""
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def identity(call: Call, *more: int | str) -> str:
-    """A name for what a call gave: the same call by the same seed has the same."""
+    """Return a name for a call's result; the same call with the same seed has the same name."""
     return f"{seeds.derive(call.seed, *more, *call.prompt_ids[-64:], len(call.prompt_ids)):016x}"
 
 
 def tool_calls(call: Call, calls: Sequence[ToolCall], choice: int) -> list[dict[str, Any]]:
-    """Calls as OpenAI has them. Names of calls have nine letters: Mistral's templates take no others."""
+    """Return calls in OpenAI's format. Their ids have nine letters, because Mistral's templates reject others."""
     return [
         {
             "id": identity(call, "call", choice, i)[-9:],

@@ -1,4 +1,4 @@
-"""Commands that answer with a model: the gateway for programs, the terminal for people."""
+"""Commands that answer with a model: the gateway for programs, the terminal for users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies of requests: what is read of them, what is of no consequence here, and what is refused because it can't be had."""
+"""The bodies of requests: the fields that are read, those that have no effect here, and those that are rejected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IDLE = frozenset(
         *("verbosity", "reasoning_effort", "reasoning", "include", "cache_control", "betas"),
     }
 )
-"""Fields that change nothing of what is sampled here."""
+"""Fields that have no effect on sampling here."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -38,11 +38,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
     "truncation": ("disabled",),
 }
-"""Fields that would change it and can't be had, and the values that ask for nothing."""
+"""Fields that would affect sampling but are not supported, and their values without effect."""
 
 
 class SamplingForm(BaseModel):
-    """What all the APIs share. `top_k`, `min_p`, `stop_token_ids` and `chat_template_kwargs` go beyond OpenAI's, as vLLM's do;
+    """The fields common to all APIs. `top_k`, `min_p`, `stop_token_ids` and `chat_template_kwargs` extend OpenAI's, as in vLLM;
     `return_token_ids` adds the tokens to the answer.
     """
 
@@ -59,13 +59,13 @@ class SamplingForm(BaseModel):
     stream: bool = False
 
     def asked(self, max_tokens: int | None) -> dict[str, Any]:
-        """What `Served.call` is asked."""
+        """Return the settings for `Served.call`."""
         names = ("temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids")
         return {name: getattr(self, name) for name in names} | {"max_tokens": max_tokens or 0}
 
 
 class PenaltyForm(SamplingForm):
-    """What OpenAI's completions have beside it."""
+    """The extra fields of OpenAI's completions."""
 
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
@@ -73,13 +73,13 @@ class PenaltyForm(SamplingForm):
 
     @property
     def penalties(self) -> dict[str, Any]:
-        """As `Wish` has them."""
+        """The penalties as `Wish` takes them."""
         bias = {int(token): value for token, value in self.logit_bias.items()}
         return {"frequency": self.frequency_penalty, "presence": self.presence_penalty, "bias": bias}
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """The object that a body is."""
+    """Parse a body, which must be a JSON object."""
     try:
         found = json.loads(body, parse_float=finite, parse_constant=finite)
     except (ValueError, RecursionError) as error:
@@ -90,7 +90,7 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 def read_form(form: type[F], body: Mapping[str, Any]) -> F:
-    """The form in a body; null is as good as nothing. Raises `ApiError` with the field at fault."""
+    """Parse the form in a body; null counts as absent. Raises `ApiError` with the invalid field."""
     given = {name: value for name, value in body.items() if value is not None}
     for name, values in NEUTRAL.items():
         if name in given and name not in form.model_fields and given[name] not in values:
@@ -102,7 +102,7 @@ def read_form(form: type[F], body: Mapping[str, Any]) -> F:
     try:
         return form.model_validate(kept)
     except ValidationError as error:
-        # of a union the branch that was meant: where something else is wrong than the type
+        # Of a union, report the branch that was meant: the one whose error is not a wrong type.
         first = next((one for one in error.errors() if not one["type"].endswith("_type")), error.errors()[0])
         place = _place(first["loc"])
         if first["type"] == "extra_forbidden":
@@ -114,17 +114,17 @@ def read_form(form: type[F], body: Mapping[str, Any]) -> F:
 
 
 def _place(location: Iterable[int | str]) -> str:
-    """A place in the body as the APIs write it: messages[0].content."""
+    """Format a location in the body as the APIs do: messages[0].content."""
     text = ""
     for part in location:
-        if isinstance(part, str) and not _NAME.fullmatch(part):  # of a union, the branch
+        if isinstance(part, str) and not _NAME.fullmatch(part):  # the branch of a union
             continue
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text
 
 
 def read_stop(stop: str | list[str] | None) -> tuple[str, ...]:
-    """Stop strings; empty ones would end everything at once."""
+    """Return the stop strings without empty ones, which would end every completion at once."""
     stops = tuple([stop] if isinstance(stop, str) else stop or ())
     if len(stops) > MOST_STOPS or not all(stops):
         raise ApiError(f"stop takes up to {MOST_STOPS} strings, none of them empty.", param="stop", code="invalid_value")
@@ -132,5 +132,5 @@ def read_stop(stop: str | list[str] | None) -> tuple[str, ...]:
 
 
 def offers(choice: Any) -> bool:
-    """Whether tools are offered."""
+    """Return True if tools are offered."""
     return choice not in ("none", {"type": "none"})

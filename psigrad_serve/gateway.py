@@ -1,6 +1,6 @@
-"""The application: routes, who may ask, and answers whole or as a stream. A session is named by the address or by the key.
+"""The application: routes, authentication, and whole or streamed answers.
 
-`/s/SESSION/v1/…` and the key `TOKEN.SESSION` name one; the recorder is told.
+`/s/SESSION/v1/…` in the address or the key `TOKEN.SESSION` names a session, which the recorder receives.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from psigrad_serve.text_completions import TextCompletions
 
 T = TypeVar("T")
 LARGEST = 32 << 20
-"""Bytes of a body."""
+"""The maximal bytes of a body."""
 
 
 class Api(Protocol):
-    """One request in the forms of an API."""
+    """One request in an API's format."""
 
     calls: list[Call]
     stream: bool
@@ -41,19 +41,19 @@ class Api(Protocol):
     def __init__(self, served: Served, body: dict[str, Any]) -> None: ...
 
     def begin(self, answers: Sequence[ServedAnswer]) -> Iterator[str]:
-        """The first events of a stream."""
+        """Yield the first events of a stream."""
         ...
 
     def piece(self, place: int, piece: ServedPiece) -> Iterator[str]:
-        """The events of a piece of the choice at a place among those of all calls."""
+        """Yield the events of a piece of a choice, by the choice's index among those of all calls."""
         ...
 
     def end(self) -> Iterator[str]:
-        """The last events."""
+        """Yield the last events."""
         ...
 
     def whole(self, answers: Sequence[ServedAnswer], choices: Sequence[Sequence[ServedChoice]]) -> dict[str, Any]:
-        """The answer at once."""
+        """Return the whole answer."""
         ...
 
 
@@ -66,7 +66,7 @@ APIS: dict[str, type[Api]] = {
 
 
 def gateway(served: Served, token: str = "") -> FastAPI:
-    """The application. Who asks has to give `token`, where there is one, as OpenAI's or Anthropic's key."""
+    """Build the application. Clients must send `token`, if it is not "", as OpenAI's or Anthropic's key."""
     routes = _routes(served)
     app = guarded(token)
     app.include_router(routes)
@@ -75,7 +75,7 @@ def gateway(served: Served, token: str = "") -> FastAPI:
 
 
 def guarded(token: str = "") -> FastAPI:
-    """An application without routes, its guard and its words for errors."""
+    """Build an application without routes, with its authentication and error messages."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.add_exception_handler(ApiError, _refused)
     app.add_exception_handler(HTTPException, _no_route)
@@ -120,11 +120,11 @@ def _asked(served: Served, api: type[Api]) -> Callable[[Request], Awaitable[Resp
     async def asked(request: Request) -> Response:
         made = api(served, read_json(await _body(request)))
         session = request.state.session
-        calls = [served.settled(session, call) for call in made.calls]  # all of them, before any is drawn
+        calls = [served.settled(session, call) for call in made.calls]  # all of them before sampling starts
         answers = [ServedAnswer(served, session, call) for call in calls]
         if not made.stream:
             choices = await unless_gone(request, gathered(answers))
-            return as_json(await asyncio.to_thread(made.whole, answers, choices))  # it may compute
+            return as_json(await asyncio.to_thread(made.whole, answers, choices))  # it may take long
         pieces = merged(answers)
         first = await unless_gone(request, anext(pieces))
         return StreamingResponse(_events(made, answers, first, pieces), media_type="text/event-stream")
@@ -135,7 +135,7 @@ def _asked(served: Served, api: type[Api]) -> Callable[[Request], Awaitable[Resp
 async def _events(
     api: Api, answers: Sequence[ServedAnswer], first: tuple[int, ServedPiece], pieces: AsyncGenerator[tuple[int, ServedPiece]]
 ) -> AsyncIterator[str]:
-    """The events of a stream; those of a piece leave together."""
+    """Yield the events of a stream; those of a piece are sent together."""
     async with contextlib.aclosing(pieces):
         yield "".join([*api.begin(answers), *api.piece(*first)])
         async for place, piece in pieces:
@@ -155,7 +155,7 @@ async def _body(request: Request) -> bytes:
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """What `work` gives; it is cancelled when the client has gone."""
+    """Return the result of `work`; cancel it if the client disconnects."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -185,18 +185,18 @@ def _no_route(request: Request, error: Exception) -> Response:
 
 
 def _failed(request: Request, error: Exception) -> Response:
-    """Whose traceback uvicorn prints."""
+    """Answer an unexpected error, whose traceback uvicorn prints."""
     return ApiError("The server failed at this; its terminal says why.", status=500).response(request.url.path, request.state.id)
 
 
 class KeyGuard:
-    """Who has no token is refused before any route; the session is found, and each answer is given a name."""
+    """A middleware that rejects requests without the token before any route, finds the session, and names each answer."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self.app, self.token = app, token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
+        """Handle a request by the ASGI protocol."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = dict(scope["headers"])

@@ -1,4 +1,4 @@
-"""uvicorn as psigrad's servers run it: HTTP alone, without a word, and with a call once it answers."""
+"""uvicorn as psigrad's servers run it: only HTTP, no output, and a callback once it answers."""
 
 from __future__ import annotations
 

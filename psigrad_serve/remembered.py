@@ -1,4 +1,4 @@
-"""The conversations that a server remembers, so that a request may go on from them by a name."""
+"""The conversations that a server stores, so that a request can continue one by its name."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from psigrad.errors import UserError
 
 MOST = 1000
-"""The oldest are forgotten first."""
+"""The number of conversations stored; the oldest are dropped first."""
 
 
 class Remembered:
-    """Conversations by the name of the response that ended them. Those in a `folder` are there again for the next server, also
-    where this one is killed; without one they are in memory. Raises `UserError` where nothing can be kept there.
+    """Conversations by the name of the response that ended them. Those in a `folder` survive the server, even if it is killed;
+    without a folder they are in memory. Raises `UserError` if the folder can't be used.
     """
 
     def __init__(self, folder: str = "") -> None:
@@ -24,7 +24,7 @@ class Remembered:
         try:
             if folder:
                 Path(folder).mkdir(parents=True, exist_ok=True)
-            # each statement is whole or not at all, and sqlite lets one thread in at a time
+            # Each statement is atomic, and sqlite admits one thread at a time.
             self._held = sqlite3.connect(file, check_same_thread=False, isolation_level=None)
             weakref.finalize(self, self._held.close)
             for line in (
@@ -38,10 +38,10 @@ class Remembered:
             raise UserError(f"Responses cannot be kept in {file} ({error}); name another folder as --state.") from error
 
     def add(self, name: str, messages: list[dict[str, Any]]) -> None:
-        """Remember it."""
+        """Store a conversation."""
         self._held.execute("INSERT INTO said (name, messages) VALUES (?, ?)", (name, json.dumps(messages)))
 
     def find(self, name: str) -> list[dict[str, Any]] | None:
-        """The conversation; None where it is not known, or forgotten."""
+        """Return the conversation, or None if it is unknown or was dropped."""
         row = self._held.execute("SELECT messages FROM said WHERE name = ?", (name,)).fetchone()
         return None if row is None else list(json.loads(row[0]))

@@ -1,4 +1,4 @@
-"""OpenAI's responses: /v1/responses, as far as agents use it: text and functions. The last of each session's are kept for
+"""OpenAI's responses: /v1/responses, as far as agents use it: text and functions. The latest conversations are stored for
 `previous_response_id`.
 """
 
@@ -21,7 +21,7 @@ from psigrad_serve.steering import chosen_tool, json_grammar
 
 
 class ResponsesTool(BaseModel):
-    """A function that is offered."""
+    """A function that the request offers."""
 
     type: Literal["function"]
     name: Annotated[str, Field(min_length=1)]
@@ -31,7 +31,7 @@ class ResponsesTool(BaseModel):
 
 
 class ResponsesForm(SamplingForm):
-    """The body."""
+    """The body of the request."""
 
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
@@ -47,7 +47,7 @@ class ResponsesForm(SamplingForm):
 
 
 class Responses:
-    """One request and its answer in this API's forms."""
+    """One request and its answer in this API's format."""
 
     def __init__(self, served: Served, body: dict[str, Any]) -> None:
         self.served, self.form = served, read_form(ResponsesForm, body)
@@ -65,18 +65,18 @@ class Responses:
         wish = served.wish({}, chosen_tool(form.tool_choice), offered, json_grammar(form.text.get("format"), place), place)
         self.calls = [served.call(body, row, None, asked, offered=offered, top=form.top_logprobs, wish=wish)]
         self.stream, self.created = form.stream, int(time.time())
-        # never that of another, by which a conversation is found: one seed may draw two answers, with other settings
+        # Names must be unique, since they identify a conversation: one seed may give two answers with other settings.
         self.own_name = secrets.token_hex(8)
 
     def begin(self, answers: Sequence[ServedAnswer]) -> Iterator[str]:
-        """The first events of a stream."""
+        """Yield the first events of a stream."""
         self.calls, self.number = [answer.call for answer in answers], itertools.count()
         self.text, self.tokens = "", list[DrawnToken]()
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self._response("in_progress", [], 0))
 
     def piece(self, place: int, piece: ServedPiece) -> Iterator[str]:
-        """The events of a piece."""
+        """Yield the events of a piece."""
         at = {"item_id": self._name("msg"), "output_index": 0, "content_index": 0}
         before, self.tokens = self.text, [*self.tokens, *piece.tokens]
         if piece.text:
@@ -91,11 +91,11 @@ class Responses:
             yield from self._ended(whole, at)
 
     def end(self) -> Iterator[str]:
-        """There is nothing behind the last piece's events."""
+        """Yield nothing: the last piece's events end the stream."""
         return iter(())
 
     def whole(self, answers: Sequence[ServedAnswer], choices: Sequence[Sequence[ServedChoice]]) -> dict[str, Any]:
-        """The answer at once."""
+        """Return the whole answer."""
         self.calls = [answer.call for answer in answers]
         ((choice,),) = choices
         self._remember(choice)
@@ -107,7 +107,7 @@ class Responses:
         self._remember(choice)
         for place, item in enumerate(output):
             if item["type"] == "message":
-                if not choice.text:  # nothing was said, and nothing begun
+                if not choice.text:  # without text no item was started
                     yield self._event("response.output_item.added", output_index=0, item=self._said("", (), "in_progress"))
                     yield self._event("response.content_part.added", **at, part=self._part("", ()))
                 part = item["content"][0]
@@ -193,7 +193,7 @@ def _before(served: Served, name: str | None) -> list[dict[str, Any]]:
 
 
 def _turns(given: str | Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Input as messages in OpenAI's chat form; calls that follow one another are one turn's."""
+    """Yield the input as messages in OpenAI's chat format; consecutive calls belong to one turn."""
     if isinstance(given, str):
         yield {"role": "user", "content": given}
         return
@@ -205,7 +205,7 @@ def _turns(given: str | Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
             said = None
         if kind == "message":
             turn = {"role": item.get("role"), "content": _text(item.get("content"), f"input[{i}].content")}
-            if turn["role"] == "assistant":  # its calls may follow
+            if turn["role"] == "assistant":  # calls may follow
                 said = turn
             else:
                 yield turn
@@ -225,7 +225,7 @@ def _turns(given: str | Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
 
 
 def _text(content: Any, place: str) -> Any:
-    """The text of a content; what is no content is refused later, with the messages."""
+    """Return the text of a content; an invalid content is rejected later, with the messages."""
     if not isinstance(content, list):
         return content
     for i, part in enumerate(content):

@@ -1,7 +1,7 @@
-"""A policy that is served: a request of whatever API becomes a `Call`, and a call pieces of text and tokens.
+"""A served policy: it turns a request of any API into a `Call`, and a call into pieces of text and tokens.
 
-`Recorder` is where training listens: it may settle how a session's calls are sampled, and hears of each completion before the
-client does.
+`Recorder` is the interface for training. It may change how a session's calls are sampled, and receives each completion before the
+client.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from psigrad_serve.steering import Forms, Wish, call_grammar
 from psigrad_serve.writer import Offered, Writer
 
 MOST_WAITING = 1024
-"""Completions that may wait in line; who comes then is told to come again."""
+"""The maximal number of completions that wait; further requests are rejected and may be retried."""
 MOST_FORMS = 64
-"""Arguments of the chat template for which the form of calls is known; the first are forgotten first."""
+"""The number of chat template arguments whose form of calls is cached; the oldest are dropped first."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A request for completions of one prompt, in whatever API it came. Choice k is drawn with `seed_of(seed, k)`."""
+    """A request for completions of one prompt, from any API. Choice k is sampled with `seed_of(seed, k)`."""
 
     request: Mapping[str, Any]
-    """The body as it came."""
+    """The body as received."""
     row: Row
     """The prompt as a dataset's row: text, or messages with their tools."""
     prompt_ids: tuple[int, ...]
@@ -54,21 +54,21 @@ class Call:
 
 @dataclass(frozen=True)
 class ServedPiece:
-    """News of a choice: text that may be sent, and the tokens that were drawn. The last one has why it ended, and the calls."""
+    """New text of a choice that may be sent, and its sampled tokens. The last piece has the finish reason and the calls."""
 
     choice: int
     text: str
     tokens: Sequence[DrawnToken]
     finish: str = ""
-    """stop, length or tool_calls; empty while it goes on."""
+    """The finish reason: stop, length or tool_calls; "" until the end."""
     calls: Sequence[ToolCall] = ()
     stopped: str = ""
-    """The stop string that ended it."""
+    """The stop string that ended the choice."""
 
 
 @dataclass
 class ServedChoice:
-    """A whole choice."""
+    """A complete choice."""
 
     text: str = ""
     tokens: list[DrawnToken] = field(default_factory=list)
@@ -78,11 +78,11 @@ class ServedChoice:
 
 
 class Recorder:
-    """Told of all that is asked and sampled, in the server's event loop, so it must be quick. This one does nothing."""
+    """A receiver of requests and completions, called in the server's event loop, so it must be fast. It does nothing here."""
 
     def prepare(self, session_id: str, call: Call) -> Call:
-        """The call as it is to be sampled: with other tokens as its prompt, another seed or distribution. Whoever refuses raises
-        `ApiError`.
+        """Return the call to sample, perhaps with other tokens as its prompt, another seed or other settings. Raise `ApiError` to
+        reject it.
         """
         return call
 
@@ -97,20 +97,21 @@ class Recorder:
         sampling_logprobs: tuple[float, ...],
         choice: int,
     ) -> None:
-        """A completion has ended, with stop, length, or cancelled: its client has gone. The client hears of it afterwards.
+        """Record a completion that ended with stop, length, or cancelled (the client disconnected). The client receives it
+        afterwards.
 
-        With a stop string the tokens go up to the one that completes it. The log-probs are those of `Completion`.
+        With a stop string the tokens end with the one that completes it. The log-probs are those of `Completion`.
         """
 
 
 def seed_of(seed: int, choice: int) -> int:
-    """The seed of a choice: the first has that of the request, which is the sampler's own."""
+    """Return the seed of a choice. The first choice has the request's seed, like the sampler."""
     return seeds.derive(seed, "choice", choice) if choice else seed
 
 
 class Served:
-    """A model with its engine under `names` (none: under any). `recorder` listens. Responses are remembered in the folder
-    `state`, or where that is empty in memory.
+    """A model with its engine under `names` (none: under any name). `recorder` receives its completions. Responses are stored in
+    the folder `state`, or in memory if that is "".
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Served:
         self._forms: dict[str, CallForm] = {}
 
     def check_model(self, name: str) -> None:
-        """Refuse the name of another model."""
+        """Raise an error for the name of another model."""
         if self.names and name not in self.names:
             raise ApiError(
                 f"The model {name!r} does not exist; this server has {', '.join(self.names)}.",
@@ -130,11 +131,11 @@ class Served:
             )  # fmt: skip
 
     def conversation(self, messages: Any, tools: Any, arguments: Any = None) -> tuple[Row, Offered | None]:
-        """Messages in OpenAI's form as a row."""
+        """Convert messages in OpenAI's format to a row."""
         columns = {"tools": tools, "chat_template_kwargs": arguments}
         raw = {"prompt": messages, **{name: value for name, value in columns.items() if value}}
         try:
-            # a policy may say nothing, and whoever goes on from that hands it back
+            # A policy may answer with nothing, and a client that continues sends that back.
             row = validate(raw, "prompt-only", "the request", empty=True)
         except RowError as error:
             place = error.bad.column.replace("prompt", "messages", 1)
@@ -153,7 +154,7 @@ class Served:
         return row, Offered(self._forms[key], parameters, schemas)
 
     def wish(self, penalties: Mapping[str, Any], forced: str | None, offered: Offered | None, form: str, place: str) -> Wish:
-        """What a request wants of the draws: its penalties, a call of the tool `forced`, or the grammar `form`, asked for in the
+        """Return a request's constraints on sampling: its penalties, a call of the tool `forced`, or the grammar `form` from the
         field `place`.
         """
         if forced is not None:
@@ -171,12 +172,12 @@ class Served:
         return found
 
     def check_top(self, top: int, name: str) -> None:
-        """Refuse the most probable tokens, asked for in the field `name`, where the sampler tells none."""
+        """Raise an error for the field `name` if it asks for most probable tokens and the sampler does not report them."""
         if top and not self.engine.steers:
             raise _needs_embedded(name)
 
     def tokens_of(self, row: Row) -> tuple[int, ...]:
-        """The tokens of a prompt."""
+        """Return the tokens of a prompt."""
         place = "messages" if isinstance(row.prompt, list) else "prompt"
         try:
             return tuple(prompt_ids(self.tokenizer, row))
@@ -187,7 +188,7 @@ class Served:
             raise ApiError(str(error), param=place) from None
 
     def check_tokens(self, ids: Sequence[int]) -> None:
-        """Refuse tokens that the model does not have."""
+        """Raise an error for tokens that the model does not have."""
         size = self.engine.model.vocabulary
         if max(ids) >= size:
             raise ApiError(f"The prompt has the token {max(ids)}, and the model {size} tokens.", param="prompt")
@@ -195,9 +196,9 @@ class Served:
     def call(
         self, request: Mapping[str, Any], row: Row, ids: tuple[int, ...] | None, asked: Mapping[str, Any], **more: Any
     ) -> Call:
-        """The call of a row, whose tokens are `ids`, or where that is None its own. `asked` has max_tokens (0: as many as there
-        is room for), temperature, top_p, top_k, min_p, seed and stop_token_ids, where they are given. A limit beyond the model's
-        positions is the room there is.
+        """Return the call of a row, with the tokens `ids` or, if that is None, the row's tokens. `asked` has max_tokens (0: as
+        many as fit), temperature, top_p, top_k, min_p, seed and stop_token_ids, if given. A limit beyond the model's positions is
+        reduced to the tokens that fit.
         """
         ids = ids or self.tokens_of(row)
         chat = stop_token_ids(self.tokenizer, row) if isinstance(row.prompt, list) else ()
@@ -213,11 +214,11 @@ class Served:
         return Call(request, row, ids, params, secrets.randbits(63) if seed is None else seed % 2**64, **more)
 
     def begin(self, session: str, call: Call) -> ServedAnswer:
-        """Stand in line for a call."""
+        """Queue a call."""
         return ServedAnswer(self, session, self.settled(session, call))
 
     def settled(self, session: str, call: Call) -> Call:
-        """The call as it will be sampled: as the recorder has it, if there is room."""
+        """Return the call to sample, as the recorder changed it, if the queue has room."""
         if self.engine.waiting > MOST_WAITING:
             raise ApiError(f"{MOST_WAITING} completions wait already; try again later.", status=429, code="rate_limit_exceeded")
         call, most = self.recorder.prepare(session, call), self.engine.model.max_length
@@ -231,7 +232,7 @@ class Served:
         return replace(call, params=params)
 
     def text_of(self, token: int) -> str:
-        """One token as text."""
+        """Decode one token."""
         text = self.tokenizer.decode([token])
         return text if isinstance(text, str) else "".join(text)
 
@@ -242,7 +243,7 @@ def _needs_embedded(name: str) -> ApiError:
 
 
 class ServedAnswer:
-    """The completions of a call, under way."""
+    """The running completions of a call."""
 
     def __init__(self, served: Served, session: str, call: Call) -> None:
         self.served, self.session, self.call = served, session, call
@@ -259,7 +260,7 @@ class ServedAnswer:
         return self.call.wish.steer(self.served.forms) if self.call.wish else None
 
     async def choice(self, k: int) -> AsyncGenerator[ServedPiece]:
-        """The pieces of a choice, as they come. Whoever leaves cancels it. The recorder hears of the choices in their order."""
+        """Yield the pieces of a choice as they come; leaving the iteration cancels it. The recorder gets the choices in order."""
         call, stream, count, ended = self.call, self.streams[k], 0, False
         writer = Writer(self.served.tokenizer, call.stop, call.offered)
         try:
@@ -290,7 +291,7 @@ class ServedAnswer:
 
 
 async def merged(answers: Sequence[ServedAnswer]) -> AsyncGenerator[tuple[int, ServedPiece]]:
-    """(place of the choice among those of all answers, piece), as they come. Whoever leaves cancels all."""
+    """Yield (index of the choice among those of all answers, piece) as they come. Leaving the iteration cancels all."""
     sources = [(answer, k) for answer in answers for k in range(answer.call.n)]
     if len(sources) == 1:
         async with contextlib.aclosing(answers[0].choice(0)) as only:
@@ -320,13 +321,13 @@ async def merged(answers: Sequence[ServedAnswer]) -> AsyncGenerator[tuple[int, S
     finally:
         for task in tasks:
             task.cancel()
-        for answer, k in sources:  # before anything is awaited, for that may be cancelled again; some tasks never began
+        for answer, k in sources:  # before any await, which may be cancelled again; some tasks never started
             answer.streams[k].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def gathered(answers: Sequence[ServedAnswer]) -> list[list[ServedChoice]]:
-    """The choices of each answer, when all have ended."""
+    """Wait for all choices and return those of each answer."""
     made = [[ServedChoice() for _ in range(answer.call.n)] for answer in answers]
     flat = [choice for own in made for choice in own]
     async with contextlib.aclosing(merged(answers)) as pieces:

@@ -1,4 +1,4 @@
-"""Start the gateway: beside other work in a thread, or as the whole of a program."""
+"""The start of the gateway: in a thread beside other work, or as a whole program."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from psigrad_serve.tinker_api import TinkerServer
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, PORTS = 8500, 20
 GRACE = 2
-"""Seconds that requests have to end when the server does; then they are cancelled, and have as long to see to that."""
+"""The seconds that requests have to end at a shutdown, and again to clean up after they are cancelled."""
 VARIABLE = "PSIGRAD_SERVE_TOKEN"
-"""The environment variable that may have the token; arguments of a program are seen by everybody on the machine."""
+"""The environment variable for the token. Command-line arguments are visible to everyone on the machine."""
 
 
 @dataclass(frozen=True)
 class Running:
-    """A gateway that answers: `url` is OpenAI's base URL without /v1, `token` the key."""
+    """A running gateway: `url` is OpenAI's base URL without /v1, `token` the key."""
 
     url: str
     token: str
 
     def session_url(self, session: str) -> str:
-        """Where the requests of a session go: ANTHROPIC_BASE_URL, and with /v1 behind it OPENAI_BASE_URL."""
+        """Return the base URL of a session: ANTHROPIC_BASE_URL, and with /v1 appended OPENAI_BASE_URL."""
         return f"{self.url}/s/{session}"
 
 
 def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
-    """A socket on `port`, or on the first free one from 8500 on. Raises `UserError` where there is none."""
+    """Open a socket on `port`, or on the first free port from 8500 on. Raises `UserError` if there is none."""
     if not 0 <= port <= 65535:
         raise UserError(f"The port is {port}; expected 1 to 65535, or none for the first free one from {FIRST_PORT} on.")
     why = ""
@@ -54,10 +54,10 @@ def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
 
 
 def serve(served: Served | TinkerServer, listening: socket.socket, token: str, say: Callable[[str], None]) -> None:
-    """Answer until Ctrl-C. Without a `token` there is a new one, which is told."""
+    """Serve until Ctrl-C. Without a `token`, create one and print it."""
     known = token or os.environ.get(VARIABLE, "")
     tinker = isinstance(served, TinkerServer)
-    key = known or ("tml-" if tinker else "") + secrets.token_urlsafe(24)  # Tinker's client takes no other keys
+    key = known or ("tml-" if tinker else "") + secrets.token_urlsafe(24)  # Tinker's client rejects other keys
     host, port = listening.getsockname()[:2]
 
     def greet() -> None:
@@ -66,13 +66,13 @@ def serve(served: Served | TinkerServer, listening: socket.socket, token: str, s
         say(f"The token is that of {'--token' if token else VARIABLE}." if known else f"The token is {key}; keep it to yourself.")
         say("Ctrl-C ends it.")
 
-    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it once the server has ended in order
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it after a clean shutdown
         _server(served, key, greet).run(sockets=[listening])
 
 
 @contextlib.contextmanager
 def running(served: Served | TinkerServer, token: str | None = None) -> Iterator[Running]:
-    """A gateway in a thread of this process, on a free port of this machine. The engine stays the caller's."""
+    """Run a gateway in a thread of this process, on a free port of this machine. The caller closes the engine."""
     token = secrets.token_urlsafe(24) if token is None else token
     listening, ready = socket.create_server((LOOPBACK, 0), backlog=1024), threading.Event()
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -93,7 +93,7 @@ def running(served: Served | TinkerServer, token: str | None = None) -> Iterator
 
 
 def _run(server: QuietServer, listening: socket.socket) -> None:
-    """As `asyncio.run`, but that waits for ever for a task that goes on when it is cancelled, and for the default executor."""
+    """Run the server. `asyncio.run` would wait forever for a task that ignores its cancellation, and for the default executor."""
     loop = asyncio.new_event_loop()
     try:
         loop.run_until_complete(server.serve([listening]))
@@ -105,7 +105,7 @@ def _run(server: QuietServer, listening: socket.socket) -> None:
 
 
 async def _cancelled() -> set[asyncio.Task[object]]:
-    """Cancel all other tasks of this loop until they have ended, and close its generators; what does not end."""
+    """Cancel all other tasks of this loop, and close its generators. Return the tasks that do not end within `GRACE`."""
     loop, own = asyncio.get_running_loop(), {asyncio.current_task()}
     until = loop.time() + GRACE
     while (left := asyncio.all_tasks() - own) and loop.time() < until:

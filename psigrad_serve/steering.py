@@ -1,6 +1,6 @@
-"""What a request wants of the draws: penalties, biases, and a form that the answer must have: JSON, or a call of a tool.
+"""Constraints on sampling: penalties, biases, and a form that the answer must have, which is JSON or a call of a tool.
 
-Forms are grammars of llguidance, which says at each place what tokens may stand there. A token is drawn from the policy's
+Forms are grammars of llguidance, which returns the allowed tokens at each position. A token is drawn from the policy's
 distribution over those.
 """
 
@@ -27,29 +27,29 @@ from psigrad_serve.engine.streams import Steer
 if TYPE_CHECKING:
     from psigrad_serve.writer import Offered
 
-# As models write JSON; white space without end would be JSON too.
+# The style in which models write JSON. Unlimited white space would be valid JSON too.
 _WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# A form that shows its arguments as JSON can be forced.
+# Calls can be forced only in a form whose example shows the arguments as JSON.
 _SHOWN = re.compile(r'(.*?)\badd\b(.*?)\{"a": 1\}(.*)', re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What a request wants of the draws. With c_j the number of times that token j was drawn, its logit is
-    l_j + bias_j - frequency · c_j - presence · [c_j > 0], before the temperature, as OpenAI defines it.
+    """A request's constraints on sampling. With c_j the number of times that token j was drawn, its logit is l_j + bias_j -
+    frequency · c_j - presence · [c_j > 0], before the temperature, as OpenAI defines it.
     """
 
     frequency: float = 0.0
     presence: float = 0.0
     bias: Mapping[int, float] = field(default_factory=dict)
     grammar: str = ""
-    """Of llguidance; empty: none."""
+    """The grammar of llguidance, or ""."""
 
     def __bool__(self) -> bool:
         return bool(self.frequency or self.presence or self.bias or self.grammar)
 
     def steer(self, forms: Forms) -> Steer:
-        """For one completion."""
+        """Return the steering function of one completion."""
         counts: Counter[int] = Counter()
         matcher = forms.matcher(self.grammar) if self.grammar else None
 
@@ -74,20 +74,20 @@ class Wish:
 
 
 class Forms:
-    """The grammars of a model's tokens."""
+    """The grammars over a model's tokens."""
 
     def __init__(self, model: LanguageModel) -> None:
         self._model, self._lock = model, threading.Lock()
         self._known: Any = None
 
     def matcher(self, grammar: str) -> Any:
-        """Who says what may stand where in one completion."""
+        """Return the matcher of one completion, which computes the allowed tokens."""
         from llguidance import LLMatcher
 
         return LLMatcher(self._tokens(), grammar, log_level=0)
 
     def check(self, grammar: str, param: str) -> None:
-        """Refuse a grammar that is none, asked for in the field `param`."""
+        """Raise an error for an invalid grammar from the field `param`."""
         try:
             from llguidance import LLMatcher
         except ImportError as error:
@@ -110,7 +110,7 @@ class Forms:
 
 
 def json_grammar(response_format: Any, param: str) -> str:
-    """The grammar of OpenAI's `response_format`, or of the `format` of its responses; empty where that is text."""
+    """Return the grammar of OpenAI's `response_format`, or of the responses API's `format`; "" if that is text."""
     kind = response_format.get("type") if isinstance(response_format, dict) else None
     if response_format is None or kind == "text":
         return ""
@@ -129,9 +129,9 @@ def json_grammar(response_format: Any, param: str) -> str:
 
 
 def chosen_tool(choice: Any) -> str | None:
-    """The tool that `tool_choice` forces in any of the APIs: its name, empty where any will do, None where none has to be."""
+    """Return the name of the tool that `tool_choice` forces in any API, "" if any tool will do, or None if no call is forced."""
     if isinstance(choice, dict):
-        if choice.get("disable_parallel_tool_use") and choice.get("type") == "auto":  # what is forced is one call
+        if choice.get("disable_parallel_tool_use") and choice.get("type") == "auto":  # a forced call is a single call
             raise ApiError(
                 "disable_parallel_tool_use can't be had with a tool_choice of auto; leave it out, or force a call.",
                 param="tool_choice.disable_parallel_tool_use", code="unsupported_parameter",
@@ -151,8 +151,8 @@ def chosen_tool(choice: Any) -> str | None:
 
 
 def call_grammar(offered: Offered | None, name: str, added: Mapping[str, int]) -> str:
-    """The grammar of one call of the tool, or of any where that is empty, in the form of the model's family. `added` are the
-    tokens of whole words beside the vocabulary: what they spell is written by them.
+    """Return the grammar of one call of the tool, or of any tool if `name` is "", in the form of the model's family. `added` has
+    the tokens outside the vocabulary that stand for whole words; those words are written only by these tokens.
     """
     if offered is None or (name and name not in offered.schemas):
         there = "no tools" if offered is None else ", ".join(offered.schemas)
@@ -186,7 +186,7 @@ def _lark(rule: str) -> str:
 
 
 def _words(text: str, added: Mapping[str, int]) -> Iterator[str]:
-    """Text in a grammar: in quotes, and by its number what is one token."""
+    """Yield the parts of a text for a grammar: quoted text, and added tokens by number."""
     known = sorted(filter(None, added), key=len, reverse=True)
     for part in re.split(f"({'|'.join(map(re.escape, known))})", text) if known else [text]:
         if part:

@@ -22,7 +22,7 @@ Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 class TextForm(PenaltyForm):
-    """The body."""
+    """The body of the request."""
 
     prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
     max_tokens: Count | None = 16
@@ -35,21 +35,21 @@ class TextForm(PenaltyForm):
 
 
 class TextCompletions:
-    """One request and its answer in this API's forms."""
+    """One request and its answer in this API's format."""
 
     def __init__(self, served: Served, body: dict[str, Any]) -> None:
         self.served, self.form = served, read_form(TextForm, body)
         form = self.form
         served.check_model(form.model)
         stop, asked, top = read_stop(form.stop), form.asked(form.max_tokens), form.logprobs or 0
-        if not form.echo:  # of a prompt the model itself tells them
+        if not form.echo:  # a prompt's are computed by the model itself
             served.check_top(top, "logprobs")
         more: dict[str, Any] = {"n": form.n, "stop": stop, "top": top, "wish": served.wish(form.penalties, None, None, "", "")}
         self.calls = [served.call(body, *each, asked, **more) for each in self._prompts(form.prompt)]
         self.stream = form.stream
 
     def begin(self, answers: Sequence[ServedAnswer]) -> Iterator[str]:
-        """The first events of a stream."""
+        """Yield the first events of a stream."""
         self.calls = [answer.call for answer in answers]
         self.id, self.created = f"cmpl-{identity(self.calls[0])}", int(time.time())
         self.count, self.places = 0, [0] * sum(call.n for call in self.calls)
@@ -59,7 +59,7 @@ class TextCompletions:
                 yield self._chunk([self._choice(place, self._echoed(call), (), 0)])
 
     def piece(self, place: int, piece: ServedPiece) -> Iterator[str]:
-        """The events of a piece; `place` counts the choices of all prompts."""
+        """Yield the events of a piece; `place` counts the choices of all prompts."""
         self.count += len(piece.tokens)
         if piece.text or piece.finish or (piece.tokens and (self.form.logprobs is not None or self.form.return_token_ids)):
             choice = self._choice(place, piece.text, piece.tokens, self.places[place])
@@ -67,13 +67,13 @@ class TextCompletions:
             yield self._chunk([choice | {"finish_reason": piece.finish or None}])
 
     def end(self) -> Iterator[str]:
-        """The last events."""
+        """Yield the last events."""
         if self.form.stream_options.include_usage:
             yield self._chunk([], usage=usage(sum(len(call.prompt_ids) for call in self.calls), self.count))
         yield "data: [DONE]\n\n"
 
     def whole(self, answers: Sequence[ServedAnswer], choices: Sequence[Sequence[ServedChoice]]) -> dict[str, Any]:
-        """The answer at once."""
+        """Return the whole answer."""
         self.calls = [answer.call for answer in answers]
         made = [
             self._choice(0, self._echoed(call) + choice.text, (*read, *choice.tokens), 0 if read else len(self._echoed(call)))
@@ -103,7 +103,7 @@ class TextCompletions:
         return str(call.row.prompt) if self.form.echo else ""
 
     def _read(self, call: Call) -> list[DrawnToken]:
-        """The prompt's tokens, where they are told with their log-probs. In a stream they are not: it begins at once."""
+        """Return the prompt's tokens if their log-probs are requested. A stream has none, since it starts at once."""
         if not self.form.echo or self.form.logprobs is None:
             return []
         engine, first, rest = self.served.engine, call.prompt_ids[:1], call.prompt_ids[1:]
@@ -127,7 +127,7 @@ class TextCompletions:
             tops = [{self._name(i): logprob for i, logprob in token.top} or None for token in tokens]
             made["logprobs"] = {
                 "tokens": [self._name(token.id) for token in tokens],
-                # nothing stands before the first token of a prompt
+                # The first token of a prompt has no log-prob.
                 "token_logprobs": [None if math.isnan(token.logprob) else token.logprob for token in tokens],
                 "top_logprobs": tops if self.form.logprobs else None,
                 "text_offset": list(accumulate([offset, *map(len, words)]))[: len(words)],

@@ -1,4 +1,4 @@
-"""The ends of threads."""
+"""Waiting for threads to end."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import threading
 import traceback
 
 PATIENCE = 60
-"""Seconds that a thread has to end."""
+"""The seconds that a thread has to end."""
 
 
 def await_end(thread: threading.Thread) -> None:
-    """Raises `RuntimeError` with what the thread is at, where it does not end: a run is not to wait for it for ever."""
+    """Wait for a thread. Raises `RuntimeError` with its position if it does not end, so that a run never waits forever."""
     thread.join(PATIENCE)
     if thread.is_alive():
         frame = sys._current_frames().get(thread.ident or 0)

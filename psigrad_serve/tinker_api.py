@@ -1,7 +1,7 @@
 """The Tinker API on this machine: its client trains adapters of a model here, and samples from them.
 
-Requests for work get the name of a future, which is asked for until it is there. The name is made of the model and of the number
-that the client gave the request, so that a request that comes twice is done once. The messages' form is the client's own
+A request for work returns the name of a future, which the client polls until the result is there. The name consists of the model
+and the client's number of the request, so that a repeated request runs once. The messages have the client's format
 (`tinker.proto`).
 """
 
@@ -41,11 +41,11 @@ from psigrad_serve.tinker_models import ALPHA, TinkerDatum, TinkerModel, whole_s
 from psigrad_serve.writer import Writer
 
 PATIENCE = 20.0
-"""Seconds that a request for a future waits for it."""
+"""The seconds that a poll of a future waits for it."""
 KEPT = 4
-"""Engines that stay open; those of weights that were not asked for longest are closed."""
+"""The number of open engines; the least recently used are closed."""
 ANSWERS = 1000
-"""Answers that are kept for a client that asks again."""
+"""The number of answers kept for a client that asks again."""
 _PROTO = "application/x-protobuf"
 
 
@@ -59,29 +59,29 @@ def _messages() -> Any:
 
 @dataclass
 class TinkerServer:
-    """Adapters of `base`, which the client calls `name`. Their states are kept in `folder`."""
+    """Adapters of `base`, which the client calls `name`. Their states are stored in `folder`."""
 
     base: str
     name: str
     folder: Path
     how: Mapping[str, Any] = field(default_factory=dict)
-    """How models are loaded: device, dtype and trust_remote_code of `language_model.load`."""
+    """The settings for loading models: device, dtype and trust_remote_code of `language_model.load`."""
     max_batch: int = 64
     messages: Any = field(default_factory=_messages)
     models: dict[str, TinkerModel] = field(default_factory=dict)
     samplers: dict[str, str] = field(default_factory=dict)
-    """Sampling session -> path of its weights; empty: the base."""
+    """The path of each sampling session's weights; "" is the base model."""
     futures: dict[str, asyncio.Future[Any]] = field(default_factory=dict)
     engines: dict[str, SamplingEngine] = field(default_factory=dict)
     saves: Counter[str] = field(default_factory=Counter)
-    """Path -> how often a state was saved there: each is another one."""
+    """The number of saves to each path, which distinguishes their states."""
 
     def __post_init__(self) -> None:
         self._trainer, self._opening = ThreadPoolExecutor(1, "trainer"), asyncio.Lock()
 
     @classmethod
     def of(cls, path: str, name: str, folder: str, given: Mapping[str, Any]) -> TinkerServer:
-        """For a model as `psigrad serve` is told of it. Raises `UserError` where that can't be had here."""
+        """Create the server from the options of `psigrad serve`. Raises `UserError` for options that are unsupported here."""
         for flag, usual in (("sampler", "embedded"), ("chat_template_path", "")):
             if given[flag] != usual:
                 raise UserError(
@@ -95,13 +95,13 @@ class TinkerServer:
         return cls(base, name, Path(folder), {"device": machine.device(run), **how}, given["max_batch"])
 
     def close(self) -> None:
-        """End what is under way."""
+        """End all running work."""
         self._trainer.shutdown(cancel_futures=True)
         for engine in self.engines.values():
             engine.close()
 
     def routes(self) -> APIRouter:
-        """The calls, under /api/v1."""
+        """Return the routes, under /api/v1."""
         routes = APIRouter(prefix="/api/v1")
         calls: dict[str, Callable[[dict[str, Any]], Awaitable[Any]]] = {
             name.removeprefix("_do_"): getattr(self, name) for name in dir(self) if name.startswith("_do_")
@@ -227,7 +227,7 @@ class TinkerServer:
         return {"request_id": name, "sample_sequence_ids": [f"{name}:{k}" for k in range(body.get("num_samples", 1))]}
 
     async def _sampled(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The completions of a prompt, as the client's message."""
+        """Return the completions of a prompt as the client's message."""
         engine, asked = await self._engine(path), body["sampling_params"]
         prompt = [token for chunk in body["prompt"]["chunks"] for token in chunk.get("tokens", ())]
         if any(chunk.get("type") != "encoded_text" for chunk in body["prompt"]["chunks"]):
@@ -302,7 +302,7 @@ class TinkerServer:
         return self._later(_name(body), save)
 
     def _later(self, name: str, work: Callable[[], Any]) -> dict[str, Any]:
-        """Do this once the trainer has done what was asked before; a name that is known is done already, or will be."""
+        """Queue work for the trainer after all previous requests. A known name is done already, or queued."""
         if name not in self.futures:
             self._keep(name, asyncio.get_running_loop().run_in_executor(self._trainer, work))
         return {"request_id": name, "model_id": name.rpartition(":")[0]}
@@ -323,7 +323,7 @@ class TinkerServer:
         return as_json(found) if isinstance(found, dict) else Response(found.SerializeToString(), media_type=_PROTO)
 
     async def _engine(self, path: str) -> SamplingEngine:
-        """The engine of some weights."""
+        """Return the engine of some weights."""
         if path:
             self._place(path)
         stamp = f"{path}@{self.saves[path]}"
@@ -359,7 +359,7 @@ class TinkerServer:
 
 
 async def _written(stream: TokenStream, writer: Writer) -> tuple[Completion, str]:
-    """A completion up to its stop string, behind which nothing is drawn, and why it ended."""
+    """Return a completion up to its stop string, after which nothing more is sampled, and its finish reason."""
     count = 0
     async with contextlib.aclosing(stream.chunks()) as chunks:
         async for tokens in chunks:
@@ -370,7 +370,7 @@ async def _written(stream: TokenStream, writer: Writer) -> tuple[Completion, str
 
 
 async def _told(work: Awaitable[Any]) -> Any:
-    """What work gives; what was wrong with it as the client reads that."""
+    """Return the result of work, or its error in the client's format."""
     try:
         return await work
     except (ApiError, UserError, ValueError) as error:
@@ -388,7 +388,7 @@ def _config(place: Path) -> dict[str, Any]:
 
 
 def _datum(datum: Any) -> TinkerDatum:
-    """A datum of the client's message."""
+    """Convert a datum of the client's message."""
     tokens: list[int] = []
     for chunk in datum.model_input:
         if not chunk.HasField("encoded_text"):
@@ -407,7 +407,7 @@ def _tensor(tensor: Any) -> torch.Tensor:
 
 
 def _prompt_logprobs(engine: SamplingEngine, prompt: list[int]) -> bytes:
-    """Log-probs of a prompt's tokens behind its first, which has none."""
+    """Return the log-probs of a prompt's tokens after its first, which has none."""
     with engine.held(), torch.no_grad():
         logp = engine.model.evaluate(Groups([tuple(prompt[:1])], [[tuple(prompt[1:])]])).logp[0, : len(prompt) - 1]
     return np.concatenate([[np.nan], logp.float().cpu().numpy()]).astype(np.float32).tobytes()

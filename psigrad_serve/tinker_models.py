@@ -1,4 +1,4 @@
-"""What the Tinker API trains: adapters on one base model, their losses, their optimiser, and their states on the disk."""
+"""The models that the Tinker API trains: adapters on one base model, their losses, their optimiser, and their saved states."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from psigrad.records.checkpoint import sync_tree
 from psigrad_serve.api_errors import ApiError
 
 ALPHA = 32.0
-"""Of every adapter, as Tinker's are."""
+"""The alpha of every adapter, as in Tinker."""
 AT_ONCE = 4096
-"""Tokens of a forward pass."""
+"""The tokens of a forward pass."""
 _STATE = "training_state.safetensors"
 _DATUM = ("target_tokens", "weights", "advantages", "logprobs")
 _OTHER_TARGETS = "The targets of a datum are not its tokens moved by one place, and their {} are not 0; such can't be had here."
 _MOVING = threading.Lock()
-"""Of who moves the folder of a state: whoever looks for it sees it before or after."""
+"""The lock for moving a state's folder, so that readers see it before or after the move."""
 
 
 @dataclass(frozen=True)
 class TinkerDatum:
-    """A sequence that is trained on: `targets` [T] follow its first token, and each has numbers of its loss [T].
+    """A training sequence: `targets` [T] follow its first token, and each has the numbers of its loss [T].
 
-    Of `idle` places the client named another target, as those who pad do over the prompt, and the loss has no part there. Their
-    log-probs are told as 0.
+    At `idle` positions the client set another target, as clients that pad do over the prompt. The loss ignores them, and their
+    log-probs are returned as 0.
     """
 
     first: int
@@ -47,7 +47,7 @@ class TinkerDatum:
 
     @classmethod
     def of(cls, tokens: Sequence[int], inputs: Mapping[str, Tensor]) -> TinkerDatum:
-        """From the tokens that are read and those that are to be predicted behind each."""
+        """Build a datum from the input tokens and the targets to predict after each."""
         if "target_tokens" not in inputs or inputs["target_tokens"].dim() != 1:
             raise ApiError("A datum has no target_tokens in one dimension; several targets at a place can't be had here.")
         if unknown := sorted(set(inputs) - set(_DATUM)):
@@ -67,15 +67,15 @@ class TinkerDatum:
         return made
 
     def is_idle_by(self, name: str) -> bool:
-        """Whether these numbers are 0 wherever the client named another target."""
+        """Return True if these numbers are 0 at all idle positions."""
         return self.idle is None or not self.numbers[name][self.idle].any()
 
     def on(self, device: torch.device) -> TinkerDatum:
-        """The same for a loss that is computed there: its numbers are 0 where it is idle."""
+        """Return the datum with its numbers on a device, set to 0 at idle positions."""
         return replace(self, numbers={name: _without(self, values).to(device) for name, values in self.numbers.items()})
 
     def number(self, name: str, loss: str) -> Tensor:
-        """[T] of a kind that the loss needs."""
+        """Return the numbers [T] of a kind that the loss needs."""
         if name not in self.numbers:
             raise ApiError(f"{loss} needs {name}, which a datum does not have.")
         return self.numbers[name]
@@ -124,8 +124,8 @@ LOSSES: dict[str, Loss] = {
     "cispo": _cispo,
     "dro": _dro,
 }
-"""Sums over tokens, as Tinker's are: -Σ w log p, -Σ r A, -Σ min(r A, clip(r) A), -Σ sg(clip(r)) A log p, and
--Σ (A log p - β/2 (log p - log q)²), with r = p/q and q the log-probs that a datum brings.
+"""Sums over tokens, as in Tinker: -Σ w log p, -Σ r A, -Σ min(r A, clip(r) A), -Σ sg(clip(r)) A log p, and -Σ (A log p - β/2 (log
+p - log q)²), with r = p/q and q the log-probs that a datum brings.
 """
 
 
@@ -143,7 +143,7 @@ class TinkerModel:
 
     @classmethod
     def fresh(cls, base: str, rank: int, seed: int, **how: Any) -> TinkerModel:
-        """A fresh adapter of this rank, drawn from the seed. `how` the base is loaded: see `language_model.load`."""
+        """Create an adapter of this rank from the seed. `how` has the settings of `language_model.load` for the base."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return cls(base, rank, language_model.load(base, lora=Lora(rank, ALPHA), **how))
@@ -151,7 +151,7 @@ class TinkerModel:
     def forward_backward(
         self, data: Sequence[TinkerDatum], loss: str, how: Mapping[str, float], backward: bool = True
     ) -> tuple[list[Tensor], float]:
-        """Log-probs of each datum's targets [T], and the sum of the losses, whose gradient is added to what is there."""
+        """Return the log-probs of each datum's targets [T] and the sum of the losses; add its gradient to the accumulated one."""
         if loss not in LOSSES:
             raise ApiError(f"There is no loss {loss!r} here; there are {', '.join(LOSSES)}.")
         for datum in data if loss == "cross_entropy" else ():
@@ -174,7 +174,9 @@ class TinkerModel:
         return found, total
 
     def step(self, lr: float, betas: tuple[float, float], eps: float, decay: float, clip: float) -> float:
-        """One step of AdamW on what has been added up; the gradient's norm. One that is not finite is refused and forgotten."""
+        """Apply one AdamW step to the accumulated gradient and return its norm. A gradient that is not finite is dropped with an
+        error.
+        """
         for group in self.optimizer.param_groups:
             group.update(lr=lr, betas=betas, eps=eps, weight_decay=decay)
         norm = float(torch.nn.utils.clip_grad_norm_(list(self.model.trainable().values()), clip if clip > 0 else float("inf")))
@@ -189,7 +191,7 @@ class TinkerModel:
         return norm
 
     def save(self, folder: Path, optimizer: bool) -> None:
-        """The adapter in peft's form, and all that training goes on from. It is there whole or not at all."""
+        """Save the adapter in peft's format, and all that training needs to resume. The save is atomic."""
         beside = folder.with_name(f".{folder.name}.new")
         shutil.rmtree(beside, ignore_errors=True)
         self.model.save(beside)
@@ -209,7 +211,7 @@ class TinkerModel:
         shutil.rmtree(before, ignore_errors=True)
 
     def load(self, folder: Path, optimizer: bool) -> None:
-        """Go on from a state, with its optimiser or a fresh one. Gradients that were added up are forgotten."""
+        """Resume from a state, with its optimiser or a fresh one. Accumulated gradients are dropped."""
         state, named = load_file(folder / _STATE), self.model.trainable()
         if {f"weight.{name}" for name in named} != {name for name in state if name.startswith("weight.")}:
             raise ApiError("The state is of an adapter of another form.")
@@ -224,7 +226,7 @@ class TinkerModel:
 
 
 def whole_state(folder: Path) -> bool:
-    """Whether there is a state in this folder; one that was to be replaced when the server was killed is put back."""
+    """Return True if the folder has a state. Restore one whose replacement was interrupted by a kill of the server."""
     with _MOVING:
         if not folder.is_dir() and _before(folder).is_dir():
             _before(folder).rename(folder)
@@ -236,12 +238,12 @@ def _before(folder: Path) -> Path:
 
 
 def _without(datum: TinkerDatum, values: Tensor) -> Tensor:
-    """Values [T] of a datum, 0 where it is idle."""
+    """Return values [T] of a datum, set to 0 where it is idle."""
     return values if datum.idle is None else values.masked_fill(datum.idle.to(values.device), 0)
 
 
 def _parts(data: Sequence[TinkerDatum]) -> list[list[TinkerDatum]]:
-    """The data in order, in parts of at most `AT_ONCE` tokens."""
+    """Split the data in order into parts of at most `AT_ONCE` tokens."""
     parts: list[list[TinkerDatum]] = []
     size = 0
     for datum in data:

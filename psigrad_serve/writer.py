@@ -1,4 +1,4 @@
-"""Tokens to text while they come: half of a character waits for its other half, stop strings are never sent, nor are calls."""
+"""Incremental decoding of tokens to text: an incomplete character waits for its rest. Stop strings and calls are never sent."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _HALF = "\ufffd"
-# Tokens that are decoded together at most, and those of them that stay as the context of the next ones.
+# The maximal number of tokens decoded together, and how many of them stay as context for the next ones.
 _WINDOW, _CONTEXT = 64, 16
 
 
 @dataclass(frozen=True)
 class Offered:
-    """The tools of a request: how the model writes calls, and of each tool the schemas of its parameters."""
+    """The tools of a request: the format of the model's calls, and the schemas of each tool's parameters."""
 
     form: CallForm
     parameters: Mapping[str, Mapping[str, Any]]
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Of the whole of each tool's arguments."""
+    """The schemas of each tool's arguments as a whole."""
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What a call may begin with."""
+        """The strings that a call may begin with."""
         families = [family for family in FAMILIES if self.form.family in ("", family.name)]
         return tuple(family.opens for family in families)
 
     @property
     def bare(self) -> bool:
-        """Whether a turn that is a JSON object is a call."""
+        """True if a turn that is a JSON object is a call."""
         return any(family.bare for family in FAMILIES if self.form.family in ("", family.name))
 
 
@@ -47,16 +47,16 @@ class Writer:
     stops: Sequence[str] = ()
     offered: Offered | None = None
     text: str = ""
-    """All of it so far, up to a stop string."""
+    """The text so far, up to a stop string."""
     stopped: str = ""
-    """The stop string that ended it."""
+    """The stop string that ended the text."""
     sent: int = 0
     _ids: list[int] = field(default_factory=list)
     _shown: int = 0
-    """Characters of the window's text that are in `text`."""
+    """The characters of the window's text that are in `text`."""
 
     def take(self, ids: Sequence[int]) -> int:
-        """The next tokens; how many of them are wanted: those up to the one that completes a stop string."""
+        """Add the next tokens. Return how many are used: those up to the one that completes a stop string."""
         if not self.stops:
             self._take(ids)
             return len(ids)
@@ -77,17 +77,17 @@ class Writer:
                 self._shown = len(decode(self.tokenizer, self._ids))
 
     def flush(self) -> None:
-        """There are no more tokens."""
+        """Decode the remaining tokens at the end."""
         self._grow(decode(self.tokenizer, self._ids))
 
     def news(self) -> str:
-        """What may be sent and was not."""
+        """Return the new text that may be sent."""
         text = self.text[self.sent : max(self.sent, self._safe())]
         self.sent += len(text)
         return text
 
     def end(self) -> tuple[str, list[ToolCall]]:
-        """(what was not sent, the calls): a turn whose calls can't be read is text."""
+        """Return (the unsent text, the calls). A turn whose calls can't be parsed is text."""
         read = [] if self.offered is None else self.offered.form.read(self.text, self.offered.parameters)
         calls = [call for call in read if isinstance(call, ToolCall)]
         if not calls or len(calls) < len(read):
@@ -110,7 +110,7 @@ class Writer:
             self.text = self.text[:at]
 
     def _safe(self) -> int:
-        """How much of the text is neither a call nor the beginning of a stop string or of a call's mark."""
+        """Return the length of the text before any call, partial stop string or partial mark of a call."""
         marks = () if self.offered is None else self.offered.marks
         if self.offered is not None:
             if self.offered.form.response_template is not None or (
@@ -123,7 +123,7 @@ class Writer:
             return len(self.text)
         longest = max((overlap(self.text, word) for word in (*self.stops, *marks)), default=0)
         safe = len(self.text) - longest
-        # white space before a call is not said
+        # White space before a call is dropped.
         return len(self.text[:safe].rstrip()) if marks else safe
 
     def _first_mark(self) -> int:
@@ -133,5 +133,5 @@ class Writer:
 
 
 def overlap(text: str, word: str) -> int:
-    """How many characters at the end of the text are the beginning of the word, and not all of it."""
+    """Return how many characters at the end of the text are a proper prefix of the word."""
     return next((n for n in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:n])), 0)

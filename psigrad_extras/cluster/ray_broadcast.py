@@ -1,12 +1,12 @@
-"""Weights to vLLM's engines on the cluster by broadcasts, from the trainer's process to those of one engine at a time.
+"""Broadcasts of weights to vLLM's engines on the cluster, from the trainer's process to the processes of one engine at a time.
 
-Each sampler has a group of its own with the trainer, and takes a version when it is given a task of it. So nobody waits for all:
-with a lag one sampler may still write by the weights that another has left, and samplers come and go. Versions are held in the
-trainer's host memory while a task may want them. They are gathered there first, in the order that all processes of the trainer
-share, and sent later: a gather that waits in the middle for an engine would stop the others' collectives.
+Each sampler shares a group with the trainer, and gets a version when it is given a task of it. So no sampler waits for another:
+with a lag one may still use the previous weights, and samplers come and go. The trainer keeps versions in host memory while a
+task may need them. Weights are gathered first, in the order common to the trainer's processes, and sent later: a gather that
+waited for an engine would block the other processes' collectives.
 
-What can't be reached, or is late, is given up: that sampler gets weights through Ray's object store, or is started again where it
-was in the middle of an update. After `FAILURES` in a row all go that way.
+A sampler that is unreachable or late gets its weights through Ray's object store. If it was in the middle of an update it is
+restarted. After `FAILURES` consecutive failures all samplers use the object store.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from psigrad_extras.vllm.broadcast import BroadcastGroup, Contents, Kind, Meetin
 from psigrad_extras.vllm.vllm_sources import Delivery
 
 FAILURES = 3
-# Seconds that a sampler which has joined waits for the trainer's word that it did.
+# The seconds that a joined sampler waits for the trainer's confirmation.
 _SOON = 10.0
 Tell = Callable[..., None]
 Buckets = tuple[tuple[Contents, Tensor], ...]
@@ -37,18 +37,18 @@ Buckets = tuple[tuple[Contents, Tensor], ...]
 
 @dataclass(frozen=True)
 class Version:
-    """Published weights: their number, and where the cluster keeps them."""
+    """Published weights: their number, and their reference in Ray's object store."""
 
     number: int
     place: Any
     buckets: Buckets = ()
-    """In the trainer's process the weights themselves, where they are sent from there."""
+    """The weights in the trainer's process, if it broadcasts them."""
     stored: list[Any] = field(default_factory=list)
-    """And where the cluster keeps them too, once somebody had to get them that way."""
+    """Their reference in the object store, once a sampler needed them that way."""
 
 
 class _Link:
-    """The trainer's end of one sampler's group. A thread of its own makes it, and sends what is in the queue."""
+    """The trainer's end of one sampler's group. A separate thread builds it and sends the buckets in the queue."""
 
     def __init__(self, store: TCPStore) -> None:
         self.store, self.ready = store, None
@@ -67,8 +67,8 @@ class _Link:
 
 
 class Broadcasts:
-    """The trainer's ends of all groups. `address()` is where its machine is found, `size` how many processes a group has,
-    `passes` what an update has each bucket sent for, `turned` the weights that vLLM keeps transposed.
+    """The trainer's ends of all groups. `address()` is the trainer's machine, `size` the number of processes in a group. An
+    update sends each bucket once for each of `passes`. `turned` are the weights that vLLM stores transposed.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class Broadcasts:
         self._links: weakref.WeakKeyDictionary[Any, _Link] = weakref.WeakKeyDictionary()
         self._failures, self._over, self._lock = 0, False, threading.Lock()
         self.sent = 0
-        """Versions that have gone to a sampler whole."""
+        """The number of complete transfers of a version to a sampler."""
 
     def meet(self, worker: Any) -> Any:
-        """Have a new worker get ready and join; the reference to its answer."""
+        """Start a new worker and let it join a group. Return the reference to its answer."""
         if self._over:
             return worker.ready.remote()
         link = self._links[worker] = _Link(broadcast.listen())
@@ -99,7 +99,7 @@ class Broadcasts:
         return link.ready
 
     def publish(self, ray: Any, number: int, weights: Iterator[tuple[str, Tensor]]) -> Version:
-        """A new version of weights under a checkpoint's names."""
+        """Publish a new version of the weights, under a checkpoint's names."""
         bucketed = vllm_weights.in_buckets(weights)
         buckets = tuple(broadcast.pack(bucket, vllm_weights.bit_sums(list(bucket.values()))) for bucket in bucketed)
         version = Version(number, [ray.put(self._delivery(number, buckets))], buckets)
@@ -108,8 +108,8 @@ class Broadcasts:
         return version
 
     def bring(self, ray: Any, version: Version, worker: Any) -> Version:
-        """What a worker is told of the version it is to sample with; where that comes by broadcast, it begins. Of one version a
-        worker is always told the same, whichever of its tasks it begins with.
+        """Return the version to send with a worker's task, and queue its broadcast unless it is stored. Of one version a worker
+        always gets the same answer, whichever task it starts with.
         """
         link = self._links.get(worker)
         if link is None:
@@ -130,7 +130,7 @@ class Broadcasts:
         return Delivery(number, tuple(contents for contents, _ in buckets), self._passes, self._turned, stored)
 
     def _store(self, ray: Any, version: Version) -> Version:
-        """The version through Ray's object store."""
+        """Store the version in Ray's object store."""
         if not version.stored:
             arrays = tuple(buffer.numpy() for _, buffer in version.buckets)
             version.stored.append(ray.put(self._delivery(version.number, version.buckets, arrays)))
@@ -138,7 +138,7 @@ class Broadcasts:
 
     def _joined(self, ray: Any, link: _Link) -> bool:
         if not link.settled.is_set():
-            why = ray.get(link.ready)  # who is given tasks has answered
+            why = ray.get(link.ready)  # a worker that is given tasks has answered
             if why:
                 link.closed = True
                 self._note_failure(why)
@@ -147,7 +147,7 @@ class Broadcasts:
         return link.group is not None and not link.closed
 
     def _serve(self, link: _Link, worker: weakref.ref[Any]) -> None:
-        """Make the group, and send each version that is asked for."""
+        """Build the group, and send each requested version."""
         stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
             try:
@@ -163,14 +163,14 @@ class Broadcasts:
                     for _ in self._passes:
                         for _, buffer in buckets:
                             link.group.send(buffer)
-                except Exception as error:  # the trainer's GPU may have no room for a bucket
+                except Exception as error:  # the trainer's GPU may lack memory for a bucket
                     self._lose(link, worker(), reason_of(error))
                     return
                 with self._lock:
                     self._failures, self.sent = 0, self.sent + 1
 
     def _lose(self, link: _Link, worker: Any, why: str) -> None:
-        """A sampler in the middle of an update has some new weights and some old: it ends, if it has not already."""
+        """End a sampler that is in the middle of an update, because it has a mix of new and old weights."""
         if link.closed:
             return
         link.close()

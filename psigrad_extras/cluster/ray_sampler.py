@@ -135,7 +135,7 @@ class RaySampler(Sampler):
         return _At(self, self._published[1])
 
     def _publish(self, number: int) -> Version:
-        """All take part in gathering; who publishes nothing keeps nothing."""
+        """Publish the weights. All processes take part in gathering; only the one with the pool stores them."""
         if self.pool is not None and self.broadcasts is not None:
             return self.broadcasts.publish(self.pool.ray, number, self._weights())
         held = {name: _array(weight) for name, weight in self._weights() if self.pool is not None}
@@ -150,7 +150,7 @@ class RaySampler(Sampler):
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """See `Sampler`; from the weights of now."""
+        """See `Sampler`. The current weights are used."""
         return self.snapshot().steps(requests, params)
 
 
@@ -185,8 +185,8 @@ class _At(Sampler):
         parts: Sequence[Part],
         more: Callable[[], Sequence[Part]] = list,
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """See `Sampler.steps`. The places in `parts` make a task each, for the worker of its affinity; `more` tells further ones,
-        of requests that have joined.
+        """See `Sampler.steps`. Each of `parts` is a task, for the worker of its affinity. `more` returns the parts of requests
+        that have joined since.
         """
         assert self.whole.pool is not None, "only rank 0 samples"
         batch, tasks, new = self.whole.pool.begin(self.version.number), list[Sequence[int]](), parts
@@ -206,8 +206,8 @@ class _At(Sampler):
 
 
 class StickyDialogue(RestartedDialogue):
-    """Episodes that began in one task stay together, and their turns go to the sampler that had the last one: it may have kept
-    what it has read.
+    """Episodes that started in one task stay together. Their turns go to the sampler of the previous turn, whose cache may still
+    have it.
     """
 
     def __init__(self, sampler: _At, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> None:
@@ -234,6 +234,6 @@ class StickyDialogue(RestartedDialogue):
 
 
 def _array(weight: Tensor) -> Any:
-    """A weight as numpy has it, which knows no bfloat16."""
+    """Return a weight as a numpy array; bfloat16, which numpy lacks, is viewed as int16."""
     own = weight.detach().cpu()
     return (own.view(torch.int16) if own.dtype == torch.bfloat16 else own.clone()).numpy().copy()

@@ -1,4 +1,4 @@
-"""What workers on a cluster print, in a file of the run folder."""
+"""The output of workers on a cluster, in a file of the run folder."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Bytes that the file may have.
+# The maximal size of the file in bytes.
 LOG_BYTES = 64 << 20
 
 
 @contextlib.contextmanager
 def keep_output(kind: str, file: Path) -> Iterator[None]:
-    """Append to `file` what actors of the class named `kind` print for the length of the block: time, kind, process, machine.
+    """Append the output of actors of the class `kind` to `file`, as time, kind, process and machine, during the block.
 
-    On the driver's terminal Ray shows it too, and leaves out lines that come often.
+    Ray prints it on the driver's terminal too, but drops frequent lines.
     """
     try:
-        # no public interface of Ray's has the lines on the driver
+        # Ray has no public interface for these lines on the driver.
         from ray._private.ray_logging import global_worker_stdstream_dispatcher as streams
     except ImportError:
         yield

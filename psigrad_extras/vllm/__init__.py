@@ -1,1 +1,1 @@
-"""vLLM as a sampler: its engine in a process of its own, and the way that weights take into it."""
+"""vLLM as a sampler: its engine in a separate process, and the transfer of weights to it."""

@@ -1,11 +1,11 @@
-"""Weights from the trainer's process to those of an engine elsewhere, by a broadcast in a group of their own: NCCL between GPUs,
-as vLLM builds it, gloo between CPUs.
+"""Broadcasts of weights from the trainer's process to the processes of an engine elsewhere.
 
-A group never waits for ever. What takes longer than `LIMIT` is given up with `BroadcastLostError`, and so is the group: an engine
-may have died in the middle, and NCCL alone would wait for it without an end. torch's own process group of NCCL is not used,
-since its watchdog ends the whole process when another one is gone.
+Each engine has its own group: NCCL between GPUs, as vLLM builds it, or gloo between CPUs. A group never waits forever. An
+operation that takes longer than `LIMIT` raises `BroadcastLostError` and ends the group. An engine may have died midway, and NCCL
+would wait for it forever. torch's NCCL process group is not used: its watchdog kills the whole process when a peer is gone.
 
-A bucket of weights is one buffer of bytes with each weight at a multiple of `STEP`, which any type can be read at.
+A bucket of weights is one buffer of bytes. Each weight starts at a multiple of `STEP`, an alignment that every dtype can be read
+at.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 T = TypeVar("T")
 Kind = Literal["nccl", "gloo"]
-# Seconds for all to come together, and for each bucket.
+# The timeout in seconds for joining a group, and for each bucket.
 LIMIT = 120.0
-# Seconds between two looks.
+# The polling interval in seconds.
 _OFTEN = 0.001
 STEP = 16
 LOST = "The broadcast of weights"
 
 
 class BroadcastLostError(Exception):
-    """A group of which a part is gone, or late; nothing more goes through it."""
+    """A group with a lost or late member; it can send nothing more."""
 
 
 class Meeting(NamedTuple):
-    """Where the processes of a group come together: the trainer is rank 0, the engine's are 1 to `size` - 1."""
+    """The address where a group's processes meet. The trainer is rank 0, the engine's processes are ranks 1 to `size` - 1."""
 
     kind: Kind
     host: str
@@ -58,7 +58,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Contents:
-    """What is in a bucket, in order; `sums` of the bits tell a weight that is as it was."""
+    """The contents of a bucket, in order; `sums` of the bits identify unchanged weights."""
 
     names: list[str]
     dtype_names: list[str]
@@ -66,7 +66,7 @@ class Contents:
     sums: list[int]
 
     def spans(self) -> Iterator[Span]:
-        """Where each weight is."""
+        """Yield the position of each weight."""
         first = 0
         for name, kind, shape in zip(self.names, self.dtype_names, self.shapes, strict=True):
             dtype = getattr(torch, kind)
@@ -76,12 +76,12 @@ class Contents:
 
     @property
     def size(self) -> int:
-        """Bytes of the buffer."""
+        """The bytes of the buffer."""
         return max((span.end for span in self.spans()), default=0)
 
 
 def pack(bucket: Mapping[str, Tensor], sums: list[int]) -> tuple[Contents, Tensor]:
-    """A bucket in the host's memory, from which a GPU reads it at full speed. torch rounds such a block up to a power of two."""
+    """Pack a bucket in host memory, pinned for weights on a GPU. torch rounds a pinned block up to a power of two."""
     kinds = [str(weight.dtype).removeprefix("torch.") for weight in bucket.values()]
     contents = Contents(list(bucket), kinds, [list(weight.shape) for weight in bucket.values()], sums)
     pinned = any(weight.is_cuda for weight in bucket.values())
@@ -94,35 +94,35 @@ def pack(bucket: Mapping[str, Tensor], sums: list[int]) -> tuple[Contents, Tenso
 
 
 def unpack(contents: Contents, buffer: Tensor) -> dict[str, Tensor]:
-    """The weights, in the buffer's own memory."""
+    """Return the weights as views of the buffer."""
     return {s.name: buffer[s.first : s.end].view(s.dtype).view(s.shape) for s in contents.spans()}
 
 
 class BroadcastGroup:
-    """One process' end; `device` is where its buffers are."""
+    """One process's end of a group; `device` is where its buffers are."""
 
     def __init__(self, store: TCPStore, device: torch.device) -> None:
         self.device, self._store = device, store
 
     def send(self, buffer: Tensor) -> None:
-        """From rank 0 to all. Raises `BroadcastLostError`."""
+        """Broadcast from rank 0 to all. Raises `BroadcastLostError`."""
         self._broadcast(buffer.to(self.device, non_blocking=True))
 
     def receive(self, size: int) -> Tensor:
-        """That many bytes of rank 0's. Raises `BroadcastLostError`."""
+        """Receive `size` bytes from rank 0. Raises `BroadcastLostError`."""
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
         self._broadcast(buffer)
         return buffer
 
     def end(self) -> None:
-        """Leave it."""
+        """Leave the group."""
 
     def _broadcast(self, buffer: Tensor) -> None:
         raise NotImplementedError
 
 
 class GlooGroup(BroadcastGroup):
-    """Between CPUs."""
+    """A group of CPUs."""
 
     def __init__(self, store: TCPStore, rank: int, size: int, device: torch.device) -> None:
         super().__init__(store, device)
@@ -138,7 +138,7 @@ class GlooGroup(BroadcastGroup):
 
 
 class NCCLGroup(BroadcastGroup):
-    """Between GPUs, by the communicator of vLLM's own transfer of weights. It enqueues on the current stream."""
+    """A group of GPUs, by the communicator of vLLM's weight transfer. It enqueues on the current stream."""
 
     def __init__(self, store: TCPStore, rank: int, size: int, device: torch.device) -> None:
         super().__init__(store, device)
@@ -148,7 +148,7 @@ class NCCLGroup(BroadcastGroup):
 
         with unpinned_nccl_env():
             self._communicator = PyNcclCommunicator(StatelessProcessGroup(rank, size, store), device)
-        if self._communicator.disabled:  # it would send nothing, and say nothing
+        if self._communicator.disabled:  # a disabled communicator silently sends nothing
             raise BroadcastLostError("vLLM finds no NCCL")
 
     def _broadcast(self, buffer: Tensor) -> None:
@@ -162,7 +162,7 @@ class NCCLGroup(BroadcastGroup):
             time.sleep(_OFTEN)
 
     def end(self) -> None:
-        """Also what it waits for on the GPU ends."""
+        """Destroy the communicator, which also ends an operation that is waiting on the GPU."""
         self._communicator.destroy()
 
 
@@ -170,12 +170,12 @@ _KINDS: dict[str, Callable[..., BroadcastGroup]] = {"nccl": NCCLGroup, "gloo": G
 
 
 def listen() -> TCPStore:
-    """Where a group of this process' is to meet; its `port` is one that was free."""
+    """Open the store where this process's group meets, on a free port (its `port`)."""
     return TCPStore("localhost", 0, is_master=True, timeout=timedelta(seconds=LIMIT), wait_for_workers=False)
 
 
 def join(meeting: Meeting, rank: int, device: torch.device) -> BroadcastGroup:
-    """An engine's end, whose `rank` is 1 or more. Raises `BroadcastLostError` where the others can't be reached in time."""
+    """Join as an engine's process, with `rank` 1 or more. Raises `BroadcastLostError` if the others can't be reached in time."""
     try:
         store = TCPStore(meeting.host, meeting.port, timeout=timedelta(seconds=LIMIT), wait_for_workers=False)
         store.set(f"came {rank}", "")
@@ -187,7 +187,7 @@ def join(meeting: Meeting, rank: int, device: torch.device) -> BroadcastGroup:
 
 
 def gather_group(store: TCPStore, kind: Kind, size: int, device: torch.device, given_up: Callable[[], bool]) -> BroadcastGroup:
-    """The trainer's end, once the others have come. Raises `BroadcastLostError` where they can't be reached, or `given_up`."""
+    """Join as the trainer, after the others have come. Raises `BroadcastLostError` if they can't join, or if `given_up()`."""
     while not store.check([f"came {rank}" for rank in range(1, size)]):
         if given_up():
             raise BroadcastLostError("nobody came")
@@ -201,7 +201,7 @@ def gather_group(store: TCPStore, kind: Kind, size: int, device: torch.device, g
 
 
 def _in_time(make: Callable[[], T]) -> T:
-    """What it makes within `LIMIT`: to build a group takes all of its processes, and has no end of its own."""
+    """Return the result of `make` within `LIMIT`. Building a group needs all its processes and has no timeout."""
     found: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Requests in one engine's flight, of any number of callers: what it has not been told yet, what it writes, and whose that is."""
+"""The requests that one engine is working on, for any number of callers: unsent and running completions, and their owners."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.rollout.types import Completion, Dialogue, Request, RestartedDialogue, Sampler, SamplingParams
 
 Part = tuple[SamplingParams, list[tuple[int, list[int], int]]]
-"""(number, prompt, seed) of completions from one distribution."""
+"""The (number, prompt, seed) of completions from one distribution."""
 
 
 @dataclass(eq=False)
 class Ticket:
-    """The requests of one caller, by their place among its requests."""
+    """The requests of one caller, by index."""
 
     params: SamplingParams
     requests: list[Request] = field(default_factory=list)
     written: list[dict[int, Completion]] = field(default_factory=list)
     complete: list[int] = field(default_factory=list)
-    """Places whose completions are all there, and were not taken yet."""
+    """The indices of requests that are complete but not taken yet."""
     left: int = 0
-    """Requests that were not taken yet."""
+    """The number of requests not taken yet."""
 
     def take(self) -> list[tuple[int, list[Completion]]]:
-        """(place, completions) of what is complete."""
+        """Take the complete requests as (index, completions)."""
         places, self.complete = self.complete, []
         self.left -= len(places)
         return [(place, [one for _, one in sorted(self.written[place].items())]) for place in places]
 
 
 class Flight:
-    """What one engine writes together. Requests join at any time, whoever's they are; not safe between threads by itself."""
+    """All completions that one engine is writing. Requests of any caller join at any time. The class is not thread-safe."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -47,11 +47,11 @@ class Flight:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is to be written, or to be told to the engine."""
+        """True if a completion is unfinished or the engine must be sent a cancellation."""
         return bool(self._whose or self._dropped)
 
     def add(self, ticket: Ticket, requests: Sequence[Request]) -> None:
-        """Further requests of a caller."""
+        """Add requests of a caller."""
         for request in requests:
             place = len(ticket.requests)
             ticket.requests.append(request)
@@ -63,7 +63,7 @@ class Flight:
         ticket.left += len(requests)
 
     def leave(self, ticket: Ticket) -> None:
-        """Nobody waits for what is left of it."""
+        """Drop the caller's remaining requests."""
         gone = [number for number, (owner, _, _) in self._whose.items() if owner is ticket]
         for number in gone:
             del self._whose[number]
@@ -72,7 +72,7 @@ class Flight:
         self._unsent = [number for number in self._unsent if number in self._whose]
 
     def news(self) -> tuple[list[Part], list[int]]:
-        """What the engine is to be told: completions to begin, and the numbers of those that it need not end."""
+        """Return the new completions to start, and the numbers of running ones to cancel."""
         parts: dict[SamplingParams, list[tuple[int, list[int], int]]] = {}
         for number in self._unsent:
             ticket, place, k = self._whose[number]
@@ -82,7 +82,7 @@ class Flight:
         return list(parts.items()), dropped
 
     def land(self, number: int, ids: str, logprobs: str, why: str) -> None:
-        """A completion was written, for whom it is."""
+        """Store a finished completion for its caller."""
         if number not in self._whose:
             return
         ticket, place, k = self._whose.pop(number)
@@ -92,12 +92,12 @@ class Flight:
             ticket.complete.append(place)
 
     def begin_again(self) -> None:
-        """The engine was lost: another is to be told of all that is not written."""
+        """Queue all unfinished completions again for a new engine, after the previous one was lost."""
         self._unsent, self._dropped = list(self._whose), []
 
 
 class Snapshot(Sampler):
-    """An engine at the weights that it has: nobody looks whether others are there, which is a pass over all of them."""
+    """A sampler at the engine's current weights. It skips the check for changed weights, which reads all of them."""
 
     def __init__(self, whole: Any) -> None:
         self.whole = whole
@@ -115,8 +115,8 @@ class Snapshot(Sampler):
 
 
 class JoiningDialogue(RestartedDialogue):
-    """Episodes whose turns join those that are being written as soon as each was answered. What an episode has said and heard is
-    in the engine's prefix cache.
+    """Episodes whose next turn joins the running completions as soon as the environment has answered. The engine's prefix cache
+    holds each episode's previous turns.
     """
 
     sampler: Snapshot
@@ -133,19 +133,19 @@ class JoiningDialogue(RestartedDialogue):
 
 
 def settings_of(params: SamplingParams, stops: Iterable[int]) -> dict[str, Any]:
-    """As vLLM has them; `stops` are the model's own."""
+    """Return vLLM's sampling settings; `stops` are the model's stop tokens."""
     asked = {name: getattr(params, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p")}
     return {**asked, "stop_token_ids": sorted({*stops, *params.stop_token_ids})}
 
 
 def _completion(ids: str, logprobs: str, why: str, seed: int, params: SamplingParams) -> Completion:
-    """What the engine wrote. At temperature 0 it tells log-probs at temperature 1, as our other samplers do."""
+    """Decode a completion. At temperature 0 the engine reports log-probs at temperature 1, as psigrad's other samplers do."""
     tokens, own = tuple(numbers(ids, np.int32)), tuple(numbers(logprobs, np.float32))
     drawn = (0.0,) * len(own) if params.temperature == 0 else own
     return Completion(tokens, own, drawn, "stop" if why == "stop" else "length", seed)
 
 
 def numbers(text: str, kind: Any) -> list[Any]:
-    """Numbers as they come through the pipe, in base64."""
+    """Decode numbers that the pipe carries in base64."""
     found: list[Any] = np.frombuffer(base64.b64decode(text), kind).tolist()
     return found

@@ -1,9 +1,9 @@
-"""vLLM behind the `Sampler` protocol: an engine in a process of its own, which gets the trainer's weights when they have changed,
-or its adapter alone (`vllm_weights.py`).
+"""vLLM behind the `Sampler` protocol.
 
-Nothing is taken on trust. After each update what the engine computes with is read back and compared with what was sent, bit for
-bit (`vllm_engine.py`), and its prefix cache must be empty; at the start its log-probs of a probe must be the trainer's. An
-engine that dies or says nothing is started again, and what it had under way is sampled again; what was complete is kept.
+The engine runs in a separate process and gets the trainer's weights, or only its adapter (`vllm_weights.py`), when they have
+changed. After each update the engine's weights are read back and compared bit for bit with those sent (`vllm_engine.py`). Its
+prefix cache must then be empty. At the start its log-probs of a probe must match the trainer's. An engine that dies or stops
+responding is restarted. Its unfinished completions are sampled again and the finished ones kept.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from psigrad_extras.vllm.vllm_probe import SPREAD, TOLERANCE, Truth, distance, d
 from psigrad_extras.vllm.vllm_sources import Delivery, Known, ModelWeights, Source
 
 SERVICE = "psigrad_extras.vllm.vllm_engine:service"
-# Seconds in which an engine must have started; seconds without a sign of life after which it is given up.
+# Seconds within which an engine must start; seconds without a response after which it is given up.
 START, PATIENCE = 1800.0, 300.0
-# Engines that may be lost in a row, without a completion or an update between them.
+# Consecutive losses of engines that are allowed, with no completion or update between them.
 LOSSES = 3
-# Tokens that must not be cached after an update, more than a block of the cache.
+# Tokens of the probe that must not be cached after an update: more than one block of the cache.
 CACHED = 130
 
 Tell = Callable[..., None]
 
 
-# What of the environment an engine needs to find its devices, and to talk to others.
+# Prefixes of the environment variables that an engine needs to find its devices and to communicate.
 _PASSED = ("VLLM_", "NCCL_", "PYTORCH_", "TRITON_", "HIP_", "ROCR_")
 
 
 def devices_of(device: torch.device, count: int, environment: Mapping[str, str]) -> str:
-    """The GPUs of an engine beside a trainer on `device`, as CUDA_VISIBLE_DEVICES has them: the trainer's own, and the next ones
-    where the engine divides its model. Beside a model on a CPU those that the process may see.
+    """Return CUDA_VISIBLE_DEVICES for an engine beside a trainer on `device`: the trainer's GPU and, for tensor parallelism, the
+    following ones. Beside a model on a CPU, return the devices that the process may see.
     """
     first, named = device.index or 0, environment.get("CUDA_VISIBLE_DEVICES", "")
     if device.type != "cuda":
@@ -71,28 +71,27 @@ def devices_of(device: torch.device, count: int, environment: Mapping[str, str])
 
 
 class EngineLostError(Exception):
-    """The engine's process is gone, or gave no sign of life."""
+    """The engine's process ended or stopped responding."""
 
 
 class AdapterRefusedError(Exception):
-    """The engine has no place for some of the adapter."""
+    """The engine cannot load part of the adapter."""
 
 
 class VLLMSampler(Sampler):
-    """At most `max_batch` sequences at once in an engine with the weights of `model`.
+    """A sampler with at most `max_batch` concurrent sequences in an engine with the weights of `model`.
 
-    `memory` is the share of a GPU's memory that the engine may take, weights and cache; on a CPU the cache takes
-    VLLM_CPU_KVCACHE_SPACE GB, by default 1. The model is divided among `tensor_parallel_size` devices. With `sleep` it leaves the
-    GPU when it has sampled. Without `readback` updates are not compared. `tell(kind, text, **fields)` hears of engines that were
-    lost.
+    `memory` is the share of a GPU's memory for the engine's weights and cache. On a CPU the cache takes VLLM_CPU_KVCACHE_SPACE
+    GB, by default 1. The model is divided among `tensor_parallel_size` devices. With `sleep` the engine frees the GPU after
+    sampling. Without `readback` updates are not compared. `tell(kind, text, **fields)` reports lost engines.
 
-    A model in shards sends them as they are gathered, so all processes must call `snapshot` alike. There `whole` makes a whole
-    copy of the model as it was loaded, which is compared once on the host of rank 0, and a lost engine ends the run.
+    A sharded model sends weights as they are gathered, so all processes must call `snapshot` alike. `whole` then makes a full
+    copy of the loaded model, compared once on the host of rank 0. There a lost engine ends the run.
 
-    Every completion has a seed of its own. The same seed gives the same tokens in the same batch on the same machine; they are
-    other tokens than the embedded sampler's, and in another batch rounding may change them. `version` counts the updates.
+    Each completion has its own seed. The same seed gives the same tokens in the same batch on the same machine. They differ from
+    the embedded sampler's, and rounding may change them in another batch. `version` counts the updates.
 
-    Raises `UserError` where vLLM is missing, does not know the model, or disagrees with the trainer.
+    Raises `UserError` if vLLM is missing, does not support the model, or disagrees with the trainer.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class VLLMSampler(Sampler):
         self._handles = model.device.type == "cuda" and tensor_parallel_size == 1
         self._settings = {
             "dtype": str(model.network.dtype).removeprefix("torch."),
-            # the probes have room too, and what is written behind them
+            # with room for the probes and one more token
             "max_model_len": min(model.max_length, max(longest, CACHED + 1) if longest else 1 << 20),
             "max_num_seqs": max_batch,
             "gpu_memory_utilization": memory,
@@ -139,11 +138,11 @@ class VLLMSampler(Sampler):
             raise
 
     def close(self) -> None:
-        """Stop the engine and give its memory back."""
+        """Stop the engine and free its memory."""
         self._fail(UserError("This vLLM sampler was closed; make a new one."))
 
     def _fail(self, error: UserError) -> UserError:
-        """Close it for this reason, which whoever asks it later hears too: they may be at work in other threads."""
+        """Close the sampler with this error, which later calls raise too: callers may run in other threads."""
         self._closed = self._closed or error
         self._end()
         return error
@@ -151,8 +150,8 @@ class VLLMSampler(Sampler):
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """See `Sampler`: each request as soon as its last completion has ended. Raises `UserError` where a prompt leaves no room
-        for `max_tokens`, and where the engine is lost again and again.
+        """See `Sampler`. Each request is yielded once its last completion ends. Raises `UserError` if a prompt leaves no room for
+        `max_tokens`, or after `LOSSES` consecutive losses of the engine.
         """
         if self.model.root is None:
             self._until(self.synchronise)
@@ -161,7 +160,7 @@ class VLLMSampler(Sampler):
     def write(
         self, requests: list[Request], params: SamplingParams, more: Callable[[], list[Request]] = list
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """The same by the weights that the engine has. What `more` gives meanwhile joins."""
+        """Sample with the engine's current weights. Requests that `more` returns meanwhile join."""
         check_room(self.model, requests, params)
         ticket = Ticket(params)
         with self._watch:
@@ -178,26 +177,26 @@ class VLLMSampler(Sampler):
                 self._flight.leave(ticket)
 
     def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
-        """See `Sampler`: by the weights of now."""
+        """See `Sampler`. The episodes use the current weights."""
         at = self.snapshot() if self.model.root is None else Snapshot(self)
         return at.dialogue(prompts, params)
 
     def _wait(self, ticket: Ticket) -> list[tuple[int, list[Completion]]]:
-        """What of these requests is complete, after a moment at most."""
+        """Return the complete requests, after `SLICE` seconds at most."""
         with self._watch:
             if not ticket.complete:
                 self._watch.look(self._exchange, SLICE)
             return ticket.take()
 
     def _exchange(self) -> None:
-        """Tell the engine what is new in its flight, and take what it has written; it goes on while that is looked at. One thread
-        at a time does so, for all that wait.
+        """Submit new requests, collect finished ones, and let the engine keep decoding meanwhile. One thread at a time does this
+        for all waiting callers.
         """
         try:
             if self._worker is None:
                 with self._watch:
                     self._renew(self._source.mark())
-            if not self._asked:  # it may sleep
+            if not self._asked:  # the engine may be asleep
                 self._make_room()
                 self._ask_on()
             for _, number, *written in self._hear("sample"):
@@ -222,28 +221,28 @@ class VLLMSampler(Sampler):
         )
 
     def snapshot(self) -> Sampler:
-        """See `Sampler`: the engine takes the weights, in shards as they are gathered here, where all processes are."""
+        """See `Sampler`. Update the engine's weights. With a sharded model all processes must call this, to gather them."""
         self._until(self.synchronise)
         return Snapshot(self)
 
     def take(self, delivery: Delivery) -> Sampler:
-        """Sample with weights of a trainer elsewhere, and no longer with the model's. An engine that is lost then can't have them
-        again: `RankLost`. Raises `UserError` for another model's.
+        """Sample with the weights of a trainer elsewhere instead of the model's. A lost engine cannot get them again, which
+        raises `RankLost`. Raises `UserError` if the weights belong to another model.
         """
         delivery.check(self._known)
         self._source = delivery
         return self.snapshot()
 
     def synchronise(self) -> None:
-        """Give the engine the trainer's weights if they changed since the last time, and verify that it computes with them.
+        """Send the engine the trainer's weights if they have changed, and verify that it computes with them.
 
-        Raises `UserError` where it does not, and `EngineLostError`.
+        Raises `UserError` if it does not, and `EngineLostError`.
         """
         now = self._source.mark()
         if self._worker is not None and not _anywhere(self.model, now != self._sent):
             return
         with self._watch:
-            while self._flight.busy or self._asked:  # each completion is written by the weights that it was begun with
+            while self._flight.busy or self._asked:  # a completion keeps the weights it started with
                 self._watch.look(self._exchange, SLICE)
             self._renew(now)
 
@@ -256,8 +255,8 @@ class VLLMSampler(Sampler):
         self._sent = now
 
     def verify(self, truth: Truth | None = None) -> float:
-        """The mean absolute difference between the engine's log-probs of a probe and the trainer's in float32. Raises `UserError`
-        where it is more than rounding.
+        """Return the mean absolute difference between the engine's log-probs of a probe and the trainer's in float32. Raises
+        `UserError` if it exceeds rounding.
         """
         probe, exact, allowed = truth or truth_of(self.model)
         gap, bound = distance(self.engine_log_probs(probe), exact), max(TOLERANCE, SPREAD * allowed)
@@ -269,16 +268,16 @@ class VLLMSampler(Sampler):
         return gap
 
     def engine_log_probs(self, probe: list[list[int]]) -> Tensor:
-        """The engine's, as `log_probs` has the trainer's."""
+        """Return the engine's log-probs, in the form of `log_probs`."""
         ((_, found),) = self._answers("prompt_logprobs", probe)
         return torch.tensor(numbers(found, np.float32))
 
     def gap(self, probe: list[list[int]]) -> float:
-        """The mean absolute difference between the engine's and the trainer's log-probs, whatever it is."""
+        """Return the mean absolute difference between the engine's and the trainer's log-probs, without a bound."""
         return distance(self.engine_log_probs(probe), log_probs(self.model, probe))
 
     def _update(self) -> None:
-        """Send all weights; what did not arrive as it was sent ends the sampler."""
+        """Send all weights. A weight that did not arrive as sent closes the sampler with an error."""
         held, wrong, unknown, stale = self._transfer()
         self._in_a_row = 0
         if wrong or unknown or stale or held != self.version:
@@ -290,8 +289,8 @@ class VLLMSampler(Sampler):
             raise self._fail(UserError(said))
 
     def _transfer(self) -> tuple[int, list[str], list[str], int]:
-        """Send all weights, in place: (the version that it then holds, weights that it does not compute with, parameters that
-        can't be compared, tokens that it still has in its cache).
+        """Send all weights in place. Return (the version that the engine then has, weights that it does not compute with,
+        parameters that can't be compared, tokens that are still in its cache).
         """
         self.version += 1
         self._make_room()
@@ -312,13 +311,13 @@ class VLLMSampler(Sampler):
         return held, wrong, unknown, stale
 
     def _make_room(self) -> None:
-        """Before an engine that slept wakes: the memory that torch keeps for tensors that are no more goes back to the GPU."""
+        """Return torch's cached free memory to the GPU before a sleeping engine wakes."""
         if self._sleep:
             torch.cuda.empty_cache()
 
     def _with_policy(self, request: Request, group: list[Completion], params: SamplingParams) -> list[Completion]:
-        """With top-k, top-p or min-p the engine tells the log-probs of the filtered distribution only: the policy's own come from
-        the trainer, by one more forward pass.
+        """Replace the log-probs under top-k, top-p or min-p with the policy's. The engine reports only the filtered distribution,
+        so the trainer computes the policy's with one more forward pass.
         """
         if not params.filtered or params.temperature == 0:
             return group
@@ -334,8 +333,8 @@ class VLLMSampler(Sampler):
         ]
 
     def _start(self) -> None:
-        """An engine that knows the model's configuration, and gets its weights by an update; or what lies below the adapter, from
-        a copy on disk that it needs no longer once it runs.
+        """Start an engine from the model's configuration; an update then sends the weights. If only the adapter is sent, start it
+        from a temporary copy of the base model on disk.
         """
         settings = {**self._settings, **(vllm_weights.adapter_settings(self.model) if self._alone else {"load_format": "dummy"})}
         with tempfile.TemporaryDirectory(prefix="psigrad-vllm-") as folder:
@@ -360,14 +359,14 @@ class VLLMSampler(Sampler):
             raise self._fail(_unfit(reason))
 
     def _merge(self, reason: str) -> None:
-        """Another engine, which gets the adapter in whole weights."""
+        """Restart the engine, which from then on gets whole weights with the adapter merged."""
         self._alone = False
         self._end()
         self._tell("adapter_merged", f"vLLM takes no adapter of this model ({reason}); it gets whole weights.", reason=reason)
         self._start()
 
     def _end(self) -> str:
-        """End the process, and how it ended."""
+        """End the process and return how it ended."""
         worker, self._worker = self._worker, None
         if worker is None:
             return ""
@@ -375,7 +374,7 @@ class VLLMSampler(Sampler):
         return worker.kill()
 
     def _until(self, work: Callable[[], Any]) -> None:
-        """Do this, with another engine where one is lost."""
+        """Run `work`, with a new engine after each loss."""
         while True:
             try:
                 if self._worker is None:
@@ -388,7 +387,7 @@ class VLLMSampler(Sampler):
     def _lost(self, error: EngineLostError) -> None:
         self._end()
         lost = f"vLLM's engine was lost: {error}."
-        if self.model.root is not None or not self._source.own:  # who would have to gather or send weights for it is elsewhere
+        if self.model.root is not None or not self._source.own:  # only other processes could resend weights
             raise self._fail(RankLost(f"{lost} The same command goes on from the newest checkpoint.")) from error
         self.losses += 1
         self._in_a_row += 1
@@ -405,7 +404,7 @@ class VLLMSampler(Sampler):
             pass
 
     def _answers(self, name: str, *arguments: Any) -> Iterator[list[Any]]:
-        """What the engine answers to one request."""
+        """Ask the engine and return its answers."""
         self._ask(name, *arguments)
         return self._hear(name)
 
@@ -430,7 +429,7 @@ class VLLMSampler(Sampler):
                 return
 
     def _heard(self) -> tuple[str, Any]:
-        """The next answer. Raises `EngineLostError`."""
+        """Return the next answer. Raises `EngineLostError`."""
         worker = self._worker
         assert worker is not None
         try:
@@ -450,7 +449,7 @@ class VLLMSampler(Sampler):
 
 
 def join(sampler: VLLMSampler, meeting: tuple[Any, ...]) -> str:
-    """Have the engine meet a trainer elsewhere, for broadcasts; why it could not, or empty."""
+    """Connect the engine to a trainer elsewhere for broadcasts. Return the reason of a failure, or ""."""
     try:
         ((_, why),) = sampler._answers("join", meeting)
     except EngineLostError as error:
@@ -464,7 +463,7 @@ def _unfit(reason: str) -> UserError:
 
 
 def _check(model: LanguageModel, tensor_parallel_size: int, sleep: bool) -> None:
-    """Refuse what cannot be before minutes are spent on it."""
+    """Raise an error for an impossible setup before the engine's start takes minutes."""
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
             f"sampler=vllm needs vLLM, which is not installed. On a machine with a GPU run `{extras.install_command('vllm')}`, "
@@ -481,5 +480,5 @@ def _check(model: LanguageModel, tensor_parallel_size: int, sleep: bool) -> None
 
 
 def _anywhere(model: LanguageModel, changed: bool) -> bool:
-    """Whether weights changed in this process or, where all hold them together, in any."""
+    """Return True if weights changed in this process or, for a sharded model, in any process."""
     return changed if model.root is None else any(Ranks().all_gather(changed))

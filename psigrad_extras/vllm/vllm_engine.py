@@ -1,16 +1,16 @@
-"""vLLM's engine in a process of its own, which answers the trainer through the pipes of a worker, and the proof that it computes
-with the weights it was sent.
+"""vLLM's engine in a separate process, and the check that it computes with the weights it was sent.
 
-Weights come in buckets, through vLLM's own interface for weight transfer: its engine `ipc` where trainer and engine share a GPU,
-else safetensors files in shared memory, or a broadcast from a trainer elsewhere (`vllm_transfer.py`). An adapter comes alone, as
-vLLM's LoRA. What the engine then computes with is read back and compared bit for bit (`Readback`, `wrong_in_adapter`).
+The process answers the trainer through a worker's pipes. Weights come in buckets through vLLM's interface for weight transfer.
+Its engine `ipc` is used if trainer and engine share a GPU. Otherwise they come in safetensors files in shared memory, or by
+broadcast from a trainer elsewhere (`vllm_transfer.py`). An adapter is sent as vLLM's LoRA. The weights that the engine then
+computes with are read back and compared bit for bit (`Readback`, `wrong_in_adapter`).
 
-vLLM keeps weights in another arrangement than a checkpoint: q, k and v in one matrix, gate and up in one, the shares of several
-devices apart, and on CPUs copies in the layout of the kernel, which nothing can read. Those are read by multiplying: the product
-with a column of the identity is a column of the matrix, exactly.
+vLLM arranges weights differently from a checkpoint: q, k and v in one matrix, gate and up in one, shards on several devices. On
+CPUs it uses packed copies in the kernel's layout, which cannot be read directly. Those are read by multiplying: the product with
+a column of the identity is exactly a column of the matrix.
 
-An update that did not reach a weight is always noticed. Stored weights are compared whole. Of a packed matrix some columns are
-read, and before the update they are chosen so that among them is one in which the old weight differs from the new.
+A weight that an update did not reach is always detected. Stored weights are compared in full. Of a packed matrix only some
+columns are read. They are chosen before the update, and include one in which the old weight differs from the new.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 
 BACKEND = "psigrad"
-# Seconds for which completions are written until others may join them.
+# Seconds of decoding before new completions may join.
 SLICE = 0.1
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this process is the engine's already
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it pins itself to cores that the trainer uses
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this process already is the engine's
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise it pins itself to cores that the trainer uses
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
 }
@@ -49,7 +49,7 @@ def service(payload: dict[str, Any]) -> Callable[[Any], Iterator[Answer]]:
 
 
 def answer(engine: Engine, message: tuple[str, tuple[Any, ...]]) -> Iterator[Answer]:
-    """What `engine.name` yields for ("name", arguments), or why it could not."""
+    """Yield the answers of `engine.name` for ("name", arguments), or the reason of a failure."""
     name, arguments = message
     try:
         yield from join(engine, *arguments) if name == "join" else getattr(engine, name)(*arguments)
@@ -58,7 +58,7 @@ def answer(engine: Engine, message: tuple[str, tuple[Any, ...]]) -> Iterator[Ans
 
 
 def join(engine: Engine, meeting: tuple[Any, ...]) -> Iterator[Answer]:
-    """Have the engine's processes meet the trainer for broadcasts: ["joined", why they could not]."""
+    """Connect the engine's processes to the trainer for broadcasts: ["joined", the reason of a failure]."""
     why = ""
     try:
         engine.llm.collective_rpc("psigrad_join", args=(tuple(meeting),))
@@ -68,22 +68,22 @@ def join(engine: Engine, meeting: tuple[Any, ...]) -> Iterator[Answer]:
 
 
 def reason(error: Exception) -> str:
-    """The first line of what went wrong."""
+    """Return the first line of an error."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 @dataclass
 class Engine:
-    """vLLM with the model in `folder`; `settings` go to `vllm.LLM`. With `sleep` nothing stays on the GPU between uses."""
+    """vLLM with the model in `folder`; `settings` go to `vllm.LLM`. With `sleep` it frees the GPU between uses."""
 
     folder: str
     threads: int
     sleep: bool
     settings: dict[str, Any]
     devices: str = ""
-    """CUDA_VISIBLE_DEVICES: each rank's engine is on the rank's own."""
+    """The engine's CUDA_VISIBLE_DEVICES. Each rank's engine runs on that rank's GPU."""
     handles: bool = False
-    """Whether weights stay in the GPU's memory on their way."""
+    """True if weights stay in the GPU's memory during a transfer."""
 
     def __post_init__(self) -> None:
         os.environ.update(_ENVIRONMENT, OMP_NUM_THREADS=str(self.threads))
@@ -99,9 +99,9 @@ class Engine:
         try:
             self.llm = LLM(
                 model=self.folder,
-                enforce_eager=current_platform.is_cpu(),  # compiling costs minutes there and gains little
-                enable_prefix_caching=True,  # a prompt is computed once for its group
-                logprobs_mode="processed_logprobs",  # under the distribution that the token was drawn from
+                enforce_eager=current_platform.is_cpu(),  # compiling takes minutes on a CPU and gains little
+                enable_prefix_caching=True,  # a group's prompt is computed once
+                logprobs_mode="processed_logprobs",  # under the distribution the token was drawn from
                 skip_tokenizer_init=True,
                 generation_config="vllm",
                 worker_extension_cls="psigrad_extras.vllm.vllm_transfer.WeightUpdates",
@@ -116,9 +116,9 @@ class Engine:
         self.llm.init_weight_transfer_engine({"init_info": {"packed": True} if self.handles else {}})
 
     def begin(self, probe: list[int]) -> Iterator[Answer]:
-        """Before an update: weights wake, and the cache holds tokens that it may not hold after it."""
+        """Prepare an update: wake the weights, and fill the cache with a probe that the update must evict."""
         self.slept = self.asleep
-        if self.slept:  # its cache is empty, and comes when the weights have passed through
+        if self.slept:  # the cache is empty, and is restored after the weights
             self.llm.wake_up(tags=["weights"])
         else:
             self._cached(probe)
@@ -130,17 +130,17 @@ class Engine:
         yield ["done"]
 
     def start(self) -> Iterator[Answer]:
-        """Make way for weights."""
+        """Start an update of the weights."""
         self.llm.start_weight_update()
         yield ["done"]
 
     def load(self, bucket: dict[str, Any]) -> Iterator[Answer]:
-        """Take the weights of a bucket."""
+        """Load the weights of a bucket."""
         self.llm.update_weights({"update_info": bucket})
         yield ["done"]
 
     def finish(self, version: int) -> Iterator[Answer]:
-        """All weights of a version are there."""
+        """Finish the update to a version."""
         self.llm.finish_weight_update(str(version))
         yield ["done"]
 
@@ -150,7 +150,7 @@ class Engine:
         yield ["done"]
 
     def adapt(self, folder: str, version: int, readback: bool) -> Iterator[Answer]:
-        """Sample with the adapter in the folder, which is gone after it, in place of the one before."""
+        """Replace the previous adapter with the one in the folder, which is deleted afterwards."""
         from vllm.lora.request import LoRARequest
 
         if self.lora is not None:
@@ -162,8 +162,8 @@ class Engine:
         yield ["done"]
 
     def settle(self, probe: list[int]) -> Iterator[Answer]:
-        """After an update, what of it did not arrive: ["updated", version, wrong, unknown, tokens of `probe` that the cache still
-        had].
+        """Finish an update and report what did not arrive: ["updated", version, wrong, unknown, tokens of `probe` still in the
+        cache].
         """
         found = self.llm.collective_rpc("psigrad_found")
         if self.slept:
@@ -177,8 +177,8 @@ class Engine:
         return int(self.llm.get_weight_version()) if self.lora is None else int(self.lora.lora_int_id)
 
     def sample(self, parts: list[Part], dropped: list[int], version: int) -> Iterator[Answer]:
-        """Let completions join those that are being written, and write for a moment: ["completion", number, ids, log-probs, why]
-        of each that ends. `parts` are (settings, [(number, prompt, seed)]); the `dropped` ones need not end.
+        """Add completions and decode for `SLICE` seconds: ["completion", number, ids, log-probs, finish reason] of each that
+        ends. `parts` are (settings, [(number, prompt, seed)]); the `dropped` ones are cancelled.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -203,7 +203,7 @@ class Engine:
         yield ["done"]
 
     def prompt_logprobs(self, probe: list[list[int]]) -> Iterator[Answer]:
-        """["logprobs", those of the tokens of each text behind its first, at temperature 1, as base64 of float32]."""
+        """Yield ["logprobs", those of each text's tokens after its first, at temperature 1, as base64 of float32]."""
         from vllm import SamplingParams
 
         self._wake()
@@ -218,7 +218,7 @@ class Engine:
         yield ["logprobs", _text(np.asarray(found, np.float32))]
 
     def _cached(self, probe: list[int]) -> int:
-        """How many tokens of it came from the prefix cache; they are in it afterwards, where it fills a block."""
+        """Return the number of the probe's tokens that came from the prefix cache. Its full blocks are cached afterwards."""
         from vllm import SamplingParams
 
         asked = SamplingParams(max_tokens=1, detokenize=False)
@@ -232,7 +232,7 @@ class Engine:
 
 
 def _written(out: Any) -> tuple[str, str, str]:
-    """(ids, log-probs, why it ended); numbers as base64 of int32 and float32."""
+    """Return (ids, log-probs, finish reason); numbers are base64 of int32 and float32."""
     logprobs = [step[token].logprob for step, token in zip(out.logprobs, out.token_ids, strict=True)]
     ids, values = np.asarray(list(out.token_ids), np.int32), np.asarray(logprobs, np.float32)
     return _text(ids), _text(values), "stop" if out.finish_reason == "stop" else "length"
@@ -242,24 +242,24 @@ def _text(array: Any) -> str:
     return base64.b64encode(array.tobytes()).decode()
 
 
-# Columns of a packed matrix that are read in any case.
+# The minimum number of columns to read of a packed matrix.
 COLUMNS = 8
 
 
 class Piece(NamedTuple):
-    """What one sent weight becomes in a parameter of vLLM's, on this device: its rows from `first` on."""
+    """The values of one sent weight in a parameter of vLLM on this device: its rows from `first` on."""
 
     name: str
     first: int
     values: Tensor
 
     def of(self, matrix: Tensor) -> Tensor:
-        """The rows of it in `matrix`."""
+        """Return the piece's rows of `matrix`."""
         return matrix[self.first : self.first + len(self.values)]
 
 
 class Held(NamedTuple):
-    """A module of vLLM's with one of its parameters, and of what it is made. Without pieces nobody knows."""
+    """A module of vLLM with one of its parameters and the pieces it consists of. No pieces: the arrangement is unknown."""
 
     name: str
     module: Any
@@ -268,7 +268,7 @@ class Held(NamedTuple):
 
     @property
     def packed(self) -> bool:
-        """Whether it multiplies by a copy of its own."""
+        """True if the module multiplies by a packed copy of the parameter."""
         multiplies = self.name.endswith(".weight") and bool(_kinds(self.module) & _MULTIPLY)
         return multiplies and hasattr(self.module, "cpu_linear")
 
@@ -278,8 +278,8 @@ _MULTIPLY = {"LinearBase", "ParallelLMHead"}
 
 @dataclass
 class Readback:
-    """Compares `model`, a module of vLLM's, with weights that were sent to it in buckets, each of whole layers; `tied` heads are
-    made of the embedding. `pack(layer, matrices)` is how the experts of a layer are stored where they are not as they were sent.
+    """The comparison of `model`, a module of vLLM, with weights that were sent to it in buckets of whole layers. `tied` heads use
+    the embedding. `pack(layer, matrices)` returns a layer's experts as vLLM stores them, if it does not store them as sent.
     """
 
     model: Any
@@ -291,7 +291,7 @@ class Readback:
     seen: set[str] = field(default_factory=set)
 
     def choose(self, sent: Mapping[str, Tensor], changed: Collection[str], transposed: Collection[str] = ()) -> None:
-        """Before an update: choose the columns of packed matrices that will be read after it. Each weight in `changed` differs in
+        """Choose, before an update, the columns of packed matrices to read after it. Each weight in `changed` differs in at least
         one of them.
         """
         for layer in self.layers(sent, transposed):
@@ -299,7 +299,7 @@ class Readback:
                 self.columns[layer.name] = _telling(layer, [p for p in layer.pieces if p.name in changed])
 
     def compare(self, sent: Mapping[str, Tensor], transposed: Collection[str] = ()) -> None:
-        """After an update: note the weights of a bucket that the model does not compute with."""
+        """Record, after an update, the weights of a bucket that the model does not compute with."""
         for layer in self.layers(sent, transposed):
             self.seen.add(layer.name)
             if not layer.pieces:
@@ -317,14 +317,14 @@ class Readback:
                         self.bad[piece.name] = None
 
     def found(self) -> tuple[list[str], list[str]]:
-        """After all buckets: (weights that it does not compute with, and its own that nothing was sent for; parameters whose
-        arrangement is not known here).
+        """Return, after all buckets, (weights that the model does not compute with or that were not sent, parameters whose
+        arrangement is unknown).
         """
         own = (f"{name}.{leaf}" for name, m in self.model.named_modules() for leaf, _ in m.named_parameters(recurse=False))
         return [*self.bad, *(f"{name} (not sent)" for name in own if name not in self.seen)], list(self.strange)
 
     def layers(self, sent: Mapping[str, Tensor], transposed: Collection[str]) -> Iterator[Held]:
-        """Every parameter of the model that something was sent for."""
+        """Yield every parameter of the model that was sent a weight."""
         fused = getattr(self.model, "packed_modules_mapping", {})
         embedding = next((f"{n}.weight" for n, m in self.model.named_modules() if _is_embedding(m)), "")
         for name, module in self.model.named_modules():
@@ -346,7 +346,7 @@ class Readback:
 
 
 def _expert_sources(module: Any, head: str, leaf: str, count: int) -> list[str]:
-    """The weights of a checkpoint that a layer's experts are made of, in the order of their rows."""
+    """Return the checkpoint's names of the weights in a layer's experts, in the order of their rows."""
     names = [module.ckpt_gate_proj_name, module.ckpt_up_proj_name] if leaf == "w13_weight" else [module.ckpt_down_proj_name]
     return [f"{head}.{expert}.{name}.weight" for expert in range(count) for name in names]
 
@@ -354,7 +354,7 @@ def _expert_sources(module: Any, head: str, leaf: str, count: int) -> list[str]:
 def _pieces(
     module: Any, leaf: str, parameter: Tensor, sources: list[str], sent: Mapping[str, Tensor], transposed: Collection[str]
 ) -> list[Piece]:
-    """What the sources become; one of no rows where it was not sent, and none at all where the shapes do not fit."""
+    """Return the pieces of a parameter. A source that was not sent has no rows; if the shapes do not fit there are no pieces."""
     pieces, first = [], 0
     for place, source in enumerate(sources):
         if source not in sent:
@@ -374,7 +374,7 @@ def _pieces(
 
 
 def _share(module: Any, leaf: str, place: int, count: int, whole: Tensor) -> Tensor | None:
-    """The part of a weight that this device holds, by the rules of vLLM's parallel layers; None: nobody knows."""
+    """Return this device's part of a weight by the rules of vLLM's parallel layers, or None if the rule is unknown."""
     kinds, size, rank = _kinds(module), getattr(module, "tp_size", 1), getattr(module, "tp_rank", 0)
     if _is_embedding(module) or "ParallelLMHead" in kinds:
         shard = module.shard_indices
@@ -396,7 +396,7 @@ def _share(module: Any, leaf: str, place: int, count: int, whole: Tensor) -> Ten
 
 
 def _kinds(module: Any) -> set[str]:
-    """The names of a module's classes: vLLM is not imported to tell them apart."""
+    """Return the class names of a module, which identify it without importing vLLM."""
     return {kind.__name__ for kind in type(module).__mro__}
 
 
@@ -413,13 +413,13 @@ def _width(layer: Held) -> int:
 
 
 def _order(layer: Held) -> list[int]:
-    """All columns in an order that is new each time."""
+    """Return all columns in a random order."""
     known = any(len(piece.values) for piece in layer.pieces)
     return torch.randperm(_width(layer)).tolist() if known else []
 
 
 def _read(layer: Held, columns: list[int]) -> Tensor:
-    """[rows, columns] of the matrix that the layer multiplies by."""
+    """Return the given columns [rows, columns] of the matrix that the layer multiplies by."""
     dtype = next(p.values.dtype for p in layer.pieces if len(p.values))
     one = torch.zeros(len(columns), _width(layer), dtype=dtype)
     one[torch.arange(len(columns)), columns] = 1
@@ -428,7 +428,7 @@ def _read(layer: Held, columns: list[int]) -> Tensor:
 
 
 def _telling(layer: Held, wanted: list[Piece]) -> list[int]:
-    """Columns to read: some by chance, and for each of the wanted pieces one in which it is not what the layer has now."""
+    """Return random columns, plus for each wanted piece one in which it differs from the layer's current weight."""
     order, missing, chosen, size = _order(layer), list(wanted), list[int](), COLUMNS
     while order and (missing or not chosen):
         block, order, size = order[:size], order[size:], size * 2
@@ -445,13 +445,13 @@ def _telling(layer: Held, wanted: list[Piece]) -> list[int]:
 def wrong_in_adapter(
     layers: Mapping[str, Any], slot: int, sent: Mapping[str, Tensor], scaling: float, fused: Mapping[str, Sequence[str]]
 ) -> list[str]:
-    """The matrices of an adapter that vLLM's `layers` do not have in the `slot` as they were sent, B times `scaling`, and those
-    that no layer has. Layers that several devices share are not read.
+    """Return the adapter matrices that differ from those in the `slot` of vLLM's `layers`, and those that no layer has. B is
+    compared times `scaling`. Layers divided among several devices are not read.
     """
     left, found = {name.removeprefix("base_model.model."): matrix for name, matrix in sent.items()}, []
     for name, layer in layers.items():
         head, _, last = name.rpartition(".")
-        linear = isinstance(layer.lora_a_stacked, tuple)  # the embedding's and the head's are no adapter of ours
+        linear = isinstance(layer.lora_a_stacked, tuple)  # adapters are not on embedding or head
         for place, source in enumerate(fused.get(last, [last]) if linear else ()):
             for letter, held, factor in (("A", layer.lora_a_stacked, 1.0), ("B", layer.lora_b_stacked, scaling)):
                 key = f"{head}.{source}.lora_{letter}.weight"
@@ -469,5 +469,5 @@ def wrong_in_adapter(
 
 
 def scaling_of(config: Mapping[str, Any]) -> float:
-    """What vLLM multiplies B with, by the adapter's configuration."""
+    """Return the factor that vLLM multiplies B with, from the adapter's configuration."""
     return float(config["lora_alpha"]) / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])

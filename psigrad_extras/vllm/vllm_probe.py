@@ -1,4 +1,4 @@
-"""What an engine's log-probs are held against: those of texts that the model writes, in float32."""
+"""The reference for an engine's log-probs: texts that the model writes, evaluated in float32."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.probe import in_precision
 from psigrad.processes.parallel.world import Ranks
 
-# Mean absolute difference of log-probs: sums of other order differ by some 1e-6 here, 1e-5 in large models. In half precision
-# the engine may be farther from the trainer's float32 than the trainer is: by a tenth, over all tokens of the probe.
+# The bound on the mean absolute difference of log-probs. Another order of summation changes them by about 1e-6 here and 1e-5 in
+# large models. In half precision the engine may be a tenth farther from the trainer's float32 than the trainer is, over all
+# tokens of the probe.
 TOLERANCE, SPREAD = 1e-4, 1.1
-# Texts, and their tokens.
+# The number of texts, and the tokens of each.
 TEXTS, LENGTH = 16, 128
-# Texts, their log-probs in float32, and how far from them the trainer's own precision is in the mean.
+# The texts, their log-probs in float32, and the mean distance of the trainer's precision from them.
 Truth = tuple[list[list[int]], Tensor, float]
 
 
 def log_probs(model: LanguageModel, probe: Sequence[Sequence[int]]) -> Tensor:
-    """The trainer's log-probs of the tokens of each text of `probe` behind its first, one text after the other."""
+    """Return the trainer's log-probs of each text's tokens after its first, concatenated."""
     return torch.cat([_log_probs_of(model, text) for text in probe])
 
 
@@ -37,16 +38,16 @@ def _log_probs_of(model: LanguageModel, text: Sequence[int]) -> Tensor:
 
 
 def distance(one: Tensor, other: Tensor) -> float:
-    """The mean absolute difference."""
+    """Return the mean absolute difference."""
     return float((one - other).abs().mean())
 
 
 def exactly(model: LanguageModel, probe: Sequence[Sequence[int]]) -> tuple[Tensor, float]:
-    """The log-probs in float32, and how far from them those of the model's precision are in the mean: the trainer's own, or those
-    by plain attention where they are farther. 0 in float32.
+    """Return the log-probs in float32, and the mean distance from them in the model's precision.
 
-    Of two right ways to compute in bfloat16 one may be a few percent farther from the truth than the other. Over two thousand
-    tokens a layer that is 1 % off shows beside that; over a hundred it does not.
+    The distance is that of the trainer's attention or of plain attention, whichever is larger; 0 in float32. One correct
+    computation in bfloat16 may be a few percent farther from float32 than another. Over two thousand tokens an error of 1 % in a
+    layer is detectable; over a hundred it is not.
     """
     hf = model.network
     if hf.dtype in (torch.float32, torch.float64):
@@ -65,7 +66,7 @@ def exactly(model: LanguageModel, probe: Sequence[Sequence[int]]) -> tuple[Tenso
 
 @torch.no_grad()
 def written(model: LanguageModel, texts: int, length: int) -> list[list[int]]:
-    """Texts that the model writes itself: on ids that no text has, two right ways to compute in bfloat16 lie far apart."""
+    """Sample texts from the model. On token ids that no text has, two correct computations in bfloat16 differ widely."""
     hf, draw = model.network, torch.Generator().manual_seed(0)
     first = model.tokenizer.bos_token_id if model.tokenizer.bos_token_id is not None else model.eos_token_ids[0]
     ids = torch.full((texts, 1), first, device=model.device)
@@ -80,13 +81,13 @@ def written(model: LanguageModel, texts: int, length: int) -> list[list[int]]:
 
 
 def truth_of(model: LanguageModel) -> Truth:
-    """Texts that the model writes, their log-probs in float32, and how far its own precision is from them."""
+    """Return texts that the model writes, their log-probs in float32, and the distance of its precision from them."""
     probe = written(model, TEXTS, LENGTH)
     return probe, *exactly(model, probe)
 
 
 def truth_of_shards(model: LanguageModel, whole: Callable[[], LanguageModel] | None) -> Truth:
-    """Of a model in shards, by a whole copy on the host of rank 0."""
+    """Return the `Truth` of a sharded model, from a full copy on the host of rank 0."""
     assert whole is not None
     twin = whole() if Ranks().rank == 0 else None
     learns, own = set(model.trainable()), {} if twin is None else dict(twin.network.named_parameters())
@@ -98,6 +99,6 @@ def truth_of_shards(model: LanguageModel, whole: Callable[[], LanguageModel] | N
 
 
 def drawn_tokens(model: LanguageModel, count: int) -> list[int]:
-    """Token ids drawn once and for all."""
+    """Return token ids drawn with a fixed seed."""
     ids: list[int] = np.random.default_rng(0).integers(0, model.vocabulary, min(count, model.max_length - 1)).tolist()
     return ids

@@ -1,7 +1,7 @@
-"""Where an engine's weights come from, and how they go there: the model beside it, or a trainer elsewhere.
+"""The sources of an engine's weights, and how they are sent: the model beside the engine, or a trainer elsewhere.
 
-Beside it, in buckets that are handles of the GPU's own memory, or files. From elsewhere by a broadcast to the engine's processes,
-or by files of what Ray's object store has brought.
+A model beside the engine sends buckets as handles to GPU memory, or as files. A trainer elsewhere broadcasts to the engine's
+processes. Weights that came through Ray's object store are sent as files.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from psigrad_extras.vllm import vllm_weights
 from psigrad_extras.vllm.broadcast import Contents, unpack
 
 Known = dict[str, tuple[tuple[int, ...], int]]
-"""Of each weight that an engine got last its shape, and the sum of its bits."""
+"""The shape and bit sum of each weight that an engine last received."""
 Say = Callable[..., None]
 
 
 class Source(ABC):
-    """Weights for an engine; `own` are the model's that is beside it."""
+    """A source of an engine's weights; `own` is True for those of the model beside it."""
 
     own = True
 
     @abstractmethod
     def mark(self) -> object:
-        """Something that changes when they do."""
+        """Return a value that changes when the weights do."""
 
     @abstractmethod
     def send(self, say: Say, known: Known, readback: bool, version: int) -> Known:
-        """All of them in buckets, as number `version`, and what the engine then computes with against them."""
+        """Send all weights in buckets as number `version`, and compare what the engine then computes with."""
 
 
 class ModelWeights(Source):
-    """Those of a model beside the engine, with `handles` on the same GPU."""
+    """The weights of a model beside the engine; with `handles`, on the same GPU."""
 
     def __init__(self, model: LanguageModel, handles: bool) -> None:
         self._model, self._handles = model, handles
@@ -50,7 +50,7 @@ class ModelWeights(Source):
         return vllm_weights.fingerprint(self._model)
 
     def send(self, say: Say, known: Known, readback: bool, version: int) -> Known:
-        """See `Source`. What is in the GPU's own memory is gathered again to be compared."""
+        """See `Source`. Weights in GPU memory are gathered again for the comparison."""
         turned = vllm_weights.transposed(self._model.network)
         weights = lambda: vllm_weights.outgoing(self._model)  # noqa: E731
         if not self._handles:
@@ -72,7 +72,7 @@ class ModelWeights(Source):
 
 @dataclass(frozen=True)
 class Delivery(Source):
-    """Those of a trainer elsewhere. Without `stored` buckets they come by a broadcast, all of them once for each of `passes`."""
+    """The weights of a trainer elsewhere. Without `stored` buckets they are broadcast, all of them once for each of `passes`."""
 
     number: int
     buckets: tuple[Contents, ...]
@@ -83,7 +83,7 @@ class Delivery(Source):
     own = False
 
     def mark(self) -> object:
-        """Their number."""
+        """Return the number of the version."""
         return self.number
 
     def send(self, say: Say, known: Known, readback: bool, version: int) -> Known:
@@ -103,7 +103,7 @@ class Delivery(Source):
         return found
 
     def check(self, known: Known) -> None:
-        """Raises `UserError` for weights that are not those of the engine's model."""
+        """Raises `UserError` if the weights do not fit the engine's model."""
         sent = self._looked_at()
         for name in [*sent, *known]:
             theirs, own = (one[name][0] if name in one else None for one in (sent, known))
@@ -130,7 +130,7 @@ def send_files(
     readback: bool,
     version: int,
 ) -> Known:
-    """Weights of `size` bytes by files, which are written once and with `readback` stay until they are compared."""
+    """Send weights of `size` bytes in files, written once; with `readback` they are kept until compared."""
     found: Known = {}
     with vllm_weights.shared_folder(size if readback else 2 * vllm_weights.BUCKET) as folder:
         buckets = _files(weights(), folder, found, known)
@@ -152,7 +152,7 @@ def send_files(
 def _files(
     weights: Iterable[tuple[str, Tensor]], folder: Path, found: Known, known: Known
 ) -> Iterable[tuple[dict[str, Any], list[str]]]:
-    """What the engine is told of each bucket, and which of its weights are others than at the last update."""
+    """Yield the engine's description of each bucket, and the names of the weights that changed since the last update."""
     for bucket in vllm_weights.in_buckets(weights):
         found |= (own := _looked_at(bucket))
         yield vllm_weights.as_file(bucket, folder), [name for name, value in own.items() if known.get(name, value) != value]

@@ -1,6 +1,6 @@
-"""What runs in each of vLLM's workers: a transfer engine that takes weights from files or a broadcast, and the reading back.
+"""The code in each of vLLM's workers: a transfer engine for files and broadcasts, and the readback of weights.
 
-vLLM imports this module by name (`worker_extension_cls`), in each of its processes and before it loads the model.
+vLLM imports this module by name (`worker_extension_cls`) in each of its processes, before it loads the model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from psigrad_extras.vllm.vllm_engine import BACKEND, Readback, scaling_of, wrong
 
 
 class WeightUpdates:
-    """What vLLM's workers are given besides their own methods; there is one for each device."""
+    """The methods added to vLLM's workers, of which each device has one."""
 
     model_runner: Any
     parallel_config: Any
@@ -35,7 +35,7 @@ class WeightUpdates:
     _importer: Any = None
 
     def psigrad_join(self, meeting: tuple[Any, ...]) -> None:
-        """Meet the trainer and the engine's other processes, for what comes by a broadcast."""
+        """Join the trainer and the engine's other processes for broadcasts."""
         at = broadcast.Meeting(*meeting)
         device = self.weight_transfer_engine.device if at.kind == "nccl" else torch.device("cpu")
         self.weight_transfer_engine.group = broadcast.join(at, 1 + self.parallel_config.rank, device)
@@ -56,7 +56,7 @@ class WeightUpdates:
         self._psigrad = wrong_in_adapter(manager.modules, slot, sent, scaling, manager.packed_modules_mapping), []
 
     def psigrad_found(self) -> tuple[list[str], list[str]]:
-        """(weights that it does not compute with, parameters that can't be compared) of what was compared since the last call."""
+        """Return (weights that the model does not compute with, parameters that can't be compared) since the last call."""
         held, self._psigrad = self._psigrad, None
         found: tuple[list[str], list[str]] = held.found() if isinstance(held, Readback) else held or ([], [])
         return found
@@ -70,7 +70,7 @@ class WeightUpdates:
         return found
 
     def _read(self, bucket: dict[str, Any]) -> dict[str, Tensor]:
-        """The weights of a bucket, in a file, from a broadcast, or in the GPU's memory."""
+        """Return the weights of a bucket from a file, a broadcast, or GPU memory."""
         if "ipc_handles" not in bucket:
             found: dict[str, Tensor] = self.weight_transfer_engine.weights_of(WeightBucket(**bucket))
             return found
@@ -82,19 +82,19 @@ class WeightUpdates:
 
 @dataclass
 class Nothing(WeightTransferInitInfo):  # type: ignore[misc]
-    """The two sides agree on nothing beforehand."""
+    """An empty init info: the two sides agree on nothing beforehand."""
 
 
 @dataclass
 class WeightBucket(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Where the weights of a bucket are: in a file, or without one in the next broadcast, with these `contents`."""
+    """The location of a bucket's weights: a file or, without one, the next broadcast, with these `contents`."""
 
     path: str = ""
     contents: dict[str, Any] | None = None
 
 
 class BucketTransfer(WeightTransferEngine):  # type: ignore[misc]
-    """Weights under a checkpoint's names and in its shapes, from a file that trainer and engine both see, or from the trainer."""
+    """A transfer of weights under a checkpoint's names and shapes, from a shared file or from the trainer."""
 
     init_info_cls, update_info_cls = Nothing, WeightBucket
     group: broadcast.BroadcastGroup | None = None
@@ -108,7 +108,7 @@ class BucketTransfer(WeightTransferEngine):  # type: ignore[misc]
             initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """See vLLM, whose own waits for an accelerator, which a CPU has not."""
+        """See vLLM. Its own method waits for an accelerator, which a CPU does not have."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -120,7 +120,7 @@ class BucketTransfer(WeightTransferEngine):  # type: ignore[misc]
             self.model.load_weights((name, weight.to(self.device)) for name, weight in weights.items())
 
     def weights_of(self, bucket: WeightBucket) -> dict[str, Tensor]:
-        """Those of a bucket."""
+        """Return the weights of a bucket."""
         if bucket.path:
             return read(bucket.path)
         contents = broadcast.Contents(**(bucket.contents or {}))
@@ -144,13 +144,13 @@ class BucketTransfer(WeightTransferEngine):  # type: ignore[misc]
 
 
 def read(path: str) -> dict[str, Tensor]:
-    """The weights in a file, on its own pages."""
+    """Return the weights in a file, memory-mapped."""
     with safe_open(path, framework="pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def repack_head(model: Any) -> None:
-    """Pack a tied head again. On CPUs vLLM multiplies by packed copies of the matrices, and its reload forgets the one of a head
+    """Pack a tied head again. On CPUs vLLM multiplies by packed copies of the matrices, and its reload does not repack a head
     that is the embedding: log-probs were off by about 1.
     """
     if hasattr(model, "lm_head"):
@@ -158,13 +158,13 @@ def repack_head(model: Any) -> None:
 
 
 def _experts_of(module: Any) -> Any:
-    """What multiplies by the experts of a layer on a CPU: vLLM packs them when it starts, and its reload forgets to."""
+    """Return the kernel of a layer's experts on a CPU. vLLM packs the experts at the start but not on a reload."""
     kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
     return kernel.fused_experts if kernel is not None and hasattr(module, "w13_weight") else None
 
 
 def pack_experts(module: Any, matrices: Tensor) -> Tensor:
-    """Matrices [experts, rows, columns] as the layer stores them on a CPU."""
+    """Return matrices [experts, rows, columns] as the layer stores them on a CPU."""
     packed: Tensor = cpu_prepack_moe_weight(matrices, _experts_of(module).isa)
     return packed
 

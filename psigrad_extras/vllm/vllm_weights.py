@@ -1,7 +1,7 @@
-"""The weights as they leave the trainer: under a checkpoint's names, whole layers in buckets of bounded size, by files or in the
-GPU's own memory; of an adapter what it adds, alone.
+"""The weights that the trainer sends: under a checkpoint's names, in buckets of whole layers, through files or GPU memory.
 
-Weights in shards are gathered a tensor at a time, so no process has a second whole model for the engine.
+Buckets are bounded in size, and an adapter can be sent without its base model. Sharded weights are gathered one tensor at a time,
+so no process holds a second full model for the engine.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from psigrad.language.models.coded_linear import CodedLinear
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.processes.parallel import shards
 
-# Bytes beyond which a bucket is closed, where a layer ends.
+# The size in bytes at which a bucket is closed, at the end of a layer.
 BUCKET = 1 << 29
-# What an engine may be told is the rank of its adapters.
+# The adapter ranks that vLLM accepts.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _NUMBERS = itertools.count()
 
 
 def why_merged(model: LanguageModel) -> str:
-    """Why the engine can't be given the model's adapter alone; empty where it can."""
+    """Return the reason why the adapter must be merged before it is sent, or "" if it can be sent alone."""
     config: Any = next(iter(getattr(model.adapter, "peft_config", {}).values()), None)
     if config is None:
         return "it has none"
@@ -48,13 +48,13 @@ def why_merged(model: LanguageModel) -> str:
 
 
 def _layers(model: LanguageModel) -> set[str]:
-    """The layers that have a part of the adapter, by the last part of their names."""
+    """Return the layers that have an adapter, by the last part of their names."""
     return {name.rpartition(".lora_")[0].rpartition(".")[2] for name in model.trainable()}
 
 
 def adapter_settings(model: LanguageModel) -> dict[str, Any]:
-    """What `vllm.LLM` is told of the adapter. Without the names of layers the head would have one too, and on CPUs vLLM 0.32 then
-    has no log-probs of prompts.
+    """Return the settings of `vllm.LLM` for the adapter. They name the layers, because otherwise the head would have an adapter
+    too, and on CPUs vLLM 0.32 then has no log-probs of prompts.
     """
     wrapped: Any = model.adapter
     rank = next(iter(wrapped.peft_config.values())).r
@@ -63,7 +63,7 @@ def adapter_settings(model: LanguageModel) -> dict[str, Any]:
 
 
 def describe(model: LanguageModel, folder: Path) -> None:
-    """What an engine must know before its weights come."""
+    """Write the configuration that an engine needs before its weights come."""
     config: Any = copy.deepcopy(model.network.config)
     config.dtype = str(model.network.dtype).removeprefix("torch.")
     config.architectures = config.architectures or [type(model.network).__name__.removeprefix("FSDP")]
@@ -71,7 +71,7 @@ def describe(model: LanguageModel, folder: Path) -> None:
 
 
 def write_base(model: LanguageModel, folder: Path) -> None:
-    """What lies below the adapter, as a checkpoint of a file for each bucket: what is gathered of shards is whole no longer."""
+    """Write the base model as a checkpoint, one file per bucket, so that only one gathered bucket is in memory at a time."""
     describe(model, folder)
     below = ((name.replace(".base_layer.", "."), weight) for name, weight in sharded.gather(model) if ".lora_" not in name)
     for bucket in in_buckets(pair for name, weight in below for pair in _as_saved(model.network, name, weight)):
@@ -79,13 +79,13 @@ def write_base(model: LanguageModel, folder: Path) -> None:
 
 
 def write_adapter(model: LanguageModel, folder: Path) -> None:
-    """The adapter as peft has it, a gather for each of its tensors where it is in shards."""
+    """Write the adapter in peft's format; if it is sharded, gather one tensor at a time."""
     sharded.write_adapter(model, dict(sharded.gather(model, set(model.trainable()))), folder)
 
 
 @torch.no_grad()
 def outgoing(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole weight) as a checkpoint has them, an adapter merged in. Of a model in shards all processes must iterate."""
+    """Yield (name, whole weight) as in a checkpoint, with the adapter merged. All processes of a sharded model must iterate."""
     if model.root is None:
         whole = lora.merge_adapter(model.network, model.adapter)
         named: Iterable[tuple[str, Tensor]] = ((name, p.detach()) for name, p in whole.named_parameters())
@@ -104,7 +104,7 @@ def _merged(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _as_saved(network: Any, name: str, weight: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """One weight under the name, or in the pieces, of a checkpoint: transformers has the experts of a layer in one."""
+    """Return one weight under a checkpoint's names; transformers stores the experts of a layer in one weight."""
     from transformers.core_model_loading import revert_weight_conversion
 
     found: dict[str, Tensor] = revert_weight_conversion(network, {name: weight})
@@ -112,7 +112,7 @@ def _as_saved(network: Any, name: str, weight: Tensor) -> Iterable[tuple[str, Te
 
 
 def in_buckets(weights: Iterable[tuple[str, Tensor]], size: int = BUCKET) -> Iterator[dict[str, Tensor]]:
-    """Weights of whole layers together: the engine makes one matrix of several, and can do so once it has them all."""
+    """Group weights by whole layers: the engine fuses several into one matrix, and needs all of them at once for that."""
     held: dict[str, Tensor] = {}
     before = None
     for name, weight in weights:
@@ -127,15 +127,15 @@ def in_buckets(weights: Iterable[tuple[str, Tensor]], size: int = BUCKET) -> Ite
 
 
 def as_file(bucket: Mapping[str, Tensor], folder: Path) -> dict[str, Any]:
-    """What the engine is told of a bucket that is a file in `folder` now."""
+    """Write a bucket to a file in `folder`, and return its description for the engine."""
     path = folder / f"{next(_NUMBERS)}.safetensors"
     save_file({name: weight.cpu().contiguous() for name, weight in bucket.items()}, path)
     return {"path": str(path)}
 
 
 def as_handle(bucket: Mapping[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
-    """What vLLM's transfer engine `ipc` is told of a bucket on the GPU that it shares with the trainer, and the memory that must
-    stay until it has answered.
+    """Return vLLM's `ipc` description of a bucket on the GPU shared with the trainer, and the memory to keep until the engine has
+    answered.
     """
     from torch.multiprocessing.reductions import reduce_tensor
 
@@ -154,7 +154,7 @@ def as_handle(bucket: Mapping[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
 
 @contextlib.contextmanager
 def shared_folder(size: int) -> Iterator[Path]:
-    """A folder while the block lasts: in memory where there is room for `size` bytes, else where temporary files are."""
+    """Make a temporary folder: in memory if `size` bytes fit there, else on disk."""
     memory = Path("/dev/shm")
     roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 1.1 * size + (1 << 20)
     with tempfile.TemporaryDirectory(prefix="psigrad-vllm-", dir=memory if roomy else None) as folder:
@@ -162,12 +162,12 @@ def shared_folder(size: int) -> Iterator[Path]:
 
 
 def size_of(model: LanguageModel) -> int:
-    """Bytes of the whole model."""
+    """Return the bytes of the whole model."""
     return sum(p.numel() * p.element_size() for p in model.network.parameters())
 
 
 def transposed(network: Any) -> list[str]:
-    """Weights that transformers keeps as [in, out], and vLLM as [out, in]."""
+    """Return the weights that transformers stores as [in, out] and vLLM as [out, in]."""
     from transformers.pytorch_utils import Conv1D
 
     found = [f"{name}.weight" for name, module in network.named_modules() if isinstance(module, Conv1D)]
@@ -175,8 +175,8 @@ def transposed(network: Any) -> list[str]:
 
 
 def fingerprint(model: LanguageModel) -> tuple[tuple[int, int], ...]:
-    """What changes when weights do: of each parameter how often it was written in place, and the sum of the bits that this
-    process holds of it.
+    """Return a value that changes with the weights: each parameter's count of in-place writes, and the bit sum of this process's
+    part of it.
     """
     parameters = list(model.network.parameters())
     sums = bit_sums([shards.local_of(p.detach()) for p in parameters])
@@ -184,7 +184,7 @@ def fingerprint(model: LanguageModel) -> tuple[tuple[int, int], ...]:
 
 
 def bit_sums(tensors: Sequence[Tensor]) -> list[int]:
-    """Of each the sum of its bits, as integers of its width."""
+    """Return each tensor's bit sum, as integers of its element's width."""
     kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
     sums = [t.detach().contiguous().view(kinds[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
     found: list[int] = torch.stack(sums).tolist() if sums else []

@@ -1,1 +1,1 @@
-"""Agents: programs of any kind that own their loop and ask the policy over HTTP, and what they asked as tokens to train on."""
+"""Agents: programs that run their own loop and query the policy over HTTP. Their requests become tokens to train on."""

@@ -1,4 +1,4 @@
-"""The server of psigrad_serve beside a run, for its agents alone: it answers whoever knows the name of a session."""
+"""The server of psigrad_serve beside a run, only for its agents. The name of a session is the key to it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Ids = tuple[int, ...]
 
 
 def open_gateway(tunnel: bool = False) -> Gateway:
-    """A server that answers once it knows a sampler; with `tunnel` through a socket in the file system too."""
+    """Open a server, which answers once it has a sampler; with `tunnel` also through a socket in the file system."""
     return _Served(tunnel)
 
 
@@ -50,7 +50,7 @@ class _Served(Recorder):
         self._sampler = sampler
         engine = SamplingEngine(model, sampler=sampler)
         self._stack.callback(engine.close)
-        # the name of a session is its key
+        # The name of a session is its key.
         self.address = self._stack.enter_context(running(Served(engine, recorder=self), token="")).url
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class _Served(Recorder):
         return socket.create_connection((host, int(port)))
 
     def prepare(self, session_id: str, call: Call) -> Call:
-        """The call as its session goes on with it, under the distribution that is trained."""
+        """Return the call as its session continues, under the distribution that is trained."""
         session = self.sessions.get(session_id)
         if session is None:
             raise ApiError("There is no such session; it may be over.", status=403, code="session_over")
@@ -92,7 +92,7 @@ class _Served(Recorder):
         sampling_logprobs: tuple[float, ...],
         choice: int,
     ) -> None:
-        """Enter it in its session's tree. What a client broke off counts as any other answer: it has seen it."""
+        """Add the completion to its session's tree. One that the client cancelled counts too: the client has seen it."""
         session, asked, left = self._under_way[session_id, request.seed]
         left.discard(choice)
         if not left:
@@ -104,7 +104,7 @@ class _Served(Recorder):
 
 
 def _reply(session: Session, call: Call, ids: Ids) -> tuple[Message, bool]:
-    """An answer as the message that its client gets, and whether that has all of it."""
+    """Return an answer as the message that its client gets, and True if the message has all of it."""
     writer = Writer(session.tokenizer, call.stop, call.offered)
     writer.take(ids)
     writer.flush()
@@ -118,7 +118,7 @@ def _reply(session: Session, call: Call, ids: Ids) -> tuple[Message, bool]:
 
 
 def open_agents(config: Played) -> Agents:
-    """An agent in workers that can be killed, and the server that it asks. Every process that trains has its own."""
+    """Return an agent in workers that can be killed, with its server. Each training process has one."""
     agent = imported_callable(config.agent, "agent") if isinstance(config.agent, str) and config.agent else config.agent
     gateway = open_gateway(tunnel=config.environment_sandbox)
     try:

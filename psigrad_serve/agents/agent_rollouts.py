@@ -1,4 +1,4 @@
-"""Sessions of agents: many at once, each in a process that can be killed, all asking the policy of this process over HTTP."""
+"""Sessions of agents: many at once, each in a process that can be killed. All query this process's policy over HTTP."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from psigrad_serve.agents.token_tree import TokenTree
 
 
 class Gateway(Protocol):
-    """The server that agents ask."""
+    """The server that agents query."""
 
     sessions: dict[str, Session]
-    """Those under way, by their names."""
+    """The running sessions by name."""
     address: str
     tunnel: str
-    """Its socket on this machine, for those who have no network; empty: none."""
+    """The server's socket on this machine, for agents without a network; "" if there is none."""
 
     def serve(self, sampler: Sampler, model: LanguageModel) -> None:
         """Answer with this sampler from now on."""
         ...
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Stop answering."""
         ...
 
 
 class AgentPool:
-    """Processes that agents run in, one session at a time in each of the `workers` (4); it has `timeout` seconds (600)."""
+    """Processes that run agents, one session at a time in each of the `workers` (4), for `timeout` seconds at most (600)."""
 
     def __init__(self, agent: Callable[..., Any], **limits: Unpack[PoolLimits]) -> None:
         check_agent(agent)
@@ -46,7 +46,7 @@ class AgentPool:
         self.workers: WorkerPool[int] = WorkerPool.of(service, agent, decode, kind="agent", **all_limits)
 
     def run(self, places: Sequence[Place], ended: Callable[[int, float | str | None], None]) -> None:
-        """A session at each place; `ended(number, reward)` is called with each as it ends, or with why it has no reward."""
+        """Run a session at each place. As each ends, call `ended(number, reward)`, or pass the reason why it has no reward."""
         waiting, left = deque(range(len(places))), len(places)
         while left:
             for worker in self.workers.idle():
@@ -67,7 +67,7 @@ class AgentPool:
 
 @dataclass(frozen=True)
 class Agents:
-    """How sessions are played: who runs the agents, whom they ask, and how often one may ask."""
+    """The setup of sessions: the pool that runs the agents, their server, and the limit on requests."""
 
     pool: AgentPool
     gateway: Gateway
@@ -85,10 +85,11 @@ class Agents:
         version: int,
         needs_reward: bool,
     ) -> list[Trajectory]:
-        """`num_generations` sessions on each (index, prompt ids, row), in order.
+        """Play `num_generations` sessions on each (index, prompt ids, row), in order.
 
-        A reward that the agent gives stands on the session's last sampled token. One that crashes, is late, asks nothing or asks
-        without end has none, and says why. Log-probs are those of a pass that does not depend on who asked when.
+        A reward from the agent applies to the session's last sampled token. A session that crashes, times out, sends no request,
+        or sends too many has no reward, and records the reason. Log-probs come from a pass that does not depend on the order of
+        requests.
         """
         sessions = [
             Session(index, k, row, TokenTree(seed_of(place, k), ids), params, model.tokenizer, self.most)
@@ -123,7 +124,7 @@ class Agents:
         return Place(row, f"{self.gateway.address}/s/{name}/v1", name, self.gateway.tunnel)
 
     def close(self) -> None:
-        """End the agents and the server."""
+        """Stop the agents and the server."""
         self.pool.close()
         self.gateway.close()
 

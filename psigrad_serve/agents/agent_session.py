@@ -1,4 +1,4 @@
-"""One session of an agent on one row: how its requests read for the policy, and the trajectory that becomes of them."""
+"""One session of an agent on one row: its requests as the policy reads them, and the resulting trajectory."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from psigrad_serve.agents.token_tree import Asked, Heard, TokenTree
 
 
 class SessionOver(Exception):
-    """A request is not answered any more: its session has ended, or has had all the requests that one may have."""
+    """A request is not answered, because its session has ended or has reached its limit of requests."""
 
 
 @dataclass
 class Session:
-    """What one agent asks on one row. Requests come in one thread, and none when the session is `over`."""
+    """One agent's requests on one row. They come in one thread, and none come once the session is `over`."""
 
     index: int
-    """Of the row in its dataset."""
+    """The index of the row in its dataset."""
     k: int
     row: Row
     tree: TokenTree
     params: SamplingParams
-    """The run's: of a request only `max_tokens` is heard, since what is trained is this one distribution."""
+    """The run's sampling settings. Of a request only `max_tokens` applies, because the run trains this one distribution."""
     tokenizer: Any
     most: int
-    """Requests that are answered."""
+    """The maximal number of requests that are answered."""
     over: bool = False
     fault: str = ""
     answers: list[tuple[Row, Message, str]] = field(default_factory=list)
     """(request, answer as a message, the policy's text) in the order of the answers."""
     cut: bool = False
-    """Whether the length limit cut the last answer."""
+    """True if the length limit cut the last answer."""
 
     def read(self, request: Row, ids: tuple[int, ...]) -> tuple[Row, tuple[int, ...]]:
-        """A request and its tokens as the row's own arguments of the chat template have them, where it has none."""
+        """Return a request and its tokens with the row's arguments of the chat template as defaults."""
         own, name = self.row.columns.get("chat_template_kwargs"), "chat_template_kwargs"
         if not own or name in request.columns or not isinstance(request.prompt, list):
             return request, ids
@@ -51,7 +51,7 @@ class Session:
         return request, tuple(prompt_ids(self.tokenizer, request))
 
     def ask(self, request: Row, ids: tuple[int, ...]) -> Asked:
-        """A request, whose own tokens are `ids`, as the policy reads it, and the seed of its answer. Raises `SessionOver`."""
+        """Return a request with its tokens `ids` as the policy reads it, with the seed of its answer. Raises `SessionOver`."""
         if self.over:
             raise SessionOver("This session is over.")
         if len(self.tree.asked) >= self.most:
@@ -62,14 +62,14 @@ class Session:
     def _text(self, request: Row, ids: tuple[int, ...]) -> str:
         if isinstance(request.prompt, list):
             return Talk(self.tokenizer, request).prompt(request.prompt)
-        return request.prompt or self._words(ids)  # plain completions may be asked for by tokens
+        return request.prompt or self._words(ids)  # plain completions may be requested by tokens
 
     def _words(self, ids: tuple[int, ...]) -> str:
         text: Any = self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
         return str(text)
 
     def answer(self, asked: Asked, request: Row, completion: Completion, reply: Message, whole: bool) -> None:
-        """Enter an answer as its client gets it; `whole` is False where a stop string cut something off its text."""
+        """Record an answer as its client gets it; `whole` is False if a stop string cut its text."""
         if not completion.ids or self.over:
             return
         text = decode(self.tokenizer, completion.ids)
@@ -78,7 +78,7 @@ class Session:
         self.cut = completion.finish_reason == "length"
 
     def _heard(self, asked: Asked, request: Row, completion: Completion, reply: Message, whole: bool) -> Heard:
-        """How a longer request begins that goes on from this one: as the chat template writes the answer that was given."""
+        """Return the prefix of a longer request that continues this one: the answer as the chat template writes it."""
         prompt = self._text(request, asked.prompt_ids)
         if not isinstance(request.prompt, list):
             return Heard(prompt, prompt + self._words(completion.ids))
@@ -87,14 +87,14 @@ class Session:
             return Heard(prompt)
         try:
             said = talk.render([*messages, reply]).rstrip()
-        except UserError:  # a template need not be able to say what the policy says
+        except UserError:  # a template may be unable to write the policy's answer
             return Heard(prompt)
         ends = talk.special.findall(talk.closing(reply))
         end = ends[-1] if ends else ""
         return Heard(prompt, said.removesuffix(end), end, completion.ids[-1] in specials_of(self.tokenizer).ids)
 
     def trajectory(self, version: int) -> Trajectory:
-        """All of it. One that has a fault, or in which nothing was asked, is never scored."""
+        """Return the session's trajectory. With a fault, or without any answer, it is never scored."""
         flat = self.tree.flat()
         base = Trajectory(self.index, self.k, self.tree.prompt_ids, Completion((), (), (), "stop", self.tree.seed), version)
         if flat is None:
@@ -121,7 +121,7 @@ class Session:
         )
 
     def _conversation(self) -> Sequence[Message]:
-        """The conversation of the last answer, from the policy's first turn in it on."""
+        """Return the conversation of the last answer, starting at the policy's first turn in it."""
         request, reply, _ = self.answers[-1]
         before = request.prompt if isinstance(request.prompt, list) else []
         first = next((i for i, message in enumerate(before) if message["role"] == "assistant"), len(before))

@@ -1,4 +1,4 @@
-"""What a worker process does with an agent: a session on one row, of a Python function or of a program of any kind."""
+"""The code that runs an agent in a worker process: a session on one row, with a Python function or any program."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from psigrad.processes.workers.child import reason_for
 from psigrad.processes.workers.shipping import Packed
 from psigrad_serve.agents.tunnel import through
 
-# What an agent's function may ask for, by the names of its parameters.
+# The parameter names that an agent's function may have.
 GIVEN = ("row", "client", "base_url", "api_key")
-# Bytes of a program's output that are kept: the reward is in the last line.
+# The bytes of a program's output that are kept. The reward is in the last line.
 _TAIL = 1 << 16
-# Characters of what it wrote that a reason shows.
+# The characters of the output that a reason quotes.
 _SHOWN = 300
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a session asks the policy."""
+    """The address at which a session queries the policy."""
 
     row: Mapping[str, Any]
     base_url: str
-    """Up to /v1, for clients of OpenAI's form; Anthropic's add that themselves."""
+    """The URL up to /v1, for clients of OpenAI's API; Anthropic's clients add that themselves."""
     key: str
     tunnel: str = ""
     """A socket of the machine that leads to the server, for agents without a network."""
@@ -45,7 +45,7 @@ class Place:
 
 @dataclass(frozen=True)
 class AgentCommand:
-    """An agent that is a program: it gets the row as JSON on its standard input, and writes its reward as its last line."""
+    """An agent that is a program. It reads the row as JSON on its standard input, and writes its reward as its last line."""
 
     line: str
 
@@ -55,21 +55,21 @@ class AgentCommand:
 
     @property
     def arguments(self) -> list[str]:
-        """The command line in words, as a shell takes it apart."""
+        """The command line split into words, as a shell splits it."""
         try:
             return shlex.split(self.line)
         except ValueError as error:
             raise UserError(f"agent_command {self.line!r} is no command line: {error}.") from error
 
     def __call__(self, row: Mapping[str, Any]) -> float | None:
-        """Run it. Raises `RuntimeError` for one that fails, or whose last line is no reward."""
+        """Run the program. Raises `RuntimeError` if it fails, or if its last line is not a reward."""
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         process = subprocess.Popen(self.arguments, **pipes)  # type: ignore[call-overload]
         said, complained = _Tail(process.stdout), _Tail(process.stderr)
         try:
             process.stdin.write(json.dumps(row).encode() + b"\n")
             process.stdin.close()
-        except BrokenPipeError:  # it needs no row
+        except BrokenPipeError:  # the program does not read the row
             pass
         code = process.wait()
         last = (said.lines() or [""])[-1]
@@ -86,7 +86,7 @@ class AgentCommand:
 
 
 class _Tail:
-    """The end of what a program writes, however much that is."""
+    """The end of a program's output, of any length."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._kept = b""
@@ -98,13 +98,13 @@ class _Tail:
             self._kept = (self._kept + part)[-_TAIL:]
 
     def lines(self) -> list[str]:
-        """The last lines that are not empty. A child that it left behind may hold its output open."""
+        """Return the last lines that are not empty. A child of the program may keep its output open."""
         self._thread.join(1.0)
         return [line.strip() for line in self._kept.decode(errors="replace").splitlines() if line.strip()]
 
 
 def check_agent(agent: Callable[..., Any]) -> None:
-    """Refuse a function that wants what an agent is not given."""
+    """Raise an error if a function has a parameter that agents are not given."""
     if isinstance(agent, AgentCommand):
         if which(program := agent.arguments[0]) is None:
             raise UserError(f"agent_command: there is no program {program!r} here; give one by its path, or one that PATH finds.")
@@ -119,7 +119,7 @@ def check_agent(agent: Callable[..., Any]) -> None:
 
 
 def service(payload: Packed) -> Callable[[Any], Iterator[Any]]:
-    """The worker's service for a packed agent. A request is a `Place`; its answer {"reward"} or {"fault"}."""
+    """Return the worker's service for a packed agent. A request is a `Place`; its answer is {"reward"} or {"fault"}."""
     agent = unpack(payload)
 
     def answer(place: Place) -> Iterator[Any]:
@@ -135,12 +135,12 @@ def _play(agent: Callable[..., Any], place: Place) -> Any:
     if place.tunnel:
         path = place.base_url.partition("//")[2].partition("/")[2]
         place = replace(place, base_url=f"http://127.0.0.1:{_port_of(place.tunnel)}/{path}", tunnel="")
-        for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):  # clients read them at once, and there is nobody to certify
+        for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):  # clients load them at once, and no HTTPS is used
             os.environ.pop(name, None)
     root = place.base_url.removesuffix("/v1")
     os.environ |= {"OPENAI_BASE_URL": place.base_url, "OPENAI_API_KEY": place.key}
     os.environ |= {"ANTHROPIC_BASE_URL": root, "ANTHROPIC_API_KEY": place.key}
-    for name in ("no_proxy", "NO_PROXY"):  # a proxy does not know this machine
+    for name in ("no_proxy", "NO_PROXY"):  # a proxy can't reach this machine
         os.environ[name] = ",".join(dict.fromkeys(filter(None, (*os.environ.get(name, "").split(","), "127.0.0.1"))))
     if isinstance(agent, AgentCommand):
         return agent(place.row)
@@ -156,7 +156,7 @@ def _play(agent: Callable[..., Any], place: Place) -> Any:
 
 @cache
 def _port_of(path: str) -> int:
-    """One port for all sessions of this process."""
+    """Return the port that all sessions of this process share."""
     return through(path)
 
 
@@ -187,7 +187,7 @@ def _number(reward: Any) -> float | None:
 
 
 def decode(call: Any, content: Any) -> float | str | None:
-    """A session's reward, or as text why it has none. Raises `ValueError` for what is no answer."""
+    """Return a session's reward, or the reason why it has none. Raises `ValueError` for an invalid answer."""
     match content:
         case {"fault": str(reason)}:
             return reason

@@ -1,8 +1,8 @@
-"""What one session of an agent asked and the policy answered, as a tree of tokens.
+"""The requests of an agent's session and the policy's answers, as a tree of tokens.
 
-A request whose text goes on from an earlier request and its answer keeps their tokens, as they were read and sampled, and adds
-only what is new. Any other begins a branch: a sub-agent, a retry, a summary, a history that was edited or that the chat template
-rewrites. So every sampled token stands behind exactly what the policy read when it was sampled, and stands there once.
+A request whose text continues an earlier request and its answer keeps their tokens as read and sampled, and appends only the new
+ones. Any other request starts a branch: a sub-agent, a retry, a summary, or a history that was edited or that the chat template
+rewrites. So each sampled token occurs once, after exactly the tokens that the policy read when it was sampled.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from psigrad import seeds
 from psigrad.language.rollout.types import Branch, Completion
 
 Encode = Callable[[str, str], Sequence[int]]
-"""(text before, text) -> the tokens of the text behind the one before."""
+"""(text before, text) -> the tokens of the text after the one before."""
 
 
 class Asked(NamedTuple):
-    """A request under way: what the policy reads, the seed of its answer, the request that it goes on from, if any."""
+    """A running request: the tokens that the policy reads, the seed of its answer, and the request that it continues, if any."""
 
     number: int
     prompt_ids: tuple[int, ...]
@@ -30,23 +30,23 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class Heard:
-    """How a request and its answer read for whoever goes on from them."""
+    """The text of a request and its answer, for requests that continue them."""
 
     prompt: str
-    """All that was asked, as text."""
+    """The request as text."""
     said: str = ""
-    """That and the answer, up to what ends the answer; empty: nobody can go on from it."""
+    """The request and the answer up to the answer's end; "" if no request can continue it."""
     end: str = ""
-    """What ends the answer in a longer text; empty: nothing."""
+    """The text that ends the answer in a longer text, or ""."""
     ended: bool = False
-    """Whether the policy sampled that end, so that it is among the answer's tokens."""
+    """True if the policy sampled that end, so that it is among the answer's tokens."""
 
     def begins(self, text: str) -> bool:
-        """Whether a request goes on from this one: nothing before is said otherwise."""
+        """Return True if a request continues this one, with all previous text unchanged."""
         return bool(self.said) and text.startswith(self.prompt) and text.startswith(self.said + self.end)
 
     def rest(self, text: str) -> str:
-        """What of such a request is not among the tokens yet."""
+        """Return the part of such a request that is not in the tokens yet."""
         return text[len(self.said) + (len(self.end) if self.ended else 0) :]
 
 
@@ -54,9 +54,9 @@ class Heard:
 class TokenTree:
     """The requests of one session, in the order in which they came.
 
-    `seed` is the session's and `prompt_ids` its row's own prompt: an agent that asks it, and goes on from it turn by turn, gets
-    the seeds, and so the tokens, of an episode in this process. All other requests are seeded by what they ask. So neither the
-    tokens nor the order of the branches depend on which of several requests at once came first.
+    `seed` is the session's seed and `prompt_ids` its row's prompt. An agent that sends that prompt, and continues it turn by
+    turn, gets the seeds, and so the tokens, of an episode in this process. All other requests are seeded by their content. So
+    neither the tokens nor the order of the branches depend on the order of concurrent requests.
     """
 
     seed: int
@@ -64,10 +64,10 @@ class TokenTree:
     asked: list[Asked] = field(default_factory=list)
     answers: dict[int, tuple[Heard, Completion]] = field(default_factory=dict)
     main: list[int] = field(default_factory=list)
-    """The requests that go on from the row's prompt turn by turn."""
+    """The requests that continue the row's prompt turn by turn."""
 
     def ask(self, text: str, encode: Encode, fresh: Callable[[], Sequence[int]]) -> Asked:
-        """What the policy reads for a request of this text. `fresh()` gives its tokens where it goes on from nothing."""
+        """Add a request with this text, as the policy reads it. `fresh()` returns its tokens if it continues no other request."""
         found = [n for n, (heard, _) in self.answers.items() if heard.begins(text)]
         parent = max(found, key=lambda n: (len(self.answers[n][0].said), n), default=None)
         if parent is None:
@@ -88,21 +88,21 @@ class TokenTree:
         return self.asked[-1]
 
     def answer(self, number: int, heard: Heard, completion: Completion) -> None:
-        """Enter what the policy said to a request."""
+        """Record the policy's answer to a request."""
         self.answers[number] = heard, completion
 
     def _key(self, ids: tuple[int, ...], before: int) -> tuple[str, int, int]:
-        """What tells a request from the others, whenever it came: what it asks, and how many of the same came before it."""
+        """Return a key that does not depend on arrival order: the request's content, and the number of equal ones before it."""
         digest = hashlib.sha256(repr(ids).encode()).digest()
         same = sum(other.prompt_ids == ids and other.number not in self.main for other in self.asked[:before])
         return "branch", int.from_bytes(digest[:8], "little"), same
 
     def _read(self, number: int) -> tuple[int, ...]:
-        """A request's tokens with those of its answer."""
+        """Return a request's tokens followed by those of its answer."""
         return (*self.asked[number].prompt_ids, *self.answers[number][1].ids)
 
     def chains(self) -> list[list[int]]:
-        """The answered requests in runs that read on without a break, each request in one: the row's own first."""
+        """Return the answered requests in unbroken chains, each request in one chain; the row's own chain is first."""
         depth: dict[int | None, int] = {None: 0}
         for number in sorted(self.answers):
             depth[number] = depth[self.asked[number].parent] + 1
@@ -116,13 +116,13 @@ class TokenTree:
         return sorted(chains, key=lambda chain: key[chain[0]])
 
     def completions(self) -> list[Completion]:
-        """All answers: those of the branches in their order, whichever of several at once came first, and the last one last."""
+        """Return all answers. Branches are in an order that does not depend on arrival, and the last answer is last."""
         last = next(reversed(self.answers), None)
         before = [number for chain in self.chains() for number in chain if number != last]
         return [self.answers[number][1] for number in (*before, last) if number is not None]
 
     def flat(self) -> Flat | None:
-        """All of it as one completion behind the first chain's prompt; None where nothing was answered."""
+        """Return the session as one completion after the first chain's prompt, or None if it has no answers."""
         chains = self.chains()
         if not chains:
             return None
@@ -140,7 +140,7 @@ class TokenTree:
 
 @dataclass
 class Flat:
-    """A session as the trainer reads it: tokens with the log-probs they were sampled with, and which of them were sampled."""
+    """A session as the trainer reads it: tokens with the log-probs of their sampling, and a mask of the sampled ones."""
 
     prompt_ids: tuple[int, ...]
     ids: list[int] = field(default_factory=list)
@@ -150,14 +150,14 @@ class Flat:
     branches: list[Branch] = field(default_factory=list)
 
     def read(self, ids: Sequence[int]) -> None:
-        """Tokens that the policy did not choose."""
+        """Append tokens that the policy did not choose."""
         self.ids += ids
         self.mask += [False] * len(ids)
         self.logprobs += [0.0] * len(ids)
         self.sampling_logprobs += [0.0] * len(ids)
 
     def write(self, completion: Completion) -> None:
-        """Tokens that it chose."""
+        """Append tokens that the policy chose."""
         self.ids += completion.ids
         self.mask += [True] * len(completion.ids)
         self.logprobs += completion.logprobs

@@ -1,4 +1,4 @@
-"""A way to the policy's server for agents in an enclosure without a network: through one socket in the file system."""
+"""A path to the policy's server for agents in a sandbox without a network: one socket in the file system."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from collections.abc import Callable, Iterator
 
 Reach = Callable[[], socket.socket]
 LONGEST = 75
-"""Bytes of a folder that a socket of the file system can be in: its path has about 104, and its own part 24."""
+"""The maximal bytes of the folder's path: a socket's path may have about 104, of which its own part takes 24."""
 
 
 def lead(listening: socket.socket, reach: Reach) -> None:
-    """Connect each who comes to `listening` with what `reach()` leads to, in threads, until `listening` is closed."""
+    """Connect each client of `listening` to the socket of `reach()`, in threads, until `listening` is closed."""
     threading.Thread(target=_accept, args=(listening, reach), name="tunnel", daemon=True).start()
 
 
 @contextlib.contextmanager
 def opened(reach: Reach) -> Iterator[str]:
-    """A socket in a folder of its own that leads to `reach()`; its path. Only who is shown the path finds it."""
+    """Open a socket in a new folder that leads to `reach()`, and yield its path. Only those with the path find it."""
     place = None if len(os.fsencode(tempfile.gettempdir())) < LONGEST else "/tmp"
     with tempfile.TemporaryDirectory(prefix="psigrad-", dir=place) as folder, socket.socket(socket.AF_UNIX) as listening:
         path = os.path.join(folder, "policy")
         listening.bind(path)
-        os.chmod(path, 0o666)  # in an enclosure everyone is somebody else
+        os.chmod(path, 0o666)  # in a sandbox everyone is another user
         os.chmod(folder, 0o711)
         listening.listen(64)
         lead(listening, reach)
         try:
             yield path
-        finally:  # closing alone does not wake who accepts
+        finally:  # closing alone does not wake `accept`
             with contextlib.suppress(OSError):
                 listening.shutdown(socket.SHUT_RDWR)
 
 
 def through(path: str) -> int:
-    """A port of this machine, or enclosure, that leads through the socket at `path`."""
+    """Return a port of this machine or sandbox that leads through the socket at `path`."""
 
     def reach() -> socket.socket:
         made = socket.socket(socket.AF_UNIX)
@@ -58,11 +58,11 @@ def _accept(listening: socket.socket, reach: Reach) -> None:
         except OSError:
             if listening.fileno() < 0:
                 return
-            time.sleep(0.05)  # of files there are too many, or it is about to be closed
+            time.sleep(0.05)  # too many open files, or the socket is about to close
             continue
         try:
             there = reach()
-        except OSError:  # nobody is there
+        except OSError:  # nothing listens there
             come.close()
             continue
         for ends in ((come, there), (there, come)):

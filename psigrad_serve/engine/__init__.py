@@ -1,1 +1,1 @@
-"""One model for many who ask: requests that come and go are decoded together."""
+"""One model for many clients: concurrent requests are decoded together."""

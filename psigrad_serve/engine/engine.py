@@ -1,7 +1,7 @@
-"""One model for whoever asks: requests come at any time and leave at any time, and are decoded together.
+"""One model for many clients: requests come and leave at any time, and are decoded together.
 
-A thread of its own decodes. A token depends on its seed, its place and what stands before it, never on who else is in the batch
-(but for the rounding of matrix products of another size): the same seed gives the tokens of `EmbeddedSampler.sample`.
+A separate thread decodes. A token depends on its seed, its position and the tokens before it, never on the rest of the batch.
+Only the rounding of matrix products of another size may differ. The same seed gives the tokens of `EmbeddedSampler.sample`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from psigrad_serve.threads import await_end
 
 
 class SamplingEngine:
-    """Draws completions for any number of threads and event loops, at most `max_batch` at once; others wait in line.
+    """An engine that samples for any number of threads and event loops, at most `max_batch` completions at once; others wait.
 
-    `sampler` decodes in place of the embedded one: those that wait when it is free are one call of it, and each completion comes
-    whole. Close the engine after use; the sampler stays its owner's. Raises `UserError` where nothing could ever be drawn.
+    `sampler` decodes instead of the embedded one. The completions that wait when it is free are one call of it, and each comes as
+    a whole. Close the engine after use; its owner closes the sampler. Raises `UserError` if nothing could ever be sampled.
     """
 
     def __init__(self, model: LanguageModel, max_batch: int = 64, sampler: Sampler | None = None) -> None:
@@ -48,25 +48,25 @@ class SamplingEngine:
 
     @property
     def waiting(self) -> int:
-        """Completions that wait in line."""
+        """The number of completions that wait."""
         return len(self._waiting)
 
     @property
     def active(self) -> int:
-        """Completions that are being drawn."""
+        """The number of completions that are being sampled."""
         return len(self._batch.rows)
 
     @property
     def steers(self) -> bool:
-        """Whether its draws can be steered: the embedded sampler's alone can."""
+        """True if sampling can be steered, which only the embedded sampler supports."""
         return isinstance(self._batch, LiveBatch)
 
     def submit(
         self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, top: int = 0, steer: Steer | None = None
     ) -> TokenStream:
-        """One completion of a prompt, with the `top` most probable tokens at each place. It is read in the caller's event loop,
-        or, where there is none, in any thread. What `steer` makes of the logits is what a token is drawn from; log-probs stay
-        the policy's. Raises `UserError` where the prompt leaves no room for `max_tokens`.
+        """Sample one completion, with the `top` most probable tokens at each position. The caller reads it in its event loop or,
+        without one, in any thread. A token is drawn from the logits that `steer` returns; log-probs stay the policy's. Raises
+        `UserError` if the prompt leaves no room for `max_tokens`.
         """
         request = Request(tuple(prompt_ids), (seed,))
         check_room(self.model, [request], params)
@@ -93,8 +93,8 @@ class SamplingEngine:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """No step is taken meanwhile, so that the weights may change. What is under way goes on behind the keys and values that
-        it has; who wants no completion of two policies waits for the completions first.
+        """Pause decoding for the block, so that the weights may change. Running completions then continue from their present keys
+        and values. To avoid completions of two policies, wait for them first.
         """
         with self.changed:
             self._holders += 1
@@ -107,7 +107,7 @@ class SamplingEngine:
                 self.changed.notify_all()
 
     def close(self) -> None:
-        """End what is under way, and the thread."""
+        """End all completions, and the thread."""
         with self.changed:
             self._closed = True
             self.changed.notify_all()
@@ -125,7 +125,7 @@ class SamplingEngine:
             if self._closed:
                 self._fail(RuntimeError("The engine was closed."))
                 self._tell(gone)
-                with self.changed:  # who holds a closed engine waits for no step
+                with self.changed:  # a caller that holds a closed engine waits for no step
                     self._stepping = False
                     self.changed.notify_all()
                 return
@@ -134,7 +134,7 @@ class SamplingEngine:
                 self._tell(self._batch.admit(self._waiting))
                 if self._batch.rows:
                     self._tell(self._batch.step())
-            except BaseException as error:  # the next requests are not to blame, and nobody waits for a thread that is gone
+            except BaseException as error:  # later requests are unaffected, and none may wait for a dead thread
                 self._fail(error)
             self._tell(gone)
 
@@ -150,7 +150,7 @@ class SamplingEngine:
         return gone
 
     def _fail(self, error: BaseException) -> None:
-        """End all that is under way; when the engine closes also what waits."""
+        """End all running completions; if the engine is closing, also those that wait."""
         failed = [*self._batch.rows, *(self._waiting if self._closed else ())]
         for stream in failed:
             stream.end(None, error)
@@ -158,14 +158,14 @@ class SamplingEngine:
         self._tell(failed)
 
     def _tell(self, streams: list[TokenStream]) -> None:
-        """Wake who reads these: one call for each event loop."""
+        """Wake the readers of these streams, with one call for each event loop."""
         loops = {stream.loop for stream in streams} - {None}
         for loop in loops:
             own = [stream.news for stream in streams if stream.loop is loop]
             try:
                 assert loop is not None
                 loop.call_soon_threadsafe(_wake, own)
-            except RuntimeError:  # the loop is closed, and nobody reads
+            except RuntimeError:  # the loop is closed, so nothing reads
                 for stream in streams:
                     if stream.loop is loop:
                         stream.cancel()

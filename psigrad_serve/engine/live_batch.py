@@ -1,4 +1,4 @@
-"""Who decodes for an engine: the embedded sampler's parts, to which completions come and go at every step, or any sampler."""
+"""The decoders of an engine: the embedded sampler with completions joining and leaving at every step, or any sampler."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from psigrad.language.rollout.samplers.transformers_backend import TransformersS
 from psigrad.language.rollout.types import DrawnToken, Request, Sampler, SamplingParams
 from psigrad_serve.engine.streams import TokenStream
 
-# Tokens of prompts that are read at once, while others wait for their next token.
+# The tokens of prompts that are read at once, while other completions wait for their next token.
 _PREFILL = 8192
-# Tokens of a slot beyond which its memory is given back when nobody is there.
+# The tokens of a slot beyond which its memory is freed when nothing is running.
 _KEPT = 1024
 
 
 class Decoding(Protocol):
-    """Who decodes: the streams under way, in steps."""
+    """A decoder of running streams, in steps."""
 
     rows: list[TokenStream]
 
     def admit(self, waiting: deque[TokenStream]) -> list[TokenStream]:
-        """Take as many from the left as there is room for; those that got a token at once."""
+        """Admit as many streams from the left as there is room for. Return those that already got a token."""
         ...
 
     def step(self) -> list[TokenStream]:
-        """Go on with all; those that got tokens."""
+        """Decode all streams. Return those that got tokens."""
         ...
 
     def leave(self, gone: Iterable[TokenStream]) -> None:
-        """Forget these, that have ended."""
+        """Remove streams that have ended."""
         ...
 
     def clear(self) -> None:
-        """Forget all, after a step that failed half-way."""
+        """Remove all streams, after a step that failed halfway."""
         ...
 
 
 class LiveBatch:
-    """A `Decoding` by the model itself, a token of each at a step. Equal prompts that stand together in line are read once."""
+    """A `Decoding` by the model, with one token per stream and step. Equal adjacent prompts in the queue are read once."""
 
     def __init__(self, model: LanguageModel, max_batch: int) -> None:
         self.model, self.max_batch = model, max_batch
@@ -80,7 +80,7 @@ class LiveBatch:
 
     @torch.inference_mode()
     def step(self) -> list[TokenStream]:
-        """See `Decoding`: a token for each."""
+        """See `Decoding`. Each stream gets a token."""
         assert self.cache is not None
         self.model.switch(training=False)
         rows, layout = list(self.rows), self.cache.decode()
@@ -105,7 +105,7 @@ class LiveBatch:
                 self._shrink()
 
     def _draw(self, logits: torch.Tensor, rows: Sequence[TokenStream]) -> None:
-        """A token for each of `rows`, whose next logits these are; those that end leave."""
+        """Sample a token for each of `rows` from its logits, and remove the streams that end."""
         by_params: dict[tuple[SamplingParams, bool], list[int]] = {}
         for i, stream in enumerate(rows):
             alike = replace(stream.params, max_tokens=1, stop_token_ids=())
@@ -142,7 +142,7 @@ class LiveBatch:
 
 
 def _top(logits: torch.Tensor, params: SamplingParams, most: int) -> tuple[list[list[float]], list[list[int]]]:
-    """The log-probs of the most probable tokens, as `Drawn.logprobs` are, and their ids."""
+    """Return the log-probs of the most probable tokens, like `Drawn.logprobs`, and their ids."""
     best = _log_probs(logits, params).topk(min(most, logits.shape[-1]), dim=-1)
     return best.values.tolist(), best.indices.tolist()
 
@@ -152,7 +152,7 @@ def _log_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def _steered(logits: torch.Tensor, rows: Sequence[TokenStream]) -> torch.Tensor:
-    """The logits that these streams draw from. One whose steering fails ends, and none but it."""
+    """Return the logits that these streams sample from. A failure of steering ends only its own stream."""
     made = upcast(logits).clone()
     for i, stream in enumerate(rows):
         assert stream.steer is not None
@@ -164,7 +164,7 @@ def _steered(logits: torch.Tensor, rows: Sequence[TokenStream]) -> torch.Tensor:
 
 
 class SamplerBatch:
-    """A `Decoding` of any sampler's: a call of it is a step."""
+    """A `Decoding` by any sampler; one call of it is a step."""
 
     def __init__(self, sampler: Sampler, max_batch: int) -> None:
         self.sampler, self.max_batch = sampler, max_batch
@@ -177,7 +177,7 @@ class SamplerBatch:
         return []
 
     def step(self) -> list[TokenStream]:
-        """See `Decoding`: those of the first one's distribution. They have no `top`."""
+        """See `Decoding`. A step takes the streams with the first one's sampling settings. They have no `top`."""
         own = [stream for stream in self.rows if stream.params == self.rows[0].params]
         requests = [Request(stream.prompt_ids, (stream.seed,)) for stream in own]
         for stream, (made,) in zip(own, self.sampler.sample(requests, own[0].params), strict=True):
@@ -197,7 +197,7 @@ class SamplerBatch:
 
 
 class StepwiseBatch:
-    """A `Decoding` by transformers, of models that can't run packed: one completion after the other takes a step. No `top`."""
+    """A `Decoding` by transformers, for models that can't run packed. Completions take steps in turn, without `top`."""
 
     def __init__(self, sampler: TransformersSampler, max_batch: int) -> None:
         self.sampler, self.max_batch = sampler, max_batch

@@ -1,4 +1,4 @@
-"""A model, or the newest of a run, opened to be asked."""
+"""A model, or the newest of a run, opened for requests."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def opened_engine(
     chat_template_path: str = "",
     trust_remote_code: bool = False,
 ) -> Iterator[SamplingEngine]:
-    """The engine of a model: a folder, a hub name, an adapter, which is merged, or a run, whose trained model is meant, or that
-    of its newest checkpoint. Raises `UserError` where it can't be loaded.
+    """Open the engine of a model: a folder, a hub name, an adapter (which is merged), or a run. Of a run it is the trained model,
+    or that of the newest checkpoint. Raises `UserError` if it can't be loaded.
     """
     run = from_dict(Run, {"device": device, "threads": threads}, "")
     machine.prepare_torch(run)

@@ -1,4 +1,4 @@
-"""The tokens of a completion while it is being drawn."""
+"""The tokens of a completion while it is sampled."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from psigrad.language.rollout.types import Completion, DrawnToken, FinishReason, SamplingParams
 
 Steer = Callable[[Tensor, Sequence[DrawnToken]], Tensor]
-"""(logits [V] of the next token, the tokens so far) -> the logits that it is drawn from. Called once for each token, in order."""
+"""(logits [V] of the next token, the tokens so far) -> the logits to sample from. Called once for each token, in order."""
 
 
 @dataclass(eq=False)
 class TokenStream:
-    """The tokens of one completion, as they are drawn. Iterate over it, in a thread or in an event loop, or wait for `result`."""
+    """The tokens of one completion, as they are sampled. Iterate over it in a thread or an event loop, or wait for `result`."""
 
     prompt_ids: tuple[int, ...]
     seed: int
@@ -26,12 +26,12 @@ class TokenStream:
     top: int
     cancel_in: Callable[[TokenStream], None] = field(repr=False)
     changed: threading.Condition = field(repr=False)
-    """Told after each step, for those who read in a thread."""
+    """The condition notified after each step, for readers in threads."""
     loop: asyncio.AbstractEventLoop | None = None
     steer: Steer | None = field(default=None, repr=False)
     tokens: list[DrawnToken] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    """Why it ended; None while it goes on, and where it was cancelled."""
+    """The reason why it ended; None if it is running or was cancelled."""
     error: BaseException | None = None
     ended: bool = False
 
@@ -39,7 +39,7 @@ class TokenStream:
         self.news = asyncio.Event()
 
     async def chunks(self) -> AsyncGenerator[list[DrawnToken]]:
-        """What has been drawn since the last look, never nothing. Whoever leaves cancels the completion."""
+        """Yield the new tokens, at least one at a time. Leaving the iteration cancels the completion."""
         seen = 0
         try:
             while True:
@@ -79,29 +79,29 @@ class TokenStream:
         self._raise()
 
     def result(self) -> Completion:
-        """The completion, when it has ended."""
+        """Wait for the completion and return it."""
         for _ in self:
             pass
         return self.completion(len(self.tokens))
 
     async def wait(self) -> Completion:
-        """As `result`, in an event loop."""
+        """Wait like `result`, in an event loop."""
         async for _ in self.chunks():
             pass
         return self.completion(len(self.tokens))
 
     def completion(self, count: int) -> Completion:
-        """Its first `count` tokens."""
+        """Return the first `count` tokens as a completion."""
         ids, logprobs, sampling, _ = zip(*self.tokens[:count], strict=True) if count else ((), (), (), ())
         return Completion(ids, logprobs, sampling, self.finish_reason or "stop", self.seed)
 
     def cancel(self) -> None:
-        """Draw no more of it; its place is free from the next step on. Nothing happens where it has ended."""
+        """Stop sampling and free the slot from the next step on. Do nothing if the completion has ended."""
         if not self.ended:
             self.cancel_in(self)
 
     def add(self, token: DrawnToken, stops: Container[int]) -> None:
-        """Called by who decodes: the next token, which is the last one where it is among `stops` or those of its own."""
+        """Append the next token, called by the decoder. A token in `stops` or in the stream's stop tokens ends it."""
         self.tokens.append(token)
         if token.id in stops or token.id in self.params.stop_token_ids:
             self.end("stop")
@@ -109,7 +109,7 @@ class TokenStream:
             self.end("length")
 
     def end(self, reason: FinishReason | None, error: BaseException | None = None) -> None:
-        """Called by who decodes."""
+        """End the stream, called by the decoder."""
         self.finish_reason, self.error, self.ended = reason, error, True
 
     def _raise(self) -> None:

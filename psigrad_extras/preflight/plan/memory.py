@@ -1,6 +1,6 @@
-"""Peak memory, item by item.
+"""The peak memory of a run, item by item.
 
-What a forward pass keeps for its backward pass is counted on a narrow twin of the model, through the trainer's own code.
+The tensors that a forward pass keeps for its backward pass are counted on a narrow twin of the model, with the trainer's code.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from psigrad.optim.gradients import HELD
 from psigrad_extras.preflight.plan.arithmetic import Work, token_bytes
 from psigrad_extras.preflight.plan.shape import Shape, count_shape, model_of, resize
 
-# Widest hidden size of a twin: beyond it every width is divided alike, and what is kept is multiplied again.
+# The widest hidden size of a twin. A wider model has all widths divided alike, and the count is multiplied back.
 _WIDE = 512
 _NARROW = 256
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Bytes kept for the backward pass: `token` per packed token and layer, `prefix` per layer for each token of a prompt that a
-    completion carries with it (0 where the attention shares it), `once` per packed token outside the layers, `input` per token
-    for what enters a layer. `fused` is the width in bytes that the fused decoder computes in, 0 where there is none.
+    """The bytes kept for the backward pass.
+
+    `token` counts per packed token and layer. `prefix` counts per layer for each token of a prompt that a completion carries with
+    it (0 if the attention shares it). `once` counts per packed token outside the layers, and `input` per token for the input of a
+    layer. `fused` is the bytes per number in the fused decoder, 0 if there is none.
     """
 
     token: float
@@ -50,30 +52,30 @@ class Terms:
 
     @classmethod
     def estimate(cls, shape: Shape, width: int) -> Terms:
-        """Those of models like Llama in plain PyTorch, for weights of `width` bytes."""
+        """Estimate the terms of models like Llama in plain PyTorch, with weights of `width` bytes."""
         kept = 6 * shape.hidden + 4 * shape.query + 3 * shape.key + 4 * shape.inner
         return cls(width * kept, 2 * width * shape.query, 4 * width * shape.hidden, width * shape.hidden)
 
     def scale(self, factor: float) -> Terms:
-        """All of them times `factor`."""
+        """Return the terms multiplied by `factor`."""
         return Terms(self.token * factor, self.prefix * factor, self.once * factor, self.input * factor, self.fused)
 
     def bytes_for(self, layers: int, tokens: int, carried: int, *, recompute: bool = False) -> float:
-        """Bytes for `tokens` packed tokens, with `carried` = the sum over completions of their prompts' lengths.
+        """Return the bytes for `tokens` packed tokens; `carried` is the sum of the completions' prompt lengths.
 
-        With gradient checkpointing (`recompute`) each layer keeps its input, and one layer at a time everything.
+        With gradient checkpointing (`recompute`) each layer keeps only its input, and one layer at a time keeps everything.
         """
         layer = self.token * tokens + self.prefix * carried
         return self.once * tokens + (layers * self.input * tokens + layer if recompute else layers * layer)
 
 
 def terms(config: PreTrainedConfig, dtype: str, lora: bool = False, device: str = "cpu") -> Terms:
-    """The terms of the architecture; of an architecture that can't be narrowed, those of models like Llama in plain PyTorch.
+    """Count the terms of an architecture; estimate them as for Llama if it can't be narrowed.
 
-    A GPU runs transformers' own modules, which a CPU runs in float64 alone: there the twin is counted and its widths converted.
+    A GPU runs transformers' modules, which a CPU runs only in float64. For a GPU the twin is counted in float64 and scaled.
     """
     kind: Any = type(config)
-    settings = json.dumps(config.to_dict(), sort_keys=True)  # to_json_string writes an infinity that from_dict refuses
+    settings = json.dumps(config.to_dict(), sort_keys=True)  # to_json_string writes an infinity that from_dict rejects
     if device == "cpu":
         return _terms(kind, settings, dtype, lora)
     return _terms(kind, settings, "float64", lora).scale(DTYPES[dtype].itemsize / 8)
@@ -87,7 +89,7 @@ def _terms(kind: type[Any], settings: str, dtype: str, lora: bool) -> Terms:
         twins = [_twin(config, shape, layers) for layers in (1, 2)]
         models = [_prepare(twin, dtype, lora) for twin in twins]
         short, long = ([_count_saved(model, prompt) for model in models] for prompt in (2, 34))
-    except Exception:  # an architecture's own code, which may raise anything at sizes that it does not expect
+    except Exception:  # an architecture's code may raise anything at unexpected sizes
         return Terms.estimate(shape, width)
     per_layer = [(two - one, tokens, carried) for (one, tokens, carried), (two, _, _) in (short, long)]
     (a, s, c), (b, t, d) = per_layer
@@ -100,7 +102,7 @@ def _terms(kind: type[Any], settings: str, dtype: str, lora: bool) -> Terms:
 
 
 def _twin(config: PreTrainedConfig, shape: Shape, layers: int) -> PreTrainedConfig:
-    """The architecture with few layers and a few tokens in its vocabulary, all widths in the proportions they have."""
+    """Return the configuration with few layers, a tiny vocabulary, and all widths in their original proportions."""
     factor = 1.0 if shape.hidden <= _WIDE else _NARROW / shape.hidden
     heads = shape.heads if factor == 1 else max(4, round(shape.heads * factor))
     keys = max(1, round(heads * shape.key_heads / shape.heads))
@@ -111,7 +113,7 @@ def _twin(config: PreTrainedConfig, shape: Shape, layers: int) -> PreTrainedConf
 
 
 def _prepare(config: PreTrainedConfig, dtype: str, lora: bool) -> LanguageModel:
-    """The twin as the trainer has it."""
+    """Prepare the twin as the trainer prepares its model."""
     with torch.random.fork_rng(devices=[]):
         hf = model_of(config, dtype=DTYPES[dtype])
         tokenizer: Any = SimpleNamespace(bos_token_id=None, eos_token_id=0)
@@ -119,14 +121,14 @@ def _prepare(config: PreTrainedConfig, dtype: str, lora: bool) -> LanguageModel:
 
 
 def _count_saved(model: LanguageModel, prompt: int) -> tuple[int, int, int]:
-    """(bytes that autograd keeps, packed tokens, prompt tokens that completions carry) of one forward pass."""
+    """Return (bytes that autograd keeps, packed tokens, prompt tokens that completions carry) of one forward pass."""
     groups, members, length = 2, 4, 33
     inputs = Groups([[3] * prompt] * groups, [[[4] * length] * members] * groups)
     own = {t.untyped_storage().data_ptr() for t in (*model.network.parameters(), *model.network.buffers())}
     kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no other tensor gets its place
+        kept[tensor.untyped_storage().data_ptr()] = tensor  # a reference, so that no other tensor reuses its memory
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -135,21 +137,21 @@ def _count_saved(model: LanguageModel, prompt: int) -> tuple[int, int, int]:
     return total, groups * (prompt + members * (length - 1)), groups * members * prompt
 
 
-# Bytes of a process without models and tensors: Python, torch and transformers (on a GPU also the CUDA context).
+# The bytes of a process without models and tensors: Python, torch and transformers (on a GPU also the CUDA context).
 BASELINE = {"cpu": 430 << 20, "cuda": 600 << 20}
-# Bytes that a process of several takes besides: gloo's buffers, and for shards torch's compiler, which DTensor imports.
-# Measured on W1 and SFT with 2 and 4 processes.
+# The extra bytes of one of several processes: gloo's buffers, and for shards torch's compiler, which DTensor imports. Measured on
+# W1 and SFT with 2 and 4 processes.
 AMONG_OTHERS = {"ddp": 50 << 20, "fsdp": 190 << 20}
-# What the allocator holds beyond the tensors that are alive at the peak: SLACK is a share of what is allocated and freed within a
-# step; BLOCKS counts blocks of the size of a trained head, under autograd and with the gradient in closed form. Measured on the
-# workloads W0 to W4. With the settings of `keep_freed_memory` glibc returns nothing to the kernel, and a new large block rarely
-# fits between old ones. With gradient checkpointing freed blocks are returned.
+# The allocator's memory beyond the tensors that are alive at the peak, measured on the workloads W0 to W4. SLACK is a share of
+# the bytes allocated and freed within a step. BLOCKS counts blocks of the size of a trained head, under autograd and with the
+# gradient in closed form. With the settings of `keep_freed_memory` glibc returns nothing to the kernel, and a new large block
+# rarely fits between old ones. With gradient checkpointing freed blocks are returned.
 SLACK = {"cpu": 0.2, "returned": 0.0, "cuda": 0.1}
 BLOCKS = {"cpu": (7.5, 0.25), "cuda": (0.0, 0.0)}
-# Float32 copies of a chunk of logits that the backward pass of its log-probs holds at once; with entropy two more.
+# Float32 copies of a chunk of logits that the backward pass of its log-probs needs at once; entropy needs two more.
 CHUNKS = 5
 KEPT = "kept from sampling"
-# Share of the freed activations of sampling that a critic's larger blocks fit into. Fitted on PPO in four shapes.
+# The share of the freed activations of sampling that a critic's larger blocks fit into. Fitted on PPO in four shapes.
 REFILLED = 0.25
 
 Phase = Literal["weights", "held", "sample", "train", "load"]
@@ -157,7 +159,7 @@ Phase = Literal["weights", "held", "sample", "train", "load"]
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """Bytes of one item, and when they are held: as weights, from the first step on, or while sampling, training or loading."""
+    """The bytes of one item, and the phase that needs them: weights, from the first step on, sampling, training, or loading."""
 
     name: str
     bytes: float
@@ -167,8 +169,10 @@ class MemoryItem:
 
 @dataclass(frozen=True)
 class ModelRole:
-    """A model of the run: its role, parameters, trained parameters, bytes per weight, of how many weights the optimiser's moments
-    have 8 bits, and how many gradients are recomputed instead of stored.
+    """A model of the run.
+
+    `learns` counts the trained parameters, and `width` the bytes per weight. `coarse` counts the weights whose moments in the
+    optimiser have 8 bits. `recomputed` counts the gradients that are recomputed instead of stored.
     """
 
     name: str
@@ -179,18 +183,16 @@ class ModelRole:
     coarse: int = 0
     recomputed: int = 0
     copied: bool = True
-    """Whether gradients of half-precision weights are copied to float32 before they are applied; the kernels read them as they
-    are.
-    """
+    """True if gradients of half-precision weights are copied to float32 for the optimiser; the kernels read them uncopied."""
     several: bool = False
-    """Whether several passes make a gradient, which half-precision weights then have in float32."""
+    """True if several passes accumulate a gradient, which is then in float32 for half-precision weights."""
     bare: bool = False
-    """Whether half-precision weights have no float32 masters."""
+    """True if half-precision weights have no float32 masters."""
     saved: float = 0.0
-    """Bytes that weights take less for being in codes."""
+    """The bytes saved by quantized weights."""
 
     def items(self) -> list[MemoryItem]:
-        """Weights, and for those that learn gradients, float32 masters (of half-precision weights) and AdamW's two moments."""
+        """Return the weights and, if trained, gradients, float32 masters (of half-precision weights) and AdamW's two moments."""
         size = self.width * self.parameters + 4 * self.adapter - self.saved
         note = f"{count(self.parameters)} × {self.width} bytes" + (", the layers in codes" if self.saved else "")
         found = [MemoryItem(self.name, size, "weights", note)]
@@ -203,14 +205,14 @@ class ModelRole:
         note = count(stored) + (f", {count(self.recomputed)} recomputed" if self.recomputed else "")
         found.append(MemoryItem(f"{self.name}: gradients", stored * each, "held", note))
         coarse, masters = min(self.coarse, learns), 0 if self.bare else 4 * half
-        moments = learns * (8 + masters) - coarse * (8 - 2.03125)  # a scale of 4 bytes for 256 of each
+        moments = learns * (8 + masters) - coarse * (8 - 2.03125)  # a scale of 4 bytes for 256 of each moment
         note = ("two moments of 8 bits" if coarse else "two moments") + (" and float32 masters" if masters else "")
         found.append(MemoryItem(f"{self.name}: optimizer", moments, "held", note))
         return found
 
 
 def count(parameters: float) -> str:
-    """5.1 M, 8.19 B."""
+    """Format a count: 5.1 M, 8.19 B."""
     for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if parameters >= scale:
             return f"{parameters / scale:.3g} {unit}"
@@ -218,20 +220,18 @@ def count(parameters: float) -> str:
 
 
 def cache_bytes(work: Work, policy: Shape, kept: Terms, width: int) -> float:
-    """Keys and values of all slots at their longest; the fused decoder keeps a prompt's once for its group."""
+    """Return the bytes of all slots' keys and values at full length; the fused decoder stores a prompt once for its group."""
     length = work.lengths
     prompts = math.ceil(work.slots / work.members) if kept.fused else work.slots
     own, shared = work.slots * length.longest_completion, prompts * length.longest_prompt
-    if kept.fused:  # whose rooms are whole blocks
+    if kept.fused:  # the fused decoder allocates whole blocks
         own = work.slots * math.ceil(length.longest_completion / BLOCK) * BLOCK
-    # the fused decoder keeps prompts in float32, in the order in which it reads them
+    # The fused decoder stores prompts in float32, in the order in which it reads them.
     return policy.cached * (own * (kept.fused or width) + shared * (4 if kept.fused else width))
 
 
 def engine_item(work: Work, policy: Shape, width: int, taken: float, sleeps: bool = False) -> tuple[MemoryItem, float]:
-    """The bytes that vLLM has `taken` of a device, for weights and a paged cache; and by how much that is too little for the
-    weights and one text at its longest.
-    """
+    """Return vLLM's `taken` bytes for weights and a paged cache, and the bytes missing for the weights and one longest text."""
     weights, own = width * policy.parameters / work.tensor, token_bytes(policy, width) / work.tensor
     least = weights + own * (work.lengths.longest_prompt + work.lengths.longest_completion)
     note = f"weights, and pages for {count(max(0.0, taken - weights) / own)} tokens"
@@ -240,15 +240,16 @@ def engine_item(work: Work, policy: Shape, width: int, taken: float, sleeps: boo
 
 
 def forward_and_back(work: Work, shape: Shape, kept: Terms, recompute: bool) -> tuple[float, float]:
-    """Bytes that the largest forward pass of a model keeps for its backward pass, and those of the backward pass itself."""
+    """Return the bytes that a model's largest forward pass keeps for its backward pass, and those of the backward pass."""
     carried = work.micro_completions * work.lengths.prompt
     return kept.bytes_for(shape.layers, work.micro_tokens, carried, recompute=recompute), _backward(shape, work.micro_tokens)
 
 
 def recomputed_gradients(work: Work, shape: Shape, fused: bool, *, head: bool) -> tuple[int, int]:
-    """Float32 parameters (of the head, of the embeddings) whose gradients are recomputed under gradient checkpointing instead of
-    stored (`optim/gradients.py`): of the `head`, and with the fused decoder of the embeddings, as long as what the tokens of an
-    optimiser step need for it fits. Tied embeddings count as the head. Equal tokens are counted one by one.
+    """Return the float32 parameters (of the head, of the embeddings) whose gradients are recomputed instead of stored.
+
+    This is done with gradient checkpointing (`optim/gradients.py`), if an optimiser step's tokens fit, for the `head`
+    and, with the fused decoder, for the embeddings. Tied embeddings count as the head. Equal tokens are counted separately.
     """
     room, rows = HELD * shape.vocabulary, math.ceil(work.rows / work.minibatches)
     looked_up, predicted = rows * work.group, rows * work.trained * work.lengths.completion
@@ -269,7 +270,7 @@ def passing(
     learns_head: bool,
     critic: tuple[Shape, Terms] | None = None,
 ) -> list[MemoryItem]:
-    """Items that are allocated and freed within a step; `critic` is a separate critic."""
+    """Return the items that are allocated and freed within a step; `critic` is a separate critic."""
     note = f"{work.micro_tokens} tokens" + (", recomputed layer by layer" if recompute else "")
     activations, backward = forward_and_back(work, policy, kept, recompute)
     held = None
@@ -277,7 +278,7 @@ def passing(
         held = _kept_item(kept_size(work, policy, kept), work.keeps)
     there = held.bytes if held is not None and held.phase == "held" else 0.0
     if there:
-        # either they are there, and copies of one layer; or, one step in twenty and in later passes, those of a forward pass
+        # Memory has the kept activations and copies of one layer; or, one step in twenty and in later passes, a forward pass's.
         activations = max(activations - there, activations / policy.layers)
         note += ", beside what was kept"
     found = [
@@ -290,7 +291,7 @@ def passing(
     if held is not None:
         found.append(held)
     if critic is not None:
-        # it learns after the policy, whose activations are freed by then
+        # The critic learns after the policy, whose activations are freed by then.
         more = sum(forward_and_back(work, *critic, recompute)) - activations - backward - REFILLED * there
         found += [MemoryItem("critic's activations", more, "train", "beyond the policy's, which are gone by then")] * (more > 0)
     if work.samples and not work.engine:
@@ -302,7 +303,7 @@ def passing(
             head = kept.fused * policy.head
             says = f"those of {whole} layers and the head, as decoding reads them"
             found.append(MemoryItem("packed weights", whole * layer + head * (head <= HEAD_LIMIT), "sample", says))
-        # log-probs, and in float64 the probabilities and their cumulative sum
+        # Log-probs, and in float64 the probabilities and their cumulative sum.
         found.append(
             MemoryItem("sampler's logits", work.slots * policy.vocabulary * 24, "sample", f"{slots} × {policy.vocabulary}")
         )
@@ -310,48 +311,48 @@ def passing(
 
 
 def kept_size(work: Work, policy: Shape, kept: Terms) -> float:
-    """Bytes of what sampling computes of a step and training could start from."""
+    """Return the bytes of a step's activations that sampling computes and training can reuse."""
     return kept.token * policy.layers * work.rows * (work.lengths.prompt + work.members * work.lengths.completion)
 
 
 def _kept_item(size: float, limit: float) -> MemoryItem:
-    """Activations kept from sampling: until the update used them, or dropped as soon as they exceed the limit."""
+    """Return the activations kept from sampling until the update; beyond the limit they are dropped."""
     if size <= limit:
         return MemoryItem(KEPT, size, "held", "so that training runs no forward pass of its own")
     return MemoryItem(KEPT, limit, "sample", f"let go beyond {limit / 1e9:g}e9 bytes")
 
 
 def _backward(policy: Shape, tokens: int) -> float:
-    """Gradients that one layer's backward pass holds at once: those of its feed-forward part and of the residual stream."""
+    """Return the bytes of gradients in one layer's backward pass: those of its feed-forward part and the residual stream."""
     return 4.0 * tokens * (3 * policy.inner + 3 * policy.hidden)
 
 
 def _logits(work: Work, policy: Shape) -> int:
-    """Logits of the largest micro-batch."""
+    """Return the number of logits in the largest micro-batch."""
     return min(work.micro_tokens, work.micro_completions * work.lengths.completion) * policy.vocabulary
 
 
 def _is_closed(work: Work, policy: Shape) -> bool:
-    """Whether the head's gradient is in closed form (`models/logprobs.py`)."""
+    """Return True if the head's gradient is computed in closed form (`models/logprobs.py`)."""
     return _logits(work, policy) > TILE_ELEMENTS and work.closed_head
 
 
 def head_slack(work: Work, policy: Shape, width: int, device: str) -> float:
-    """Bytes that the allocator holds beside a head that learns."""
+    """Return the bytes that the allocator holds beside a trained head."""
     return BLOCKS[device][_is_closed(work, policy)] * width * policy.head
 
 
 def _head(work: Work, policy: Shape, width: int, learns_head: bool, device: str) -> MemoryItem:
-    """A chunk of logits with what its backward pass needs, and the head's gradient before it is added up."""
+    """Return a chunk of logits with the memory of its backward pass, and the head's gradient before accumulation."""
     whole, closed = _logits(work, policy), _is_closed(work, policy)
-    both = 4.0 if width == 4 else 4.0 + width  # half-precision numbers stand beside their float32
+    both = 4.0 if width == 4 else 4.0 + width  # half-precision numbers, and their float32 copies
     limit = TILE_ELEMENTS if closed else CHUNK_ELEMENTS
     if device == "cuda":
         limit *= TILE_ON_GPU if closed else CHUNK_ON_GPU
     elements = min(whole, limit)
     size = elements * (both if closed else 4.0 * (CHUNKS + 2 * work.entropy))
     if learns_head and not (closed and width == 4):
-        # the gradient before it is added, and the sum where there is one already
+        # The gradient before accumulation, and the sum if there is one already.
         size += (both if closed else 4.0) * policy.head * (1 + (work.micro_batches > 1 and (whole > limit or policy.tied)))
     return MemoryItem(
         "head",
@@ -362,14 +363,14 @@ def _head(work: Work, policy: Shape, width: int, learns_head: bool, device: str)
 
 
 def load_items(parts: list[ModelRole]) -> list[MemoryItem]:
-    """Weights are read from a mapped file, which counts as long as it is mapped."""
+    """Return the mapped file that weights are read from, which counts as long as it is mapped."""
     return [MemoryItem("weights file", max(p.parameters * p.width for p in parts), "load", "mapped while it is read")]
 
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Items, and the peak that they add up to: everything held, and the most that one phase takes on top. `process` is a key of
-    `BASELINE`, `allocator` one of `SLACK`, `beside_head` the bytes of `head_slack`.
+    """The items and their peak: the permanent items, plus the largest phase. `process` is a key of `BASELINE`, `allocator` one of
+    `SLACK`, and `beside_head` the bytes of `head_slack`.
     """
 
     items: tuple[MemoryItem, ...]
@@ -378,30 +379,30 @@ class PeakMemory:
     beside_head: float
 
     def of(self, phase: Phase) -> float:
-        """Bytes of one phase's items."""
+        """Return the bytes of one phase's items."""
         return sum(item.bytes for item in self.items if item.phase == phase)
 
     @property
     def slack(self) -> float:
-        """Bytes that the allocator holds beyond the tensors that are alive."""
+        """The bytes that the allocator holds beyond the tensors that are alive."""
         comes_and_goes = (i for i in self.items if i.phase in ("train", "sample") or i.name == KEPT)
         rest = sum(i.bytes for i in comes_and_goes if i.name != "head")
         return self.beside_head + SLACK[self.allocator] * rest
 
     @property
     def baseline(self) -> float:
-        """The process itself."""
+        """The bytes of the process itself."""
         return BASELINE[self.process]
 
     @property
     def phase(self) -> Phase:
-        """When the peak comes."""
+        """The phase of the peak."""
         phases: tuple[Phase, ...] = ("train", "sample", "load")
         return max(phases, key=self._beside_weights)
 
     @property
     def peak(self) -> float:
-        """Bytes at the peak."""
+        """The bytes at the peak."""
         return self.baseline + self.of("weights") + self._beside_weights(self.phase)
 
     def _beside_weights(self, phase: Phase) -> float:
@@ -411,9 +412,7 @@ class PeakMemory:
 def roles_of(
     policy: ModelRole, reference: Shape | None, critic: tuple[Shape, int] | None, rewards: list[tuple[str, Shape]]
 ) -> list[ModelRole]:
-    """Every model of the run: the policy, and whichever of reference, critic (with its `recomputed`) and reward models there
-    are.
-    """
+    """Return all models of the run: the policy, and the reference, critic (with its `recomputed`) and reward models if any."""
     found = [policy]
     if reference is not None:
         found.append(ModelRole("reference", reference.parameters, 0, policy.width))
@@ -434,8 +433,8 @@ def roles_of(
 
 
 def sharded_items(parts: list[ModelRole], policy: Shape, ranks: int, samples: bool) -> Iterator[MemoryItem]:
-    """Items of one of `ranks` processes that hold the models in shards: its rows of each, what is made whole while it computes,
-    and the whole copy that samples.
+    """Yield the items of one of `ranks` processes with sharded models: its shards, the layers gathered while it computes, and the
+    full copy for sampling.
     """
     for part in parts:
         for item in part.items():
@@ -451,8 +450,8 @@ def sharded_items(parts: list[ModelRole], policy: Shape, ranks: int, samples: bo
 
 
 def by_weights(parameters: float, *, critic: bool, width: int = 2) -> dict[str, float]:
-    """The count by weights alone, as in lectures: policy and critic three times (weights and AdamW's moments, all of `width`
-    bytes), reference and reward model once; no gradients, no activations.
+    """Return the common estimate by weights alone, without gradients and activations. Policy and critic count three times
+    (weights and AdamW's moments, all of `width` bytes), reference and reward model once.
     """
     one = parameters * width
     return {"policy": 3 * one, "reference": one, **({"critic": 3 * one} if critic else {}), "reward model": one}
