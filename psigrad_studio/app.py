@@ -54,10 +54,9 @@ def create_app(settings: StudioSettings, sessions: Sessions | None = None, shown
 
     @app.get(ENTER)
     async def enter() -> Response:
-        """Set the session cookie, and return a page that stores the token and redirects at once, so that the key leaves the
-        address bar.
+        """Set the session cookie, and return a page that stores the token and redirects at once.
 
-        The guard has already checked the key.
+        The redirect removes the key from the address bar. The guard has already checked the key.
         """
         cookie, seconds = sessions.new_session(), int(settings.session_seconds)
         session = sessions.session_of(cookie)

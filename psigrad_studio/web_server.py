@@ -73,7 +73,7 @@ class Connections:
         self._put(connection, None)
 
     def admitted(self, connection: H11Protocol, who: object) -> None:
-        """Assign the connection to `who`, who sent a request on it."""
+        """Assign the connection to `who`, the sender of a request on it."""
         if connection in self.whose and self.whose[connection] != who:
             self.lost(connection)
             self._put(connection, who)

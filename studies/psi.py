@@ -168,7 +168,7 @@ class PsiRow:
     along: Interval
     """The same, sampled."""
     p: float | None
-    """The probability of a sampled mean this far from ∇J, over all parameters, without bias; None if there are too few batches.
+    """The probability of a sampled mean this far from ∇J, over all parameters, if there is no bias; None: too few batches.
     """
     exact_variance: float
     """Batch size × trace of the covariance of ĝ, exact."""
@@ -202,9 +202,10 @@ def moments(form: PsiForm, given: Problem, batch_size: int, batches: int) -> tup
 def _compare(
     x: FloatArray, steps: Sequence[FloatArray], given: Problem, paths: Paths, p: FloatArray, n: int
 ) -> tuple[FloatArray, float]:
-    """Moments of ĝ = Σ_t c(x_t, s_t), with c the sample covariance over n episodes, x [N, t] returns and s_t scores (E s_t = 0).
+    """Return moments of ĝ = Σ_t c(x_t, s_t), with c the sample covariance over n episodes.
 
-    `steps[t]` says which steps the score s_t is the sum of. Of four numbers of an episode,
+    x [N, t] are returns and s_t scores (E s_t = 0). The score s_t is the sum over the steps `steps[t]`.
+    For four numbers of an episode,
 
         n·Cov(c(x, y), c(z, w)) = E[x̃ỹz̃w̃] − σ_xy·σ_zw + (σ_xz·σ_yw + σ_xw·σ_yz) / (n − 1)
 

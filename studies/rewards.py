@@ -1,7 +1,7 @@
 """The studies' rewards for the task of spelling a word backwards: with a loophole, with noise, and independent of a remark.
 
 The rewards with a loophole (`longer`, `form`, `copied`, `liked`, `shallow`) are plausible attempts to reward the correct answer.
-A policy finds what else they pay for. `half` and `whole` err as a learned reward model does: the noise is a function of the
+A policy finds what else they pay for. `half` and `whole` err as a learned reward model does. The noise is a function of the
 answer, so that the same answer always gets the same wrong score.
 """
 

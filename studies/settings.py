@@ -1,7 +1,7 @@
 """Settings of every study. The module imports nothing heavy, so that help needs no torch.
 
-A new study is a settings class here, its name in `SETTINGS`, its line in `psigrad_extras/experiments.py`, and a module of its
-name in `studies/claims/` (or `studies/`) that provides what `Experiment.module` describes.
+A new study needs a settings class here, its name in `SETTINGS`, and its line in `psigrad_extras/experiments.py`. It also needs a
+module of its name in `studies/claims/` (or `studies/`) that provides what `Experiment.module` describes.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class SampleForm(ProjectForm):
 
 @dataclass
 class SampleJob:
-    """One sampling job. `state` is sampling, done, failed or stopped; `said` is the reason of a failure."""
+    """One sampling job. `state` is sampling, done, failed or stopped; `said` is the reason for a failure."""
 
     project: int
     model: str

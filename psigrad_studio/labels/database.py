@@ -77,8 +77,8 @@ def reads(function: Callable[Concatenate[Session, P], T]) -> Callable[Concatenat
 def writes(function: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Database, P], T]:
     """Turn a function of a session into one of a database, called in a transaction that is committed before it returns.
 
-    If two transactions collide (the same new key, a deadlock, a lock timeout), the loser runs again from the start, so it sees
-    the winner's changes. Raises `Busy` when the attempts are used up.
+    Two transactions collide by the same new key, a deadlock or a lock timeout. The loser then runs again from the start, so it
+    sees the winner's changes. Raises `Busy` when the attempts are used up.
     """
     return _in_transactions(function, write=True)
 

@@ -1,7 +1,7 @@
 """Active selection of the next pair: the one about which a reward model is most uncertain.
 
-The closer the scores of two completions, the closer the model's probability of either side is to one half, and the more it learns
-from an answer (uncertainty sampling: Lewis and Gale 1994).
+If the scores of two completions are close, the model's probability of either side is close to one half. The model then learns
+most from an answer (uncertainty sampling: Lewis and Gale 1994).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ EXPLORED = 0.1
 
 @writes
 def order_by_doubt(session: Session, person: Person, project_id: int) -> int:
-    """Sort the pairs without answers by the gap between their rewards, smallest first. Return the number with both rewards.
+    """Sort the pairs that nobody has started by the gap between their rewards, smallest first.
 
-    A completion has the reward of its last imported rows. After `psigrad score` with a newer reward model, import the rows again,
-    then sort. Pairs without two rewards come last. Raises `Refusal` if the project does not ask for pairs, or no pair has two
-    rewards.
+    Return the number of pairs with both rewards. A completion has the reward of its last imported rows. After `psigrad score`
+    with a newer reward model, import the rows again, then sort. Pairs without two rewards come last. Raises `Refusal` if the
+    project does not ask for pairs, or no pair has two rewards.
     """
     project = people.require(session, person, project_id, "manage")
     if project.kind != "pair":

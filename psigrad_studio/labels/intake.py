@@ -45,7 +45,7 @@ class TaskOptions:
     ranked: int = 5
     """The most completions in one ranking."""
     overlap: int | None = None
-    """The number of people who answer each task; None uses the project's value."""
+    """The number of answers to each task, by different people; None uses the project's value."""
     overlap_share: float = 1.0
     """The share of tasks that `overlap` people answer. The others are answered once."""
     priority: int = 0

@@ -42,8 +42,8 @@ def is_known(revision: str) -> bool:
 def upgrade(connection: Connection, to: str = "head") -> None:
     """Run every migration up to `to` that the database lacks, inside the transaction of `connection`.
 
-    Servers that start at the same moment wait for one another: on SQLite by the write lock of the transaction, on PostgreSQL by
-    an advisory lock. Raises `UserError` if the database is of a newer version, or another program's.
+    Servers that start at the same moment wait for one another. SQLite uses the write lock of the transaction, PostgreSQL an
+    advisory lock. Raises `UserError` if the database is of a newer version, or another program's.
     """
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:n)"), {"n": _LOCK})

@@ -151,7 +151,7 @@ class Membership(Base):
 class Project(Base):
     """A project that asks people one question about many completions.
 
-    `overlap` people answer each task, `strengths` is the number of grades of a choice (0: not asked), `seed` is the seed of the
+    `overlap` people answer each task. `strengths` is the number of grades of a choice (0: not asked). `seed` determines the
     display orders. `questions` are the custom ones (null: none). `overall` is false if only they are asked. `checks` of a hundred
     tasks are attention checks (null: none).
     """

@@ -133,7 +133,7 @@ def _loaded(said: bytes) -> Any:
 
 
 def config_of(run: Path) -> dict[str, Any]:
-    """Return a run's settings; empty if there are none, or none that psigrad could have written."""
+    """Return a run's settings; empty if there are none, or if they are nested too deeply."""
     found = parse_row(content(run / "config.json")) or {}
     return {} if is_deep(found) else found
 

@@ -118,8 +118,8 @@ def row(name: str, rate: float, runs: Sequence[Sequence[Mapping[str, Any]]]) -> 
 def exploits_at_once(rows: Sequence[Mapping[str, Any]]) -> bool:
     """Return True if a run exploits its reward at once.
 
-    The truth then never regains its value before the first step and ends `LOST` below it, while the reward of the last ten steps
-    is above that of the first.
+    The truth then never regains its value before the first step and ends `LOST` below it. The reward of the last ten steps is
+    above that of the first.
     """
     truth = [accuracy for _, accuracy in sorted(trials.curve(rows).items())]
     proxy = [row["reward"] for row in rows if "reward" in row]

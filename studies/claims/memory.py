@@ -1,7 +1,7 @@
 """RLOO and GRPO against PPO on one model: peak memory and seconds per step, measured and as `psigrad plan` predicts them.
 
 The claim is that of Huang and Ahmadian 2024 (Putting RL back in RLHF, Hugging Face). RLOO takes 50 to 70 % less memory than PPO
-and is 2 to 3 times as fast, since PPO stores and trains a critic as large as the policy.
+and is 2 to 3 times as fast. The reason is PPO's critic, which is as large as the policy and is also trained.
 """
 
 from __future__ import annotations

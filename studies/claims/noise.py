@@ -4,7 +4,7 @@ The claim is that of Ahmadian et al. 2024, Back to Basics (arXiv:2402.14740, sec
 in the reward and with a larger β. Here RAFT ranks by the reward alone, and its KL is a term of the loss.
 
 Every method makes one pass over each batch. The learning rate of each arm (a method at a noise or a β) is tuned by the same
-budget: one run for each rate, on a separate seed, by the accuracy without noise.
+budget. This is one run for each rate, on a separate seed, scored by the accuracy without noise.
 """
 
 from __future__ import annotations

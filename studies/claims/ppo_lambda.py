@@ -1,7 +1,7 @@
 """PPO at several λ of generalised advantage estimation, on a language task and on CartPole.
 
-The claim is that of Ahmadian et al. 2024, Back to Basics (arXiv:2402.14740, section 5.1): on language models λ = 1 is best, since
-the bias of a smaller λ costs more than the variance that it saves. In control, the opposite is known: Schulman et al. 2016
+The claim is that of Ahmadian et al. 2024, Back to Basics (arXiv:2402.14740, section 5.1): on language models λ = 1 is best. The
+bias of a smaller λ costs more than the variance that it saves. In control, the opposite is known: Schulman et al. 2016
 (arXiv:1506.02438) found 0.92 to 0.99 best.
 """
 
