@@ -25,7 +25,7 @@ CHARTS = "vendor/uplot/uPlot.min.css"
 
 
 def pages(settings: StudioSettings, labels: LabelStore) -> list[Page]:
-    """All pages, in the order of the navigation. Visitors arrive at the first."""
+    """Return all pages, in the order of the navigation. Visitors arrive at the first."""
     return [
         Page("grid", "Grid", grid_routes.router(settings), styles=(CHARTS,)),
         Page("runs", "Runs", runs_router(settings, labels), styles=(CHARTS,)),
@@ -35,7 +35,7 @@ def pages(settings: StudioSettings, labels: LabelStore) -> list[Page]:
 
 
 def create_app(settings: StudioSettings, sessions: Sessions | None = None, shown: Sequence[Page] | None = None) -> FastAPI:
-    """The application for these settings. Tests pass `sessions` and `shown`; by default they are new sessions and all pages."""
+    """Return the application for these settings. Tests pass `sessions` and `shown`; the defaults are new ones and all pages."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     sessions = sessions or Sessions(settings.key, settings.session_seconds)
     app.state.labels = labels = LabelStore(settings)
@@ -54,8 +54,9 @@ def create_app(settings: StudioSettings, sessions: Sessions | None = None, shown
 
     @app.get(ENTER)
     async def enter() -> Response:
-        """The guard has checked the key. Set the session cookie, and send a page that keeps the token and leaves at once, so that
-        the key leaves the address bar.
+        """Set the session cookie, and return a page that stores the token and redirects at once.
+
+        The redirect removes the key from the address bar. The guard has already checked the key.
         """
         cookie, seconds = sessions.new_session(), int(settings.session_seconds)
         session = sessions.session_of(cookie)

@@ -40,7 +40,7 @@ class ActionBackup:
 
 @dataclass(frozen=True)
 class TabularUpdate:
-    """What one visit in an episode changed: before + step·(target − before) = after."""
+    """One visit in an episode, and the change that it made: before + step·(target − before) = after."""
 
     t: int
     action: int
@@ -48,14 +48,14 @@ class TabularUpdate:
     cell: tuple[int, int]
     ends: bool
     ahead: float | None
-    """V(s'), or what stands for it, before γ; None for Monte Carlo, whose target is the whole return."""
+    """V(s') or its substitute, before γ; None for Monte Carlo, whose target is the full return."""
     target: float
     before: float
     after: float
 
 
 def model_backup(playback: Playback, frame: Frame, state: int) -> list[ActionBackup]:
-    """The terms of Q(s, a) for each action, from the values of the frame. Empty in terminal states."""
+    """Return the terms of Q(s, a) for each action, from the values of the frame. The list is empty for terminal states."""
     mdp = playback.mdp
     if mdp.is_terminal[state]:
         return []
@@ -64,7 +64,7 @@ def model_backup(playback: Playback, frame: Frame, state: int) -> list[ActionBac
 
 
 def evaluated_probabilities(playback: Playback, state: int) -> list[float] | None:
-    """π(a|s) of the policy that is evaluated; None for control and planning, which look for a policy themselves."""
+    """Return π(a|s) of the evaluated policy; None for control and planning, which search for a policy."""
     if ALGORITHMS[playback.spec.algorithm].family != "prediction":
         return None
     policy = evaluated_policy(playback.spec, playback.mdp)
@@ -84,12 +84,12 @@ def _outcomes(playback: Playback, frame: Frame, state: int, action: int) -> list
 
 
 def updates(playback: Playback, frame: Frame, state: int) -> list[TabularUpdate]:
-    """The updates that the last episode of a learner's frame made in a cell, in order. Empty for planning."""
+    """Return the updates of a learner's last episode in a cell, in order. The list is empty for planning."""
     return [update for where, update in replay(playback, frame) if where == state]
 
 
 def replay(playback: Playback, frame: Frame) -> Iterator[tuple[int, TabularUpdate]]:
-    """(state, update) of every step of the last episode, in order, starting from the table before the episode."""
+    """Yield (state, update) for every step of the last episode, in order, starting from the table before the episode."""
     if frame.episode is None or frame.before is None:
         return
     name, after = playback.spec.algorithm, frame.value if frame.q is None else frame.q
@@ -129,7 +129,7 @@ def _ahead(playback: Playback, table: FloatArray, state: int, next_action: int |
 
 
 def _returns(playback: Playback, episode: Episode, before: FloatArray, after: FloatArray) -> Iterator[tuple[int, TabularUpdate]]:
-    """The first visit of each state (or state and action), with the return that followed."""
+    """Yield the first visit of each state (or state and action), with the return that followed."""
     mdp, world = playback.mdp, playback.spec.world
     steps = len(episode.actions)
     total = 0.0 if episode.terminated else _tail(playback, mdp, before, int(episode.states[-1]))
@@ -154,5 +154,5 @@ def _returns(playback: Playback, episode: Episode, before: FloatArray, after: Fl
 
 
 def _tail(playback: Playback, mdp: MDP, table: FloatArray, state: int) -> float:
-    """The estimate that stands for the rest of an episode that was cut off."""
+    """Return the estimate that replaces the rest of a truncated episode."""
     return float(table[state]) if table.ndim == 1 else _ahead(playback, table, state, None)

@@ -28,7 +28,7 @@ _UNFINISHED = "\ufffd"
 
 @dataclass
 class ChatAnswer:
-    """What one model wrote."""
+    """The answer of one model."""
 
     checkpoint: Checkpoint
     prompt: str | list[Message] = ""
@@ -36,7 +36,7 @@ class ChatAnswer:
     ids: list[int] = field(default_factory=list)
     text: str = ""
     reason: Reason | None = None
-    """Why it ended; None while it goes on."""
+    """The reason why the answer ended; None while it is generated."""
 
 
 def converse(
@@ -48,10 +48,10 @@ def converse(
     stop: threading.Event,
     say: Say,
 ) -> None:
-    """Wait for the models, load those that are missing, generate the answers, and report events through `say`. The turn is always
-    given up at the end.
+    """Wait for the models, load the missing ones, generate the answers, and report events through `say`.
 
-    `sides[i]` is the side of the page that shows answer i. Events name sides and never models. Errors are reported as events too.
+    The turn is always given up at the end. `sides[i]` is the side of the page that shows answer i. Events name sides and never
+    models. Errors are reported as events too.
     """
     try:
         before = 0
@@ -62,12 +62,12 @@ def converse(
         if not all(models.has(answer.checkpoint) for answer in answers):
             say({"event": "loading"})
         loaded = [] if stop.is_set() else [models.get(answer.checkpoint) for answer in answers]
-        # a seed gives the same answer alone and beside another model; only a model beside itself gets another seed
+        # The same seed gives the same answer alone and next to another model. Only a model next to itself gets another seed.
         again = [answer.checkpoint == answers[0].checkpoint and i > 0 for i, answer in enumerate(answers)]
         writers = [_Writer(*each) for each in zip(loaded, [question] * len(loaded), answers, again, strict=False)]
         say({"event": "writing"})
         _write(writers, sides, stop, say)
-        # in order of the sides: the order of the models would reveal which is which
+        # Report in the order of the sides, because the order of the models would reveal which is which.
         for side, answer in sorted(zip(sides, answers, strict=True), key=lambda pair: pair[0]):
             answer.reason = answer.reason or "stopped"
             said = {"reason": answer.reason, "tokens": len(answer.ids), "text": answer.text}
@@ -79,7 +79,7 @@ def converse(
 
 
 def _write(writers: Sequence[_Writer], sides: Sequence[int], stop: threading.Event, say: Say) -> None:
-    """Generate one token of each answer in turn. The answer on the left comes first, whichever model writes it."""
+    """Generate one token of each answer in turn. The left answer always comes first, so the order reveals no model."""
     order = sorted(range(len(writers)), key=lambda i: sides[i])
     try:
         while not stop.is_set() and any(writers[i].answer.reason is None for i in order):
@@ -92,8 +92,9 @@ def _write(writers: Sequence[_Writer], sides: Sequence[int], stop: threading.Eve
 
 
 class _Writer:
-    """One answer that is being generated. Text is sent only once it is final: half of a multi-byte character waits for its other
-    half.
+    """The state of an answer that is being generated.
+
+    Text is sent only once it is final: the first bytes of a multi-byte character wait for the rest.
     """
 
     def __init__(self, model: LanguageModel, question: ChatQuestion, answer: ChatAnswer, again: bool) -> None:

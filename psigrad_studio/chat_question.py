@@ -1,4 +1,4 @@
-"""A question to a model, and the prompt that it becomes: with a chat template a conversation, else plain text."""
+"""A question to a model, and its prompt: a conversation if the model has a chat template, otherwise plain text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ChatQuestion:
     seed: int = 0
 
     def row(self, tokenizer: PreTrainedTokenizerBase) -> Row:
-        """The prompt for the model: the conversation, or, without a chat template, the last message as plain text."""
+        """Return the prompt for the model: the conversation, or, without a chat template, the last message as plain text."""
         talks, follows = abilities(tokenizer)
         if not talks:
             return Row("the prompt", prompt=str(self.messages[-1]["content"]))
@@ -38,7 +38,7 @@ class ChatQuestion:
 
 
 def abilities(tokenizer: PreTrainedTokenizerBase) -> tuple[bool, bool]:
-    """Whether a tokenizer has a chat template, and whether the template supports a system prompt."""
+    """Return (True if a tokenizer has a chat template, True if the template supports a system prompt)."""
     if not tokenizer.chat_template:
         return False, False
     talk = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "a"}]

@@ -64,7 +64,7 @@ class StopForm(RequestForm):
 
 
 class ChoiceForm(RequestForm):
-    """Which answer was better."""
+    """The better one of two answers."""
 
     duel: Id
     choice: Literal["left", "right", "tie", "both_bad"]
@@ -77,7 +77,7 @@ class TakeBackForm(RequestForm):
 
 
 def router(settings: StudioSettings, labels: LabelStore, models: ModelCache | None = None) -> APIRouter:
-    """The routes of the chat page. Tests pass `models`."""
+    """Return the routes of the chat page. Tests pass `models`."""
     routes = APIRouter(prefix="/api/chat")
     models = models or ModelCache(settings.model_bytes)
     comparisons, stops = ChatComparisons(labels), dict[str, threading.Event]()
@@ -132,8 +132,9 @@ def router(settings: StudioSettings, labels: LabelStore, models: ModelCache | No
 
 
 class _Events:
-    """Events from a thread, sent as server-sent events while a client listens. When the client leaves, the thread is told to
-    stop.
+    """Events from a thread, sent as server-sent events while a client listens.
+
+    When the client leaves, the thread receives a signal to stop.
     """
 
     def __init__(self, first: Mapping[str, Any], work: Any, stop: threading.Event) -> None:
@@ -159,7 +160,7 @@ class _Events:
         threading.Thread(target=run, name="chat", daemon=True).start()
 
     async def lines(self) -> AsyncIterator[str]:
-        """The events, and a comment now and then when there is none, so that the connection stays open."""
+        """Yield the events, and a comment during pauses, so that the connection stays open."""
         try:
             while True:
                 try:
@@ -193,7 +194,7 @@ def _question(form: AnswerForm) -> ChatQuestion:
 
 
 def _known(settings: StudioSettings, ids: Sequence[str]) -> list[Checkpoint]:
-    """The models with these ids, looked up on the disk now."""
+    """Return the models with these ids, looked up on the disk now."""
     found = find(settings.runs, settings.checkpoints)
     if any(name not in found for name in ids):
         raise UserError("There is no such model in the runs folder any more; choose another.")

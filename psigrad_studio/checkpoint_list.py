@@ -24,35 +24,35 @@ if TYPE_CHECKING:
 
 DEEPEST = 4
 MOST = 2000
-"""Checkpoints in one list, and entries of one folder that are looked at; what has more is cut there."""
+"""The limit on checkpoints in a list, and on entries read from a folder. Anything beyond it is cut off."""
 MOST_FOLDERS = 20_000
-# transformers imports lazily, and fails where two threads do so at once
+# transformers imports lazily, and fails if two threads import at once.
 _LOADING = threading.Lock()
 _STEP = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model on the disk. Requests refer to it by `id`, so no request holds a path; `name` is what people see."""
+    """A model on the disk. Requests refer to it by `id`, so no request contains a path; `name` is displayed."""
 
     id: str
     name: str
     folder: Path
     bytes: int
-    """Size of its weights."""
+    """The size of its weights."""
     stamp: int
-    """When its weights were written: a folder that is trained again is another model."""
+    """The time at which its weights were written. A folder that is trained again counts as another model."""
     run: str | None = None
     step: int | None = None
     adapter: bool = False
 
     def open(self) -> LanguageModel:
-        """Load the model in its saved precision. Raises `UserError` where that fails."""
+        """Load the model in its saved precision. Raises `UserError` if that fails."""
         with _LOADING:
             return self._open()
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Load the tokenizer alone. Raises `UserError` where that fails."""
+        """Load the tokenizer alone. Raises `UserError` if that fails."""
         with _LOADING:
             from transformers import AutoTokenizer
 
@@ -62,7 +62,7 @@ class Checkpoint:
                 raise UserError(f"The tokenizer of {self.name} cannot be loaded; choose another model.") from error
 
     def _open(self) -> LanguageModel:
-        # torch and transformers are imported on demand, so that the studio starts without them
+        # Import torch and transformers on demand, so that the studio starts without them.
         import transformers
 
         from psigrad.language.loading.model_source import find_adapter, locate, lora_of
@@ -83,9 +83,9 @@ class Checkpoint:
 
 
 def find(runs: Path, named: Sequence[Path] = ()) -> dict[str, Checkpoint]:
-    """Every causal language model under `runs`, and those in `named`, by id; the newest run first, then by step.
+    """Return every causal language model under `runs`, and those in `named`, by id; the newest run first, then by step.
 
-    Links are not followed. Folders without such a model (control runs, reward models, half-written ones) are left out.
+    Links are not followed. Folders without such a model (control runs, reward models, partially written folders) are skipped.
     """
     folders = islice(_folders(runs, DEEPEST), MOST_FOLDERS)
     made = [found for folder in folders if (found := _read(folder, runs)) is not None]
@@ -95,7 +95,7 @@ def find(runs: Path, named: Sequence[Path] = ()) -> dict[str, Checkpoint]:
 
 
 def _folders(root: Path, depth: int) -> Iterator[Path]:
-    """`root` and the folders below it, sorted by name."""
+    """Yield `root` and the folders below it, sorted by name."""
     yield root
     try:
         entries = sorted(os.scandir(root), key=lambda entry: entry.name) if depth else []
@@ -107,11 +107,11 @@ def _folders(root: Path, depth: int) -> Iterator[Path]:
 
 
 def _read(folder: Path, runs: Path | None) -> Checkpoint | None:
-    """The checkpoint in a folder; None where there is none, or where it is being written or deleted."""
+    """Return the checkpoint in a folder; None if there is none, or if it is being written or deleted."""
     try:
         with os.scandir(folder) as held:
             entries = list(islice(held, MOST))
-        plain = all(entry.is_file() or entry.is_dir() for entry in entries)  # who opens a pipe waits for ever
+        plain = all(entry.is_file() or entry.is_dir() for entry in entries)  # opening a pipe would block forever
         names = [e.name for e in entries if e.name.endswith(".safetensors") and e.name != "optimizer.safetensors"]
         weights = [(folder / name).stat() for name in names] if plain else []
     except OSError:
@@ -141,12 +141,12 @@ def _name(place: str, run: str | None, step: int | None) -> str:
 
 
 def _printable(path: str) -> str:
-    """A file name as text; its bytes may be invalid."""
+    """Return a file name as text. Its bytes may be invalid."""
     return path.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _run_folder(folder: Path) -> Path:
-    """The run that the model of a folder came from (run/model or run/checkpoints/step-…); else the folder itself."""
+    """Return the run that the model of a folder came from (run/model or run/checkpoints/step-…); otherwise the folder itself."""
     if _step_of(folder) is not None and folder.parent.name == "checkpoints":
         return folder.parent.parent
     return folder.parent if folder.name == "model" else folder
@@ -167,7 +167,7 @@ def _causal_adapter(folder: Path) -> bool:
 
 
 def _model_of(folder: Path) -> Model:
-    """The model in the settings of a folder's run, or, where those are damaged, in its checkpoint's manifest."""
+    """Return the model in the settings of a folder's run. If the settings are damaged, read its checkpoint's manifest."""
     settings = _json(_run_folder(folder) / "config.json") or _json(folder / "manifest.json").get("settings")
     given = settings.get("model") if isinstance(settings, dict) else None
     known = given if isinstance(given, dict) else {}

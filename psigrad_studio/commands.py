@@ -1,4 +1,4 @@
-"""The commands of this package. Each parses, calls one public function and prints."""
+"""The commands of this package. Each one parses its arguments, calls one public function and prints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ model as completions name theirs, --cache a folder that keeps replies, --output 
 
 
 def judge_report(arguments: list[str]) -> int:
-    """Print how a judge compares with people's votes and with itself."""
+    """Print how a judge compares with human votes and with itself."""
     names, listed, rest = flags.parse_lists(arguments, "--criteria")
     texts = dict.fromkeys(("model", "base_url", "project", "self_model", "cache", "output"), "")
     usual = {**texts, "api_key_variable": "OPENAI_API_KEY", "max_pairs": 0}

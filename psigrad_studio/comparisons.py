@@ -1,5 +1,6 @@
-"""Blind comparisons of two checkpoints: the order is drawn here, the names are revealed after the choice, and the choice is
-stored with the labels.
+"""Blind comparisons of two checkpoints.
+
+The order is drawn here, the names are revealed after the choice, and the choice is stored with the labels.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ class ChatComparison:
     sides: tuple[int, int]
     id: str = field(default_factory=lambda: secrets.token_urlsafe(18))
     result: dict[str, Any] | None = None
-    """What the choice was answered with."""
+    """The response to the choice."""
 
     @property
     def shown(self) -> list[ChatAnswer]:
-        """The answers in display order: left, right."""
+        """Return the answers in display order: left, right."""
         return [self.answers[self.sides.index(side)] for side in (0, 1)]
 
 
@@ -55,7 +56,7 @@ class ChatComparisons:
         self._lock = threading.Lock()
 
     def begin(self, first: ChatAnswer, second: ChatAnswer) -> ChatComparison:
-        """Start a comparison, with its order drawn."""
+        """Start a comparison and draw its order."""
         left = secrets.randbelow(2)
         comparison = ChatComparison((first, second), (left, 1 - left))
         with self._lock:
@@ -65,8 +66,9 @@ class ChatComparisons:
         return comparison
 
     def choose(self, comparison_id: str, choice: str) -> dict[str, Any]:
-        """Store a choice (left, right, tie, both_bad) and return the names. A second choice changes nothing and returns the
-        first.
+        """Store a choice (left, right, tie, both_bad) and return the names.
+
+        A second choice changes nothing and returns the first result.
         """
         with self._lock:
             comparison = self._known.get(comparison_id)
@@ -80,9 +82,9 @@ class ChatComparisons:
             return comparison.result
 
     def undo(self, comparison_id: str) -> dict[str, Any]:
-        """Take back what a choice stored. The names are known by then, so there is no second choice.
+        """Take back the rows that a choice stored. The names are known by then, so no second choice is possible.
 
-        Raises `Conflict` where something else was answered in that project since.
+        Raises `Conflict` if another answer was given in that project since.
         """
         with self._lock:
             comparison = self._known.get(comparison_id)
@@ -95,7 +97,7 @@ class ChatComparisons:
 
 
 def _store(database: Database, comparison: ChatComparison, choice: str) -> dict[str, Any]:
-    """Store the pair and the choice with the labels. Returns the project's number, or why nothing was stored."""
+    """Store the pair and the choice with the labels. Return the project's number, or the reason why nothing was stored."""
     left, right = comparison.shown
     if not left.text.strip() or not right.text.strip():
         return {"project": None, "note": "One of the answers is empty, so the choice was not stored."}
@@ -119,7 +121,7 @@ def _store(database: Database, comparison: ChatComparison, choice: str) -> dict[
 
 
 def _row(answer: ChatAnswer) -> dict[str, Any]:
-    """An answer as a row for `intake.add_rows`. Answers of a run's checkpoints keep run and step."""
+    """Return an answer as a row for `intake.add_rows`. Answers of a run's checkpoints keep run and step."""
     checkpoint, talks = answer.checkpoint, not isinstance(answer.prompt, str)
     content = [{"role": "assistant", "content": answer.text}] if talks else answer.text
     row: dict[str, Any] = {
@@ -136,7 +138,7 @@ def _row(answer: ChatAnswer) -> dict[str, Any]:
 
 
 def _project(database: Database, person: Person) -> int:
-    """The project for choices of the chat page, created when there is none."""
+    """Return the project for choices of the chat page, and create it if it does not exist."""
     for _ in range(2):
         found = [info.id for info in projects.mine(database, person) if info.settings.name == PROJECT]
         if found:
@@ -150,7 +152,7 @@ def _project(database: Database, person: Person) -> int:
 
 @reads
 def _task(session: Session, project_id: int, rows: Sequence[Mapping[str, Any]]) -> tuple[int, list[int]]:
-    """The task made from `rows`, and the place of each row's completion in it."""
+    """Return the task made from `rows`, and the place of each row's completion in it."""
     group = next(iter(gather(_placed(rows)).groups.values()))
     hashes, placed = list(group.completions), sorted(group.completions)
     prompts = select(StoredPrompt.id).where(StoredPrompt.project_id == project_id, StoredPrompt.hash == digest(group.prompt))
@@ -160,5 +162,5 @@ def _task(session: Session, project_id: int, rows: Sequence[Mapping[str, Any]]) 
 
 
 def _placed(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
-    """Rows with a name each, as `completion_groups.gather` takes them."""
+    """Return the rows with a name each, in the form that `completion_groups.gather` accepts."""
     return [(f"chat:{i}", row) for i, row in enumerate(rows, 1)]

@@ -23,12 +23,12 @@ from psigrad_studio.studio_settings import StudioSettings
 
 SIDE = 20
 MOST_NUMBERS = 60_000
-"""In one answer: frames are fewer where the grid is larger."""
+"""The limit on numbers in one response. Larger grids get fewer frames."""
 UPDATES_SHOWN = 3
 WAIT_SECONDS = 5.0
 Number = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
 Index = Annotated[int, Field(ge=0, lt=SIDE, strict=True)]
-# JSON has no tuples, so these two accept lists; their elements stay strict
+# JSON has no tuples, so these two accept lists. Their elements stay strict.
 Place = Annotated[tuple[Index, Index], Field(strict=False)]
 Prize = Annotated[tuple[Index, Index, Annotated[Number, Field(strict=True)]], Field(strict=False)]
 
@@ -58,7 +58,7 @@ class OptionsForm(RequestForm):
 
 
 class PlaybackForm(RequestForm):
-    """What to compute: world, algorithm, options, warm start."""
+    """The computation: world, algorithm, options, warm start."""
 
     world: WorldForm
     algorithm: Annotated[str, Field(max_length=40)]
@@ -68,7 +68,7 @@ class PlaybackForm(RequestForm):
 
 
 class FramesForm(PlaybackForm):
-    """Frames of a playback: `count` from `first` on."""
+    """The frames of a playback: `count` frames from `first`."""
 
     first: Annotated[int, Field(ge=0, le=10_000)] = 0
     count: Annotated[int, Field(ge=1, le=400)] = 100
@@ -82,7 +82,7 @@ class BackupForm(PlaybackForm):
 
 
 def router(settings: StudioSettings) -> APIRouter:
-    """The routes of the grid page."""
+    """Return the routes of the grid page."""
     routes, playbacks = APIRouter(prefix="/api/grid"), PlaybackCache(settings.cache_bytes)
     at_work = threading.BoundedSemaphore(settings.work_at_once)
 

@@ -1,4 +1,4 @@
-"""What all routes share: forms for the bodies of requests, and answers in JSON."""
+"""The parts that all routes share: forms for request bodies, and JSON responses."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pydantic import BaseModel, ConfigDict
 
 
 class RequestForm(BaseModel):
-    """The body of a request. Unknown fields are refused and nothing is converted."""
+    """The body of a request. Unknown fields raise an error and nothing is converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON types: dataclasses as objects, sets as sorted lists, non-finite numbers as null."""
+    """Return a value as JSON types: dataclasses as objects, sets as sorted lists, non-finite numbers as null."""
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
@@ -32,9 +32,9 @@ def plain(value: Any) -> Any:
 
 
 def json_response(content: Any) -> Response:
-    """An answer in ASCII JSON, so that any text of a model can be sent."""
+    """Return a response in ASCII JSON, so that any text of a model can be sent."""
     try:
         text = json.dumps(content, allow_nan=False, separators=(",", ":"))
-    except (TypeError, ValueError):  # slow, so only where JSON lacks something
+    except (TypeError, ValueError):  # conversion is slow, so it runs only if JSON rejects the value
         text = json.dumps(plain(content), allow_nan=False, separators=(",", ":"))
     return Response(text, media_type="application/json")

@@ -1,4 +1,4 @@
-"""How a judge compares with people's votes, and with itself: agreement, kappa, and what order, length and its own texts do.
+"""Comparison of a judge with human votes and with itself: agreement, kappa, and biases by order, length and authorship.
 
 Votes are rows of files that the labelling desk exports (`preference`, or the votes as they were given), or a project of its
 database. Each pair is shown to the judge in both orders, as the reward `ranking` does.
@@ -31,7 +31,7 @@ Z = 1.959964
 
 @dataclass
 class Unit:
-    """A pair that people judged. `votes` are 1 where the first is better, −1 where the second is, 0 for neither."""
+    """A pair with human votes. `votes` are 1 if the first is better, −1 if the second is better, 0 for neither."""
 
     prompt: str
     texts: tuple[str, str]
@@ -41,14 +41,14 @@ class Unit:
 
     @property
     def human(self) -> int | None:
-        """What more than half of the votes say; None where none does."""
+        """The majority vote; None if no value has more than half of the votes."""
         value, count = Counter(self.votes).most_common(1)[0]
         return value if 2 * count > len(self.votes) else None
 
 
 @dataclass
 class JudgeReport:
-    """Figures as (name, value, low, high, what it is of), the slope of the calibration, and what was left out."""
+    """The figures as (name, value, low, high, subject), the slope of the calibration, and counts of the skipped rows."""
 
     rows: list[dict[str, Any]]
     slope: float
@@ -57,7 +57,7 @@ class JudgeReport:
 
 
 def read_votes(rows: Iterable[Mapping[str, Any]], left_out: Counter[str]) -> list[Unit]:
-    """Pairs out of rows that the desk exports: prompt, chosen, rejected; or prompt, completions, and a vote's choice or ranks."""
+    """Return pairs from exported rows: prompt, chosen, rejected; or prompt, completions, and a vote's choice or ranks."""
     units: dict[tuple[str, str, str, str], Unit] = {}
     for number, row in enumerate(rows, 1):
         found = list(_of_row(row, left_out))
@@ -73,7 +73,7 @@ def read_votes(rows: Iterable[Mapping[str, Any]], left_out: Counter[str]) -> lis
 
 
 def _of_row(row: Mapping[str, Any], left_out: Counter[str]) -> Iterator[tuple[str, str, int, tuple[str, str], str]]:
-    """(first text, second text, vote, their models, criterion) of each pair in a row; a vote has one for each aspect."""
+    """Yield (first text, second text, vote, their models, criterion) for each pair in a row; a vote has one for each aspect."""
     criterion = str(row.get("criterion") or "")
     if row.get("chosen") is not None:
         lineage = row.get("lineage") or {}
@@ -103,14 +103,14 @@ def _of_row(row: Mapping[str, Any], left_out: Counter[str]) -> Iterator[tuple[st
 
 
 def _preferred(value: Any) -> int | None:
-    """1 where the first of a pair is better, −1 where the second is, 0 for neither: of a choice, or of a scale for each."""
+    """Return 1 if the first of a pair is better, −1 if the second is, 0 for neither. `value` is a choice, or a scale for each."""
     if isinstance(value, list) and len(value) == 2:
         return _sign(value[0] - value[1])
     return {"a": 1, "b": -1, "tie": 0, "both_bad": 0}.get(value) if isinstance(value, str) else None
 
 
 def _model_of(origins: Any) -> str:
-    """The model that wrote a completion, as far as its origin says."""
+    """Return the model that wrote a completion, if its origin names one."""
     for origin in origins if isinstance(origins, list) else [origins]:
         if isinstance(origin, Mapping):
             for key in ("model", "sampler", "run"):
@@ -120,7 +120,7 @@ def _model_of(origins: Any) -> str:
 
 
 def votes_of(source: str, project: str = "") -> list[Mapping[str, Any]]:
-    """Rows of a JSONL file, or the votes of a project of the labelling desk's database. Raises `UserError`."""
+    """Return the rows of a JSONL file, or the votes of a project in the labelling desk's database. Raises `UserError`."""
     path = Path(source)
     if not project:
         try:
@@ -138,16 +138,16 @@ def votes_of(source: str, project: str = "") -> list[Mapping[str, Any]]:
 
 
 def report(judge: GroupRanking, rows: Iterable[Mapping[str, Any]], *, most: int = 0, own: str = "") -> JudgeReport:
-    """Compare a judge with people's votes, and with itself. `own` is the model whose texts are the judge's own."""
+    """Compare a judge with human votes, and with itself. `own` is the model whose texts are the judge's own."""
     left_out: Counter[str] = Counter()
     units = read_votes(rows, left_out)
-    if any(not unit.criterion for unit in units):  # beside votes on the whole, those on what the judge isn't asked about
+    if any(not unit.criterion for unit in units):  # drop votes on criteria that the judge is not asked about
         left_out["on another question"] = sum(bool(unit.criterion) and unit.criterion not in judge.criteria for unit in units)
         units = [unit for unit in units if not unit.criterion or unit.criterion in judge.criteria]
     left_out["split votes"] = sum(unit.human is None for unit in units)
     units = [unit for unit in units if unit.human is not None and unit.texts[0] != unit.texts[1]]
     units = units[:most] if most else units
-    # a pair is shown once for all its aspects
+    # A pair is shown once for all its aspects.
     shown = {(unit.prompt, unit.texts): unit for unit in sorted(units, key=lambda unit: not unit.criterion)}
     with ThreadPoolExecutor(judge.concurrency) as threads:
         found = dict(zip(shown, threads.map(lambda pair: judge.rank(*pair), shown), strict=True))
@@ -165,7 +165,7 @@ Judged = Sequence[tuple[Unit, list[Ranks]]]
 
 
 def _difference(ranks: Sequence[Mapping[str, Sequence[float]]], weights: Mapping[str, float]) -> float:
-    """The weighted score of the first text minus that of the second, over all orders."""
+    """Return the weighted score of the first text minus that of the second, over all orders."""
     total = sum(weights.values()) * len(ranks)
     return math.fsum(w * (own[c][0] - own[c][1]) for own in ranks for c, w in weights.items()) / total
 
@@ -182,7 +182,7 @@ def _row(name: str, count: float, n: int, of: str) -> dict[str, Any]:
 
 
 def _kappa(name: str, a: Sequence[int], b: Sequence[int]) -> dict[str, Any]:
-    """Cohen's kappa with his interval: κ ± 1.96·√(p_o (1 − p_o) / (n (1 − p_e)²))."""
+    """Return Cohen's kappa with his interval: κ ± 1.96·√(p_o (1 − p_o) / (n (1 − p_e)²))."""
     kappa, observed, n = cohen_kappa(a, b), sum(x == y for x, y in zip(a, b, strict=True)) / len(a), len(a)
     row = {"name": name, "value": kappa, "unit": f"of {n} pairs"}
     if math.isnan(kappa) or kappa == 1:
@@ -202,7 +202,7 @@ def _beside_people(judge: GroupRanking, judged: Judged) -> Iterator[dict[str, An
     for name, weights in {"all criteria": judge.criteria, **{c: {c: 1.0} for c in judge.criteria}}.items():
         if name != "all criteria" and len(judge.criteria) == 1:
             continue
-        # votes on a criterion of the judge's are for that one; others are for the whole
+        # Votes on one of the judge's criteria count for that criterion. Other votes count for the overall judgement.
         others = name not in asked
         own = [(u, r) for u, r in judged if (u.criterion not in judge.criteria if others else u.criterion == name)]
         if not own:
@@ -230,7 +230,10 @@ def _beside_itself(judge: GroupRanking, judged: Judged, own: str) -> Iterator[di
 
 
 def _slope(judge: GroupRanking, judged: Judged) -> float:
-    """The b at which σ(b·difference) makes people's choices most likely, with one made-up vote each way at a difference of 1."""
+    """Return the b that maximises the likelihood of human choices under σ(b·difference).
+
+    One artificial vote in each direction is added at a difference of 1.
+    """
     votes = [(_difference(r, judge.criteria), u.human) for u, r in judged if u.human]
     x = np.array([*(d * h for d, h in votes if h), 1.0, -1.0])
     found: Any = optimize.minimize_scalar(lambda b: float(np.logaddexp(0, -b * x).sum()), bounds=(0.0, 50.0), method="bounded")
@@ -238,7 +241,7 @@ def _slope(judge: GroupRanking, judged: Judged) -> float:
 
 
 def lines_of(found: JudgeReport) -> Iterator[str]:
-    """What the terminal says behind the table."""
+    """Yield the lines that the terminal prints below the table."""
     yield f"{found.pairs} pairs" + "".join(f", {count} left out ({reason})" for reason, count in found.left_out.items())
     if found.pairs < LEAST_ROWS:
         yield f"Of fewer than {LEAST_ROWS} pairs no interval is to be judged by."

@@ -1,4 +1,4 @@
-"""Models in memory, and a queue for them: a model has one user at a time, first come, first served."""
+"""Models in memory, and a queue for them. A model has one user at a time, first come, first served."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ LONGEST_LINE = 8
 
 @dataclass(eq=False)
 class ModelTurn:
-    """A place in the queue for some models. Every place must be given up by `leave`."""
+    """A place in the queue for some models. The caller must always give it up by `leave`."""
 
     models: frozenset[Checkpoint]
     _line: list[ModelTurn]
     _changed: threading.Condition = field(repr=False)
 
     def ahead(self, wait: float = 0.0) -> int:
-        """How many others come first for one of these models, after waiting up to `wait` seconds for a change."""
+        """Return the number of others ahead in the queue for one of these models, after waiting up to `wait` seconds for a
+        change.
+        """
         with self._changed:
             before = self._count()
             if before and wait:
@@ -37,7 +39,7 @@ class ModelTurn:
             return self._count()
 
     def leave(self) -> None:
-        """Give up the place, so that the next one goes on."""
+        """Give up the place, so that the next user can proceed."""
         with self._changed:
             if self in self._line:
                 self._line.remove(self)
@@ -48,7 +50,7 @@ class ModelTurn:
 
 
 class ModelCache:
-    """At most `most_bytes` of weights. The least recently used model is freed first; those in use stay."""
+    """A cache of at most `most_bytes` of weights. The least recently used model is freed first; models in use stay."""
 
     def __init__(self, most_bytes: int, load: Callable[[Checkpoint], LanguageModel] = Checkpoint.open) -> None:
         self.most_bytes, self._load = most_bytes, load
@@ -57,7 +59,7 @@ class ModelCache:
         self._changed = threading.Condition()
 
     def join(self, wanted: Sequence[Checkpoint]) -> ModelTurn:
-        """A place in the queue. Raises `Refused` where the queue is full."""
+        """Return a place in the queue. Raises `Refused` if the queue is full."""
         with self._changed:
             if len(self._line) >= LONGEST_LINE:
                 raise Refused(429, "busy", f"{LONGEST_LINE} answers are being written or waited for; try again in a moment.")
@@ -66,12 +68,12 @@ class ModelCache:
             return turn
 
     def has(self, wanted: Checkpoint) -> bool:
-        """Whether the model is in memory."""
+        """Return True if the model is in memory."""
         with self._changed:
             return self._loaded.get(wanted) is not None
 
     def get(self, wanted: Checkpoint) -> LanguageModel:
-        """The model, loaded if needed; to be called when the turn has come. Raises `UserError` where it does not fit or load."""
+        """Return the model, loaded if needed. Call it when the turn has come. Raises `UserError` if it does not fit or load."""
         with self._changed:
             model = self._loaded.get(wanted)
             if model is not None:
@@ -92,7 +94,7 @@ class ModelCache:
         return model
 
     def _make_room(self, wanted: Checkpoint) -> int:
-        """Free models that are not in use, the least recently used first. Returns how many."""
+        """Free models that are not in use, the least recently used first. Return the number of freed models."""
         if wanted.bytes > self.most_bytes:
             raise UserError(
                 f"{wanted.name} has {show_size(wanted.bytes)} of weights and the studio keeps {show_size(self.most_bytes)} "

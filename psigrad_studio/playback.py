@@ -1,6 +1,6 @@
-"""Playback of a solver or learner: frames that can be asked for in any order. They are computed once, in order, and cached.
+"""Playback of a solver or learner: frames in random access. They are computed once, in order, and cached.
 
-Frame 0 is the start (zeros, or the values of a warm start); frame k is what `psigrad.tabular` yields k-th.
+Frame 0 is the start (zeros, or the values of a warm start); frame k is the k-th result that `psigrad.tabular` yields.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TIE = 1e-12
 
 @dataclass(frozen=True)
 class PlaybackOptions:
-    """Options of the algorithms; each reads those it has."""
+    """The options of the algorithms. Each algorithm reads the options that it has."""
 
     sweeps: int = 5
     """Modified policy iteration: sweeps of evaluation between two backups."""
@@ -81,7 +81,7 @@ _LEARNERS: dict[str, Callable[..., Iterator[Learned]]] = {
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """What is shown after a step."""
+    """The display after a step."""
 
     index: int
     step: str
@@ -91,13 +91,13 @@ class Frame:
     actions: NDArray[np.int64]
     """[S]: the actions that the policy shown may take, as a sum of 1 up, 2 right, 4 down, 8 left; 15: all actions are equal."""
     residual: float
-    """max_s |V_new(s) − V_old(s)| of this step, or what the solver says."""
+    """max_s |V_new(s) − V_old(s)| of this step, or the residual that the solver reports."""
     error: float
     """max_s |V(s) − target(s)|."""
     error_bound: float | None = None
     changed: int | None = None
     q: FloatArray | None = None
-    """(S, A) of control."""
+    """(S, A), for control."""
     episode: Episode | None = None
     """Learners: the last episode."""
     before: FloatArray | None = None
@@ -105,7 +105,7 @@ class Frame:
 
     @property
     def size(self) -> int:
-        """Bytes of the arrays held."""
+        """The bytes of the stored arrays."""
         arrays: list[NDArray[Any] | None] = [self.value, self.actions, self.q, self.before]
         if self.episode is not None:
             arrays += [self.episode.states, self.episode.actions, self.episode.rewards]
@@ -114,7 +114,7 @@ class Frame:
 
 @dataclass(frozen=True, eq=False)
 class PlaybackSpec:
-    """Everything that a playback depends on."""
+    """All inputs of a playback."""
 
     world: GridWorld
     algorithm: str
@@ -126,7 +126,7 @@ class PlaybackSpec:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the whole content."""
+        """Return SHA-256 of the content."""
         hashed = hashlib.sha256(repr((self.algorithm, self.options, _described(self.world))).encode())
         for array in (self.value, self.q):
             hashed.update(b"none" if array is None else array.tobytes())
@@ -139,7 +139,7 @@ def _described(world: GridWorld) -> tuple[object, ...]:
 
 
 class Playback:
-    """The frames of a spec, as far as they were asked for."""
+    """The frames of a spec that were requested so far."""
 
     def __init__(self, spec: PlaybackSpec) -> None:
         self.spec = spec
@@ -148,9 +148,9 @@ class Playback:
         self.frames: list[Frame] = []
         self.ended = False
         self.note = ""
-        """Why it ended early; empty where it converged."""
+        """The reason why it ended early; empty if it converged."""
         self.size = 2 * self.mdp.transitions.nbytes
-        """Bytes held, roughly."""
+        """The stored bytes, approximately."""
         self._coming = _frames(spec, self.mdp, self.target)
         self._lock = threading.Lock()
 
@@ -163,7 +163,7 @@ class Playback:
                     frame = next(self._coming)
                 except StopIteration:
                     self.ended = True
-                except ValueError as error:  # the solver says what float64 cannot prove
+                except ValueError as error:  # the solver reports a limit of float64
                     self.ended, self.note = True, str(error)
                 else:
                     self.frames.append(frame)
@@ -173,23 +173,23 @@ class Playback:
 
     @property
     def length(self) -> int | None:
-        """How many frames there will be; None where that is not known yet."""
+        """The final number of frames; None while it is unknown."""
         if self.ended:
             return len(self.frames)
         return None if ALGORITHMS[self.spec.algorithm].family == "planning" else MOST_STAGES + 1
 
 
 class PlaybackCache:
-    """Playbacks by content; the least recently used is dropped first. A dropped one is computed again, to the same frames."""
+    """Playbacks by content. The least recently used one is dropped first; recomputing it gives the same frames."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most, self._playbacks = most_bytes, OrderedDict[str, Playback]()
         self._lock = threading.Lock()
 
     def playback(self, spec: PlaybackSpec, count: int, seconds: float) -> Playback:
-        """The playback of a spec with its first `count` frames, or as many as can be computed in the time (`Playback.extend`).
+        """Return the playback of a spec with its first `count` frames, or as many as the time allows (`Playback.extend`).
 
-        Raises `ValueError` where the world is not a valid decision process.
+        Raises `ValueError` if the world is not a valid decision process.
         """
         name = spec.digest
         with self._lock:
@@ -205,18 +205,18 @@ class PlaybackCache:
 
     @property
     def size(self) -> int:
-        """Bytes held, roughly."""
+        """The stored bytes, approximately."""
         with self._lock:
             return sum(playback.size for playback in self._playbacks.values())
 
 
 def evaluated_policy(spec: PlaybackSpec, mdp: MDP) -> NDArray[np.int64] | FloatArray:
-    """The policy that prediction evaluates: uniform (S, A), or an optimal one [S]."""
+    """Return the policy that prediction evaluates: uniform (S, A), or an optimal one [S]."""
     return tabular.uniform_policy(mdp) if spec.options.evaluated == "random" else tabular.solve(mdp).policy
 
 
 def target(spec: PlaybackSpec, mdp: MDP) -> FloatArray:
-    """[S]: the exact V_π for prediction, V* for everything else."""
+    """Return [S]: the exact V_π for prediction, V* for everything else."""
     if ALGORITHMS[spec.algorithm].family == "prediction":
         return tabular.evaluate(mdp, evaluated_policy(spec, mdp))
     return tabular.solve(mdp).value
@@ -233,7 +233,7 @@ def _frames(spec: PlaybackSpec, mdp: MDP, goal: FloatArray) -> Iterator[Frame]:
 
 
 def best_actions(q: FloatArray) -> NDArray[np.int64]:
-    """[S]: every action within rounding of the best, as a sum of 1, 2, 4, 8."""
+    """Return [S]: every action within rounding of the best, as a sum of 1, 2, 4, 8."""
     best = q.max(axis=1, keepdims=True)
     return np.asarray((q >= best - TIE * (1 + np.abs(best))) @ np.array([1, 2, 4, 8]))
 
@@ -324,7 +324,7 @@ def _learned(spec: PlaybackSpec, mdp: MDP, goal: FloatArray) -> Iterator[Frame]:
 
 
 def first_q(spec: PlaybackSpec, mdp: MDP) -> FloatArray:
-    """(S, A) with which control starts: the Q of a warm start, or one backup of its V, or zeros."""
+    """Return the initial (S, A) table of control: the Q of a warm start, or one backup of its V, or zeros."""
     if spec.q is not None:
         q = spec.q
     elif spec.value is not None:

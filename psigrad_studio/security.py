@@ -1,6 +1,6 @@
 """The guard before every route: Host, Origin, session, CSRF, size and rate. A refused request never reaches a page.
 
-It wraps the whole application, so that a new route cannot be forgotten. Refusals are `{"error": {"code", "message"}}`.
+It wraps the application, so that a new route cannot be forgotten. Refusals are `{"error": {"code", "message"}}`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"})
 SAFE = frozenset({"GET", "HEAD"})
 ENTER = "/enter"
 JOIN = ("/join", "/api/join/")
-"""Pages for invited people: open to strangers, at the rate of refused requests."""
+"""The pages for invited people. They are open to strangers, at the rate of refused requests."""
 STATIC = "/static/"
 SESSION, API = "psigrad_session_", "psigrad_api_"
-"""Prefixes of tokens."""
+"""The prefixes of tokens."""
 ADMITTED = "admitted"
-"""In the state of a request: a function that is told who asks, so that the server keeps their connection."""
+"""The key in the state of a request of a function that receives the sender, so that the server keeps their connection."""
 OWNER, COOKIE = "owner", "cookie"
-"""The owner with the token of their pages, and whoever has their cookie alone."""
+"""The owner with the token of their pages, and anyone who has only the owner's cookie."""
 KNOWN_TOKENS = 1000
-"""Tokens whose people are remembered, for requests of files that need no session."""
+"""The number of tokens whose users are remembered, for requests of files that need no session."""
 SHARE = 0.3
 """The rate of each invited person, as a share of the owner's."""
 DATA = "/api/"
@@ -73,7 +73,7 @@ HEADERS = {
 
 
 class Refused(HTTPException):
-    """A refused request. `code` names the reason for programs, `detail` for people."""
+    """A refused request. `code` names the reason for programs, `detail` for users."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(status, message)
@@ -82,7 +82,7 @@ class Refused(HTTPException):
 
 @dataclass(frozen=True)
 class Guests:
-    """People without the owner's key, identified by a session or an API token of the labels.
+    """The users without the owner's key, identified by a session or an API token of the labels.
 
     `pages` are the pages that they may open. `recognise` returns the person behind a token, or None; it may block.
     """
@@ -94,14 +94,14 @@ class Guests:
 
 
 class Bucket:
-    """A token bucket: `burst` requests at once, `rate` per second in the long run."""
+    """A token bucket: `burst` requests at once, `rate` per second on average."""
 
     def __init__(self, rate: float, burst: int, now: Callable[[], float] = time.monotonic) -> None:
         self.rate, self.burst, self.now = rate, burst, now
         self.level, self.seen = float(burst), now()
 
     def take(self) -> bool:
-        """Take one token. False where there is none."""
+        """Take one token. Return False if there is none."""
         now = self.now()
         self.level = min(self.burst, self.level + (now - self.seen) * self.rate)
         self.seen = now
@@ -112,10 +112,10 @@ class Bucket:
 
 
 class Guard:
-    """ASGI middleware that passes requests from our own pages, sent by the owner or an invited person.
+    """ASGI middleware that passes only requests from the studio's pages, sent by the owner or an invited person.
 
-    It sets in the state of a request: `owner` (has the key), `person` (as the labels know them, else None) and `token` (of their
-    session).
+    It sets in the state of a request: `owner` (has the key), `person` (the user in the labels, otherwise None) and `token` (of
+    their session).
     """
 
     def __init__(self, app: ASGIApp, settings: StudioSettings, sessions: Sessions, invited: Guests) -> None:
@@ -158,7 +158,7 @@ class Guard:
                 await _answer(with_headers, Refused(500, "failed", "The studio failed at this; its terminal says why."), scope)
 
     async def _check(self, scope: Scope) -> None:
-        """Raises `Refused` for anything but a request of our own pages. Refusals count against the rate of strangers."""
+        """Raise `Refused` for anything but a request of the studio's pages. Refusals count against the rate of strangers."""
         try:
             self._check_form(scope)
             self._check_source(scope)
@@ -177,7 +177,7 @@ class Guard:
             raise Refused(429, "too_many", "Too many requests at once; wait a second.")
 
     def _who(self, scope: Scope) -> int | str | None:
-        """Who asks, as far as rates and connections go: OWNER, COOKIE, the number of a person, or None for a stranger."""
+        """Return the sender, for rates and connections: OWNER, COOKIE, the number of a person, or None for a stranger."""
         asker = scope.get("state", {})
         if asker.get("person") is not None:
             number: int = asker["person"].id
@@ -195,8 +195,9 @@ class Guard:
         return self.seen.get(_only(_cookies(scope, self.desk_cookie)))
 
     def _bucket(self, scope: Scope, who: int | str | None) -> Bucket:
-        """The bucket that a request counts against. Each invited person has one of their own, so that nobody can lock others
-        out.
+        """Return the bucket that a request counts against.
+
+        Each invited person has a separate bucket, so that nobody can lock others out.
         """
         if who is None:
             return self.strangers if _is_open(scope) and scope["method"] not in SAFE else self.visitors
@@ -235,7 +236,7 @@ class Guard:
             raise Refused(403, "key", "The key is not the one of this studio; open the address that it printed.")
 
     async def _check_session(self, scope: Scope) -> None:
-        """Identify the sender. An API token is used alone, without cookies, which browsers add by themselves."""
+        """Identify the sender. An API token is used alone, without cookies, which browsers add automatically."""
         token, asker = _bearer(scope), dict(NOBODY)
         if token is not None:
             asker |= {"person": await self._recognised(token, API)}
@@ -243,7 +244,7 @@ class Guard:
             asker |= {"owner": True, "session": session}
         elif (person := await self._recognised(given := _only(_cookies(scope, self.desk_cookie)), SESSION)) is not None:
             asker |= {"person": person, "token": given}
-        if token is None and _is_open(scope) and not self._csrf_holds(scope, asker):  # a cookie that was left over
+        if token is None and _is_open(scope) and not self._csrf_holds(scope, asker):  # a leftover cookie
             asker = dict(NOBODY)
         known = asker["owner"] or asker["person"] is not None
         if not known and not _is_open(scope):
@@ -256,14 +257,14 @@ class Guard:
         scope["state"] = {**scope.get("state", {}), **asker}
 
     def _csrf_holds(self, scope: Scope, asker: Mapping[str, Any]) -> bool:
-        """Whether the request has the token of its session, which only pages from this port know."""
+        """Return True if the request has the token of its session, which only pages from this port know."""
         given = _header(scope, CSRF_HEADER) or ""
         if asker["owner"]:
             return self.sessions.csrf_holds(asker["session"], given)
         return asker["person"] is not None and _same(passwords.session_token(given), asker["token"])
 
     async def _recognised(self, token: str, kind: str) -> Any:
-        """The person behind a token. The labels are asked in a thread, since they may block."""
+        """Return the person behind a token. The labels are queried in a thread, since they may block."""
         if not token.startswith(kind) or len(token) > 200:
             return None
         try:
@@ -272,7 +273,7 @@ class Guard:
             raise Refused(503, "busy", str(error)) from error
 
     def _may_visit(self, path: str, by_token: bool) -> bool:
-        """What people without the key may open. API tokens get no documents."""
+        """Return True if people without the key may open the path. API tokens get no documents."""
         if any(path.startswith(f"/api/{name}/") for name in self.invited.pages):
             return True
         return not by_token and (path == "/" or path.startswith(JOIN) or path[1:] in self.invited.pages)
@@ -283,7 +284,7 @@ class Guard:
         return self.settings.import_bytes if trusted and scope["path"] == self.invited.imports else self.settings.body_bytes
 
     def _limited(self, scope: Scope, receive: Receive) -> Receive:
-        """`receive`, limited: refuses bodies that are too long, too slow, compressed or not JSON."""
+        """Return a limited `receive`. It refuses bodies that are too long, too slow, compressed or not JSON."""
         length, kind = _header(scope, "content-length"), _header(scope, "content-type")
         most = self._most_bytes(scope)
         if _header(scope, "content-encoding") not in (None, "identity"):
@@ -320,7 +321,7 @@ def _is_open(scope: Scope) -> bool:
 
 
 def _bearer(scope: Scope) -> str | None:
-    """The API token of a request. Other schemes, such as Basic for a proxy, are ignored."""
+    """Return the API token of a request. Other schemes, such as Basic for a proxy, are ignored."""
     scheme, _, token = (_header(scope, "authorization") or "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else None
 
@@ -334,7 +335,7 @@ def _all(scope: Scope, name: str) -> list[str]:
 
 
 def _header(scope: Scope, name: str) -> str | None:
-    """The value of a header. A repeated header is refused."""
+    """Return the value of a header. A repeated header is refused."""
     found = _all(scope, name)
     if len(found) > 1:
         raise Refused(400, "header", "A header comes twice.")
@@ -347,12 +348,12 @@ def _cookies(scope: Scope, name: str) -> list[str]:
 
 
 def _only(values: list[str]) -> str:
-    """The value, where there is exactly one; a repeated cookie counts as none."""
+    """Return the value, if there is exactly one. A repeated cookie counts as none."""
     return values[0] if len(values) == 1 else ""
 
 
 def error_body(code: str, message: str) -> dict[str, Any]:
-    """The common form of all errors."""
+    """Return the common form of all errors."""
     return {"error": {"code": code, "message": message}}
 
 

@@ -35,12 +35,12 @@ def studio(
     database: str = "",
     allow_host: Sequence[str] = (),
 ) -> None:
-    """Serve the studio on this machine until Ctrl-C. `port` 0 takes the first free one from 8420 on.
+    """Serve the studio on this machine until Ctrl-C. `port` 0 uses the first free port from 8420.
 
-    The chat page offers `checkpoints` beside the models of the runs, and keeps `model_memory` GB of weights. Labels are kept in
-    `database`, a path or a postgresql:// URL. `allow_host` are names by which a reverse proxy asks.
+    The chat page offers `checkpoints` in addition to the models of the runs, and keeps `model_memory` GB of weights. Labels are
+    stored in `database`, a path or a postgresql:// URL. `allow_host` lists the host names of a reverse proxy.
 
-    Raises `UserError` where a folder, the database or the port cannot be used, or the extra is not installed.
+    Raises `UserError` if a folder, the database or the port cannot be used, or the extra is not installed.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -73,7 +73,7 @@ def studio(
 
 
 def copied(runs: str, database: str, backup: str, restore: str) -> str:
-    """Back the labels up to a file, or restore them from one, and say what was done. Raises `UserError` where that cannot be."""
+    """Back up the labels to a file, or restore them from one, and return a report. Raises `UserError` if that fails."""
     from psigrad_studio.labels import label_backup
     from psigrad_studio.labels.database import local_file
 
@@ -95,7 +95,7 @@ def _try(where: str) -> None:
 
 
 def listen(port: int = 0) -> socket.socket:
-    """A socket on the loopback interface: on `port`, or on the first free one from 8420 on."""
+    """Return a socket on the loopback interface: on `port`, or on the first free port from 8420."""
     if not 0 <= port <= 65535:
         raise UserError(f"The port is {port}; expected 1 to 65535, or none for the first free one from {FIRST_PORT} on.")
     candidates = [port] if port else [*range(FIRST_PORT, FIRST_PORT + PORTS), 0]
@@ -131,10 +131,10 @@ def serve(settings: StudioSettings, listening: socket.socket, *, open_browser: b
 
     try:
         server(create_app(settings, sessions), settings, greet).run(sockets=[listening])
-    except KeyboardInterrupt:  # uvicorn raises it once the server has ended in order, which is what was asked for
+    except KeyboardInterrupt:  # uvicorn raises it after a normal shutdown, which Ctrl-C requested
         say("The studio has stopped.")
 
 
 def _has_screen(system: str = sys.platform, environment: Any = os.environ) -> bool:
-    """Whether a browser can open a window, rather than take over the terminal."""
+    """Return True if a browser can open a window instead of taking over the terminal."""
     return not system.startswith("linux") or bool(environment.get("DISPLAY") or environment.get("WAYLAND_DISPLAY"))

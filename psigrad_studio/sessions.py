@@ -1,7 +1,7 @@
-"""Sessions of the owner: a key at the first visit, then a signed cookie and, for everything but documents, a token of its pages.
+"""Sessions of the owner: a key at the first visit, then a signed cookie and, except for documents, a token of its pages.
 
-Browsers send a cookie to every port of a host, so a server of another user on this machine can read it. The token is given to
-the page that brought the key and kept in its local storage, which belongs to one port. A stolen cookie opens empty pages.
+Browsers send a cookie to every port of a host, so a server of another user on this machine can read it. The token is given to the
+page that brought the key. The page keeps it in its local storage, which belongs to one port. A stolen cookie opens empty pages.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ class Sessions:
         self._once: dict[str, float] = {}
 
     def one_time_key(self) -> str:
-        """A key for the browser that is opened automatically. It works once and for two minutes, since other users can see
-        command lines.
+        """Return a key for the browser that is opened automatically.
+
+        It works once and for two minutes, since other users can see command lines.
         """
         key = secrets.token_urlsafe(32)
         self._once[key] = self._now() + ONE_TIME_SECONDS
         return key
 
     def admits(self, key: str) -> bool:
-        """Whether a key opens the studio. A one-time key is used up."""
+        """Return True if a key opens the studio. A one-time key is used up."""
         given = key.encode("utf-8", "surrogateescape")
         for once in list(self._once):
             if hmac.compare_digest(given, once.encode()):
@@ -43,12 +44,12 @@ class Sessions:
         return hmac.compare_digest(given, self._key)
 
     def new_session(self) -> str:
-        """The value of a fresh cookie."""
+        """Return the value of a new cookie."""
         body = f"{int(self._now())}.{secrets.token_urlsafe(18)}"
         return f"{body}.{self._sign('session', body)}"
 
     def session_of(self, cookie: str) -> str | None:
-        """The name of the session of a cookie; None where it is forged, malformed or expired."""
+        """Return the name of a cookie's session; None if the cookie is forged, malformed or expired."""
         body, _, signature = cookie.rpartition(".")
         if not hmac.compare_digest(signature.encode("utf-8", "surrogateescape"), self._sign("session", body).encode()):
             return None
@@ -56,11 +57,11 @@ class Sessions:
         return body if 0 <= self._now() - issued <= self._session_seconds else None
 
     def csrf_token(self, session: str) -> str:
-        """The token that pages of this session send with every request for data. It cannot be had from the cookie."""
+        """Return the token that pages of this session send with every data request. It cannot be derived from the cookie."""
         return self._sign("csrf", session)
 
     def csrf_holds(self, session: str, token: str) -> bool:
-        """Whether a token belongs to the session."""
+        """Return True if a token belongs to the session."""
         return hmac.compare_digest(token.encode("utf-8", "surrogateescape"), self.csrf_token(session).encode())
 
     def _sign(self, purpose: str, text: str) -> str:

@@ -1,4 +1,4 @@
-"""The document around every page, with the navigation; and the static files, read once at the start."""
+"""The document around every page, with the navigation, and the static files, which are read once at the start."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Page:
     """An entry of the navigation: body, script and style in static/<name>/, and a router with its routes."""
 
     name: str
-    """Names the folder in static/ and the address /<name>."""
+    """The name of the folder in static/ and of the address /<name>."""
     title: str
     router: APIRouter
     guests: bool = False
-    """Whether people who were invited, and have no key, may open it and ask what stands under /api/<name>/."""
+    """True if invited people without a key may open it and request /api/<name>/."""
     styles: tuple[str, ...] = ()
-    """Style sheets of static/ that stand before its own, those of vendored software."""
+    """The style sheets of static/ that precede its own: those of vendored software."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Asset:
 
     body: bytes
     packed: bytes
-    """The body by gzip, for browsers behind a slow line."""
+    """The gzip body, for browsers on a slow connection."""
     kind: str
     tag: str
 
 
 def assets() -> dict[str, Asset]:
-    """All scripts, styles and pictures of static/, by path."""
+    """Return all scripts, styles and pictures of static/, by path."""
     found: dict[str, Asset] = {}
 
     def walk(folder: Traversable, prefix: str) -> None:
@@ -59,7 +59,7 @@ def assets() -> dict[str, Asset]:
 
 
 def static_router() -> APIRouter:
-    """Serves `assets`."""
+    """Serve `assets`."""
     router, table = APIRouter(), assets()
 
     @router.get("/static/{path:path}")
@@ -78,7 +78,7 @@ def static_router() -> APIRouter:
 
 
 def page_router(page: Page, pages: Sequence[Page]) -> APIRouter:
-    """Serves the document of a page."""
+    """Serve the document of a page."""
     router = APIRouter()
     body = (resources.files("psigrad_studio") / "static" / page.name / "page.html").read_text(encoding="utf-8")
 
@@ -103,17 +103,17 @@ def _document(page: Page, pages: Sequence[Page], body: str) -> str:
 
 
 def entered_page(token: str, home: str) -> str:
-    """The page that puts the token of a new session into the browser's storage and goes to `home`."""
+    """Return the page that stores the token of a new session in the browser and redirects to `home`."""
     return _fill(_ENTERED, {"token": token, "home": home})
 
 
 def locked_page(message: str) -> str:
-    """The page for visitors without access."""
+    """Return the page for visitors without access."""
     return _fill(_LOCKED, {"message": message})
 
 
 def missing_page() -> str:
-    """The page for unknown addresses."""
+    """Return the page for unknown addresses."""
     return _MISSING
 
 

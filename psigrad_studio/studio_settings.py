@@ -16,36 +16,36 @@ class StudioSettings:
     """Folders, database and address, and limits per request and per second."""
 
     runs: Path = Path("runs")
-    """Folder that holds run folders."""
+    """The folder that contains the run folders."""
     database: str = ""
-    """Where labels are kept, a path or a postgresql:// URL; empty: labels.db beside the runs folder."""
+    """The database of labels: a path or a postgresql:// URL; empty: labels.db next to the runs folder."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names by which a reverse proxy asks for the studio, as in labels.example.org. The studio itself listens on loopback."""
+    """The host names of a reverse proxy, such as labels.example.org. The studio itself listens on loopback."""
     port: int = 8420
     key: str = field(default_factory=lambda: secrets.token_urlsafe(32))
-    """Opens the studio; made anew at every start. Anyone who has it may do whatever the studio can."""
+    """The key that opens the studio, new at every start. Anyone with it may do everything that the studio can."""
     session_seconds: float = 7 * DAY
     body_bytes: int = 256 * 1024
     import_bytes: int = 16 * 2**20
-    """A file of completions to be labelled, which only administrators may send."""
+    """The largest file of completions to be labelled, which only administrators may send."""
     body_seconds: float = 10.0
-    """A body that takes longer to arrive is refused."""
+    """The time limit for receiving a body. A slower body is refused."""
     header_seconds: float = 5.0
-    """A connection that has not sent its headers by then is closed."""
+    """The time limit for receiving headers. A slower connection is closed."""
     requests_per_second: float = 100.0
     burst: int = 300
     strangers_per_second: float = 5.0
-    """Rate of refused requests. Above it strangers get 429, even for valid requests."""
+    """The rate of refused requests. Above it, strangers get 429, even for valid requests."""
     strangers_burst: int = 60
     work_at_once: int = 2
-    """Computations side by side; further ones wait, then are told to come back."""
+    """The number of concurrent computations. Further ones wait, then get a response to retry later."""
     work_seconds: float = 2.0
-    """A computation that takes longer answers with what it has."""
+    """The time limit of a computation. After it, the computation returns a partial result."""
     cache_bytes: int = 64 * 2**20
     checkpoints: tuple[Path, ...] = ()
-    """Models to chat with besides those in the runs folder."""
+    """Models to chat with, in addition to those in the runs folder."""
     model_bytes: int = 8 * 10**9
-    """Weights that are kept in memory for the chat page; the models used longest ago are freed first."""
+    """The bytes of weights kept in memory for the chat page. The least recently used models are freed first."""
 
     @property
     def hosts(self) -> frozenset[str]:
@@ -54,7 +54,7 @@ class StudioSettings:
 
     @property
     def own_hosts(self) -> frozenset[str]:
-        """Those of `hosts` that mean this machine."""
+        """The entries of `hosts` that mean this machine."""
         names = {f"{name}:{self.port}" for name in (LOOPBACK, "localhost")}
         return frozenset(names | ({LOOPBACK, "localhost"} if self.port == 80 else set()))
 
@@ -65,6 +65,6 @@ class StudioSettings:
 
     @property
     def labels(self) -> str:
-        """Path or URL of the labels."""
-        # the parent of "." and of ".." is "." to pathlib
+        """The path or URL of the labels."""
+        # For pathlib, the parent of "." and of ".." is ".".
         return self.database or os.path.normpath(self.runs / ".." / "labels.db")

@@ -1,5 +1,6 @@
-"""Chat templates and tokenizers come with a model, and a template is a program: they are at work in a process of their own, with
-limits of time and memory, which is killed where it exceeds them.
+"""A separate process for chat templates and tokenizers.
+
+They come with a model, and a template is a program. The process has time and memory limits and is killed if it exceeds them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _REMEMBERED = 1000
 
 
 class TemplateWorker:
-    """Answers one question at a time. A model whose template was killed once is refused from then on."""
+    """A worker that answers one question at a time. After its template was killed once, a model is refused."""
 
     def __init__(self, seconds: float = SECONDS, memory_gb: float = MEMORY_GB) -> None:
         self._limits: dict[str, Any] = {"timeout": seconds, "memory_gb": memory_gb}
@@ -31,12 +32,14 @@ class TemplateWorker:
         self._known: dict[tuple[Checkpoint, bool], dict[str, Any]] = {}
 
     def abilities(self, checkpoint: Checkpoint) -> tuple[bool, bool]:
-        """As `chat_question.abilities`, of a model's tokenizer. Raises `UserError` where it can't be loaded or takes too much."""
+        """Return `chat_question.abilities` of a model's tokenizer. Raises `UserError` if it cannot be loaded or exceeds the
+        limits.
+        """
         talks, follows = self._ask(checkpoint, None)
         return talks, follows
 
     def prompt(self, checkpoint: Checkpoint, question: ChatQuestion) -> tuple[Any, list[int]]:
-        """The prompt that a question becomes, and its tokens. Raises `UserError` as `abilities` does."""
+        """Return the prompt of a question, and its tokens. Raises `UserError` as `abilities` does."""
         prompt, ids = self._ask(checkpoint, question)
         return prompt, ids
 
@@ -68,7 +71,7 @@ class TemplateWorker:
             self._pool = WorkerPool[Any](code, None, {}, lambda call, content: dict(content), what=what, **self._limits)
         pool = self._pool
         while not (free := pool.idle()):
-            list(pool.answers(wait=True))  # it loads
+            list(pool.answers(wait=True))  # wait until the worker has loaded
         pool.ask(free[0], (checkpoint, question), [checkpoint])
         while True:
             for _, _, answer in pool.answers(wait=True):
@@ -81,12 +84,12 @@ class TemplateWorker:
 
 @lru_cache(maxsize=1)
 def shared() -> TemplateWorker:
-    """The process that all of a studio's models share."""
+    """Return the process that all of a studio's models share."""
     return TemplateWorker()
 
 
 def service(payload: None) -> Service:
-    """The worker's side."""
+    """Return the service that runs in the worker."""
     from transformers import AutoTokenizer  # noqa: F401  # seconds, that no question is to be charged for
 
     from psigrad.language.data.templates import prompt_ids

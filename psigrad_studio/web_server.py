@@ -22,12 +22,14 @@ from psigrad_studio.studio_settings import StudioSettings
 
 HEADER_BYTES = 16 * 1024
 CONNECTIONS, EACH = 200, 64
-"""Connections that stay open, in all and of one person."""
+"""The limits on open connections, in total and per person."""
 GRACE, LOOKS = 0.25, 3
-"""A stranger's connection is not cut off before it is so many seconds old and has been looked at so often: a busy server reads
-late, yet between two looks it reads whatever is there."""
+"""The minimum age in seconds, and number of looks, before a stranger's connection is cut off.
+
+A busy server reads late, but between two looks it reads all data that has arrived.
+"""
 FILES, OTHER_FILES = 8192, 150
-"""The files that the process asks for, and those of them that are no connections."""
+"""The number of files that the process requests, and the part of them that are not connections."""
 
 
 class Server(QuietServer):
@@ -38,46 +40,46 @@ class Server(QuietServer):
         self._ending = ending
 
     async def shutdown(self, *arguments: Any, **named: Any) -> None:
-        """Set `ending`, then wait for open requests. Those that take too long are cut off, which is no error of theirs."""
+        """Set `ending`, then wait for open requests. Cutting off slow ones is not logged as their error."""
         self._ending.set()
         logging.getLogger("uvicorn.error").addFilter(_no_cut)  # stays: their errors are logged after this has returned
         await super().shutdown(*arguments, **named)
 
 
 def _no_cut(record: logging.LogRecord) -> bool:
-    """Whether a line of uvicorn's is about something else than requests that it has cut off."""
+    """Return True unless a line of uvicorn is about requests that it has cut off."""
     cut = bool(record.exc_info and record.exc_info[0] is asyncio.CancelledError)
     return not (cut or "timeout graceful shutdown exceeded" in record.getMessage())
 
 
 class Connections:
-    """The open connections, by who asks on them. Where there are too many the oldest of whoever has most is cut off.
+    """The open connections, by person. If there are too many, the oldest connection of the person with the most is cut off.
 
-    Strangers, whose requests had no session, count as one person, so they cannot use up what others need. A connection begins as
-    a stranger's and stays one until the guard has `admitted` a request on it, for which it has `GRACE` seconds and `LOOKS` looks:
-    before, it is cut off only where there are no more files. Those that have sent no request go first.
+    Strangers, whose requests had no session, count as one person, so they cannot use up the connections of others. A connection
+    begins as a stranger's. It stays one until the guard has `admitted` a request on it, for which it has `GRACE` seconds and
+    `LOOKS` looks. Before that, it is cut off only if no files remain. Connections without a request go first.
     """
 
     def __init__(self) -> None:
         self.hard = _allowed_files() - OTHER_FILES
         self.held: dict[object, dict[H11Protocol, tuple[float, int]]] = {}
-        """Who -> connection -> when it became theirs: the event loop's seconds and the look; the oldest first."""
+        """Person -> connection -> when it became theirs: the event loop's seconds and the look; the oldest first."""
         self.look = 0
         self.whose: dict[H11Protocol, object] = {}
         self._planned = False
 
     def opened(self, connection: H11Protocol) -> None:
-        """A connection of a stranger."""
+        """Add a connection of a stranger."""
         self._put(connection, None)
 
     def admitted(self, connection: H11Protocol, who: object) -> None:
-        """A request on the connection is that of `who`."""
+        """Assign the connection to `who`, the sender of a request on it."""
         if connection in self.whose and self.whose[connection] != who:
             self.lost(connection)
             self._put(connection, who)
 
     def lost(self, connection: H11Protocol) -> None:
-        """The connection is closed."""
+        """Remove a closed connection."""
         if connection in self.whose:
             who = self.whose.pop(connection)
             del self.held[who][connection]
@@ -98,7 +100,7 @@ class Connections:
             asyncio.get_running_loop().call_later(GRACE / LOOKS, self.thin_out)
 
     def thin_out(self) -> None:
-        """Cut off what is too much."""
+        """Cut off the connections above the limits."""
         self._planned = False
         self.look += 1
         latest = (asyncio.get_running_loop().time() - GRACE, self.look - LOOKS)
@@ -108,13 +110,13 @@ class Connections:
         while len(self.whose) > CONNECTIONS and self._cut(self._largest(), latest):
             pass
         if len(self.whose) > CONNECTIONS or any(len(group) > EACH for group in self.held.values()):
-            self._plan()  # for those that are too young yet
+            self._plan()  # for connections that are still too young
 
     def _largest(self) -> dict[H11Protocol, tuple[float, int]]:
         return max(self.held.items(), key=lambda entry: (len(entry[1]), entry[0] is None))[1]
 
     def _cut(self, group: dict[H11Protocol, tuple[float, int]], latest: tuple[float, float]) -> bool:
-        """Cut off one that became theirs at `latest` or before; whether there was one."""
+        """Cut off a connection that became theirs at `latest` or before. Return True if there was one."""
         oldest = None
         for connection, (since, look) in group.items():
             if since > latest[0] or look > latest[1]:
@@ -130,7 +132,7 @@ class Connections:
 
 
 def _allowed_files() -> int:
-    """The most files that this process may have open, after asking for more."""
+    """Return the most files that this process may have open, after raising the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -140,7 +142,7 @@ def _allowed_files() -> int:
 
 
 def server(app: ASGIApp, settings: StudioSettings, ready: Callable[[], None] = lambda: None) -> Server:
-    """A server for the application, without a socket yet."""
+    """Return a server for the application, without a socket yet."""
     state = getattr(app, "state", None)
     return Server(
         app,
@@ -154,7 +156,7 @@ def server(app: ASGIApp, settings: StudioSettings, ready: Callable[[], None] = l
 
 
 def protocol(header_seconds: float) -> type[H11Protocol]:
-    """HTTP/1.1 that closes connections whose headers are too slow (slowloris), and some where there are too many."""
+    """Return an HTTP/1.1 protocol that closes connections with slow headers (slowloris), and some if there are too many."""
     connections = Connections()
 
     class Impatient(H11Protocol):
@@ -176,7 +178,7 @@ def protocol(header_seconds: float) -> type[H11Protocol]:
             super().connection_lost(exc)
 
         def send_400_response(self, msg: str) -> None:
-            """Malformed HTTP, answered as everything else is."""
+            """Answer malformed HTTP in the common form of errors."""
             body = json.dumps(error_body("http", "This is not well-formed HTTP.")).encode()
             fields = HEADERS | {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
             headers = [(name.encode(), value.encode()) for name, value in fields.items()]

@@ -1,1 +1,1 @@
-"""Replications of the literature's claims, and a simulation: `psigrad experiment NAME` runs them from a source checkout."""
+"""Replications of claims from the literature, and a simulation. `psigrad experiment NAME` runs them from a source checkout."""

@@ -1,7 +1,8 @@
 """Bias and variance of the targets of TD(0), n-step TD, TD(λ) and Monte Carlo, under value functions of known error.
 
-A target is what the critic is regressed on: `Prepared.returns` = advantage + V̂, of a `PolicyGradient` whose psi is k_step(n) or
-gae(λ); n = 1 or λ = 0 is TD(0), λ = 1 is Monte Carlo. Its expectation and variance in every state are solved exactly.
+A target is the value that the critic is regressed on: `Prepared.returns` = advantage + V̂, of a `PolicyGradient` whose psi is
+k_step(n) or gae(λ). n = 1 or λ = 0 is TD(0), λ = 1 is Monte Carlo. Its expectation and variance in every state are solved
+exactly.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _NAMED = {PERFECT: "V̂ = V", SHRUNK: "V̂ shrunk", NOISY: "V̂ with noise"}
 
 @dataclass(frozen=True)
 class BiasResult:
-    """What `run` found."""
+    """The results of `run`."""
 
     settings: BiasSettings
     rows: tuple[BiasRow, ...]
@@ -58,7 +59,7 @@ class BiasResult:
 
 
 def run(settings: BiasSettings) -> BiasResult:
-    """Every target on one world. Raises `UserError` for settings that make no sense."""
+    """Compute every target on one world. Raises `UserError` for invalid settings."""
     s = settings
     check(s)
     world = WORLDS[s.world]()
@@ -68,7 +69,7 @@ def run(settings: BiasSettings) -> BiasResult:
 
 
 def check(s: BiasSettings) -> None:
-    """Refuse settings that make no sense."""
+    """Raise an error for invalid settings."""
     if s.world not in WORLDS:
         hint = nearest(s.world, WORLDS) or "."
         raise UserError(f"There is no world {s.world!r}; expected {' or '.join(WORLDS)}{hint}")
@@ -80,7 +81,7 @@ def check(s: BiasSettings) -> None:
 
 @dataclass(frozen=True, eq=False)
 class SolvedWorld:
-    """A process with a policy, its exact value, and episodes that start everywhere with equal probability."""
+    """A process with a policy, its exact value, and episodes that start in all states with equal probability."""
 
     mdp: MDP
     policy: FloatArray
@@ -88,14 +89,17 @@ class SolvedWorld:
 
 
 def walk() -> SolvedWorld:
-    """The random walk of 19 states (Sutton and Barto, example 7.1), started everywhere. γ = 1."""
+    """Return the random walk of 19 states (Sutton and Barto, example 7.1), started in every state. γ = 1."""
     mdp = replace(random_walk(19), start=None)
     policy = np.ones((mdp.n_states, 1))
     return SolvedWorld(mdp, policy, evaluate(mdp, policy))
 
 
 def grid() -> SolvedWorld:
-    """A 5×5 grid, a prize in a corner and a trap in the middle, slip 0.2, γ = 0.95; 3 moves in 10 are random, the others best."""
+    """Return a 5×5 grid with a prize in a corner and a trap in the middle, slip 0.2, γ = 0.95.
+
+    3 moves in 10 are random, the others optimal.
+    """
     mdp = GridWorld(5, 5, {(0, 4): 1.0, (2, 2): -1.0}, slip=0.2, gamma=0.95).mdp()
     policy = epsilon_greedy(q_values(mdp, solve(mdp).value), 0.3)
     return SolvedWorld(mdp, policy, evaluate(mdp, policy))
@@ -105,7 +109,7 @@ WORLDS: dict[str, Callable[[], SolvedWorld]] = {"walk": walk, "grid": grid}
 
 
 def critics(world: SolvedWorld, error: float) -> dict[str, FloatArray]:
-    """V̂ [S] of three kinds: V itself; (1 − error)·V; and V plus normal noise with the same root mean square error, drawn once."""
+    """Return three kinds of V̂ [S]: V itself; (1 − error)·V; V plus normal noise of equal root mean square error, drawn once."""
     off = -error * world.value
     noise = np.random.default_rng(0).normal(size=off.size) * ~world.mdp.is_terminal
     scale = float(np.sqrt((off**2).sum() / (noise**2).sum()))
@@ -117,18 +121,18 @@ class Target:
     """One estimator: n steps and then V̂, or the λ-weighted mean of all of them."""
 
     n: int = 0
-    """Steps before V̂; 0 when it is a λ-return."""
+    """The steps before V̂; 0 for a λ-return."""
     lam: float = 1.0
 
     @property
     def name(self) -> str:
-        """What the table says."""
+        """The name in the table."""
         if self.n:
             return "n = 1, TD(0)" if self.n == 1 else f"n = {self.n}"
         return f"λ = {self.lam:g}" + {0.0: ", TD(0)", 1.0: ", MC"}.get(self.lam, "")
 
     def method(self, gamma: float) -> PolicyGradient:
-        """The method whose critic learns from this target."""
+        """Return the method whose critic learns from this target."""
         psi = k_step(self.n, gamma) if self.n else gae(gamma, self.lam)
         return PolicyGradient(psi, ratio.none, score, aggregate.sequence_sum, critic=value_loss(), name=self.name)
 
@@ -138,7 +142,7 @@ TARGETS = (*(Target(n=n) for n in N), *(Target(lam=lam) for lam in LAMBDA))
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Moments of one step under a policy: P (S, S), R [S], E[r²] [S], and E[r·f(s')] = paid @ f."""
+    """The moments of one step under a policy: P (S, S), R [S], E[r²] [S], and E[r·f(s')] = paid @ f."""
 
     model: FloatArray
     reward: FloatArray
@@ -147,7 +151,7 @@ class Chain:
 
 
 def chain(world: SolvedWorld) -> Chain:
-    """The step of a policy, with what it pays for each outcome."""
+    """Return the moments of a policy's step, with the reward of each outcome."""
     mdp, n = world.mdp, world.mdp.n_states
     squared, paid = np.zeros(n), np.zeros((n, n))
     for state in np.flatnonzero(~mdp.is_terminal).tolist():
@@ -162,10 +166,10 @@ def chain(world: SolvedWorld) -> Chain:
 
 
 def exact(target: Target, world: SolvedWorld, step: Chain, value: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Expectation and variance [S] of a target, for V̂ = `value`.
+    """Return the expectation and variance [S] of a target, for V̂ = `value`.
 
-    n steps: X⁰ = V̂(s), Xⁿ = r + γ·Xⁿ⁻¹(s'). λ: X = r + γ·((1 − λ)·V̂(s') + λ·X(s')). Means and mean squares of both obey linear
-    equations in those of the next state.
+    n steps: X⁰ = V̂(s), Xⁿ = r + γ·Xⁿ⁻¹(s'). λ: X = r + γ·((1 − λ)·V̂(s') + λ·X(s')). The means and mean squares of both obey
+    linear equations in those of the next state.
     """
     gamma, lam = world.mdp.gamma, target.lam
     if target.n:
@@ -188,7 +192,7 @@ def _solve(matrix: FloatArray, right: FloatArray) -> FloatArray:
 
 @dataclass(frozen=True)
 class BiasRow:
-    """Squared bias and variance of one target under one V̂, means over the states that are not final."""
+    """The squared bias and variance of one target under one V̂, means over the non-terminal states."""
 
     target: str
     critic: str
@@ -196,13 +200,16 @@ class BiasRow:
     lam: float
     exact_bias2: float
     bias2: Interval
-    """Sampled, without the part that the variance of a mean adds; may fall below 0."""
+    """The sampled squared bias, without the variance of the mean; may be below 0."""
     exact_variance: float
     variance: Interval
 
 
 def rows(world: SolvedWorld, *, error: float, seeds: int, episodes: int) -> list[BiasRow]:
-    """Every target under every V̂; each seed plays `episodes` episodes of its own. Raises `UserError` when a state is missed."""
+    """Return every target under every V̂.
+
+    Each seed plays `episodes` separate episodes. Raises `UserError` if a state is missed.
+    """
     step, values = chain(world), critics(world, error)
     found: dict[tuple[Target, str], list[tuple[float, float]]] = {(t, kind): [] for kind in values for t in TARGETS}
     for seed in range(seeds):
@@ -234,7 +241,7 @@ def rows(world: SolvedWorld, *, error: float, seeds: int, episodes: int) -> list
 def sample(
     target: Target, world: SolvedWorld, paths: Paths, value: FloatArray, batches: Sequence[tuple[IntArray, Batch]]
 ) -> tuple[float, float]:
-    """Squared bias and variance, means over the first states, of the targets of the first steps."""
+    """Return the squared bias and variance, means over the first states, of the targets of the first steps."""
     seen = cut_returns(target, world, paths, value) if target.n else whole_returns(target, world, batches)
     first, n = paths.states[:, 0], world.mdp.n_states
     count = np.bincount(first, minlength=n)
@@ -253,7 +260,7 @@ def sample(
 
 
 def whole_returns(target: Target, world: SolvedWorld, batches: Sequence[tuple[IntArray, Batch]]) -> FloatArray:
-    """[N]: the target of the first step of each episode, by the method's own `prepare`."""
+    """Return [N]: the target of the first step of each episode, by the method's own `prepare`."""
     method = target.method(world.mdp.gamma)
     out = np.empty(sum(len(rows) for rows, _ in batches))
     for rows, batch in batches:
@@ -264,7 +271,7 @@ def whole_returns(target: Target, world: SolvedWorld, batches: Sequence[tuple[In
 
 
 def cut_returns(target: Target, world: SolvedWorld, paths: Paths, value: FloatArray) -> FloatArray:
-    """[N]: the same of an n-step target, of episodes that were cut off after n steps: it reads no more of them."""
+    """Return [N]: the same for an n-step target, from episodes truncated after n steps. It reads no further steps."""
     return whole_returns(target, world, [(np.arange(len(paths.lengths)), _batch(world, paths.cut(target.n), value))])
 
 
@@ -273,14 +280,14 @@ def _batch(world: SolvedWorld, paths: Paths, value: FloatArray) -> Batch:
 
 
 def _by_length(world: SolvedWorld, paths: Paths, value: FloatArray) -> list[tuple[IntArray, Batch]]:
-    """Episodes of like lengths together, so that few steps are padding."""
+    """Return batches of episodes with similar lengths, so that few steps are padding."""
     order = np.array_split(np.argsort(paths.lengths, kind="stable"), 16)
     return [(rows, _batch(world, paths.select(rows), value)) for rows in order if rows.size]
 
 
 @dataclass(frozen=True)
 class MSECurve:
-    """Squared bias plus variance of the λ-return over λ, for V̂ of one kind and error; exact."""
+    """The exact squared bias plus variance of the λ-return over λ, for V̂ of one kind and error."""
 
     critic: str
     error: float
@@ -289,12 +296,12 @@ class MSECurve:
 
     @property
     def best(self) -> float:
-        """The λ with the least."""
+        """The λ with the smallest sum."""
         return self.lam[int(np.argmin(self.mse))]
 
 
 def curve(world: SolvedWorld, kind: str, error: float, points: int = 201) -> MSECurve:
-    """The whole curve from TD(0) to Monte Carlo, in steps of 0.005."""
+    """Return the full curve from TD(0) to Monte Carlo, in steps of 0.005."""
     step, alive, value = chain(world), ~world.mdp.is_terminal, critics(world, error)[kind]
     lams, mse = np.linspace(0, 1, points).tolist(), []
     for lam in lams:
@@ -304,7 +311,7 @@ def curve(world: SolvedWorld, kind: str, error: float, points: int = 201) -> MSE
 
 
 def tables(result: BiasResult) -> Iterator[Table | Text]:
-    """One row for each target, in sections by V̂; then the best λ."""
+    """Yield one row for each target, in sections by V̂; then the best λ."""
     table = drawing.new_table(
         f"Targets of a critic on the {result.settings.world}, error of V̂ {result.settings.error:g}",
         "target",
@@ -334,7 +341,7 @@ def tables(result: BiasResult) -> Iterator[Table | Text]:
 
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
-    """Bias² and variance over n and over λ, and their sum over λ for V̂ of growing error."""
+    """Plot bias² and variance over n and over λ, and their sum over λ for V̂ of growing error."""
     figure, panels = drawing.new_figure(11.5, 3.9, 1, 3)
     rows = [row for row in found["rows"] if row["critic"] == "shrunk"]
     steps, traces = [row for row in rows if row["n"]], [row for row in rows if not row["n"]]
@@ -365,7 +372,7 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
 
 
 def _shares(axes: Any, rows: Sequence[Mapping[str, Any]], x: Sequence[float]) -> None:
-    """Exact curves, with the sampled figures and their intervals as marks."""
+    """Plot exact curves, with the sampled figures and their intervals as marks."""
     both = [row["exact_bias2"] + row["exact_variance"] for row in rows]
     axes.plot(x, both, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), label="sum")
     for key, colour, label in (("bias2", BLUE, "bias²"), ("variance", RUST, "variance")):

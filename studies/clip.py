@@ -1,6 +1,6 @@
-"""Surrogates as functions of the ratio ρ = π/π_old: what each is worth, how hard it pushes, and where it stops pushing.
+"""Surrogates as functions of the ratio ρ = π/π_old: their values, their gradients, and the ranges without a gradient.
 
-A grid of ρ is one batch of single steps; the push is d(−loss)/d log π by autograd through the library's own ratio and surrogate.
+A grid of ρ is one batch of single steps. The push is d(−loss)/d log π by autograd through the library's own ratio and surrogate.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from studies.settings import ClipSettings
 
 CASES = (0.5, 1.0, 2.0, 8.0)
 OLD = 1 / 16
-"""π_old of the one token, so that ratios reach up to 16."""
+"""π_old of the only token, so that ratios reach up to 16."""
 
 
 @dataclass(frozen=True)
 class ClipResult:
-    """What `run` found."""
+    """The results of `run`."""
 
     settings: ClipSettings
     cases: tuple[float, ...]
@@ -42,19 +42,19 @@ class ClipResult:
 
 
 def run(settings: ClipSettings) -> ClipResult:
-    """Where each surrogate passes gradient. Raises ValueError for bounds that make no sense."""
+    """Compute the ranges in which each surrogate has a gradient. Raises `ValueError` for invalid bounds."""
     chosen = check(settings)
     return ClipResult(settings, CASES, tuple(rows(chosen)), tuple(curves(chosen)))
 
 
 def check(s: ClipSettings) -> list[NamedSurrogate]:
-    """The surrogates of the settings. Raises ValueError for bounds that make no sense."""
+    """Return the surrogates of the settings. Raises `ValueError` for invalid bounds."""
     return surrogates(s.low, s.high, s.higher, s.bound, s.cap)
 
 
 @dataclass(frozen=True)
 class NamedSurrogate:
-    """A surrogate with its usual name."""
+    """A surrogate with its common name."""
 
     name: str
     surrogate: Surrogate
@@ -63,7 +63,7 @@ class NamedSurrogate:
 def surrogates(
     low: float = 0.2, high: float = 0.2, higher: float = 0.28, bound: float = 3.0, cap: float = 5.0
 ) -> list[NamedSurrogate]:
-    """The surrogates that are compared. Raises ValueError for bounds that make no sense."""
+    """Return the surrogates to compare. Raises `ValueError` for invalid bounds."""
     return [
         NamedSurrogate("no clip", unclipped),
         NamedSurrogate("clip (PPO)", clip(low, high)),
@@ -74,9 +74,9 @@ def surrogates(
 
 
 def pushes(surrogate: Surrogate, rho: FloatArray, advantage: float) -> tuple[FloatArray, FloatArray]:
-    """(value, push) at each ρ: the surrogate −L, and −∂L/∂ log π, which for no clip is ρ·A.
+    """Return (value, push) at each ρ: the surrogate −L, and −∂L/∂ log π, which is ρ·A without a clip.
 
-    π_old = 1/16 stays; log π moves. CISPO's value is its weight times A·log π and no function of ρ alone.
+    π_old = 1/16 is fixed; log π moves. CISPO's value is its weight times A·log π and not a function of ρ alone.
     """
     old = torch.full((len(rho), 1), float(np.log(OLD)), dtype=torch.float64)
     logp = (old + torch.from_numpy(np.log(rho))[:, None]).requires_grad_()
@@ -91,14 +91,14 @@ def _log_ratio(logp: Tensor, old: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FlatRange:
-    """A range of ρ on which the gradient is exactly 0, by autograd; `high` is None where it has no end."""
+    """A range of ρ on which the gradient is exactly 0, by autograd; `high` is None if the range has no end."""
 
     low: float
     high: float | None
 
 
 def flat_ranges(surrogate: Surrogate, advantage: float, *, least: float = 1e-3, most: float = 15.9) -> list[FlatRange]:
-    """Where a surrogate has no gradient: the ends of each range are found by bisection to 1e-9."""
+    """Return the ranges in which a surrogate has no gradient. The ends are found by bisection to 1e-9."""
     rho = np.geomspace(least, most, 2001)
 
     def silent(x: float) -> bool:
@@ -119,16 +119,16 @@ def flat_ranges(surrogate: Surrogate, advantage: float, *, least: float = 1e-3, 
 
 @dataclass(frozen=True)
 class ClipRow:
-    """One surrogate for one sign of the advantage."""
+    """The figures of one surrogate for one sign of the advantage."""
 
     name: str
     advantage: int
     silent: tuple[FlatRange, ...]
-    """Where the gradient vanishes."""
+    """The ranges in which the gradient vanishes."""
     pushes: tuple[float, ...]
     """−∂L/∂ log π at ρ = 0.5, 1, 2 and 8."""
     logged: bool
-    """Whether the steps that `clip_fractions` counts, and so the run's clip_ratio, are those without gradient."""
+    """True if `clip_fractions`, and so the run's clip_ratio, counts exactly the steps without gradient."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class SurrogateCurve:
 
 
 def rows(chosen: Sequence[NamedSurrogate]) -> list[ClipRow]:
-    """Every surrogate, for A = 1 and A = −1."""
+    """Return every surrogate, for A = 1 and A = −1."""
     return [
         ClipRow(
             one.name,
@@ -166,7 +166,7 @@ def _is_logged(surrogate: Surrogate, advantage: float) -> bool:
 
 
 def curves(chosen: Sequence[NamedSurrogate], most: float = 6.0) -> list[SurrogateCurve]:
-    """Values and pushes from ρ = 0 to `most`."""
+    """Return values and pushes from ρ = 0 to `most`."""
     rho = np.linspace(0.02, most, 300)
     found = []
     for sign in (1, -1):
@@ -178,7 +178,7 @@ def curves(chosen: Sequence[NamedSurrogate], most: float = 6.0) -> list[Surrogat
 
 
 def tables(result: ClipResult) -> Iterator[Table | Text]:
-    """One row for each surrogate and sign of the advantage."""
+    """Yield one row for each surrogate and sign of the advantage."""
     head = ("surrogate", "A", *(f"ρ = {case:g}" for case in result.cases), "none where", "logged")
     table = drawing.new_table("Gradient of the surrogate by log π, over the ratio ρ", *head)
     for row in result.rows:
@@ -190,7 +190,7 @@ def tables(result: ClipResult) -> Iterator[Table | Text]:
 
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
-    """A column for each surrogate, a row for each sign of the advantage; grey where the gradient vanishes."""
+    """Plot a column for each surrogate and a row for each sign of the advantage; grey where the gradient vanishes."""
     names = list(dict.fromkeys(curve["name"] for curve in found["curves"]))
     figure, panels = drawing.new_figure(12.0, 4.6, 2, len(names), sharex=True, sharey="row")
     silent = {(row["name"], row["advantage"]): row["silent"] for row in found["rows"]}
@@ -199,7 +199,7 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
         axes, last = panels[row][column], curve["ratio"][-1]
         for span in silent[curve["name"], curve["advantage"]]:
             axes.axvspan(span["low"], last if span["high"] is None else span["high"], color=GREY, alpha=0.18, linewidth=0)
-        if curve["name"] != "CISPO":  # its value is no function of the ratio
+        if curve["name"] != "CISPO":  # its value is not a function of the ratio
             axes.plot(curve["ratio"], curve["value"], color=BLUE, linewidth=1.6, label="surrogate")
         axes.plot(
             curve["ratio"], curve["push"], color=RUST, linewidth=1.8, linestyle=(0, (4, 1.5)), label="its gradient by log π"

@@ -1,4 +1,4 @@
-"""What the tables (80 columns wide) and pictures of the experiments share."""
+"""Shared helpers for the tables (80 columns wide) and pictures of the experiments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLUE, RUST, GREEN, PINK = COLOURS[:4]
 
 
 def new_table(title: str, *head: str) -> Table:
-    """A table with the first column to the left and the others to the right."""
+    """Return a table with the first column aligned left and the others right."""
     table = Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
     )
@@ -27,24 +27,24 @@ def new_table(title: str, *head: str) -> Table:
 
 
 def section(table: Table, name: str) -> None:
-    """A row with a heading."""
+    """Add a row with a heading."""
     table.add_row(Text(name, style="italic"))
 
 
 def note(*lines: str) -> Text:
-    """Lines of explanation below a table."""
+    """Return lines of explanation below a table."""
     return Text("\n".join(lines) + "\n", style="dim")
 
 
 def around(found: Interval, form: str) -> str:
-    """Mean and half of the interval; the mean alone where a single seed gives no interval."""
+    """Return the mean and half of the interval; only the mean if a single seed gives no interval."""
     if found.low == found.high:
         return f"{found.mean:{form}}"
     return f"{found.mean:{form}}±{found.high - found.mean:{form.strip('+')}}"
 
 
 def new_figure(width: float, height: float, rows: int, columns: int, **layout: Any) -> tuple[Any, Any]:
-    """A figure of this size in inches, and its axes."""
+    """Return a figure of this size in inches, and its axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -52,7 +52,7 @@ def new_figure(width: float, height: float, rows: int, columns: int, **layout: A
 
 
 def tidy(axes: Any, title: str, grid: str) -> None:
-    """The same title, frame and grid lines for every picture."""
+    """Give every picture the same title, frame and grid lines."""
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(GREY)
@@ -63,6 +63,6 @@ def tidy(axes: Any, title: str, grid: str) -> None:
 
 
 def save(figure: Any, path: Path) -> Path:
-    """Write the picture; its path."""
+    """Write the picture and return its path."""
     figure.savefig(path, dpi=110)
     return path

@@ -1,7 +1,7 @@
-"""The expected gradient of methods that compare completions of one prompt, exact: every group that can be drawn is enumerated.
+"""The exact expected gradient of methods that compare completions of one prompt, by enumeration of every possible group.
 
-The prompt is a fork. The first token decides whether the answer will be right; every later one whether the completion goes on or
-ends, in states of their own. The reward knows nothing of length: ∇J is 0 for every decision but the first.
+The prompt is a fork. The first token determines whether the answer will be correct. Every later one decides whether the
+completion continues or ends, in separate states. The reward does not depend on length: ∇J is 0 for every decision but the first.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ assert METHODS["GRPO"].aggregate is sequence_mean and isinstance(DR_GRPO.aggrega
 
 
 def fork(longest: int) -> MDP:
-    """State 0 chooses between the right and the wrong branch; of either there are `longest` − 1 states in a row, where action 0
-    goes on and action 1 ends. The last one ends in any case. The right branch pays 1 as it ends.
+    """Return a process whose state 0 chooses between the correct and the wrong branch.
+
+    Each branch has `longest` − 1 states in a row, in which action 0 continues and action 1 ends. The last state always ends. The
+    correct branch pays 1 as it ends.
     """
     places, n_states = longest - 1, 2 * longest
     transitions, rewards = np.zeros((2, n_states, n_states)), np.zeros((2, n_states, n_states))
@@ -49,7 +51,7 @@ def fork(longest: int) -> MDP:
 
 
 def logits(longest: int, success: float) -> FloatArray:
-    """(S, A): logits of a policy that is right with this probability, and goes on with probability ½ everywhere."""
+    """Return (S, A): logits of a policy that is correct with this probability, and continues with probability ½ everywhere."""
     theta = np.zeros((2 * longest, 2))
     theta[0, 0] = math.log(success / (1 - success))
     return theta
@@ -62,11 +64,11 @@ class Expected:
     gradient: FloatArray
     """[S·A]"""
     weight: dict[tuple[bool, int], float]
-    """Of ∇log π of one token, by (right, length of its completion)."""
+    """The weight of ∇log π of one token, by (right, length of its completion)."""
 
 
 def enumerate_groups(method: PolicyGradient, longest: int, theta: FloatArray, group: int) -> Expected:
-    """The mean over all groups of so many completions of the gradient that the method's own `prepare` and `loss` give."""
+    """Return the mean gradient over all groups of `group` completions, by the method's own `prepare` and `loss`."""
     mdp, policy = fork(longest), softmax_policy(theta, 1.0)
     paths, p = all_paths(mdp, policy)
     members = np.array(list(combinations_with_replacement(range(len(p)), group)))
@@ -85,19 +87,19 @@ def enumerate_groups(method: PolicyGradient, longest: int, theta: FloatArray, gr
 
 
 def _orders(row: np.ndarray) -> float:
-    """In how many orders this group can be drawn."""
+    """Return the number of orders in which this group can be drawn."""
     _, counts = np.unique(row, return_counts=True)
     return math.factorial(len(row)) / math.prod(math.factorial(c) for c in counts)
 
 
 def accuracy(longest: int, theta: FloatArray) -> tuple[float, FloatArray]:
-    """J, the probability of a right answer, and ∇J [S·A], by visits and advantages."""
+    """Return J, the probability of a correct answer, and ∇J [S·A], by visits and advantages."""
     mdp, policy = fork(longest), softmax_policy(theta, 1.0)
     return float(policy[0, 0]), problems.exact_gradient(mdp, policy).ravel()
 
 
 def mean_length(longest: int, theta: FloatArray, *, right: bool) -> tuple[float, FloatArray]:
-    """The mean length of right or of wrong completions, and its gradient [S·A], exact."""
+    """Return the mean length of correct or of wrong completions, and its gradient [S·A], exact."""
     mdp, policy = fork(longest), softmax_policy(theta, 1.0)
     paths, p = all_paths(mdp, policy)
     these = (paths.rewards.sum(1) > 0) == right

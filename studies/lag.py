@@ -1,7 +1,8 @@
-"""What a lag between sampling and training buys on many devices, and what it costs: a simulation, event by event.
+"""The gain and cost of a lag between sampling and training on many devices: an event simulation.
 
 Every duration is assumed, none was measured: the defaults are guesses for a model of 8 billion parameters on GPUs of 2024. The
-simulation is about the order of events, which follows from long-tailed lengths: who waits for whom, and what a step trains on.
+simulation studies the order of events, which follows from long-tailed lengths: the waiting times, and the completions of each
+step.
 """
 
 from __future__ import annotations
@@ -25,42 +26,44 @@ from studies.drawing import BLUE, GREEN, INK, PINK, RUST
 from studies.settings import LagSettings
 
 SHARES = (0.5, 0.625, 0.75)
-"""Shares of the devices that sample; the best is shown."""
+"""The tested shares of devices that sample. The best is reported."""
 MODES = (("in order", 1), ("in order", 2), ("in order", 4), ("first come", 4))
 
 
 @dataclass(frozen=True)
 class LagRow:
-    """One number of devices with one way to divide the work."""
+    """The figures of one number of devices with one way to divide the work."""
 
     devices: int
     mode: str
-    """"in turns" (all devices sample, then all train), "in order" (psigrad's lag) or "first come" (what ended first trains)."""
+    """The mode: "in turns" (all sample, then all train), "in order" (psigrad's lag) or "first come" (trains on whatever ended
+    first).
+    """
     lag: int
     share: float
-    """Of the devices, those that sample."""
+    """The share of the devices that sample."""
     speed: float
-    """Tokens per second and device, after the first third of the steps."""
+    """The tokens per second and device, after the first third of the steps."""
     gain: float
-    """Over taking turns."""
+    """The speed relative to taking turns."""
     staleness: float
-    """Mean number of versions between sampling and training."""
+    """The mean number of versions between sampling and training."""
     oldest: int
-    """The largest."""
+    """The largest number of versions."""
     first_lengths: float
-    """Mean length of what the first three steps train on, over that of all completions."""
+    """The mean length of the completions in the first three steps, divided by that of all completions."""
 
 
 @dataclass(frozen=True)
 class LagResult:
-    """What `run` found."""
+    """The results of `run`."""
 
     settings: LagSettings
     rows: tuple[LagRow, ...]
 
 
 def check(s: LagSettings) -> None:
-    """Refuse settings that make no sense."""
+    """Raise an error for invalid settings."""
     for name in ("completions", "mean_length", "longest", "steps", "slots", "most_devices"):
         if getattr(s, name) < 1:
             raise UserError(f"{name} is {getattr(s, name)}; it must be at least 1.")
@@ -71,7 +74,7 @@ def check(s: LagSettings) -> None:
 
 
 def run(settings: LagSettings) -> LagResult:
-    """Every mode on 8, 32, 128, … devices, and on the most."""
+    """Simulate every mode on 8, 32, 128, … devices, and on the largest number."""
     check(settings)
     found: list[LagRow] = []
     counts = [8 * 4**n for n in range(16) if 8 * 4**n < settings.most_devices]
@@ -85,39 +88,41 @@ def run(settings: LagSettings) -> LagResult:
 
 
 def lengths(s: LagSettings, count: int) -> list[int]:
-    """Lengths in tokens: log-normal with the mean `mean_length`, cut at `longest`."""
+    """Return lengths in tokens: log-normal with the mean `mean_length`, cut at `longest`."""
     drawn = np.random.default_rng(s.seed).lognormal(math.log(s.mean_length) - s.spread**2 / 2, s.spread, count)
     found: list[int] = np.clip(drawn, 1, s.longest).astype(int).tolist()
     return found
 
 
 def seconds_to_train(s: LagSettings, tokens: float, devices: int) -> float:
-    """Of a step on `tokens` tokens. Every doubling beyond 8 devices costs 3 % of the speed."""
+    """Return the seconds of a step on `tokens` tokens. Every doubling beyond 8 devices costs 3 % of the speed."""
     speed: float = 0.97 ** max(0.0, math.log2(devices / 8))
     return tokens * s.train_token / devices / speed
 
 
 def seconds_to_publish(s: LagSettings, samplers: int) -> float:
-    """Until all samplers have new weights; they go on meanwhile, the trainers wait."""
+    """Return the seconds until all samplers have new weights. They continue meanwhile, the trainers wait."""
     return s.publish * (1 + 0.2 * math.log2(max(2, samplers)))
 
 
 class Samplers:
-    """Devices that decode, each up to `slots` completions at a time. With n of them a token of each takes weights + n · cache
-    seconds. A device decodes under one version of the weights: another one's completions wait until it has ended those it has,
-    unless it is `free` to go on with new weights in the middle of a completion.
+    """Devices that decode, each up to `slots` completions at a time.
+
+    With n completions, one token of each takes weights + n · cache seconds. A device decodes under one version of the weights.
+    Completions of another version wait until the current ones have ended, unless the device is `free` to switch weights in the
+    middle of a completion.
     """
 
     def __init__(self, s: LagSettings, devices: int, free: bool = False) -> None:
         self._s, self._free = s, free
         self._waiting: deque[tuple[int, int, int]] = deque()
         self._version = [0] * devices
-        self._active: list[list[tuple[float, int]]] = [[] for _ in range(devices)]  # heaps of (tokens done by then, completion)
+        self._active: list[list[tuple[float, int]]] = [[] for _ in range(devices)]  # heaps of (device tokens at end, completion)
         self._done, self._at, self._stamp = [0.0] * devices, [0.0] * devices, [0] * devices
         self._events: list[tuple[float, int, int]] = []
 
     def add(self, items: Sequence[tuple[int, int, int]], now: float) -> None:
-        """Completions as (number, length, version), dealt to the devices with the fewest."""
+        """Add completions as (number, length, version). They go to the devices with the fewest."""
         self._waiting.extend(items)
         free = [(len(own), d) for d, own in enumerate(self._active) if len(own) < self._s.slots]
         heapq.heapify(free)
@@ -136,13 +141,13 @@ class Samplers:
             self._announce(device)
 
     def next(self) -> float:
-        """When the next completion ends."""
+        """Return the time at which the next completion ends."""
         while self._events and self._events[0][2] != self._stamp[self._events[0][1]]:
             heapq.heappop(self._events)
         return self._events[0][0] if self._events else math.inf
 
     def end(self) -> int:
-        """End that completion; its number."""
+        """End the next completion and return its number."""
         now = self.next()
         _, device, _ = heapq.heappop(self._events)
         self._advance(device, now)
@@ -153,7 +158,7 @@ class Samplers:
         return number
 
     def _takes(self, device: int) -> bool:
-        """Whether it may begin what waits first."""
+        """Return True if the device may start the first waiting completion."""
         return self._free or not self._active[device] or self._version[device] == self._waiting[0][2]
 
     def _begin(self, device: int) -> None:
@@ -176,7 +181,7 @@ class Samplers:
 
 
 def in_turns(s: LagSettings, devices: int) -> LagRow:
-    """All devices sample a step's completions, then all train on them."""
+    """Simulate all devices sampling a step's completions, then all training on them."""
     sizes, now, tokens = lengths(s, s.steps * s.completions), 0.0, 0
     for step in range(s.steps):
         batch = sizes[step * s.completions : (step + 1) * s.completions]
@@ -191,8 +196,10 @@ def in_turns(s: LagSettings, devices: int) -> LagRow:
 
 
 def apart(s: LagSettings, devices: int, share: float, lag: int, in_order: bool, base: float) -> LagRow:
-    """Some devices sample while the others train. At most `lag` + 1 steps' completions are issued beyond the newest version; a
-    step trains on its own (in order), or on whatever ended first.
+    """Simulate some devices sampling while the others train.
+
+    At most `lag` + 1 steps' completions are issued beyond the newest version. A step trains on its own completions (in order), or
+    on whatever ended first.
     """
     count = s.completions
     samplers = max(1, int(devices * share))
@@ -235,7 +242,7 @@ def apart(s: LagSettings, devices: int, share: float, lag: int, in_order: bool, 
 
 
 def tables(result: LagResult) -> Iterator[Table | Text]:
-    """One row for each number of devices and mode."""
+    """Yield one row for each number of devices and mode."""
     head = ("devices", "mode", "lag", "sample", "tokens/s", "gain", "stale", "oldest", "first")
     table = drawing.new_table("Sampling and training on many devices (simulated)", *head)
     last = 0
@@ -254,7 +261,7 @@ def tables(result: LagResult) -> Iterator[Table | Text]:
 
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
-    """The gain over taking turns, and the lengths that the first steps see, over the number of devices."""
+    """Plot the gain over taking turns, and the lengths in the first steps, over the number of devices."""
     figure, (left, right) = drawing.new_figure(9.5, 3.4, 1, 2)
     for (mode, lag), colour in zip(MODES, (BLUE, GREEN, INK, RUST), strict=True):
         rows = [row for row in found["rows"] if (row["mode"], row["lag"]) == (mode, lag)]

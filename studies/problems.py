@@ -1,6 +1,6 @@
-"""Small decision processes whose policy gradient is known, and the bridge from their episodes to the objective's `Batch`.
+"""Small decision processes with a known policy gradient, and the conversion of their episodes to the objective's `Batch`.
 
-The policy is a softmax table, π(a|s) ∝ exp θ[s, a], so that ∂ log π(a|s) / ∂θ[s, b] = 1[a = b] − π(b|s): a gradient over θ is a
+The policy is a softmax table, π(a|s) ∝ exp θ[s, a], so that ∂ log π(a|s) / ∂θ[s, b] = 1[a = b] − π(b|s). A gradient over θ is a
 weighted count of states and actions, and a hundred thousand of them need no loop over autograd.
 """
 
@@ -24,16 +24,17 @@ class TabularCritic:
     """A critic's values."""
 
     value: FloatArray
-    """[S]: V(s); at terminal states it is never read."""
+    """[S]: V(s); never read at terminal states."""
     action_value: FloatArray
     """(S, A): Q(s, a)."""
 
 
 def line_walk(*, cells: int = 5, steps: int = 6, slip: float = 0.2, gamma: float = 1.0, at_the_end: bool = False) -> MDP:
-    """A line of cells 0 … n − 1, two actions (left, right), a fixed number of steps; each step pays the number of its new cell.
+    """Return a line of cells 0 … n − 1, two actions (left, right), a fixed number of steps; each step pays its new cell's number.
 
-    With probability `slip` a step goes the other way; the borders hold; the walk starts in the middle. State t·n + x is cell x
-    after t steps, so every episode can be enumerated. With `at_the_end` only the last step pays, as completions are paid.
+    With probability `slip`, a step goes in the opposite direction. A step beyond the border has no effect. The walk starts in the
+    middle. State t·n + x is cell x after t steps, so every episode can be enumerated. With `at_the_end`, only the last step pays,
+    as for completions.
     """
     n_states = (steps + 1) * cells
     transitions, rewards = np.zeros((2, n_states, n_states)), np.zeros((2, n_states, n_states))
@@ -50,7 +51,7 @@ def line_walk(*, cells: int = 5, steps: int = 6, slip: float = 0.2, gamma: float
 
 
 def exact_gradient(mdp: MDP, policy: FloatArray) -> FloatArray:
-    """(S, A): ∂J/∂θ[s, a] = d(s)·π(a|s)·A(s, a), by the policy gradient theorem and two linear solves.
+    """Return (S, A): ∂J/∂θ[s, a] = d(s)·π(a|s)·A(s, a), by the policy gradient theorem and two linear solves.
 
     J is the expected discounted return from the start, d the discounted visits.
     """
@@ -59,7 +60,7 @@ def exact_gradient(mdp: MDP, policy: FloatArray) -> FloatArray:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A process, a softmax policy and its critics, with everything exact that the figures are held against."""
+    """A process, a softmax policy and its critics, with all exact reference values."""
 
     mdp: MDP
     policy: FloatArray
@@ -72,10 +73,10 @@ class Problem:
 
 
 def problem(mdp: MDP, *, critic_error: float = 1.0, theta_spread: float = 0.5) -> Problem:
-    """A process with a policy and critics; draws are fixed.
+    """Return a process with a policy and critics. The draws are fixed.
 
-    θ is normal with deviation `theta_spread`. The rough critic is V plus normal noise of deviation `critic_error`, and its Q is
-    what one step and that V say: Q̂(s, a) = E[r + γ·V̂(s')].
+    θ is normal with deviation `theta_spread`. The rough critic is V plus normal noise of deviation `critic_error`. Its Q follows
+    from one step and that V: Q̂(s, a) = E[r + γ·V̂(s')].
     """
     rng = np.random.default_rng(0)
     policy = softmax_policy(theta_spread * rng.normal(size=(mdp.n_states, mdp.n_actions)), 1.0)
@@ -86,7 +87,7 @@ def problem(mdp: MDP, *, critic_error: float = 1.0, theta_spread: float = 0.5) -
 
 
 def batch_of(paths: Paths, policy: FloatArray, critic: TabularCritic | None = None, group: IntArray | None = None) -> Batch:
-    """Episodes as what an algorithm reads. `inputs` holds their states and actions, for parts of one's own."""
+    """Return episodes as the batch that an algorithm reads. `inputs` contains their states and actions, for custom parts."""
     states, mask = paths.states[:, :-1], torch.from_numpy(paths.mask)
     values: dict[str, Any] = {}
     if critic is not None:
@@ -110,9 +111,9 @@ def batch_of(paths: Paths, policy: FloatArray, critic: TabularCritic | None = No
 
 
 def step_weights(method: PolicyGradient, prepared: Prepared, sequences: int) -> FloatArray:
-    """[N, T]: −∂loss/∂ log π(a_t|s_t), by autograd through the method's own loss; `sequences` rows make one estimate.
+    """Return [N, T]: −∂loss/∂ log π(a_t|s_t), by autograd through the method's own loss; `sequences` rows make one estimate.
 
-    The method's aggregate is `sequence_sum`, in which each row counts 1/`sequences`: the loss of the whole batch is then the sum
+    The method's aggregate is `sequence_sum`, in which each row counts 1/`sequences`. The loss of the full batch is then the sum
     of the losses of N / `sequences` optimiser steps.
     """
     logp = prepared.batch.logp_old.clone().requires_grad_()
@@ -123,7 +124,7 @@ def step_weights(method: PolicyGradient, prepared: Prepared, sequences: int) -> 
 
 
 def gradients(weight_NT: FloatArray, paths: Paths, policy: FloatArray, rows: int) -> FloatArray:
-    """[N / rows, S·A]: Σ over `rows` episodes and their steps of weight · ∂ log π(a_t|s_t) / ∂θ."""
+    """Return [N / rows, S·A]: Σ over `rows` episodes and their steps of weight · ∂ log π(a_t|s_t) / ∂θ."""
     n_states, n_actions = policy.shape
     n_estimates = len(weight_NT) // rows
     taken, size = paths.mask, n_states * n_actions

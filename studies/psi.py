@@ -1,8 +1,8 @@
 """Bias and variance of the policy-gradient estimate, for each form of Ψ, against the exact gradient of a small process.
 
-Every form is a `PolicyGradient` with another psi and the same other parts: −log π weighted by Ψ, summed over the steps of an
-episode, averaged over a batch. Its exact mean and variance come from the enumeration of all episodes; the figures of sampled
-batches stand beside them.
+Every form is a `PolicyGradient` with another psi and otherwise the same parts: −log π weighted by Ψ, summed over the steps of an
+episode, averaged over a batch. Its exact mean and variance come from the enumeration of all episodes. The tables also contain the
+figures of sampled batches.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from studies.drawing import BLUE, GREEN, INK, PINK, RUST
 from studies.problems import EXACT, ROUGH, Problem
 from studies.settings import PsiSettings
 
-# How tables and pictures show the forms with each critic.
+# The labels and colours of the forms with each critic, in tables and pictures.
 _NAMED = {"": "no critic", EXACT: "exact V and Q", ROUGH: "rough V and Q"}
 _DRAWN = {"": (GREY, "no critic"), EXACT: (BLUE, "exact critic"), ROUGH: (RUST, "rough critic")}
 _BATCHES = [2.0**k for k in range(15)]
@@ -58,7 +58,7 @@ _BATCHES = [2.0**k for k in range(15)]
 
 @dataclass(frozen=True)
 class PsiResult:
-    """What `run` found."""
+    """The results of `run`."""
 
     settings: PsiSettings
     gradient_length: float
@@ -67,7 +67,7 @@ class PsiResult:
 
 
 def run(settings: PsiSettings) -> PsiResult:
-    """Every form of Ψ on `line_walk`. Raises `UserError` for settings that make no sense."""
+    """Compute every form of Ψ on `line_walk`. Raises `UserError` for invalid settings."""
     s = settings
     check(s)
     given = problems.problem(problems.line_walk(gamma=s.discount, at_the_end=s.at_the_end), critic_error=s.critic_error)
@@ -76,7 +76,7 @@ def run(settings: PsiSettings) -> PsiResult:
 
 
 def check(s: PsiSettings) -> None:
-    """Refuse settings that make no sense."""
+    """Raise an error for invalid settings."""
     if s.seeds < 1:
         raise UserError(f"seeds is {s.seeds}; expected at least 1; intervals need at least 2.")
     if s.batch < 2:
@@ -91,12 +91,12 @@ def check(s: PsiSettings) -> None:
 
 @dataclass(frozen=True)
 class PsiForm:
-    """One choice of Ψ: what people call it, the part of the library, and how good its critic is."""
+    """One choice of Ψ: its common name, the part of the library, and the quality of its critic."""
 
     name: str
     psi: Psi
     critic: str = ""
-    """"", "exact" (the true V and Q) or "rough"."""
+    """The critic: "", "exact" (the true V and Q) or "rough"."""
 
     @property
     def method(self) -> PolicyGradient:
@@ -106,7 +106,7 @@ class PsiForm:
 
 
 def minus_action_value(batch: Batch) -> Tensor:
-    """G_t − Q(s_t, a_t): a baseline that looks at the action, which no baseline may. The expected gradient is 0.
+    """Return G_t − Q(s_t, a_t): a baseline that depends on the action, which no baseline may. The expected gradient is 0.
 
     Formula: A_t = G_t − Q(s_t, a_t)
     """
@@ -115,17 +115,17 @@ def minus_action_value(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class reward_to_go_minus_others:
-    """The reward to go minus that of the other episodes of the group at the same step: a baseline for each step without a critic.
+    """The reward to go minus that of the group's other episodes at the same step: a baseline for each step without a critic.
 
     Formula: A_t = G_t − (1/(K−1))·Σ_{j≠i} G_{j,t}
     """
 
     gamma: float = 1.0
-    """Discount per step."""
+    """The discount per step."""
     needs: ClassVar[frozenset[str]] = frozenset({"group"})
 
     def __call__(self, batch: Batch) -> Tensor:
-        """[N, T] reward to go minus the mean of the rest of the group at the same step."""
+        """Return the [N, T] reward to go minus the mean of the rest of the group at the same step."""
         to_go = reward_to_go(self.gamma)(batch)
         sums = torch.stack([group_sum(column, batch.group) for column in to_go.T], dim=1)
         steps = torch.stack([group_sum(column, batch.group) for column in batch.mask.to(to_go.dtype).T], dim=1)
@@ -133,7 +133,7 @@ class reward_to_go_minus_others:
 
 
 def forms(gamma: float) -> list[PsiForm]:
-    """The forms of Ψ that are compared, the plainest first."""
+    """Return the forms of Ψ to compare, the simplest first."""
     plain = [
         PsiForm("total return R", total_return(gamma)),
         PsiForm("R − moving average", moving_average()),
@@ -157,7 +157,7 @@ def forms(gamma: float) -> list[PsiForm]:
 
 @dataclass(frozen=True)
 class PsiRow:
-    """What was found of one form. Biases are in units of the length of the exact gradient, variances of a single episode."""
+    """The figures of one form. Biases are in units of the length of the exact gradient, variances of a single episode."""
 
     name: str
     critic: str
@@ -168,7 +168,8 @@ class PsiRow:
     along: Interval
     """The same, sampled."""
     p: float | None
-    """Probability of a sampled mean this far from ∇J, over all parameters, if there is no bias; None: too few batches."""
+    """The probability of a sampled mean this far from ∇J, over all parameters, if there is no bias; None: too few batches.
+    """
     exact_variance: float
     """Batch size × trace of the covariance of ĝ, exact."""
     variance: Interval
@@ -178,10 +179,10 @@ class PsiRow:
 
 
 def moments(form: PsiForm, given: Problem, batch_size: int, batches: int) -> tuple[FloatArray, float]:
-    """E ĝ [S·A] and batch size × tr Cov ĝ, exact, for the mean over `batch_size` episodes.
+    """Return E ĝ [S·A] and batch size × tr Cov ĝ, exact, for the mean over `batch_size` episodes.
 
-    Forms that look at one episode at a time are enumerated. Those that compare episodes follow from moments of one episode, since
-    their ĝ is made of sample covariances of a return and a score (`_compare`, `_average`).
+    Forms that use one episode at a time are enumerated. Forms that compare episodes follow from moments of one episode, since
+    their ĝ consists of sample covariances of a return and a score (`_compare`, `_average`).
     """
     paths, p = all_paths(given.mdp, given.policy)
     if isinstance(form.psi, moving_average):
@@ -201,9 +202,10 @@ def moments(form: PsiForm, given: Problem, batch_size: int, batches: int) -> tup
 def _compare(
     x: FloatArray, steps: Sequence[FloatArray], given: Problem, paths: Paths, p: FloatArray, n: int
 ) -> tuple[FloatArray, float]:
-    """Moments of ĝ = Σ_t c(x_t, s_t), with c the sample covariance over n episodes, x [N, t] returns and s_t scores (E s_t = 0).
+    """Return moments of ĝ = Σ_t c(x_t, s_t), with c the sample covariance over n episodes.
 
-    `steps[t]` says which steps the score s_t is the sum of. Of four numbers of an episode,
+    x [N, t] are returns and s_t scores (E s_t = 0). The score s_t is the sum over the steps `steps[t]`.
+    For four numbers of an episode,
 
         n·Cov(c(x, y), c(z, w)) = E[x̃ỹz̃w̃] − σ_xy·σ_zw + (σ_xz·σ_yw + σ_xw·σ_yz) / (n − 1)
 
@@ -223,7 +225,7 @@ def _compare(
 
 
 def _average(decay: float, given: Problem, paths: Paths, p: FloatArray, n: int, batches: int) -> tuple[FloatArray, float]:
-    """Moments of ĝ = mean of (R − b)·S, with b independent of the batch; the variance is the mean over the batches."""
+    """Return moments of ĝ = mean of (R − b)·S, with b independent of the batch. The variance is the mean over the batches."""
     reward, s = paths.rewards.sum(1), problems.gradients(paths.mask.astype(np.float64), paths, given.policy, 1)
     square, mu, mean = (s**2).sum(1), float(p @ reward), (p * reward) @ s
     first, second = _average_moments(decay, mu, float(p @ (reward - mu) ** 2) / n, batches)
@@ -232,21 +234,24 @@ def _average(decay: float, given: Problem, paths: Paths, p: FloatArray, n: int, 
 
 
 def _average_moments(decay: float, mu: float, spread: float, batches: int) -> tuple[float, float]:
-    """Mean over the batches of E b and E b², of a moving average b of batch means with expectation mu and variance spread."""
+    """Return the mean over the batches of E b and E b².
+
+    b is a moving average of batch means with expectation mu and variance spread.
+    """
     k = np.arange(1, batches)
     weights_squared = (1 - decay) ** 2 * (1 - decay ** (2 * k)) / (1 - decay**2) / (1 - decay**k) ** 2
     return mu * (batches - 1) / batches, float((mu**2 + spread * weights_squared).sum() / batches)
 
 
 def _of_each(form: PsiForm, given: Problem, paths: Paths) -> FloatArray:
-    """[N, S·A]: ĝ of each episode by itself."""
+    """Return [N, S·A]: ĝ of each single episode."""
     method, batch = form.method, problems.batch_of(paths, given.policy, given.critics[form.critic])
     prepared = method.prepare(batch, method.initial_state(), metrics=False)
     return problems.gradients(problems.step_weights(method, prepared, 1), paths, given.policy, 1)
 
 
 def estimates(form: PsiForm, given: Problem, paths: Paths, batch_size: int) -> FloatArray:
-    """[N / batch_size, S·A]: ĝ of each batch, by the method's own `prepare` and `loss`."""
+    """Return [N / batch_size, S·A]: ĝ of each batch, by the method's own `prepare` and `loss`."""
     groups = np.arange(len(paths.lengths)) // batch_size
     method, batch = form.method, problems.batch_of(paths, given.policy, given.critics[form.critic], groups)
     prepared = method.prepare(batch, method.initial_state(), metrics=False)
@@ -256,7 +261,7 @@ def estimates(form: PsiForm, given: Problem, paths: Paths, batch_size: int) -> F
 
 
 def _in_batches(method: PolicyGradient, batch: Batch, size: int) -> Tensor:
-    """[N, T]: the advantages of batches that come one after the other, the state handed on."""
+    """Return [N, T]: the advantages of consecutive batches. Each batch passes its state to the next."""
     state, parts = method.initial_state(), []
     for first in range(0, len(batch.mask), size):
         prepared: Prepared = method.prepare(batch.select(torch.arange(first, first + size)), state, metrics=False)
@@ -266,7 +271,7 @@ def _in_batches(method: PolicyGradient, batch: Batch, size: int) -> Tensor:
 
 
 def rows(given: Problem, chosen: Sequence[PsiForm], *, seeds: int, episodes: int, batch_size: int) -> list[PsiRow]:
-    """One row for each form; every seed plays `episodes` episodes of its own, the same ones for every form."""
+    """Return one row for each form. Every seed plays `episodes` separate episodes, the same ones for every form."""
     batches = episodes // batch_size
     played = [sample_paths(given.mdp, given.policy, batches * batch_size, seed=seed) for seed in range(seeds)]
     return [_row(form, given, played, batch_size) for form in chosen]
@@ -291,9 +296,10 @@ def _row(form: PsiForm, given: Problem, played: Sequence[Paths], size: int) -> P
 
 
 def no_bias(found: FloatArray, truth: FloatArray) -> float | None:
-    """p of the hypothesis E ĝ = truth, of independent estimates [n, d], by Hotelling's T²; None where n is too small for d.
+    """Return p of the hypothesis E ĝ = truth, from independent estimates [n, d], by Hotelling's T².
 
-    T² = n·(ḡ − truth)ᵀ·Cov⁺·(ḡ − truth), and T²·(n − r) / (r·(n − 1)) is F(r, n − r), with r the rank of Cov.
+    Return None if n is too small for d. T² = n·(ḡ − truth)ᵀ·Cov⁺·(ḡ − truth), and T²·(n − r) / (r·(n − 1)) is F(r, n − r), with r
+    the rank of Cov.
     """
     away, n = found.mean(0) - truth, len(found)
     values, vectors = np.linalg.eigh(np.cov(found.T))
@@ -306,7 +312,7 @@ def no_bias(found: FloatArray, truth: FloatArray) -> float | None:
 
 
 def tables(result: PsiResult) -> Iterator[Table | Text]:
-    """One row for each form of Ψ, in sections by critic."""
+    """Yield one row for each form of Ψ, in sections by critic."""
     title = f"The policy gradient by Ψ; ‖∇J‖ = {result.gradient_length:.3f}, batches of {result.settings.batch} episodes"
     table = drawing.new_table(title, "Ψ", "bias", "along ∇J", "p", "variance", "sampled", "error")
     for critic, name in _NAMED.items():
@@ -331,12 +337,12 @@ def _p(value: float | None) -> str:
 
 
 def _three(found: Interval) -> str:
-    """Three digits of a positive mean, and as many places of its interval."""
+    """Return a positive mean with three digits, and its interval with as many decimal places."""
     return drawing.around(found, f".{max(0, 2 - math.floor(math.log10(found.mean))) if found.mean > 0 else 2}f")
 
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
-    """Left: variance of each form. Right: error over the batch size, where bias shows as a floor."""
+    """Plot the variance of each form (left), and the error over the batch size, where bias appears as a floor (right)."""
     figure, (left, right) = drawing.new_figure(10.5, 5.4, 1, 2, width_ratios=(1.15, 1))
     rows = found["rows"]
     least, most = (f(row["exact_variance"] for row in rows) for f in (min, max))

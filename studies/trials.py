@@ -1,7 +1,7 @@
-"""Training runs of an experiment: arms × seeds from one fine-tuned model, resumable; their curves, and what they say of a claim.
+"""Training runs of an experiment: arms × seeds from one fine-tuned model, resumable; their curves and verdicts.
 
-The task is the demo's with words of three to five letters: spelling backwards, learnt from demonstrations of which a share swaps
-the last two letters. A run takes some ten seconds.
+The task is the demo's with words of three to five letters: spelling backwards, learned from demonstrations. A share of the
+demonstrations swaps the last two letters. A run takes some ten seconds.
 """
 
 from __future__ import annotations
@@ -40,58 +40,58 @@ from studies import drawing
 from studies.settings import PretrainedSettings, TrialSettings
 
 TUNING_SEED = 1000
-"""Learning rates are chosen on this seed, which no figure is of."""
+"""The seed on which learning rates are chosen. No reported figure uses it."""
 Verdict = Literal["holds", "does not hold", "undecided"]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: the arm and the seed it belongs to, and its settings without paths."""
+    """One run: its arm and seed, and its settings without paths."""
 
     arm: str
     seed: int
     method: str
-    """A command of psigrad that trains."""
+    """A training command of psigrad."""
     settings: Any
 
 
 @dataclass(frozen=True)
 class ClaimVerdict:
-    """What was found for one claim, by a test that was stated before."""
+    """The result for one claim, by a test stated beforehand."""
 
     claim: str
     test: str
     verdict: Verdict
     difference: Interval
-    """Of the figures of the same seeds."""
+    """The differences between figures of the same seeds."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """What was measured of one arm, over seeds."""
+    """The measurements of one arm, over seeds."""
 
     name: str
     steps: tuple[int, ...]
     curve: tuple[Interval, ...]
-    """Held-out accuracy at each of `steps`."""
+    """The held-out accuracy at each of `steps`."""
     figures: dict[str, Interval]
     each: dict[str, tuple[float, ...]]
-    """The same figures, of each seed."""
+    """The same figures for each seed."""
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What an experiment found."""
+    """The results of an experiment."""
 
     settings: Any
     arms: tuple[Arm, ...]
     findings: tuple[ClaimVerdict, ...]
     core_minutes: float = 0.0
-    """Processor time of its runs, tuning included; 0 where it was not measured."""
+    """The processor time of its runs, including tuning; 0 if it was not measured."""
 
 
 def check(s: TrialSettings) -> None:
-    """Refuse settings that make no sense."""
+    """Raise an error for invalid settings."""
     for name in ("seeds", "steps", "prompts", "generations", "sft_steps", "processes", "words", "held_out"):
         if getattr(s, name) < 1:
             raise UserError(f"{name} is {getattr(s, name)}; it must be at least 1.")
@@ -100,14 +100,15 @@ def check(s: TrialSettings) -> None:
 
 
 def check_rates(rates: Sequence[float]) -> None:
-    """Refuse learning rates that cannot be tried."""
+    """Raise an error for invalid learning rates."""
     if not rates or min(rates) <= 0:
         raise UserError(f"rates are {rates}; give at least one learning rate above 0.")
 
 
 def files(s: TrialSettings) -> dict[str, Path]:
-    """The data and the fine-tuned model that every run starts from, made once for all experiments in a folder: the paths of
-    prompts, demonstrations, held_out and model.
+    """Return the paths of prompts, demonstrations, held_out and model, with which every run starts.
+
+    They are created once for all experiments in a folder.
     """
     folder = Path(s.out) / "start" / f"{s.words}-words-{s.sft_steps}-steps"
     made = demo.prepare(folder, 0, False, words=s.words, longest=5, hidden=96, layers=3)
@@ -128,7 +129,7 @@ def files(s: TrialSettings) -> dict[str, Path]:
 
 
 def online(s: TrialSettings, where: Mapping[str, Path], algorithm: Any, **changed: Any) -> OnlineConfig:
-    """The settings of an online run in which nothing is particular but the algorithm and what is `changed`."""
+    """Return the settings of an online run with defaults, except for the algorithm and the `changed` ones."""
     usual = OnlineConfig(
         model=Model(path=str(where["model"])),
         data=Data(dataset=str(where["prompts"]), eval_dataset=str(where["held_out"])),
@@ -145,16 +146,16 @@ def online(s: TrialSettings, where: Mapping[str, Path], algorithm: Any, **change
 
 
 def at_rate(config: Any, rate: float) -> Any:
-    """The settings at another learning rate."""
+    """Return the settings at another learning rate."""
     return replace(config, optim=replace(config.optim, learning_rate=rate))
 
 
 def run_all(
     s: TrialSettings | PretrainedSettings, name: str, trials: Sequence[Trial]
 ) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """The metrics of each run, by (arm, seed). What an earlier call has finished is read; what it began goes on.
+    """Return the metrics of each run, by (arm, seed). Finished runs of an earlier call are read; unfinished ones are resumed.
 
-    Raises `UserError` where a run failed; the others are not lost.
+    Raises `UserError` if a run failed. The other runs are kept.
     """
     folder = Path(s.out) / "runs" / name
     places = {(t.arm, t.seed): place(s, name, t.arm, t.seed) for t in trials}
@@ -178,7 +179,7 @@ def run_all(
 
 
 def place(s: TrialSettings | PretrainedSettings, name: str, arm: str, seed: int) -> Path:
-    """The folder of a run."""
+    """Return the folder of a run."""
     return Path(s.out) / "runs" / name / f"{''.join(c if c.isalnum() or c in '.-' else '_' for c in arm)}-{seed}"
 
 
@@ -187,7 +188,7 @@ def _with_place(trial: Trial, place: Path) -> Any:
 
 
 def _identity(trial: Trial) -> dict[str, Any]:
-    """What a finished run must have been for its figures to be taken."""
+    """Return the settings that a finished run must have for its figures to be reused."""
     return {"method": trial.method, **_plain(_with_place(trial, Path(".")))}
 
 
@@ -205,7 +206,7 @@ def _done(place: Path, trial: Trial) -> bool:
         return False
     found = (parse_row(_mark(place).read_bytes()) or {}).get("trial")
     if not isinstance(found, dict):
-        return False  # torn by a kill: the run is finished, and says so
+        return False  # torn by a kill; the run itself will report that it is finished
     method = found.pop("method")
     try:  # a setting that is newer than the run has its default
         known = {"method": method, **_plain(load(type(trial.settings), flags=found))}
@@ -217,7 +218,7 @@ def _done(place: Path, trial: Trial) -> bool:
 
 
 def pairs(asked: SampleConfig, place: Path) -> None:
-    """Leave pairs of a model's own samples in the file `place`. Raises `UserError` where there are none."""
+    """Write pairs of a model's own samples to the file `place`. Raises `UserError` if there are none."""
     written = sample.run(asked)
     if not written.rows:
         raise UserError(
@@ -228,14 +229,14 @@ def pairs(asked: SampleConfig, place: Path) -> None:
 
 
 def core_minutes(s: TrialSettings | PretrainedSettings, name: str) -> float:
-    """Minutes of processor time that the finished runs of an experiment took, those of its tuning included."""
+    """Return the minutes of processor time of an experiment's finished runs, including tuning."""
     marks = [mark for part in (name, f"{name}-tuning") for mark in (Path(s.out) / "runs" / part).glob("*/trial.json")]
     return math.fsum((parse_row(mark.read_bytes()) or {}).get("cpu_seconds", 0.0) for mark in marks) / 60
 
 
 def _run(method: str, settings: dict[str, Any]) -> float:
-    """One run, in a process that serves several of them one after the other; its processor time in seconds."""
-    before = sum(os.times()[:4])  # of the workers that score, too, once they have ended
+    """Run one trial, in a process that serves several in sequence. Return its processor time in seconds."""
+    before = sum(os.times()[:4])  # includes the workers that score, once they have ended
     if method == "control":
         control.run(load(ControlConfig, flags=settings))
     else:
@@ -244,7 +245,7 @@ def _run(method: str, settings: dict[str, Any]) -> float:
 
 
 def _quiet(log: Path) -> None:
-    """What runs have to say goes to a file: several of them at once would talk over each other. They end with their parent."""
+    """Redirect the output of runs to a file, since concurrent runs would mix their lines. They end with their parent."""
     die_with_parent()
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file:
@@ -257,13 +258,13 @@ def _rows(place: Path) -> list[dict[str, Any]]:
 
 
 def rollouts(s: TrialSettings, name: str, arm: str, seed: int, kind: str = "train") -> Iterator[dict[str, Any]]:
-    """The completions that a run was trained on, or (`eval`) measured by."""
+    """Yield the completions that a run was trained on, or (`eval`) measured by."""
     files = rollout_files(place(s, name, arm, seed))
     return (row for file in files for row in read_steps(file) if row.get("kind") == kind)
 
 
 def first_warning(rows: Sequence[Mapping[str, Any]], rules: Collection[str]) -> int | None:
-    """The first step at which a run with these metrics tells of one of these rules (`psigrad.records.warnings`)."""
+    """Return the first step at which a run with these metrics raises one of these rules (`psigrad.records.warnings`)."""
     watch, names = Watch(), SignalNames()
     for row in rows:
         watch.see(row["step"], {names.of(key): value for key, value in figures(row).items()})
@@ -275,7 +276,7 @@ def first_warning(rows: Sequence[Mapping[str, Any]], rules: Collection[str]) -> 
 def tune(
     s: TrialSettings, name: str, arms: Mapping[str, tuple[str, Any]], rates: Sequence[float], score: Callable[[Any], float]
 ) -> dict[str, float]:
-    """For each arm (method, settings) the rate whose run on `TUNING_SEED` has the greatest score: the same budget for all."""
+    """Return for each arm (method, settings) the rate with the highest score on `TUNING_SEED`. All arms have the same budget."""
     trials = [
         Trial(f"{arm} at {rate:g}", TUNING_SEED, method, at_rate(config, rate))
         for arm, (method, config) in arms.items()
@@ -286,23 +287,26 @@ def tune(
 
 
 def curve(rows: Sequence[Mapping[str, Any]], key: str = "eval/exact/mean") -> dict[int, float]:
-    """Held-out figures by step."""
+    """Return the held-out figures by step."""
     return {row["step"]: row[key] for row in rows if key in row}
 
 
 def area(rows: Sequence[Mapping[str, Any]], key: str = "eval/exact/mean") -> float:
-    """Mean held-out accuracy after the start: the area under the learning curve, 1 for a run that knows all at once."""
+    """Return the mean held-out accuracy after the start: the area under the learning curve.
+
+    A run that is correct at once has 1.
+    """
     found = [accuracy for step, accuracy in curve(rows, key).items() if step]
     return math.fsum(found) / len(found)
 
 
 def last(rows: Sequence[Mapping[str, Any]], key: str = "eval/exact/mean") -> float:
-    """The last figure of that name; NaN where there is none."""
+    """Return the last figure of that name; NaN if there is none."""
     return next((float(row[key]) for row in reversed(rows) if key in row), math.nan)
 
 
 def mean_of(rows: Sequence[Mapping[str, Any]], key: str) -> float:
-    """Mean over the steps that have that figure."""
+    """Return the mean over the steps that have that figure."""
     found = [float(row[key]) for row in rows if key in row]
     return math.fsum(found) / len(found) if found else math.nan
 
@@ -314,10 +318,10 @@ def summarize(
     of: Mapping[str, Callable[[Any], float]],
     key: str = "eval/exact/mean",
 ) -> Arm:
-    """One arm: its curve of `key`, and each figure, over seeds."""
+    """Return one arm: its curve of `key`, and each figure, over seeds."""
     runs = [rows[name, seed] for seed in seeds]
     curves = [sorted(curve(run, key).items()) for run in runs]
-    points = list(zip(*curves, strict=False))  # by their order: CartPole's evaluations fall on other steps in each run
+    points = list(zip(*curves, strict=False))  # by order: CartPole's evaluations are at other steps in each run
     steps = tuple(round(math.fsum(step for step, _ in point) / len(point)) for point in points)
     each = {key: tuple(figure(run) for run in runs) for key, figure in of.items()}
     held_out = tuple(over_seeds(figure for _, figure in point) for point in points)
@@ -325,15 +329,16 @@ def summarize(
 
 
 def with_figure(arm: Arm, name: str, value: float) -> Arm:
-    """The arm with a figure that is the same for every seed."""
+    """Return the arm with a figure that is the same for every seed."""
     number = len(next(iter(arm.each.values())))
     figures = {**arm.figures, name: Interval(value, value, value)}
     return replace(arm, figures=figures, each={**arm.each, name: (value,) * number})
 
 
 def compare(claim: str, first: Arm, second: Arm, figure: str, *, least: float = 0.0) -> ClaimVerdict:
-    """`claim` holds where the figure of `first` is above that of `second` (plus `least`): by the 95 % interval of the differences
-    of the same seeds.
+    """Return the verdict that the figure of `first` is above that of `second` (plus `least`).
+
+    `claim` holds by the 95 % interval of the differences of the same seeds.
     """
     bound = f" {'+' if least > 0 else '−'} {abs(least):g}" if least else ""
     test = f"{figure}: {first.name} > {second.name}{bound}, paired by seed"
@@ -341,7 +346,7 @@ def compare(claim: str, first: Arm, second: Arm, figure: str, *, least: float = 
 
 
 def compare_pairs(claim: str, test: str, first: Sequence[float], second: Sequence[float], *, least: float = 0.0) -> ClaimVerdict:
-    """The same for figures of the same seeds."""
+    """Return the same verdict for figures of the same seeds."""
     difference = over_seeds(a - b for a, b in zip(first, second, strict=True))
     verdict: Verdict = "undecided"
     if len(first) > 1:
@@ -350,7 +355,7 @@ def compare_pairs(claim: str, test: str, first: Sequence[float], second: Sequenc
 
 
 def against(found: Interval, bound: float, *, above: bool) -> Verdict:
-    """Whether a figure is at least (`above`) or at most a bound, by its interval."""
+    """Return the verdict that a figure is at least (`above`) or at most a bound, by its interval."""
     if found.low >= bound:
         return "holds" if above else "does not hold"
     if found.high <= bound:
@@ -359,7 +364,7 @@ def against(found: Interval, bound: float, *, above: bool) -> Verdict:
 
 
 def arms_table(title: str, arms: Sequence[Arm], form: str) -> Table:
-    """A row for each arm, a column for each figure."""
+    """Return a table with a row for each arm and a column for each figure."""
     table = drawing.new_table(title, "", *arms[0].figures)
     for arm in arms:
         table.add_row(arm.name, *(_cell(v, form) for v in arm.figures.values()))
@@ -374,7 +379,7 @@ def _cell(found: Interval, form: str) -> str:
 
 
 def findings_text(findings: Sequence[ClaimVerdict]) -> Text:
-    """Each claim with its test and its verdict."""
+    """Return each claim with its test and its verdict."""
     colours = {"holds": "green", "does not hold": "red", "undecided": "yellow"}
     text = Text()
     for f in findings:
@@ -386,7 +391,7 @@ def findings_text(findings: Sequence[ClaimVerdict]) -> Text:
 
 
 def show(title: str, result: TrialResult, *notes: str, form: str = ".3f") -> Iterator[Table | Text]:
-    """The tables of an experiment."""
+    """Yield the tables of an experiment."""
     yield arms_table(title, result.arms, form)
     yield drawing.note("95 % intervals over seeds (Student's t).", *notes)
     yield findings_text(result.findings)
@@ -399,9 +404,9 @@ def learning_curves(
     sharey: bool = True,
     beside: Sequence[tuple[str, Sequence[str]]] = (),
 ) -> Path:
-    """Held-out accuracy over steps, an axis for each panel (title, names of its arms), with 95 % intervals over seeds.
+    """Plot held-out accuracy over steps, an axis for each panel (title, names of its arms), with 95 % intervals over seeds.
 
-    `beside` asks for axes with figures of every arm: (title, names of the figures).
+    `beside` adds axes with figures of every arm: (title, names of the figures).
     """
     number = len(panels) + len(beside)
     figure, axes = drawing.new_figure(4.9 * number, 3.4, 1, number, sharey=sharey and not beside, squeeze=False)
@@ -421,7 +426,7 @@ def learning_curves(
 
 
 def _intervals(axes: Any, arms: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
-    """Figures of every arm that has them, one below the other, as points with their intervals."""
+    """Plot the figures of every arm that has them, one below the other, as points with their intervals."""
     places = [(arm, name, colour) for name in names for arm, colour in zip(arms, COLOURS * 3, strict=False)]
     places = [(arm, name, colour) for arm, name, colour in places if not math.isnan(arm["figures"][name][0])]
     for y, (arm, name, colour) in enumerate(places):

@@ -1,6 +1,6 @@
-"""The page /join for invited people: a link makes them a user with a name and a password, with which they can log in later.
+"""The page /join for invited people. A link makes them a user with a name and a password for later logins.
 
-The link has its token behind a #, so that browsers do not send it and no log keeps it. The page removes it from the address bar.
+The link has its token behind a #, so that browsers do not send it and no log stores it. The page removes it from the address bar.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LoginForm(RequestForm):
 
 
 def router(store: LabelStore) -> APIRouter:
-    """The page /join and its routes."""
+    """Return the page /join and its routes."""
     routes = APIRouter()
     routes.include_router(page_router(Page("join", "Come in", APIRouter()), []))
 
@@ -95,7 +95,7 @@ def _cookie(store: LabelStore) -> str:
 
 
 def _entered(store: LabelStore, request: Request, login: Login) -> Response:
-    """Put a new session into a cookie that scripts cannot read. Under HTTPS it is only sent over HTTPS."""
+    """Store a new session in a cookie that scripts cannot read. Under HTTPS, it is only sent over HTTPS."""
     response = json_response({"name": login.person.name, "csrf": login.csrf, "device": login.device})
     seconds = max(0, login.expires_at // 1000 - int(time.time()))
     safe = request.headers.get("origin", "").startswith("https://")

@@ -12,7 +12,7 @@ IMPORT = f"{PREFIX}/import"
 
 
 def router(store: LabelStore) -> APIRouter:
-    """The routes for the labelling page and for programs with an API token."""
+    """Return the routes for the labelling page and for programs with an API token."""
     routes = APIRouter(prefix=PREFIX)
     for part in (task_routes, project_routes, member_routes, result_routes, sample_routes):
         part.add_routes(routes, store)

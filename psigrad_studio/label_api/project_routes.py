@@ -58,7 +58,7 @@ class SettingsForm(RequestForm):
 
 
 class ChangeForm(ProjectForm):
-    """What `projects.change` may change, and whether the project is closed. Fields that are not given stay as they are."""
+    """The fields that `projects.change` may change, and `closed`. Missing fields stay unchanged."""
 
     name: Short | None = None
     instructions: Annotated[str, Field(max_length=20_000)] | None = None
@@ -113,7 +113,7 @@ class WithdrawForm(ProjectForm):
 
 
 class PairForm(ProjectForm):
-    """Two completions of one prompt. Each has `completion`, and where it came from as far as that is known."""
+    """Two completions of one prompt. Each has `completion`, and its origin if known."""
 
     prompt: Any
     first: dict[str, Any]
@@ -190,11 +190,11 @@ def _add_pairs(routes: APIRouter, store: LabelStore) -> None:
 
 
 must_administer = reads(people.require_admin)
-"""Raises `Forbidden` unless a person administers the studio: runs and models are its owner's, whoever manages a project."""
+"""Raise `Forbidden` unless a person administers the studio. Runs and models belong to its owner, not to project managers."""
 
 
 def rows_of(text: str, name: str) -> Iterator[Any]:
-    """The rows of a JSONL text. Raises `UserError` naming the line."""
+    """Yield the rows of a JSONL text. Raises `UserError` naming the line."""
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -205,7 +205,10 @@ def rows_of(text: str, name: str) -> Iterator[Any]:
 
 
 def _runs(folder: Path) -> dict[str, Path]:
-    """Folders that hold rollouts, where the Runs page looks for runs: by the name that a run has there, the newest first."""
+    """Return the folders that contain rollouts, by the names of the Runs page, the newest first.
+
+    The search is the same as there.
+    """
     found = RunFinder(folder, (ROLLOUTS,)).places().values()
     newest = sorted(found, key=lambda run: (-(run.path / ROLLOUTS).stat().st_mtime, run.name))
     return {run.name: run.path for run in newest[:MOST_RUNS]}

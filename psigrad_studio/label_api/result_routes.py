@@ -21,7 +21,7 @@ ProjectQuery = Annotated[int, Query(ge=1, lt=2**63)]
 Aspect = Annotated[str, Query(max_length=60)]
 By = Literal["sampler", "run", "step", "completion"]
 MOST_PLACES = 200
-"""Lines of a ranking that are sent; there may be one for each completion."""
+"""The most lines of a ranking that are sent. A ranking may have one for each completion."""
 
 
 def add_routes(routes: APIRouter, store: LabelStore) -> None:
@@ -80,7 +80,7 @@ def _made(store: LabelStore, person: Person, project: int, form: str, votes: exp
 
 
 def _ranking(store: LabelStore, person: Person, project: int, by: By, aspect: str) -> dict[str, Any]:
-    """The ranking, or why there is none."""
+    """Return the ranking, or the reason why there is none."""
     from psigrad_studio.labels import results
 
     try:
@@ -91,7 +91,7 @@ def _ranking(store: LabelStore, person: Person, project: int, by: By, aspect: st
 
 
 def _file(name: str, rows: Iterable[Mapping[str, Any]], left_out: Mapping[str, int]) -> Response:
-    """Rows as a JSONL download. A header counts what was left out, by reason."""
+    """Return rows as a JSONL download. A header counts the skipped rows by reason."""
     safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "labels"
     headers = {"content-disposition": f'attachment; filename="{safe}.jsonl"', "x-psigrad-left-out": json.dumps(dict(left_out))}
     return Response("".join(export.lines(rows)), media_type="application/x-ndjson", headers=headers)

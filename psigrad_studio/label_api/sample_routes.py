@@ -1,4 +1,4 @@
-"""Sample completions to be labelled: runs `psigrad sample` in a process of its own, then imports its rows."""
+"""Routes that sample completions to be labelled. They run `psigrad sample` in a separate process, then import its rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SampleForm(ProjectForm):
     model: Annotated[str, Field(max_length=64)]
     prompts: str
     chat: bool = False
-    """Whether a line is a message of a user, rather than text to go on from."""
+    """True if a line is a user's message, rather than text to continue."""
     completions: Annotated[int, Field(ge=1, le=64)] = 4
     temperature: Annotated[float, Field(ge=0, le=5, allow_inf_nan=False, strict=False)] = 1.0
     max_tokens: Annotated[int, Field(ge=1, le=8192)] = 256
@@ -45,7 +45,7 @@ class SampleForm(ProjectForm):
 
 @dataclass
 class SampleJob:
-    """One sampling job. `state` is sampling, done, failed or stopped; `said` is why it failed."""
+    """One sampling job. `state` is sampling, done, failed or stopped; `said` is the reason for a failure."""
 
     project: int
     model: str
@@ -56,7 +56,7 @@ class SampleJob:
 
 
 class SampleJobs:
-    """At most one job at a time. The result of the last one is kept until the next begins."""
+    """A runner of at most one job at a time. The result of the last job is kept until the next one starts."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -66,7 +66,7 @@ class SampleJobs:
     def begin(self, job: SampleJob, command: list[str], rows: list[dict[str, Any]], finish: Any) -> None:
         """Run `command` with `rows` as its --dataset, and pass the content of its --output to `finish`.
 
-        Raises `Conflict` where another job runs.
+        Raises `Conflict` if another job is running.
         """
         with self._lock:
             if self.job is not None and self.job.state == "sampling":
@@ -75,7 +75,7 @@ class SampleJobs:
         threading.Thread(target=self._run, args=(job, command, rows, finish), daemon=True).start()
 
     def stop(self) -> None:
-        """Stop the running job; nothing of it is imported."""
+        """Stop the running job; none of its rows are imported."""
         with self._lock:
             if self.job is not None and self.job.state == "sampling":
                 self.job.state = "stopped"
@@ -93,11 +93,11 @@ class SampleJobs:
                     job.state = "done"
                 elif job.state == "sampling":
                     job.said, job.state = said or "", "failed"
-        except Exception as error:  # shown to whoever asks for the job
+        except Exception as error:  # shown to the user who requests the job's state
             job.said, job.state = str(error), "failed"
 
     def _wait(self, job: SampleJob, command: list[str]) -> str | None:
-        """None when the command succeeded, else the last line of its errors."""
+        """Return None if the command succeeded, otherwise the last line of its errors."""
         with self._lock:
             if job.state != "sampling":
                 return None
@@ -145,12 +145,12 @@ def add_routes(routes: APIRouter, store: LabelStore) -> None:
 
 
 def _models(store: LabelStore) -> dict[str, Checkpoint]:
-    """The models that can be sampled, adapters among them: the command merges one into the base that it names."""
+    """Return the models that can be sampled, including adapters. The command merges an adapter into the base that it names."""
     return find(store.settings.runs, store.settings.checkpoints)
 
 
 def _prompts(form: SampleForm) -> list[dict[str, Any]]:
-    """Rows with a prompt each. Raises `UserError` where there are none or too many."""
+    """Return rows with a prompt each. Raises `UserError` if there are none or too many."""
     if form.prompts.lstrip().startswith("{"):
         rows = list(rows_of(form.prompts, "prompts"))
     else:

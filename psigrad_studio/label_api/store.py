@@ -21,7 +21,7 @@ WAIT_SECONDS = 10.0
 
 
 class LabelStore:
-    """The database of labels. It is opened, and created, when it is first used."""
+    """The database of labels. It is opened, and created, on first use."""
 
     def __init__(self, settings: StudioSettings) -> None:
         self.settings = settings
@@ -32,14 +32,14 @@ class LabelStore:
 
     @property
     def db(self) -> Database:
-        """The database. Raises `UserError` where it cannot be opened."""
+        """The database. Raises `UserError` if it cannot be opened."""
         with self._lock:
             if self._db is None:
                 self._db = database.connect(self.settings.labels)
             return self._db
 
     def asking(self, request: Request) -> Person:
-        """The person behind a request: the one that the guard recognised, or, for the owner's key, the local user."""
+        """Return the sender of a request: the person that the guard recognised, or, for the owner's key, the local user."""
         known: Person | None = request.state.person
         if known is not None:
             return known
@@ -50,7 +50,7 @@ class LabelStore:
             return self._local
 
     def recognise(self, token: str) -> Person | None:
-        """The person that a session token or an API token belongs to."""
+        """Return the person that a session token or an API token belongs to."""
         try:
             return people.who(self.db, token)
         except Unknown:
@@ -67,9 +67,9 @@ class LabelStore:
 
     @contextmanager
     def slowly(self, *, hashing: bool = False) -> Iterator[None]:
-        """A limit for work that takes much time or memory: a few run at once, others wait, and time out with status 429.
+        """Limit work that takes much time or memory: a few run at once, others wait, and time out with status 429.
 
-        Password hashing (`hashing`) has a limit of its own, so that slow results do not keep people from logging in.
+        Password hashing (`hashing`) has a separate limit, so that slow results do not keep users from logging in.
         """
         line = self._hashing if hashing else self._slow
         if not line.acquire(timeout=WAIT_SECONDS):

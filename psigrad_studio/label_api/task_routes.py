@@ -1,6 +1,6 @@
 """The routes for labellers: projects, the next task, and vote, skip, undo and renew.
 
-Nothing here reveals where a completion came from or what others answered.
+No response reveals the origin of a completion or the answers of others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ProjectForm(RequestForm):
 
 
 class NextForm(ProjectForm):
-    """With `count`, the answer also says how many tasks are left."""
+    """A request for the next task. With `count`, the response also contains the number of remaining tasks."""
 
     count: bool = False
 
@@ -111,8 +111,9 @@ def _administers(person: people.Person) -> bool:
 
 
 def _seen(info: projects.ProjectInfo) -> dict[str, Any]:
-    """A project as its members see it. The seed is left out, it would reveal how sides are drawn, and from labellers that
-    there are attention checks.
+    """Return a project as its members see it.
+
+    The seed is removed, because it would reveal how sides are drawn. Labellers also do not see that there are attention checks.
     """
     hidden = {"seed"} if "manage" in info.may else {"seed", "checks"}
     about = {k: v for k, v in vars(info.settings).items() if k not in hidden}
@@ -120,7 +121,7 @@ def _seen(info: projects.ProjectInfo) -> dict[str, Any]:
 
 
 def _task(shown: ShownTask) -> dict[str, Any]:
-    """A task with its lease as a duration, since clocks differ."""
+    """Return a task with its lease as a duration, since clocks differ."""
     about = {name: value for name, value in vars(shown).items() if name != "lease_until"}
     return about | {"lease_ms": _from_now(shown.lease_until)}
 

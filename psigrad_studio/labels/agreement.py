@@ -1,6 +1,6 @@
-"""Agreement between raters, and whether the side on which a completion is shown decides.
+"""Agreement between raters, and bias towards the side on which a completion is shown.
 
-`ratings` is always [R, U]: the answers of R raters to U units, NaN where there is none. At the nominal level numbers stand for
+`ratings` is always [R, U]: the answers of R raters to U units, NaN where there is none. At the nominal level, numbers represent
 categories. A figure that is undefined (no unit with two answers, or a single category) is NaN.
 """
 
@@ -17,7 +17,7 @@ from scipy import stats
 Level = Literal["nominal", "ordinal", "interval", "ratio"]
 Floats = NDArray[np.float64]
 AT_ONCE = 2**20
-"""Numbers of one table while resamples are drawn."""
+"""The limit on numbers in one table while resamples are drawn."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Proportion:
 
 
 def share(count: int, n: int, null: float = 0.5, confidence: float = 0.95) -> Proportion:
-    """`count` of `n` as a proportion. All figures but `n` are NaN where n is 0."""
+    """Return `count` of `n` as a proportion. All figures except `n` are NaN if n is 0."""
     if not n:
         return Proportion(np.nan, np.nan, np.nan, 0, np.nan, null)
     test = stats.binomtest(int(count), int(n), null)
@@ -42,14 +42,14 @@ def share(count: int, n: int, null: float = 0.5, confidence: float = 0.95) -> Pr
 
 
 def counts(ratings: ArrayLike) -> tuple[NDArray[np.int64], Floats]:
-    """How often each unit got each value, [U, K], and the K values in ascending order."""
+    """Return the number of times each unit got each value, [U, K], and the K values in ascending order."""
     table = _table(ratings)
     values = np.unique(table[~np.isnan(table)])
     return np.stack([(table == v).sum(0) for v in values], 1) if values.size else np.zeros((table.shape[1], 0), int), values
 
 
 def percent_agreement(ratings: ArrayLike) -> float:
-    """The share of equal answers among all pairs of answers to one unit."""
+    """Return the share of equal answers among all pairs of answers to one unit."""
     n, _ = counts(ratings)
     total = n.sum(1)
     pairs = (total * (total - 1)).sum()
@@ -57,7 +57,7 @@ def percent_agreement(ratings: ArrayLike) -> float:
 
 
 def cohen_kappa(a: ArrayLike, b: ArrayLike, weights: Literal["none", "linear", "quadratic"] = "none") -> float:
-    """Cohen's kappa of two raters over the units that both rated: 1 − observed / expected disagreement.
+    """Return Cohen's kappa of two raters over the units that both rated: 1 − observed / expected disagreement.
 
     A disagreement of values x and y weighs 1, |x − y| or (x − y)². See Cohen 1960 and 1968, "Weighted kappa".
     """
@@ -76,10 +76,11 @@ def cohen_kappa(a: ArrayLike, b: ArrayLike, weights: Literal["none", "linear", "
 
 
 def fleiss_kappa(ratings: ArrayLike) -> float:
-    """Fleiss' kappa: (P − P_e) / (1 − P_e), where P is the mean agreement of a unit and P_e = sum of squared category shares.
+    """Return Fleiss' kappa: (P − P_e) / (1 − P_e).
 
-    Defined where every unit has the same number of answers, two or more; raises `ValueError` else (Krippendorff's alpha takes
-    any number). See Fleiss 1971, "Measuring nominal scale agreement among many raters".
+    P is the mean agreement of a unit and P_e = sum of squared category shares. It is defined if every unit has the same number of
+    answers, two or more; otherwise `ValueError` is raised. Krippendorff's alpha accepts any number. See Fleiss 1971, "Measuring
+    nominal scale agreement among many raters".
     """
     n, _ = counts(ratings)
     n = n[n.sum(1) > 0]
@@ -106,12 +107,12 @@ class Alpha:
 
 
 def krippendorff_alpha(ratings: ArrayLike, level: Level = "nominal") -> float:
-    """1 − observed / expected disagreement, for any number of raters, with answers missing anywhere.
+    """Return 1 − observed / expected disagreement, for any number of raters, with answers missing anywhere.
 
-    With o_ck the coincidences of values c and k within units, n_c their sums and n the sum of all,
-    alpha = 1 − (n − 1) · sum o_ck δ²_ck / sum n_c n_k δ²_ck. The distance δ² is c ≠ k (nominal), (c − k)² (interval),
-    ((c − k) / (c + k))² (ratio), or, ordinal, the square of the number of answers from c to k, those at the ends counted half.
-    See Krippendorff 2011, "Computing Krippendorff's alpha-reliability".
+    With o_ck the coincidences of values c and k within units, n_c their sums and n the sum of all, alpha = 1 − (n − 1) · sum o_ck
+    δ²_ck / sum n_c n_k δ²_ck. The distance δ² is c ≠ k (nominal), (c − k)² (interval) or ((c − k) / (c + k))² (ratio). If
+    ordinal, it is the square of the number of answers from c to k, with half of those at the ends. See Krippendorff 2011,
+    "Computing Krippendorff's alpha-reliability".
     """
     n, values = _shared(ratings)
     return float(_alphas(np.ones((1, len(n))), n, values, level)[0]) if len(n) else np.nan
@@ -120,7 +121,7 @@ def krippendorff_alpha(ratings: ArrayLike, level: Level = "nominal") -> float:
 def alpha_interval(
     ratings: ArrayLike, level: Level = "nominal", *, confidence: float = 0.95, draws: int = 2000, seed: int = 0
 ) -> Alpha:
-    """`krippendorff_alpha` with a percentile bootstrap interval: `draws` resamples of the units."""
+    """Return `krippendorff_alpha` with a percentile bootstrap interval: `draws` resamples of the units."""
     n, values = _shared(ratings)
     units = len(n)
     if not units:
@@ -137,16 +138,17 @@ def alpha_interval(
 
 
 def _shared(ratings: ArrayLike) -> tuple[Floats, Floats]:
-    """`counts` of the units that have two answers or more."""
+    """Return `counts` of the units that have two answers or more."""
     n, values = counts(ratings)
     return n[n.sum(1) > 1].astype(float), values
 
 
 def _alphas(weights: Floats, n: Floats, values: Floats, level: Level) -> Floats:
-    """Alpha where each unit of [U, K] counts stands as often as a row of [D, U] weights says; NaN where all values are equal.
+    """Return alpha for resamples of the units of [U, K] counts. A row of [D, U] weights gives the multiplicity of each unit.
 
-    Within a unit of m answers the sum of δ² over its pairs, / (m − 1), is its part of the observed disagreement. Where δ is a
-    difference of places p, the sum over all pairs of N answers is 2 (N sum p² − (sum p)²), so no table of all pairs is needed.
+    The result is NaN if all values are equal. Within a unit of m answers, the sum of δ² over its pairs, / (m − 1), is its part of
+    the observed disagreement. If δ is a difference of places p, the sum over all pairs of N answers is 2 (N sum p² − (sum p)²).
+    No table of all pairs is needed then.
     """
     n_c, m = weights @ n, n.sum(1)
     total = n_c.sum(-1)

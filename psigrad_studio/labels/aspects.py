@@ -1,5 +1,6 @@
-"""The labels of a project as if a single aspect had been asked about: its answers in the place of the main ones, so that whatever
-counts, compares or exports answers does the same for every aspect.
+"""The labels of a project reduced to a single aspect.
+
+The answers to the aspect replace the main answers, so that counts, comparisons and exports work the same for every aspect.
 """
 
 from __future__ import annotations
@@ -15,18 +16,17 @@ from psigrad_studio.labels.refusals import Refusal
 
 
 def names(labels: ProjectLabels) -> list[str]:
-    """The aspects from which rows to train on follow, and "weighted" where two or more have a weight."""
+    """Return the aspects that yield training rows, and "weighted" if two or more have a weight."""
     found = [question for question in labels.questions if question.kind in ASPECTS]
     return [question.name for question in found] + [WEIGHTED] * (sum(question.weight > 0 for question in found) > 1)
 
 
 def of_aspect(labels: ProjectLabels, aspect: str = "") -> ProjectLabels:
-    """The labels of one question of the project's own, by name; of "" the main one, of "weighted" all aspects together.
+    """Return the labels of one custom question by name; of the main question for "", of all aspects together for "weighted".
 
-    A scale of a pair becomes a choice with the difference as its strength. The weighted judgement of one person is
-    sum of w_q s_q / sum of w_q over the aspects q that they answered, where s_q is the strength of a preference (of 1) or the
-    place on a scale, from 0 to 1; of a pair, the difference of the two. Raises `Refusal` where there is no such question, or it
-    compares nothing.
+    A scale of a pair becomes a choice with the difference as its strength. The weighted judgement of one person is sum of w_q s_q
+    / sum of w_q over the aspects q that they answered. s_q is the strength of a preference (of 1) or the place on a scale, from 0
+    to 1; for a pair, the difference of the two. Raises `Refusal` if there is no such question, or it compares nothing.
     """
     if not aspect:
         if labels.overall:
@@ -68,7 +68,7 @@ def _turned(
 
 
 def _or_none(turn: Callable[[CurrentAnswer], CurrentAnswer | None], answer: CurrentAnswer) -> CurrentAnswer | None:
-    """None where the person left this question open."""
+    """Apply `turn`. Return None if the person left this question open."""
     try:
         return turn(answer)
     except KeyError:
@@ -105,7 +105,7 @@ def _weighted(answer: CurrentAnswer, weighed: list[Question], grades: int, pair:
     if not given:
         return None
     mean = sum(w * s for w, s in given) / sum(w for w, _ in given)
-    # rounded, so that equal judgements by other numbers are equal
+    # Round, so that equal judgements from other numbers are equal.
     return _plain(answer, choice=_side(mean), strength=abs(mean)) if pair else _plain(answer, rating=round(1 + 9 * mean, 12))
 
 

@@ -1,7 +1,7 @@
-"""Assignments: give a person a task, hold it for them by a lease, and store what they answer.
+"""Assignments: lease a task to a person, and store the answer.
 
-Nobody sees where a completion came from or what others answered. Leases expire by the clock alone; no clean-up is needed. Each
-answer, skip and undo carries a key chosen by the client: a repeated call with the same key returns the same receipt and stores
+Nobody sees the origin of a completion or the answers of others. Leases expire by the clock alone; no clean-up is needed. Each
+answer, skip and undo carries a key chosen by the client. A repeated call with the same key returns the same receipt and stores
 nothing new.
 """
 
@@ -41,7 +41,7 @@ LONGEST_REASON = 10_000
 
 @dataclass(frozen=True)
 class ShownTask:
-    """A task as it is shown: the completions in the order drawn for this person, and nothing that identifies them.
+    """A task in display form: the completions in the order drawn for this person, and nothing that identifies them.
 
     `lease_until` is in milliseconds since 1970 UTC.
     """
@@ -55,10 +55,11 @@ class ShownTask:
 
 @dataclass(frozen=True)
 class LabelAnswer:
-    """An answer in display terms: `choice` for a pair, `ranks` (one for each completion, in display order, 1 is best) for a
-    ranking, `rating` for a rating; `answers` to the project's own questions by name, each an object with `value` (left, right or
-    tie; a list of ratings in display order; an option; a text), `strength` and `reason`. `client_ms` is the time that the page
-    measured.
+    """An answer in display terms.
+
+    `choice` is for a pair, `ranks` (one for each completion, in display order, 1 is best) for a ranking, `rating` for a rating.
+    `answers` are to the custom questions by name, each an object with `value` (left, right or tie; a list of ratings in display
+    order; an option; a text), `strength` and `reason`. `client_ms` is the time that the page measured.
     """
 
     choice: str | None = None
@@ -72,7 +73,7 @@ class LabelAnswer:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What was stored: the number of the row, and when. `undone` is the row that an undo took back."""
+    """A receipt of a stored row: its number, and the time. `undone` is the row that an undo took back."""
 
     vote: int
     assignment: int
@@ -83,10 +84,10 @@ class Receipt:
 
 @writes
 def next_task(session: Session, person: Person, project_id: int) -> ShownTask | None:
-    """A task that `person` has not answered, leased to them: the one they hold, or a new one.
+    """Return a task that `person` has not answered, leased to them: their current one, or a new one.
 
-    None where nothing is left for them now: all tasks are answered, skipped by them, or leased to others. Raises `Conflict` where
-    the project is closed.
+    Return None if no task is left for them now: all are answered, skipped by them, or leased to others. Raises `Conflict` if the
+    project is closed.
     """
     project = _open_project(session, person, project_id)
     seat = _held(session, person, project) or _check(session, person, project) or _free(session, person, project)
@@ -96,7 +97,7 @@ def next_task(session: Session, person: Person, project_id: int) -> ShownTask | 
 
 
 def _open_project(session: Session, person: Person, project_id: int) -> Project:
-    """The project, with a lock on the person: two calls of one person run one after the other."""
+    """Return the project, and lock the person: two calls of one person run one after the other."""
     project = people.require(session, person, project_id, "label")
     if project.closed_at is not None:
         raise Conflict(f"Project {project.name!r} is closed; ask its admin to open it again.")
@@ -105,16 +106,16 @@ def _open_project(session: Session, person: Person, project_id: int) -> Project:
 
 
 def _held(session: Session, person: Person, project: Project) -> Seat | None:
-    """The seat that the person still holds, with its lease renewed; the latest where there are several."""
+    """Return the seat that the person still holds, with its lease renewed; the latest if there are several."""
     mine = select(Seat.id).where(Seat.user_id == person.id, Seat.project_id == project.id, Seat.done.is_(False))
     mine = mine.order_by(Seat.lease_until.desc(), Seat.id).limit(1).with_for_update(skip_locked=True)
     return _take(session, person, project, mine)
 
 
 def _check(session: Session, person: Person, project: Project) -> Seat | None:
-    """A seat at a task whose answer is known, where one is due: drawn for each person, so that nobody knows which it is.
+    """Return a seat at a task with a known answer, if one is due. It is drawn for each person, so that nobody can identify it.
 
-    Where there is nothing else in the project all of them are given, one after the other.
+    If the project has no other tasks, all of them are given, one after the other.
     """
     if not project.checks:
         return None
@@ -135,7 +136,7 @@ def _check(session: Session, person: Person, project: Project) -> Seat | None:
 
 
 def _free(session: Session, person: Person, project: Project, task_id: int | None = None) -> Seat | None:
-    """A free seat at a task (or at `task_id`) to which the person has no current answer."""
+    """Return a free seat at a task (or at `task_id`) to which the person has no current answer."""
     free = [Seat.project_id == project.id, Seat.done.is_(False)]
     free.append(or_(Seat.lease_until.is_(None), Seat.lease_until <= now(session)))
     if task_id is None:
@@ -177,7 +178,7 @@ def _show(session: Session, project: Project, assignment: Assignment, seat: Seat
 
 @writes
 def renew(session: Session, person: Person, assignment_id: int) -> int:
-    """Renew the lease of a task; returns its new end. Raises `Conflict` where the task went to somebody else or is answered."""
+    """Renew the lease of a task, and return its new end. Raises `Conflict` if it went to another person or is answered."""
     assignment, project = _mine(session, person, assignment_id)
     until = now(session) + project.lease_ms
     if not _hold(session, person, assignment, lease_until=until):
@@ -189,11 +190,11 @@ def renew(session: Session, person: Person, assignment_id: int) -> int:
 def vote(session: Session, person: Person, assignment_id: int, answer: LabelAnswer, key: str) -> Receipt:
     """Store an answer. It is on the disk when this returns.
 
-    An expired lease still counts while nobody else took the task. Raises `Conflict` where somebody did, where the person has
-    already answered (undo first), and where `key` was used for another call.
+    An expired lease still counts if nobody else took the task. Raises `Conflict` if somebody did, if the person has already
+    answered (undo first), and if `key` was used for another call.
     """
     assignment, project = _mine(session, person, assignment_id)
-    # a page that repeats a call may have measured another time
+    # A page that repeats a call may have measured another time.
     digest = _digest("vote", assignment_id, _said(replace(answer, client_ms=None)))
     if (old := _repeated(session, person, key, digest)) is not None:
         return old
@@ -219,10 +220,10 @@ def skip(session: Session, person: Person, assignment_id: int, key: str, reason:
 
 @writes
 def record(session: Session, person: Person, task_id: int, display: Sequence[int], answer: LabelAnswer, key: str) -> Receipt:
-    """Store an answer to a task that another page showed, with the completions in the order `display` of their places. Where the
-    person was shown the task before, the order of that time stays with it, and the choice is of the completion that was seen.
+    """Store an answer to a task that another page showed, with completions in the order `display` of their places.
 
-    Raises `Conflict` where the person has already answered the task, or somebody else holds it.
+    If the person was shown the task before, its order stays unchanged, and the choice refers to the completion that was seen.
+    Raises `Conflict` if the person has already answered the task, or somebody else holds it.
     """
     task = session.get(LabelTask, task_id)
     if task is None:
@@ -238,17 +239,17 @@ def record(session: Session, person: Person, task_id: int, display: Sequence[int
     row.shown_at = now(session)
     session.add(row)
     session.flush()
-    # another page asks the main question alone
+    # Another page asks only the main question.
     stored = _canonical(project, answer, list(display), whole=False) | _aside(answer.reason, answer.client_ms)
     return _store(session, row, key, digest, "vote", stored)
 
 
 @writes
 def undo(session: Session, person: Person, project_id: int, key: str, only: int | None = None) -> Receipt:
-    """Take back the person's last current answer or skip in a project. The task is theirs again, and `next_task` returns it.
+    """Take back the person's last current answer or skip in a project. `next_task` then returns the task to them again.
 
-    Another call with a new key takes back the one before; with `only`, the number of a vote, none but that one. Raises `Conflict`
-    where there is nothing to take back, and where somebody else holds the skipped task now.
+    Another call with a new key takes back the previous one. With `only`, the number of a vote, only that one is taken back.
+    Raises `Conflict` if there is nothing to take back, or if somebody else holds the skipped task now.
     """
     project = people.require(session, person, project_id, "label")
     session.execute(select(User.id).where(User.id == person.id).with_for_update(key_share=True))
@@ -275,7 +276,7 @@ def undo(session: Session, person: Person, project_id: int, key: str, only: int 
 
 @reads
 def mine(session: Session, person: Person, project_id: int) -> dict[str, int]:
-    """How many current answers and skips this person has in a project."""
+    """Return the number of current answers and skips of this person in a project."""
     people.require(session, person, project_id, "label")
     rows = select(Vote.action).join(Assignment, Assignment.vote_id == Vote.id)
     found = session.scalars(rows.where(Vote.user_id == person.id, Vote.project_id == project_id)).all()
@@ -284,7 +285,7 @@ def mine(session: Session, person: Person, project_id: int) -> dict[str, int]:
 
 @reads
 def left(session: Session, person: Person, project_id: int) -> int:
-    """How many tasks `next_task` could give this person now."""
+    """Return the number of tasks that `next_task` could give this person now."""
     people.require(session, person, project_id, "label")
     theirs = and_(Assignment.task_id == Seat.task_id, Assignment.user_id == person.id, Assignment.vote_id.is_not(None))
     free = or_(Seat.lease_until.is_(None), Seat.lease_until <= now(session), Seat.user_id == person.id)
@@ -308,13 +309,13 @@ def _must_be_open(project: Project) -> None:
 
 
 def _hold(session: Session, person: Person, assignment: Assignment, *, was_done: bool = False, **values: Any) -> bool:
-    """Update the seat that the person has at the task. False where they have none."""
+    """Update the seat that the person has at the task. Return False if they have none."""
     seat = update(Seat).where(Seat.task_id == assignment.task_id, Seat.user_id == person.id, Seat.done.is_(was_done))
     return bool(session.execute(seat.values(**values).returning(Seat.id)).all())
 
 
 def _finish(session: Session, person: Person, project: Project, assignment: Assignment) -> bool:
-    """Mark a seat of an answer as done: the person's own, or, where it went to somebody else, another free one of the task."""
+    """Mark the seat of an answer as done: the person's own, or another free one of the task if it went to somebody else."""
     done: dict[str, Any] = {"done": True, "lease_until": None}
     if _hold(session, person, assignment, **done):
         return True
@@ -330,7 +331,7 @@ def _lost(assignment: Assignment) -> Conflict:
 
 
 def _repeated(session: Session, person: Person, key: str, digest: str) -> Receipt | None:
-    """The receipt of an earlier call with the same key. Raises `Conflict` where that was a different call."""
+    """Return the receipt of an earlier call with the same key. Raises `Conflict` if that was a different call."""
     if not 8 <= len(key) <= 200 or not key.isascii() or not key.isprintable():
         raise Refusal("The key of a submission has 8 to 200 ASCII characters; a random UUID does.")
     row = session.scalar(select(Vote).where(Vote.user_id == person.id, Vote.key == key))
@@ -364,7 +365,7 @@ def _receipt(row: Vote) -> Receipt:
 
 
 def _said(answer: LabelAnswer) -> dict[str, Any]:
-    """An answer for its digest. Without own questions it is what it was before there were any, also across an upgrade."""
+    """Return an answer for its digest. Empty `answers` are omitted, so that digests stay equal across an upgrade."""
     return {name: value for name, value in asdict(answer).items() if name != "answers" or value}
 
 
@@ -381,7 +382,10 @@ def _aside(reason: str | None, client_ms: int | None) -> dict[str, Any]:
 
 
 def _canonical(project: Project, answer: LabelAnswer, display: list[int], *, whole: bool = True) -> dict[str, Any]:
-    """The columns of an answer, with sides turned into places. Raises `Refusal` where the answer does not fit the questions."""
+    """Return the columns of an answer, with sides turned into places.
+
+    Raises `Refusal` if the answer does not fit the questions.
+    """
     main = _main(project, answer, display, asked=project.overall is not False)
     asked = [Question(**one) for one in project.questions or ()]
     own = questions.stored(asked, project.strengths, answer.answers or {}, display, whole=whole)
@@ -425,7 +429,7 @@ def _check_strength(answer: LabelAnswer, grades: int, *, decided: bool) -> None:
 
 
 def _places(project: Project, ranks: tuple[int, ...], display: list[int]) -> list[int]:
-    """Ranks by place. They are 1, 2, …; equal ones share a rank and the next one is the count of those before it, plus 1."""
+    """Return the ranks by place, which start at 1. Equal ones share a rank; the next rank is 1 + the number of better items."""
     better = [1 + sum(other < rank for other in ranks) for rank in ranks]
     if len(ranks) != len(display) or list(ranks) != better:
         raise Refusal(

@@ -13,7 +13,7 @@ from psigrad_studio.labels.schema import Assignment, Seat, Vote
 
 @reads
 def faults(session: Session) -> list[str]:
-    """Everything that contradicts the votes, one sentence each; empty where all is well."""
+    """Return all inconsistencies with the votes, one sentence each; empty if there are none."""
     found = _damage(session)
     undone = set(session.scalars(select(Vote.supersedes).where(Vote.supersedes.is_not(None))))
     standing: dict[int, list[tuple[int, str]]] = {}
@@ -37,7 +37,7 @@ def faults(session: Session) -> list[str]:
 
 
 def _damage(session: Session) -> list[str]:
-    """What SQLite's own checks find. PostgreSQL enforces its references itself."""
+    """Return the results of SQLite's own checks. PostgreSQL enforces its references itself."""
     if session.get_bind().dialect.name != "sqlite":
         return []
     found = [str(row[0]) for row in session.execute(text("PRAGMA integrity_check"))]

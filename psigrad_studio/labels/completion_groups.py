@@ -15,21 +15,21 @@ from psigrad.records.row_lines import read_lines, rollout_files
 from psigrad.records.rows import parse_step
 
 ROLLOUTS = "rollouts.jsonl"
-"""The file of a run folder that holds what was sampled."""
-# Columns of a rollout that are kept up to the export.
+"""The file of a run folder that contains the sampled completions."""
+# The columns of a rollout that are kept up to the export.
 ROLLOUT = ("step", "kind", "row", "k", "reward", "advantage", "version", "seed", "finish_reason", "status")
 LINEAGE = ("run", *ROLLOUT, "sampler", "source")
 _OWN = (
     *("prompt", "completion", "completions", "chosen", "rejected", "rating", "ratings", "ranking", "label", "tools"),
     *("run", "sampler", "samplers", "source", "lineage"),
 )
-# Columns of a rollout that are not columns of its prompt.
+# The columns of a rollout that are not columns of its prompt.
 _MECHANICS = ("completion_ids", "parts", "reason", "turns", "mask", "step_rewards", "margin", "score_chosen", "score_rejected")
 
 
 @dataclass
 class SourcedCompletion:
-    """A completion, and what is known of where it came from (keys of `LINEAGE`)."""
+    """A completion, and its known origin (keys of `LINEAGE`)."""
 
     content: Any
     about: dict[str, Any]
@@ -43,7 +43,7 @@ class SourcedCompletion:
 class PromptGroup:
     """A prompt with its completions by hash. `columns` are the dataset columns on which its rows agree.
 
-    `best` is the hash of the better completion, where it is known.
+    `best` is the hash of the better completion, if it is known.
     """
 
     prompt: Any
@@ -61,7 +61,7 @@ class CompletionGroups:
 
 
 def digest(value: Any) -> str:
-    """SHA-256 of a JSON value; the order of names in objects does not matter."""
+    """Return SHA-256 of a JSON value. The order of names in objects does not matter."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
@@ -73,18 +73,18 @@ def gather(
     gold: bool = False,
     skip_unusable: bool = False,
 ) -> CompletionGroups:
-    """Rows, each with its place ("file:line"), by prompt.
+    """Group rows, each with its place ("file:line"), by prompt.
 
     A row has `prompt` and either `completion`, `completions` or `chosen` and `rejected`. `sampler` (in the row, or given here)
-    says what made the completion; `samplers` is a list beside `completions`. Other columns stay with the prompt. With `gold`
-    the chosen completion of a pair is taken as known to be the better one; with `skip_unusable` rows that cannot be
-    shown are counted and left out. Raises `UserError` naming place and column.
+    names the source of the completion; `samplers` is a list parallel to `completions`. Other columns stay with the prompt. With
+    `gold`, the chosen completion of a pair counts as known to be better. With `skip_unusable`, rows that cannot be shown are
+    counted and skipped. Raises `UserError` naming place and column.
     """
     found = CompletionGroups()
     for place, row in rows:
         try:
             answers = _answers(row, place)
-            # a dataset may have columns with these names too; only a rollout has both step and k
+            # A dataset may have columns with these names too; only a rollout has both step and k.
             said = ROLLOUT if {"step", "k"} <= row.keys() else ("reward", "finish_reason")
             own = {k: v for k, v in row.items() if k not in (*_OWN, *said, *_MECHANICS) and v is not None}
             if row.get("tools"):
@@ -114,7 +114,7 @@ def _join(groups: dict[str, PromptGroup], prompt: Any, own: dict[str, Any]) -> P
 
 
 def _answers(row: Any, place: str) -> list[tuple[Any, str | None]]:
-    """The checked completions of a row, each with the name of its sampler where the row gives one for each."""
+    """Return the checked completions of a row, each with its sampler's name if the row gives one for each."""
     if not isinstance(row, Mapping):
         raise RowError(BadRow(place, "", f"is {show(row)}; a row must be an object with named columns"))
     try:
@@ -150,8 +150,9 @@ def _listed(row: Mapping[str, Any], place: str) -> list[tuple[Any, str | None]]:
 
 
 def lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """The rows of a JSONL file with their places. Raises `UserError` where a line isn't JSON, except for a last one without an
-    end, which a process that was stopped leaves behind.
+    """Yield the rows of a JSONL file with their places.
+
+    Raises `UserError` if a line is not JSON. An incomplete last line without a newline is allowed: a killed process leaves one.
     """
     try:
         with path.open("rb") as stream:
@@ -168,10 +169,10 @@ def lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def rollouts(folder: Path, kind: str | None, steps: range | None, damaged: list[str]) -> Iterator[tuple[str, Any]]:
-    """Rows of a run's rollouts.jsonl, of one kind ("train" or "eval") and some steps only where these are given.
+    """Yield rows of a run's rollouts.jsonl, only of one kind ("train" or "eval") and of some steps if these are given.
 
-    Completions of conversations are made messages, and the `sampler` of each is its step. Lines that are no rollouts are passed
-    over, and their places added to `damaged`. Raises `UserError` where there are no others.
+    Completions of conversations become messages, and the `sampler` of each is its step. Lines that are not rollouts are skipped,
+    and their places added to `damaged`. Raises `UserError` if all lines are of that sort.
     """
     file = folder / ROLLOUTS if folder.is_dir() else folder
     if not file.is_file():
@@ -182,7 +183,7 @@ def rollouts(folder: Path, kind: str | None, steps: range | None, damaged: list[
     for place, line in placed:
         row = parse_step(line)
         if row is None or not {"prompt", "completion"} <= row.keys():
-            damaged += [place] if line.strip() and line.endswith(b"\n") else []  # a kill leaves one without an end
+            damaged += [place] if line.strip() and line.endswith(b"\n") else []  # a killed run leaves a line without a newline
             continue
         none = False
         if (kind and row.get("kind") != kind) or (steps is not None and row["step"] not in steps):
@@ -196,7 +197,7 @@ def rollouts(folder: Path, kind: str | None, steps: range | None, damaged: list[
 
 
 def by_step(rows: Iterable[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
-    """Consecutive rows of one step, as lists; a run writes its rows in order of steps."""
+    """Yield consecutive rows of one step, as lists. A run writes its rows in order of steps."""
     batch: list[tuple[str, Any]] = []
     for place, row in rows:
         if batch and batch[-1][1]["step"] != row["step"]:

@@ -1,7 +1,7 @@
-"""Where labels are kept: SQLite in a file, or PostgreSQL by URL. Every call is one transaction, durable when it returns.
+"""The database of labels: SQLite in a file, or PostgreSQL by URL. Every call is one transaction, durable when it returns.
 
-SQLite: write-ahead log, full synchronisation, foreign keys, five seconds of patience, and BEGIN IMMEDIATE for each transaction
-that writes (one that reads first and writes later is refused at once, whatever the patience).
+SQLite uses a write-ahead log, full synchronisation, foreign keys and a lock timeout of five seconds. Each writing transaction
+uses BEGIN IMMEDIATE: one that reads first and writes later would fail at once, whatever the timeout.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 ATTEMPTS = 5
 PATIENCE = 5_000
-"""Milliseconds for which a transaction of SQLite waits for another's lock."""
+"""The milliseconds for which a transaction of SQLite waits for another's lock."""
 _TOO_LARGE = "22003"
 
 
 def wall_clock() -> int:
-    """Milliseconds since 1970 UTC."""
+    """Return the milliseconds since 1970 UTC."""
     return time.time_ns() // 1_000_000
 
 
@@ -47,11 +47,11 @@ class Database:
     engine: Engine
     clock: Callable[[], int] = wall_clock
     _turn: AbstractContextManager[Any] = field(default_factory=nullcontext, repr=False)
-    """Threads of one process that write to SQLite queue here: its file lock is taken by luck, and some would starve."""
+    """The queue in which threads that write to SQLite wait. Its file lock is not fair, and some would starve."""
 
     @contextmanager
     def session(self, *, write: bool) -> Iterator[Session]:
-        """One transaction: committed at the end of the block, undone where the block raises."""
+        """Open one transaction. It is committed at the end of the block, and rolled back if the block raises."""
         engine = self.engine.execution_options(psigrad_write=write)
         turn = self._turn if write else nullcontext()
         with turn, Session(engine, expire_on_commit=False) as session, session.begin():
@@ -65,7 +65,7 @@ class Database:
 
 
 def now(session: Session) -> int:
-    """The time of this transaction in milliseconds; the same for its whole duration."""
+    """Return the time of this transaction in milliseconds. It is the same for the whole transaction."""
     return int(session.info["now"])
 
 
@@ -77,8 +77,8 @@ def reads(function: Callable[Concatenate[Session, P], T]) -> Callable[Concatenat
 def writes(function: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Database, P], T]:
     """Turn a function of a session into one of a database, called in a transaction that is committed before it returns.
 
-    Where two transactions collide (the same new key, a deadlock, a lock held too long) the loser runs again from the start, so it
-    sees what the winner did. Raises `Busy` when the attempts are used up.
+    Two transactions collide by the same new key, a deadlock or a lock timeout. The loser then runs again from the start, so it
+    sees the winner's changes. Raises `Busy` when the attempts are used up.
     """
     return _in_transactions(function, write=True)
 
@@ -112,7 +112,7 @@ def _in_transactions(function: Callable[Concatenate[Session, P], T], *, write: b
 
 
 def _met_another(error: DBAPIError) -> bool:
-    """A lock that was held too long (SQLite), a deadlock or a failed serialisation (PostgreSQL)."""
+    """Return True for a lock timeout (SQLite), a deadlock or a failed serialisation (PostgreSQL)."""
     if getattr(error.orig, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
         return True
     return getattr(error.orig, "sqlstate", None) in ("40001", "40P01", "55P03")
@@ -123,7 +123,7 @@ def _is_damaged(error: DBAPIError) -> bool:
 
 
 def _check(connection: Connection, url: URL) -> None:
-    """Raises `UserError` where SQLite finds its file damaged."""
+    """Raise `UserError` if SQLite finds its file damaged."""
     if url.get_backend_name() == "sqlite":
         driver = connection.connection.driver_connection
         assert isinstance(driver, sqlite3.Connection)
@@ -131,11 +131,10 @@ def _check(connection: Connection, url: URL) -> None:
 
 
 def connect(where: str | Path, clock: Callable[[], int] = wall_clock) -> Database:
-    """Open the database at a path or a URL (`sqlite:///labels.db`, `postgresql://user@host/name`), and migrate it to this
-    version.
+    """Open the database at a path or a URL (`sqlite:///labels.db`, `postgresql://user@host/name`), and migrate it.
 
-    An SQLite database is copied beside itself before it is migrated. Raises `UserError` where it cannot be opened, is damaged, or
-    was made by a newer version.
+    An SQLite database is copied to a file next to it before it is migrated. Raises `UserError` if it cannot be opened, is
+    damaged, or was made by a newer version.
     """
     url = _url(where)
     try:
@@ -143,17 +142,17 @@ def connect(where: str | Path, clock: Callable[[], int] = wall_clock) -> Databas
     except ModuleNotFoundError as error:
         raise extras.not_installed("PostgreSQL", error, "postgres") from error
     try:
-        # usually there is nothing to migrate, and no need to wait for writers
+        # Usually there is nothing to migrate, and no need to wait for writers.
         with engine.begin() as connection:
             _check(connection, url)
             ready, before = migrate.is_current(connection), migrate.version(connection)
         if not ready:
             if before is not None and migrate.is_known(before) and url.get_backend_name() == "sqlite":
                 label_backup.before_migration(Path(str(url.database)), before)
-            # of eight servers that start at the same moment the last waits for seven migrations
+            # If eight servers start at the same moment, the last one waits for seven migrations.
             with engine.execution_options(psigrad_write=True, psigrad_patience=60_000).begin() as connection:
                 migrate.upgrade(connection)
-            engine.dispose()  # the next connections have the usual patience
+            engine.dispose()  # the next connections have the default timeout
     except DBAPIError as error:
         engine.dispose()
         if _is_damaged(error):
@@ -182,7 +181,7 @@ def _url(where: str | Path) -> URL:
 
 
 def local_file(where: str | Path) -> Path:
-    """The file of a database in SQLite. Raises `UserError` for PostgreSQL, which has programs of its own for backups."""
+    """Return the file of an SQLite database. Raises `UserError` for PostgreSQL, which has separate backup programs."""
     url = _url(where)
     if url.get_backend_name() != "sqlite":
         raise UserError(
@@ -197,7 +196,7 @@ def _sqlite(url: URL) -> Engine:
         raise UserError("The labels need a file: name one, as in labels.db.")
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # the file holds password hashes
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # the file contains password hashes
     except OSError as error:
         raise UserError(f"The labels cannot be kept in {path}: {error.strerror}.") from error
     engine = create_engine(url, pool_size=16, connect_args={"check_same_thread": False})
@@ -216,5 +215,5 @@ def _begin(connection: Connection) -> None:
     options = connection.get_execution_options()
     if "psigrad_patience" in options:
         connection.exec_driver_sql(f"PRAGMA busy_timeout = {options['psigrad_patience']}")
-        connection.exec_driver_sql("PRAGMA foreign_keys = OFF")  # a migration may make a table anew
+        connection.exec_driver_sql("PRAGMA foreign_keys = OFF")  # a migration may rebuild a table
     connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("psigrad_write") else "BEGIN")

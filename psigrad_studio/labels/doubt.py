@@ -1,7 +1,7 @@
-"""Which pair is asked about next: the one that a reward model doubts most.
+"""Active selection of the next pair: the one about which a reward model is most uncertain.
 
-The nearer two completions' scores, the nearer the model's probability of either side is to one half, and the more an answer tells
-it (uncertainty sampling: Lewis and Gale 1994).
+If the scores of two completions are close, the model's probability of either side is close to one half. The model then learns
+most from an answer (uncertainty sampling: Lewis and Gale 1994).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from psigrad_studio.labels.refusals import Refusal
 from psigrad_studio.labels.schema import LabelTask, Origin, Project, Seat, TaskItem
 
 EXPLORED = 0.1
-"""The share of the pairs that are asked about at a random place, so that what a model is wrongly sure of comes up as well."""
+"""The share of pairs at a random place in the order, so that confident errors of a model are found as well."""
 
 
 @writes
 def order_by_doubt(session: Session, person: Person, project_id: int) -> int:
-    """Put the pairs that nobody has begun in order of the gap between their rewards, the least first; how many have both.
+    """Sort the pairs that nobody has started by the gap between their rewards, smallest first.
 
-    A completion has the reward of the rows that brought it last: rows that `psigrad score` has scored by a newer reward model are
-    imported again, and then ordered. Pairs without two rewards come last. Raises `Refusal` where the project is not of pairs, or
-    no pair has two rewards.
+    Return the number of pairs with both rewards. A completion has the reward of its last imported rows. After `psigrad score`
+    with a newer reward model, import the rows again, then sort. Pairs without two rewards come last. Raises `Refusal` if the
+    project does not ask for pairs, or no pair has two rewards.
     """
     project = people.require(session, person, project_id, "manage")
     if project.kind != "pair":
@@ -44,7 +44,7 @@ def order_by_doubt(session: Session, person: Person, project_id: int) -> int:
 
 
 def order(gaps: Mapping[int, float | None], seed: int) -> list[int]:
-    """The pairs by their gaps, with a share `EXPLORED` of them at places drawn from `seed`, and those without a gap last."""
+    """Return the pairs sorted by gap, a share `EXPLORED` of them at places drawn from `seed`, and those without a gap last."""
     chance = random.Random(f"{seed} doubt")
     known = [task for _, task in sorted((gap, task) for task, gap in gaps.items() if gap is not None)]
     anywhere = {task for task in known if chance.random() < EXPLORED}
@@ -55,7 +55,7 @@ def order(gaps: Mapping[int, float | None], seed: int) -> list[int]:
 
 
 def _gaps(session: Session, project: Project) -> dict[int, float | None]:
-    """The gap between the two rewards of every pair; None where one is missing."""
+    """Return the gap between the two rewards of every pair; None if one is missing."""
     items = select(TaskItem.task_id, TaskItem.completion_id).join(LabelTask, LabelTask.id == TaskItem.task_id)
     items = items.where(LabelTask.project_id == project.id)
     placed = session.execute(items.order_by(TaskItem.task_id)).all()

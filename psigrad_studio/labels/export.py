@@ -1,10 +1,10 @@
 """Labels as training data: TRL's preference and unpaired-preference rows, and the votes as they were given.
 
-Every row says where both of its completions came from and which votes it rests on (column `lineage`). What is left out is
-counted by reason: `tie`, `both_bad`, `split` (no answer has more than half of the votes), `middle` (neither good nor bad),
-`alone` (nothing of the same prompt to compare with), `check` (an attention check), `skipped` and `unanswered`.
+Every row names the origins of both of its completions and the votes behind it (column `lineage`). Skipped items are counted by
+reason: `tie`, `both_bad`, `split` (no answer has more than half of the votes), `middle` (neither good nor bad), `alone` (no
+completion of the same prompt to compare with), `check` (an attention check), `skipped` and `unanswered`.
 
-With `aspect` the rows are of one question of the project's own, of "weighted" all of them, or of "each" in turn; the column
+With `aspect`, the rows are of one custom question, of all of them ("weighted"), or of each in turn ("each"). The column
 `criterion` names it.
 """
 
@@ -35,7 +35,7 @@ Votes = Literal["majority", "each"]
 
 @dataclass
 class Exported:
-    """Rows, and how many tasks (or votes, or pairs of them) were left out, by reason."""
+    """The rows, and the number of skipped tasks (or votes, or pairs of them) by reason."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
@@ -45,11 +45,11 @@ class Exported:
 def preference(
     session: Session, person: Person, project_id: int, votes: Votes = "majority", *, margin: bool = False, aspect: str = ""
 ) -> Exported:
-    """Rows with `prompt`, `chosen`, `rejected`, the prompt's own columns and `lineage`.
+    """Return rows with `prompt`, `chosen`, `rejected`, the prompt's own columns and `lineage`.
 
-    With `votes` "majority" one row for each task that more than half of its answers agree on (rankings: by mean rank; ratings:
-    by mean rating); with "each" one for every answer. With `margin` the mean strength, or the difference of ratings, stands in
-    the column of that name, which reward-model losses read.
+    With `votes` "majority", there is one row for each task that more than half of its answers agree on (rankings: by mean rank;
+    ratings: by mean rating). With "each", there is one for every answer. With `margin`, the mean strength, or the difference of
+    ratings, is in the column of that name, which reward-model losses read.
     """
     labels, texts = _load(session, person, project_id, votes)
     return _all(labels, aspect, lambda own: _preference(own, texts, votes, margin))
@@ -68,7 +68,7 @@ def _preference(labels: ProjectLabels, texts: LabelTexts, votes: Votes, margin: 
 
 
 def _all(labels: ProjectLabels, aspect: str, make: Callable[[ProjectLabels], Exported]) -> Exported:
-    """What `make` makes of one aspect, or of each, with what is left out."""
+    """Apply `make` to one aspect, or to each, and return the rows with the counts of skipped items."""
     total = Exported()
     for name in aspects.names(labels) if aspect == "each" else [aspect]:
         own = aspects.of_aspect(labels, name)
@@ -85,10 +85,10 @@ def _all(labels: ProjectLabels, aspect: str, make: Callable[[ProjectLabels], Exp
 
 @reads
 def unpaired(session: Session, person: Person, project_id: int, votes: Votes = "majority", *, aspect: str = "") -> Exported:
-    """Rows with `prompt`, `completion`, `label`, the prompt's own columns and `lineage`: the form that KTO takes.
+    """Return rows with `prompt`, `completion`, `label`, the prompt's own columns and `lineage`: the form for KTO.
 
-    Of a pair the chosen one is true and the other false, or both false where both are bad. Of a ranking the best is true and
-    the worst false; a rating is true above the middle of its scale and false below.
+    In a pair, the chosen one is true and the other false, or both are false if both are bad. In a ranking, the best is true and
+    the worst false. A rating is true above the middle of its scale and false below.
     """
     labels, texts = _load(session, person, project_id, votes)
     return _all(labels, aspect, lambda own: _unpaired(own, texts, votes))
@@ -109,8 +109,9 @@ def _unpaired(labels: ProjectLabels, texts: LabelTexts, votes: Votes) -> Exporte
 
 @reads
 def dump(session: Session, person: Person, project_id: int, *, texts: bool = True) -> list[dict[str, Any]]:
-    """Every vote, skip and undo in the order it was given: who, when, in which order the completions were shown, and whether it
-    stands. With `texts` each has its prompt and its completions (by place) with their origins.
+    """Return every vote, skip and undo in the order given: the person, the time, the display order, and whether it is current.
+
+    With `texts`, each has its prompt and its completions (by place) with their origins.
     """
     project = people.require(session, person, project_id, "results")
     labels = label_data.load(session, project)
@@ -121,13 +122,13 @@ def dump(session: Session, person: Person, project_id: int, *, texts: bool = Tru
 
 
 def lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Rows as lines of JSON, in ASCII."""
+    """Yield rows as lines of JSON, in ASCII."""
     for row in rows:
         yield json.dumps(row, allow_nan=False) + "\n"
 
 
 def write(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Rows as a JSONL file."""
+    """Write rows to a JSONL file."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with Path(path).open("w", encoding="ascii") as stream:
@@ -144,7 +145,7 @@ def _load(session: Session, person: Person, project_id: int, votes: Votes) -> tu
 
 
 def _ballots(labels: ProjectLabels, votes: Votes) -> Iterator[tuple[int, list[CurrentAnswer]]]:
-    """The answers behind each row: all answers to a task, or each by itself."""
+    """Yield the answers behind each row: all answers to a task, or each by itself."""
     for task, answers in sorted(labels.by_task().items()):
         yield from [(task, answers)] if votes == "majority" else [(task, [answer]) for answer in answers]
 
@@ -175,7 +176,7 @@ def _majority(answers: list[CurrentAnswer]) -> str:
 
 
 def _converted(found: Exported, labels: ProjectLabels, texts: LabelTexts, votes: Votes, margin: bool) -> None:
-    """Rankings and ratings as pairs, by the same functions that convert files of them."""
+    """Convert rankings and ratings to pairs, by the same functions that convert files of them."""
     ranked = labels.kind == "ranking"
     for asked, completions, values, answers in (_rankings if ranked else _ratings)(labels, votes):
         row = _prompt(texts, asked) | {"completions": [texts.completions[n] for n in completions]}
@@ -195,14 +196,14 @@ def _converted(found: Exported, labels: ProjectLabels, texts: LabelTexts, votes:
 
 
 def _rankings(labels: ProjectLabels, votes: Votes) -> Iterator[tuple[int, list[int], list[float], list[CurrentAnswer]]]:
-    """(prompt, completions, mean rank of each, answers)."""
+    """Yield (prompt, completions, mean rank of each, answers)."""
     for task, answers in _ballots(labels, votes):
         asked = labels.tasks[task]
         yield asked.prompt, asked.completions, label_data.mean_ranks(answers, len(asked.completions)), answers
 
 
 def _ratings(labels: ProjectLabels, votes: Votes) -> Iterator[tuple[int, list[int], list[float], list[CurrentAnswer]]]:
-    """(prompt, completions, mean rating of each, answers); with "each" one person's ratings of one prompt."""
+    """Yield (prompt, completions, mean rating of each, answers); with "each", one person's ratings of one prompt."""
     groups: dict[tuple[int, int], dict[int, list[CurrentAnswer]]] = {}
     for answer in labels.answers:
         asked = labels.tasks[answer.task]
@@ -214,7 +215,7 @@ def _ratings(labels: ProjectLabels, votes: Votes) -> Iterator[tuple[int, list[in
 
 
 def _thumbs(found: Exported, labels: ProjectLabels, answers: list[CurrentAnswer], items: int) -> list[tuple[int, bool]]:
-    """(place, label) of the completions that the answers to one task call good or bad."""
+    """Return (place, label) of the completions that the answers to one task call good or bad."""
     kind = labels.kind
     if kind == "pair":
         verdict = _majority(answers)
@@ -275,7 +276,7 @@ def _unanswered(found: Exported, labels: ProjectLabels) -> None:
 
 
 def _uniform(found: Exported) -> Exported:
-    """The same columns in every row, in the same order, since tables have one set of columns."""
+    """Give every row the same columns in the same order, since tables have one set of columns."""
     names = dict.fromkeys(name for row in found.rows for name in row)
     names = dict.fromkeys([*(name for name in names if name != "lineage"), "lineage"])
     found.rows = [{name: row.get(name) for name in names} for row in found.rows]

@@ -1,4 +1,4 @@
-"""Import completions into a project and make tasks of them. Importing the same rows twice adds nothing the second time."""
+"""Import completions into a project and create tasks from them. Importing the same rows again adds nothing."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ from psigrad_studio.labels.schema import (
 )
 
 CHUNK = 200
-"""Prompts that are stored in one transaction; labelling goes on between two of them."""
+"""The number of prompts stored in one transaction. Labelling can continue between two of them."""
 
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """How tasks are made from imported completions."""
+    """The options for creating tasks from imported completions."""
 
     prompts: int | None = None
-    """At most so many prompts of what comes in, drawn at random; None takes all. In a run a prompt counts once for each step."""
+    """The most prompts to import, drawn at random; None imports all. In a run, a prompt counts once for each step."""
     per_prompt: int | None = None
-    """At most so many tasks of a prompt, drawn at random; None makes every pair of its completions, or rates each of them."""
+    """The most tasks of a prompt, drawn at random; None makes every pair of its completions, or rates each of them."""
     ranked: int = 5
-    """Completions in one ranking, at most."""
+    """The most completions in one ranking."""
     overlap: int | None = None
-    """People who answer each task; None takes the project's."""
+    """The number of answers to each task, by different people; None uses the project's value."""
     overlap_share: float = 1.0
-    """The share of tasks that is answered by so many; the others are answered once."""
+    """The share of tasks that `overlap` people answer. The others are answered once."""
     priority: int = 0
-    """Tasks of a higher priority are given out first."""
+    """The priority. Tasks of a higher priority are given out first."""
     shuffle: bool = True
-    """Give the tasks out in random order."""
+    """True to give out the tasks in random order."""
     gold: bool = False
-    """Take chosen and rejected of preference rows as known answers to hold labellers against: attention checks (see
-    `ProjectSettings.checks`)."""
+    """True to treat chosen and rejected of preference rows as known answers for attention checks (see `ProjectSettings.checks`).
+    """
 
     def __post_init__(self) -> None:
         for name, ok, expected in (
@@ -71,8 +71,10 @@ class TaskOptions:
 
 @dataclass(frozen=True)
 class Added:
-    """What an import added. `repeated` completions were there already; `alone` prompts had too few different completions to
-    compare; `unusable` rows were empty or damaged; `known` tasks were there before; `checks` of the tasks have a known answer.
+    """The counts of an import.
+
+    `repeated` completions existed already. `alone` prompts had too few different completions to compare. `unusable` rows were
+    empty or damaged. `known` tasks existed before. `checks` of the tasks have a known answer.
     """
 
     prompts: int = 0
@@ -153,12 +155,11 @@ def add_run(
 def add_pair(
     database: Database, person: Person, project_id: int, prompt: Any, first: Mapping[str, Any], second: Mapping[str, Any]
 ) -> Added:
-    """Put two completions of one prompt side by side in a project, ahead of what waits there.
+    """Add a task with two completions of one prompt to a project, ahead of all waiting tasks.
 
-    Each is an object with `completion` and what is known of where it came from: `run` and `sampler`; `step`, `row`, `k` and the
-    rest of a rollout's row; `source`. All of it comes back in the lineage of the export. A conversation's prompt is a list of
-    messages; its completions may be strings then. Raises `Refusal` where the project asks for something else than pairs, or
-    the two are equal.
+    Each is an object with `completion` and its known origin: `run` and `sampler`; `step`, `row`, `k` and the other fields of a
+    rollout's row; `source`. The lineage of the export contains all of it. A conversation's prompt is a list of messages; its
+    completions may then be strings. Raises `Refusal` if the project does not ask for pairs, or the two are equal.
     """
     if _kind(database, person, project_id) != "pair":
         raise Refusal("This project doesn't ask for pairs; send the two completions to one that does.")
@@ -177,8 +178,9 @@ def add_pair(
 
 @writes
 def withdraw(session: Session, person: Person, project_id: int, since: int, until: int) -> dict[str, int]:
-    """Take out the `tasks` that this person's imports made from `since` to `until` (milliseconds since 1970, both included);
-    those that somebody has `begun` stay.
+    """Remove the `tasks` that this person's imports made from `since` to `until` (milliseconds since 1970, both included).
+
+    Tasks that somebody has `begun` stay.
     """
     people.require(session, person, project_id, "manage")
     mine = select(Audit.at).where(Audit.project_id == project_id, Audit.user_id == person.id, Audit.action == "imported")
@@ -270,7 +272,7 @@ def _store(session: Session, person: Person, project_id: int, groups: list[Promp
 def _keyed(
     session: Session, model: Any, parent: str, wanted: Mapping[tuple[int, str], Mapping[str, Any]]
 ) -> tuple[dict[tuple[int, str], int], int]:
-    """Numbers of the rows of a table that (parent, hash) names, made where they aren't there; and how many were made."""
+    """Return the numbers of the rows of a table that (parent, hash) names, creating missing rows, and the number created."""
     column = getattr(model, parent)
     there: dict[tuple[int, str], int] = {}
     for part in _parts(wanted):
@@ -303,9 +305,12 @@ def _origin(about: Mapping[str, Any]) -> dict[str, Any]:
 def _tasks(
     project: Project, prompt: int, group: PromptGroup, making: TaskOptions
 ) -> Iterator[tuple[tuple[int, str], dict[str, Any]]]:
-    """(project, hash) and columns of each task of a prompt, beside them its completions' hashes in order of place."""
+    """Yield ((project, hash), columns) of each task of a prompt.
+
+    The columns include its completions' hashes in order of place.
+    """
     for chosen in _sets(project, prompt, group, making):
-        # ordered by hash, which is as good as random, so the better sampler is not always a
+        # Sort by hash, which is as good as random, so the better sampler is not always a.
         placed = sorted(chosen)
         best = placed.index(group.best) if group.best in placed and project.kind == "pair" else None
         yield (project.id, completion_groups.digest([prompt, placed])), {"prompt_id": prompt, "gold": best, "placed": placed}
@@ -338,7 +343,10 @@ def _store_tasks(
     completions: Mapping[tuple[int, str], int],
     making: TaskOptions,
 ) -> tuple[int, int, int]:
-    """Tasks with their items and seats; how many are new, how many were there, and how many of the new have a known answer."""
+    """Store tasks with their items and seats.
+
+    Return the numbers of new tasks, of existing ones, and of new ones with a known answer.
+    """
     keys = list(tasks)
     if making.shuffle:
         keys = [keys[i] for i in seeds.permutation(len(keys), project.seed, "shuffle", len(keys))]

@@ -18,7 +18,7 @@ LASTS = 7 * 24 * HOUR
 
 @dataclass(frozen=True)
 class Invitation:
-    """What a link offers: the role, in which project (None: in the whole studio), and until when."""
+    """The offer of a link: the role, the project (None: the whole studio), and the expiry."""
 
     role: str
     project: str | None
@@ -27,7 +27,7 @@ class Invitation:
 
 @writes
 def first(session: Session) -> str:
-    """The link of the first administrator; earlier ones are revoked. Raises `Conflict` where somebody can already log in."""
+    """Return the link of the first administrator, and revoke earlier ones. Raises `Conflict` if somebody can already log in."""
     if session.scalar(select(User.id).where(User.password_hash.is_not(None)).limit(1)) is not None:
         raise Conflict("There is an administrator already; ask them for an invite.")
     open_ones = update(Invite).where(Invite.created_by.is_(None), Invite.accepted_at.is_(None), Invite.revoked_at.is_(None))
@@ -37,9 +37,9 @@ def first(session: Session) -> str:
 
 @writes
 def invite(session: Session, person: Person, project_id: int | None, role: str, lasts_ms: int = LASTS) -> str:
-    """The token of a link that one person may use once. Without a project it makes an administrator of the studio.
+    """Return the token of a link that one person may use once. Without a project, it makes an administrator of the studio.
 
-    Raises `Forbidden` where `person` does not manage the project.
+    Raises `Forbidden` if `person` does not manage the project.
     """
     if role not in ROLES or (project_id is None and role != "admin"):
         raise Refusal(f"The role is {role!r}; expected one of {', '.join(ROLES)}, and admin where no project is named.")
@@ -68,7 +68,7 @@ def _make(session: Session, person: Person | None, project_id: int | None, role:
 
 @reads
 def look(session: Session, token: str) -> Invitation:
-    """What a link offers. Raises `Missing` where it is used, revoked or expired."""
+    """Return the offer of a link. Raises `Missing` if it is used, revoked or expired."""
     row = _open(session, token)
     project = session.get(Project, row.project_id) if row.project_id is not None else None
     return Invitation(row.role, project.name if project else None, row.expires_at)
@@ -76,7 +76,7 @@ def look(session: Session, token: str) -> Invitation:
 
 @reads
 def pending(session: Session, person: Person, project_id: int) -> list[dict[str, object]]:
-    """Links of a project that can still be used, without their tokens."""
+    """Return the links of a project that can still be used, without their tokens."""
     people.require(session, person, project_id, "manage")
     rows = select(Invite).where(Invite.project_id == project_id, Invite.accepted_at.is_(None), Invite.revoked_at.is_(None))
     found = session.scalars(rows.where(Invite.expires_at > now(session)).order_by(Invite.id))
@@ -85,7 +85,7 @@ def pending(session: Session, person: Person, project_id: int) -> list[dict[str,
 
 @writes
 def revoke(session: Session, person: Person, invite_id: int) -> None:
-    """Revoke a link. Raises `Missing` where `person` may not touch a link of that number, or there is none."""
+    """Revoke a link. Raises `Missing` if there is no link of that number, or `person` may not revoke it."""
     row = session.get(Invite, invite_id)
     if row is None:
         raise Missing(f"There is no invite {invite_id}.")
@@ -98,9 +98,7 @@ def revoke(session: Session, person: Person, invite_id: int) -> None:
 
 
 def accept(database: Database, token: str, name: str, password: str) -> Login:
-    """Create a user by a link, and log them in. Raises `Missing` where the link is used up, `Conflict` where the name is
-    taken.
-    """
+    """Create a user by a link, and log them in. Raises `Missing` if the link is used up, `Conflict` if the name is taken."""
     look(database, token)
     return _accept(database, token, name, passwords.hash_password(password, name=name))
 
@@ -115,7 +113,7 @@ def _accept(session: Session, token: str, name: str, hashed: str) -> Login:
 
 @writes
 def join(session: Session, person: Person, token: str) -> int | None:
-    """Use a link as an existing user; returns the project. A higher role in the project is kept."""
+    """Use a link as an existing user, and return the project. A higher role in the project is kept."""
     row = _open(session, token)
     _use(session, row, session.get_one(User, person.id))
     return row.project_id
@@ -123,7 +121,7 @@ def join(session: Session, person: Person, token: str) -> int | None:
 
 def _use(session: Session, row: Invite, user: User) -> None:
     at = now(session)
-    # one statement, so that only one of two simultaneous users succeeds
+    # One statement, so that only one of two simultaneous users succeeds.
     taken = update(Invite).where(Invite.id == row.id, Invite.accepted_at.is_(None)).values(accepted_by=user.id, accepted_at=at)
     if session.execute(taken.returning(Invite.id)).all() == []:
         raise Missing("This invite has been used; ask for a new one.")

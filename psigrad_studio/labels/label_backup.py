@@ -1,4 +1,4 @@
-"""Copies of a database of labels in SQLite, made while it is in use, and put back. PostgreSQL has pg_dump and pg_restore."""
+"""Copies of an SQLite database of labels, made while it is in use, and restored. PostgreSQL has pg_dump and pg_restore."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from psigrad.errors import UserError
 
 PATIENCE = 5.0
 PARTS = ("", "-wal", "-shm")
-"""What the files of one database end in."""
+"""The suffixes of the files of one database."""
 
 
 def backup(database: Path, copy: Path) -> int:
-    """Copy a database to a new file, as it is at one moment, also while others write to it. Returns the number of bytes.
+    """Copy a database to a new file, as it is at one moment, even while others write to it. Return the number of bytes.
 
-    The copy is checked, belongs to nobody else (mode 600) and appears whole or not at all. Raises `UserError` where there is no
-    database, it is damaged, or `copy` exists.
+    The copy is checked, is readable only by its owner (mode 600) and appears whole or not at all. Raises `UserError` if there is
+    no database, it is damaged, or `copy` exists.
     """
     if not database.is_file():
         raise UserError(f"There are no labels in {database}; name the database with --database.")
@@ -28,7 +28,7 @@ def backup(database: Path, copy: Path) -> int:
         raise UserError(f"{copy} exists; name a new file for the backup.")
     partial = copy.with_name(f"{copy.name}.partial-{os.getpid()}")
     try:
-        os.close(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))  # it holds password hashes
+        os.close(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))  # it contains password hashes
         with _explained(database), closing(_opened(database)) as source, closing(_opened(partial)) as target:
             source.backup(target)
             target.execute("PRAGMA journal_mode = DELETE")
@@ -46,10 +46,10 @@ def backup(database: Path, copy: Path) -> int:
 
 
 def restore(copy: Path, database: Path) -> Path | None:
-    """Put a backup in the place of a database. What was there is kept in a file whose name is returned.
+    """Replace a database with a backup. The old database is kept in a file whose name is returned.
 
-    Those who have the database open see the restored one from their next transaction on. Raises `UserError` where `copy` is
-    damaged or no database of labels.
+    Processes that have the database open see the restored one from their next transaction. Raises `UserError` if `copy` is
+    damaged or not a database of labels.
     """
     if not copy.is_file():
         raise UserError(f"There is no backup {copy}; name a file that `psigrad studio --backup` wrote.")
@@ -71,7 +71,7 @@ def restore(copy: Path, database: Path) -> Path | None:
 
 
 def _kept(database: Path) -> Path:
-    """The database under another name: a copy, or, where it is damaged, its own files."""
+    """Keep the database under another name: a copy, or its own files if it is damaged. Return the path."""
     place = database.with_name(f"{database.name}.before-restore-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         backup(database, place)
@@ -85,21 +85,21 @@ def _kept(database: Path) -> Path:
 
 
 def before_migration(database: Path, version: str) -> Path:
-    """A copy beside a database of an older version, which is about to be migrated."""
+    """Copy a database of an older version, which is about to be migrated, to a file next to it. Return the path of the copy."""
     place = database.with_name(f"{database.name}.before-{version}-{time.strftime('%Y%m%d-%H%M%S')}")
     backup(database, place)
     return place
 
 
 def check(connection: sqlite3.Connection, place: Path) -> None:
-    """Raises `UserError` where SQLite finds the file damaged. Reads all of it: 0.3 s for 100 MB here."""
+    """Raise `UserError` if SQLite finds the file damaged. The check reads the full file: 0.3 s for 100 MB here."""
     found = [row[0] for row in connection.execute("PRAGMA quick_check(3)")]
     if found != ["ok"]:
         raise damaged(place, "; ".join(found))
 
 
 def damaged(place: Path | str, why: str) -> UserError:
-    """The error about a damaged database, with the way out."""
+    """Return the error about a damaged database, with the way to recover."""
     return UserError(
         f"The database {place} is damaged ({why[:200]}). Stop the studio and put a backup in its place: "
         f"`psigrad studio --restore FILE --database {place}`; the damaged files are kept beside it."

@@ -1,6 +1,4 @@
-"""The current answers of a project with what they are about: the input of results and exports. Current are those not taken
-back.
-"""
+"""The current answers of a project with their tasks: the input of results and exports. Answers taken back are not current."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ _TEXT = ("run", "kind", "finish_reason", "status", "sampler", "source")
 class CurrentAnswer:
     """One answer (`action` vote) or skip that was not taken back. `display[i]` is the place of the item shown i-th.
 
-    `answers` are those to the project's own questions; `ratings`, by place, are there where an aspect was rated (see `aspects`).
+    `answers` are those to the custom questions. `ratings`, by place, exist if an aspect was rated (see `aspects`).
     """
 
     id: int
@@ -63,8 +61,10 @@ class TaskSummary:
 
 @dataclass(frozen=True)
 class ProjectLabels:
-    """Tasks, answers, skips and names of a project, by number. `checks` are answers to tasks whose answer is known, where the
-    project plants them; they aren't among `answers`. `kind` and `grades` (of strength) say how the answers are to be read.
+    """The tasks, answers, skips and names of a project, by number.
+
+    `checks` are answers to tasks with a known answer, if the project uses them; `answers` does not contain them. `kind` and
+    `grades` (of strength) determine the meaning of the answers.
     """
 
     project: Project
@@ -77,10 +77,10 @@ class ProjectLabels:
     checks: list[CurrentAnswer]
     skips: list[CurrentAnswer]
     names: dict[int, str]
-    """Of people."""
+    """The names of people, by number."""
 
     def by_task(self) -> dict[int, list[CurrentAnswer]]:
-        """The answers to each task that has any."""
+        """Return the answers to each task that has any."""
         found: dict[int, list[CurrentAnswer]] = {}
         for answer in self.answers:
             found.setdefault(answer.task, []).append(answer)
@@ -92,13 +92,13 @@ class LabelTexts:
     """Prompts, completions and their origins, by number."""
 
     prompts: dict[int, tuple[Any, dict[str, Any]]]
-    """Content and dataset columns."""
+    """The content and the dataset columns of each prompt."""
     completions: dict[int, Any]
     origins: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
 
 
 def load(session: Session, project: Project) -> ProjectLabels:
-    """The labels of a project in this transaction."""
+    """Return the labels of a project in this transaction."""
     items: dict[int, list[int]] = {}
     places = select(TaskItem.task_id, TaskItem.completion_id).join(LabelTask).where(LabelTask.project_id == project.id)
     for task, completion in session.execute(places.order_by(TaskItem.task_id, TaskItem.place)):
@@ -124,7 +124,7 @@ def load(session: Session, project: Project) -> ProjectLabels:
 
 
 def texts(session: Session, project: Project, *, lineage: bool = True) -> LabelTexts:
-    """The prompts and completions of a project, with origins unless `lineage` is false."""
+    """Return the prompts and completions of a project, with origins unless `lineage` is false."""
     prompts = session.execute(
         select(StoredPrompt.id, StoredPrompt.content, StoredPrompt.columns).where(StoredPrompt.project_id == project.id)
     )
@@ -138,7 +138,10 @@ def texts(session: Session, project: Project, *, lineage: bool = True) -> LabelT
 
 
 def origins(session: Session, project: Project) -> dict[int, list[dict[str, Any]]]:
-    """Where each completion came from. A text that was sampled twice has several origins. All origins have the same keys."""
+    """Return the origins of each completion.
+
+    A text that was sampled twice has several origins. All origins have the same keys.
+    """
     rows = (
         select(Origin.completion_id, Origin.about)
         .join(StoredCompletion)
@@ -152,7 +155,7 @@ def origins(session: Session, project: Project) -> dict[int, list[dict[str, Any]
 
 
 def _uniform(about: Mapping[str, Any]) -> dict[str, Any]:
-    """One type for each key, or null, since columns of tables have one type."""
+    """Return one type for each key, or null, since columns of tables have one type."""
     row: dict[str, Any] = {name: str(about[name]) if name in about else None for name in _TEXT}
     for name in _WHOLE:
         value = about.get(name)
@@ -165,12 +168,12 @@ def _uniform(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mean_rating(answers: Iterable[CurrentAnswer]) -> float:
-    """The mean rating of one item, rounded so that equal means of other ratings are equal."""
+    """Return the mean rating of one item, rounded so that equal means of other ratings are equal."""
     ratings = [answer.rating or 0 for answer in answers]
     return round(sum(ratings) / len(ratings), 9)
 
 
 def mean_ranks(answers: Iterable[CurrentAnswer], items: int) -> list[float]:
-    """The mean rank of each item over all answers."""
+    """Return the mean rank of each item over all answers."""
     ranks = [answer.ranks or [] for answer in answers]
     return [sum(r[place] for r in ranks) / len(ranks) for place in range(items)]

@@ -20,30 +20,30 @@ _LOCK = 7_024_661_309  # an arbitrary number, the same in all versions
 
 
 def scripts() -> ScriptDirectory:
-    """The migrations of this version, as Alembic scripts."""
+    """Return the migrations of this version, as Alembic scripts."""
     return ScriptDirectory(str(FOLDER), version_locations=[str(FOLDER)])
 
 
 def is_current(connection: Connection) -> bool:
-    """Whether the database has exactly the migrations of this version."""
+    """Return True if the database has exactly the migrations of this version."""
     return MigrationContext.configure(connection).get_current_heads() == tuple(scripts().get_heads())
 
 
 def version(connection: Connection) -> str | None:
-    """The version of the database's tables; None where it has none of ours."""
+    """Return the version of the database's tables; None if it has no psigrad tables."""
     return MigrationContext.configure(connection).get_current_revision()
 
 
 def is_known(revision: str) -> bool:
-    """Whether this version of psigrad knows the migration."""
+    """Return True if this version of psigrad knows the migration."""
     return revision in {script.revision for script in scripts().walk_revisions()}
 
 
 def upgrade(connection: Connection, to: str = "head") -> None:
-    """Run every migration up to `to` that the database has not seen, inside the transaction that `connection` is in.
+    """Run every migration up to `to` that the database lacks, inside the transaction of `connection`.
 
-    Servers that start at the same moment wait for one another: on SQLite by the write lock that the transaction holds, on
-    PostgreSQL by an advisory lock. Raises `UserError` where the database is of a newer version, or another program's.
+    Servers that start at the same moment wait for one another. SQLite uses the write lock of the transaction, PostgreSQL an
+    advisory lock. Raises `UserError` if the database is of a newer version, or another program's.
     """
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:n)"), {"n": _LOCK})

@@ -14,7 +14,7 @@ from zxcvbn import zxcvbn
 from psigrad_studio.labels.refusals import Refusal
 
 SHORTEST, LONGEST = 10, 1024
-# zxcvbn's score from which on 10^8 guesses are not enough, and the characters that it judges: its time grows with their square.
+# The zxcvbn score above which 10^8 guesses are not enough, and the characters that it judges: its time is quadratic in them.
 _SAFE, _JUDGED = 3, 72
 
 
@@ -31,8 +31,9 @@ COST = ScryptCost()
 
 
 def hash_password(password: str, cost: ScryptCost | None = None, *, name: str = "") -> str:
-    """`scrypt$log_n$r$p$salt$hash` of a password of somebody of that name. Raises `Refusal` where it is too short or too long,
-    or would be guessed.
+    """Return `scrypt$log_n$r$p$salt$hash` of a password of a user with that name.
+
+    Raises `Refusal` if it is too short, too long, or easily guessed.
     """
     if not SHORTEST <= len(password) <= LONGEST:
         raise Refusal(f"The password has {len(password)} characters; expected {SHORTEST} to {LONGEST}.")
@@ -49,8 +50,9 @@ def hash_password(password: str, cost: ScryptCost | None = None, *, name: str = 
 
 
 def check_password(password: str, stored: str | None) -> bool:
-    """Whether the password matches `stored`. Takes the same time where `stored` is None, so that names cannot be found by
-    timing.
+    """Return True if the password matches `stored`.
+
+    It takes the same time if `stored` is None, so that names cannot be found by timing.
     """
     if stored is None:
         _scrypt(password[:LONGEST], b"no such person..", COST)
@@ -67,31 +69,31 @@ def _scrypt(password: str, salt: bytes, cost: ScryptCost) -> bytes:
 
 
 def token(kind: str) -> str:
-    """A new token of 256 random bits. Its prefix names its kind, so that leaked tokens can be recognised."""
+    """Return a new token of 256 random bits. Its prefix names its kind, so that leaked tokens can be recognised."""
     return f"psigrad_{kind}_{secrets.token_urlsafe(32)}"
 
 
 def hash_token(value: str) -> str:
-    """The stored form of a token. One round of SHA-256 is enough, since 256 random bits cannot be guessed."""
+    """Return the stored form of a token. One round of SHA-256 is enough, since 256 random bits cannot be guessed."""
     return hashlib.sha256(value.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def session_token(csrf: str) -> str:
-    """The token for the cookie of a session, from the secret that its pages send.
+    """Return the token for the cookie of a session, from the secret that its pages send.
 
-    It is a hash of the secret, so that whoever reads the cookie, as every port of the host can, does not know the secret.
+    It is a hash of the secret. Every port of the host can read the cookie, but cannot derive the secret from it.
     """
     return f"psigrad_session_{hashlib.sha256(b'psigrad cookie' + csrf.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
 def new_device(stored: str) -> str:
-    """What a browser in which somebody logged in can show later: `nonce.signature`, signed with the hash of their password."""
+    """Return a proof of a login for the browser: `nonce.signature`, signed with the hash of the user's password."""
     nonce = secrets.token_urlsafe(12)
     return f"{nonce}.{_device_signature(nonce, stored)}"
 
 
 def device_holds(device: str, stored: str) -> bool:
-    """Whether somebody with this password hash has logged in there, with the password that they still have."""
+    """Return True if a user with this password hash has logged in on the device, with the current password."""
     nonce, _, signature = device.partition(".")
     return hmac.compare_digest(signature.encode("utf-8", "surrogatepass"), _device_signature(nonce, stored).encode())
 

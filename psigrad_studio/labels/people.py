@@ -1,6 +1,6 @@
-"""Users, logins, sessions, API tokens and roles: who is asking, and what they may do. `invites` adds people.
+"""Users, logins, sessions, API tokens and roles: identity and permissions. `invites` adds people.
 
-A viewer sees results. A labeller labels, and sees no answers but their own. An admin of a project does both and manages it. An
+A viewer sees results. A labeller labels, and sees only their own answers. An admin of a project does both and manages it. An
 administrator of the studio (`admin`) is an admin of every project.
 """
 
@@ -23,17 +23,18 @@ HOUR = 3_600_000
 SESSION_FOR, SESSION_IDLE = 30 * 24 * HOUR, 24 * HOUR
 SEEN_EVERY = 60_000
 FAILURES, FAILURES_WITHIN = 10, HOUR // 4
-# Letters and digits of Latin, Cyrillic and Greek as the letter that they are taken for: the commonest of Unicode's confusables.
+# Latin, Cyrillic and Greek letters and digits, mapped to the letter they resemble: the most common of Unicode's confusables.
 _CAPITALS = str.maketrans("IІΙӀ1|0", "llllllo")
 _ALIKE = str.maketrans("аеорсухіјѕһԁԛԝӏѵкмтвнгпαορνυχικτηωγϲϳıɩɡɑ", "aeopcyxijshdqwlvkmtbhrnaopvuxiktnwycjiiga")
-# what failures are counted under besides names, which have no such characters
+# The keys that count failures, besides names, which have no such characters.
 _DEVICE, _CHANGE = "\x01device", "\x01change"
 
 
 @dataclass(frozen=True)
 class Person:
-    """The person behind a call. A program with a token may do no more than `role`, and nothing outside `project_id` where that is
-    set.
+    """The person behind a call.
+
+    A program with a token may do no more than `role`, and nothing outside `project_id` if that is set.
     """
 
     id: int
@@ -45,18 +46,18 @@ class Person:
 
 @dataclass(frozen=True)
 class Login:
-    """A new session: the token for the cookie, the secret that its pages send, and when it ends (milliseconds since 1970 UTC)."""
+    """A new session: the token for the cookie, the secret that its pages send, and its end (milliseconds since 1970 UTC)."""
 
     person: Person
     token: str = field(repr=False)
     csrf: str = field(repr=False)
     expires_at: int
     device: str = field(default="", repr=False)
-    """What the browser sends when it logs in again; it holds until the password is changed."""
+    """The value that the browser sends at the next login. It is valid until the password is changed."""
 
 
 def actions(session: Session, person: Person, project_id: int) -> set[str]:
-    """What a person may do in a project: a subset of see, results, label and manage."""
+    """Return the permissions of a person in a project: a subset of see, results, label and manage."""
     user = session.get(User, person.id)
     if user is None or user.disabled_at is not None or person.project_id not in (None, project_id):
         return set()
@@ -66,7 +67,7 @@ def actions(session: Session, person: Person, project_id: int) -> set[str]:
 
 
 def require(session: Session, person: Person, project_id: int, action: str) -> Project:
-    """The project, if `person` may do `action` there. Raises `Missing` where they may not see it, else `Forbidden`."""
+    """Return the project, if `person` may do `action` there. Raises `Missing` if they may not see it, otherwise `Forbidden`."""
     allowed = actions(session, person, project_id)
     project = session.get(Project, project_id) if "see" in allowed else None
     if project is None:
@@ -78,7 +79,7 @@ def require(session: Session, person: Person, project_id: int, action: str) -> P
 
 
 def require_admin(session: Session, person: Person) -> None:
-    """Raises `Forbidden` unless `person` is an administrator of the studio."""
+    """Raise `Forbidden` unless `person` is an administrator of the studio."""
     user = session.get(User, person.id)
     if user is None or user.disabled_at is not None or not user.admin or person.role != "admin" or person.project_id is not None:
         raise Forbidden(f"{person.name!r} is no administrator of this studio; ask one.")
@@ -91,18 +92,18 @@ def note(session: Session, person: Person | None, project_id: int | None, action
 
 
 def folded(name: str) -> str:
-    """A name in the form that is compared: no two people differ only in case, width or spaces."""
+    """Return a name in the form used for comparison: no two people differ only in case, width or spaces."""
     return " ".join(unicodedata.normalize("NFKC", name).casefold().split())
 
 
 def skeleton(name: str) -> str:
-    """What a reader sees of a name: letters and digits that look alike are one. Names of one skeleton are refused."""
+    """Return a name with similar letters and digits merged, as a reader sees it. Two names with the same skeleton are refused."""
     plain = unicodedata.normalize("NFKC", name).translate(_CAPITALS)
     return folded(plain).translate(_ALIKE).replace("rn", "m").replace("vv", "w")
 
 
 def new_user(session: Session, name: str, password: str | None, *, admin: bool = False) -> User:
-    """Create a user with this password hash. Raises `Refusal` where the name cannot be shown, `Conflict` where it is taken."""
+    """Create a user with this password hash. Raises `Refusal` if the name cannot be shown, `Conflict` if it is taken."""
     name = " ".join(name.split())
     _must_be_shown(name)
     if password is not None and skeleton(name) == LOCAL:
@@ -124,7 +125,7 @@ def _must_be_shown(name: str) -> None:
 
 @writes
 def local(session: Session) -> Person:
-    """The local user, who needs no login: an administrator without a password, created on the first call."""
+    """Return the local user, who needs no login: an administrator without a password, created on the first call."""
     user = session.scalar(select(User).where(User.folded == LOCAL))
     if user is None:
         user = new_user(session, LOCAL, None, admin=True)
@@ -133,21 +134,21 @@ def local(session: Session) -> Person:
 
 @reads
 def empty(session: Session) -> bool:
-    """Whether nobody can log in yet, so that `invites.first` is needed."""
+    """Return True if nobody can log in yet, so that `invites.first` is needed."""
     return session.scalar(select(User.id).where(User.password_hash.is_not(None)).limit(1)) is None
 
 
 def log_in(database: Database, name: str, password: str, device: str = "") -> Login:
-    """A new session, by name and password. Raises `Unknown` for a wrong name or password (with the same message) and `TooMany`
-    after ten failures in a quarter of an hour.
+    """Return a new session, by name and password.
 
-    Failures are counted for each `device` that has logged in before, as `Login.device` says, and for all others together under
-    one name: guesses from elsewhere do not lock people out of the browsers that they use.
+    Raises `Unknown` for a wrong name or password (with the same message) and `TooMany` after ten failures in a quarter of an
+    hour. Failures are counted for each `device` that has logged in before (see `Login.device`), and for all others together under
+    the name. Guesses from elsewhere therefore do not lock users out of the browsers that they use.
     """
     if not name.isprintable():
         raise Unknown("Name or password is wrong.")
     count, stored = _stored_password(database, folded(name), device)
-    # outside a transaction: hashing takes a tenth of a second, too long to hold a lock
+    # Stay outside a transaction: hashing takes a tenth of a second, too long to hold a lock.
     good = passwords.check_password(password, stored)
     login = _begin_session(database, folded(name), stored if good else None, count)
     if login is None:
@@ -157,7 +158,7 @@ def log_in(database: Database, name: str, password: str, device: str = "") -> Lo
 
 @reads
 def _stored_password(session: Session, key: str, device: str) -> tuple[str, str | None]:
-    """Where failures count, and the hash of the password. Raises `TooMany` where too many have been counted."""
+    """Return (the key that counts failures, the hash of the password). Raises `TooMany` after too many failures."""
     stored = session.scalar(select(User.password_hash).where(User.folded == key, User.disabled_at.is_(None)))
     count = f"{_DEVICE} {device}" if stored is not None and passwords.device_holds(device, stored) else key
     _refuse_guesses(session, count)
@@ -167,7 +168,7 @@ def _stored_password(session: Session, key: str, device: str) -> tuple[str, str 
 @writes
 def _begin_session(session: Session, key: str, stored: str | None, count: str) -> Login | None:
     user = session.scalar(select(User).where(User.folded == key, User.disabled_at.is_(None)))
-    # the password may have changed meanwhile
+    # The password may have changed meanwhile.
     if user is None or stored is None or user.password_hash != stored:
         _count_guess(session, count)
         return None
@@ -187,7 +188,7 @@ def _count_guess(session: Session, count: str) -> None:
 
 
 def open_session(session: Session, user: User) -> Login:
-    """A new session of a user. The token is always new, which prevents session fixation."""
+    """Return a new session of a user. The token is always new, which prevents session fixation."""
     csrf, start = passwords.token("csrf"), now(session)
     token = passwords.session_token(csrf)
     until = start + SESSION_FOR
@@ -198,7 +199,7 @@ def open_session(session: Session, user: User) -> Login:
 
 
 def who(database: Database, token: str | None) -> Person:
-    """The person behind a session token or an API token. Raises `Unknown` where it is missing, wrong, ended or expired."""
+    """Return the person behind a session token or an API token. Raises `Unknown` if it is missing, wrong, ended or expired."""
     hashed = passwords.hash_token(token or "")
     person, stale = _found(database, hashed)
     if person is None:
@@ -240,8 +241,10 @@ def log_out(session: Session, token: str) -> None:
 
 
 def change_password(database: Database, person: Person, old: str, new: str) -> None:
-    """Set a new password and end all sessions of the person. Raises `Forbidden` where the old password is wrong, and `TooMany`
-    after ten such failures in a quarter of an hour, which keep nobody from logging in.
+    """Set a new password and end all sessions of the person.
+
+    Raises `Forbidden` if the old password is wrong, and `TooMany` after ten such failures in a quarter of an hour. These failures
+    do not prevent logins.
     """
     if not passwords.check_password(old, _own_password(database, person)):
         _wrong_old_password(database, person)
@@ -283,7 +286,7 @@ def make_token(
     project_id: int | None = None,
     lasts_ms: int | None = None,
 ) -> tuple[int, str]:
-    """Create an API token for a program that acts for `person`. Returns its number and the token, which cannot be shown again.
+    """Create an API token for a program that acts for `person`. Return its number and the token, which cannot be shown again.
 
     It may do no more than `role`, and cannot create tokens. Raises `Refusal` on an unknown role.
     """
@@ -312,7 +315,7 @@ def make_token(
 
 @reads
 def tokens(session: Session, person: Person) -> list[dict[str, object]]:
-    """The person's API tokens, without the tokens themselves."""
+    """Return the person's API tokens, without the secret values."""
     rows = session.scalars(select(ApiToken).where(ApiToken.user_id == person.id).order_by(ApiToken.id))
     names = ("id", "name", "role", "project_id", "created_at", "expires_at", "revoked_at", "used_at")
     return [{name: getattr(row, name) for name in names} for row in rows]
@@ -320,7 +323,7 @@ def tokens(session: Session, person: Person) -> list[dict[str, object]]:
 
 @writes
 def revoke_token(session: Session, person: Person, token_id: int) -> None:
-    """End one of the person's own API tokens. Raises `Missing` where there is none of that number."""
+    """End one of the person's own API tokens. Raises `Missing` if there is no token of that number."""
     row = session.get(ApiToken, token_id)
     if row is None or row.user_id != person.id:
         raise Missing(f"{person.name!r} has no token {token_id}.")
@@ -330,7 +333,7 @@ def revoke_token(session: Session, person: Person, token_id: int) -> None:
 
 @reads
 def everyone(session: Session, person: Person) -> list[dict[str, object]]:
-    """All users of the studio: `id`, `name`, `admin`, `created_at`, `disabled_at`. For its administrators."""
+    """Return all users of the studio: `id`, `name`, `admin`, `created_at`, `disabled_at`. For its administrators."""
     require_admin(session, person)
     names = ("id", "name", "admin", "created_at", "disabled_at")
     return [{name: getattr(user, name) for name in names} for user in session.scalars(select(User).order_by(User.folded))]

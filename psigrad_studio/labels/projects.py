@@ -1,4 +1,4 @@
-"""Projects: what is asked, how often, and who takes part."""
+"""Projects: questions, overlap and members."""
 
 from __future__ import annotations
 
@@ -24,31 +24,33 @@ CHANGEABLE = frozenset({"name", "instructions", "overlap", "lease_s", "ties", "b
 
 @dataclass(frozen=True)
 class ProjectSettings:
-    """What is asked in a project."""
+    """The settings of a project's questions."""
 
     name: str
     kind: str = "pair"
     """pair, ranking, rating-5 or rating-10."""
     instructions: str = ""
     overlap: int = 1
-    """People who answer each task, unless an import says otherwise."""
+    """The number of people who answer each task, unless an import overrides it."""
     lease_s: int = 600
-    """Seconds that a task is kept for who was shown it."""
+    """The seconds for which a task is reserved for the person who was shown it."""
     ties: bool = True
-    """Whether a tie may be chosen, or ranks be equal."""
+    """True if a tie may be chosen, or ranks may be equal."""
     both_bad: bool = True
-    """Whether "both bad" may be chosen (pairs)."""
+    """True if "both bad" may be chosen (pairs)."""
     strengths: int = 0
-    """Grades of how much better the chosen one is, from 1; 0 doesn't ask (pairs)."""
+    """The number of grades of how much better the chosen one is, from 1; 0 does not ask (pairs)."""
     seed: int | None = None
-    """What display orders are drawn from; drawn itself unless given."""
+    """The seed of the display orders; drawn at random unless given."""
     questions: tuple[Question, ...] = ()
-    """Questions of the project's own, asked in this order."""
+    """Custom questions, asked in this order."""
     overall: bool = True
-    """Whether the question of the kind is asked; without it `questions` alone are."""
+    """True if the question of the kind is asked. Otherwise only `questions` are."""
     checks: int = 10
-    """Of a hundred tasks that a person is shown, so many have a known answer (attention checks), where any were imported as such.
-    With 0 those are ordinary tasks."""
+    """The number of tasks with a known answer (attention checks) in a hundred shown tasks, if any were imported as such.
+
+    With 0, they are ordinary tasks.
+    """
 
     def __post_init__(self) -> None:
         made = tuple(q if isinstance(q, Question) else Question(**q) for q in self.questions)
@@ -82,8 +84,9 @@ class ProjectInfo:
 
 @dataclass(frozen=True)
 class ProjectProgress:
-    """How far a project is. `answered` of `wanted` answers are there and `leased` are being given; `skipped` counts the skips
-    that stand.
+    """The progress of a project.
+
+    `answered` of `wanted` answers exist, `leased` are in progress; `skipped` counts current skips.
     """
 
     tasks: int
@@ -92,12 +95,12 @@ class ProjectProgress:
     leased: int
     skipped: int
     by_person: dict[str, int]
-    """Standing answers by name."""
+    """The number of current answers by name."""
 
 
 @writes
 def create(session: Session, person: Person, settings: ProjectSettings) -> int:
-    """A new project with `person` as its admin; its number. Raises `Conflict` where the name is taken."""
+    """Create a project with `person` as its admin, and return its number. Raises `Conflict` if the name is taken."""
     people.require_admin(session, person)
     name = settings.name.strip()
     if session.scalar(select(Project.id).where(Project.name == name)) is not None:
@@ -113,25 +116,25 @@ def create(session: Session, person: Person, settings: ProjectSettings) -> int:
 
 @reads
 def info(session: Session, person: Person, project_id: int) -> ProjectInfo:
-    """One project. Raises `Missing` where `person` may not see it."""
+    """Return one project. Raises `Missing` if `person` may not see it."""
     project = people.require(session, person, project_id, "see")
     return _info(session, person, project)
 
 
 @reads
 def mine(session: Session, person: Person) -> list[ProjectInfo]:
-    """Every project that `person` may see, oldest first."""
+    """Return every project that `person` may see, oldest first."""
     found = [_info(session, person, project) for project in session.scalars(select(Project).order_by(Project.id))]
     return [each for each in found if each.may]
 
 
 @writes
 def change(session: Session, person: Person, project_id: int, changes: Mapping[str, Any]) -> None:
-    """Change instructions, lease_s, ties, both_bad, strengths, checks or name, raise the overlap, add questions or change their
-    words. Existing answers stay as they are.
+    """Change instructions, lease_s, ties, both_bad, strengths, checks or name, raise the overlap, or add or reword questions.
 
-    A higher overlap asks for more answers to every task that has fewer. A lower one is refused, since the answers may exist
-    already; so are other strengths once an answer has one. With `checks` 0 tasks with a known answer are answered as others are.
+    Existing answers stay as they are. A higher overlap asks for more answers to every task that has fewer. A lower one is
+    refused, since the answers may exist already. Other strengths are refused once an answer has one. With `checks` 0, tasks with
+    a known answer are answered like the others.
     """
     project = people.require(session, person, project_id, "manage")
     settings = _settings(project)
@@ -155,7 +158,7 @@ def change(session: Session, person: Person, project_id: int, changes: Mapping[s
 
 
 def _has_strengths(session: Session, project_id: int) -> bool:
-    """Whether a standing answer says how much better, to the main question or to one of the project's own."""
+    """Return True if a current answer has a strength, to the main question or to a custom one."""
     said = select(Vote.strength, Vote.answers).join(Assignment, Assignment.vote_id == Vote.id)
     return any(
         strength is not None or any("strength" in one for one in (answers or {}).values())
@@ -164,14 +167,14 @@ def _has_strengths(session: Session, project_id: int) -> bool:
 
 
 def _free_known(session: Session, project_id: int) -> None:
-    """Take away the free seats of tasks with a known answer: a check has a seat for whoever meets it."""
+    """Remove the free seats of tasks with a known answer. A check gets a seat for each person who is shown it."""
     known = select(LabelTask.id).where(LabelTask.project_id == project_id, LabelTask.gold.is_not(None))
     free = or_(Seat.lease_until.is_(None), Seat.lease_until <= now(session))
     session.execute(delete(Seat).where(Seat.task_id.in_(known), Seat.done.is_(False), free))
 
 
 def _add_seats(session: Session, project_id: int, settings: ProjectSettings, *, known_alone: bool) -> None:
-    """Seats up to the overlap, at tasks that aren't checks; with `known_alone` only where the answer is known."""
+    """Add seats up to the overlap, at tasks that are not checks; with `known_alone`, only at tasks with a known answer."""
     tasks = select(LabelTask.id, func.count(Seat.id), func.coalesce(func.max(Seat.turn), 0))
     tasks = tasks.outerjoin(Seat, Seat.task_id == LabelTask.id).where(LabelTask.project_id == project_id)
     if settings.checks or known_alone:
@@ -195,7 +198,7 @@ def close(session: Session, person: Person, project_id: int, closed: bool = True
 
 @reads
 def members(session: Session, person: Person, project_id: int) -> list[dict[str, Any]]:
-    """Members by name: `id`, `name`, `role`, and whether they are `disabled`."""
+    """Return the members by name: `id`, `name`, `role`, and `disabled`."""
     people.require(session, person, project_id, "manage")
     rows = select(User, Membership.role).join(Membership, Membership.user_id == User.id)
     found = session.execute(rows.where(Membership.project_id == project_id).order_by(User.folded))
@@ -222,7 +225,7 @@ def set_role(session: Session, person: Person, project_id: int, user_id: int, ro
 
 @reads
 def progress(session: Session, person: Person, project_id: int) -> ProjectProgress:
-    """The progress of a project, counted from the answers."""
+    """Return the progress of a project, counted from the answers."""
     people.require(session, person, project_id, "results")
     in_project = Seat.project_id == project_id
     counted = select(func.count()).select_from(Seat).where(in_project)

@@ -1,5 +1,6 @@
-"""Questions of a project's own: aspects on which two completions are compared or each is rated, choices among named options, and
-free texts. They are asked beside the question that the project's kind asks, or instead of it.
+"""Custom questions of a project: comparisons or ratings by aspect, choices among named options, and free texts.
+
+They are asked in addition to the question of the project's kind, or instead of it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from psigrad.errors import nearest
 from psigrad_studio.labels.refusals import Refusal
 
 ASPECTS = ("better", "scale")
-"""The kinds that say which completion is better, so that rows to train on follow from them."""
+"""The kinds that determine the better completion, so that they yield training rows."""
 QUESTION_KINDS = (*ASPECTS, "choice", "text")
 WEIGHTED = "weighted"
 MOST, LONGEST = 20, 10_000
@@ -23,21 +24,21 @@ class Question:
     """One question."""
 
     name: str
-    """What the answers are called in exports (`criterion`); unique in the project."""
+    """The name of the answers in exports (`criterion`); unique in the project."""
     kind: str = "better"
     """better (of two completions), scale (each completion from 1 to `top`), choice (one of `options`) or text."""
     ask: str = ""
-    """What people read; the name where it is empty."""
+    """The displayed text; the name if it is empty."""
     options: tuple[str, ...] = ()
-    """What may be chosen (choice)."""
+    """The options of a choice."""
     top: int = 5
-    """The best of a scale, which begins at 1."""
+    """The top of a scale, which starts at 1."""
     required: bool = True
-    """Whether it must be answered."""
+    """True if it must be answered."""
     why: bool = False
-    """Whether a field for the reason stands below it."""
+    """True if a field for the reason is below it."""
     weight: float = 1.0
-    """How much it counts in the weighted judgement (better, scale)."""
+    """The weight in the weighted judgement (better, scale)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", tuple(self.options))
@@ -58,7 +59,10 @@ class Question:
 
 
 def check(kind: str, overall: bool, questions: Sequence[Question]) -> None:
-    """Raises `Refusal` where these questions can't be asked in a project of a kind; `overall`: the kind's own is asked too."""
+    """Raise `Refusal` if these questions cannot be asked in a project of a kind.
+
+    `overall`: the kind's own question is asked too.
+    """
     names = [question.name for question in questions]
     if twice := {name for name in names if names.count(name) > 1}:
         raise Refusal(f"Two questions are called {min(twice)!r}; give each a name of its own.")
@@ -73,7 +77,7 @@ def check(kind: str, overall: bool, questions: Sequence[Question]) -> None:
 
 
 def changed(old: Sequence[Question], new: Sequence[Question]) -> None:
-    """Raises `Refusal` where a change would give answers that are there another meaning: what is asked may only be added to."""
+    """Raise `Refusal` if a change would give existing answers another meaning. Questions may only be added."""
     now = {question.name: question for question in new}
     for one in old:
         other = now.get(one.name)
@@ -88,9 +92,10 @@ def changed(old: Sequence[Question], new: Sequence[Question]) -> None:
 def stored(
     questions: Sequence[Question], grades: int, given: Mapping[str, Any], display: Sequence[int], *, whole: bool = True
 ) -> dict[str, Any] | None:
-    """Answers by name, with sides turned into places; None where there are none. With `whole` what is required must be there.
+    """Return the answers by name, with sides turned into places; None if there are none. With `whole`, required answers must
+    exist.
 
-    Each is an object with `value` and, where given, `strength` and `reason`. Raises `Refusal` naming the question.
+    Each is an object with `value` and, if given, `strength` and `reason`. Raises `Refusal` naming the question.
     """
     found: dict[str, Any] = {}
     if unknown := set(given) - {question.name for question in questions}:

@@ -1,7 +1,7 @@
-"""Bradley–Terry ranking with ties: from comparisons of two to a strength of each, with intervals.
+"""Bradley–Terry ranking with ties: from pairwise comparisons to the strengths of the competitors, with intervals.
 
 Davidson's model (1970, "On extending the Bradley-Terry model to accommodate ties"): with strengths θ and d = θ_i − θ_j, the
-outcomes "i is better", "j is better" and "tie" have log-odds d/2, −d/2 and η. Without ties η is −∞ and this is Bradley–Terry,
+outcomes "i is better", "j is better" and "tie" have log-odds d/2, −d/2 and η. Without ties, η is −∞ and this is Bradley–Terry,
 P(i better) = σ(d).
 """
 
@@ -26,10 +26,10 @@ class Undetermined(ValueError):
 
 @dataclass(frozen=True)
 class Ranking:
-    """Strengths θ with sum 0, in natural logarithms; `tie` is η (−∞ where there were no ties).
+    """Strengths θ with sum 0, in natural logarithms; `tie` is η (−∞ if there were no ties).
 
-    `covariance` is of θ; `comparisons` is how many each took part in. `prior_sd` is that of the prior, None for the maximum of
-    the likelihood itself.
+    `covariance` is of θ; `comparisons` is the number that each took part in. `prior_sd` is that of the prior, None for the
+    maximum of the likelihood itself.
     """
 
     strength: Floats
@@ -40,18 +40,18 @@ class Ranking:
     prior_sd: float | None = None
 
     def interval(self, confidence: float = 0.95) -> tuple[Floats, Floats]:
-        """Lower and upper ends for each strength."""
+        """Return the lower and upper ends for each strength."""
         reach = _z(confidence) * np.sqrt(np.diag(self.covariance))
         return self.strength - reach, self.strength + reach
 
     def difference(self, i: int, j: int, confidence: float = 0.95) -> tuple[float, float, float]:
-        """θ_i − θ_j with its lower and upper end: the figure that says whether i is better than j."""
+        """Return θ_i − θ_j with its lower and upper end, which show whether i is better than j."""
         d, v = self.strength[i] - self.strength[j], self.covariance
         reach = _z(confidence) * np.sqrt(max(v[i, i] + v[j, j] - 2 * v[i, j], 0.0))
         return float(d), float(d - reach), float(d + reach)
 
     def ranks(self, confidence: float = 0.95) -> list[tuple[int, int]]:
-        """The best and the worst rank that each may have: 1 plus those surely better; the number less those surely worse."""
+        """Return the best and worst possible rank of each: 1 + the number surely better; n − the number surely worse."""
         n, v = len(self.strength), self.covariance
         d = self.strength[:, None] - self.strength[None]
         reach = _z(confidence) * np.sqrt(np.maximum(np.diag(v)[:, None] + np.diag(v)[None] - 2 * v, 0))
@@ -67,13 +67,13 @@ def bradley_terry(
     cluster: ArrayLike | None = None,
     prior_sd: float | None = None,
 ) -> Ranking:
-    """The strengths of `n` competitors that make the outcomes of comparisons (i, j) most likely.
+    """Return the strengths of `n` competitors that maximise the likelihood of the outcomes of comparisons (i, j).
 
-    `outcome` is 1 where `first` was better, 0 where `second` was, 0.5 for a tie. Comparisons of one `cluster` (answers to one
-    task, pairs out of one ranking) may depend on one another: where one has several, the covariance is the clustered sandwich
-    one times G / (G - 1) of G clusters, in no direction below the inverse of the information, which it is else. With `prior_sd`
-    strengths and η have a normal prior around 0, so there is always an answer. Raises `Undetermined` where there is none, and
-    `ValueError` on malformed input.
+    `outcome` is 1 if `first` was better, 0 if `second` was, 0.5 for a tie. Comparisons of one `cluster` (answers to one task,
+    pairs from one ranking) may depend on one another. If one cluster has several, the covariance is the clustered sandwich
+    estimate times G / (G - 1) for G clusters, in no direction below the inverse of the information. Otherwise it is that inverse.
+    With `prior_sd`, strengths and η have a normal prior around 0, so a solution always exists. Raises `Undetermined` if there is
+    none, and `ValueError` on malformed input.
     """
     i, j, y = np.asarray(first, np.int64), np.asarray(second, np.int64), np.asarray(outcome, float)
     _check(i, j, y, n, prior_sd)
@@ -116,7 +116,7 @@ def _check(i: Whole, j: Whole, y: Floats, n: int, prior_sd: float | None) -> Non
 
 
 def _chances(x: Floats, i: Whole, j: Whole, n: int, ties: bool) -> tuple[Floats, Floats]:
-    """[N, 3] log-odds and chances of first, second and tie."""
+    """Return [N, 3] log-odds and probabilities of first, second and tie."""
     half = (x[i] - x[j]) / 2
     odds = np.stack([half, -half, np.full(len(i), x[n] if ties else -np.inf)], 1)
     odds = odds - odds.max(1, keepdims=True)
@@ -126,7 +126,7 @@ def _chances(x: Floats, i: Whole, j: Whole, n: int, ties: bool) -> tuple[Floats,
 
 
 def _scores(x: Floats, i: Whole, j: Whole, y: Floats, n: int, ties: bool) -> tuple[sparse.csr_matrix, Floats, Floats]:
-    """[N, n (+1)] gradients of each comparison's log-likelihood, the chances, and the log-likelihoods."""
+    """Return [N, n (+1)] gradients of each comparison's log-likelihood, the probabilities, and the log-likelihoods."""
     logs, chance = _chances(x, i, j, n, ties)
     lead = (y - 0.5) - (chance[:, 0] - chance[:, 1]) / 2
     rows = np.arange(len(i))
@@ -139,13 +139,13 @@ def _scores(x: Floats, i: Whole, j: Whole, y: Floats, n: int, ties: bool) -> tup
 
 
 def _counted(i: Whole, j: Whole, y: Floats) -> tuple[Whole, Whole, Floats, Floats]:
-    """Each comparison once, and how often it was made."""
+    """Return each comparison once, and its number of occurrences."""
     rows, times = np.unique(np.stack([i, j, (2 * y).astype(np.int64)], 1), axis=0, return_counts=True)
     return rows[:, 0], rows[:, 1], rows[:, 2] / 2, times.astype(float)
 
 
 def _newton(i: Whole, j: Whole, y: Floats, times: Floats, n: int, ties: bool, precision: float) -> tuple[Floats, Floats, float]:
-    """The maximum, the negative Hessian there, and the log-likelihood. It is concave, so steps are only ever shortened."""
+    """Return the maximum, the negative Hessian there, and the log-likelihood. It is concave, so steps are only ever shortened."""
     x = np.zeros(n + ties)
 
     def likelihood(z: Floats) -> float:
@@ -169,7 +169,7 @@ def _newton(i: Whole, j: Whole, y: Floats, times: Floats, n: int, ties: bool, pr
 
 
 def _information(chance: Floats, times: Floats, i: Whole, j: Whole, n: int, ties: bool) -> Floats:
-    """The covariance of what an outcome says of (θ, η), summed over comparisons."""
+    """Return the Fisher information of an outcome about (θ, η): its score's covariance, summed over comparisons."""
     lead = (chance[:, 0] - chance[:, 1]) / 2
     dd = times * ((chance[:, 0] + chance[:, 1]) / 4 - lead**2)
     matrix = np.zeros((n + ties, n + ties))
@@ -185,7 +185,7 @@ def _information(chance: Floats, times: Floats, i: Whole, j: Whole, n: int, ties
 
 
 def _inverse(hessian: Floats, n: int, precision: float) -> Floats:
-    """The inverse; without a prior, on θ with sum 0 (a common shift of all θ changes nothing)."""
+    """Return the inverse; without a prior, on θ with sum 0 (a common shift of all θ changes nothing)."""
     held = hessian.copy()
     if not precision:
         held[:n, :n] += np.trace(hessian) / n**2
@@ -193,15 +193,16 @@ def _inverse(hessian: Floats, n: int, precision: float) -> Floats:
 
 
 def _at_least(inverse: Floats, spread: Floats) -> Floats:
-    """`inverse` @ `spread` @ `inverse`, in no direction below `inverse`: where clusters are few, or the strengths fit each of
-    them exactly, their scores have next to no spread.
+    """Return `inverse` @ `spread` @ `inverse`, in no direction below `inverse`.
+
+    If clusters are few, or the strengths fit each of them exactly, their scores have almost no spread.
     """
     times, axes = linalg.eigh(spread, np.linalg.inv(inverse))
     return np.asarray(axes * np.maximum(times, 1) @ axes.T, float)
 
 
 def _must_be_determined(i: Whole, j: Whole, y: Floats, n: int, ties: bool) -> None:
-    """Raises `Undetermined` unless the maximum is finite and unique."""
+    """Raise `Undetermined` unless the maximum is finite and unique."""
     parts, _ = connected_components(sparse.csr_matrix((np.ones(len(i)), (i, j)), shape=(n, n)), directed=False)
     if parts > 1:
         raise Undetermined(f"The {n} competitors fall into {parts} groups without a comparison between them.")
@@ -210,9 +211,10 @@ def _must_be_determined(i: Whole, j: Whole, y: Floats, n: int, ties: bool) -> No
 
 
 def _recedes(i: Whole, j: Whole, y: Floats, n: int, ties: bool) -> bool:
-    """Whether some direction of (θ, η) makes no outcome less likely and one more likely, so that the maximum lies at infinity.
+    """Return True if the maximum lies at infinity.
 
-    A linear program: of the outcomes of each pair, those that were seen must stay the largest along the direction.
+    Some direction of (θ, η) then makes no outcome less likely and one more likely. This is a linear program: among the outcomes
+    of each pair, the observed ones must stay the largest along the direction.
     """
     seen = np.stack(_counted(i, j, y)[:3], 1) * (1, 1, 2)
     odds = {2: (0.5, -0.5, 0.0), 0: (-0.5, 0.5, 0.0)} | ({1: (0.0, 0.0, 1.0)} if ties else {})

@@ -1,4 +1,4 @@
-"""The errors of the label store. Each kind is a class with the HTTP status that a server answers."""
+"""The errors of the label store. Each kind is a class with the HTTP status of the server's response."""
 
 from __future__ import annotations
 
@@ -6,48 +6,48 @@ from psigrad.errors import UserError
 
 
 class Refusal(UserError):
-    """The call was refused. `status` is the matching HTTP status."""
+    """An error for a refused call. `status` is the matching HTTP status."""
 
     status = 400
 
 
 class Unknown(Refusal):
-    """The caller is not identified: no session or token, or a wrong or expired one."""
+    """An error for an unidentified caller: no session or token, or a wrong or expired one."""
 
     status = 401
 
 
 class Forbidden(Refusal):
-    """The caller is identified and may not do this."""
+    """An error for an identified caller without the permission."""
 
     status = 403
 
 
 class Missing(Refusal):
-    """It does not exist, or the caller may not see it."""
+    """An error for an object that does not exist, or that the caller may not see."""
 
     status = 404
 
 
 class Conflict(Refusal):
-    """Something else came first: a lease was lost, an answer exists, a project is closed."""
+    """An error for a conflicting change: a lost lease, an existing answer, a closed project."""
 
     status = 409
 
 
 class TooMany(Refusal):
-    """Too many attempts in a short time."""
+    """An error for too many attempts in a short time."""
 
     status = 429
 
 
 class Busy(Refusal):
-    """The database stayed locked. The same call may be repeated, with the same key."""
+    """An error for a database that stayed locked. The same call may be repeated, with the same key."""
 
     status = 503
 
 
 class Damaged(Refusal):
-    """The database is damaged; the message names it and says what to do."""
+    """An error for a damaged database. The message names it and the remedy."""
 
     status = 500

@@ -26,7 +26,7 @@ from psigrad_studio.labels.schema import CHOICES
 
 By = Literal["sampler", "run", "step", "completion"]
 PRIOR_SD = 3.0
-"""Strengths within ±6 are then within two standard deviations: odds of 400 to 1."""
+"""The standard deviation of the prior. Strengths within ±6 are within two standard deviations: odds of 400 to 1."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,16 @@ class Kappa:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement of the standing answers. Units are tasks, or, in rankings, the pairs of a task.
+    """The agreement of the current answers. Units are tasks, or, in rankings, the pairs of a task.
 
-    `alpha` is by level: nominal; for ratings ordinal and interval too. `fleiss` is None where tasks have different numbers of
-    answers, `cohen` has a line for each two people. `position` and `gold` are by name, "" for all;
-    `position` is empty where no pairs are asked for.
+    `alpha` is by level: nominal; for ratings ordinal and interval too. `fleiss` is None if tasks have different numbers of
+    answers, `cohen` has a line for each two people. `position` and `gold` are by name, "" for all. `position` is empty if the
+    project has no pairs.
     """
 
     units: int
     shared: int
-    """Units with two answers or more."""
+    """The number of units with two answers or more."""
     percent: float
     alpha: dict[str, Alpha]
     fleiss: float | None
@@ -76,8 +76,8 @@ class RankingLine:
 class RankingTable:
     """A Bradley–Terry ranking, the strongest first.
 
-    `tie` is η of the model, `prior_sd` None where the strengths are maximum likelihood. Not counted are comparisons whose sides
-    have the same name (`same`), and those of a text that several made (`shared`).
+    `tie` is η of the model. `prior_sd` is None if the strengths are maximum likelihood. Comparisons whose sides have the same
+    name (`same`), and those of a text with several origins (`shared`), are not counted.
     """
 
     places: list[RankingLine]
@@ -90,13 +90,13 @@ class RankingTable:
 
 @reads
 def agreement(session: Session, person: Person, project_id: int, aspect: str = "") -> Agreement:
-    """Agreement between the people of a project, on one aspect where it is named, and with known answers where there are any."""
+    """Return the agreement between the people of a project, and with known answers if any; on one aspect if it is named."""
     return _agreement(of_aspect(label_data.load(session, people.require(session, person, project_id, "results")), aspect))
 
 
 @reads
 def by_aspect(session: Session, person: Person, project_id: int) -> dict[str, Agreement]:
-    """Agreement on every question that can be counted: the main one (""), each of the project's own, and all weighted."""
+    """Return the agreement on every countable question: the main one (""), each custom one, and all weighted."""
     labels = label_data.load(session, people.require(session, person, project_id, "results"))
     asked = [question.name for question in labels.questions if question.kind != "text"]
     asked = [""] * labels.overall + asked + [WEIGHTED] * (WEIGHTED in names(labels))
@@ -126,7 +126,7 @@ def _agreement(labels: ProjectLabels) -> Agreement:
 
 
 def _matrix(labels: ProjectLabels, raters: list[int]) -> Any:
-    """[R, U] answers as numbers: the index of a choice, the order of the two of a pair (1, 2, 0 for equal), or a rating."""
+    """Return [R, U] answers as numbers: the index of a choice, the order of a pair (1, 2, 0 for equal), or a rating."""
     units: dict[tuple[int, ...], int] = {}
     cells = [
         (raters.index(answer.user), units.setdefault(unit, len(units)), v)
@@ -166,7 +166,7 @@ def _right(labels: ProjectLabels, answer: CurrentAnswer) -> bool | None:
 
 
 def _by_name(labels: ProjectLabels, answers: list[CurrentAnswer], question: Any) -> dict[str, Proportion]:
-    """The share of answers for which `question` is true, among those for which it is not None, overall and by person."""
+    """Return the share of answers for which `question` is true, among those for which it is not None, overall and by person."""
     found: dict[str, list[bool]] = {"": []}
     for answer in answers:
         said = question(answer)
@@ -178,11 +178,11 @@ def _by_name(labels: ProjectLabels, answers: list[CurrentAnswer], question: Any)
 
 @reads
 def ranking(session: Session, person: Person, project_id: int, by: By = "sampler", aspect: str = "") -> RankingTable:
-    """Bradley–Terry strengths of samplers, runs, steps of runs, or single completions, from all standing answers (of one aspect).
+    """Return Bradley–Terry strengths of samplers, runs, steps of runs, or completions, from all current answers (of one aspect).
 
     "Both bad" counts as a tie; a ranking as its pairs; ratings as comparisons of one person's ratings of one prompt. Answers to
-    one task are allowed to depend on one another. Where the maximum of the likelihood doesn't exist (somebody never lost), a
-    weak prior is used and named. Raises `Conflict` where there is nothing to compare.
+    one task may depend on one another. If the maximum of the likelihood does not exist (somebody never lost), a weak prior is
+    used and named. Raises `Conflict` if there is nothing to compare.
     """
     if by not in ("sampler", "run", "step", "completion"):
         raise Refusal(f"by is {by!r}; expected sampler, run, step or completion{nearest(by, ('sampler', 'run', 'step'))}.")
@@ -227,7 +227,7 @@ def _places(found: Ranking, names: list[str]) -> list[RankingLine]:
 
 
 def _names(session: Session, labels: ProjectLabels, by: By) -> dict[int, str]:
-    """The name of each completion; one with several has none. An origin without a name says nothing."""
+    """Return the name of each completion. A completion with several names has none. Origins without a name are ignored."""
     if by == "completion":
         return {n: str(n) for task in labels.tasks.values() for n in task.completions}
     found: dict[int, str] = {}
@@ -245,7 +245,7 @@ def _called(origin: dict[str, Any], by: By) -> str | None:
 
 
 def _comparisons(labels: ProjectLabels) -> Iterator[tuple[int, int, float, int]]:
-    """(completion, completion, 1 where the first is better, 0 where the second, 0.5 for equal; cluster)."""
+    """Yield (completion, completion, 1 if the first is better, 0 if the second is, 0.5 for equal; cluster)."""
     if labels.kind.startswith("rating"):
         yield from _rated(labels)
         return

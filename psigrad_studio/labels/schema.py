@@ -2,7 +2,7 @@
 
 Times are milliseconds since 1970 UTC. Texts by models or people are stored as ASCII JSON (`Document`), so that NUL, lone
 surrogates and everything else are read back unchanged from SQLite and PostgreSQL. `votes` and `audit` are append-only: triggers
-of the database refuse to change or delete rows (see `migrations`).
+of the database reject changed or deleted rows (see `migrations`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CONVENTION = {
     "fk": "fk_%(table_name)s_%(column_0_name)s",
     "pk": "pk_%(table_name)s",
 }
-# SQLite numbers rows by itself only where the column is exactly INTEGER.
+# SQLite numbers rows automatically only if the column is exactly INTEGER.
 Big = BigInteger().with_variant(Integer(), "sqlite")
 
 
@@ -40,11 +40,11 @@ class Document(TypeDecorator[Any]):
     cache_ok = True
 
     def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
-        """JSON text to store, or None."""
+        """Return the JSON text to store, or None."""
         return None if value is None else json.dumps(value, ensure_ascii=True, allow_nan=False)
 
     def process_result_value(self, value: str | None, dialect: Dialect) -> Any:
-        """The value that the stored JSON text holds, or None."""
+        """Return the value that the stored JSON text represents, or None."""
         return None if value is None else json.loads(value)
 
 
@@ -68,7 +68,7 @@ def _among(column: str, values: tuple[str, ...]) -> CheckConstraint:
 
 
 class User(Base):
-    """A person. `folded` is the name as it is compared; `password_hash` is null for who can't log in by password."""
+    """A person. `folded` is the name used for comparison; `password_hash` is null for users who cannot log in by password."""
 
     __tablename__ = "users"
     id: Mapped[Id]
@@ -81,7 +81,7 @@ class User(Base):
 
 
 class LoginSession(Base):
-    """A person logged in. The token itself is never stored."""
+    """A session of a logged-in person. The token itself is never stored."""
 
     __tablename__ = "sessions"
     id: Mapped[Id]
@@ -94,7 +94,7 @@ class LoginSession(Base):
 
 
 class ApiToken(Base):
-    """A program acting for a person, with at most `role` and, where `project_id` is set, in that project only."""
+    """A program acting for a person, with at most `role`, and in that project only if `project_id` is set."""
 
     __tablename__ = "api_tokens"
     __table_args__ = (_among("role", ROLES),)
@@ -138,7 +138,7 @@ class LoginFailure(Base):
 
 
 class Membership(Base):
-    """What a person may do in a project."""
+    """The role of a person in a project."""
 
     __tablename__ = "memberships"
     __table_args__ = (_among("role", ROLES),)
@@ -149,11 +149,11 @@ class Membership(Base):
 
 
 class Project(Base):
-    """One question put to people about many completions.
+    """A project that asks people one question about many completions.
 
-    `overlap` people answer each task, `strengths` is the number of grades of a choice (0: not asked), `seed` what display
-    orders are drawn from. `questions` are those of the project's own (null: none), `overall` is false where only they are asked,
-    and of a hundred tasks `checks` are attention checks (null: none).
+    `overlap` people answer each task. `strengths` is the number of grades of a choice (0: not asked). `seed` determines the
+    display orders. `questions` are the custom ones (null: none). `overall` is false if only they are asked. `checks` of a hundred
+    tasks are attention checks (null: none).
     """
 
     __tablename__ = "projects"
@@ -176,7 +176,7 @@ class Project(Base):
 
 
 class StoredPrompt(Base):
-    """A prompt, once per project. `columns` are the dataset columns that go through to the export."""
+    """A prompt, once per project. `columns` are the dataset columns that are passed to the export."""
 
     __tablename__ = "prompts"
     __table_args__ = (UniqueConstraint("project_id", "hash"),)
@@ -199,7 +199,7 @@ class StoredCompletion(Base):
 
 
 class Origin(Base):
-    """Where a completion came from: run, step and rollout, or file and line. `about` holds all that is known."""
+    """The origin of a completion: run, step and rollout, or file and line. `about` contains all known fields."""
 
     __tablename__ = "origins"
     __table_args__ = (UniqueConstraint("completion_id", "hash"),)
@@ -213,7 +213,7 @@ class Origin(Base):
 
 
 class LabelTask(Base):
-    """One thing to answer: a pair, a list to rank, or one completion to rate. `hash` is of the unordered set of completions.
+    """One task to answer: a pair, a list to rank, or one completion to rate. `hash` is of the unordered set of completions.
 
     `gold` is the known answer of a control task: the place of the best item, or the rating.
     """
@@ -229,7 +229,7 @@ class LabelTask(Base):
 
 
 class TaskItem(Base):
-    """The completion at one place of a task. Places are in order of the completions' hashes, which tells nothing about them."""
+    """The completion at one place of a task. Places are in order of the completions' hashes, which reveals nothing about them."""
 
     __tablename__ = "items"
     __table_args__ = (UniqueConstraint("task_id", "completion_id"),)
@@ -239,10 +239,10 @@ class TaskItem(Base):
 
 
 class Seat(Base):
-    """Room for one answer to a task; a task has as many as people shall answer it.
+    """A slot for one answer to a task. A task has as many as its number of wanted answers.
 
-    Seats are given out in order of `turn`, then of `id`. Free is a seat that isn't `done` and whose lease is null or over. The
-    whole of that stands in this row, so that one statement can take the seat and a second taker sees it taken.
+    Seats are given out in order of `turn`, then of `id`. A seat is free if it is not `done` and its lease is null or over. All of
+    this is in one row, so that one statement can take the seat and a second request sees it taken.
     """
 
     __tablename__ = "seats"
@@ -264,7 +264,7 @@ class Seat(Base):
 class Assignment(Base):
     """A task as one person sees it. `display[i]` is the place of the item shown i-th: drawn once, and never changed.
 
-    `vote_id` is the person's vote or skip that stands, null while there is none.
+    `vote_id` is the person's current vote or skip, null if there is none.
     """
 
     __tablename__ = "assignments"
@@ -283,11 +283,11 @@ class Assignment(Base):
 
 
 class Vote(Base):
-    """What a person did with an assignment. Rows are never changed; an undo is a row that `supersedes` another.
+    """An action of a person on an assignment. Rows are never changed; an undo is a row that `supersedes` another.
 
-    `choice` names the item by its place (a is 0, b is 1), not by the side it was shown on; `ranks[place]` is the rank of an
-    item, 1 the best; `answers` are those to the project's own questions, by name. `key` makes a submission safe to repeat;
-    `digest` tells a repetition from another use of the key.
+    `choice` names the item by its place (a is 0, b is 1), not by the side it was shown on. `ranks[place]` is the rank of an item,
+    1 the best. `answers` are those to the custom questions, by name. `key` makes a submission safe to repeat. `digest`
+    distinguishes a repetition from another use of the key.
     """
 
     __tablename__ = "votes"
@@ -321,7 +321,7 @@ class Vote(Base):
 
 
 class Audit(Base):
-    """Who did what besides labelling. Append-only."""
+    """The log of actions besides labelling. Append-only."""
 
     __tablename__ = "audit"
     __table_args__ = ({"sqlite_autoincrement": True},)

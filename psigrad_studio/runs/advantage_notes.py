@@ -14,12 +14,12 @@ Row = Mapping[str, Any]
 
 
 def shown(value: Any) -> str:
-    """A number for people, with a minus sign."""
+    """Return a number for display, with a minus sign."""
     return _shown(value).replace("-", "−")
 
 
 def explained(row: Row, group: Sequence[Row]) -> str:
-    """One or two sentences on a row of rollouts.jsonl. `group` is all rows of its group, itself included."""
+    """Return one or two sentences on a row of rollouts.jsonl. `group` is all rows of its group, including itself."""
     if row.get("kind") == "eval":
         return "Held-out completions are measured and not trained on."
     if row.get("kind") != "train":
@@ -64,7 +64,7 @@ def _not_used(group: Sequence[Row]) -> str:
 
 
 def _zero(row: Row, group: Sequence[Row]) -> str:
-    """Why an advantage is 0, which has several possible causes."""
+    """Return the reason why an advantage is 0. Several causes are possible."""
     rewards, own = _rewards(group), number(row.get("reward"))
     mask = _listed(row, "mask")
     if not mask or any(mask):
@@ -83,7 +83,7 @@ def _zero(row: Row, group: Sequence[Row]) -> str:
 
 
 def _neighbours(row: Row, group: Sequence[Row]) -> str:
-    """Whether the advantages look like those of a pair method: one is 1, one is −1, the others are 0."""
+    """Return True if the advantages look like those of a pair method: one is 1, one is −1, the others are 0."""
     found = sorted(number(member.get("advantage")) for member in group)
     pairs = len(found) > 2 and found[0] == -1 and found[-1] == 1 and all(value == 0 for value in found[1:-1])
     return "best and worst" if pairs else ""
@@ -98,7 +98,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def group_said(group: Sequence[Row]) -> str:
-    """What can be learned from a group, in one line."""
+    """Return one line on the learning signal of a group."""
     rewards = _rewards(group)
     if not rewards or not group or group[0].get("kind") == "episode":
         return ""

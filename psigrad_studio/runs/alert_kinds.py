@@ -1,4 +1,4 @@
-"""A run's alerts by kind: the first and the last step, how often, and whether there is anything to do."""
+"""A run's alerts by kind: the first and the last step, the count, and whether an action is needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from psigrad.records.warnings import BY_NAME, Alert, Watch
 
 
 def alert_of(alert: Alert) -> dict[str, Any]:
-    """An alert with the texts of its rule."""
+    """Return an alert with the texts of its rule."""
     rule = BY_NAME[alert.rule]
     return {
         "rule": alert.rule,
@@ -25,8 +25,10 @@ def alert_of(alert: Alert) -> dict[str, Any]:
 
 
 def by_kind(alerts: Sequence[Alert], watch: Watch) -> list[dict[str, Any]]:
-    """One entry for each rule that was ever raised, those that stand first: `count` times, from `step` to `ended` (None: it
-    stands). It is `calm` where it has ended, or where a task that is solved explains it.
+    """Return one entry for each rule that was ever raised, active ones first.
+
+    Each was raised `count` times, from `step` to `ended` (None: it is active). It is `calm` if it has ended, or if a solved task
+    explains it.
     """
     found: dict[str, list[Alert]] = {}
     for alert in alerts:

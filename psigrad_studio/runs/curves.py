@@ -1,4 +1,4 @@
-"""Curves for the page: all points, or those that the page does not have yet; thinned where there are too many to see."""
+"""Curves for the page: all points, or only those that the page lacks. Curves with too many points are thinned."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SECONDS = 1.0
 def curves(
     cache: RunCache, run: str, generation: int, have: Mapping[str, int], names: Sequence[str] | None, axis: str
 ) -> dict[str, Any]:
-    """A run's curves. Points that the page has of another generation are ignored."""
+    """Return a run's curves. Points that the page has from another generation are ignored."""
     history = cache.history(run)
     history.catch_up(SECONDS)
     with history.lock:
         mine = have if generation == history.generation else {}
         wanted = [name for name in history.series if _usual(name)] if names is None else names
         grids: dict[bytes, int] = {}
-        # a step's timings are written after its metrics, so the newest point may have no time yet
+        # A step's timings are written after its metrics, so the newest point may have no time yet.
         waits = axis == "time" and len(history.seconds.steps) > 0 and history.state == "running"
         end = history.seconds.steps[-1] if waits else math.inf
         found = {n: _curve(history, history.series[n], mine.get(n, 0), axis, grids, end) for n in wanted if n in history.series}
@@ -45,13 +45,14 @@ def curves(
 
 
 def _usual(name: str) -> bool:
-    """Whether a figure is shown by default: named signals, and the mean of each reward function."""
+    """Return True if a figure is shown by default: named signals, and the mean of each reward function."""
     return name in SIGNAL_BY_NAME or (name.startswith("rewards/") and name.endswith("/mean"))
 
 
 def _curve(history: History, series: Series, have: int, axis: str, grids: dict[bytes, int], end: float) -> dict[str, Any]:
-    """One curve from point `have` to step `end`. Curves share most of their steps, so these are put into `grids` and referred to
-    by index.
+    """Return one curve from point `have` to step `end`.
+
+    Curves share most of their steps, so the steps are stored in `grids` and referenced by index.
     """
     count = bisect_right(series.steps, end)
     first = have if 0 <= have <= count else 0
@@ -69,7 +70,7 @@ def _curve(history: History, series: Series, have: int, axis: str, grids: dict[b
 
 
 def thinned(values: Sequence[float], most: int) -> list[int]:
-    """The indices of the minimum and the maximum in each of most / 2 stretches, in order, so that thinning keeps all extremes."""
+    """Return the indices of the minimum and the maximum in each of most / 2 stretches, in order. Thinning keeps all extremes."""
     y = np.asarray(values, float)
     edges = np.linspace(0, len(y), most // 2 + 1).astype(int)
     kept = []

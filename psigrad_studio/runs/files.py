@@ -1,4 +1,4 @@
-"""Read files that another process may be writing, from where the last read ended, without disturbing it."""
+"""Read files that another process may be writing, from the end of the last read, without disturbing the writer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _MARK = 256
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """A regular file, opened for reading. Raises `OSError` for anything else: links could lead out of the folder, pipes would
-    block.
+    """Yield a regular file, opened for reading.
+
+    Raises `OSError` for anything else: links could point outside the folder, pipes would block.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as stream:
@@ -27,7 +28,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def content(path: Path, most: int = 4 << 20) -> bytes:
-    """A small file as a whole; empty where it is missing, larger than `most`, or unreadable."""
+    """Return the content of a small file; empty if it is missing, larger than `most`, or unreadable."""
     try:
         with opened(path) as stream:
             found = stream.read(most + 1)
@@ -40,13 +41,13 @@ def content(path: Path, most: int = 4 << 20) -> bytes:
 class Tail:
     """The lines of a growing file, each returned once.
 
-    A file that was truncated, replaced or rewritten (a resumed run takes its rows back to its checkpoint) is read again from the
-    start, and `generation` counts this. A last line without an end is left for the next read.
+    A truncated, replaced or rewritten file is read again from the start, and `generation` counts this. A resumed run does so: it
+    truncates its rows to its checkpoint. A last line without a newline is left for the next read.
     """
 
     path: Path
     longest: int = LONGEST_LINE
-    """Bytes beyond which a line is read in pieces, which are no rows."""
+    """The size in bytes above which a line is read in pieces, which are not rows."""
     generation: int = 0
     offset: int = 0
     _identity: tuple[int, int] | None = None
@@ -54,7 +55,7 @@ class Tail:
     _looked: tuple[int, int, int] | None = field(default=None, repr=False)
 
     def restarted(self) -> bool:
-        """Whether the file no longer holds what was read. Reading then starts again at the beginning."""
+        """Return True if the file no longer contains the bytes that were read. Reading then starts again at the beginning."""
         try:
             with opened(self.path) as stream:
                 same = self._same(stream)
@@ -67,7 +68,7 @@ class Tail:
         return True
 
     def lines(self, most: int = 1 << 62) -> Iterator[tuple[int, bytes]]:
-        """(offset, line) of the new complete lines, until about `most` bytes were read."""
+        """Yield (offset, line) of the new complete lines, until about `most` bytes are read."""
         try:
             with opened(self.path) as stream:
                 yield from self._read(stream, most)

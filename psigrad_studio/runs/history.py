@@ -21,7 +21,7 @@ from psigrad_studio.runs.tokens import is_deep
 
 BYTES_AT_ONCE = 1 << 20
 MOST_KEYS, MOST_EVENTS = 400, 200
-# Of a line of figures, and of all events that are kept.
+# The limits on bytes in a line of figures, and in all stored events.
 LONGEST_LINE, EVENT_BYTES = 1 << 20, 1 << 20
 SILENT_SECONDS = 120.0
 
@@ -35,7 +35,7 @@ class Series:
 
 
 class History:
-    """A run's metrics, timings and events. `read` takes in new rows; everything else looks at what was read so far."""
+    """A run's metrics, timings and events. `read` reads new rows; all other methods use the rows read so far."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -48,7 +48,7 @@ class History:
     def _clear(self) -> None:
         self.series: dict[str, Series] = {}
         self.seconds = Series()
-        """Seconds spent in all steps up to a step."""
+        """The seconds spent in all steps up to a step."""
         self.tokens = Series()
         self.version, self.last_step, self.whole = 0, 0.0, False
         self.written = 0.0
@@ -58,7 +58,7 @@ class History:
         self._event_bytes = array("q")
 
     def read(self, most: int = BYTES_AT_ONCE) -> bool:
-        """Take in new rows; False where more are left. A run that went back is read again from its start."""
+        """Read new rows. Return False if more remain. A run that went back to a checkpoint is read again from its start."""
         with self.lock:
             tails = (self._metrics, self._timings, self._events)
             restarted = [tail.restarted() for tail in tails]
@@ -83,7 +83,7 @@ class History:
             return self.whole
 
     def catch_up(self, seconds: float) -> bool:
-        """`read` until nothing is left, for at most this long."""
+        """Call `read` until no rows remain, for at most this long."""
         deadline = time.monotonic() + seconds
         while not self.read():
             if time.monotonic() > deadline:
@@ -91,7 +91,7 @@ class History:
         return True
 
     def _told(self, event: dict[str, Any], size: int) -> None:
-        """Keep an event, and forget the oldest where there are too many."""
+        """Store an event, and drop the oldest events if there are too many."""
         self._event_bytes.append(size)
         first = max(0, len(self._event_bytes) - MOST_EVENTS)
         while sum(self._event_bytes[first:]) > EVENT_BYTES:
@@ -131,8 +131,9 @@ class History:
                 self._add(self._names.of(key), step, value)
 
     def at(self, axis: str, steps: array[float]) -> list[float]:
-        """The second (`axis` "time") or the token count ("tokens") at each of some ascending steps; the steps where none are
-        known.
+        """Return the second (`axis` "time") or the token count ("tokens") at each of some ascending steps.
+
+        Return the steps themselves if neither is known.
         """
         known = self.seconds if axis == "time" else self.tokens
         if axis == "step" or not known.steps:
@@ -146,7 +147,7 @@ class History:
 
     @property
     def state(self) -> str:
-        """running, finished, stopped or failed (the process ended without an event)."""
+        """Return running, finished, stopped or failed (the process ended without an event)."""
         last = next((e.get("kind") for e in reversed(self.events) if e.get("kind") in _KINDS), None)
         if last in ("finished", "stopped"):
             return str(last)
@@ -156,7 +157,7 @@ class History:
         return "running" if alive else "failed" if last else "stopped"
 
     def alerts(self, state: str) -> list[Alert]:
-        """The alerts of all rules, and one where a running run has been silent for too long."""
+        """Return the alerts of all rules, and one more if a running run has been silent for too long."""
         found = self.watch.alerts()
         usual = statistics.median(self.series["step_time"].values[-100:]) if "step_time" in self.series else 0.0
         silent = time.time() - self.written
@@ -169,7 +170,7 @@ _KINDS = ("started", "resumed", "saved", "finished", "stopped")
 
 
 def _point(series: Series, step: float, value: float) -> None:
-    """Add a point. A second point of a step replaces the first; one of an earlier step is dropped."""
+    """Add a point. A second point of a step replaces the first; a point of an earlier step is dropped."""
     if series.steps and step <= series.steps[-1]:
         if step == series.steps[-1]:
             series.values[-1] = value
@@ -186,9 +187,9 @@ def _modified(path: Path) -> float:
 
 
 def _holder_lives(path: Path) -> bool | None:
-    """Whether the process that holds a run's lock is alive; None where that cannot be told from here.
+    """Return True if the process that holds a run's lock is alive; None if this machine cannot determine it.
 
-    The lock itself is not tried: a trainer that starts at that moment would be refused.
+    The lock itself is not tried, because a trainer that starts at that moment would fail with an error.
     """
     words = content(path / ".lock", 4096).decode("utf-8", "replace").split()
     if len(words) < 4 or words[0] != "process" or not words[1].isdecimal() or words[3].rstrip(",") != socket.gethostname():
@@ -203,7 +204,10 @@ def _holder_lives(path: Path) -> bool | None:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether Linux lists a lock on the file, since another process may have the old number; true where there is no such list."""
+    """Return True if Linux lists a lock on the file, or if there is no such list.
+
+    The process number alone is not enough: another process may have reused it.
+    """
     try:
         inode, held = path.stat().st_ino, Path("/proc/locks").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""What `psigrad replay` left in a run's folder: by method its figures, and what it does to every token."""
+"""The results of `psigrad replay` in a run's folder: the figures of each method, and its effect on every token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST, _MOST_BYTES, _MOST_TOKENS = 50, 32 << 20, 2000
 
 
 def names(run: Path) -> list[str]:
-    """The replays of a run, by name and in order: where one stands is what it is asked for by."""
+    """Return the replays of a run, sorted by name. Requests refer to a replay by its index in this list."""
     try:
         return sorted(path.stem for path in (run / REPLAYS).glob("step-*.json"))[:_MOST]
     except OSError:
@@ -23,7 +23,7 @@ def names(run: Path) -> list[str]:
 
 
 def replay(run: Path, n: int) -> dict[str, Any]:
-    """The n-th replay as far as it has the shape that psigrad writes; empty where there is none."""
+    """Return the fields of the n-th replay that have the shape psigrad writes; empty if there is no replay."""
     known = names(run)
     found = parse_row(content(run / REPLAYS / f"{known[n]}.json", _MOST_BYTES)) if n < len(known) else None
     if found is None:

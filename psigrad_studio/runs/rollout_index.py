@@ -25,7 +25,7 @@ MOST = 2_000_000
 
 @dataclass(frozen=True)
 class RolloutQuery:
-    """Which rollouts; None in a field means all."""
+    """A filter on rollouts. None in a field means all."""
 
     step: float | None = None
     kind: str | None = None
@@ -33,10 +33,10 @@ class RolloutQuery:
     low: float | None = None
     high: float | None = None
     zero: bool = False
-    """Only those that were trained on with an advantage of 0."""
+    """True to return only rollouts that were trained on with an advantage of 0."""
     text: str = ""
     order: str = "newest"
-    """newest, oldest, best or worst."""
+    """The order: newest, oldest, best or worst."""
 
 
 class RolloutIndex:
@@ -59,7 +59,7 @@ class RolloutIndex:
         return len(self._offset)
 
     def read(self, seconds: float = 2.0) -> bool:
-        """Take in new rows for at most this long; False where more are left."""
+        """Read new rows for at most this long. Return False if more remain."""
         deadline = time.monotonic() + seconds
         with self.lock:
             if self._tail.restarted():
@@ -79,7 +79,7 @@ class RolloutIndex:
 
     def _add(self, at: int, found: RolloutFigures) -> None:
         last, here = self._last, (found.step, found.kind, found.row, found.k)
-        # a prompt may be drawn twice in a step; then k starts again
+        # A prompt may be drawn twice in a step; then k starts again.
         same = last is not None and last[:3] == here[:3] and found.k > last[3]
         group = (self._group[-1] if self._group else -1) + (not same)
         self._last = here
@@ -93,7 +93,7 @@ class RolloutIndex:
         self._cut.append(found.cut)
 
     def find(self, wanted: RolloutQuery, seconds: float = 2.0) -> tuple[list[int], bool]:
-        """Numbers of the matching rows, in order, and whether all were searched before the time was over."""
+        """Return (numbers of the matching rows, in order; True if all rows were searched in time)."""
         with self.lock:
             numbers = _filtered(self, wanted)
         return (numbers.tolist(), True) if not wanted.text else self._containing(numbers.tolist(), wanted.text, seconds)
@@ -118,12 +118,12 @@ class RolloutIndex:
             return
 
     def rows(self, numbers: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
-        """Rows by number. Rows that cannot be read any more are left out."""
+        """Return the rows by number. Rows that can no longer be read are skipped."""
         found = ((n, parse_row(line)) for n, line in self._lines([n for n in numbers if 0 <= n < len(self)]))
         return [(n, row) for n, row in found if row is not None and row.get("step") == self._step[n]]
 
     def group_of(self, n: int) -> list[int]:
-        """Numbers of the rows in the group of a row."""
+        """Return the numbers of the rows in the group of a row."""
         with self.lock:
             if not 0 <= n < len(self):
                 return []
@@ -135,11 +135,11 @@ class RolloutIndex:
             return list(range(first, last + 1))
 
     def group(self, n: int) -> int:
-        """The number of a row's group."""
+        """Return the number of a row's group."""
         return self._group[n]
 
     def overview(self) -> dict[str, Any]:
-        """The available filters: steps with rows, kinds, statuses, and the range of rewards."""
+        """Return the available filters: steps with rows, kinds, statuses, and the range of rewards."""
         with self.lock:
             step, kind, status, reward = (np.array(x) for x in (self._step, self._kind, self._status, self._reward))
         known = reward[np.isfinite(reward)]
@@ -152,8 +152,9 @@ class RolloutIndex:
         }
 
     def dead(self, step: float) -> tuple[int, int, int, int]:
-        """For the groups trained on in a step: how many there are, how many have equal rewards, and how many of these are at the
-        run's highest and at its lowest reward.
+        """Count the groups trained on in a step.
+
+        Return (all groups, groups with equal rewards, those at the run's highest reward, those at its lowest).
         """
         with self.lock:
             steps, kinds, reward, group = (np.array(x) for x in (self._step, self._kind, self._reward, self._group))
@@ -167,7 +168,9 @@ class RolloutIndex:
         return len(found), len(dead), sum(r == top for r in dead), sum(r == bottom for r in dead)
 
     def worst(self, step: float, by: str, count: int = 3) -> list[int]:
-        """The rollouts of a step to look at first: those with the lowest reward, those cut, or those without a score."""
+        """Return the rollouts of a step to look at first: those with the lowest reward, the truncated ones, or those without a
+        score.
+        """
         with self.lock:
             steps, kinds = np.array(self._step), np.array(self._kind)
             there = np.flatnonzero((steps == step) & (kinds == 0))
@@ -197,13 +200,13 @@ def _filtered(index: RolloutIndex, wanted: RolloutQuery) -> NDArray[np.int64]:
         sign = -1.0 if wanted.order == "best" else 1.0
         numbers = numbers[np.isfinite(reward[numbers])]
         return np.asarray(numbers[np.argsort(sign * reward[numbers], kind="stable")], np.int64)
-    if wanted.order == "newest":  # newest step first; within a step in file order
+    if wanted.order == "newest":  # newest step first; in file order within a step
         numbers = numbers[np.argsort(-step[numbers], kind="stable")]
     return np.asarray(numbers, np.int64)
 
 
 def _speaks(line: bytes, needle: str) -> bool:
-    """Whether prompt or completion of a line contain a text, ignoring case."""
+    """Return True if the prompt or the completion of a line contains a text, ignoring case."""
     row = parse_row(line) or {}
     return any(needle in _text(row.get(name)).casefold() for name in ("prompt", "completion"))
 

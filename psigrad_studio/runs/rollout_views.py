@@ -19,7 +19,7 @@ BEGINNING, LONGEST, MOST_MEMBERS = 160, 20_000, 64
 
 
 def listed(index: RolloutIndex, wanted: RolloutQuery, first: int, count: int, seconds: float) -> dict[str, Any]:
-    """A page of the matching rollouts, how many match, and the available filters."""
+    """Return a page of the matching rollouts, their number, and the available filters."""
     whole = index.read(seconds)
     numbers, searched = index.find(wanted, seconds)
     return {
@@ -32,7 +32,7 @@ def listed(index: RolloutIndex, wanted: RolloutQuery, first: int, count: int, se
 
 
 def briefs(index: RolloutIndex, numbers: Sequence[int]) -> list[dict[str, Any]]:
-    """Rows of the list."""
+    """Return the rows of the list."""
     return [
         {
             "n": n,
@@ -53,7 +53,7 @@ def briefs(index: RolloutIndex, numbers: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def dead_said(index: RolloutIndex, step: float) -> str:
-    """Why the dead groups of a step are dead: all right, or all wrong."""
+    """Return the reason why the dead groups of a step are dead: all correct, or all wrong."""
     total, dead, good, bad = index.dead(step)
     if not dead:
         return ""
@@ -65,7 +65,7 @@ def _beginning(text: str) -> str:
 
 
 def _length(row: Mapping[str, Any]) -> float | None:
-    """Tokens of a completion, or steps of an episode."""
+    """Return the tokens of a completion, or the steps of an episode."""
     ids = row.get("completion_ids")
     return len(ids) if isinstance(ids, list) else finite(number(row.get("length")))
 
@@ -76,7 +76,7 @@ def _last_said(prompt: Any) -> str:
 
 
 def group(index: RolloutIndex, n: int, generation: int, run: Path, root: Path, seconds: float) -> dict[str, Any]:
-    """A group of rollouts, with its prompt once. Raises `Refused` where the run has gone back since."""
+    """Return a group of rollouts, with its prompt once. Raises `Refused` if the run has gone back to a checkpoint since."""
     index.read(seconds)
     rows = _rows(index, index.group_of(n)[:MOST_MEMBERS], generation, seconds)
     if not rows:
@@ -99,7 +99,7 @@ def group(index: RolloutIndex, n: int, generation: int, run: Path, root: Path, s
 
 
 def _cuts(cuts: Any) -> list[str]:
-    """Sentences on what the environment said and the policy did not read whole."""
+    """Return sentences on the environment's messages that the policy did not read in full."""
     found = [cut for cut in cuts if isinstance(cut, Mapping)] if isinstance(cuts, list) else []
     whose = [f"answer to turn {cut.get('turn')}" if cut.get("turn") else "opening" for cut in found]
     ways = ["was left out" if cut.get("kind") == "dropped" else "was cut" for cut in found]
@@ -134,7 +134,7 @@ def _tokens(row: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
 
 
 def _messages(prompt: Any) -> list[dict[str, str]]:
-    """A prompt as messages; a plain text has no role."""
+    """Return a prompt as messages. A plain text has no role."""
     if not isinstance(prompt, list):
         return [{"role": "", "content": escape(str(prompt or ""))[:LONGEST]}]
     return [
@@ -152,7 +152,7 @@ def _rows(index: RolloutIndex, numbers: Sequence[int], generation: int, seconds:
 
 
 def pair(index: RolloutIndex, n: int, other: int, generation: int, run: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Prompt and two completions of one group, each with its origin. Raises `UserError` where they are not a pair."""
+    """Return the prompt and two completions of one group, each with its origin. Raises `UserError` if they are not a pair."""
     rows = dict(_rows(index, [n, other], generation, 2.0))
     if n == other or len(rows) < 2 or index.group(n) != index.group(other):
         raise UserError("Two different completions of one prompt make a pair; choose two of a group.")

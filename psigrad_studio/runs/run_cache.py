@@ -1,4 +1,4 @@
-"""What was read of all runs, cached within limits: their figures and the indices of their completions."""
+"""A cache within limits of the data read from all runs: their figures and the indices of their completions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from psigrad_studio.runs.tokens import config_of
 MOST_POINTS, MOST_INDEXES = 20_000_000, 8
 PICTURE, PICTURE_BYTES, GIF = run_folder.VIDEO, 16 << 20, (b"GIF87a", b"GIF89a")
 _LAST = ("reward", "return", "accuracy", "token_accuracy", "loss")
-# Settings that do not change what is learned.
+# The settings that do not change the training result.
 _ASIDE = frozenset({"video", "record_tokens", "reward_timeout", "reward_workers", "micro_batch_tokens"})
 T = TypeVar("T")
 
@@ -42,18 +42,18 @@ class RunCache:
         self._entries: dict[str, tuple[Any, dict[str, Any]]] = {}
 
     def place(self, run: str) -> RunPlace:
-        """The folder of a run. Raises `UserError` for an unknown identifier."""
+        """Return the folder of a run. Raises `UserError` for an unknown identifier."""
         found = self.finder.places().get(run)
         if found is None:
             raise UserError("This run is not (or no longer) in the folder of runs; reload the page.")
         return found
 
     def history(self, run: str) -> History:
-        """A run's figures."""
+        """Return a run's figures."""
         return self._kept(self._histories, run, History, len(self.finder.places()) + 1)
 
     def rollouts(self, run: str) -> RolloutIndex:
-        """The index of a run's completions."""
+        """Return the index of a run's completions."""
         return self._kept(self._rollouts, run, RolloutIndex, MOST_INDEXES)
 
     def _kept(self, cache: OrderedDict[str, T], run: str, make: Callable[[Path], T], most: int) -> T:
@@ -67,7 +67,7 @@ class RunCache:
             return cache[run]
 
     def entries(self, seconds: float) -> tuple[list[dict[str, Any]], bool]:
-        """The list entry of each run, and whether all runs were read before the time was over."""
+        """Return (the list entry of each run, True if all runs were read in time)."""
         deadline, found, whole = time.monotonic() + seconds, [], True
         for place in self.finder.places().values():
             known = self._entries.get(place.id)
@@ -84,12 +84,12 @@ class RunCache:
         return found, whole
 
     def entry(self, run: str) -> dict[str, Any]:
-        """The list entry of one run."""
+        """Return the list entry of one run."""
         place = self.place(run)
         return self._entry(place, None) | self.notes.of(place.name)
 
     def _entry(self, place: RunPlace, known: tuple[Any, dict[str, Any]] | None) -> dict[str, Any]:
-        # an ended run with unchanged files needs no second look
+        # An ended run with unchanged files needs no second look.
         if known is not None and known[1]["whole"] and known[1]["state"] != "running" and known[0] == _signature(place.path):
             return known[1]
         history = self.history(place.id)
@@ -117,7 +117,7 @@ class RunCache:
         }
 
     def _trim(self) -> None:
-        """Drop the least recently used figures where there are too many."""
+        """Drop the least recently used figures if there are too many."""
         with self._lock:
             points = {run: sum(len(s.steps) for s in h.series.values()) for run, h in self._histories.items()}
             for run in list(self._histories)[:-1]:
@@ -126,7 +126,7 @@ class RunCache:
                 del self._histories[run], points[run]
 
     def picture(self, run: str) -> bytes | None:
-        """The recorded episode as a GIF, where the run has one."""
+        """Return the recorded episode as a GIF, if the run has one."""
         try:
             with opened(self.place(run).path / PICTURE) as stream:
                 found = stream.read(PICTURE_BYTES + 1)
@@ -136,7 +136,7 @@ class RunCache:
 
 
 def _begins_as_gif(run: Path) -> bool:
-    """Whether a run has a recorded episode, by its first bytes."""
+    """Return True if a run has a recorded episode, judged by its first bytes."""
     try:
         with opened(run / PICTURE) as stream:
             return stream.read(6) in GIF
@@ -145,7 +145,7 @@ def _begins_as_gif(run: Path) -> bool:
 
 
 def described(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Method, model, seed, and a key of the settings that runs with other seeds share."""
+    """Return the method, model, seed, and a key of the settings that runs with other seeds share."""
     kind, given = kind_of(config), flatten(config)
     name: Any = {"sft": "sft", "reward": "reward model", "preference": config.get("loss")}.get(kind, config.get("algorithm"))
     if isinstance(name, Mapping):

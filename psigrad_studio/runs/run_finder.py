@@ -25,8 +25,9 @@ class RunPlace:
 
 
 class RunFinder:
-    """The run folders below `root`, known by files of which one is there; searched again at most once a second. Links are not
-    followed.
+    """The run folders below `root`. A folder that contains one of some known files is a run.
+
+    The search runs at most once a second. Links are not followed.
     """
 
     def __init__(self, root: Path, marks: tuple[str, ...] = ("metrics.jsonl", "events.jsonl")) -> None:
@@ -35,10 +36,10 @@ class RunFinder:
         self._scanned = -SCAN_SECONDS
         self._places: dict[str, RunPlace] = {}
         self.more = False
-        """Whether there are more than `MOST`, or folders than `MOST_FOLDERS`, of which the rest is left out."""
+        """True if there are more runs than `MOST`, or more folders than `MOST_FOLDERS`. The rest is skipped."""
 
     def places(self) -> dict[str, RunPlace]:
-        """All runs by identifier, sorted by name."""
+        """Return all runs by identifier, sorted by name."""
         with self._lock:
             if time.monotonic() - self._scanned >= SCAN_SECONDS:
                 self.more = False

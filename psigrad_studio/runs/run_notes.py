@@ -1,5 +1,6 @@
-"""Tags and notes that people put to runs. They stand in one file beside the folder of runs, as the labels do: nothing is written
-where the runs are.
+"""Users' tags and notes on runs.
+
+They are stored in one file next to the folder of runs, like the labels. Nothing is written inside the runs.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class RunNotes:
         self._known: tuple[int, dict[str, dict[str, Any]]] = (0, {})
 
     def of(self, name: str) -> dict[str, Any]:
-        """The tags and the note of the run of this name."""
+        """Return the tags and the note of the run with this name."""
         return self._read().get(f"{self.folder}/{name}", EMPTY)
 
     def put(self, name: str, tags: list[str], note: str) -> dict[str, Any]:
-        """Replace those of a run. Raises `UserError` where the file can't be read or written."""
+        """Replace the tags and the note of a run. Raises `UserError` if the file cannot be read or written."""
         words = sorted({tag.strip() for tag in tags if tag.strip()})
         with self._lock:
             found = dict(self._read(strict=True))
@@ -53,7 +54,7 @@ class RunNotes:
         except FileNotFoundError:
             self._known = (0, {})
         except (OSError, ValueError, RecursionError) as error:
-            if strict:  # what cannot be read must not be written over
+            if strict:  # an unreadable file must not be overwritten
                 raise UserError(f"{self.path} is not a file of notes ({error}); move it away.") from error
         return self._known[1]
 

@@ -34,7 +34,8 @@ from psigrad_studio.studio_settings import StudioSettings
 
 FIRST_ROWS = "first_rows"
 MOST_RUNS, MOST_TABLE, MOST_STREAMS = 40, 10_000, 32
-"""Runs of one request for curves, of which the page makes as many as it needs, and of a table; pages that follow runs."""
+"""The limits on runs in a request for curves (the page sends as many as it needs) and for a table, and on pages that follow runs.
+"""
 LOOK_SECONDS, STREAM_SECONDS = 0.5, 600.0
 WAIT_SECONDS = 5.0
 OWN_PROJECT = "Sent from runs"
@@ -44,7 +45,7 @@ Row = Annotated[int, Field(ge=0, lt=10**9)]
 
 
 class Have(RequestForm):
-    """What the page already has of a run: the generation, and the number of points of each curve."""
+    """The data that the page already has of a run: the generation, and the number of points of each curve."""
 
     id: Id
     generation: int = 0
@@ -72,14 +73,14 @@ class TableForm(RequestForm):
 
 
 class NotesForm(RunForm):
-    """What people say of a run."""
+    """A user's tags and note on a run."""
 
     tags: Annotated[list[Annotated[str, Field(max_length=40)]], Field(max_length=20)]
     note: Annotated[str, Field(max_length=10_000)] = ""
 
 
 class RolloutsForm(RunForm):
-    """A `RolloutQuery`, and which part of the result."""
+    """A `RolloutQuery`, and the requested part of the result."""
 
     step: Finite | None = None
     kind: Literal["train", "eval", "episode", "other"] | None = None
@@ -94,27 +95,27 @@ class RolloutsForm(RunForm):
 
 
 class ReplayForm(RunForm):
-    """One of a run's replays, by its place among their names."""
+    """One of a run's replays, by its index among their names."""
 
     n: Row
 
 
 class GroupForm(RunForm):
-    """The group of a rollout; `generation` is that of the list it came from."""
+    """The group of a rollout. `generation` is that of the list that contained it."""
 
     n: Row
     generation: int = 0
 
 
 class SendForm(GroupForm):
-    """Two completions of one group for a labelling project; without a project the default one is used."""
+    """Two completions of one group for a labelling project. Without a project, the default project is used."""
 
     other: Row
     project: Annotated[int, Field(ge=1)] | None = None
 
 
 def router(settings: StudioSettings, labels: LabelStore) -> APIRouter:
-    """The routes of the runs page."""
+    """Return the routes of the runs page."""
     routes, cache = APIRouter(prefix="/api/runs"), RunCache(settings.runs)
     at_work = threading.BoundedSemaphore(max(2, settings.work_at_once))
 
@@ -225,7 +226,7 @@ def _completions(routes: APIRouter, cache: RunCache, settings: StudioSettings, l
 
 
 def _own_project(labels: LabelStore, request: Request) -> int:
-    """The default project for pairs, created when there is none."""
+    """Return the default project for pairs, and create it if it does not exist."""
     person = labels.asking(request)
     for one in projects.mine(labels.db, person):
         if one.settings.name == OWN_PROJECT and one.settings.kind == "pair" and one.closed_at is None:
@@ -258,7 +259,7 @@ def _about(cache: RunCache, run: str, seconds: float) -> dict[str, Any]:
 
 
 def _first_rows(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first rows as the run's model read them, as far as they have the shape that a run writes."""
+    """Return the first rows as the run's model read them, restricted to the shape that a run writes."""
     rows = next((event.get("rows") for event in reversed(events) if event.get("kind") == FIRST_ROWS), None)
     found = [row for row in rows if isinstance(row, list) and len(row) == 2] if isinstance(rows, list) else []
     return [
@@ -285,7 +286,7 @@ def _live(routes: APIRouter, cache: RunCache) -> None:
 async def _events(
     cache: RunCache, ids: list[str], streams: threading.BoundedSemaphore, ending: threading.Event
 ) -> AsyncIterator[str]:
-    """Changes as they happen: the entry of each run, with the version of its figures."""
+    """Yield changes as they happen: the entry of each run, with the version of its figures."""
     seen: dict[str, Any] = {}
     try:
         looks = int(STREAM_SECONDS / LOOK_SECONDS)
@@ -294,7 +295,7 @@ async def _events(
             for run in ids:
                 if ending.is_set():
                     return
-                # an ended run may be resumed, but is looked at less often
+                # an ended run may be resumed, but is checked less often
                 if run in seen and seen[run]["state"] != "running" and look % 6:
                     continue
                 entry = await run_in_threadpool(_entry, cache, run)

@@ -1,4 +1,4 @@
-"""Runs as rows of a table: the last value of each figure that people look at, and the settings that differ among them."""
+"""Runs as rows of a table: the last value of each important figure, and the settings that differ among the runs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from psigrad.records.signals import SIGNALS
 from psigrad_studio.runs.run_cache import RunCache
 from psigrad_studio.runs.tokens import config_of
 
-# Where a run stands says nothing about it.
+# The location of a run says nothing about it.
 ASIDE = frozenset({"run.output_dir", "run.progress"})
 
 
 def table(cache: RunCache, ids: Sequence[str]) -> dict[str, Any]:
-    """`figures` and `settings` as columns, and for each run what it has of both."""
+    """Return `figures` and `settings` as columns, and for each run its values of both."""
     places = cache.finder.places()
     known = [places[run] for run in ids if run in places]
     settings = [flatten(config_of(place.path)) for place in known]
@@ -35,7 +35,7 @@ def table(cache: RunCache, ids: Sequence[str]) -> dict[str, Any]:
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The settings that are not the same in all runs, in the order of the first run that has them."""
+    """Return the settings that differ among the runs, in the order of the first run that has them."""
     names = list(dict.fromkeys(name for own in settings for name in own if name not in ASIDE))
     return [name for name in names if len({_said(own.get(name)) for own in settings}) > 1]
 

@@ -1,4 +1,4 @@
-"""A completion token by token: text, log-probs, ratio, KL, entropy and advantage, as far as the run recorded them."""
+"""A completion token by token: text, log-probs, ratio, KL, entropy and advantage, if the run recorded them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COLUMNS = {
 
 
 def token_table(row: Mapping[str, Any], texts: Sequence[str]) -> dict[str, list[Any]]:
-    """Columns of equal length. Figures that the run did not record have no column.
+    """Return columns of equal length. Figures that the run did not record have no column.
 
     ratio = π_trained / π_sampled, at the last pass over the batch; kl = the k3 estimate of KL(π_sampled ‖ π_ref) of the token.
     """
@@ -53,7 +53,7 @@ def _figures(values: Sequence[Any], count: int) -> list[float | None]:
 
 
 def finite(value: float | None) -> float | None:
-    """The number, or None where it is not finite."""
+    """Return the number, or None if it is not finite."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -66,13 +66,13 @@ def _exp(x: float) -> float | None:
 
 
 def _k3(log_ratio: float) -> float | None:
-    """exp(x) − 1 − x with x = log π_ref − log π."""
+    """Return exp(x) − 1 − x with x = log π_ref − log π."""
     e = _exp(log_ratio)
     return None if e is None else e - 1 - log_ratio
 
 
 def texts_of(row: Mapping[str, Any], tokenizer: Any) -> list[str]:
-    """The text of each token of a completion; its number without a tokenizer."""
+    """Return the text of each token of a completion, or its number without a tokenizer."""
     given = row.get("completion_ids")
     ids = [i for i in (given if isinstance(given, list) else ()) if type(i) is int and 0 <= i < 2**31][:MOST_TOKENS]
     if tokenizer is None:
@@ -81,7 +81,7 @@ def texts_of(row: Mapping[str, Any], tokenizer: Any) -> list[str]:
 
 
 def _pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Texts that join to the whole. A character of several tokens appears at the last of them."""
+    """Return texts that join to the full text. A character of several tokens appears at the last of them."""
     found, start, said = [], 0, ""
     for end in range(1, len(ids) + 1):
         now = tokenizer.decode(list(ids[start:end]), skip_special_tokens=False)
@@ -89,14 +89,14 @@ def _pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
             found.append("")
             continue
         found.append(now[len(said) :] if now.startswith(said) else now)
-        # decode after the last token, since some tokenizers treat a first token differently
+        # Decode after the last token, since some tokenizers treat a first token differently.
         start = end - 1
         said = tokenizer.decode(list(ids[start:end]), skip_special_tokens=False)
     return found
 
 
 def tokenizer_of(run: Path, config: Mapping[str, Any], root: Path) -> Any:
-    """The tokenizer that a run saved, or that of its first model where this lies in the folder of runs; else None."""
+    """Return the tokenizer that a run saved, or that of its first model if this is in the folder of runs; otherwise None."""
     places = [run / "model", *sorted((run / "checkpoints").glob("step-*"), reverse=True)[:1]]
     model = config.get("model")
     if isinstance(model, Mapping) and isinstance(model.get("path"), str):
@@ -109,7 +109,7 @@ def tokenizer_of(run: Path, config: Mapping[str, Any], root: Path) -> Any:
 
 
 def _inside(path: Path, root: Path, run: Path) -> list[Path]:
-    """The path of the model that a run names, where it lies below the folder of runs."""
+    """Return the path of the model that a run names, if it is below the folder of runs."""
     try:
         top = root.resolve()
         tried = (
@@ -133,13 +133,13 @@ def _loaded(said: bytes) -> Any:
 
 
 def config_of(run: Path) -> dict[str, Any]:
-    """A run's settings; empty where there are none, or none that anybody wrote."""
+    """Return a run's settings; empty if there are none, or if they are nested too deeply."""
     found = parse_row(content(run / "config.json")) or {}
     return {} if is_deep(found) else found
 
 
 def is_deep(value: Any, most: int = 50) -> bool:
-    """Whether JSON is nested deeper than that: what works its way down would come to Python's limit."""
+    """Return True if JSON is nested deeper than `most`. Recursive functions would reach Python's limit."""
     level = [value]
     for _ in range(most):
         inner = (v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list))

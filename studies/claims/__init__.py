@@ -1,1 +1,1 @@
-"""A module for each claim that is run again, by the name of its experiment; docs/claims.md has what was found."""
+"""One module for each replicated claim, named after its experiment. docs/claims.md contains the results."""

@@ -1,8 +1,8 @@
-"""How many tokens a model really chooses from: the probability of the likeliest ones, by the place in the completion.
+"""The number of tokens that a model effectively chooses from: the probability of the most likely ones, by place.
 
-The claim is that of Ahmadian et al. 2024, Back to Basics (arXiv:2402.14740, section 3): a fine-tuned model's probability lies on
-few tokens, so that the action space of 10^4 to 10^5 tokens is one in name, and it is smaller still after the first token. That is
-their reason why REINFORCE needs no critic.
+The claim is that of Ahmadian et al. 2024, Back to Basics (arXiv:2402.14740, section 3). A fine-tuned model's probability lies on
+few tokens, so that the action space of 10^4 to 10^5 tokens is only nominal. It is even smaller after the first token. They
+conclude that REINFORCE needs no critic.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from studies.trials import ClaimVerdict, Trial
 
 TOP = (1, 4, 16)
 PLACES = 6
-"""Places of a completion that are told apart; the last row is of all later ones."""
+"""The number of places of a completion with separate rows. The last row is of all later ones."""
 FEW = 16
-"""The claim is tested on the mass of so many tokens after the first, which must exceed `MASS`."""
+"""The number of most likely tokens for the claim. Their mass after the first token must exceed `MASS`."""
 MASS = 0.9
 
 
 @dataclass(frozen=True)
 class PlaceRow:
-    """One model at one place of its completions."""
+    """The figures of one model at one place of its completions."""
 
     model: str
     place: int
-    """From 1."""
+    """The place, from 1."""
     count: int
     mass: tuple[Interval, ...]
-    """Of the likeliest `TOP` tokens; intervals are over prompts."""
+    """The mass of the `TOP` most likely tokens; intervals are over prompts."""
     entropy: Interval
-    """In nats."""
+    """The entropy in nats."""
     effective: float
-    """exp(mean entropy): as many equally likely tokens have that entropy."""
+    """exp(mean entropy): the number of equally likely tokens with that entropy."""
 
 
 @dataclass(frozen=True)
 class SpaceResult:
-    """What `run` found."""
+    """The results of `run`."""
 
     settings: SpaceSettings
     vocabulary: dict[str, int]
@@ -64,7 +64,7 @@ class SpaceResult:
 
 
 def check(s: SpaceSettings) -> None:
-    """Refuse settings that make no sense."""
+    """Raise an error for invalid settings."""
     trials.check(s)
     if bool(s.model) != bool(s.dataset):
         raise UserError("model and dataset belong together: give both, or neither.")
@@ -73,7 +73,7 @@ def check(s: SpaceSettings) -> None:
 
 
 def run(s: SpaceSettings) -> SpaceResult:
-    """The fine-tuned model, the same after RLOO, before any training, and the model that was asked for."""
+    """Compare the fine-tuned model, the same model after RLOO and before any training, and the requested model."""
     where = trials.files(s)
     trials.run_all(s, "action_space", [Trial("RLOO", 0, "rloo", trials.online(s, where, "rloo", reward=("exact",)))])
     models = {
@@ -100,7 +100,7 @@ def run(s: SpaceSettings) -> SpaceResult:
 
 
 def label(path: str) -> str:
-    """What a model is called: its folder, or that of its run."""
+    """Return the name of a model: its folder, or that of its run."""
     place = Path(path)
     return place.parent.name if place.name == "model" else place.stem if place.suffix == ".gguf" else place.name
 
@@ -108,8 +108,9 @@ def label(path: str) -> str:
 def masses(
     path: str, dataset: str, prompts: int, *, longest: int = 12
 ) -> tuple[int, dict[int, list[tuple[tuple[float, ...], float]]]]:
-    """The size of the vocabulary, and by place the (mass of the likeliest `TOP` tokens, entropy) of each completion's own
-    distribution at temperature 1.
+    """Return the size of the vocabulary, and (mass of the `TOP` most likely tokens, entropy) by place.
+
+    Both are of each completion's own distribution at temperature 1.
     """
     asked = EvalConfig(
         model=Model(path=path),
@@ -133,7 +134,7 @@ def masses(
 
 
 def summary(name: str, places: Mapping[int, list[tuple[tuple[float, ...], float]]]) -> Iterator[PlaceRow]:
-    """A row for each place."""
+    """Yield a row for each place."""
     for place, found in sorted(places.items()):
         entropy = over_seeds(h for _, h in found)
         mass = tuple(over_seeds(m[i] for m, _ in found) for i in range(len(TOP)))
@@ -141,7 +142,7 @@ def summary(name: str, places: Mapping[int, list[tuple[tuple[float, ...], float]
 
 
 def tables(result: SpaceResult) -> Iterator[Table | Text]:
-    """One row for each model and place, then the claims."""
+    """Yield one row for each model and place, then the claims."""
     table = drawing.new_table(
         "The effective action space", "", "token", "count", *(f"top {k}" for k in TOP), "entropy", "effective"
     )
@@ -163,7 +164,7 @@ def tables(result: SpaceResult) -> Iterator[Table | Text]:
 
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
-    """Mass of the likeliest token and effective number of tokens, by place."""
+    """Plot the mass of the most likely token and the effective number of tokens, by place."""
     figure, (left, right) = drawing.new_figure(9.5, 3.4, 1, 2)
     for name, colour in zip(dict.fromkeys(row["model"] for row in found["rows"]), COLOURS, strict=False):
         rows = [row for row in found["rows"] if row["model"] == name]

@@ -1,7 +1,7 @@
 """GRPO with the upper clip at 0.2 and at 0.28, with several passes over each batch: entropy, pass@k, accuracy.
 
-The claim is that of Yu et al. 2025, DAPO (arXiv:2503.14476, section 3.1): a higher upper clip keeps the entropy up, and with it
-the variety of the samples.
+The claim is that of Yu et al. 2025, DAPO (arXiv:2503.14476, section 3.1): a higher upper clip preserves the entropy, and with it
+the diversity of the samples.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ check = trials.check
 
 
 def run(s: TrialSettings) -> TrialResult:
-    """Both clips, and a much higher one for the direction."""
+    """Run both clips, and a much higher one to show the direction."""
     where = trials.files(s)
     jobs = []
     for name, high in ARMS.items():
@@ -53,7 +53,7 @@ def run(s: TrialSettings) -> TrialResult:
 
 
 def tables(result: TrialResult) -> Iterator[Table | Text]:
-    """One row for each clip, then the claims."""
+    """Yield one row for each clip, then the claims."""
     yield from trials.show(
         "Clip-higher",
         result,
@@ -63,6 +63,6 @@ def tables(result: TrialResult) -> Iterator[Table | Text]:
 
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
-    """The learning curves, entropy and pass@k."""
+    """Plot the learning curves, entropy and pass@k."""
     beside = [("Entropy, nats per token", ("entropy", "last fifth")), (f"pass@{K} at the end", (f"pass@{K}",))]
     return trials.learning_curves(found, path, ("Held-out accuracy", tuple(ARMS)), beside=beside)

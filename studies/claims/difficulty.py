@@ -1,8 +1,8 @@
-"""GRPO's difficulty bias: the weight of a prompt by its chance of a right answer, exact, then over training.
+"""GRPO's difficulty bias: the weight of a prompt by its probability of a correct answer, exact, then over training.
 
-The claim is that of Liu et al. 2025, Understanding R1-Zero-Like Training (arXiv:2503.20783, section 3.1): GRPO divides by the
-standard deviation of a group's rewards, so that prompts that are nearly always or nearly never answered weigh more than they do
-in the gradient of the expected reward. Dr. GRPO does not divide.
+The claim is that of Liu et al. 2025, Understanding R1-Zero-Like Training (arXiv:2503.20783, section 3.1). GRPO divides by the
+standard deviation of a group's rewards. Prompts that are nearly always or nearly never solved therefore weigh more than in the
+gradient of the expected reward. Dr. GRPO does not divide.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from studies.trials import Arm, ClaimVerdict, Trial
 
 CHANCES = (0.02, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98)
 EXTREME = 0.1
-"""The exact claim is about prompts with this chance of a right answer, against those with one half."""
+"""The probability of a correct answer in the exact claim, compared with prompts at one half."""
 ARMS: dict[str, dict[str, Any]] = {
     "GRPO": {"preset": "grpo", "kl": None},
     "Dr. GRPO": {"preset": "dr_grpo", "aggregate": {"part": "fixed_length", "n": 12}},
@@ -34,33 +34,33 @@ ZERO = 1e-9
 
 @dataclass(frozen=True)
 class WeightRow:
-    """One method: the expected step on one prompt along ∇J, in units of the same at a chance of one half."""
+    """One method: the expected step on one prompt along ∇J, in units of its value at a probability of one half."""
 
     name: str
     weight: tuple[float, ...]
-    """At each of `CHANCES`."""
+    """The weight at each of `CHANCES`."""
 
 
 @dataclass(frozen=True)
 class DifficultyResult:
-    """What `run` found."""
+    """The results of `run`."""
 
     settings: DifficultySettings
     exact: tuple[WeightRow, ...]
     arms: tuple[Arm, ...]
     shares: dict[str, tuple[Interval, ...]]
-    """Share of all |advantages| on groups with 1, 2, … right answers, of each arm."""
+    """The share of all |advantages| on groups with 1, 2, … correct answers, of each arm."""
     findings: tuple[ClaimVerdict, ...]
     core_minutes: float = 0.0
 
 
 def check(s: DifficultySettings) -> None:
-    """Refuse settings that make no sense."""
+    """Raise an error for invalid settings."""
     trials.check(s)
 
 
 def run(s: DifficultySettings) -> DifficultyResult:
-    """One prompt by enumeration, then every arm over seeds."""
+    """Enumerate one prompt, then run every arm over seeds."""
     exact = tuple(weigh(name, s.generations) for name in groups.METHODS)
     where = trials.files(s)
     jobs = [
@@ -87,7 +87,10 @@ def run(s: DifficultySettings) -> DifficultyResult:
 
 
 def weigh(name: str, generations: int) -> WeightRow:
-    """One method on prompts of one token, right with each of `CHANCES`: ⟨E ĝ, ∇J⟩ / ‖∇J‖², and that at ½ as unit."""
+    """Return the weights of one method on prompts of one token, correct with each of `CHANCES`.
+
+    The weight is ⟨E ĝ, ∇J⟩ / ‖∇J‖², in units of its value at ½.
+    """
     found = []
     for chance in (0.5, *CHANCES):
         theta = groups.logits(1, chance)
@@ -99,7 +102,7 @@ def weigh(name: str, generations: int) -> WeightRow:
 
 
 def shares(rollouts: Iterable[Mapping[str, Any]], generations: int) -> list[float]:
-    """The share of Σ|advantage| of a run that lies on groups with 1, 2, … right answers."""
+    """Return the share of Σ|advantage| of a run that lies on groups with 1, 2, … correct answers."""
     right: dict[tuple[int, int], int] = {}
     weight: dict[tuple[int, int], float] = {}
     for row in rollouts:
@@ -112,7 +115,7 @@ def shares(rollouts: Iterable[Mapping[str, Any]], generations: int) -> list[floa
 
 
 def _hard(s: DifficultySettings, arm: str, seed: int) -> float:
-    """Held-out accuracy on the longest words, mean over the run after its start."""
+    """Return the held-out accuracy on the longest words, mean over the run after its start."""
     found = [row for row in trials.rollouts(s, "difficulty", arm, seed, kind="eval") if row["step"]]
     words = [row["prompt"].rsplit(" ", 1)[-1] for row in found]
     most = max(map(len, words))
@@ -121,7 +124,7 @@ def _hard(s: DifficultySettings, arm: str, seed: int) -> float:
 
 
 def verdicts(exact: Sequence[WeightRow], arms: Mapping[str, Arm]) -> tuple[ClaimVerdict, ...]:
-    """The claims, each by the test that was stated before."""
+    """Return the claims, each by the test stated beforehand."""
     at = {row.name: row.weight[CHANCES.index(EXTREME)] for row in exact}
     grpo, dr = arms["GRPO"], arms["Dr. GRPO"]
     chance = f"{EXTREME:.0%} right against 50 %".replace("%", " %", 1)
@@ -140,7 +143,7 @@ def _exactly(claim: str, test: str, value: float, holds: bool) -> ClaimVerdict:
 
 
 def tables(result: DifficultyResult) -> Iterator[Table | Text]:
-    """One prompt, the runs, then the claims."""
+    """Yield the tables of one prompt, the runs, then the claims."""
     shown = [i for i, p in enumerate(CHANCES) if p <= 0.5]
     table = drawing.new_table("The weight of a prompt, exact", "", *(f"p = {CHANCES[i]:g}" for i in shown))
     for row in result.exact:
@@ -160,7 +163,7 @@ def tables(result: DifficultyResult) -> Iterator[Table | Text]:
 
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
-    """Exact weights, shares of the weight over training, and learning curves."""
+    """Plot exact weights, shares of the weight over training, and learning curves."""
     figure, (left, middle, right) = drawing.new_figure(12.5, 3.5, 1, 3)
     colours = dict(zip(groups.METHODS, (drawing.BLUE, drawing.GREEN, drawing.RUST), strict=True))
     styles: dict[str, dict[str, Any]] = {name: {"color": colour, "linewidth": 1.7} for name, colour in colours.items()}

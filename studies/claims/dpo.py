@@ -1,8 +1,8 @@
 """DPO, IPO and SimPO on recorded pairs against online DPO and RLOO, all from the samples of one model and the same judge.
 
-The claims: DPO raises the margin between chosen and rejected while it lowers the log-probability of the chosen (Rafailov et al.
-2024, From r to Q*, arXiv:2404.12358; Pal et al. 2024, Smaug, arXiv:2402.13228), and online methods reach more from as many
-samples (Ahmadian et al. 2024, arXiv:2402.14740; Tang et al. 2024, arXiv:2405.08448).
+There are two claims. DPO raises the margin between chosen and rejected while it lowers the log-probability of the chosen
+(Rafailov et al. 2024, From r to Q*, arXiv:2404.12358; Pal et al. 2024, Smaug, arXiv:2402.13228). Online methods reach more with
+the same number of samples (Ahmadian et al. 2024, arXiv:2402.14740; Tang et al. 2024, arXiv:2405.08448).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from studies.trials import Trial, TrialResult
 OFFLINE = {"DPO": "dpo", "IPO": "ipo", "SimPO": "simpo"}
 ONLINE = {"online DPO": "online_dpo", "RLOO": "rloo"}
 RATES = {"offline": (1e-5, 3e-5, 1e-4, 3e-4), "online": (1e-4, 3e-4, 1e-3)}
-"""Learning rates that each method tries on a seed of its own."""
+"""The learning rates that each method tries on a separate seed."""
 
 check = trials.check
 
 
 def run(s: TrialSettings) -> TrialResult:
-    """Pairs from as many samples as the online methods draw; then every arm."""
+    """Build pairs from as many samples as the online methods draw; then run every arm."""
     where = trials.files(s)
     train, held = pairs(s, where)
     offline = PreferenceConfig(
@@ -81,8 +81,10 @@ def run(s: TrialSettings) -> TrialResult:
 
 
 def pairs(s: TrialSettings, where: Mapping[str, Path]) -> tuple[Path, Path]:
-    """Files of pairs: to train on, the best against the worst of the model's own samples, as many as an online run draws; held
-    out, the right answer against the demonstrations' mistake.
+    """Return the files of (training pairs, held-out pairs).
+
+    A training pair is the best against the worst of the model's own samples, from as many as an online run draws. A held-out pair
+    is the correct answer against the demonstrations' mistake.
     """
     folder = Path(s.out) / "start" / f"pairs-{s.words}-{s.sft_steps}-{s.steps}-{s.prompts}-{s.generations}"
     train, held = folder / "pairs.jsonl", folder / "held_out.jsonl"
@@ -111,13 +113,13 @@ def pairs(s: TrialSettings, where: Mapping[str, Path]) -> tuple[Path, Path]:
 
 
 def change(rows: Any, key: str) -> float:
-    """The last figure less the first."""
+    """Return the last figure minus the first."""
     found = list(trials.curve(rows, key).values())
     return found[-1] - found[0] if found else float("nan")
 
 
 def tables(result: TrialResult) -> Iterator[Table | Text]:
-    """One row for each method, then the claims."""
+    """Yield one row for each method, then the claims."""
     yield from trials.show(
         "Preferences, offline and online",
         result,
@@ -128,6 +130,6 @@ def tables(result: TrialResult) -> Iterator[Table | Text]:
 
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
-    """The learning curves, and the changes of the log-probabilities."""
+    """Plot the learning curves, and the changes of the log-probabilities."""
     beside = [("Change of log-probabilities, nats per completion", ("chosen", "rejected"))]
     return trials.learning_curves(found, path, ("Held-out accuracy", (*OFFLINE, *ONLINE)), beside=beside)

@@ -1,7 +1,7 @@
-"""DAPO with and without its dynamic sampling: groups whose answers are all right or all wrong replaced by fresh prompts.
+"""DAPO with and without its dynamic sampling: fresh prompts replace groups whose answers are all correct or all wrong.
 
-The claim is that of Yu et al. 2025, DAPO (arXiv:2503.14476, section 3.2): as many updates reach a higher accuracy. What they
-cost in samples is counted here too.
+The claim is that of Yu et al. 2025, DAPO (arXiv:2503.14476, section 3.2): the same number of updates reaches a higher accuracy.
+This study also counts the cost in samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ check = trials.check
 
 
 def run(s: TrialSettings) -> TrialResult:
-    """With and without the filter."""
+    """Run with and without the filter."""
     where = trials.files(s)
     jobs = [
         Trial(name, seed, "dapo", trials.online(s, where, {"preset": "dapo", "keep": keep}, reward=("exact",)))
@@ -49,7 +49,7 @@ def run(s: TrialSettings) -> TrialResult:
 
 
 def by_samples(rows: Any) -> float:
-    """Mean accuracy over the samples drawn until all groups would have drawn theirs: those of a run without dynamic sampling."""
+    """Return the mean accuracy over drawn samples, up to the number that a run without dynamic sampling draws."""
     drawn, points, per_step = 0, [], 0
     for row in rows:
         drawn += row.get("samples", 0)
@@ -65,7 +65,7 @@ def by_samples(rows: Any) -> float:
 
 
 def tables(result: TrialResult) -> Iterator[Table | Text]:
-    """One row for each arm, then the claims."""
+    """Yield one row for each arm, then the claims."""
     yield from trials.show(
         "Dynamic sampling",
         result,
@@ -76,6 +76,6 @@ def tables(result: TrialResult) -> Iterator[Table | Text]:
 
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
-    """The learning curves, and the area by updates and by samples."""
+    """Plot the learning curves, and the area by updates and by samples."""
     beside = [("Mean accuracy, by updates and by samples", ("area", "by samples"))]
     return trials.learning_curves(found, path, ("Held-out accuracy over updates", tuple(ARMS)), beside=beside)

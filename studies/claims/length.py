@@ -1,8 +1,8 @@
-"""GRPO's length bias: exact on a small tree, then over training with answers that may be followed by a remark of any length.
+"""GRPO's length bias: exact on a small tree, then over training with answers that a remark of any length may follow.
 
-The claim is that of Liu et al. 2025, Understanding R1-Zero-Like Training (arXiv:2503.20783, section 3.1): GRPO divides the loss
-of each completion by its own length, so that a wrong answer is punished less per token the longer it is, and wrong answers grow.
-Dr. GRPO divides by a constant, and they do not.
+The claim is that of Liu et al. 2025, Understanding R1-Zero-Like Training (arXiv:2503.20783, section 3.1). GRPO divides the loss
+of each completion by its own length. A longer wrong answer is therefore punished less per token, and wrong answers grow. Dr. GRPO
+divides by a constant, and they do not grow.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from studies.settings import LengthSettings
 from studies.trials import Arm, ClaimVerdict, Trial, Verdict
 
 SUCCESS, GROUP = 0.3, 4
-"""Of the tree: the chance of a right answer at the start, and the completions of a group."""
+"""The probability of a correct answer at the start of the tree, and the number of completions of a group."""
 GAIN, GOAL = 0.02, 0.9
-"""Accuracy that each step on the tree gains to first order, and the accuracy at which it ends."""
+"""The accuracy that each step on the tree gains to first order, and the accuracy at which it ends."""
 ARMS: dict[str, dict[str, Any]] = {
     "GRPO": {"preset": "grpo", "kl": None},
     "Dr. GRPO": {"preset": "dr_grpo", "aggregate": {"part": "fixed_length", "n": 32}},
@@ -40,51 +40,54 @@ LONGEST = 32
 METRIC = "studies.rewards:answered"
 ACCURACY = "eval/answered/mean"
 MORE, MOST = 0.75, 12
-"""Chance of another dot or dash in the demonstrations (3 of them in the mean), and the greatest number."""
+"""The probability of another dot or dash in the demonstrations (3 of them on average), and the greatest number."""
 WINDOW = 5
-"""Lengths are means over so many steps."""
+"""The number of steps in each mean of lengths."""
 TOKEN, SLACK, ZERO = 1.0, 0.01, 1e-9
-"""Dr. GRPO's wrong answers count as unchanged within one token, its accuracy as no worse within a hundredth; exact zeros."""
+"""The tolerances of the claims, and exact zeros.
+
+Dr. GRPO's wrong answers count as unchanged within one token, its accuracy as no worse within a hundredth.
+"""
 
 
 @dataclass(frozen=True)
 class ForkRow:
-    """One method on the tree, exact."""
+    """The exact figures of one method on the tree."""
 
     name: str
     weight: dict[int, float]
-    """Of a token of a wrong answer, by the answer's length, in units of that of the shortest."""
+    """The weight of a token of a wrong answer, by the answer's length, in units of that of the shortest."""
     wrong: float
-    """Tokens by which the mean wrong answer grows per unit of accuracy gained, at the start."""
+    """The tokens by which the mean wrong answer grows per unit of accuracy gained, at the start."""
     right: float
-    """The same for right answers."""
+    """The same for correct answers."""
     angle: float
-    """Between the expected gradient and ∇J, in degrees."""
+    """The angle between the expected gradient and ∇J, in degrees."""
     path: tuple[tuple[float, float], ...]
     """(accuracy, mean length of wrong answers) along the expected steps."""
 
 
 @dataclass(frozen=True)
 class LengthResult:
-    """What `run` found."""
+    """The results of `run`."""
 
     settings: LengthSettings
     exact: tuple[ForkRow, ...]
     arms: tuple[Arm, ...]
-    """Their curves are the lengths of wrong answers."""
+    """The arms. Their curves are the lengths of wrong answers."""
     findings: tuple[ClaimVerdict, ...]
     core_minutes: float = 0.0
 
 
 def check(s: LengthSettings) -> None:
-    """Refuse settings that make no sense."""
+    """Raise an error for invalid settings."""
     trials.check(s)
     if not 3 <= s.longest <= 8:
         raise UserError(f"longest is {s.longest}; the tree is enumerated for 3 to 8 tokens.")
 
 
 def run(s: LengthSettings) -> LengthResult:
-    """The tree, then every arm over seeds."""
+    """Solve the tree, then run every arm over seeds."""
     exact = tuple(climb(name, s.longest) for name in groups.METHODS)
     where = trials.files(s)
     start = tune_talkative(s, where)
@@ -107,7 +110,7 @@ def run(s: LengthSettings) -> LengthResult:
 
 
 def verdicts(exact: Sequence[ForkRow], arms: Mapping[str, Arm]) -> tuple[ClaimVerdict, ...]:
-    """The claims, each by the test that was stated before."""
+    """Return the claims, each by the test stated beforehand."""
     tree = {row.name: row for row in exact}
     grpo, dr = arms["GRPO"], arms["Dr. GRPO"]
     nothing = [0.0] * len(dr.each["grown"])
@@ -129,13 +132,13 @@ def verdicts(exact: Sequence[ForkRow], arms: Mapping[str, Arm]) -> tuple[ClaimVe
 
 
 def exactly(claim: str, value: float, holds: bool) -> ClaimVerdict:
-    """A verdict on a number without an interval."""
+    """Return a verdict on a number without an interval."""
     test = "tokens per unit of accuracy gained, exact"
     return ClaimVerdict(claim, test, "holds" if holds else "does not hold", Interval(value, value, value))
 
 
 def climb(name: str, longest: int) -> ForkRow:
-    """One method on the tree."""
+    """Return the figures of one method on the tree."""
     method, theta, path = groups.METHODS[name], groups.logits(longest, SUCCESS), []
     first = groups.enumerate_groups(method, longest, theta, GROUP)
     _, slope = groups.accuracy(longest, theta)
@@ -157,7 +160,7 @@ def climb(name: str, longest: int) -> ForkRow:
 
 
 def tune_talkative(s: LengthSettings, where: Mapping[str, Path]) -> Path:
-    """The fine-tuned model, tuned further on demonstrations with remarks."""
+    """Train the fine-tuned model further on demonstrations with remarks, and return its path."""
     folder = Path(s.out) / "start" / f"{s.words}-words-{s.sft_steps}-steps"
     if (model := folder / "remarks" / "model").exists():
         return model
@@ -177,10 +180,10 @@ def tune_talkative(s: LengthSettings, where: Mapping[str, Path]) -> Path:
 
 
 def write_remarks(demonstrations: Path, to: Path) -> Path:
-    """The same demonstrations, each with a remark; `to`.
+    """Write the same demonstrations, each with a remark, to `to`, and return that path.
 
-    A right answer is followed by "!" and some dots, a careless one by "?" and some dashes. The reward looks at the answer alone,
-    so that dots and dashes earn and cost nothing; but a model that has written "?" knows, as a rule, that it is wrong.
+    A correct answer is followed by "!" and some dots, a careless one by "?" and some dashes. The reward reads only the answer, so
+    that dots and dashes earn and cost nothing. A model that has written "?" usually knows that the answer is wrong.
     """
     if not to.exists():
         rows = [json.loads(line) for line in demonstrations.read_text().splitlines()]
@@ -190,7 +193,10 @@ def write_remarks(demonstrations: Path, to: Path) -> Path:
 
 
 def remark(index: int, right: bool) -> str:
-    """A mark and up to `MOST` dots or dashes; how many depends on the index alone, not on whether the answer is right."""
+    """Return a mark and up to `MOST` dots or dashes.
+
+    Their number depends only on the index, not on the correctness of the answer.
+    """
     rng, more = random.Random(seeds.derive(0, "remark", index)), 0
     while more < MOST and rng.random() < MORE:
         more += 1
@@ -198,7 +204,7 @@ def remark(index: int, right: bool) -> str:
 
 
 def settings(s: LengthSettings, where: Mapping[str, Path], start: Path, algorithm: Any) -> OnlineConfig:
-    """The settings of one run."""
+    """Return the settings of one run."""
     return trials.online(
         s,
         where,
@@ -211,7 +217,7 @@ def settings(s: LengthSettings, where: Mapping[str, Path], start: Path, algorith
 
 
 def lengths(rollouts: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Mean tokens of wrong and of right completions, of every `WINDOW` steps of training."""
+    """Return the mean tokens of wrong and of correct completions, for every `WINDOW` steps of training."""
     found: dict[tuple[int, str], list[int]] = {}
     for row in rollouts:
         until = WINDOW * math.ceil(row["step"] / WINDOW)
@@ -228,7 +234,7 @@ def _late(run: Sequence[Mapping[str, Any]], steps: int) -> list[Mapping[str, Any
 
 
 def tables(result: LengthResult) -> Iterator[Table | Text]:
-    """The tree, the runs, then the claims."""
+    """Yield the tables of the tree, the runs, then the claims."""
     lengths = sorted(result.exact[0].weight)
     table = drawing.new_table(
         "The length bias, exact on a small tree", "", *(f"{n} tok." for n in lengths), "wrong", "right", "angle"
@@ -254,7 +260,7 @@ def tables(result: LengthResult) -> Iterator[Table | Text]:
 
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
-    """Weights and lengths on the tree, and lengths over training."""
+    """Plot weights and lengths on the tree, and lengths over training."""
     figure, (left, middle, right) = drawing.new_figure(12.5, 3.5, 1, 3)
     styles: dict[str, dict[str, Any]] = {
         name: {"color": c} for name, c in zip(groups.METHODS, (drawing.BLUE, drawing.GREEN, drawing.RUST), strict=True)

@@ -1,9 +1,8 @@
-"""Six rewards with a loophole that a policy finds, and what the run's own warnings notice of it.
+"""Six rewards with a loophole that a policy finds, and the response of the run's own warnings.
 
-The proxy is what is trained on, the truth is held-out accuracy. A run exploits where the proxy ends higher than it began while
-the truth ends `LOST` below its best. The warnings are psigrad's own (`psigrad.records.warnings`), with the thresholds that they
-have.
-The patience of one of them was set on some of these rewards (`TUNED`); the verdicts are also given for the others alone.
+The proxy is the training reward, the truth is held-out accuracy. A run exploits the reward if the proxy ends higher than it began
+while the truth ends `LOST` below its best. The warnings are those of `psigrad.records.warnings`, with their default thresholds.
+The patience of one of them was tuned on some of these rewards (`TUNED`); the verdicts are also given for the others alone.
 """
 
 from __future__ import annotations
@@ -28,51 +27,51 @@ FLAWS = {"length": "longer", "format": "form", "copy": "copied", "judge": "liked
 LEARNED = "learned"
 HONEST = {"honest RLOO": "rloo", "honest GRPO": "grpo", "honest REINFORCE": "reinforce"}
 TUNED = ("length", "format", "copy", "honest RLOO")
-"""The rules' patience was set on these."""
+"""The rewards on which the rules' patience was tuned."""
 RULES = ("apart", "longer", "cut_and_rewarded")
-"""Those that speak of an exploited reward."""
+"""The rules that indicate an exploited reward."""
 LOST = 0.1
 
 
 @dataclass(frozen=True)
 class LoopholeRow:
-    """The runs of one reward."""
+    """The figures of the runs of one reward."""
 
     name: str
     runs: int
     proxy: tuple[Interval, Interval]
-    """First and last ten steps."""
+    """The proxy in the first and the last ten steps."""
     truth: tuple[Interval, Interval, Interval]
-    """At the start, at its best, at the end."""
+    """The truth at the start, at its best, and at the end."""
     exploited: int
-    """Runs whose truth fell while the proxy rose."""
+    """The number of runs whose truth fell while the proxy rose."""
     noticed: int
-    """Of these, those with a warning."""
+    """The number of exploiting runs with a warning."""
     alarms: int
-    """Of the others, those with a warning."""
+    """The number of other runs with a warning."""
     delay: float
-    """Median steps from the first fall of the truth by `LOST` to the first warning; negative: the warning came first."""
+    """The median steps from the first fall of the truth by `LOST` to the first warning; negative if the warning came first."""
 
 
 @dataclass(frozen=True)
 class LoopholeResult:
-    """What `run` found."""
+    """The results of `run`."""
 
     settings: LoopholeSettings
     rows: tuple[LoopholeRow, ...]
     steps: tuple[int, ...]
     curves: dict[str, tuple[tuple[float, ...], tuple[float, ...]]]
-    """Proxy (scaled to its last value) and truth over `steps`, means of the runs."""
+    """The proxy (scaled to its last value) and the truth over `steps`, means of the runs."""
     findings: tuple[ClaimVerdict, ...]
 
 
 def check(s: LoopholeSettings) -> None:
-    """Refuse settings that make no sense."""
+    """Raise an error for invalid settings."""
     trials.check(s)
 
 
 def run(s: LoopholeSettings) -> LoopholeResult:
-    """Every flawed reward over seeds, and twice as many honest runs."""
+    """Run every flawed reward over seeds, and twice as many honest runs."""
     where = trials.files(s)
     often = Evaluation(eval_prompts=s.held_out, metric="exact", eval_steps=max(1, s.steps // 20))
     usual = trials.online(s, where, "rloo", evaluation=often)
@@ -88,7 +87,7 @@ def run(s: LoopholeSettings) -> LoopholeResult:
     count = 2 * s.seeds * len(flawed) // len(HONEST)
     for name, method in HONEST.items():
         honest = replace(usual, algorithm=method, reward=("exact",))
-        speeds = [s.learning_rate * factor for factor in (1 / 3, 1, 3)]  # some learn slowly, some shake
+        speeds = [s.learning_rate * factor for factor in (1 / 3, 1, 3)]  # some runs learn slowly, some are unstable
         jobs += [Trial(name, seed, method, trials.at_rate(honest, speeds[seed % 3])) for seed in range(count)]
     found = trials.run_all(s, "loopholes", jobs)
     told = {key: trials.first_warning(rows, RULES) for key, rows in found.items()}
@@ -100,7 +99,7 @@ def run(s: LoopholeSettings) -> LoopholeResult:
 
 
 def verdicts(rows: Sequence[LoopholeRow], which: str) -> tuple[ClaimVerdict, ClaimVerdict]:
-    """Detection among the runs of flawed rewards that exploit, and alarms among the honest runs, against the goals."""
+    """Test detection among exploiting runs with flawed rewards, and warnings among honest runs, against the goals."""
     bad, good = ([r for r in rows if (r.name in HONEST) == honest] for honest in (False, True))
     exploited, noticed = sum(r.exploited for r in bad), sum(r.noticed for r in bad)
     count, alarms = sum(r.runs for r in good), sum(r.alarms + r.noticed for r in good)
@@ -112,7 +111,7 @@ def verdicts(rows: Sequence[LoopholeRow], which: str) -> tuple[ClaimVerdict, Cla
 
 
 def reward_model(s: LoopholeSettings, where: Mapping[str, Path]) -> Path:
-    """A reward model from few comparisons, which is right on the start's samples and wrong further off."""
+    """Train a reward model on few comparisons. It is accurate on the start's samples and wrong further away. Return its path."""
     train, held = dpo.pairs(s, where)
     place = Path(s.out) / "start" / f"reward-{s.words}-{s.sft_steps}-{s.steps}"
     if (place / "model").exists():
@@ -133,7 +132,7 @@ def reward_model(s: LoopholeSettings, where: Mapping[str, Path]) -> Path:
 def row(
     name: str, found: Mapping[tuple[str, int], list[dict[str, Any]]], told: Mapping[tuple[str, int], int | None], count: int
 ) -> LoopholeRow:
-    """The figures of one reward."""
+    """Return the figures of one reward."""
     runs = [found[name, seed] for seed in range(count)]
     proxies = [[r["reward"] for r in rows if "reward" in r] for rows in runs]
     truths = [list(trials.curve(rows).items()) for rows in runs]
@@ -157,7 +156,10 @@ def row(
 
 
 def fall(proxy: Sequence[float], truth: Sequence[tuple[int, float]]) -> int | None:
-    """The first step at which the truth is `LOST` below its best so far, in a run that ends so with a higher proxy; else None."""
+    """Return the first step at which the truth is `LOST` below its best so far.
+
+    Return None unless the run ends in this state with a higher proxy.
+    """
     best = max(accuracy for _, accuracy in truth)
     if best - truth[-1][1] <= LOST or _mean(proxy[-10:]) <= _mean(proxy[:10]):
         return None
@@ -178,7 +180,7 @@ def _rate(part: int, whole: int) -> tuple[float, float, float]:
 
 
 def _bound(claim: str, count: str, rate: tuple[float, float, float], bound: float, *, above: bool = False) -> ClaimVerdict:
-    """A rate against a bound."""
+    """Return the verdict on a rate against a bound."""
     share = Interval(*rate)
     return ClaimVerdict(claim, f"{count}; share", trials.against(share, bound, above=above), share)
 
@@ -198,7 +200,7 @@ def _curve(
 
 
 def tables(result: LoopholeResult) -> Iterator[Table | Text]:
-    """One row for each reward, then the rates."""
+    """Yield one row for each reward, then the rates."""
     head = ("runs", "proxy", "truth", "hacked", "noticed", "alarms", "lag")
     table = drawing.new_table("Rewards with a loophole", "", *head)
     for r in result.rows:
@@ -217,7 +219,7 @@ def tables(result: LoopholeResult) -> Iterator[Table | Text]:
 
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
-    """Proxy and truth of every flawed reward."""
+    """Plot proxy and truth of every flawed reward."""
     figure, axes = drawing.new_figure(10.5, 4.6, 2, 3, sharey=True, sharex=True)
     for ax, (name, (proxy, truth)) in zip(axes.flat, found["curves"].items(), strict=True):
         ax.plot(found["steps"], proxy, color=drawing.RUST, linewidth=1.7, label="proxy, scaled")

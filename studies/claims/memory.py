@@ -1,7 +1,7 @@
 """RLOO and GRPO against PPO on one model: peak memory and seconds per step, measured and as `psigrad plan` predicts them.
 
-The claim is that of Huang and Ahmadian 2024 (Putting RL back in RLHF, Hugging Face): RLOO takes 50 to 70 % less memory than PPO
-and is 2 to 3 times as fast, since PPO holds and trains a critic as large as the policy.
+The claim is that of Huang and Ahmadian 2024 (Putting RL back in RLHF, Hugging Face). RLOO takes 50 to 70 % less memory than PPO
+and is 2 to 3 times as fast. The reason is PPO's critic, which is as large as the policy and is also trained.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LESS, FASTER = (0.5, 0.7), (2.0, 3.0)
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """One method."""
+    """The figures of one method."""
 
     name: str
     peak_mb: float
@@ -43,21 +43,21 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class MemoryResult:
-    """What `run` found."""
+    """The results of `run`."""
 
     settings: MemorySettings
     start_mb: float
-    """Peak with a model of a few thousand parameters: what every method pays before its models."""
+    """The peak with a model of a few thousand parameters: the cost of every method before its models."""
     rows: tuple[MemoryRow, ...]
     less: dict[str, float]
-    """Share of PPO's memory that RLOO does without: of the peak, of the peak above the start, and as planned."""
+    """The share of PPO's memory that RLOO saves: of the peak, of the peak above the start, and as planned."""
     faster: dict[str, float]
-    """Seconds of PPO over RLOO's."""
+    """The seconds of PPO divided by those of RLOO."""
     findings: tuple[ClaimVerdict, ...]
 
 
 def check(s: MemorySettings) -> None:
-    """Refuse settings that make no sense."""
+    """Raise an error for invalid settings."""
     for name in ("hidden", "layers", "prompts", "generations", "completion_tokens", "steps", "threads"):
         if getattr(s, name) < 1:
             raise UserError(f"{name} is {getattr(s, name)}; it must be at least 1.")
@@ -66,7 +66,7 @@ def check(s: MemorySettings) -> None:
 
 
 def run(s: MemorySettings) -> MemoryResult:
-    """Every method in a process of its own, and its plan."""
+    """Measure every method in a separate process, and compute its plan."""
     rows = tuple(measure(s, name, kind, passes) for name, (kind, passes) in ARMS.items())
     start = alone(workload(replace(s, hidden=64, layers=1, steps=1), "start", "rloo", 1), "float32", s.threads)["ours"]["peak_mb"]
     by = {row.name: row for row in rows}
@@ -86,7 +86,7 @@ def run(s: MemorySettings) -> MemoryResult:
 
 
 def inside(claim: str, what: str, found: float, bounds: tuple[float, float]) -> ClaimVerdict:
-    """Whether one measurement lies within what was claimed."""
+    """Return the verdict that one measurement lies within the claimed bounds."""
     holds = bounds[0] <= found <= bounds[1]
     return ClaimVerdict(
         claim,
@@ -97,7 +97,7 @@ def inside(claim: str, what: str, found: float, bounds: tuple[float, float]) -> 
 
 
 def workload(s: MemorySettings, name: str, kind: str, passes: int) -> Workload:
-    """One method's work."""
+    """Return the work of one method."""
     return Workload(
         name,
         name,
@@ -115,7 +115,7 @@ def workload(s: MemorySettings, name: str, kind: str, passes: int) -> Workload:
 
 
 def measure(s: MemorySettings, name: str, kind: str, passes: int) -> MemoryRow:
-    """One method."""
+    """Measure one method."""
     work = workload(s, name, kind, passes)
     plan, found = make_plan(work, "float32", s.threads), alone(work, "float32", s.threads)["ours"]
     return MemoryRow(
@@ -128,7 +128,7 @@ def measure(s: MemorySettings, name: str, kind: str, passes: int) -> MemoryRow:
 
 
 def tables(result: MemoryResult) -> Iterator[Table | Text]:
-    """One row for each method, then the shares."""
+    """Yield one row for each method, then the shares."""
     s = result.settings
     table = drawing.new_table("Memory and time", "", "peak, MiB", "planned", "s/step", "planned")
     for row in result.rows:
@@ -145,7 +145,7 @@ def tables(result: MemoryResult) -> Iterator[Table | Text]:
 
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
-    """Memory and seconds, measured and planned."""
+    """Plot memory and seconds, measured and planned."""
     figure, (left, right) = drawing.new_figure(9.5, 3.2, 1, 2)
     names = [row["name"] for row in found["rows"]]
     for axes, keys, title in (

@@ -1,9 +1,9 @@
 """Six methods at equal samples from one fine-tuned model: REINFORCE, RLOO, GRPO, PPO, RAFT and online DPO.
 
-PPO makes four passes over each batch as usual, and one in an arm of its own: the others make one.
+PPO makes four passes over each batch as usual, and one pass in a separate arm. The others make one.
 
-The claims are those of Ahmadian et al. 2024, Back to Basics (arXiv:2402.14740): RLOO at least as good as REINFORCE, REINFORCE at
-least as good as PPO, and RLOO more sample-efficient than RAFT.
+The claims are those of Ahmadian et al. 2024, Back to Basics (arXiv:2402.14740): RLOO is at least as good as REINFORCE, REINFORCE
+is at least as good as PPO, and RLOO is more sample-efficient than RAFT.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ ARMS = {
     "online DPO": ("online_dpo", "online_dpo"),
 }
 SLACK = 0.01
-"""At least as good: not worse by more than this."""
+"""The tolerance of "at least as good": not worse by more than this."""
 
 
 def check(s: MethodsSettings) -> None:
-    """Refuse settings that make no sense."""
+    """Raise an error for invalid settings."""
     trials.check(s)
     trials.check_rates(s.rates)
     if not 0 < s.level <= 1:
@@ -43,7 +43,7 @@ def check(s: MethodsSettings) -> None:
 
 
 def run(s: MethodsSettings) -> TrialResult:
-    """Tune each method's rate on a seed of its own, then run it on the others."""
+    """Tune each method's rate on a separate seed, then run it on the others."""
     where = trials.files(s)
     configs = {
         name: (method, trials.online(s, where, algorithm, num_iterations=4 if name == "PPO" else 1))
@@ -77,8 +77,9 @@ def run(s: MethodsSettings) -> TrialResult:
 
 
 def samples_to(rows: Sequence[Mapping[str, Any]], level: float, per_step: int) -> float:
-    """Completions until the accuracy is `level`, between two measurements by a straight line; a run that never reaches it counts
-    as all of its samples.
+    """Return the number of completions until the accuracy is `level`, interpolated linearly between two measurements.
+
+    A run that never reaches it counts as all of its samples.
     """
     points = sorted(trials.curve(rows).items())
     for (s0, a0), (s1, a1) in pairwise(points):
@@ -88,7 +89,7 @@ def samples_to(rows: Sequence[Mapping[str, Any]], level: float, per_step: int) -
 
 
 def tables(result: TrialResult) -> Iterator[Table | Text]:
-    """One row for each method, then the claims."""
+    """Yield one row for each method, then the claims."""
     s = result.settings
     yield from trials.show(
         "Methods at equal samples",
@@ -99,5 +100,5 @@ def tables(result: TrialResult) -> Iterator[Table | Text]:
 
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
-    """The learning curves."""
+    """Plot the learning curves."""
     return trials.learning_curves(found, path, ("Held-out accuracy", tuple(ARMS)))

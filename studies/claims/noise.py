@@ -1,10 +1,10 @@
-"""RAFT, RLOO and PPO when the reward errs, and under the coefficient β of the KL to the starting model.
+"""RAFT, RLOO and PPO with noise in the reward, and under the coefficient β of the KL to the starting model.
 
 The claim is that of Ahmadian et al. 2024, Back to Basics (arXiv:2402.14740, section 5.3): RAFT degrades more than RLOO with noise
-in the reward and with a larger β. RAFT ranks by the reward alone here, and its KL is a term of the loss.
+in the reward and with a larger β. Here RAFT ranks by the reward alone, and its KL is a term of the loss.
 
 Every method makes one pass over each batch. The learning rate of each arm (a method at a noise or a β) is tuned by the same
-budget: one run for each rate, on a seed of its own, by the accuracy without noise.
+budget. This is one run for each rate, on a separate seed, scored by the accuracy without noise.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from studies.trials import Arm, ClaimVerdict, Trial, TrialResult
 
 METHODS = ("RAFT", "RLOO", "PPO")
 NOISES = {0.0: "exact", 0.5: "studies.rewards:half", 1.0: "studies.rewards:whole"}
-"""Rewards by the standard deviation of their noise."""
+"""The rewards by the standard deviation of their noise."""
 
 
 def check(s: NoiseSettings) -> None:
-    """Refuse settings that make no sense."""
+    """Raise an error for invalid settings."""
     trials.check(s)
     trials.check_rates(s.rates)
     if not {"RAFT", "RLOO"} <= set(s.methods) <= set(METHODS):
@@ -39,13 +39,13 @@ def check(s: NoiseSettings) -> None:
 
 
 def algorithm(method: str, beta: float) -> Any:
-    """The method with a KL term of this weight."""
+    """Return the method with a KL term of this weight."""
     kl = {"where": "loss" if method == "RAFT" else "reward", "estimator": "k3" if method == "RAFT" else "k1", "coefficient": beta}
     return {"preset": method.lower(), "kl": kl if beta else None}
 
 
 def run(s: NoiseSettings) -> TrialResult:
-    """Every method at every noise, and at every β without noise."""
+    """Run every method at every noise, and at every β without noise."""
     where = trials.files(s)
     configs = {}
     for method in s.methods:
@@ -78,7 +78,7 @@ def run(s: NoiseSettings) -> TrialResult:
 
 
 def worse(claim: str, arms: Mapping[str, Arm], other: str, what: str) -> ClaimVerdict:
-    """Whether RAFT loses more of its area than the other method."""
+    """Return the verdict that RAFT loses more of its area than the other method."""
     lost = {
         m: [a - b for a, b in zip(arms[f"{m}, noise 0"].each["area"], arms[f"{m}, {what}"].each["area"], strict=True)]
         for m in ("RAFT", other)
@@ -87,7 +87,7 @@ def worse(claim: str, arms: Mapping[str, Arm], other: str, what: str) -> ClaimVe
 
 
 def tables(result: TrialResult) -> Iterator[Table | Text]:
-    """One row for each method at each noise and β, then the claims."""
+    """Yield one row for each method at each noise and β, then the claims."""
     yield from trials.show(
         "Noise in the reward, and β",
         result,
@@ -98,7 +98,7 @@ def tables(result: TrialResult) -> Iterator[Table | Text]:
 
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
-    """The learning curves by noise."""
+    """Plot the learning curves by noise."""
     cases = dict.fromkeys(arm["name"].split(", ")[1] for arm in found["arms"])
     panels = [(f"Held-out accuracy, {case}", [f"{m}, {case}" for m in METHODS]) for case in cases]
     return trials.learning_curves(found, path, *panels)

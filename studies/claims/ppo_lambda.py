@@ -1,7 +1,7 @@
 """PPO at several λ of generalised advantage estimation, on a language task and on CartPole.
 
-The claim is that of Ahmadian et al. 2024, Back to Basics (arXiv:2402.14740, section 5.1): on language models λ = 1 is best, since
-the bias of a smaller one costs more than the variance that it saves. Control is known for the opposite: Schulman et al. 2016
+The claim is that of Ahmadian et al. 2024, Back to Basics (arXiv:2402.14740, section 5.1): on language models λ = 1 is best. The
+bias of a smaller λ costs more than the variance that it saves. In control, the opposite is known: Schulman et al. 2016
 (arXiv:1506.02438) found 0.92 to 0.99 best.
 """
 
@@ -25,14 +25,14 @@ LAMBDAS = (0.0, 0.5, 0.9, 0.95, 1.0)
 
 
 def check(s: LambdaSettings) -> None:
-    """Refuse settings that make no sense."""
+    """Raise an error for invalid settings."""
     trials.check(s)
     if s.timesteps < 1000:
         raise UserError(f"timesteps is {s.timesteps}; give at least 1000.")
 
 
 def run(s: LambdaSettings) -> TrialResult:
-    """Every λ on both tasks."""
+    """Run every λ on both tasks."""
     where = trials.files(s)
     jobs = []
     for lam in LAMBDAS:
@@ -42,7 +42,7 @@ def run(s: LambdaSettings) -> TrialResult:
             algorithm="ppo",
             env="CartPole-v1",
             gae_lambda=lam,
-            tuned=False,  # those settings have a λ of their own; these are the zoo's of Stable-Baselines3 otherwise
+            tuned=False,  # tuned settings have their own λ; these are otherwise those of Stable-Baselines3's zoo
             n_envs=8,
             n_steps=32,
             batch_size=256,
@@ -79,7 +79,7 @@ def run(s: LambdaSettings) -> TrialResult:
 
 
 def tables(result: TrialResult) -> Iterator[Table | Text]:
-    """One row for each task and λ, then the claims."""
+    """Yield one row for each task and λ, then the claims."""
     yield from trials.show(
         "PPO's λ",
         result,
@@ -89,7 +89,7 @@ def tables(result: TrialResult) -> Iterator[Table | Text]:
 
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
-    """The learning curves on both tasks."""
+    """Plot the learning curves on both tasks."""
     panels = [
         (f"{title} on {task}", [f"{task}, λ {lam:g}" for lam in LAMBDAS])
         for title, task in (("Held-out accuracy", "words"), ("Return", "CartPole"))

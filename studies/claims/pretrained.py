@@ -1,9 +1,9 @@
-"""A real pretrained model: SmolLM2-135M-Instruct learns sums by RLVR, SFT, DPO and on-policy distillation, and what else changes.
+"""A pretrained model learns sums: SmolLM2-135M-Instruct with RLVR, SFT, DPO and on-policy distillation, and side effects.
 
-The claims: rewards that are checked teach a pretrained model (Lambert et al. 2024, Tülu 3, arXiv:2411.15124) and break nothing
-else; reinforcement learning stays nearer to its start than supervised fine-tuning and forgets less (Shenfeld et al. 2025, RL's
-Razor, arXiv:2509.04259); pairs of a model's own samples teach less than the same number of samples online (Tang et al. 2024,
-arXiv:2405.08448); a teacher hands on what it learnt for a fraction of the samples (Agarwal et al. 2024, GKD, arXiv:2306.13649).
+The claims are four. Verified rewards teach a pretrained model (Lambert et al. 2024, Tülu 3, arXiv:2411.15124) and damage no other
+ability. Reinforcement learning stays closer to its start than supervised fine-tuning and forgets less (Shenfeld et al. 2025, RL's
+Razor, arXiv:2509.04259). Pairs of a model's own samples teach less than the same number of samples online (Tang et al. 2024,
+arXiv:2405.08448). A teacher passes on its knowledge for a fraction of the samples (Agarwal et al. 2024, GKD, arXiv:2306.13649).
 """
 
 from __future__ import annotations
@@ -48,44 +48,46 @@ NAME = "pretrained"
 START, RLVR, SFT, DPO, DISTILLED = "start", "RLVR", "SFT", "DPO", "distillation"
 SAMPLING = Sampling(max_completion_length=16)
 MARGIN = 0.05
-"""As good as means: not worse by so much."""
+"""The tolerance of "as good as": not worse by more than this."""
 SHOWN = 4
-"""Held-out questions whose answers are told."""
+"""The number of held-out questions whose answers are reported."""
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """One model: how it was trained, and what it can."""
+    """One model: its training and its abilities."""
 
     name: str
     samples: int
-    """Completions of the policy that its training drew."""
+    """The number of completions of the policy that its training drew."""
     accuracy: Interval
-    """Share of right answers to held-out sums; over sums."""
+    """The share of correct answers to held-out sums; intervals are over sums."""
     kl: Interval
-    """Exact KL(model‖start) of an answer, in nats; over sums."""
+    """The exact KL(model‖start) of an answer, in nats; intervals are over sums."""
     everyday: Interval
-    """Share of the everyday items whose right end is the likeliest."""
+    """The share of the everyday items whose correct ending is the most likely."""
     likelihood: Interval
-    """Change of the log-probability of the right ends, in nats; over items."""
+    """The change of the log-probability of the correct endings, in nats; intervals are over items."""
     answers: tuple[tuple[str, str], ...]
-    """A few held-out questions and what it said."""
+    """A few held-out questions and the model's answers."""
 
 
 @dataclass(frozen=True)
 class PretrainedResult:
-    """What `run` found."""
+    """The results of `run`."""
 
     settings: PretrainedSettings
     outcomes: tuple[TrainedModel, ...]
     findings: tuple[ClaimVerdict, ...]
     core_minutes: float = 0.0
-    """Processor time of the training runs: not of sampling DPO's pairs, nor of measuring."""
+    """The processor time of the training runs, without sampling DPO's pairs and without measuring."""
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """Of one model, by held-out sum: share of right answers, mean KL; by everyday item: whether it is right, log p."""
+    """The measurements of one model: by held-out sum, share of correct answers and mean KL; by everyday item, correctness and log
+    p.
+    """
 
     accuracy: tuple[float, ...]
     kl: tuple[float, ...]
@@ -95,7 +97,7 @@ class _Measured:
 
 
 def check(s: PretrainedSettings) -> None:
-    """Refuse settings that make no sense."""
+    """Raise an error for invalid settings."""
     for name in ("steps", "prompts", "held_out", "completions", "processes"):
         if getattr(s, name) < 1:
             raise UserError(f"{name} is {getattr(s, name)}; it must be at least 1.")
@@ -106,7 +108,7 @@ def check(s: PretrainedSettings) -> None:
 
 
 def run(s: PretrainedSettings) -> PretrainedResult:
-    """Every arm from one model, then the teacher's pupil; each measured."""
+    """Train every arm from one model, then the teacher's pupil. Measure each."""
     folder = Path(s.out) / NAME
     base = plain_folder(s.model or str(sums.smollm2(folder / "model")))
     train, held_out = sums.prepare(folder / "data")
@@ -131,7 +133,7 @@ def run(s: PretrainedSettings) -> PretrainedResult:
 
 
 def _usual(s: PretrainedSettings, base: str, train: Path, held_out: Path) -> OnlineConfig:
-    """An online run in which nothing is particular."""
+    """Return the settings of an online run with no special options."""
     return OnlineConfig(
         model=Model(path=base, dtype=s.dtype),
         data=Data(dataset=str(train), eval_dataset=str(held_out)),
@@ -146,7 +148,7 @@ def _usual(s: PretrainedSettings, base: str, train: Path, held_out: Path) -> Onl
 
 
 def _sft(s: PretrainedSettings, usual: OnlineConfig, folder: Path) -> SFTConfig:
-    """The sums written out, as many as RLVR has prompts."""
+    """Return settings for SFT on the worked sums, as many as RLVR has prompts."""
     rows = [json.loads(line) for line in Path(usual.data.dataset).read_text().splitlines()]
     written = folder / "written.jsonl"
     sample.write_jsonl(written, [{**row, "completion": [{"role": "assistant", "content": row["sum"]}]} for row in rows])
@@ -161,7 +163,7 @@ def _sft(s: PretrainedSettings, usual: OnlineConfig, folder: Path) -> SFTConfig:
 
 
 def _dpo(s: PretrainedSettings, usual: OnlineConfig, folder: Path) -> PreferenceConfig:
-    """A right answer against a wrong one, out of as many samples of the start as RLVR draws of the policy."""
+    """Return settings for DPO on correct against wrong answers, from as many samples of the start as RLVR draws of the policy."""
     pairs = folder / f"pairs-{s.steps}-{s.prompts}-{s.generations}-{s.seed}.jsonl"
     if not pairs.exists():
         asked = SampleConfig(
@@ -186,7 +188,7 @@ def _dpo(s: PretrainedSettings, usual: OnlineConfig, folder: Path) -> Preference
 
 
 def _measure(s: PretrainedSettings, model: str, base: str, held_out: Path, place: Path) -> _Measured:
-    """What a model can and how far it is from the start; measured once."""
+    """Measure the abilities of a model and its distance from the start. The result is cached."""
     kept = place / f"measured-{s.held_out}-{s.completions}.json"
     if kept.exists():
         return _Measured(**{key: tuple(value) for key, value in json.loads(kept.read_text()).items()})
@@ -232,7 +234,7 @@ def _outcome(name: str, samples: int, found: Mapping[str, _Measured]) -> Trained
 
 
 def _findings(found: Mapping[str, _Measured]) -> Iterator[ClaimVerdict]:
-    """Each claim by its test. Differences are of the same sum or item, and the intervals over these."""
+    """Yield each claim by its test. Differences are of the same sum or item, and the intervals are over these."""
     start, rlvr, sft, dpo, pupil = (found[name] for name in (START, RLVR, SFT, DPO, DISTILLED))
     paired = trials.compare_pairs
     yield paired("RLVR teaches a pretrained model sums", "accuracy: RLVR > start, by sum", rlvr.accuracy, start.accuracy)
@@ -256,7 +258,7 @@ def _findings(found: Mapping[str, _Measured]) -> Iterator[ClaimVerdict]:
 
 
 def tables(result: PretrainedResult) -> Iterator[Table | Text]:
-    """One row for each model, answers of each, then the claims."""
+    """Yield one row for each model, answers of each, then the claims."""
     table = drawing.new_table("A pretrained model on sums", "", "samples", "right", "KL", "everyday", "log p")
     for one in result.outcomes:
         table.add_row(
@@ -285,14 +287,14 @@ def tables(result: PretrainedResult) -> Iterator[Table | Text]:
 
 
 def picture(found: Mapping[str, Any], path: Path) -> Path:
-    """What each model can; and how far it is from the start, against what it knows of other things."""
+    """Plot the abilities of each model, and its distance from the start against its retained knowledge."""
     figure, (left, right) = drawing.new_figure(9.5, 3.6, 1, 2)
     for place, (one, colour) in enumerate(zip(found["outcomes"], (drawing.INK, *COLOURS), strict=False)):
         mean, low, high = one["accuracy"]
         left.bar([place], [mean], 0.6, yerr=[[mean - low], [high - mean]], color=colour, error_kw={"linewidth": 1.2})
         (x, *_), (y, low, high) = one["kl"], one["likelihood"]
         right.errorbar([x], [y], [[y - low], [high - y]], color=colour, marker="o", markersize=5, linewidth=1.4)
-        crowded = any(0 < other["kl"][0] - x < 1 for other in found["outcomes"])  # by one that stands to its right
+        crowded = any(0 < other["kl"][0] - x < 1 for other in found["outcomes"])  # a close point to its right
         side: dict[str, Any] = {"xytext": (-6, 5), "ha": "right"} if crowded else {"xytext": (6, 5)}
         right.annotate(one["name"], (x, y), textcoords="offset points", fontsize=8, color=colour, **side)
     drawing.tidy(left, "Share of right answers to held-out sums", grid="y")
