@@ -29,48 +29,48 @@ def _training(settings: type[Any]) -> dict[str, Command]:
 _extra, _serve, _studio = (partial(extras.command, package) for package in ("psigrad_extras", "psigrad_serve", "psigrad_studio"))
 
 GROUPS = {
-    "begin": {
-        "init": Command("write a project to start from: verifiable reward, preferences, tools or control", begin.init),
-        "demo": Command("train a small model from nothing by SFT and GRPO, and show what came of it", _extra("demo")),
-        "doctor": Command("what this machine offers, and what is missing", _extra("doctor")),
-        "from-trl": Command("settings of TRL, a script or a YAML file, as psigrad's, and what differs", _extra("from_trl")),
-        "check": Command("whether a model, its data and its settings will train rightly, before they do", _extra("check")),
+    "get started": {
+        "init": Command("create a project: verifiable reward, preferences, tools or control", begin.init),
+        "demo": Command("train a small model from scratch by SFT and GRPO, and show the result", _extra("demo")),
+        "doctor": Command("list what this machine offers, and what is missing", _extra("doctor")),
+        "from-trl": Command(
+            "convert a TRL script or YAML file to psigrad's settings, and list the differences", _extra("from_trl")
+        ),
+        "check": Command("check a model, its data and its settings before training", _extra("check")),
     },
     "train on completions that the model samples (online RL)": _training(OnlineConfig),
     "train on recorded comparisons (preferences)": _training(PreferenceConfig),
     "train on examples, and reward models": {
         **_training(SFTConfig),
         **_training(RewardConfig),
-        "score": Command("what a reward model or reward functions give to prompts with completions", language.score),
+        "score": Command("score prompts with completions by reward functions or a reward model", language.score),
     },
     "make data, measure, plan": {
-        "sample": Command("completions of a model as a dataset: all, the best of each prompt, or pairs", _extra("sample")),
-        "pairs": Command("pairs out of rankings or ratings, ties left out and counted", _extra("pairs")),
-        "tasks": Command("names of the procedural tasks of reasoning-gym", language.tasks),
+        "sample": Command("sample completions as a dataset: all, the best of each prompt, or pairs", _extra("sample")),
+        "pairs": Command("convert rankings or ratings to pairs; ties are dropped and counted", _extra("pairs")),
+        "tasks": Command("list the procedural tasks of reasoning-gym", language.tasks),
         "eval": Command("sample held-out prompts from a model and score them", language.evaluate),
-        "lm-eval": Command("tasks of EleutherAI's lm-eval, and what training has broken of them", _extra("lm_eval")),
-        "judge-report": Command("how a judge compares with people's votes, and with itself", _studio("judge_report")),
-        "plan": Command("peak memory, batch arithmetic and speed of a run before it starts", _extra("plan")),
-        "compare": Command("several methods from one checkpoint, over seeds, with equal samples", _extra("compare")),
-        "sweep": Command("search over any settings of a method by Optuna, over seeds", _extra("sweep")),
-        "replay": Command("a step of a run once more, bit for bit, and by other methods", _extra("replay")),
+        "lm-eval": Command("run tasks of EleutherAI's lm-eval, and show what training has made worse", _extra("lm_eval")),
+        "judge-report": Command("compare a judge with people's votes, and with itself", _studio("judge_report")),
+        "plan": Command("estimate the peak memory, batches and speed of a run before it starts", _extra("plan")),
+        "compare": Command("compare methods from one checkpoint, over seeds, with equal samples", _extra("compare")),
+        "sweep": Command("search any settings of a method with Optuna, over seeds", _extra("sweep")),
+        "replay": Command("repeat a step of a run, bit for bit, or with other methods", _extra("replay")),
         "report": Command("draw report.html of a run again, or compare several runs", language.report),
-        "export": Command("a model as a GGUF file with a Modelfile for Ollama, merged, or its adapter", _extra("export")),
-        "merge": Command("a model with its adapter merged in: export --to merged", _extra("merge")),
+        "export": Command("export a model as GGUF (with a Modelfile for Ollama), merged, or as its adapter", _extra("export")),
+        "merge": Command("merge a model's adapter into it: export --to merged", _extra("merge")),
         "push": Command("upload a finished run's model with its model card to the Hugging Face hub", _extra("push")),
-        "studio": Command("the web application: grid world, runs, labelling desk, chat", _studio("studio")),
+        "studio": Command("start the web application: grid world, runs, labelling, chat", _studio("studio")),
     },
-    "answer with a model": {
-        "serve": Command("a model or a run behind the APIs of OpenAI and Anthropic, for any agent", _serve("serve")),
-        "chat": Command("talk to a model or a run on the terminal", _serve("chat")),
+    "use a model": {
+        "serve": Command("serve a model or a run through the APIs of OpenAI and Anthropic", _serve("serve")),
+        "chat": Command("chat with a model or a run in the terminal", _serve("chat")),
     },
-    "the same mathematics, small": {
-        "explain": Command("the formula a method optimises, term by term, or how two differ", maths.explain),
-        "grid": Command("a grid world solved sweep by sweep, in the terminal", _extra("grid")),
-        "control": Command("reinforcement learning on a Gymnasium environment: PPO, A2C, REINFORCE, TRPO, DQN", maths.control),
-        "experiment": Command(
-            "claims about policy gradients, shown on problems whose exact answer is known", _extra("experiment")
-        ),
+    "small problems and formulas": {
+        "explain": Command("print the formula that a method optimises, or how two methods differ", maths.explain),
+        "grid": Command("solve a grid world sweep by sweep, in the terminal", _extra("grid")),
+        "control": Command("train an agent on a Gymnasium environment: PPO, A2C, REINFORCE, TRPO, DQN", maths.control),
+        "experiment": Command("test claims about policy gradients on problems with a known exact answer", _extra("experiment")),
     },
 }
 COMMANDS: dict[str, Command] = {name: command for group in GROUPS.values() for name, command in group.items()}
