@@ -50,7 +50,7 @@ def read_file(path: Path, name: str) -> Records:
     kind = kind_of_file(path.name)
     if kind not in READERS:
         known = ", ".join(READERS)
-        raise UserError(f"{path} ends in {path.suffix or 'nothing'}; it must be one of {known}; convert or rename it.")
+        raise UserError(f"The name of {path} must end in one of {known}; convert or rename the file.")
     try:
         yield from READERS[kind](path, name)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:

@@ -8,13 +8,13 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.language.rewards.code_asserts import Evaluated
 from psigrad.language.rewards.code_rows import BESIDE, COLUMNS, Printed, RowTests, read_tests
 from psigrad.language.rewards.code_values import same
-from psigrad.language.rollout.scoring import Wrong, text_of
+from psigrad.language.rollout.scoring import SelfLimited, Wrong, text_of
 from psigrad.processes.sandbox import Executor, Limits, Program, ProgramOutcome, executor_for
 from psigrad.processes.sandbox.executor import MissingValue
 
@@ -31,7 +31,7 @@ _WRONG = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, R
 
 
 @dataclass(frozen=True)
-class Code:
+class Code(SelfLimited):
     """A reward of 1 if the completion's Python program passes every test of its row, otherwise 0: a `Wrong` with a `reason`.
 
     The program is the last fenced block (a Python block if there is one), or the whole completion without a block. One of
@@ -39,7 +39,6 @@ class Code:
     reward is the share of tests that pass. If the sandbox itself fails, the completion has no score.
     """
 
-    limits_itself: ClassVar[bool] = True
     partial: bool = False
     seconds: float = 2.0
     """CPU time of each test, rounded up to whole seconds. The wall-clock limit is five times as much."""

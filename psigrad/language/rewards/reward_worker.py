@@ -14,7 +14,7 @@ from typing import Any
 
 from psigrad.errors import kind_of, nearest
 from psigrad.language.rewards.golds import blank
-from psigrad.language.rollout.scoring import LIMITS_ITSELF, Failure, Preparable, Unscored, Wrong, transcript_of, turns_of
+from psigrad.language.rollout.scoring import Failure, Preparable, SelfLimited, Unscored, Wrong, transcript_of, turns_of
 from psigrad.processes.workers import unpack
 from psigrad.processes.workers.child import message_of, reason_for
 from psigrad.processes.workers.shipping import Packed
@@ -45,7 +45,7 @@ def service(payload: Sequence[tuple[str, Packed]]) -> Callable[[Any], Iterator[A
         jobs = [(*functions[which], copy.deepcopy(samples)) for asked, samples in message for which in asked]
         with _together(jobs) as begun:
             for name, function, samples in begun:
-                if getattr(function, LIMITS_ITSELF, False):
+                if isinstance(function, SelfLimited):
                     yield from _while_alive(name, function, samples)
                 else:
                     yield encode(ask(name, function, samples))

@@ -12,8 +12,6 @@ WINDOW = 200
 """The number of completions over which `max_unscored` is checked."""
 _ENOUGH = 8
 """The number of completions after which a reward that has never worked stops a run."""
-LIMITS_ITSELF = "limits_itself"
-"""The attribute of a reward function that ends what it runs in time, so that its worker is not killed meanwhile."""
 NOT_APPLICABLE = "no reward function applies to it"
 """The reason of a completion for which no reward function returned a number."""
 
@@ -84,6 +82,10 @@ class Preparable:
 
     def prepare(self) -> None:
         """Load the resources that it needs."""
+
+
+class SelfLimited:
+    """A reward function that ends what it runs in time. Its worker is not killed while it runs."""
 
 
 class Wrong(float):

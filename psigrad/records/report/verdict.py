@@ -158,5 +158,5 @@ def _warnings(watch: Watch) -> list[str]:
     return [
         f"{several(len(loud), 'warning')}: {', '.join(loud)}" if loud else "" if passed else "no warnings",
         f"{several(passed, 'warning')} that passed" if passed else "",
-        f"the task is solved ({', '.join(calm)})" if calm else "",
+        f"the task is solved, which explains: {', '.join(calm)}" if calm else "",
     ]
