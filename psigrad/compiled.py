@@ -120,6 +120,8 @@ def kernels() -> CompiledKernels | str:
     """Return the kernels, compiled if necessary, or the reason why there are none."""
     try:
         found: CompiledKernels | str = importlib.import_module("psigrad.kernels.kernels").kernels()
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("psigrad.kernels"):  # another module is missing, which is a fault and no choice
+            raise
         return "psigrad.kernels is not installed"
     return found
