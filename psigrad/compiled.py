@@ -121,7 +121,7 @@ def kernels() -> CompiledKernels | str:
     try:
         found: CompiledKernels | str = importlib.import_module("psigrad.kernels.kernels").kernels()
     except ModuleNotFoundError as error:
-        if not str(error.name).startswith("psigrad.kernels"):  # another module is missing, which is a fault and no choice
+        if not str(error.name).startswith("psigrad.kernels"):  # another module is missing
             raise
         return "psigrad.kernels is not installed"
     return found

@@ -19,7 +19,8 @@ from psigrad.language.data.dataset_rows import Row, validate
 from psigrad.language.data.reward_view import reward_view
 from psigrad.language.data.templates import example
 from psigrad.language.episodes.environments import InProcess
-from psigrad.language.episodes.episodes import Episodes, collector_of
+from psigrad.language.episodes.episodes import Episodes
+from psigrad.language.episodes.players import collector_of
 from psigrad.language.models import language_model, scalar_model
 from psigrad.language.models.experts import balance_of
 from psigrad.language.models.language_model import LanguageModel

@@ -20,7 +20,8 @@ import torch
 from psigrad.config import OnlineConfig, Placement
 from psigrad.config.load import from_dict
 from psigrad.errors import UserError
-from psigrad.language.episodes.episodes import PlayerCollector, settle
+from psigrad.language.episodes.episodes import settle
+from psigrad.language.episodes.players import PlayerCollector
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes.changes import apply_changes

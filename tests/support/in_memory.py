@@ -14,7 +14,7 @@ from psigrad.config import OnlineConfig, Optim, Run
 from psigrad.config.algorithms import resolve_online
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.reward_view import reward_view
-from psigrad.language.episodes.episodes import collector_of
+from psigrad.language.episodes.players import collector_of
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import LanguageModel, prepare
 from psigrad.language.recipes.online import annotators_of

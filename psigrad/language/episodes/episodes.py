@@ -8,10 +8,10 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from psigrad import seeds
 from psigrad.errors import UserError
@@ -21,7 +21,6 @@ from psigrad.language.episodes.environments import Fault, Message, Observation, 
 from psigrad.language.episodes.episode_history import EpisodeHistory, as_messages
 from psigrad.language.episodes.tools import CallForm
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.rollout.collectors import Completions, SeedOf, TrajectoryCollector
 from psigrad.language.rollout.scoring import transcript_of
 from psigrad.language.rollout.types import (
     Branch,
@@ -29,7 +28,6 @@ from psigrad.language.rollout.types import (
     Cut,
     FinishReason,
     NextTurn,
-    Prompt,
     Sampler,
     SamplingParams,
     Stretch,
@@ -42,74 +40,6 @@ LINGER = (0.1, 0.02)
 ROUNDING = 1e-3
 # The rule for assigning a session's reward to its tokens. Its group is the sessions of its row.
 CREDIT = "a session is one trajectory; what it earned goes to every token sampled in it, in whichever branch, once"
-
-
-class Player(Protocol):
-    """A counterpart of the policy: local environments and tools, or agents that query it over HTTP (psigrad_serve/agents/)."""
-
-    def play(
-        self,
-        sampler: Sampler,
-        prompts: Sequence[tuple[int, tuple[int, ...], Row]],
-        params: SamplingParams,
-        *,
-        num_generations: int,
-        seed_of: Callable[[int, int], int],
-        model: LanguageModel,
-        version: int,
-        needs_reward: bool,
-    ) -> list[Trajectory]:
-        """Return `num_generations` trajectories for each (index, prompt ids, row), in order. `seed_of(i, k)` seeds the k-th of
-        the i-th. With `needs_reward`, the player's own reward is the only one.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class PlayerCollector:
-    """The collector of a player's trajectories: episodes, or sessions of agents. All groups of a step complete at once."""
-
-    player: Player
-    sampler: Sampler
-    model: LanguageModel
-    needs_reward: bool
-    """True if the player's own rewards are the only ones."""
-    plays: bool = True
-
-    def collect(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        num_generations: int,
-        seed_of: SeedOf,
-        version: int,
-        cache: Any = None,
-    ) -> Iterator[list[tuple[int, list[Trajectory]]]]:
-        """See `TrajectoryCollector`."""
-        made = self.player.play(
-            self.sampler,
-            [(p.index, p.ids, p.row) for p in prompts],
-            params,
-            num_generations=num_generations,
-            seed_of=seed_of,
-            model=self.model,
-            version=version,
-            needs_reward=self.needs_reward,
-        )
-        yield [(i, made[i * num_generations : (i + 1) * num_generations]) for i in range(len(prompts))]
-
-    def snapshot(self) -> PlayerCollector:
-        """See `TrajectoryCollector`."""
-        return replace(self, sampler=self.sampler.snapshot())
-
-
-def collector_of(
-    sampler: Sampler, model: LanguageModel, player: Player | None = None, *, needs_reward: bool = False
-) -> TrajectoryCollector:
-    """Return the collector of a player's episodes, or of single completions if there is no player."""
-    if player is not None:
-        return PlayerCollector(player, sampler, model, needs_reward)
-    return Completions(sampler, partial(decode, model.tokenizer))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from psigrad.language.data.sources import HELD_OUT, ONE_OF, check_held_out, from
 from psigrad.language.episodes import environments
 from psigrad.language.episodes.environment_pool import EnvironmentPool
 from psigrad.language.episodes.environments import InProcess, Playing
-from psigrad.language.episodes.episodes import Episodes, Player
+from psigrad.language.episodes.episodes import Episodes
+from psigrad.language.episodes.players import Player
 from psigrad.language.episodes.tools import CallForm, Tool, ToolBoxes, call_form_of, resolve, schemas
 from psigrad.processes.sandbox import enclosure_of_workers
 from psigrad.runs.journal import Journal

@@ -18,7 +18,7 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.reward_view import score
 from psigrad.language.data.sources import read_dataset
-from psigrad.language.episodes.episodes import Player
+from psigrad.language.episodes.players import Player
 from psigrad.language.loading import samplers
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.loading.model_source import meant

@@ -12,7 +12,7 @@ import torch
 from psigrad import seeds
 from psigrad.intervals import mean_interval, pass_at_k
 from psigrad.language.data.reward_view import reward_view
-from psigrad.language.episodes.episodes import Player, collector_of
+from psigrad.language.episodes.players import Player, collector_of
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.rewards import Scorer

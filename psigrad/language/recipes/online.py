@@ -14,7 +14,7 @@ from psigrad.config import OnlineConfig
 from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.posted_forms import Tell
 from psigrad.language.data.reward_view import reward_view
-from psigrad.language.episodes.episodes import Player, collector_of
+from psigrad.language.episodes.players import Player, collector_of
 from psigrad.language.episodes.tools import schemas
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_critic, load_model, load_own_reference

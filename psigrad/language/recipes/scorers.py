@@ -18,7 +18,7 @@ from psigrad.config.sections import columns_of
 from psigrad.errors import UserError, several
 from psigrad.language.data.dataset_rows import Row, column_names
 from psigrad.language.data.posted_forms import Tell
-from psigrad.language.episodes.episodes import Player
+from psigrad.language.episodes.players import Player
 from psigrad.language.loading.load_model import load_trained_scalar_model
 from psigrad.language.loading.samplers import sampling_params
 from psigrad.language.loading.teacher import Teacher
