@@ -86,7 +86,7 @@ SIGNALS = (
         "Difference of their log-probs on the same tokens; should be near 0.",
         ("sampling/sampling_logp_difference/mean", "optim/kl_sample_train_v1", "mismatch_kl/all"),
         beside=("sampling/sampling_logp_difference/max",), labels=("mean", "largest")),
-    Signal("entropy", "Policy", "Entropy", "How undecided the policy is, per token or step.",
+    Signal("entropy", "Policy", "Entropy", "Uncertainty of the policy, per token or step.",
         ("entropy", "train/entropy", "optim/entropy", "entropy/all", "surprise"), "nats"),
     Signal("exploration", "Policy", "Exploration", "Share of actions drawn by chance.", ("rollout/exploration_rate",),
         share=True, smooth=False),

@@ -51,7 +51,7 @@ async function look() {
     $("system-field").hidden = !abilities.system;
     $("manner").textContent = mixed
       ? "One of these models has a chat template and the other has none: they are given different words, and a choice is not stored."
-      : abilities.template ? "" : "No chat template: the model goes on from your text as it stands, each message by itself.";
+      : abilities.template ? "" : "No chat template: the model continues your text, and each message starts afresh.";
   } catch (error) {
     notice(error.message);
   }
@@ -202,7 +202,7 @@ function fresh() {
   open = null;
   talk.length = exchanges.length = 0;
   $("log").replaceChildren();
-  $("nothing").replaceChildren(...(was.nodes.length ? ["A new conversation. ", back] : ["Nothing was said yet."]));
+  $("nothing").replaceChildren(...(was.nodes.length ? ["A new conversation. ", back] : ["No messages yet."]));
   $("nothing").hidden = false;
   say("");
   draw();

@@ -46,7 +46,7 @@ async function draw() {
     return;
   }
   if (mine !== turn) return;
-  $("who").textContent = me.owner ? "You are at this machine" : `You are ${me.name}`;
+  $("who").textContent = me.owner ? "You own this studio" : `You are ${me.name}`;
   $("leave").hidden = me.owner;
   const project = projects.find((each) => each.id === number);
   if (part === "account") show("Your account", null, account(me, projects));
