@@ -51,6 +51,8 @@ DENSE |= {"position_embedding_type": "rope", "mamba_n_heads": 8, "mamba_d_head":
 DENSE["router_aux_loss_coef"] = 0.0  # or TRL asks for its routers
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 DELTA["layer_types"] = ["linear_attention", "full_attention"] * 2
+KIMI = {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_heads": 4, "linear_head_dim": 8}
+KIMI["num_key_value_heads"] = 4
 WINDOWED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 6}
 # the last layer has the keys and values of the one before
 SHARED = {"layer_types": ["sliding_attention", *["full_attention"] * 3], "sliding_window": 6, "num_kv_shared_layers": 1}
@@ -93,7 +95,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": ("MiniMax-M2", EXPERTS),
     "lfm2": ("LFM 2", {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}),
     "lfm3": ("LFM 3", {"layer_types": ["conv", "full_attention", "sliding_attention", "conv"], "sliding_window": 6}),
+    "kimi_linear": ("Kimi Linear", {**ROUTED, **LATENT, **KIMI}),
     "falcon_h1": ("Falcon-H1", MAMBA),
+    "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1, 3]}),
     "nemotron_h": ("Nemotron-H", {**ROUTED, **NEMOTRON_H}),
     "diffllama": ("DiffLlama", {}),
     "stablelm": ("StableLM", {}),

@@ -66,6 +66,10 @@ def check(model: Pretrained, world: World) -> None:
         return
     if model.why_padded:
         raise UserError(f"cp_size and tp_size are for models that are packed, and this one is not: {model.why_padded}.")
+    if any(getattr(module, "has_state", False) for module in model.network.modules()):
+        raise UserError(
+            f"cp_size and tp_size are for models that attend in each layer; {type(model.network).__name__} has states."
+        )
     if size(config, "experts"):
         raise UserError("A mixture of experts is not computed by several processes together; give tp_size=1 and cp_size=1.")
     heads, keys = layer_sizes(config, "heads"), layer_sizes(config, "key_heads")

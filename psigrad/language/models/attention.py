@@ -16,6 +16,7 @@ from psigrad.kernels.kernels import Heads, Kernels, Slots, Spans
 from psigrad.language.models.fused.caches import PackedWeights
 
 SDPA: Any = F.scaled_dot_product_attention
+Tensors = tuple[Tensor, ...]
 
 
 class Attending(Protocol):
@@ -58,8 +59,23 @@ def softened(
     return shares[..., : k.shape[-2]] @ v
 
 
+class Rule(Protocol):
+    """The recurrence of a layer with state, such as the gated delta rule or Mamba-2.
+
+    A token whose inputs are zeros leaves the state unchanged, so that shorter sequences can be padded.
+    """
+
+    def scan(self, inputs: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return outputs [N, L, ...] and the states [N, ...] after the last token. Inputs are [N, L, ...], and zeros if the
+        state is None.
+        """
+
+    def step(self, inputs: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return outputs [N, ...] of one token [N, ...] of each sequence, and the states after it."""
+
+
 class Layout(Protocol):
-    """The pattern of attention between tokens, inside transformers' modules."""
+    """The sequences that the tokens of a forward pass belong to, inside transformers' modules."""
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
@@ -68,6 +84,12 @@ class Layout(Protocol):
 
         `how` is `scaled_dot_product_attention` or `softened`.
         """
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Convolve x [S, C] along each sequence, channel by channel, with `weight` [C, K]: a token with the K - 1 before it."""
+
+    def scan(self, layer: int, rule: Rule, inputs: Tensors) -> Tensor:
+        """Return the outputs [S, ...] of a recurrence whose inputs are [S, ...]. Its state begins at zero in each sequence."""
 
 
 class FusedLayout(Protocol):
@@ -274,6 +296,82 @@ class PackedLayout:
             parts.append(out.transpose(1, 2).flatten(0, 1))
         taken: Tensor = _Take.apply(torch.cat(parts), self._inverse, self._order)
         return taken[None]
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Convolve each sequence after the last tokens of its prefix. Shapes are those of `Layout.convolve`."""
+        rows, own = self._windows(weight.shape[1])
+        wide, count = rows_at(x, rows), len(rows) - weight.shape[1] + 1
+        made = sum((wide[k : k + count] * weight[:, k] for k in range(weight.shape[1])), x.new_zeros(()))
+        return (made if bias is None else made + bias).index_select(0, own)
+
+    def _windows(self, taps: int) -> tuple[Tensor, Tensor]:
+        """Return [E] the row's tokens piece by piece, each piece after the `taps - 1` tokens before it (-1: none), and [S] where
+        the window of each token begins there.
+        """
+        if taps not in self._taps:
+            pieces, before = self.pieces, np.arange(1 - taps, 0)
+            seen = pieces.before[:, None] + before
+            context = np.where(seen >= 0, pieces.base[:, None] + seen, -1)
+            own = np.split(np.arange(self.rows), pieces.starts[1:])
+            rows = np.concatenate([part for pair in zip(context, own, strict=True) for part in pair])
+            begin = np.arange(self.rows) + (np.arange(len(own)) * (taps - 1)).repeat(pieces.lengths)
+            self._taps[taps] = on_device(rows, self.device), on_device(begin, self.device)
+        return self._taps[taps]
+
+    @cached_property
+    def _taps(self) -> dict[int, tuple[Tensor, Tensor]]:
+        return {}
+
+    def scan(self, layer: int, rule: Rule, inputs: Tensors) -> Tensor:
+        """Run each prefix once, and continue from its state in each of its sequences. Shapes are those of `Layout.scan`."""
+        return self.scan_with_states(rule, inputs)[0]
+
+    def scan_with_states(self, rule: Rule, inputs: Tensors) -> tuple[Tensor, Tensor | None]:
+        """Return the outputs of `scan`, and the states [segments, ...] after each segment of `segments`."""
+        order, inverse, waves = self.segments
+        taken, outputs, states, done = [_Take.apply(x, order, inverse) for x in inputs], [], None, 0
+        for shape, source in waves:
+            part = tuple(x[done : done + shape[0] * shape[1]].unflatten(0, shape) for x in taken)
+            out, after = rule.scan(part, None if source is None or states is None else rows_at(states, source))
+            outputs.append(out.flatten(0, 1))
+            states = after if states is None else torch.cat([states, after])
+            done += shape[0] * shape[1]
+        made: Tensor = _Take.apply(torch.cat(outputs), inverse, order)
+        return made, states
+
+    @cached_property
+    def segments(self) -> tuple[Tensor, Tensor, list[tuple[tuple[int, int], Tensor | None]]]:
+        """The row as segments that a recurrence can run side by side, in waves. A segment continues one of an earlier wave.
+
+        A prefix is cut where sequences leave it. Returns the packed position of each padded token (-1: padding), its inverse [S],
+        and for each wave its shape [segments, longest] and the earlier segment that each continues (-1 or None: none).
+        """
+        pieces, count, starts = self.pieces, len(self.pieces.prefixes), self.pieces.starts
+        waves: list[list[tuple[int, int, int]]] = []  # first token, length, and the number of the segment before it
+        ends: dict[tuple[int, int], int] = {}  # the segment that ends after so many tokens of a prefix
+        cuts = [
+            [0, *sorted({*pieces.seen[pieces.prefix == b].tolist(), int(length)} - {0})]
+            for b, length in enumerate(pieces.prefixes)
+        ]
+        for i in range(max((len(cut) - 1 for cut in cuts), default=0)):
+            waves.append([])
+            for b, cut in enumerate(cuts):
+                if i + 1 < len(cut):
+                    waves[-1].append((int(starts[b]) + cut[i], cut[i + 1] - cut[i], ends.get((b, cut[i]), -1)))
+                    ends[b, cut[i + 1]] = len(ends)
+        before = [ends.get((b, seen), -1) if count else -1 for b, seen in zip(pieces.prefix, pieces.seen, strict=True)]
+        waves.append(list(zip(starts[count:].tolist(), pieces.sequences.tolist(), before, strict=True)))
+        waves = [wave for wave in waves if any(length for _, length, _ in wave)]
+        tables, shapes = [], []
+        for wave in waves:
+            first, lengths, source = np.array(wave).T
+            steps = np.arange(lengths.max())
+            tables.append(np.where(steps < lengths[:, None], first[:, None] + steps, -1))
+            shapes.append((tables[-1].shape, on_device(source, self.device) if (source >= 0).any() else None))
+        order = np.concatenate([table.ravel() for table in tables])
+        inverse = np.empty(self.rows, dtype=np.int64)
+        inverse[order[order >= 0]] = np.flatnonzero(order >= 0)
+        return on_device(order, self.device), on_device(inverse, self.device), shapes
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the same attention by the native kernel. Shapes are those of `FusedLayout.mix`."""

@@ -24,7 +24,17 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from psigrad.language.models.attention import SDPA, Layout, PackedLayout, on_device, repeat_heads, rows_at, softened
+from psigrad.language.models.attention import (
+    SDPA,
+    Layout,
+    PackedLayout,
+    Rule,
+    Tensors,
+    on_device,
+    repeat_heads,
+    rows_at,
+    softened,
+)
 
 IMPLEMENTATION = "psigrad"
 
@@ -94,14 +104,28 @@ def varlen_kernel() -> Varlen:
 
 
 @dataclass(frozen=True)
-class VarlenLayout:
+class _Unpadded:
+    """A layout whose layers with state are those of the packed layout."""
+
+    packed: PackedLayout
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Layout.convolve`."""
+        return self.packed.convolve(layer, x, weight, bias)
+
+    def scan(self, layer: int, rule: Rule, inputs: Tensors) -> Tensor:
+        """See `Layout.scan`."""
+        return self.packed.scan(layer, rule, inputs)
+
+
+@dataclass(frozen=True)
+class VarlenLayout(_Unpadded):
     """A packed layout that attends without padding inside transformers' modules; see `Layout`.
 
     Every prefix is a piece for a kernel that takes pieces of any length. So is every sequence, whose keys start with those of its
     prefix. Only the scores that are needed are computed. The cost is a copy of the prefix's keys and values.
     """
 
-    packed: PackedLayout
     kernel: Varlen
 
     def attend(
@@ -163,14 +187,12 @@ class _Copies(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class FlexLayout:
+class FlexLayout(_Unpadded):
     """A packed layout that attends by FlexAttention inside transformers' modules; see `Layout`.
 
     One compiled kernel skips the blocks that no query attends to (Dong et al. 2024, arXiv:2412.05496).
     scaled_dot_product_attention needs padded views and a mask of every pair instead.
     """
-
-    packed: PackedLayout
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA

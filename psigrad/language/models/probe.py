@@ -41,7 +41,9 @@ def choose_attention(hf: PreTrainedModel, texts_of: Callable[[], Groups], probe:
     the model has psigrad's attention if that works, otherwise its own.
     """
     from psigrad.language.models.hf_attention import IMPLEMENTATION
+    from psigrad.language.models.hf_state import attach
 
+    attach(hf)
     own = hf.config._attn_implementation
     texts, failure = _try(hf, own, texts_of)
     if texts is None:  # some models assume SDPA and raise an error when they run (softcapped attention)

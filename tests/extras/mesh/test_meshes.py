@@ -90,6 +90,9 @@ def test_what_cannot_be_divided_is_refused_by_name(monkeypatch):
     model.why_padded = "its layers are recurrent"
     with pytest.raises(UserError, match="are for models that are packed, and this one is not: its layers are recurrent"):
         mesh.check(model, meshes.alone(context=2))
+    model.why_padded, model.network.model.layers[0].has_state = "", True
+    with pytest.raises(UserError, match="are for models that attend in each layer; LlamaForCausalLM has states"):
+        mesh.check(model, meshes.alone(context=2))
     monkeypatch.setenv("WORLD_SIZE", "4")
     for division, lockstep in ((Division(tensor=3), True), (Division(context=2), False)):
         with pytest.raises(UserError, match="and the number of processes is 4; give strategy=fsdp"):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hybrid_models import HYBRID, network
 
 from psigrad import seeds
 from psigrad.language.models import tiny
@@ -32,10 +33,11 @@ def frozen(run):
     return lambda: None
 
 
-@pytest.fixture(scope="module", params=["gpt2", "gpt_neox"])
+@pytest.fixture(scope="module", params=["gpt2", "gpt_neox", "qwen3_5_text"])
 def model(request):
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
-    made = prepare(tiny.model(request.param, len(tokenizer)), tokenizer)
+    hybrid = request.param in HYBRID
+    made = prepare(network(request.param) if hybrid else tiny.model(request.param, len(tokenizer)), tokenizer)
     with torch.no_grad():
         for p in made.network.parameters():
             p.mul_(2)

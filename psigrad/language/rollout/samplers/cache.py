@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from psigrad.kernels.kernels import Heads, Slots, table_sizes
-from psigrad.language.models.attention import SDPA, Attending, PackedLayout
+from psigrad.language.models.attention import SDPA, Attending, PackedLayout, Rule, Tensors, on_device, rows_at
 from psigrad.language.models.fused.caches import ActivationCache, PackedWeights
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Ids, pack
@@ -24,11 +24,15 @@ GROWTH = 64  # tokens by which the slots grow, at least
 BLOCK = 16  # tokens whose keys the fused decoder reads at once
 
 
+Key = tuple[str, int, int]  # the kind of a layer, its index, and the number of earlier calls in the same pass
+
+
 class KVCache:
     """Keys and values [slots, H_kv, capacity, D] per attention; slots 0 … active - 1 are in use and hold `lengths` tokens each.
 
     The key of an attention is its layer and the number of earlier attentions of that layer in the same pass. DiffLlama attends
-    twice in each layer, and HRM-Text runs its layers several times.
+    twice in each layer, and HRM-Text runs its layers several times. Layers with state keep that of each slot [slots, ...]: the
+    window of a convolution, or the state of a recurrence.
     """
 
     exact = False
@@ -37,7 +41,8 @@ class KVCache:
     def __init__(self, slots: int, longest: int) -> None:
         """Create empty slots. `longest` is the capacity of a slot, in tokens."""
         self.slots, self.longest = slots, longest
-        self.layers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.layers: dict[Key, tuple[Tensor, Tensor]] = {}
+        self.states: dict[Key, Tensor] = {}
         self.lengths = torch.zeros(0, dtype=torch.long)
 
     @property
@@ -45,7 +50,13 @@ class KVCache:
         """The number of sequences still being sampled, which fill the first slots."""
         return self.lengths.numel()
 
-    def room(self, layer: tuple[int, int], k: Tensor, v: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    def keep(self, layer: Key, first: int, states: Tensor) -> None:
+        """Store the states [n, ...] of the slots from `first` on."""
+        if layer not in self.states:
+            self.states[layer] = states.new_zeros(self.slots, *states.shape[1:])
+        self.states[layer][first : first + len(states)] = states
+
+    def room(self, layer: Key, k: Tensor, v: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of an attention with room for `tokens` per slot.
 
         `k` and `v` [·, H_kv, ·, D] determine heads, widths and type. Their widths may differ (multi-head latent attention).
@@ -62,9 +73,8 @@ class KVCache:
     def clear(self) -> None:
         """Empty all slots, and zero any values (such as NaN) that a failed step left there."""
         self.lengths = torch.zeros(0, dtype=torch.long)
-        for pair in self.layers.values():
-            for x in pair:
-                x.zero_()
+        for x in (*(x for pair in self.layers.values() for x in pair), *self.states.values()):
+            x.zero_()
 
     def prefill(self, prompts: PackedLayout, copies: Tensor) -> Prefill:
         """Return the layout that computes the prompts; `copies` [n] names, for each new slot, the prompt that it continues."""
@@ -90,20 +100,22 @@ class KVCache:
             for pair in self.layers.values():
                 for x in pair:
                     x[holes, :, :longest] = x[movers, :, :longest]
+            for state in self.states.values():
+                state[holes] = state[movers]
         self.lengths = self.lengths[order]
         return order
 
 
 class _OnePass:
-    """A layout that counts the attentions of each layer in one forward pass."""
+    """A layout that counts the calls of each layer in one forward pass."""
 
     def __init__(self) -> None:
-        self._calls: Counter[int] = Counter()
+        self._calls: Counter[tuple[str, int]] = Counter()
 
-    def next_call(self, layer: int) -> tuple[int, int]:
-        """Return the key of this attention in `KVCache.layers`."""
-        self._calls[layer] += 1
-        return layer, self._calls[layer] - 1
+    def next_call(self, kind: str, layer: int) -> Key:
+        """Return the key of this call in the cache."""
+        self._calls[kind, layer] += 1
+        return kind, layer, self._calls[kind, layer] - 1
 
 
 class Prefill(_OnePass):
@@ -124,11 +136,27 @@ class Prefill(_OnePass):
         self._keep(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
         return self.prompts.attend(layer, q, k, v, scale, window, how)
 
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Store the last tokens of each prompt, then convolve as the prompts' layout does."""
+        pieces, before = self.prompts.pieces, np.arange(1 - weight.shape[1], 0)
+        last = pieces.lengths[:, None] + before
+        rows = np.where(last >= 0, pieces.starts[:, None] + last, -1)
+        windows = rows_at(x, on_device(rows.ravel(), x.device)).unflatten(0, rows.shape)
+        self.cache.keep(self.next_call("convolution", layer), self.first, windows[self.copies])
+        return self.prompts.convolve(layer, x, weight, bias)
+
+    def scan(self, layer: int, rule: Rule, inputs: Tensors) -> Tensor:
+        """Run the recurrence as the prompts' layout does, and store the state after each prompt."""
+        out, states = self.prompts.scan_with_states(rule, inputs)
+        assert states is not None
+        self.cache.keep(self.next_call("recurrence", layer), self.first, states[self.copies])
+        return out
+
     def _keep(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Copy keys and values [S, H_kv, D] of the prompts into the slots."""
         width = self.prompts.prefix_rows.shape[1]
         rows = self.prompts.prefix_rows[self.copies].clamp(min=0)
-        stored = self.cache.room(self.next_call(layer), k.transpose(0, 1)[None], v.transpose(0, 1)[None], width)
+        stored = self.cache.room(self.next_call("attention", layer), k.transpose(0, 1)[None], v.transpose(0, 1)[None], width)
         for new, old in zip((k, v), stored, strict=True):
             old[self.first : self.first + len(self.copies), :, :width] = new[rows].transpose(1, 2)
 
@@ -159,7 +187,7 @@ class Decode(_OnePass):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
         """Write the new tokens' keys and values into the cache, then attend to all of it."""
-        keys, values = self.cache.room(self.next_call(layer), k, v, self.room)
+        keys, values = self.cache.room(self.next_call("attention", layer), k, v, self.room)
         keys[self.slots, :, self.positions] = k[:, :, 0]
         values[self.slots, :, self.positions] = v[:, :, 0]
         batch, heads, _, dim = q.shape
@@ -168,6 +196,21 @@ class Decode(_OnePass):
         keys, values = (x[:batch, :, : self.width] for x in (keys, values))
         out = how(queries, keys, values, attn_mask=self.mask(window), scale=scale)
         return out.reshape(batch, 1, heads, v.shape[3])
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Convolve each new token [active, C] with the stored window, and move the window by one token."""
+        window = self.cache.states[self.next_call("convolution", layer)][: len(x)]
+        wide = torch.cat([window, x[:, None]], 1)
+        window.copy_(wide[:, 1:])
+        made = (wide * weight.t()).sum(1)
+        return made if bias is None else made + bias
+
+    def scan(self, layer: int, rule: Rule, inputs: Tensors) -> Tensor:
+        """Run the recurrence by one token from the stored states, and store those after it."""
+        states = self.cache.states[self.next_call("recurrence", layer)][: len(inputs[0])]
+        out, after = rule.step(inputs, states)
+        states.copy_(after)
+        return out
 
 
 class CachedPrompt:

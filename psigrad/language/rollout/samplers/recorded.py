@@ -94,11 +94,12 @@ class RecordedDecoding:
     def _replay(self, size: int, columns: int) -> Callable[[], None]:
         """Return the recording of this shape, made on first use."""
         if (size, columns) not in self._replays:
-            before = self.state.clone(), self.at.clone()
-            # The recorder runs the step. In active slots it writes where this same step will write again.
+            moved = [self.state, self.at, *self.cache.states.values()]
+            before = [x.clone() for x in moved]
+            # The recorder runs the step. It writes keys and values where this same step will write them again.
             self._replays[size, columns] = self._record(partial(self._step, self.params, size, columns))
-            self.state.copy_(before[0])
-            self.at.copy_(before[1])
+            for x, old in zip(moved, before, strict=True):
+                x.copy_(old)
         return self._replays[size, columns]
 
     def _step(self, params: SamplingParams, size: int, columns: int) -> None:

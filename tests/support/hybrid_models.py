@@ -1,0 +1,22 @@
+"""Small random models with layers that have a state, as docs/families.md has them."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+HYBRID = ["qwen3_5_text", "qwen3_next", "olmo_hybrid", "kimi_linear", "lfm2", "lfm3", "granitemoehybrid (hybrid)", "falcon_h1"]
+HYBRID += ["bamba", "nemotron_h"]
+_FAMILIES = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "make" / "families.py"))
+
+
+def network(name, vocabulary=280):
+    """transformers' model of a family, with states that last, so that a leak shows."""
+    torch.manual_seed(0)
+    hf = AutoModelForCausalLM.from_config(_FAMILIES["config"](name, vocab_size=vocabulary))
+    for p in hf.parameters():
+        torch.nn.init.normal_(p, mean=0.0 if p.dim() > 1 else 0.5, std=0.1)
+    return hf
