@@ -27,7 +27,16 @@ from psigrad.cache_folder import cache_folder
 from psigrad.errors import NO_LOCKS, UserError
 from psigrad.kernels.processor import LEVELS, SWITCH, forced_level, identity, levels
 
-SOURCES = ("rows.cpp", "attention.cpp", "products.cpp", "products_bf16.cpp", "decoding.cpp", "adamw.cpp", "towers.cpp")
+SOURCES = (
+    "rows.cpp",
+    "attention.cpp",
+    "products.cpp",
+    "products_bf16.cpp",
+    "decoding.cpp",
+    "state.cpp",
+    "adamw.cpp",
+    "towers.cpp",
+)
 HEADERS = ("common.h", "codes.h", "amx.h")
 # Without masks, GCC vectorises no loop that chooses between floats, as that may trap where the program would not: exp in AVX2.
 FLAGS: tuple[str, ...] = ("-O3", "-march=native", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared", "-std=c++17")

@@ -6,7 +6,7 @@
 #include "codes.h"
 
 extern "C" {
-void rms_norm(int half, void* y, const void* x, const void* weight, int64_t rows, int64_t width, float eps, int threads);
+void rms_norm(int half, void* y, const void* x, const void* weight, int64_t rows, int64_t width, float eps, float offset, int threads);
 void rotary(int half, void* out, const void* qkv, const void* query_norm, const void* key_norm, const float* cosine, const float* sine, int64_t rows, int64_t queries, int64_t keys, int64_t dim, int64_t row, float eps, int threads);
 void swiglu(int half, void* out, const void* both, int64_t rows, int64_t width, int threads);
 void decode(int half, void* out, float* normaliser, const void* q, const void* k, const void* v, int64_t q_row, int64_t k_row, int64_t v_row, void* keys, void* values, const int64_t* slots, const int64_t* places, int64_t capacity, const void* prompt_keys, const void* prompt_values, const int64_t* prompt_lengths, const int64_t* first, int64_t groups, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window, float scale, int threads);
@@ -84,12 +84,12 @@ void pass(int half, const Weights* weights, const Made* made, int64_t layers, co
     for (int64_t i = 0; i < layers; i++, prompts += 2 * c.groups) {
         const Weights& w = weights[i];
         char *y = at(made[i].y, s.width), *qkv = at(made[i].qkv, row), *mixed = at(made[i].mixed, queries), *middle = at(made[i].middle, s.width), *both = at(made[i].both, 2 * s.inner);
-        rms_norm(half, normed, x, w.norm, count, s.width, s.eps, threads);
+        rms_norm(half, normed, x, w.norm, count, s.width, s.eps, 0.0f, threads);
         product(w, QKV, qkv, normed, w.bias, row, s.width, 0);
         rotary(half, rotated, qkv, w.query_norm, w.key_norm, cosine, sine, count, s.heads, s.kv_heads, s.dim, row, s.head_eps, threads);
         decode(half, mixed, made[i].normaliser + from * s.heads, rotated, rotated + queries * size, qkv + turning * size, turning, turning, row, c.own[i], c.own[i] + table, c.slots + from, c.places + from, c.capacity, prompts, prompts + c.groups, c.prompt_lengths + group, first.data(), groups, s.heads, s.kv_heads, s.dim, w.window, s.scale, threads);
         product(w, OUT, middle, mixed, x, s.width, queries, s.width);
-        rms_norm(half, normed, middle, w.feed_norm, count, s.width, s.eps, threads);
+        rms_norm(half, normed, middle, w.feed_norm, count, s.width, s.eps, 0.0f, threads);
         product(w, BOTH, both, normed, nullptr, 2 * s.inner, s.width, 0);
         swiglu(half, gated, both, count, s.inner, threads);
         product(w, DOWN, y, gated, middle, s.width, s.inner, s.width);

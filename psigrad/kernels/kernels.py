@@ -21,8 +21,8 @@ _HALF = {torch.float32: 0, torch.bfloat16: 1}
 # The number of logits of a row whose exponentials are summed together.
 STRETCH = 1024
 _SIGNATURES = {
-    "rms_norm": "tpppiift",
-    "rms_norm_gradient": "tpppppiift",
+    "rms_norm": "tpppiifft",
+    "rms_norm_gradient": "tpppppiifft",
     "rotary": "tppppppiiiiift",
     "rotary_gradient": "tpppppppiiiiift",
     "swiglu": "tppiit",
@@ -31,6 +31,8 @@ _SIGNATURES = {
     "attention_gradient": "tpippppppiiipppiiiiift",
     "decode": "tpppppiiippppippppiiiiift",
     "decode_layers": "tppippppp" + "ii" + "p" * 5 + "i" * 8 + "ffft",
+    "delta_step": "p" * 7 + "i" * 6 + "t",
+    "mamba2_step": "p" * 7 + "i" * 5 + "t",
     "prompt_tables": "tppppiippiiit",
     "few_rows": "ppppiiiiiit",
     "pack_matrix": "ppiit",
@@ -135,12 +137,28 @@ class Kernels:
         self.log_probs = LogProbs(self._call)
         self.half_precision, self.towers = HalfPrecision(self._call), TowerKernels(self._call)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Compute x / sqrt(mean(x²) + eps) · weight over the last dimension of x [S, E]."""
-        out = torch.empty_like(x)
-        self._call.rms_norm(
-            _HALF[x.dtype], out.data_ptr(), x.data_ptr(), weight.data_ptr(), *x.shape, eps, torch.get_num_threads()
-        )
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        """Compute x / sqrt(mean(x²) + eps) · (weight + offset) over the last dimension of x [S, E]."""
+        out, pointers = torch.empty_like(x), (x.data_ptr(), weight.data_ptr())
+        self._call.rms_norm(_HALF[x.dtype], out.data_ptr(), *pointers, *x.shape, eps, offset, torch.get_num_threads())
+        return out
+
+    def delta_step(self, state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """Compute one token [N, ...] of each sequence by the gated delta rule (`hf_state.DeltaRule`), and return [N, H, V].
+
+        All tensors are contiguous float32. The states [slots, H, D, V] of the first N slots change in place.
+        """
+        out, sizes = torch.empty_like(v), (*v.shape[:2], *k.shape[1:], v.shape[2], int(g.dim() == 3))
+        self._call.delta_step(*(x.data_ptr() for x in (out, state, q, k, v, g, beta)), *sizes, torch.get_num_threads())
+        return out
+
+    def mamba2_step(self, state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+        """Compute one token [N, ...] of each sequence by Mamba-2 (`hf_state.Mamba2`), and return [N, H, P].
+
+        All tensors are contiguous float32. The states [slots, H, P, states] of the first N slots change in place.
+        """
+        out, sizes = torch.empty_like(x), (*x.shape[:2], B.shape[1], x.shape[2], B.shape[2])
+        self._call.mamba2_step(*(t.data_ptr() for t in (out, state, x, dt, A, B, C)), *sizes, torch.get_num_threads())
         return out
 
     def rotary(self, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cosine: Tensor, sine: Tensor, heads: Heads) -> Tensor:
@@ -281,11 +299,11 @@ class Gradients:
     def __init__(self, call: SimpleNamespace) -> None:
         self._call = call
 
-    def rms_norm(self, dx: Tensor, x: Tensor, weight: Tensor, dy: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, dx: Tensor, x: Tensor, weight: Tensor, dy: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """Add the gradient of x to `dx` and return the gradient of the weight [E], float32."""
         dw = torch.zeros(weight.shape)
         pointers = (dx.data_ptr(), dw.data_ptr(), x.data_ptr(), weight.data_ptr(), dy.data_ptr())
-        self._call.rms_norm_gradient(_HALF[x.dtype], *pointers, *x.shape, eps, torch.get_num_threads())
+        self._call.rms_norm_gradient(_HALF[x.dtype], *pointers, *x.shape, eps, offset, torch.get_num_threads())
         return dw
 
     def rotary(

@@ -21,30 +21,30 @@ float inverse_rms(const T* x, int64_t n, float eps) {
 }
 
 template <class T>
-void norm_rows(T* y, const T* x, const T* weight, int64_t rows, int64_t width, float eps, int threads) {
+void norm_rows(T* y, const T* x, const T* weight, int64_t rows, int64_t width, float eps, float offset, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * width > WORTH_SHARING)
     for (int64_t r = 0; r < rows; r++) {
         const T* in = x + r * width;
         T* out = y + r * width;
         float scale = inverse_rms(in, width, eps);
-        over(width, [&](int64_t i, auto count) { give(out + i, count, take(in + i, count) * scale * take(weight + i, count)); });
+        over(width, [&](int64_t i, auto count) { give(out + i, count, take(in + i, count) * scale * (take(weight + i, count) + offset)); });
     }
 }
 
 // put(i, count, gradient) for the input of a norm, piece by piece, from the gradient of its output; adds what the weight receives to dw.
 template <class T, class U, class Put>
-void norm_gradient(float* dw, const T* x, const T* weight, const U* dy, int64_t n, float eps, Put put) {
+void norm_gradient(float* dw, const T* x, const T* weight, const U* dy, int64_t n, float eps, float offset, Put put) {
     vec squares = {}, dots = {};
     over(n, [&](int64_t i, auto count) {
         vec a = take(x + i, count);
         squares += a * a;
-        dots += take(dy + i, count) * take(weight + i, count) * a;
+        dots += take(dy + i, count) * (take(weight + i, count) + offset) * a;
     });
     float scale = 1.0f / std::sqrt(total(squares) / n + eps), dot = total(dots) * scale * scale / n;
     over(n, [&](int64_t i, auto count) {
         vec a = take(x + i, count), d = take(dy + i, count);
         give(dw + i, count, take(dw + i, count) + d * a * scale);
-        put(i, count, scale * (d * take(weight + i, count) - a * dot));
+        put(i, count, scale * (d * (take(weight + i, count) + offset) - a * dot));
     });
 }
 
@@ -57,7 +57,7 @@ void add_in_order(float* dw, const std::vector<float>& own) {
 }
 
 template <class T>
-void norm_rows_gradient(T* dx, float* dw, const T* x, const T* weight, const T* dy, int64_t rows, int64_t width, float eps, int threads) {
+void norm_rows_gradient(T* dx, float* dw, const T* x, const T* weight, const T* dy, int64_t rows, int64_t width, float eps, float offset, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         std::vector<float> own(width, 0.0f);
@@ -65,7 +65,7 @@ void norm_rows_gradient(T* dx, float* dw, const T* x, const T* weight, const T* 
         for (int64_t r = 0; r < rows; r++) {
             T* out = dx + r * width;
             auto put = [&](int64_t i, auto count, vec gradient) { give(out + i, count, take(out + i, count) + gradient); };
-            norm_gradient(own.data(), x + r * width, weight, dy + r * width, width, eps, put);
+            norm_gradient(own.data(), x + r * width, weight, dy + r * width, width, eps, offset, put);
         }
         add_in_order(dw, own);
     }
@@ -129,7 +129,7 @@ void rotary_rows_gradient(T* gradient, float* dw, const T* qkv, const T* query_n
                 if (weight) {
                     rotate_back(up.data(), at, c, d, s.dim / 2);
                     float* receives = own.data() + (h < s.queries ? 0 : s.dim);
-                    norm_gradient(receives, qkv + r * s.row + h * s.dim, weight, up.data(), s.dim, s.eps, [=](int64_t i, auto count, vec x) { give(at + i, count, x); });
+                    norm_gradient(receives, qkv + r * s.row + h * s.dim, weight, up.data(), s.dim, s.eps, 0.0f, [=](int64_t i, auto count, vec x) { give(at + i, count, x); });
                 } else {
                     rotate_back(at, at, c, d, s.dim / 2);
                 }
@@ -283,14 +283,14 @@ void copies(char* const* to, const char* const* from, const int64_t* bytes, int6
             if (start < bytes[i]) std::memcpy(to[i] + start, from[i] + start, std::min(PIECE, bytes[i] - start));
 }
 
-// y[rows, width] = x / rms(x) * weight
-void rms_norm(int half, void* y, const void* x, const void* weight, int64_t rows, int64_t width, float eps, int threads) {
-    BOTH(half, norm_rows((T*)y, (const T*)x, (const T*)weight, rows, width, eps, threads))
+// y[rows, width] = x / rms(x) * (weight + offset)
+void rms_norm(int half, void* y, const void* x, const void* weight, int64_t rows, int64_t width, float eps, float offset, int threads) {
+    BOTH(half, norm_rows((T*)y, (const T*)x, (const T*)weight, rows, width, eps, offset, threads))
 }
 
 // dx += the gradient of x; dw (float) += that of the weight
-void rms_norm_gradient(int half, void* dx, float* dw, const void* x, const void* weight, const void* dy, int64_t rows, int64_t width, float eps, int threads) {
-    BOTH(half, norm_rows_gradient((T*)dx, dw, (const T*)x, (const T*)weight, (const T*)dy, rows, width, eps, threads))
+void rms_norm_gradient(int half, void* dx, float* dw, const void* x, const void* weight, const void* dy, int64_t rows, int64_t width, float eps, float offset, int threads) {
+    BOTH(half, norm_rows_gradient((T*)dx, dw, (const T*)x, (const T*)weight, (const T*)dy, rows, width, eps, offset, threads))
 }
 
 // out[rows, queries + keys, dim]: normalised and rotated queries and keys of qkv[rows, row]

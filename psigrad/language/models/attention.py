@@ -71,7 +71,10 @@ class Rule(Protocol):
         """
 
     def step(self, inputs: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return outputs [N, ...] of one token [N, ...] of each sequence, and the states after it."""
+        """Return outputs [N, ...] of one token [N, ...] of each sequence, and the states after it.
+
+        Without gradient they may be `state` itself, changed in place.
+        """
 
 
 class Layout(Protocol):

@@ -29,12 +29,14 @@ from psigrad.language.models.fused.caches import ActivationCache, CacheHit
 from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.lora import Lora, describe_merging, merge_adapter, with_lora
 from psigrad.language.models.packing import ForwardInputs, Groups
-from psigrad.language.models.probe import LENGTH, choose_attention, distance, fuse, shared_prompts
+from psigrad.language.models.probe import LENGTH, choose_attention, compose, distance, fuse, shared_prompts
 from psigrad.language.models.sizes import size
 from psigrad.language.models.towers import freeze_towers, put_back
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from psigrad.language.models.fused.parts import Parts
 
 R = TypeVar("R")
 # The errors that transformers raises for a folder or a name without a model.
@@ -81,6 +83,7 @@ class Pretrained(ABC):
     - `adapter` is the peft wrapper that saves and merges adapters. If `continued`, the model without it is not the initial one.
     - `why_padded` is empty if the packed forward pass reproduces the model; otherwise it is why the padded one runs instead.
     - `decoder` runs the packed forward pass in fused kernels; if it is None, `why_unfused` is the reason.
+    - `parts` are the kernels inside transformers' modules, if these run packed on a CPU.
     - `attends` is how packed sequences attend in transformers' modules; `why_sdpa` is why a GPU pads them anyway.
     - `texts` are the texts on which ways to compute were compared.
     - `balance` is the auxiliary loss of a mixture-of-experts model; `routing` records the sampler's choices for training.
@@ -96,6 +99,7 @@ class Pretrained(ABC):
     train_mode: bool = False
     decoder: Decoder | None = None
     why_unfused: str = ""
+    parts: Parts | None = None
     attends: Literal["sdpa", "varlen", "flex"] = "sdpa"
     why_sdpa: str = ""
     root: nn.Module | None = None
@@ -120,7 +124,7 @@ class Pretrained(ABC):
         if self.why_padded:
             return f"Sequences are padded, not packed, which takes two to five times the time and memory: {self.why_padded}."
         if self.why_unfused and self.device.type == "cpu":
-            return f"Layers run in transformers' modules, not fused, which takes about twice the time: {self.why_unfused}."
+            return f"Layers run in transformers' modules, not fused, which takes up to twice the time: {self.why_unfused}."
         if self.why_sdpa:
             return f"Attention pads packed sequences, which computes some ten times the scores: {self.why_sdpa}."
         return ""
@@ -128,7 +132,9 @@ class Pretrained(ABC):
     @property
     def instructions(self) -> str:
         """The instructions of the products in fused layers: AVX2, AVX-512, AMX tiles, …; empty without fused layers."""
-        return "" if self.decoder is None else self.decoder.native.products.instructions(self.decoder.dtype)
+        if self.decoder is not None:
+            return self.decoder.native.products.instructions(self.decoder.dtype)
+        return "" if self.parts is None else self.parts.native.products.instructions(self.network.dtype)
 
     @cached_property
     def max_length(self) -> int:
@@ -176,6 +182,8 @@ class Pretrained(ABC):
             from psigrad.language.models.hf_attention import unpad
 
             layout = unpad(layout, self.attends)
+        if self.parts is not None:
+            self.parts.packed = getattr(layout, "packed_weights", None)
         with contextlib.nullcontext() if self.routing is None else self.routing.follow(experts):
             made = self.network.base_model(
                 input_ids=input_ids,
@@ -250,6 +258,7 @@ class Pretrained(ABC):
             recompute_activations(hf)
         if not known and not self.why_padded:
             self.decoder, self.why_unfused = fuse(self, self._texts(), gradient_checkpointing)
+            self.parts = None if self.decoder is not None else compose(self, self._texts())
         drops = lora is not None and lora.dropout > 0
         self.train_mode = gradient_checkpointing or drops
         if gradient_checkpointing and self.decoder is None and not drops:
@@ -304,7 +313,8 @@ class Pretrained(ABC):
         twin.requires_grad_(False)
         decoder = None if self.decoder is None else Decoder(twin)
         own: dict[str, Any] = {"attends": self.attends, "why_padded": self.why_padded, "why_unfused": self.why_unfused}
-        return type(self)(twin.eval(), self.tokenizer, decoder=decoder, **own)
+        parts = None if self.parts is None else type(self.parts)(twin, self.parts.native)
+        return type(self)(twin.eval(), self.tokenizer, decoder=decoder, parts=parts, **own)
 
     def save(self, folder: Path) -> None:
         """Save weights and tokenizer in Hugging Face form. A LoRA model saves only its adapter (and a scalar head)."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
+from psigrad.kernels.kernels import Kernels, kernels
 from psigrad.language.models.attention import Layout, Tensors
 
 Function = Callable[..., Any]
@@ -126,6 +127,17 @@ _MADE: dict[str, Callable[[Function, int], Function]] = {
 }
 
 
+def _native(state: Tensor) -> Kernels | None:
+    """Return the kernels if they can step this state."""
+    usable = state.device.type == "cpu" and state.dtype == torch.float32 and state.is_contiguous()
+    found = kernels() if usable and not torch.is_grad_enabled() else ""
+    return None if isinstance(found, str) else found
+
+
+def _plain(inputs: Tensors) -> list[Tensor]:
+    return [x.float().contiguous() for x in inputs]
+
+
 @dataclass(frozen=True)
 class DeltaRule:
     """The gated delta rule (Yang, Kautz & Hatamizadeh 2024, arXiv:2412.06464): S ← e^g S, then S ← S + β k (v - kᵀS), o = qᵀS/√d.
@@ -145,6 +157,13 @@ class DeltaRule:
 
     def step(self, inputs: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
         """See `Rule.step`."""
+        native = _native(state)
+        if native is not None:
+            return native.delta_step(state, *_plain(inputs)).to(inputs[0].dtype), state
+        return self.step_by_torch(inputs, state)
+
+    def step_by_torch(self, inputs: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute `step` without the kernel; the state is not changed."""
         q, k, v, g, beta = (x.float() for x in inputs)
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
         q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q * q.shape[-1] ** -0.5, k))
@@ -175,6 +194,13 @@ class Mamba2:
 
     def step(self, inputs: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
         """See `Rule.step`."""
+        native, (x, dt, *rest) = _native(state), _plain(inputs)
+        if native is not None:
+            return native.mamba2_step(state, x, dt, self.A.detach().float(), *rest), state
+        return self.step_by_torch(inputs, state)
+
+    def step_by_torch(self, inputs: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute `step` without the kernel; the state is not changed."""
         x, dt, b, c = (y.float() for y in inputs)
         b, c = (y.repeat_interleave(x.shape[1] // y.shape[1], 1) for y in (b, c))
         state = state * (dt * self.A.float()).exp()[..., None, None] + (dt[..., None] * x)[..., None] * b[..., None, :]

@@ -146,8 +146,9 @@ class LanguageModel(Pretrained):
         """
         output = self.output_head()
         plain = type(output) is nn.Linear and output.bias is None and not torch.is_grad_enabled()
-        if self.decoder is not None and plain:
-            out, products = hidden.new_empty(len(hidden), len(output.weight)), self.decoder.native.products
+        fast = self.decoder or self.parts
+        if fast is not None and plain:
+            out, products = hidden.new_empty(len(hidden), len(output.weight)), fast.native.products
             if packed_weights is None or hidden.dtype != output.weight.dtype:
                 matrix = None
             else:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from psigrad.errors import UserError, reason_of
+from psigrad.kernels.kernels import kernels
 from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.fused.layer import Unsupported
 from psigrad.language.models.packing import Groups, lay_out
@@ -88,6 +89,25 @@ def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, st
     with _perturb_fresh_adapters(decoder):
         reason = difference(hf, own, fused)
     return (None, f"the fused forward is not the model's own: {reason}") if reason else (decoder, "")
+
+
+@torch.no_grad()
+def compose(model: Any, texts: Groups) -> Any:
+    """Return the kernels inside the modules of a packed model if they reproduce these modules, otherwise None."""
+    from psigrad.language.models.fused.parts import Parts
+
+    hf, native = model.network, kernels()
+    if isinstance(native, str) or hf.device.type != "cpu" or hf.dtype not in native.dtypes:
+        return None
+    parts, inputs = Parts(hf, native), lay_out(texts, model.device, packed=True)
+
+    def numbers(on: bool) -> Tensor:
+        parts.on = on
+        hidden: Tensor = model.target_hidden(inputs)
+        return hidden
+
+    parts.on = not difference(hf, lambda: numbers(False), lambda: numbers(True))
+    return parts if parts.on else None
 
 
 def difference(hf: PreTrainedModel, own: Numbers, fast: Numbers) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cached import sample
-from hybrid_models import HYBRID, network
+from hybrid_models import HYBRID, MORE, network
 
 from psigrad.language.models.attention import PackedLayout, Pieces
 from psigrad.language.models.hf_state import DeltaRule, Mamba2
@@ -20,6 +20,7 @@ from psigrad.language.models.packing import Groups, Rows
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
 
+EVERY = [*HYBRID, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
 STARTS = [[2, 5], [9, 1, 4], [1]]
 
 
@@ -66,7 +67,7 @@ def apart(a, b):
 
 
 @pytest.mark.parametrize("starts", [None, STARTS], ids=["whole prompts", "from within prompts"])
-@pytest.mark.parametrize("name", HYBRID)
+@pytest.mark.parametrize("name", EVERY)
 def test_log_probs_and_gradients_are_those_of_each_sequence_alone(name, starts, models, groups):
     (model, own), groups = models(name), replace(groups, starts=starts)
     assert not model.why_padded, model.why_padded
@@ -98,7 +99,7 @@ def test_rows_and_splits_into_micro_batches_change_nothing(name, models, groups)
     assert apart(parts, whole) < 1e-5
 
 
-@pytest.mark.parametrize("name", HYBRID)
+@pytest.mark.parametrize("name", EVERY)
 def test_what_is_sampled_has_the_log_probs_of_its_sequence_alone(name, models, groups):
     """Twelve sequences in eight slots: they leave at different times, and others take their slots."""
     model, own = models(name)

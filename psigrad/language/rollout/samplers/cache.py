@@ -36,11 +36,10 @@ class KVCache:
     """
 
     exact = False
-    packed_weights: PackedWeights | None = None
 
-    def __init__(self, slots: int, longest: int) -> None:
+    def __init__(self, slots: int, longest: int, packed_weights: PackedWeights | None = None) -> None:
         """Create empty slots. `longest` is the capacity of a slot, in tokens."""
-        self.slots, self.longest = slots, longest
+        self.slots, self.longest, self.packed_weights = slots, longest, packed_weights
         self.layers: dict[Key, tuple[Tensor, Tensor]] = {}
         self.states: dict[Key, Tensor] = {}
         self.lengths = torch.zeros(0, dtype=torch.long)
@@ -170,6 +169,7 @@ class Decode(_OnePass):
         """
         super().__init__()
         self.cache, self.positions, self.width, self.room = cache, places, columns, room
+        self.packed_weights = cache.packed_weights
         self.slots = torch.arange(len(places), device=places.device)
         self._masks: dict[int | None, Tensor] = {}
 
@@ -209,7 +209,8 @@ class Decode(_OnePass):
         """Run the recurrence by one token from the stored states, and store those after it."""
         states = self.cache.states[self.next_call("recurrence", layer)][: len(inputs[0])]
         out, after = rule.step(inputs, states)
-        states.copy_(after)
+        if after is not states:
+            states.copy_(after)
         return out
 
 
@@ -382,7 +383,7 @@ class SharedDecode:
 def new_cache(model: LanguageModel, slots: int, longest: int, behind: int = 0) -> KVCache | SharedCache:
     """Return an empty cache for this model. A slot holds up to `longest` tokens, of which `behind` (0: all) follow its prompt."""
     if model.decoder is None:
-        return KVCache(slots, longest)
+        return KVCache(slots, longest, None if model.parts is None else PackedWeights())
     return SharedCache(slots, behind or longest, len(model.decoder.layers), model.decoder.heads, model.decoder.dtype)
 
 
