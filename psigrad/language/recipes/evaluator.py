@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from psigrad import seeds
-from psigrad.intervals import mean_interval, pass_at_k
+from psigrad.intervals import mean_interval, pass_at_k, unbounded_interval
 from psigrad.language.data.reward_view import reward_view
 from psigrad.language.episodes.players import Player, collector_of
 from psigrad.language.models.language_model import LanguageModel
@@ -54,8 +54,9 @@ class Evaluator:
         figures = figures_of(trajectories, self.num_generations, self.metric)
         if self.reference is not None:
             kl = self.kl(model, trajectories)
-            low, high = mean_interval(kl)
-            figures |= {"eval/kl": math.fsum(kl) / len(kl), "eval/kl/low": low, "eval/kl/high": high}
+            low, high = unbounded_interval(kl)
+            figures["eval/kl"] = math.fsum(kl) / len(kl)
+            figures |= {} if math.isnan(low) else {"eval/kl/low": max(0.0, low), "eval/kl/high": high}
         return figures, trajectories
 
     def record(self, model: LanguageModel, sampler: Sampler, step: int, journal: Journal) -> None:
@@ -120,9 +121,10 @@ def figures_of(trajectories: Sequence[Trajectory], num_generations: int, metric:
 
 
 def _over_prompts(name: str, values: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return the mean over prompts of their completions' values, and its 95 % interval."""
+    """Return the mean over prompts of their completions' values, and its 95 % interval if it has one."""
     if not values:
         return {}
     means = [math.fsum(group) / len(group) for group in values]
     low, high = mean_interval(means)
-    return {f"{name}/mean": math.fsum(means) / len(means), f"{name}/low": low, f"{name}/high": high}
+    ends = {} if math.isnan(low) else {f"{name}/low": low, f"{name}/high": high}
+    return {f"{name}/mean": math.fsum(means) / len(means), **ends}
