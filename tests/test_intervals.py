@@ -98,8 +98,10 @@ def test_a_change_is_rarely_seen_without_one_and_often_with_one(n, rate, changed
 
 
 def test_a_difference_of_rows_by_hand():
-    assert paired_difference([0.0] * 40, [0.0] * 40) == (0.0, -3 / 40, 3 / 40), "the rule of three"
-    assert paired_difference([0.0] * 40, [1.0] * 40) == (1.0, 1 - 3 / 40, 1.0)
+    assert paired_difference([0.0] * 60, [0.0] * 60) == (0.0, -3 / 60, 3 / 60), "the rule of three"
+    assert paired_difference([0.0] * 40, [1.0] * 40) == (1.0, 1 - 4 / 40, 1.0)
+    few, enough = (paired_difference([0.0] * 40, [1.0] * turned + [0.0] * (40 - turned)).low for turned in (4, 5))
+    assert few == 0 < enough, "of fewer than 50 rows five that turned one way are the first to prove anything"
     assert all(map(math.isnan, paired_difference([7.0] * 4, [7.0] * 4)[1:]))
     # d = 1, 2, 3, 6 of unbounded values: 3 ± 3.18·√(14/3)/2
     mean, low, high = paired_difference([0.0] * 4, [1.0, 2.0, 3.0, 6.0])

@@ -79,8 +79,8 @@ class RunData:
     @property
     def code(self) -> dict[str, str]:
         """Hashes of the user's code that the run was last started with, by the names of `pins.CODE`."""
-        last = next((event for event in reversed(self.events) if event.get("kind") in ("started", "resumed")), {})
-        found = last.get("code")
+        starts = [event for event in self.events if event.get("kind") in ("started", "resumed")]
+        found = starts[-1].get("code") if starts else None
         return {str(name): str(value) for name, value in found.items()} if isinstance(found, Mapping) else {}
 
     @property

@@ -304,6 +304,17 @@ def test_runs_in_folders_of_the_same_name_are_told_apart(run):
     assert [r.name for r in load_all([run("x/left"), run("x/right")])] == ["left", "right"]
 
 
+def test_runs_of_other_code_are_told_apart(run, page):
+    folders = [run(name) for name in ("a", "b", "c")]
+    for folder, digest in zip(folders, ("1" * 64, "1" * 64, "2" * 64), strict=True):
+        with (folder / "events.jsonl").open("a") as stream:
+            stream.write(json.dumps({"time": 1.7e9, "kind": "started", "step": 0, "code": {"reward": digest}}) + "\n")
+    found = page(report.write(folders, folders[0] / "two.html").read_text()).tables
+    assert ["code of reward", "1" * 12, "1" * 12, "2" * 12] in found[1]
+    found = page(report.write(folders[:2], folders[0] / "two.html").read_text()).tables
+    assert not any("code of reward" in row for table in found for row in table)
+
+
 def test_series_leave_out_what_is_not_finite(run):
     data = load(run("one"))
     steps, values = data.series("grad_norm")

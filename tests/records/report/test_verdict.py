@@ -58,10 +58,10 @@ def test_negative_control_independent_samples_would_not_tell(tmp_path):
 
 
 def test_several_completions_of_a_prompt_are_one_value(tmp_path):
-    """16 prompts of 4: a quarter more right on each of 12, the same on 4: 0.1875 ± 2.131·√(16·0.1875·0.0625/15)/4 = ± 0.0596."""
+    """16 prompts of 4: 8 gain a quarter, 4 a half, 4 nothing: 0.25 ± 2.131·√((4 + 4)·0.0625/15)/4 = ± 0.0973."""
     before = [[1.0, 0.0, 0.0, 0.0]] * 8 + [[1.0, 1.0, 0.0, 0.0]] * 8
-    after = [[1.0, 1.0, 0.0, 0.0]] * 8 + [[1.0, 1.0, 1.0, 0.0]] * 4 + before[12:]
-    assert "change +0.188 [+0.128, +0.247] over 16 prompts" in judged(tmp_path, before, after).said
+    after = [[1.0, 1.0, 0.0, 0.0]] * 8 + [[1.0, 1.0, 1.0, 1.0]] * 4 + before[12:]
+    assert "change +0.25 [+0.153, +0.347] over 16 prompts" in judged(tmp_path, before, after).said
 
 
 def test_fewer_than_ten_common_prompts_are_too_few(tmp_path):
