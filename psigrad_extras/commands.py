@@ -99,7 +99,12 @@ def _print_tasks(metrics: Sequence[Any]) -> None:
 
 
 def _span(figure: tuple[float, float, float] | None) -> str:
-    return "" if figure is None else f"{figure[0]:.4g} [{figure[1]:.4g}, {figure[2]:.4g}]"
+    if figure is None:
+        return ""
+    from psigrad.records.read import show_number
+
+    mean, low, high = figure
+    return show_number(mean) + (f" [{show_number(low)}, {show_number(high)}]" if low < high else "")
 
 
 def _parse_plan(arguments: Sequence[str]) -> tuple[Any, PlanConfig]:
@@ -200,6 +205,7 @@ def sweep(arguments: list[str]) -> int:
         raise UserError(f"sweep got {'no method' if not names else 'nothing to search'}; the usage is {usage}.")
     if given["--direction"] not in ("", "maximize", "minimize"):
         raise UserError(f"--direction is {given['--direction']!r}; expected maximize or minimize.")
+    from psigrad.records.read import interval, show_number
     from psigrad.records.report import terminal
     from psigrad_extras.investigate import search
 
@@ -218,8 +224,8 @@ def sweep(arguments: list[str]) -> int:
         [
             str(t.number),
             *(f"{t.params[name]}" for name in columns),
-            f"{t.value:.4g}",
-            "[{:.4g}, {:.4g}]".format(*t.user_attrs["interval"]),
+            show_number(t.value),
+            interval(dict(zip(("low", "high"), t.user_attrs["interval"], strict=True))),
         ]
         for t in done
     ]

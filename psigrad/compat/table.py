@@ -214,6 +214,9 @@ _ROWS = (
     Entry("off_policy_mask_threshold", "trl", rule="algorithm.surrogate={part: off_policy_mask, …}", usual=(None,), why=_ONLINE),
     Entry("sapo_temperature_pos", "trl", rule="algorithm.surrogate.positive", usual=(1.0,), why=_ONLINE),
     Entry("sapo_temperature_neg", "trl", rule="algorithm.surrogate.negative", usual=(1.05,), why=_ONLINE),
+    *(Entry(f"vespo_{name}_{sign[:3]}", "trl", rule=f"algorithm.surrogate.{name}_{sign}", usual=(usual,), why=_ONLINE)
+      for name, sign, usual in (
+          ("k", "positive", 2.0), ("lambda", "positive", 3.0), ("k", "negative", 3.0), ("lambda", "negative", 2.0))),
     Entry("multi_objective_aggregation", "trl", values={"sum_then_normalize": {}},
         rule="algorithm.psi=decoupled_group_mean for normalize_then_sum", why=_ONLINE),
     Entry("normalize_advantages", "trl", values={False: {}}, rule="algorithm.psi={part: whitened, …}", why=_ONLINE),
@@ -291,7 +294,6 @@ _ROWS = (
         vllm_group_port=51216),
     *_no_equal("completions are drawn from the policy as it is", vllm_structured_outputs_regex=None),
     *_no_equal("it is the old name of vllm_importance_sampling_clip_max", vllm_importance_sampling_cap=None),
-    *_no_equal("there is no VESPO", vespo_k_pos=2.0, vespo_lambda_neg=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0),
     *_no_equal("the coefficient is constant; a callback can change it",
         use_adaptive_entropy=False, entropy_coef_min=0.0, entropy_coef_max=1.0, entropy_coef_delta=0.005,
         entropy_target=0.2),

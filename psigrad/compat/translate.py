@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from psigrad.compat.table import METHOD, NOTHING, TABLE
-from psigrad.compat.trl import AGGREGATES, LINKS, LOSSES, PARTS, REWARDS
+from psigrad.compat.trl import AGGREGATES, LINKS, LOSSES, PARTS, REWARDS, SURROGATES
 from psigrad.config.fields import unread_of
 from psigrad.config.nested import Given, names_of, value_below
 from psigrad.config.shortcuts import SHORTCUTS, expand, rank_source, shortcuts_of
@@ -274,14 +274,14 @@ class _Translator:
             self._refuse(one, f"loss_type is {one_value(one.value)!r}: {METHOD}.")
 
     def _aggregate(self, one: Given, several: Sequence[str]) -> None:
-        """Convert the averaging of the steps' losses, and the surrogate of the last two losses (cispo, sapo)."""
+        """Convert the averaging of the steps' losses, and the surrogate of the losses that have one."""
         name = several[0] if len(several) == 1 else ""
         if name not in AGGREGATES:
-            self._refuse(one, f"loss_type is {one_value(one.value)!r}: expected one of {', '.join([*AGGREGATES][:-1])} or sapo.")
+            self._refuse(one, f"loss_type is {one_value(one.value)!r}: expected one of {', '.join(AGGREGATES)}.")
             return
         longest = {"part": "fixed_length", "n": self._number("sampling.max_completion_length")}
         self.taken.append(Given("aggregate", longest if name == "dr_grpo" else AGGREGATES[name], one.source))
-        self.taken += [Given("loss_type", name, one.source)] if name in ("cispo", "sapo") else []
+        self.taken += [Given("loss_type", name, one.source)] if name in SURROGATES else []
 
     def _loss(self, one: Given, several: Sequence[str], method: str) -> None:
         """Convert a loss on pairs: the method itself, a link of DPO, or another method if the method is `dpo`.

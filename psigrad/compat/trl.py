@@ -38,6 +38,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "scale_rewards": "group", "importance_sampling_level": "token", "use_bias_correction_kl": True,
         "multi_objective_aggregation": "sum_then_normalize", "top_entropy_quantile": 1.0, "entropy_coef": 0.0,
         "off_policy_mask_threshold": None, "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "use_vllm": False,
+        "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0,
         "vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "sequence_mask",
         "vllm_importance_sampling_clip_max": 3.0, "vllm_importance_sampling_clip_min": None,
     },
@@ -66,11 +67,12 @@ FIXED: Mapping[str, Mapping[str, Any]] = {"OnlineDPOConfig": {"num_generations":
 REWARDS: Mapping[str, Any] = {
     "get_soft_overlong_punishment": {"reward": "soft_overlong", "max_completion_length": 1280, "soft_punish_cache": 256},
 }
-# TRL's loss_type: an aggregation in GRPO, and a surrogate for the last two; in DPO, a method of psigrad or a link.
+# TRL's loss_type: an aggregation in GRPO, and a surrogate for some; in DPO, a method of psigrad or a link.
 AGGREGATES = {
     "grpo": "sequence_mean", "dapo": "token_mean", "bnpo": "token_mean", "dr_grpo": "fixed_length",
-    "cispo": "token_mean", "sapo": "sequence_mean",
+    "cispo": "token_mean", "sapo": "sequence_mean", "vespo": "token_mean",
 }  # fmt: skip
+SURROGATES = ("cispo", "sapo", "vespo")
 LOSSES = {
     "sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo", "robust": "robust_dpo", "apo_zero": "apo_zero", "apo_down": "apo_down",
     "sigmoid_norm": "ln_dpo", "bco_pair": "dpo", "nca_pair": "dpo", "sppo_hard": "dpo", "simpo": "simpo",
@@ -87,7 +89,8 @@ def _write_surrogate(root: Part, place: str, value: Any) -> Any:
     if value == "cispo":
         cap = part.parameters.get("high", part.parameters.get("cap"))
         return {"part": "truncated_weight", **({} if cap is None else {"cap": cap})}
-    return {"part": "soft_clip", "positive": 1.0, "negative": 1.05, **(part.spec if part.name == "soft_clip" else {})}
+    name, usual = {"sapo": ("soft_clip", {"positive": 1.0, "negative": 1.05}), "vespo": ("gamma_weight", {})}[value]
+    return {"part": name, **usual, **(part.spec if part.name == name else {})}
 
 
 def _write_dual_clip(root: Part, place: str, value: Any) -> Any:
@@ -117,6 +120,8 @@ def _write_correction(change: Callable[[Any], Mapping[str, Any]]) -> Callable[[P
     """Return a writer of TRL's correction of vLLM's samples, which keeps earlier changes and applies `change`."""
 
     def write(root: Part, place: str, value: Any) -> Any:
+        if root.parameters["surrogate"].name == "gamma_weight":
+            return None  # it weighs by the sampler's probabilities itself, and so does TRL's VESPO
         part = root.parameters.get(place)
         usual = {"part": "masked_importance", "level": "sequence", "cap": 3.0, "floor": 0.0}
         return {**usual, **(part.spec if isinstance(part, Part) else {}), **change(value)}
@@ -137,6 +142,8 @@ PARTS: Mapping[str, Shortcut] = {
     "loss_type": Shortcut("surrogate", "", find_slot("surrogate"), _write_surrogate),
     "sapo_temperature_pos": Shortcut("soft clip", "", find_parameter("positive", "soft_clip")),
     "sapo_temperature_neg": Shortcut("soft clip", "", find_parameter("negative", "soft_clip")),
+    **{f"vespo_{name}_{sign[:3]}": Shortcut("weight by VESPO", "", find_parameter(f"{name}_{sign}", "gamma_weight"))
+       for name in ("k", "lambda") for sign in ("positive", "negative")},
     "delta": Shortcut("clip of the ratio", "", _find_clip, _write_dual_clip),
     "off_policy_mask_threshold": Shortcut("surrogate", "", find_slot("surrogate"), _write_mask),
     "multi_objective_aggregation": Shortcut("advantage within groups", "", find_grouped, _write_decoupled),

@@ -13,10 +13,9 @@ from psigrad.errors import UserError, kind_of, nearest
 from psigrad.importing import imported
 from psigrad.objective import PolicyGradient, catalog
 from psigrad.objective import explain as describe
-from psigrad.objective.parts import advantage, aggregate, critic, group_advantage, ratio, surrogate
+from psigrad.objective.parts import advantage, aggregate, critic, group_advantage, off_policy, ratio, surrogate
 from psigrad.objective.preferences import preference_catalog
-from psigrad.objective.preferences.preference_catalog import OnlinePreference
-from psigrad.objective.preferences.preference_loss import KahnemanTversky, Preference
+from psigrad.objective.preferences.preference_loss import KahnemanTversky, OnlinePreference, Preference
 
 T = TypeVar("T")
 Spec = str | Mapping[str, Any] | PolicyGradient
@@ -26,7 +25,7 @@ SLOTS = ("psi", "ratio", "surrogate", "aggregate", "kl", "keep", "critic", "entr
 # Slot -> the parts that may fill it, by name.
 PARTS: dict[str, dict[str, Any]] = {
     "psi": {name: getattr(module, name) for module in (advantage, group_advantage) for name in module.__all__},
-    "surrogate": {name: getattr(surrogate, name) for name in surrogate.__all__},
+    "surrogate": {name: getattr(module, name) for module in (surrogate, off_policy) for name in module.__all__},
 }
 for module in (ratio, aggregate, critic, preference_catalog):
     PARTS |= {slot: {part.__name__: part for part in parts} for slot, parts in module.PARTS.items()}

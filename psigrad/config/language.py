@@ -31,8 +31,7 @@ from psigrad.config.sections import (
 
 if TYPE_CHECKING:
     from psigrad.objective import PolicyGradient
-    from psigrad.objective.preferences.preference_catalog import OnlinePreference
-    from psigrad.objective.preferences.preference_loss import KahnemanTversky, Preference
+    from psigrad.objective.preferences.preference_loss import KahnemanTversky, OnlinePreference, Preference
 
     Algorithm = str | Mapping[str, Any] | PolicyGradient | OnlinePreference
     Loss = str | Mapping[str, Any] | Preference | KahnemanTversky

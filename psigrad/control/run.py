@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -22,6 +23,7 @@ from psigrad.control.methods.trainer import Trainer, generator
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
+from psigrad.intervals import unbounded_interval
 from psigrad.paths import kept_folder
 from psigrad.records import checkpoint, pins, report, run_folder
 from psigrad.runs import session
@@ -84,13 +86,14 @@ def begin(trainer: Trainer, journal: Journal) -> LineState:
     config, path = trainer.config.run, session.newest_checkpoint(journal)
     journal.callbacks.know(trainer.network)
     trainer.collector.resumable = True
+    pinned = collect_pins(trainer.config)
     if path is None:
-        session.note_start(config, journal, None, 0)
+        session.note_start(config, journal, None, 0, pinned)
         trainer.restart()
         return LineState(evaluated=True)
-    session.check_pins(config, journal, checkpoint.read_manifest(path), collect_pins(trainer.config))
+    session.check_pins(config, journal, checkpoint.read_manifest(path), pinned)
     numbers = trainer.restore(path)
-    session.note_start(config, journal, path, trainer.timesteps)
+    session.note_start(config, journal, path, trainer.timesteps, pinned)
     with Clock(journal.watch)("time/replay"):
         replayed = trainer.go_on(path, numbers)
     if replayed is None:
@@ -195,14 +198,15 @@ def play_episodes(trainer: Trainer, envs: Environments, episodes: int, seed: int
 
 
 def summary(returns: list[float], lengths: list[int]) -> dict[str, float]:
-    """Return the mean return with its 95 % interval, the standard deviation over episodes, and the mean length."""
-    mean, std = float(np.mean(returns)), float(np.std(returns, ddof=1)) if len(returns) > 1 else 0.0
-    half = 1.96 * std / len(returns) ** 0.5
+    """Return the mean return, the standard deviation over episodes, and the mean length.
+
+    Returns that differ have a 95 % interval of their mean too.
+    """
+    low, high = unbounded_interval(returns)
     return {
-        "return/mean": mean,
-        "return/low": mean - half,
-        "return/high": mean + half,
-        "return/std": std,
+        "return/mean": float(np.mean(returns)),
+        **({} if math.isnan(low) else {"return/low": low, "return/high": high}),
+        "return/std": float(np.std(returns, ddof=1)) if len(returns) > 1 else 0.0,
         "length/mean": float(np.mean(lengths)),
         "episodes": len(returns),
     }

@@ -43,6 +43,7 @@ from psigrad.objective.parts.group_advantage import (
     pass_at_k,
     process_group_mean,
 )
+from psigrad.objective.parts.off_policy import gamma_weight, symmetric_mask
 from psigrad.objective.parts.ratio import KL
 from psigrad.objective.parts.surrogate import (
     clip,
@@ -222,6 +223,16 @@ DPPO = METHODS.declare(
 )
 GMPO = METHODS.declare(
     "gmpo", "the geometric mean of the ratios", PolicyGradient(group_mean(), ratio.token, geometric_clip(), sequence_mean)
+)
+
+# Two methods for samples of older weights. prime-rl calls the first IPO, as the authors of a preference loss call theirs.
+PRIME_IPO = METHODS.declare(
+    "prime_ipo",
+    "a bound on probabilities whatever the advantage's sign",
+    PolicyGradient(group_mean(std=False), ratio.token, symmetric_mask(), token_mean),
+)
+VESPO = METHODS.declare(
+    "vespo", "a soft weight of whole sequences", PolicyGradient(group_mean(), ratio.token, gamma_weight(), token_mean)
 )
 
 GDPO = METHODS.declare(

@@ -8,8 +8,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from psigrad.objective.policy_gradient import PolicyGradient
-from psigrad.objective.preferences.preference_catalog import OnlinePreference
-from psigrad.objective.preferences.preference_loss import KahnemanTversky, Preference
+from psigrad.objective.preferences.preference_loss import KahnemanTversky, OnlinePreference, Preference
 
 WIDTH = 100
 MEANING = {
@@ -103,6 +102,8 @@ def _parts(method: Explained, slot: str) -> tuple[Any, ...]:
 
 def _slot_lines(method: PolicyGradient, slot: str) -> list[str]:
     parts = _parts(method, slot)
+    if not parts and slot == "correction" and method.corrects:
+        return [f"{MEANING[slot]}: none: the surrogate weighs by the sampler's probabilities itself"]
     if not parts:
         return [f"{MEANING[slot]}: {_ABSENT[slot]}"]
     lines: list[str] = []

@@ -35,6 +35,7 @@ from psigrad.objective.parts.group_advantage import pass_at_k
 from psigrad.objective.parts.ratio import KL, Correction
 from psigrad.objective.parts.surrogate import (
     PENALTY_KEY,
+    SamplerWeighted,
     Surrogate,
     adapt,
     clip_fractions,
@@ -120,6 +121,11 @@ class PolicyGradient:
                 f"ratio trajectory is one number for the whole completion and aggregate {_name(self.aggregate)} would count "
                 "it once per step; set aggregate=sequence_mean.",
             ),
+            (
+                self.corrects and self.correction is not None,
+                f"surrogate {_name(innermost(self.surrogate))} weighs by the sampler's probabilities and correction "
+                f"{_name(self.correction)} would count them twice; set correction=None.",
+            ),
         ):
             if wrong:
                 raise ValueError(f"{self.name or 'PolicyGradient'}: {sentence}")
@@ -153,6 +159,11 @@ class PolicyGradient:
     def needs_exact_kl(self) -> bool:
         """True if the evaluation must hold a divergence summed over the vocabulary."""
         return self.kl is not None and self.kl.estimator in ratio.MEASURED and self.kl.coefficient != 0
+
+    @property
+    def corrects(self) -> bool:
+        """True if the surrogate itself weighs by π / π_sampler, so that no correction may follow."""
+        return isinstance(innermost(self.surrogate), SamplerWeighted)
 
     @property
     def min_group_size(self) -> int:
@@ -271,6 +282,8 @@ class PolicyGradient:
         sampled = batch.logp_old if batch.logp_sampler is None else batch.logp_sampler
         known = {"mask": mask, "marks": prepared.marks, "logp_sampler": sampled}
         given = {name: known[name] for name in sorted(needs_of(self.surrogate) & known.keys())}
+        if "logp_sampler" in given:
+            given["logp_sampler"] = within(sampled)
         per_step = self._surrogate_now(state)(logp, log_ratio, advantage, **given)
         if prepared.counts is not None:
             per_step = zero_outside(prepared.counts, per_step)

@@ -30,11 +30,13 @@ from psigrad.errors import UserError, nearest
 from psigrad.importing import home_of, loaded_by, opened_by
 from psigrad.records.rows import FORMAT
 
+CODE = ("reward", "environment", "agent", "tools", "algorithm", "sampler")
+"""The pins of the user's code. Runs are compared as seeds of one method only if these are equal."""
 # The pins besides the settings, by the names that `run.allow` accepts.
 PINS = (
     *("dataset", "eval_dataset", "tokenizer", "chat_template", "date"),
     *("model", "reference", "critic", "reward_model"),
-    *("reward", "environment", "tools", "algorithm", "sampler"),
+    *CODE,
     *("kernels", "threads", "device"),
 )
 # Names in checkpoints of format 0.

@@ -57,6 +57,8 @@ class RunData:
     rewards: dict[int, list[float]] = field(default_factory=dict)
     troubles: Counter[tuple[str, str]] = field(default_factory=Counter)
     samples: dict[int, dict[str, Sample]] = field(default_factory=dict)
+    held_out: dict[int, dict[int, float]] = field(default_factory=dict)
+    """Step -> row -> the mean of the metric over the row's scored held-out completions."""
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Return steps and values of one metric (or timing), for finite numbers."""
@@ -73,6 +75,13 @@ class RunData:
     def settings(self) -> dict[str, Any]:
         """The configuration with dotted names: {"optim.learning_rate": 1e-6, …}."""
         return name_preset_once(flatten(self.config))
+
+    @property
+    def code(self) -> dict[str, str]:
+        """Hashes of the user's code that the run was last started with, by the names of `pins.CODE`."""
+        starts = [event for event in self.events if event.get("kind") in ("started", "resumed")]
+        found = starts[-1].get("code") if starts else None
+        return {str(name): str(value) for name, value in found.items()} if isinstance(found, Mapping) else {}
 
     @property
     def held_out_metric(self) -> str:
@@ -113,19 +122,23 @@ def kind_of(config: Mapping[str, Any]) -> str:
 
 
 def show_number(value: Any) -> str:
-    """Format a number for display: whole up to a million, otherwise four significant digits; a dash for any other value."""
+    """Format a number for display: whole up to a million, otherwise four significant digits; a dash for any other value.
+
+    Numbers below 1e-12 are what rounding leaves, and shown as 0.
+    """
     if type(value) is int and abs(value) < 10**15:
         return f"{value:,}"
     value = number(value)
+    value = 0.0 if abs(value) < 1e-12 else value
     if not math.isfinite(value):
         return "–" if math.isnan(value) else ("∞" if value > 0 else "−∞")
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.4g}"
 
 
 def interval(row: Mapping[str, Any], stem: str = "") -> str:
-    """Return `low to high` of a row that has both, otherwise an empty string."""
+    """Return `low to high` of a row that has both, otherwise an empty string, as for an interval without a width."""
     low, high = number(row.get(f"{stem}low")), number(row.get(f"{stem}high"))
-    return "" if math.isnan(low) or math.isnan(high) else f"{show_number(low)} to {show_number(high)}"
+    return "" if math.isnan(low) or math.isnan(high) or low == high else f"{show_number(low)} to {show_number(high)}"
 
 
 def clip(value: Any, limit: int = TEXT_LIMIT) -> str:
@@ -161,7 +174,7 @@ def load(folder: str | Path, *, rollouts: bool = True) -> RunData:
         found = _json(path / "summary.json").get("rows")
         summary = found if isinstance(found, list) else []
         check_format(path, config := _json(path / "config.json"))
-        rewards, troubles, samples = _rollouts(rollout_files(path)) if rollouts else ({}, Counter(), {})
+        rewards, troubles, samples, held_out = _rollouts(rollout_files(path)) if rollouts else ({}, Counter(), {}, {})
         return RunData(
             name=path.resolve().name,
             path=path,
@@ -173,19 +186,23 @@ def load(folder: str | Path, *, rollouts: bool = True) -> RunData:
             rewards=rewards,
             troubles=troubles,
             samples=samples,
+            held_out=held_out,
         )
     except OSError as error:
         raise UserError(f"The run in {str(folder)!r} cannot be read: {error}; fix that and write the report again.") from error
 
 
-def _rollouts(files: Sequence[Path]) -> tuple[dict[int, list[float]], Counter[tuple[str, str]], dict[int, dict[str, Sample]]]:
-    """Return rewards, troubles and samples in one pass over the files, which can be far larger than memory.
+def _rollouts(
+    files: Sequence[Path],
+) -> tuple[dict[int, list[float]], Counter[tuple[str, str]], dict[int, dict[str, Sample]], dict[int, dict[int, float]]]:
+    """Return rewards, troubles, samples and held-out means in one pass over the files, which can be far larger than memory.
 
     For held-out rows only the positions are kept, and only those of three evaluations are read again.
     """
     rewards: dict[int, list[float]] = {}
     troubles: Counter[tuple[str, str]] = Counter()
     offsets: dict[int, list[tuple[Path, int]]] = {}
+    held_out: dict[int, dict[int, list[float]]] = {}
     for at, line in _read_places(files):
         row = rollout_figures(line)
         if row is None:
@@ -193,13 +210,16 @@ def _rollouts(files: Sequence[Path]) -> tuple[dict[int, list[float]], Counter[tu
         if row.kind == "eval":
             if row.k == 0:
                 offsets.setdefault(row.step, []).append(at)
+            if math.isfinite(row.reward):
+                held_out.setdefault(row.step, {}).setdefault(row.row, []).append(row.reward)
         elif row.kind != "episode" and math.isfinite(row.reward):
             rewards.setdefault(row.step, []).append(row.reward)
         if row.status in ("failed", "unscored"):
             troubles[row.status, clip(row.reason, 200)] += 1
     steps = sorted(offsets)
     chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []
-    return rewards, troubles, {step: _samples(offsets[step]) for step in chosen}
+    means = {step: {row: math.fsum(own) / len(own) for row, own in rows.items()} for step, rows in held_out.items()}
+    return rewards, troubles, {step: _samples(offsets[step]) for step in chosen}, means
 
 
 def _read_places(files: Sequence[Path]) -> Iterator[tuple[tuple[Path, int], bytes]]:

@@ -117,7 +117,7 @@ class Result:
         first, last = headline(self.before), headline(self.after)
         if first is None or last is None or first.name != last.name:
             return f"<b>{html.escape(self.folder.name)}</b>"
-        bounds = "" if last.low is None else f" [{last.low:.3g}, {last.high:.3g}]"
+        bounds = f" [{last.low:.3g}, {last.high:.3g}]" if (last.low or 0.0) < (last.high or 0.0) else ""
         name = html.escape(last.name)
         return f"<b>{html.escape(self.folder.name)}</b>: held-out {name} {first.value:.3g} → {last.value:.3g}{bounds}"
 
@@ -125,7 +125,7 @@ class Result:
 def _interval(row: Mapping[str, Any], name: str) -> str:
     stem = name.removesuffix("/mean")
     low, high = row.get(f"{stem}/low"), row.get(f"{stem}/high")
-    return "" if low is None or high is None else f"[{_format(low)}, {_format(high)}]"
+    return "" if low is None or high is None or low == high else f"[{_format(low)}, {_format(high)}]"
 
 
 def _format(value: Any) -> str:

@@ -181,11 +181,13 @@ def note_end(journal: Journal, **noted: Any) -> None:
         folder.event("finished", model=sums, pins=folder.lasting, **noted)
 
 
-def note_start(run: Run, journal: Journal, found: Path | None, step: int, **noted: Any) -> None:
-    """Write the event for the start of a run, or its resumption from `found`: step, command and machine."""
+def note_start(run: Run, journal: Journal, found: Path | None, step: int, pinned: Mapping[str, str], **noted: Any) -> None:
+    """Write the event for the start of a run, or its resumption from `found`: step, command, machine, and hashes of its code."""
     here = machine.provenance(device(run))
     del here["when"]  # an event has its own time
     kind = "started" if found is None else "resumed"
+    if code := {name: pinned[name] for name in pins.CODE if name in pinned}:
+        noted["code"] = code
     journal.folder.event(kind, step=step, command=machine.command(), machine=here | {"threads": torch.get_num_threads()}, **noted)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from psigrad.intervals import Interval, mean_interval, over_seeds
+from psigrad.intervals import Interval, mean_interval, paired_difference
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class TaskMetric:
     model: Interval
     baseline: Interval | None = None
     difference: Interval | None = None
-    """Model minus baseline on the same documents."""
+    """Model minus baseline on the same documents (`paired_difference`)."""
 
 
 def metrics_of(own: Mapping[str, Any], other: Mapping[str, Any] | None = None) -> Iterator[TaskMetric]:
@@ -41,8 +41,8 @@ def metrics_of(own: Mapping[str, Any], other: Mapping[str, Any] | None = None) -
                     yield TaskMetric(task, shown, len(values), _interval(values))
                     continue
                 before = [sample[metric] for sample in theirs[name]]
-                difference = over_seeds(a - b for a, b in zip(values, before, strict=True))
-                yield TaskMetric(task, shown, len(values), _interval(values), _interval(before), difference)
+                change = paired_difference(before, values)
+                yield TaskMetric(task, shown, len(values), _interval(values), _interval(before), change)
 
 
 def _split_filters(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError
+from psigrad.records.read import show_number
 from psigrad.records.report import plots
 from psigrad.records.report.html import Cell, Figure, Table, render, save
 
@@ -38,18 +39,24 @@ def read(folder: str | Path) -> Any:
 
 def rows(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return the head and the lines of a narrow table, as text: mean and 95 % interval over seeds of the main metrics."""
+    several = len(found["table"]) > 1
+    names = ("truth", *(["lead"] if several else []), "proxy", "kl", "seconds")
     lines = []
     for row in found["table"]:
-        cells = [_figure(row[name]) for name in ("truth", "proxy", "kl", "seconds")]
+        cells = [_figure(row[name]) if name in row else Cell("") for name in names]
         lines.append([row["method"], *(" ".join(filter(None, (cell.value, cell.name))) for cell in cells)])
-    return ["method", "held-out", "reward", "KL", "seconds"], lines
+    return ["method", "held-out", *(["vs first"] if several else []), "reward", "KL", "seconds"], lines
 
 
 def page(found: Mapping[str, Any]) -> str:
     """Return the full page."""
     rows, runs = found["table"], found["runs"]
     names = [row["method"] for row in rows]
-    lines = [[Cell(i, "key", row["method"]), *(_figure(row[name]) for name, _ in _COLUMNS)] for i, row in enumerate(rows)]
+    columns = [_COLUMNS[0], ("lead", f"minus {names[0]}"), *_COLUMNS[1:]]
+    lines = [
+        [Cell(i, "key", row["method"]), *(_figure(row[name]) if name in row else Cell("") for name, _ in columns)]
+        for i, row in enumerate(rows)
+    ]
     seeds = f"{rows[0]['seeds']} seeds" if rows[0]["seeds"] > 1 else "one seed"
     over_kl = "held-out metric over KL to the start, nats per completion; one point per evaluation"
     over_proxy = "held-out metric over the reward trained on; one point per run"
@@ -61,8 +68,9 @@ def page(found: Mapping[str, Any]) -> str:
     return render(
         "compare.html",
         f"{len(names)} methods compared",
-        note=f"{seeds}; mean and 95 % interval over seeds (Student's t); samples are completions seen",
-        table=Table(("method", *(label for _, label in _COLUMNS)), lines),
+        note=f"{seeds}; mean and 95 % interval over seeds (Student's t), differences between runs of one seed; samples are "
+        "completions seen",
+        table=Table(("method", *(label for _, label in columns)), lines),
         figures=[Figure(title, said, plots.picture(title, paint)) for title, said, paint in pictures],
         names=names,
     )
@@ -75,7 +83,7 @@ def _figure(values: Sequence[float]) -> Cell:
 
 def _short(value: float) -> str:
     """Return a value with three digits, since an interval over a few seeds is not more precise."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return show_number(value if abs(value) >= 1000 else float(f"{value:.3g}"))
 
 
 def _over(runs: Sequence[Mapping[str, Any]], names: Sequence[str], x: str) -> Callable[[Any], None]:

@@ -28,8 +28,11 @@ from psigrad.config.nested import flatten
 from psigrad.errors import UserError
 from psigrad.intervals import over_seeds
 from psigrad.language.recipes import evaluate, online_settings, running
+from psigrad.language.recipes.pinned import lasting_pins
+from psigrad.language.recipes.scorers import RewardSetup
 from psigrad.paths import absolute, claim
 from psigrad.processes.proc import die_with_parent
+from psigrad.records import pins
 from psigrad.records.row_lines import read_steps, replace_file
 from psigrad.records.rows import parse_row
 from psigrad.runs import machine
@@ -63,12 +66,15 @@ def run(comparison: Comparison) -> Path:
     if "kto" in comparison.methods:  # KTO learns from single answers
         write_jsonl(folder / UNPAIRED, preferences.split_pairs(read_jsonl(comparison.pairs)))
     jobs = list_jobs(comparison)
+    code = {method: own_code(settings_of(comparison, folder, method, 0), comparison.config) for method in comparison.methods}
     for method, seed in jobs:
         _check_same(comparison, folder, method, seed)
+        _check_code(folder, method, seed, code[method])
     with bar("compare", len(jobs), shown=comparison.config.run.progress, every=1, unit="run") as advance:
         for method, seed in jobs:
             advance(0, f"{method} seed {seed}")
             _finish(comparison, folder, method, seed)
+            _check_code(folder, method, seed, code[method])
             advance(note=f"{method} seed {seed}")
     measured = [json.loads(_record(folder, m, s).read_text()) for m, s in jobs]
     (folder / "compare.json").write_text(json.dumps({"runs": measured, "table": table(measured)}, indent=1) + "\n")
@@ -166,6 +172,24 @@ def _check_same(comparison: Comparison, folder: Path, method: str, seed: int) ->
         )
 
 
+def own_code(settings: OnlineConfig | PreferenceConfig, judged: OnlineConfig) -> dict[str, str]:
+    """Return hashes of the user's code in a run and in its held-out evaluation, by the names of `pins.CODE`."""
+    judges = [RewardSetup.of(judged), RewardSetup.of_metric(judged)]
+    return {name: value for name, value in lasting_pins(settings, judges).items() if name in pins.CODE}
+
+
+def _check_code(folder: Path, method: str, seed: int, code: Mapping[str, str]) -> None:
+    """Raise `UserError` for an existing result that the user's code gave before it was changed."""
+    result = _record(folder, method, seed)
+    before = (parse_row(result.read_bytes()) or {}).get("code") if _is_done(result) else None
+    if before is not None and before != code:
+        changed = ", ".join(name for name in pins.CODE if before.get(name) != code.get(name))
+        raise UserError(
+            f"{folder} holds a result of {method}, seed {seed}, from other code (changed: {changed}), and runs of different code "
+            "are no seeds of one method; name another folder with --output-dir, or put the code back."
+        )
+
+
 def _finish(comparison: Comparison, folder: Path, method: str, seed: int) -> None:
     """Run one job in a separate process, unless its result exists."""
     result = _record(folder, method, seed)
@@ -197,6 +221,7 @@ def work(task: Mapping[str, Any], result: Path) -> None:
     """Do one run and evaluate it on the held-out prompts with the metric (the truth) and the training reward."""
     finished = running.run(load(declaration(task["method"]).settings, flags=task["settings"]))
     config = load(OnlineConfig, flags=task["judged"])
+    code = own_code(load(declaration(task["method"]).settings, flags=task["settings"]), config)
     rows = list(read_steps(finished.folder / "metrics.jsonl"))
     timings = list(read_steps(finished.folder / "timings.jsonl"))
     curve = [_point(row, config) for row in rows if f"eval/{_metric(config)}/mean" in row]
@@ -207,6 +232,7 @@ def work(task: Mapping[str, Any], result: Path) -> None:
     if not curve or curve[-1]["samples"] < sampled:  # offline methods are measured at their end
         curve.append({"samples": sampled, "truth": last["truth"], "kl": last["kl"]})
     made = {"method": task["method"], "seed": task["seed"], "curve": curve, "seconds": seconds, "samples": sampled, **last}
+    made["code"] = code
     result.write_text(json.dumps(made))
 
 
@@ -251,13 +277,19 @@ def _point(row: dict[str, Any], config: OnlineConfig) -> dict[str, float]:
 
 
 def table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the mean and 95 % interval (Student's t over seeds) of every metric of every method, in the given order."""
-    made = []
+    """Return the mean and 95 % interval (Student's t over seeds) of every metric of every method, in the given order.
+
+    `lead` is the held-out metric minus that of the first method with the same seed.
+    """
+    made: list[dict[str, Any]] = []
+    first = {run["seed"]: float(run["truth"]) for run in runs if run["method"] == runs[0]["method"]}
     for method in dict.fromkeys(run["method"] for run in runs):
         mine = [run for run in runs if run["method"] == method]
         row: dict[str, Any] = {"method": method, "seeds": len(mine)}
         for name in FIGURES:
             row[name] = list(over_seeds(float(run[name]) for run in mine))
+        if made and (leads := [float(run["truth"]) - first[run["seed"]] for run in mine if run["seed"] in first]):
+            row["lead"] = list(over_seeds(leads))
         made.append(row)
     return made
 

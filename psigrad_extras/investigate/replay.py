@@ -35,7 +35,7 @@ from psigrad.language.training.online.online_rl import learn, step
 from psigrad.language.training.online.online_run import Online
 from psigrad.language.training.state import State
 from psigrad.objective import PolicyGradient
-from psigrad.objective.preferences.preference_catalog import OnlinePreference
+from psigrad.objective.preferences.preference_loss import OnlinePreference
 from psigrad.optim import learning_rate
 from psigrad.records import checkpoint
 from psigrad.records.pins import PINS, check_format

@@ -55,6 +55,8 @@ class History:
         self.watch = Watch()
         self._names = SignalNames()
         self.events: list[dict[str, Any]] = []
+        self.code: Any = None
+        """Hashes of the user's code that the run was last started with."""
         self._event_bytes = array("q")
 
     def read(self, most: int = BYTES_AT_ONCE) -> bool:
@@ -92,6 +94,8 @@ class History:
 
     def _told(self, event: dict[str, Any], size: int) -> None:
         """Store an event, and drop the oldest events if there are too many."""
+        if event.get("kind") in ("started", "resumed"):
+            self.code = event.get("code")
         self._event_bytes.append(size)
         first = max(0, len(self._event_bytes) - MOST_EVENTS)
         while sum(self._event_bytes[first:]) > EVENT_BYTES:

@@ -104,7 +104,7 @@ class RunCache:
         return {
             "id": place.id,
             "name": place.name,
-            **described(config),
+            **described(config, history.code),
             "state": state,
             "step": history.last_step,
             "last": None if last is None else {"name": last, "value": history.series[last].values[-1]},
@@ -144,15 +144,15 @@ def _begins_as_gif(run: Path) -> bool:
         return False
 
 
-def described(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the method, model, seed, and a key of the settings that runs with other seeds share."""
+def described(config: Mapping[str, Any], code: Any) -> dict[str, Any]:
+    """Return the method, model, seed, and a key of the settings and of the user's code that runs with other seeds share."""
     kind, given = kind_of(config), flatten(config)
     name: Any = {"sft": "sft", "reward": "reward model", "preference": config.get("loss")}.get(kind, config.get("algorithm"))
     if isinstance(name, Mapping):
         name = name.get("name") or name.get("preset") or "own method"
     model = config.get("env") if kind == "control" else given.get("model.path")
     same = {key: value for key, value in given.items() if not key.startswith("run.") and key not in _ASIDE}
-    same["steps"] = given.get("run.max_steps")
+    same |= {"steps": given.get("run.max_steps"), "code": code}
     total = config.get("total_timesteps") if kind == "control" else given.get("run.max_steps")
     return {
         "kind": kind if config else "",

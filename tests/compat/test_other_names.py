@@ -330,7 +330,7 @@ def test_trls_loss_type_is_an_aggregation_a_link_or_the_command():
     assert parsed("--loss_type", "ipo", cls=PreferenceConfig, loss="dpo").loss == {"preset": "ipo"}
     with pytest.raises(UserError, match="loss_type is 'ipo': the method is the command: psigrad ipo;"):
         parsed("--loss_type", "ipo", cls=PreferenceConfig, loss="hinge")
-    with pytest.raises(UserError, match="expected one of grpo, dapo, bnpo, dr_grpo, cispo or sapo"):
+    with pytest.raises(UserError, match="expected one of grpo, dapo, bnpo, dr_grpo, cispo, sapo, vespo"):
         parsed("--loss_type", "sigmoid")
 
 

@@ -12,7 +12,7 @@ from psigrad.config.algorithms import resolve
 from psigrad.objective import Batch, PolicyOutputs, catalog
 from psigrad.objective.batch import rank_in_group, terminal
 from psigrad.objective.parts.group_advantage import pass_at_k
-from psigrad.objective.parts.ratio import KL, divergence_rejection
+from psigrad.objective.parts.ratio import KL, divergence_rejection, truncated_importance
 from psigrad.objective.parts.surrogate import divergence_mask
 
 INF = float("inf")
@@ -44,6 +44,26 @@ def test_the_weight_of_dppo_is_capped():
     """log π = −10, ρ = 30, A = 1: L = −min(30, 20)·1·(−10) = 200, and 300 without the cap."""
     loss = divergence_mask()(torch.tensor([[-10.0]]), torch.tensor([[math.log(30)]]), torch.tensor([[1.0]]))
     assert loss.item() == pytest.approx(200)
+
+
+@pytest.mark.parametrize(
+    ("preset", "sampler", "expected"),
+    [
+        # π = 1/2 on both steps. Within 0.3 of 1/5 and of 4/5, and not of 0.81: L = −w·A, w = π/π_sampler, A = 1 and −1
+        ("prime_ipo", (0.2, 0.81), [[-2.5, 0.0], [2.5, 0.0]]),
+        ("prime_ipo", (0.8, 0.1), [[-0.625, 0.0], [0.625, 0.0]]),
+        # W = 1/4 / (1/2·1/4) = 2: φ = 4·e^−3 for A > 0, 8·e^−2 for A < 0; L = −φ·A·log π
+        ("vespo", (0.5, 0.25), [[4 * math.exp(-3) * math.log(2)] * 2, [-8 * math.exp(-2) * math.log(2)] * 2]),
+    ],
+)
+def test_a_step_is_weighted_by_its_samplers_probability_and_not_by_the_old_one(preset, sampler, expected):
+    logp, old = torch.full((2, 2), math.log(0.5)), torch.full((2, 2), -3.0)
+    given = {"mask": torch.ones(2, 2, dtype=torch.bool), "logp_sampler": torch.tensor(sampler).log().expand(2, 2)}
+    part = resolve(preset).surrogate
+    loss = part(logp, logp - old, torch.tensor([[1.0], [-1.0]]).expand(2, 2), **{name: given[name] for name in part.needs})
+    torch.testing.assert_close(loss, torch.tensor(expected))
+    with pytest.raises(ValueError, match="would count them twice; set correction=None"):
+        replace(resolve(preset), correction=truncated_importance())
 
 
 def test_pass_at_k_counts_what_is_above_the_threshold_alone():

@@ -502,6 +502,25 @@ def dppo(rows: list[Row]) -> list[list[float]]:
     return out
 
 
+def prime_ipo(rows: list[Row]) -> list[list[float]]:
+    advantages, tokens = standardised([sum(r.rewards) for r in rows], divide=False), sum(row.length for row in rows)
+    out = []
+    for row, a in zip(rows, advantages, strict=True):
+        pairs = [(math.exp(now), math.exp(old)) for now, old in zip(row.now, row.old, strict=True)]
+        out.append([-a * p / q / tokens if abs(p - q) <= 0.3 else 0.0 for p, q in pairs])
+    return out
+
+
+def vespo(rows: list[Row]) -> list[list[float]]:
+    advantages, tokens = standardised([sum(r.rewards) for r in rows], divide=True), sum(row.length for row in rows)
+    out = []
+    for row, a in zip(rows, advantages, strict=True):
+        w = math.prod(math.exp(now) / math.exp(old) for now, old in zip(row.now, row.old, strict=True))
+        phi = w**3 * math.exp(2 - 2 * w) if a < 0 else w**2 * math.exp(3 - 3 * w)
+        out.append([-a * phi / tokens] * row.length)
+    return out
+
+
 def gmpo(rows: list[Row]) -> list[list[float]]:
     advantages = standardised([sum(r.rewards) for r in rows], divide=True)
     out = []
@@ -636,7 +655,7 @@ def from_formula(formula: Callable[[list[Row]], list[list[float]]], world: World
 
 FORMULAS = [
     grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, ppo, ppo_penalty, raft, reinforce, reinforce_pp_baseline, opo, maxrl,
-    sapo, dppo, gmpo, vc_ppo, vapo, gdpo, process_grpo, top_entropy, clip_cov, kl_cov,
+    sapo, dppo, prime_ipo, vespo, gmpo, vc_ppo, vapo, gdpo, process_grpo, top_entropy, clip_cov, kl_cov,
 ]  # fmt: skip
 # presets whose own numbers would decide nothing in so small a world
 BUILT = {
@@ -694,6 +713,8 @@ def test_the_off_policy_world_reaches_every_bound() -> None:
         for n, o in zip(world.log_probs(world.theta, y), world.log_probs(world.theta_old, y), strict=True)
     ]
     assert min(ratios) < 0.8 and max(ratios) > 5.0
+    old, now = (np.exp(table) / np.exp(table).sum(1, keepdims=True) for table in (world.theta_old, world.theta))
+    assert np.abs(now - old).min() < 0.3 < np.abs(now - old).max()
 
 
 def test_best_of_group_with_ones_kept_equals_top_1_up_to_the_token_count() -> None:

@@ -12,6 +12,7 @@ from psigrad.objective.catalog import METHODS
 from psigrad.objective.parts.advantage import k_step, length_gae, moving_average
 from psigrad.objective.parts.aggregate import clip_covariance, fixed_length, top_entropy, top_k
 from psigrad.objective.parts.group_advantage import pass_at_k
+from psigrad.objective.parts.off_policy import gamma_weight, symmetric_mask
 from psigrad.objective.parts.ratio import KL, adaptive, divergence_rejection, masked_importance, truncated_importance
 from psigrad.objective.parts.surrogate import (
     clip,
@@ -58,6 +59,8 @@ NUMBERS = {
     "sapo": (GROUP, 1.0, 1.05),
     "dppo": (GROUP, 0.15, 20.0),
     "gmpo": (GROUP, 0.4, 0.4),
+    "prime_ipo": (GROUP, 0.3),
+    "vespo": (GROUP, 2.0, 3.0, 3.0, 2.0),
     "gdpo": (GROUP, *PPO, 0.04),
     "process_grpo": (GROUP, *PPO, 0.04),
     "top_entropy": (GROUP, *HIGHER, 0.2),
@@ -137,6 +140,9 @@ BORDERS = [
     (soft_clip, "negative", (0.0, -1.0), (1e-9,)),
     (divergence_mask, "delta", (0.0, -0.1, 1.1), (1e-9, 1.0)),
     (divergence_mask, "cap", (0.0, -1.0), (1e-9,)),
+    (symmetric_mask, "delta", (0.0, -0.1, 1.1), (1e-9, 1.0)),
+    *((gamma_weight, f"k_{sign}", (-0.1,), (0.0,)) for sign in ("positive", "negative")),
+    *((gamma_weight, f"lambda_{sign}", (0.0, -1.0), (1e-9,)) for sign in ("positive", "negative")),
     (geometric_clip, "low", (-0.1,), (0.0,)),
     (geometric_clip, "high", (-0.1,), (0.0,)),
     (off_policy_mask, "delta", (0.0, -0.5), (1e-9,)),

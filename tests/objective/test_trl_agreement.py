@@ -73,6 +73,10 @@ def stand_in(x: Tensors, leaf: torch.Tensor, **settings) -> SimpleNamespace:
         use_bias_correction_kl=settings.pop("use_bias_correction_kl", False),
         sapo_temperature_pos=1.0,
         sapo_temperature_neg=1.05,
+        vespo_k_pos=2.0,
+        vespo_lambda_pos=3.0,
+        vespo_k_neg=3.0,
+        vespo_lambda_neg=2.0,
         steps_per_generation=1,
     )
     accelerator = SimpleNamespace(
@@ -85,6 +89,7 @@ def stand_in(x: Tensors, leaf: torch.Tensor, **settings) -> SimpleNamespace:
         accelerator=accelerator,
         model=SimpleNamespace(training=True),
         get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
         get_high_entropy_mask=partial(GRPOTrainer.get_high_entropy_mask, SimpleNamespace(accelerator=accelerator)),
         _metrics={"train": defaultdict(list)},
         _get_per_token_logps_and_entropies=lambda *a, **k: (leaf, x.entropy, None),
@@ -196,6 +201,21 @@ def test_sampler_correction_equals_that_of_trl(level: str, truncate: bool) -> No
     trainer = stand_in(x, leaf, beta=0.04, use_vllm=True, vllm_importance_sampling_correction=True)
     loss = GRPOTrainer._compute_loss(trainer, None, inputs(x, trl_advantages(x, std=True), importance_sampling_ratio=ratio))
     compare(replace(GRPO, correction=part), x, loss, leaf)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_vespo_loss_and_gradient_equal_those_of_trl(apart: bool) -> None:
+    """TRL multiplies the ratio of trainer and sampler into the sequence's weight. Alone, one row moves beyond every limit."""
+    x = Tensors()
+    x.old[:4] = x.logp[:4] + 0.1 * (x.old[:4] - x.logp[:4])
+    x.old[7] += 0.0 if apart else torch.tensor([30.0, -50.0, 0.0, 0.0, 0.0, 0.0])
+    gap = torch.where(x.mask, x.old - x.sampler, 0.0)
+    x.sampler = x.sampler if apart else None
+    leaf = x.logp.clone().requires_grad_()
+    trainer = stand_in(x, leaf, loss_type="vespo")
+    given = inputs(x, trl_advantages(x, std=True), **({"importance_sampling_ratio": gap.exp()} if apart else {}))
+    compare(resolve("vespo"), x, GRPOTrainer._compute_loss(trainer, None, given), leaf)
+    assert trainer._metrics["train"]["vespo/phi_seq_mean"][0] > 0.01
 
 
 def test_gmpo_loss_and_gradient_equal_those_of_trl() -> None:

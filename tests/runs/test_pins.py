@@ -72,6 +72,8 @@ def test_another_reward_is_refused_by_name_and_taken_when_allowed(copied, tmp_pa
     online.run(with_reward(copied, tmp_path, allow=("reward",)))
     (taken,) = events(tmp_path / "run", "allowed")
     assert taken["name"] == "reward" and taken["before"] != taken["now"]
+    codes = [event["code"] for kind in ("started", "resumed") for event in events(tmp_path / "run", kind)]
+    assert [codes[0], codes[-1]] == [{"reward": taken["before"]}, {"reward": taken["now"]}]
     interrupted(tmp_path / "run")
     shutil.copytree(tmp_path / "run", tmp_path / "again")
     # the checkpoint that is left is from before the change: it still wants the word

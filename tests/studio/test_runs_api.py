@@ -175,6 +175,15 @@ def test_a_studio_that_stops_doesnt_wait_for_who_listens(root):
         connection.close()
 
 
+def test_seeds_of_other_code_are_another_group(tmp_path):
+    """A band of seeds and its mean are drawn over one group."""
+    codes = {"a": {"reward": "1" * 64}, "b": {"reward": "1" * 64}, "edited": {"reward": "2" * 64}, "unknown": None}
+    for seed, (name, code) in enumerate(codes.items()):
+        append(make_run(tmp_path / name, seed=seed) / "events.jsonl", {"kind": "resumed", **({"code": code} if code else {})})
+    groups = {entry["name"]: entry["group"] for entry in RunCache(tmp_path).entries(PATIENCE)[0]}
+    assert groups["a"] == groups["b"] and len(set(groups.values())) == 3
+
+
 def test_completions_are_listed_and_their_group_is_whole(studio, ids):
     found = studio.post("/api/runs/rollouts", {"run": ids["compare/grpo-0"], "step": 7, "count": 3}).json
     assert (found["total"], found["found"], len(found["rows"]), found["whole"]) == (80, 4, 3, True)

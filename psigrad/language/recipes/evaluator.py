@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from psigrad import seeds
-from psigrad.intervals import mean_interval, pass_at_k
+from psigrad.intervals import LEAST_ROWS, detectable_gain, mean_interval, pass_at_k, unbounded_interval
 from psigrad.language.data.reward_view import reward_view
 from psigrad.language.episodes.players import Player, collector_of
 from psigrad.language.models.language_model import LanguageModel
@@ -54,8 +54,9 @@ class Evaluator:
         figures = figures_of(trajectories, self.num_generations, self.metric)
         if self.reference is not None:
             kl = self.kl(model, trajectories)
-            low, high = mean_interval(kl)
-            figures |= {"eval/kl": math.fsum(kl) / len(kl), "eval/kl/low": low, "eval/kl/high": high}
+            low, high = unbounded_interval(kl)
+            figures["eval/kl"] = math.fsum(kl) / len(kl)
+            figures |= {} if math.isnan(low) else {"eval/kl/low": max(0.0, low), "eval/kl/high": high}
         return figures, trajectories
 
     def record(self, model: LanguageModel, sampler: Sampler, step: int, journal: Journal) -> None:
@@ -63,6 +64,10 @@ class Evaluator:
         clock = Clock(journal.watch)
         with clock("time/eval"):
             figures, trajectories = self(model, sampler, step)
+        if step == 0:
+            journal.tell_once(
+                "detectable_gain", describe_sensitivity(scored_groups(trajectories, self.num_generations), self.metric)
+            )
         rows = {p.index: p.row for p in self.prompts}
         own = [(n, t) for n, t in enumerate(trajectories) if t.home == self.world.rank]
         made = {n: rollout_row(t, step, "eval", rows[t.row].dataset_prompt) for n, t in own}
@@ -101,8 +106,7 @@ def figures_of(trajectories: Sequence[Trajectory], num_generations: int, metric:
     completions are excluded and counted. The interval is over prompts, since completions of one prompt are not independent.
     """
     groups = [trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)]
-    values = [[t.reward for t in group if t.reward is not None] for group in groups]
-    values = [group for group in values if group]
+    values = scored_groups(trajectories, num_generations)
     lengths = [t.chosen for t in trajectories]
     figures: dict[str, Any] = {"eval/prompts": len(groups), "eval/unscored": sum(t.reward is None for t in trajectories)}
     figures |= _over_prompts(f"eval/{metric}", values)
@@ -119,10 +123,32 @@ def figures_of(trajectories: Sequence[Trajectory], num_generations: int, metric:
     return figures
 
 
+def scored_groups(trajectories: Sequence[Trajectory], num_generations: int) -> list[list[float]]:
+    """Return the metric of each prompt's scored completions, without prompts that have none."""
+    groups = [trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)]
+    values = [[t.reward for t in group if t.reward is not None] for group in groups]
+    return [group for group in values if group]
+
+
+def describe_sensitivity(values: Sequence[Sequence[float]], metric: str) -> str:
+    """Return a sentence on the gain that evaluations of these prompts can show, from their metric before training."""
+    means = [math.fsum(group) / len(group) for group in values]
+    if len(means) < LEAST_ROWS:
+        return f"evaluation: a verdict takes {LEAST_ROWS} scored held-out prompts and there are {len(means)}; raise eval_prompts."
+    gain, bounded = detectable_gain(means), all(0 <= mean <= 1 for mean in means)
+    if bounded and math.fsum(means) / len(means) + gain > 1:
+        return f"evaluation: {len(means)} held-out prompts may not show even a rise of {metric} to 1; raise eval_prompts."
+    return (
+        f"evaluation: {len(means)} held-out prompts show a gain in {metric} of about {gain:.2g} in four runs of five; more "
+        "eval_prompts show smaller gains."
+    )
+
+
 def _over_prompts(name: str, values: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return the mean over prompts of their completions' values, and its 95 % interval."""
+    """Return the mean over prompts of their completions' values, and its 95 % interval if it has one."""
     if not values:
         return {}
     means = [math.fsum(group) / len(group) for group in values]
     low, high = mean_interval(means)
-    return {f"{name}/mean": math.fsum(means) / len(means), f"{name}/low": low, f"{name}/high": high}
+    ends = {} if math.isnan(low) else {f"{name}/low": low, f"{name}/high": high}
+    return {f"{name}/mean": math.fsum(means) / len(means), **ends}

@@ -261,7 +261,7 @@ def begin(
         journal.callbacks.know(model.adapter or model.network, model.tokenizer)
     slower = getattr(model, "slower", "")
     how = {"slower": slower, "instructions": getattr(model, "instructions", "")}
-    session.note_start(config.run, journal, found, first.step, **how, rows=rows[0], eval_rows=rows[1])
+    session.note_start(config.run, journal, found, first.step, pinned, **how, rows=rows[0], eval_rows=rows[1])
     if slower:
         journal.tell("slower", slower, why=slower)
 

@@ -19,7 +19,7 @@ from psigrad.objective import PolicyGradient
 from psigrad.objective.explain import label
 from psigrad.objective.parts.aggregate import fixed_length
 from psigrad.objective.parts.ratio import truncated_importance
-from psigrad.objective.preferences.preference_catalog import OnlinePreference
+from psigrad.objective.preferences.preference_loss import OnlinePreference
 from psigrad.runs.journal import Journal
 
 
@@ -46,7 +46,7 @@ def correct(
     stated = not isinstance(config.algorithm, str | Mapping) or (
         isinstance(config.algorithm, Mapping) and "correction" in config.algorithm
     )
-    if not isinstance(algorithm, PolicyGradient) or algorithm.correction is not None:
+    if not isinstance(algorithm, PolicyGradient) or algorithm.correction is not None or algorithm.corrects:
         return algorithm
     if stated and config.lag:
         raise UserError(

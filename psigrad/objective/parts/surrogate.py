@@ -43,6 +43,10 @@ class RatioSurrogate(SilentSurrogate):
     """A silent surrogate whose gradient flows through the ratio alone."""
 
 
+class SamplerWeighted(SilentSurrogate):
+    """A silent surrogate weighted by π / π_sampler, which leaves nothing to a correction."""
+
+
 def score(logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
     """The policy gradient itself.
 

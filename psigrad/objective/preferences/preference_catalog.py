@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 from psigrad.objective.catalog import Catalog
 from psigrad.objective.preferences.preference_loss import (
     KahnemanTversky,
+    OnlinePreference,
     Preference,
     apo_down,
     apo_zero,
@@ -56,32 +57,6 @@ PARTS: dict[str, tuple[Callable[..., Any], ...]] = {
 }
 
 ONLINE_METHODS: Catalog[OnlinePreference] = Catalog()
-
-
-@dataclass(frozen=True)
-class OnlinePreference:
-    """A preference loss on pairs that the policy samples and a reward ranks, step by step.
-
-    Source: Guo et al. 2024, online DPO, arXiv:2402.04792, with a reward instead of the judge.
-    """
-
-    loss: Preference = DPO
-    """The loss of each pair."""
-    name: str = ""
-    min_group_size: int = 2
-    """The number of completions of one prompt from which a pair is picked."""
-    needs_critic: ClassVar[bool] = False
-
-    def initial_state(self) -> dict[str, float]:
-        """Return an empty state: the method has no memory."""
-        return {}
-
-    @property
-    def needs_reference(self) -> bool:
-        """True if the log-probs of a reference policy are read."""
-        return self.loss.needs_reference
-
-
 ONLINE_DPO = ONLINE_METHODS.declare(
-    "online_dpo", "preference loss on the best and worst completion of each group", OnlinePreference()
+    "online_dpo", "preference loss on the best and worst completion of each group", OnlinePreference(DPO)
 )

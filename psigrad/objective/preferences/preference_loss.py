@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 from psigrad.objective.batch import Loss
 from psigrad.objective.lazy_torch import Tensor, torch
@@ -331,6 +332,30 @@ class Preference:
 def correct(chosen: Tensor, rejected: Tensor) -> Tensor:
     """Return [N]: 1 where the chosen is ahead, ½ where the two are equal, 0 where it is behind."""
     return (chosen > rejected).to(chosen.dtype) + 0.5 * (chosen == rejected).to(chosen.dtype)
+
+
+@dataclass(frozen=True)
+class OnlinePreference:
+    """A preference loss on pairs that the policy samples and a reward ranks, step by step.
+
+    Source: Guo et al. 2024, online DPO, arXiv:2402.04792, with a reward instead of the judge.
+    """
+
+    loss: Preference
+    """The loss of each pair."""
+    name: str = ""
+    min_group_size: int = 2
+    """The number of completions of one prompt from which a pair is picked."""
+    needs_critic: ClassVar[bool] = False
+
+    def initial_state(self) -> dict[str, float]:
+        """Return an empty state: the method has no memory."""
+        return {}
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if the log-probs of a reference policy are read."""
+        return self.loss.needs_reference
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ def _held_out_table(run: RunData) -> list[list[str]]:
 def _with_interval(row: Mapping[str, Any], key: str) -> str:
     stem = key.removesuffix("/mean")
     low, high = number(row.get(f"{stem}/low")), number(row.get(f"{stem}/high"))
-    bounds = f" [{show_number(low)}, {show_number(high)}]" if math.isfinite(low + high) else ""
+    bounds = f" [{show_number(low)}, {show_number(high)}]" if low < high < math.inf else ""
     return show_number(row.get(key)) + bounds
 
 

@@ -29,7 +29,7 @@ from psigrad.records.warnings import Alert
 from psigrad.redaction import escape
 
 SAMPLES, AT_ONCE = 24, 6
-_ELSEWHERE = ("time", "kind", "command", "machine", "traceback")  # fields of an event that the page displays elsewhere
+_ELSEWHERE = ("time", "kind", "command", "machine", "traceback", "code")  # fields of an event that the page displays elsewhere
 _VERDICTS = {1.0: "good", 0.0: "bad"}
 
 
@@ -223,8 +223,8 @@ def _compare(runs: Sequence[RunData]) -> Table:
 
 
 def _differences(runs: Sequence[RunData]) -> Table | None:
-    """Return the settings in which the runs differ."""
-    settings = [run.settings for run in runs]
+    """Return the settings in which the runs differ, and the first digits of the hashes of code that differs."""
+    settings = [{**run.settings, **{f"code of {name}": value[:12] for name, value in run.code.items()}} for run in runs]
     differ = [
         name
         for name in dict.fromkeys(name for given in settings for name in given)

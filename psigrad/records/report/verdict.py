@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from psigrad.errors import several
-from psigrad.intervals import LEAST_ROWS
+from psigrad.intervals import LEAST_ROWS, Interval, difference, paired_difference
 from psigrad.records.read import RunData, kind_of, show_number
 from psigrad.records.rows import PARTS, figures, number
 from psigrad.records.warnings import BY_NAME, SignalNames, Watch
@@ -17,6 +17,11 @@ Mood = Literal["good", "bad", "plain"]
 _ENDS = ("finished", "stopped", "failed")
 _PAIRS = {"eval/accuracy": "accuracy", "eval/rewards/accuracies": "accuracy"}
 """Shares of held-out pairs in the right order, of a reward model and of a preference loss, and their display names."""
+
+_UNMOVED = 0.9
+"""The share of unchanged held-out completions from which a policy hardly moved."""
+_LEAST_KL = 0.01
+"""The KL to the start, in nats per completion, below which a policy hardly moved: no rate changes by more than 0.07 (Pinsker)."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +42,10 @@ def verdict(run: RunData) -> Verdict:
     It gives the end of the run if it was a bad one, its held-out metric (for pairs: the accuracy) before and after with 95 %
     intervals, the KL to the start, and the warnings.
 
-    The run learned if the metric rose by more than chance explains: the rise is above the half widths of both intervals, added as
-    for independent samples, sqrt(w1^2 + w2^2). Both use the same prompts, so this criterion is stricter than necessary. There is
-    no judgement with fewer than `LEAST_ROWS` rows, or if neither interval has a width.
+    The run learned if the 95 % interval of the metric's change is above 0, and got worse if it is below. The interval is that of
+    `paired_difference` over the prompts that both evaluations scored. If their completions are not recorded, it is that of two
+    independent samples, which is wider. There is no judgement with fewer than `LEAST_ROWS` rows, or if neither evaluation has an
+    interval.
     """
     word, mood, figures_said = _judge(run)
     end: Mapping[str, Any] = next((event for event in reversed(run.events) if event.get("kind") in _ENDS), {})
@@ -58,12 +64,17 @@ def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
     for stem, key in ((metric, f"{metric}/mean"), *((share, share) for share in _PAIRS)):
         judged = [row for row in rows if stem and key in row and (stem == metric or f"{stem}/low" in row)]
         if len(judged) > 1:
-            first, last = ((number(row[key]), *_interval(row, stem)) for row in (judged[0], judged[-1]))
+            first, last = (Interval(number(row[key]), *_interval(row, stem)) for row in (judged[0], judged[-1]))
             name = _PAIRS.get(stem, stem.removeprefix("eval/"))
-            word, mood, said = _change(name, first, last, _rows_judged(run, judged[-1]))
-            return word, mood, [*said, *_parts(judged[0], judged[-1])]
+            pairs = _pairs(run, judged[0]["step"], judged[-1]["step"], first.mean, last.mean) if stem == metric else []
+            rows_judged = len(pairs) or _rows_judged(run, judged[-1])
+            change = paired_difference(*zip(*pairs, strict=True)) if pairs else _unpaired(first, last)
+            word, mood, said = _change(name, first, last, change, rows_judged)
+            paired = [f"change {_signed(change)} over {len(pairs):,} prompts"] if pairs and math.isfinite(change.low) else []
+            moved = [] if mood in ("good", "bad") else _moved_little(run)
+            return word, mood, [*said, *paired, *moved, *_parts(judged[0], judged[-1])]
     if len(losses := [number(row["eval/loss"]) for row in run.evaluations if "eval/loss" in row]) > 1:
-        return "Trained", "plain", [f"held-out loss {_short(losses[0])} → {_short(losses[-1])}"]
+        return "Trained", "plain", [f"held-out loss {_short(losses[0])} → {_short(losses[-1])}", *_moved_little(run)]
     once = [
         f"held-out {metric.removeprefix('eval/')} {_with(number(row[f'{metric}/mean']), *_interval(row, metric))}"
         for row in rows
@@ -80,29 +91,57 @@ def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
     return ("Evaluated once", "plain", once) if once else ("Nothing to judge yet", "plain", [])
 
 
-def _change(
-    name: str, first: tuple[float, float, float], last: tuple[float, float, float], rows: float
-) -> tuple[str, Mood, list[str]]:
-    """Return the word, its mood, and the figures for two (mean, low, high) of so many rows."""
-    ties = name in _PAIRS.values() and first[1] == first[2]  # before its first step a preference loss orders nothing
-    before = f"{_short(first[0])} (all ties)" if ties else _with(*first)
-    said = [f"held-out {name} {before} → {_with(*last)}"]
-    halves = [(high - low) / 2 for _, low, high in (first, last)]
-    change = last[0] - first[0]
-    if not math.isfinite(change):
+def _pairs(run: RunData, before: int, after: int, *means: float) -> list[tuple[float, float]]:
+    """Return the metric of each prompt that both evaluations scored, before and after.
+
+    Return [] if the recorded completions are not those of the evaluations' means: rows may be missing or damaged.
+    """
+    ends = [run.held_out.get(step, {}) for step in (before, after)]
+    for rows, mean in zip(ends, means, strict=True):
+        if not rows or abs(math.fsum(rows.values()) / len(rows) - mean) > 1e-6 * max(1.0, abs(mean)):
+            return []
+    return [(ends[0][row], ends[1][row]) for row in ends[0] if row in ends[1]]
+
+
+def _unpaired(first: Interval, last: Interval) -> Interval:
+    """Return the change between independent evaluations. One without an interval counts as uncertain as the other."""
+    ends = [one if one.low < one.high else None for one in (first, last)]
+    known = ends[0] or ends[1]
+    if known is None:
+        return Interval(last.mean - first.mean, math.nan, math.nan)
+    moved = (Interval(one.mean, one.mean + known.low - known.mean, one.mean + known.high - known.mean) for one in (first, last))
+    return difference(*(end or other for end, other in zip(ends, moved, strict=True)))
+
+
+def _change(name: str, first: Interval, last: Interval, change: Interval, rows: float) -> tuple[str, Mood, list[str]]:
+    """Return the word, its mood, and the figures for two evaluations of so many rows."""
+    said = [f"held-out {name} {_with(*first)} → {_with(*last)}"]
+    if not math.isfinite(change.mean):
         return "Unknown", "bad", said
-    if any(map(math.isnan, halves)):
-        return "Trained", "plain", said
     if rows < LEAST_ROWS:
         few = f"of {show_number(int(rows))} held-out rows, and a verdict takes {LEAST_ROWS}"
         return "Too few to judge", "plain", [*said, few]
-    if not any(halves):
-        return "No verdict", "plain", [*said, "within each evaluation all rows have the same figure"]
-    # An interval without a width, as for ties alone, counts as uncertain as the other: a coin's would have one.
-    chance = math.hypot(*(half or max(halves) for half in halves))
-    if abs(change) <= chance:
+    if math.isnan(change.low):
+        same = "within each evaluation all rows have the same figure"
+        return ("Trained", "plain", said) if math.isnan(first.low + last.low) else ("No verdict", "plain", [*said, same])
+    if change.low <= 0 <= change.high:
         return "No clear change", "plain", said
-    return ("Learned", "good", said) if change > 0 else ("Got worse", "bad", said)
+    return ("Learned", "good", said) if change.mean > 0 else ("Got worse", "bad", said)
+
+
+def _moved_little(run: RunData) -> list[str]:
+    """Return a sentence if the policy's answers, its divergence or its loss show that training hardly changed it."""
+    advice = "raise the learning rate or train for more steps"
+    ends = [(row[min(row)].completion, row[max(row)].completion) for row in run.compared if len(row) > 1]
+    same = sum(before == after for before, after in ends)
+    if len(ends) >= LEAST_ROWS and same >= _UNMOVED * len(ends):
+        return [f"the policy hardly moved: {same:,} of {len(ends):,} held-out completions are unchanged; {advice}"]
+    kl = number((run.evaluations or [{}])[-1].get("eval/kl"))
+    if kl < _LEAST_KL:
+        most = _short(math.sqrt(max(0.0, kl) / 2))
+        return [f"the policy hardly moved: at this KL no rate changes by more than {most}; {advice}"]
+    losses = [_short(number(row["eval/loss"])) for row in run.evaluations if "eval/loss" in row]
+    return [f"the model hardly moved: the held-out loss is the same; {advice}"] if losses and losses[0] == losses[-1] else []
 
 
 def _rows_judged(run: RunData, row: Mapping[str, Any]) -> float:
@@ -128,7 +167,13 @@ def _interval(row: Mapping[str, Any], metric: str) -> tuple[float, float]:
 
 def _with(mean: float, low: float, high: float) -> str:
     """Return a mean and its interval as text."""
-    return _short(mean) + (f" [{_short(low)}, {_short(high)}]" if math.isfinite(low + high) else "")
+    return _short(mean) + (f" [{_short(low)}, {_short(high)}]" if low < high < math.inf else "")
+
+
+def _signed(change: Interval) -> str:
+    """Return a change and its interval as text, with their signs."""
+    mean, low, high = (f"{'+' * (end > 0)}{_short(end)}" for end in change)
+    return f"{mean} [{low}, {high}]"
 
 
 def _short(value: float) -> str:

@@ -9,8 +9,7 @@ from typing import Any
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.algorithms import resolve_loss
 from psigrad.language.recipes import online_settings
-from psigrad.objective.preferences.preference_catalog import OnlinePreference
-from psigrad.objective.preferences.preference_loss import KahnemanTversky
+from psigrad.objective.preferences.preference_loss import KahnemanTversky, OnlinePreference
 from psigrad_extras.preflight.plan.hardware import Machine
 from psigrad_extras.preflight.plan.shape import Shape
 

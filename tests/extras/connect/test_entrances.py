@@ -29,6 +29,7 @@ from psigrad.errors import UserError
 from psigrad.objective.parts import group_advantage
 from psigrad.objective.parts.advantage import group_mean, leave_one_out, whitened
 from psigrad.objective.parts.aggregate import fixed_length, sequence_mean, token_mean
+from psigrad.objective.parts.off_policy import gamma_weight
 from psigrad.objective.parts.ratio import masked_importance, truncated_importance
 from psigrad.objective.parts.surrogate import clip, dual_clip, off_policy_mask, soft_clip, truncated_weight
 from psigrad_extras.connect.trl_scripts import convert_file
@@ -50,7 +51,8 @@ SAMPLES = {
     "warmup_ratio": 0.1, "dataset_config": "main", "ddp_timeout": 60,
     "model_init_kwargs": {"dtype": "bfloat16", "revision": "v1"}, "reward_funcs": ["accuracy_reward", "mine.good"],
     "teacher_model_init_kwargs": {"dtype": "bfloat16"}, "loss_type": "cispo", "delta": 4.0, "off_policy_mask_threshold": 0.5,
-    "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 2.0, "multi_objective_aggregation": "normalize_then_sum",
+    "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 2.0, "vespo_k_pos": 1.0, "vespo_k_neg": 2.0, "vespo_lambda_pos": 2.0,
+    "vespo_lambda_neg": 1.0, "multi_objective_aggregation": "normalize_then_sum",
     "normalize_advantages": True, "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 5.0,
     "vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_correction": False, "loss_weights": [1.0, 0.5],
     "lr_scheduler_type": "cosine", "report_to": ["wandb"], "dtype": "bfloat16", "reward_model_path": "a/b",
@@ -59,7 +61,7 @@ SAMPLES = {
 # What a row needs beside it to mean anything.
 BESIDE: dict[str, dict[str, Any]] = {
     **{name: {"use_vllm": True} for name in TABLE if name.startswith("vllm_importance_sampling_")},
-    **{name: {"loss_type": "sapo"} for name in ("sapo_temperature_pos", "sapo_temperature_neg")},
+    **{name: {"loss_type": name[:5].rstrip("_")} for name in TABLE if name.startswith(("sapo_", "vespo_"))},
     "dataset_config": {"dataset_name": "a/b"},
     "custom_reward_function.name": {"custom_reward_function.path": "mine.py"},
     "eval_strategy": {"eval_steps": 7},
@@ -246,6 +248,7 @@ ONLINE = {
     ("vllm_importance_sampling_clip_max", 5.0): {"correction": masked_importance(5.0, "sequence", 0.0)},
     ("loss_type", "cispo"): {"surrogate": truncated_weight(0.2), "aggregate": token_mean},
     ("loss_type", "sapo"): {"surrogate": soft_clip(1.0, 1.05), "aggregate": sequence_mean},
+    ("loss_type", "vespo"): {"surrogate": gamma_weight(2.0, 3.0, 3.0, 2.0), "aggregate": token_mean},
     ("loss_type", "dapo"): {"surrogate": clip(0.2, 0.2), "aggregate": token_mean},
     ("loss_type", "dr_grpo"): {"surrogate": clip(0.2, 0.2), "aggregate": fixed_length(512)},
     ("scale_rewards", "none"): {"psi": group_mean(std=False)},
@@ -338,8 +341,8 @@ def test_a_loss_of_dpos_is_its_own_method_by_every_entrance(here):
         (
             "GRPOConfig",
             "grpo",
-            {"loss_type": "vespo"},
-            "loss_type is 'vespo': expected one of grpo, dapo, bnpo, dr_grpo, cispo or sapo",
+            {"loss_type": "luspo"},
+            "loss_type is 'luspo': expected one of grpo, dapo, bnpo, dr_grpo, cispo, sapo, vespo",
         ),
         ("DPOConfig", "dpo", {"loss_weights": [1.0, 2.0]}, "one loss is trained; sft adds the likelihood of the chosen"),
         ("GRPOConfig", "grpo", {"model_init_kwargs": "unheard"}, "a model is loaded by dtype and revision"),

@@ -235,6 +235,7 @@ def test_the_defaults_of_every_trainer_become_settings_that_load(name, here):
         ({"loss_type": "dr_grpo", "max_completion_length": 99}, "aggregate", "fixed_length(n=99)"),
         ({"loss_type": "cispo", "epsilon_high": 5.0}, "surrogate", "truncated_weight"),
         ({"loss_type": "sapo"}, "surrogate", "soft_clip"),
+        ({"loss_type": "vespo", "use_vllm": True, "vllm_importance_sampling_mode": "token_mask"}, "correction", "None"),
         ({"delta": 2.0}, "surrogate", "bound=2.0"),
         ({"off_policy_mask_threshold": 0.5}, "surrogate", "off_policy_mask"),
         ({"importance_sampling_level": "sequence"}, "ratio", "sequence"),

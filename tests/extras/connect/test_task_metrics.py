@@ -33,12 +33,20 @@ def test_each_filter_of_a_task_has_metrics_of_its_own():
 def test_a_baseline_is_compared_by_document_within_a_filter():
     strict, flexible = metrics_of({"samples": {"gsm8k": OWN}}, {"samples": {"gsm8k": BASE}})
     assert strict.difference.mean == 0.5 and strict.baseline.mean == 0.0
-    # differences 1 and 0: s = 0.7071, t(0.975, 1) = 12.706
-    assert strict.difference.high == pytest.approx(0.5 + 12.706 * 0.7071 / 2**0.5, abs=1e-2)
-    assert flexible.difference == (1.0, 1.0, 1.0)
+    assert strict.difference[1:] == (-1.0, 1.0), "12.7 · 0.7071/√2 from 0.5, within the bounds of a difference"
+    assert flexible.difference == (1.0, -1.0, 1.0), "two documents prove nothing"
 
 
 def test_a_task_with_one_filter_keeps_the_plain_name_and_one_without_documents_has_nothing():
     rows = [logged(0, "none", acc=1.0, brier=(0.1, 0.2)), logged(1, "none", acc=0.0, brier=(0.1, 0.2))]
     (one,) = metrics_of({"samples": {"none_asked": [], "choice": rows}})
     assert (one.task, one.metric, one.documents, one.model.mean) == ("choice", "acc", 2, 0.5)
+
+
+def test_documents_that_all_agree_leave_a_difference_possible():
+    """The rule of three: of 60 documents none differs, so up to 3/60 may. With two, 1.96·0.181/√60 = 0.046 is less than that."""
+    base = [{"metrics": ["acc"], "acc": i % 2} for i in range(60)]
+    other = [{**one, "acc": 1} if i in (0, 2) else one for i, one in enumerate(base)]
+    same, moved = (next(metrics_of({"samples": {"t": own}}, {"samples": {"t": base}})).difference for own in (base, other))
+    assert same == (0.0, -0.05, 0.05)
+    assert moved.mean == pytest.approx(2 / 60) and moved.low == pytest.approx(2 / 60 - 0.05)

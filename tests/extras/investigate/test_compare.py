@@ -49,6 +49,7 @@ def test_every_method_is_measured_on_the_same_held_out_prompts(compared):
         assert run["curve"][-1]["samples"] == 32
     assert found["runs"][0]["kl"] > 0, "negative control: the trained model is not the one it started from"
     html = written.read_text()
+    assert f"minus {comparison.methods[0]}" in html
     assert "2 methods compared" in html and html.count("<svg") == 3 and "<script" not in html
 
 
@@ -85,9 +86,10 @@ def test_a_second_call_runs_nothing_again(compared, monkeypatch, capsys):
     ]
 
 
-def settled(job, folder):
+def settled(job, folder, **changes):
     """A comparison all of whose results are there, as its processes leave them."""
-    comparison = Comparison(("rloo", "dpo"), config(job, folder), (0,), str(job / "pairs.jsonl"))
+    asked = replace(config(job, folder), **changes)
+    comparison = Comparison(("rloo", "dpo"), asked, (0,), str(job / "pairs.jsonl"))
     (claim(folder, "compare") / "settings").mkdir()
     for method, seed in compare.list_jobs(comparison):
         found = {"method": method, "seed": seed, "curve": [], "process_seconds": 1.0, **dict.fromkeys(compare.FIGURES, 1.0)}
@@ -123,6 +125,26 @@ def test_results_of_other_settings_are_refused(job, tmp_path, monkeypatch):
     assert compare.run(comparison) == written, "an older psigrad wrote down less"
 
 
+def test_results_of_other_code_are_refused(job, tmp_path, monkeypatch):
+    """The user's reward is edited between two seeds of one comparison: its settings stay, and its results do not."""
+    (tmp_path / "mine").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path / "mine"))
+    (own := tmp_path / "mine" / "edited_reward.py").write_text(
+        "def good(completions, **columns):\n    return [1.0] * len(completions)\n"
+    )
+    comparison = settled(job, tmp_path / "lab", reward=("edited_reward:good",))
+    config = comparison.config
+    for method, seed in compare.list_jobs(comparison):
+        place = compare._record(tmp_path / "lab", method, seed)
+        code = compare.own_code(settings_of(comparison, tmp_path / "lab", method, seed), config)
+        assert set(code) == {"reward"}
+        place.write_text(json.dumps(json.loads(place.read_text()) | {"code": code}))
+    compare.run(comparison)
+    own.write_text(own.read_text().replace("1.0", "0.5"))
+    with pytest.raises(UserError, match=r"a result of rloo, seed 0, from other code \(changed: reward\)"):
+        compare.run(comparison)
+
+
 def test_every_method_sees_as_many_completions_per_step(job, tmp_path):
     comparison = Comparison(("grpo", "ppo", "dpo", "kto"), config(job, tmp_path), (0,), "pairs.jsonl")
     made = {m: settings_of(comparison, tmp_path, m, 3) for m in comparison.methods}
@@ -153,8 +175,25 @@ def test_intervals_are_students():
     assert (
         mean == 2.0 and high - mean == pytest.approx(4.303 / math.sqrt(3), abs=1e-3) and mean - low == pytest.approx(high - mean)
     )
-    runs = [{"method": m, **dict.fromkeys(compare.FIGURES, v)} for m, v in (("a", 1.0), ("b", 5.0), ("a", 3.0))]
+    found = (("a", 0, 1.0), ("b", 1, 5.0), ("a", 1, 3.0))
+    runs = [{"method": m, "seed": s, **dict.fromkeys(compare.FIGURES, v)} for m, s, v in found]
     assert [(row["method"], row["seeds"], row["truth"][0]) for row in table(runs)] == [("a", 2, 2.0), ("b", 1, 5.0)]
+
+
+def test_methods_are_compared_seed_by_seed():
+    """Seeds differ by up to 0.8 and methods by 0.1 on each: 0.11 ± 4.303·0.01/√3, where the means' own intervals span 2."""
+    truths = {"rloo": (0.1, 0.5, 0.9), "ppo": (0.2, 0.61, 1.02), "dpo": (0.1,)}
+    runs = [
+        {"method": name, "seed": seed, **dict.fromkeys(compare.FIGURES, value)}
+        for name, values in truths.items()
+        for seed, value in reversed([*enumerate(values)])
+    ]
+    first, second, third = table(runs)
+    assert "lead" not in first and third["lead"] == pytest.approx([0.0] * 3)
+    assert second["lead"] == pytest.approx([0.11, 0.11 - 0.02484, 0.11 + 0.02484], abs=1e-4)
+    assert second["truth"][1] < first["truth"][0] < second["truth"][2], "negative control: apart they tell nothing"
+    head, lines = page.rows({"table": [first, second, third]})
+    assert head[2] == "vs first" and [line[2] for line in lines] == ["", "0.11 [0.0852, 0.135]", "0"]
 
 
 @pytest.mark.parametrize(

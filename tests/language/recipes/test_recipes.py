@@ -80,7 +80,17 @@ def test_a_run_leaves_its_folder(job, tmp_path):
     }  # fmt: skip
     # without a compiler a run is told that it is slower
     told = [kind for kind in events_of(result.folder) if kind not in ("warning", "no_effect", "slower")]
-    assert told == ["held_out_seen", "prompt_form", "first_rows", "started", "saved", "saved", "saved", "finished"]
+    assert told == [
+        "held_out_seen",
+        "prompt_form",
+        "first_rows",
+        "started",
+        "detectable_gain",
+        "saved",
+        "saved",
+        "saved",
+        "finished",
+    ]
     (began,) = [event for event in lines(result.folder / "events.jsonl") if event["kind"] == "started"]
     native = kernels()
     assert began["instructions"] == ("" if isinstance(native, str) else native.products.instructions(torch.float32))

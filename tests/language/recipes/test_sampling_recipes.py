@@ -27,7 +27,7 @@ from psigrad.language.training.online.collect import collect
 from psigrad.language.training.online.online_preferences import pick
 from psigrad.language.training.state import State
 from psigrad.objective.catalog import GRPO
-from psigrad.objective.preferences.preference_catalog import OnlinePreference
+from psigrad.objective.preferences.preference_loss import OnlinePreference
 from psigrad.step import Clock
 
 

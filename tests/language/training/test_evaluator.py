@@ -11,7 +11,7 @@ from in_memory import annotate, make
 
 from psigrad.intervals import mean_interval, wilson
 from psigrad.language.models import tiny
-from psigrad.language.recipes.evaluator import Evaluator, figures_of
+from psigrad.language.recipes.evaluator import Evaluator, describe_sensitivity, figures_of
 from psigrad.language.rollout.types import Completion, Cut, Trajectory
 from psigrad.language.training.loss_sums import LossSums
 from psigrad.language.training.online.annotators.old_log_probs import log_probs
@@ -36,6 +36,20 @@ def test_pass_at_k_is_of_the_completions_that_were_scored():
     assert (found["eval/prompts"], found["eval/unscored"]) == (3, 6)
     # of two: prompt 0 holds the right one in C(3,1) of C(4,2) pairs, prompt 1 in its only pair; of four: prompt 0 alone has them
     assert [found[f"eval/pass@{k}"] for k in (1, 2, 4)] == pytest.approx([0.375, (0.5 + 1.0) / 2, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("right", "of", "said"),
+    [
+        # 2.8·√((0.16 + 0.2496)/100) = 0.1795 from 0.2, and 0.2 + 0.1795 has the variance 0.2355: 2.8·√(0.3955/100) = 0.176
+        (20, 100, "100 held-out prompts show a gain in m of about 0.18 in four runs of five"),
+        (0, 100, "100 held-out prompts show a gain in m of about 0.073 in"),
+        (19, 20, "20 held-out prompts may not show even a rise of m to 1; raise eval_prompts"),
+        (5, 9, "a verdict takes 10 scored held-out prompts and there are 9; raise eval_prompts"),
+    ],
+)
+def test_the_gain_that_an_evaluation_shows_is_said(right, of, said):
+    assert said in describe_sensitivity([[1.0]] * right + [[0.0]] * (of - right), "m")
 
 
 def test_each_of_several_reward_functions_has_its_held_out_figure():

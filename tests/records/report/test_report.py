@@ -58,7 +58,7 @@ def test_the_verdict_stands_on_top_with_intervals_divergence_and_warnings(run, p
     ("after", "word"), [((0.39, 0.29, 0.49), "No clear change"), ((0.40, 0.30, 0.50), "Learned"), ((0.1, 0.0, 0.2), "Got worse")]
 )
 def test_it_learned_where_the_rise_is_more_than_chance(tmp_path, after, word):
-    """From 0.25 with half widths of 0.1: chance explains sqrt(0.1² + 0.1²) = 0.1414."""
+    """Without completions the evaluations count as independent: from 0.25 ± 0.1, chance explains sqrt(0.1² + 0.1²) = 0.1414."""
     rows = [(0, 0.25, 0.15, 0.35), (9, *after)]
     lines = [{"step": s, "eval/m/mean": m, "eval/m/low": low, "eval/m/high": high} for s, m, low, high in rows]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -101,7 +101,7 @@ ORDERED = [f"eval/rewards/accuracies{part}" for part in ("", "/low", "/high")]
         ),
         (
             [{"step": s} | dict(zip(ORDERED, pair, strict=True)) for s, pair in enumerate(((0.5,) * 3, (0.62, 0.52, 0.72)))],
-            "No clear change: held-out accuracy 0.5 (all ties) → 0.62 [0.52, 0.72]",
+            "No clear change: held-out accuracy 0.5 → 0.62 [0.52, 0.72]",
         ),
         ([{"step": s, "eval/a/mean": "NaN"} for s in (0, 1)], "Unknown: held-out a – → –"),
     ],
@@ -129,7 +129,7 @@ def test_four_pairs_that_were_ties_are_no_verdict(tmp_path):
     """DPO, one step, four held-out pairs: 4 of 4 has Wilson's interval [0.51, 1], and a coin throws it once in sixteen."""
     started = {"time": 1.0, "kind": "started", "step": 0, "eval_rows": 4}
     found = judged(tmp_path, (0.5,) * 3, (1.0, 0.51, 1.0), key=PAIRED, events=[started])
-    said = "Too few to judge: held-out accuracy 0.5 (all ties) → 1 [0.51, 1]; of 4 held-out rows, and a verdict takes 10"
+    said = "Too few to judge: held-out accuracy 0.5 → 1 [0.51, 1]; of 4 held-out rows, and a verdict takes 10"
     assert str(found).startswith(said) and found.mood == "plain"
     many = judged(tmp_path, (0.5,) * 3, (1.0, 0.93, 1.0), key=PAIRED, events=[started | {"eval_rows": 50}])
     assert many.word == "Learned"  # negative control: 50 of 50 is no coin
@@ -214,7 +214,7 @@ def test_on_a_phone_nothing_is_cut(run, visits):
             if "reward" in row:
                 row |= {f"rewards/{name}/mean": row["step"] / 30 - i, f"rewards/{name}/std": 0.1}
             else:
-                row |= {f"eval/{name}/{end}": -0.1234567891 for end in ("mean", "low", "high")}
+                row |= {f"eval/{name}/{end}": x for end, x in (("mean", -0.1234), ("low", -0.1234567891), ("high", -0.1234))}
     (alone / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pages = report.write(compared, run("c") / "two.html").as_uri(), report.write([alone]).as_uri()
     for scheme in ("light", "dark"):
@@ -224,7 +224,7 @@ def test_on_a_phone_nothing_is_cut(run, visits):
             assert page.evaluate(CUT) == []
     for name in long.values():
         assert page.locator("figcaption", has_text=name).is_visible()
-        assert page.locator("tr", has_text=name).filter(has_text="-0.1235 to -0.1235").is_visible()
+        assert page.locator("tr", has_text=name).filter(has_text="-0.1235 to -0.1234").is_visible()
     # what finds nothing would find a table that is too wide
     page.evaluate("() => { document.querySelector('table').style.width = '500px'; }")
     assert page.evaluate(CUT)
@@ -302,6 +302,17 @@ def test_three_runs_are_compared(run, tmp_path, monkeypatch, page):
 def test_runs_in_folders_of_the_same_name_are_told_apart(run):
     assert [r.name for r in load_all([run("seed0/grpo"), run("seed1/grpo")])] == ["seed0/grpo", "seed1/grpo"]
     assert [r.name for r in load_all([run("x/left"), run("x/right")])] == ["left", "right"]
+
+
+def test_runs_of_other_code_are_told_apart(run, page):
+    folders = [run(name) for name in ("a", "b", "c")]
+    for folder, digest in zip(folders, ("1" * 64, "1" * 64, "2" * 64), strict=True):
+        with (folder / "events.jsonl").open("a") as stream:
+            stream.write(json.dumps({"time": 1.7e9, "kind": "started", "step": 0, "code": {"reward": digest}}) + "\n")
+    found = page(report.write(folders, folders[0] / "two.html").read_text()).tables
+    assert ["code of reward", "1" * 12, "1" * 12, "2" * 12] in found[1]
+    found = page(report.write(folders[:2], folders[0] / "two.html").read_text()).tables
+    assert not any("code of reward" in row for table in found for row in table)
 
 
 def test_series_leave_out_what_is_not_finite(run):

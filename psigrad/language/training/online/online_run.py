@@ -18,7 +18,7 @@ from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams
 from psigrad.language.training.online.batching import MicroBatch
 from psigrad.language.training.online.figures import TokenFigures
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared
-from psigrad.objective.preferences.preference_catalog import OnlinePreference
+from psigrad.objective.preferences.preference_loss import OnlinePreference
 from psigrad.optim import Optimizer
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.step import Observe

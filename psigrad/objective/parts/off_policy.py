@@ -1,0 +1,85 @@
+"""Surrogates for samples of another policy: the weight is π / π_sampler, so a method with one of them has no correction.
+
+They fill the surrogate slot and ignore its ratio. If the sampler's log-probs are not known, log π_old replaces them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from psigrad.objective.batch import zero_outside
+from psigrad.objective.lazy_torch import Tensor, torch
+from psigrad.objective.parts.ratio import MAX_LOG_RATIO, exp_ratio
+from psigrad.objective.parts.surrogate import SEQUENCES, SamplerWeighted
+
+__all__ = ["gamma_weight", "symmetric_mask"]
+
+LEAST_LOG_WEIGHT = math.log(1e-8)
+
+
+@dataclass(frozen=True)
+class symmetric_mask(SamplerWeighted):
+    """The importance-weighted surrogate, without the steps whose probability has moved too far in either direction.
+
+    Formula: L_t = −M_t · w_t · A_t, w_t = π(a_t|s_t) / π_sampler(a_t|s_t)
+             M_t = 1 where |π(a_t|s_t) − π_sampler(a_t|s_t)| ≤ δ; else 0
+
+    The sign of the advantage does not matter, unlike in `divergence_mask`: a step that moved too far is dropped even if its
+    gradient would bring it back.
+
+    Source: INTELLECT Policy Optimization (IPO), the default loss of prime-rl since August 2026, PR 3418 and docs/ipo.md.
+    """
+
+    delta: float = 0.3
+    """δ: the greatest change of a step's probability; prime-rl's eps."""
+    needs: ClassVar[frozenset[str]] = frozenset({"logp_sampler"})
+
+    def __post_init__(self) -> None:
+        if not 0 < self.delta <= 1:
+            raise ValueError(f"symmetric_mask has delta={self.delta}; expected 0 < delta <= 1; it bounds a probability.")
+
+    def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, logp_sampler: Tensor) -> Tensor:
+        """Return the loss [N, T] of each step."""
+        kept = (logp.detach().exp() - logp_sampler.exp()).abs() <= self.delta
+        return torch.where(kept, -exp_ratio(logp - logp_sampler) * advantage, 0.0)
+
+
+@dataclass(frozen=True)
+class gamma_weight(SamplerWeighted):
+    """The policy gradient of a whole sequence, weighted by a smooth function of its ratio that falls on both sides of its peak.
+
+    Formula: L_t = −sg[φ(W)] · A_t · log π(a_t|s_t), φ(W) = W^k · e^(λ·(1 − W)), W = Π_u π(a_u|s_u) / π_sampler(a_u|s_u)
+             k, λ = k_positive, lambda_positive where A_t ≥ 0; k_negative, lambda_negative where A_t < 0
+
+    φ(1) = 1, so that fresh samples get the plain policy gradient. W is not normalised by the length. Log ratios are limited to
+    ±20 per step, and log W to [log 1e-8, 20].
+
+    Source: Shen et al. 2026, VESPO, arXiv:2602.10693; TRL loss_type "vespo".
+    """
+
+    k_positive: float = 2.0
+    """k of steps with an advantage of at least 0; TRL's vespo_k_pos."""
+    lambda_positive: float = 3.0
+    """λ of the same steps; TRL's vespo_lambda_pos."""
+    k_negative: float = 3.0
+    """k of steps with a negative advantage; TRL's vespo_k_neg."""
+    lambda_negative: float = 2.0
+    """λ of the same steps; TRL's vespo_lambda_neg."""
+    needs: ClassVar[frozenset[str]] = SEQUENCES | {"logp_sampler"}
+
+    def __post_init__(self) -> None:
+        if min(self.k_positive, self.k_negative) < 0 or min(self.lambda_positive, self.lambda_negative) <= 0:
+            raise ValueError(
+                f"gamma_weight has k={self.k_positive}, {self.k_negative} and lambda={self.lambda_positive}, "
+                f"{self.lambda_negative}; expected every k >= 0 and every lambda > 0."
+            )
+
+    def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, mask: Tensor, logp_sampler: Tensor) -> Tensor:
+        """Return the loss [N, T] of each step. No gradient passes through the weight."""
+        steps = zero_outside(mask, (logp.detach() - logp_sampler).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+        log_weight_N = steps.sum(1, keepdim=True).clamp(LEAST_LOG_WEIGHT, MAX_LOG_RATIO)
+        k = torch.where(advantage < 0, log_ratio.new_tensor(self.k_negative), self.k_positive)
+        decay = torch.where(advantage < 0, log_ratio.new_tensor(self.lambda_negative), self.lambda_positive)
+        return -(k * log_weight_N + decay * (1 - log_weight_N.exp())).exp() * advantage * logp
