@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import DeepseekV3Config, DiffLlamaConfig, HrmTextConfig, MambaConfig
+from transformers import DeepseekV3Config, DiffLlamaConfig, HrmTextConfig, MambaConfig, StableLmConfig
 
 COMMON = {
     "vocab_size": 300,
@@ -23,3 +23,4 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size"
 TWICE = DiffLlamaConfig(**COMMON, **HEADS)
 LOOPED = HrmTextConfig(**COMMON, **HEADS)
 MAMBA = MambaConfig(**COMMON, state_size=4, time_step_rank=4)
+STABLE = StableLmConfig(**COMMON, **HEADS)

@@ -210,7 +210,7 @@ class Pretrained(ABC):
             ids, positions, layout = inputs.input_ids, inputs.position_ids, inputs.layout
             return self.forward(ids, positions, layout, cached=inputs.cached, wanted=wanted, experts=inputs.experts)
         hidden: Tensor = self._padded(self.network.base_model, inputs).last_hidden_state
-        return hidden.flatten(0, 1).index_select(0, wanted)
+        return hidden.flatten(0, 1).index_select(0, wanted) * self.logit_factor
 
     def _padded(self, module: Any, inputs: ForwardInputs) -> Any:
         """Return the output of transformers' `module` for padded inputs."""

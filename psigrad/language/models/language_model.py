@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -31,7 +31,7 @@ from psigrad.language.models.fused.caches import ActivationCache, PackedWeights
 from psigrad.language.models.logprobs import TokenStats, TokenStatsRequest, Top, token_stats, upcast
 from psigrad.language.models.lora import Lora, base_of
 from psigrad.language.models.packing import ForwardInputs, Groups, Rows, Targets, lay_out
-from psigrad.language.models.probe import draw_texts
+from psigrad.language.models.probe import difference, draw_texts
 from psigrad.language.models.sizes import size
 from psigrad.language.models.towers import keep_towers, why_not_text
 from psigrad.objective import PolicyOutputs
@@ -82,6 +82,8 @@ class LanguageModel(Pretrained):
     """
 
     value_head: nn.Linear | None = None
+    whole_logits: bool = False
+    """True if a padded model's logits are not those of its head on its last hidden states, so that all exist at once."""
     new_cache: ClassVar[type[ActivationCache]] = ActivationCache
     """The class of the cache for activations that sampling shares with training; its argument is the limit in bytes."""
 
@@ -96,6 +98,22 @@ class LanguageModel(Pretrained):
         ids = self.network.generation_config.eos_token_id if self.network.generation_config else None
         known = {*(ids if isinstance(ids, list) else [ids]), self.tokenizer.eos_token_id} - {None}
         return tuple(sorted(known))
+
+    def prepare(self, task: str, lora: Lora | None, adapter: Path | None, gradient_checkpointing: bool, known: bool) -> Self:
+        """See `Pretrained.prepare`. A padded model's head is applied to chunks of hidden states, if that gives its logits."""
+        super().prepare(task, lora, adapter, gradient_checkpointing, known)
+        if self.why_padded:
+            inputs = lay_out(self._texts(), self.device, packed=False)
+
+            def logits(whole: bool) -> Tensor:
+                self.whole_logits = whole
+                hidden, head = self._target_hidden(inputs)
+                made: Tensor = head(hidden)
+                return made
+
+            with torch.no_grad():
+                self.whole_logits = bool(difference(self.network, lambda: logits(True), lambda: logits(False)))
+        return self
 
     def usable(self, cache: ActivationCache | None) -> ActivationCache | None:
         """Return `cache` if the fused decoder computes the trained model: not with the adapter off, nor with other code."""
@@ -275,19 +293,25 @@ class LanguageModel(Pretrained):
             raise ValueError("This model has no value head; call add_value_head() first.")
         hidden = self.target_hidden(inputs)
         values = self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]
-        if inputs.layout is not None:
-            return hidden, self.output_head(), values
-        return (*self._target_hidden(inputs), values)
+        if inputs.layout is None and not self._head_apart:
+            return (*self._target_hidden(inputs), values)
+        return hidden, self.output_head(), values
 
     def _target_hidden(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return the predictors of each target [M, …], and the head that maps them to logits.
 
-        They are hidden states, or the logits themselves in a padded pass.
+        They are hidden states. In the padded pass of a packed model, which is an oracle, they are the logits themselves, and so
+        they are with `whole_logits`.
         """
-        if inputs.layout is not None:
+        if inputs.layout is not None or self._head_apart:
             return self.target_hidden(inputs), self.output_head()
         out = self._padded(self.network, inputs)
         return out.logits.flatten(0, 1).index_select(0, inputs.targets.rows), nn.Identity()
+
+    @property
+    def _head_apart(self) -> bool:
+        """True if the head of a padded pass is applied to chunks of hidden states."""
+        return bool(self.why_padded) and not self.whole_logits
 
     def without_adapter(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which a LoRA model is the model it started from, so that its reference costs no memory."""

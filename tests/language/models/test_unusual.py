@@ -16,11 +16,11 @@ from transformers import (
     Qwen2_5_VLConfig,
     T5Config,
 )
-from unusual_models import LOOPED, MAMBA, MLA, TWICE
+from unusual_models import LOOPED, MAMBA, MLA, STABLE, TWICE
 
 from psigrad.errors import UserError
 from psigrad.language.loading import samplers
-from psigrad.language.models import backbone, language_model, tiny
+from psigrad.language.models import backbone, language_model, logprobs, tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers import cache
@@ -75,6 +75,28 @@ def test_a_model_that_the_own_sampler_would_decode_wrongly_is_sampled_by_transfo
     sampler = samplers.make(samplers.Sampling(), model, tell=lambda kind, text: said.append(text))
     assert isinstance(sampler, TransformersSampler) and not sampler.exact
     assert len(said) == 1 and "in float32 its numbers differ by" in said[0]
+
+
+@pytest.mark.parametrize("config", [STABLE, MAMBA], ids=["stablelm", "mamba"])
+def test_the_logits_of_a_padded_model_are_never_whole(config, monkeypatch):
+    """The head sees a chunk of the completions' tokens at a time, and no token of a prompt."""
+    model = model_of(config)
+    assert model.why_padded and not model.whole_logits
+    parameters = list(model.network.parameters())
+
+    def run(whole):
+        model.whole_logits = whole
+        logp = model.evaluate(GROUPS, entropy=True)
+        return logp, torch.autograd.grad(logp.logp.sum() + logp.entropy.sum(), parameters, allow_unused=True)
+
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 2 * model.vocabulary)
+    (whole, right), seen = run(True), []
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(x.shape) or x, lambda x: x)
+    with keep:
+        parts, found = run(False)
+    assert torch.allclose(parts.logp, whole.logp, atol=1e-6) and torch.allclose(parts.entropy, whole.entropy, atol=1e-5)
+    assert all(a is b is None or torch.allclose(a, b, atol=1e-5) for a, b in zip(found, right, strict=True))
+    assert max((shape.numel() // model.vocabulary for shape in seen if shape[-1:] == (model.vocabulary,)), default=0) <= 2
 
 
 def test_mla_writes_the_tokens_of_transformers_generate():
