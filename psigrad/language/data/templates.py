@@ -16,7 +16,7 @@ from psigrad.errors import UserError
 from psigrad.language.data.chat import dialect
 from psigrad.language.data.chat.messages import Message
 from psigrad.language.data.chat.rendering import check_known, refuse
-from psigrad.language.data.chat.turns import OPEN, Context, Talk, between, check_shown, contexts, stop_tokens
+from psigrad.language.data.chat.turns import OPEN, Context, Talk, between, check_shown, contexts, stop_tokens, turn_form
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.examples import Example
 
@@ -207,6 +207,33 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
     hidden = _unsaid_ids(tokenizer, str(tokenizer.chat_template), *tokenizer.special_tokens_map.values())
     text = tokenizer.decode([i for i in ids if i not in hidden], skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text if isinstance(text, str) else "".join(text)
+
+
+def without_special_tokens(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int] = ()) -> str:
+    """Return a text of `decode` without any special token, as `skip_special_tokens` of transformers does for its `ids`.
+
+    Without ids, the special tokens are found by their text.
+    """
+    special = dialect.specials_of(tokenizer).pattern
+    if not ids or not special.search(text):
+        return special.sub("", text)
+    return str(tokenizer.decode([*ids], skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def hidden_marks(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the special tokens that a policy writes around its thoughts and answers, which `without_special_tokens` removes.
+
+    They are pairs of tags such as <answer> and </answer>, and the chat template's marks of a thought (gpt-oss: <|channel|>).
+    """
+    special, named = dialect.specials_of(tokenizer), {*tokenizer.special_tokens_map.values()}
+    words = [str(word) for word in tokenizer.convert_ids_to_tokens(sorted(special.ids))]
+    closing = {word for word in words if word.startswith("</") and word.replace("</", "<") in words}
+    pairs = closing | {word.replace("</", "<") for word in closing}
+    marks = set[str]()
+    with contextlib.suppress(UserError):  # no template
+        form = turn_form(Talk(tokenizer, Row("a test conversation")), "user")
+        marks = {*special.pattern.findall(form.opens + form.closes)}
+    return [word for word in words if word in (pairs | marks) - named]
 
 
 def opened_thought(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> str:
