@@ -1,16 +1,19 @@
-"""Writes the tables of docs/chat_templates.md: what turns in contexts of their own cost, and what every chat template that TRL
-ships does under psigrad, found by trying it.
+"""Write the tables of docs/chat_templates.md: the cost of turns in contexts of their own, and psigrad's outcome on every chat
+template that TRL ships, compared with transformers' own rendering.
 
 python docs/make/chat_templates.py
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from datetime import date
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from psigrad.errors import UserError
 from psigrad.language.data import templates
-from psigrad.language.data.chat import rendering
+from psigrad.language.data.chat import dialect, rendering
 from psigrad.language.data.dataset_rows import Row, validate
 from psigrad.language.episodes import tools
 from psigrad.language.episodes.environments import InProcess
@@ -40,8 +43,10 @@ SPECIAL = re.compile(
 """Special tokens as the released tokenizers have them; tags such as <think> and <tool_call> are plain text there."""
 # Words of the test conversations; none is part of another, and no template has them.
 SAID, MORE, THOUGHT, RULE, ANSWER, LAST = "Ngorongoro", "Kilimanjaro", "Tanganyika", "Serengeti", "Usambara", "Ruwenzori"
-CITY, PLACE = "get_weather", "Dodoma"
+CITY, PLACE, OTHER, SUN, RAIN, IDEA, PLAN = "get_weather", "Dodoma", "Arusha", "Zambezi", "Okavango", "Limpopo", "Rufiji"
 EMPTY = re.compile(r"\s*(<think>)?\s*</think>\s*|\s*<channel\|>")
+CLOSE = re.compile(r"\n?(</think>\n{0,2}|<channel\|>)?")
+"""The end of a thought as psigrad writes it where the template drops thoughts."""
 
 
 def user(content: str) -> dict[str, Any]:
@@ -54,7 +59,17 @@ def bot(content: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **more}
 
 
-CALL = {"id": "c1", "type": "function", "function": {"name": CITY, "arguments": {"city": PLACE}}}
+def call(place: str, number: int = 1) -> dict[str, Any]:
+    """Return a call of the tool."""
+    return {"id": f"c{number}", "type": "function", "function": {"name": CITY, "arguments": {"city": place}}}
+
+
+def heard(content: str, number: int = 1) -> dict[str, Any]:
+    """Return the tool's answer to a call."""
+    return {"role": "tool", "tool_call_id": f"c{number}", "name": CITY, "content": content}
+
+
+CALL = call(PLACE)
 TOOL = {
     "type": "function",
     "function": {
@@ -100,6 +115,64 @@ class Case:
         """What is sampled from, as text."""
         return self.text(templates.prompt_ids(self.tokenizer, self.row("prompt-only", prompt=messages, **columns)))
 
+    def rendered(
+        self, messages: list[dict[str, Any]], *, sampled: bool = False, tagged: bool = True, **columns: Any
+    ) -> str | None:
+        """Return transformers' own rendering, or None if it raises or drops something.
+
+        Thoughts, and the words of the assistant's earlier turns, may be dropped: templates do that on purpose. A template without
+        words for thoughts gets them in its content if `tagged`.
+        """
+        if tagged and self.thoughts_in_content:
+            messages = [_tagged(m) if m.get("reasoning_content") else m for m in messages]
+        said = [m["content"] for m in messages if m["role"] != "assistant" or m is messages[-1]]
+        said += [tool["function"]["name"] for tool in columns.get("tools", ())]
+        said += [word for m in messages for one in m.get("tool_calls", ()) for word in _words_of(one)]
+        parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+        given = {"tools": columns.get("tools"), **columns.get("chat_template_kwargs", {})}
+        for form in (messages, parts):
+            with contextlib.suppress(Exception):  # a template is a program: it can raise anything
+                text = str(self.tokenizer.apply_chat_template(form, tokenize=False, add_generation_prompt=sampled, **given))
+                if all(text.count(word) >= count for word, count in Counter(" ".join(said).split()).items()):
+                    return text
+        return None
+
+    @cached_property
+    def thoughts_in_content(self) -> bool:
+        """True if the template shows no `reasoning_content` and keeps <think> tags of the past; Gemma 4 takes those for words."""
+        if "<|channel>thought" in self.tokenizer.chat_template:
+            return False
+        texts = []
+        for talk in ([user(SAID), bot(ANSWER, reasoning_content=THOUGHT)], [user(SAID), _tagged(bot(ANSWER, reasoning_content=THOUGHT))]):
+            for form in (talk, [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in talk]):
+                with contextlib.suppress(Exception):
+                    texts.append(self.tokenizer.apply_chat_template(form, tokenize=False))
+                    if ANSWER in texts[-1]:
+                        break
+        return THOUGHT not in texts[0] and THOUGHT in texts[-1]
+
+    def asked(self, messages: list[dict[str, Any]], **columns: Any) -> str:
+        """Return the text that the next turn is sampled from: transformers' own, or psigrad's where transformers has none."""
+        made = self.rendered(messages, sampled=True, **columns)
+        return self.prompt(messages, **columns) if made is None else made
+
+    def agree(self, messages: list[dict[str, Any]], **columns: Any) -> None:
+        """Check every trained turn, and its context, against transformers' rendering."""
+        places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        for i, (context, trained) in zip(places, self.turns(messages=messages, **columns), strict=True):
+            _same_context(context, self.asked(messages[:i], **columns))
+            last, followed = (self.rendered([*messages, user(SUN)][: i + n], **columns) for n in (1, 2))
+            _same_turn(messages[i], context, trained, last, followed)
+
+    def drops(self, messages: list[dict[str, Any]], **columns: Any) -> bool:
+        """Return True if transformers raises on a turn of the assistant, or drops a part of it, such as its thought."""
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                text = self.rendered(messages[: i + 1], tagged=False, **columns)
+                if text is None or message.get("reasoning_content", "") not in text:
+                    return True
+        return False
+
     def text(self, ids: Any) -> str:
         """Ids as text, special tokens shown."""
         return str(self.tokenizer.decode(list(ids)))
@@ -126,11 +199,39 @@ def _same_context(context: str, sampled: str) -> None:
     assert context == sampled or (context.startswith(opened) and EMPTY.fullmatch(rest)), (context[-90:], sampled[-90:])
 
 
+def _same_turn(said: dict[str, Any], context: str, trained: str, last: str | None, followed: str | None) -> None:
+    """Check a trained turn against transformers' rendering with the turn `last`, and `followed` by the next message."""
+    thought, whole = said.get("reasoning_content", ""), context + trained
+    words = [thought, said["content"], *(word for one in said.get("tool_calls", ()) for word in _words_of(one))]
+    assert all(word in trained for word in words), (words, trained)
+    if last is None:  # psigrad's own words: the thought comes first
+        assert not thought or trained.index(thought) < min(trained.index(word) for word in words[1:] if word)
+    elif last.startswith(whole):
+        assert not SPECIAL.sub("", last[len(whole) :]).strip(), last[len(whole) :]
+    elif whole.startswith(last.rstrip()):  # the next turn's token ends this one
+        end = whole[len(last.rstrip()) :].strip()
+        assert SPECIAL.fullmatch(end) and followed is not None and end in followed.rpartition(said["content"] or words[-1])[2], end
+    else:  # the template writes the turn otherwise in its own context, or without its thought
+        _, _, behind = trained.rpartition(thought if thought and thought not in last else "\0")
+        behind = behind[CLOSE.match(behind).end() :] if behind != trained else trained  # type: ignore[union-attr]
+        assert last.rstrip().endswith(behind.rstrip()), (last[-90:], behind)
+
+
+def _tagged(said: dict[str, Any]) -> dict[str, Any]:
+    """Return a turn with its thought in <think> tags in the content."""
+    rest = {name: value for name, value in said.items() if name != "reasoning_content"}
+    return {**rest, "content": f"<think>\n{said['reasoning_content']}\n</think>\n\n{said['content']}"}
+
+
+def _words_of(one: dict[str, Any]) -> list[str]:
+    return [one["function"]["name"], *one["function"]["arguments"].values()]
+
+
 def one_turn(case: Case) -> None:
     """The answer is trained, in the context in which it is sampled, and ends with the token that sampling stops at."""
     ((context, trained),) = case.turns(messages=[user(SAID), bot(ANSWER)])
     assert SAID in context and ANSWER in trained and ANSWER not in context and SAID not in trained
-    _same_context(context, case.prompt([user(SAID)]))
+    case.agree([user(SAID), bot(ANSWER)])
     assert EMPTY.match(trained) is None
 
 
@@ -139,8 +240,7 @@ def two_turns(case: Case) -> None:
     talk = [user(SAID), bot(ANSWER), user(MORE), bot(LAST)]
     (first, second) = case.turns(messages=talk)
     assert ANSWER in first[1] and LAST in second[1] and LAST not in first[1] and ANSWER not in second[1]
-    _same_context(first[0], case.prompt(talk[:1]))
-    _same_context(second[0], case.prompt(talk[:3]))
+    case.agree(talk)
 
 
 def thinking(case: Case) -> None:
@@ -149,13 +249,16 @@ def thinking(case: Case) -> None:
     first, second = case.turns(messages=talk)
     for (context, trained), thought, said in ((first, THOUGHT, ANSWER), (second, RULE, LAST)):
         assert trained.count(thought) == 1 and trained.index(thought) < trained.index(said) and thought not in context
-    assert first[0] == case.prompt(talk[:1]) and second[0] == case.prompt(talk[:3])
-    tagged = [bot(f"<think>\n{turn['reasoning_content']}\n</think>\n\n{turn['content']}") for turn in talk[1::2]]
+    assert first[0] == case.asked(talk[:1]) and second[0] == case.asked(talk[:3])
+    case.agree(talk)
+    tagged = [*map(_tagged, talk[1::2])]
     assert case.turns(messages=[talk[0], tagged[0], talk[2], tagged[1]]) == [first, second]
 
 
 def _instructed(case: Case, role: str) -> None:
-    text = case.prompt([{"role": role, "content": RULE}, user(SAID)])
+    messages = [{"role": role, "content": RULE}, user(SAID)]
+    text = case.prompt(messages)
+    assert text == case.asked(messages)
     assert text.count(RULE) == 1 and text.index(RULE) < text.index(SAID)
 
 
@@ -172,25 +275,63 @@ def developer(case: Case) -> None:
 def offered(case: Case) -> None:
     """The model reads name, description and argument of a tool."""
     text = case.prompt([user(SAID)], tools=[TOOL])
+    assert text == case.asked([user(SAID)], tools=[TOOL])
     assert all(word in text for word in (SAID, CITY, RULE, "city"))
 
 
 def answers(case: Case) -> None:
     """A call is trained, the tool's answer is not, and the answer to that is."""
-    messages = [user(SAID), bot("", tool_calls=[CALL]), {"role": "tool", "tool_call_id": "c1", "content": RULE}, bot(LAST)]
+    messages = [user(SAID), bot("", tool_calls=[CALL]), heard(RULE), bot(LAST)]
+    case.agree(messages, tools=[TOOL])
     called, last = case.turns(messages=messages, tools=[TOOL])
     assert CITY in called[1] and called[1].count(PLACE) == 1 and RULE not in called[1]
     assert called[1].rstrip() in last[0], "the call is trained as the template writes it before the answer"
     assert PLACE in last[0] and RULE in last[0].partition(PLACE)[2] and LAST in last[1] and RULE not in last[1]
 
 
+class Dropped(Exception):
+    """psigrad refuses what transformers' rendering drops, or what it raises on."""
+
+
+def _with_calls(case: Case, *messages: dict[str, Any]) -> None:
+    try:
+        case.agree(list(messages), tools=[TOOL])
+    except UserError:
+        if case.drops(list(messages), tools=[TOOL]):
+            raise Dropped from None
+        raise
+
+
+def two_rounds(case: Case) -> None:
+    """A call, its answer, another call, its answer, and the last words, behind a system prompt."""
+    rounds = [bot("", tool_calls=[CALL]), heard(SUN), bot("", tool_calls=[call(OTHER)]), heard(RAIN), bot(LAST)]
+    case.agree([{"role": "system", "content": "Be brief."}, user(SAID), *rounds], tools=[TOOL])
+
+
+def two_calls(case: Case) -> None:
+    """Two calls in one turn, with arguments that the question has, and their answers."""
+    asked = user(f"{SAID} {PLACE} {OTHER}")
+    _with_calls(case, asked, bot("", tool_calls=[CALL, call(OTHER, 2)]), heard(SUN), heard(RAIN, 2), bot(LAST))
+
+
+def thoughts_with_calls(case: Case) -> None:
+    """A thought before the call, and one before the last words."""
+    called = bot("", reasoning_content=IDEA, tool_calls=[CALL])
+    _with_calls(case, user(SAID), called, heard(SUN), bot(LAST, reasoning_content=PLAN))
+
+
+def words_beside_a_call(case: Case) -> None:
+    """Words to the user in the turn that calls, which the question has too."""
+    _with_calls(case, user(f"{SAID} {ANSWER}"), bot(ANSWER, tool_calls=[CALL]), heard(SUN), bot(LAST))
+
+
 def environment(case: Case) -> None:
     """What an environment says stands behind the turn that was sampled as the template writes it there."""
     row = case.row("prompt-only", prompt=[user(SAID)])
-    heard = case.text(templates.observation_ids(case.tokenizer, row, MORE))
-    whole = case.prompt([user(SAID), bot(ANSWER), user(MORE)])
-    before = whole.removesuffix(heard)
-    assert before != whole and MORE in heard and ANSWER in before and MORE not in before
+    said = case.text(templates.observation_ids(case.tokenizer, row, MORE))
+    whole = case.asked([user(SAID), bot(ANSWER), user(MORE)])
+    before = whole.removesuffix(said)
+    assert before != whole and MORE in said and ANSWER in before and MORE not in before
     ((_, trained),) = case.turns(messages=[user(SAID), bot(ANSWER)])
     ends, wanted = (SPECIAL.findall(text.partition(ANSWER)[2]) for text in (before, trained))
     assert len(ends) == len(wanted) > 0 and before.endswith(ends[-1]), before[-40:]
@@ -226,7 +367,7 @@ class Scripted:
 
 
 def _talks() -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
-    called, answer = bot("", tool_calls=[CALL]), {"role": "tool", "tool_call_id": "c1", "name": CITY, "content": RULE}
+    called, answer = bot("", tool_calls=[CALL]), heard(RULE)
     thought = {"reasoning_content": THOUGHT}
     return [
         ([user(SAID), bot(ANSWER), user(MORE), bot(LAST), user("go on"), bot("the mat")], {}),
@@ -272,8 +413,10 @@ def episode(case: Case) -> None:
         except UserError:
             continue
         told += 1
-        for trained, read, served in found:
+        places = [i for i, message in enumerate(talk) if message["role"] == "assistant"]
+        for place, (trained, read, served) in zip(places, found, strict=True):
             assert read == served, (case.text(read)[-90:], case.text(served)[-90:])
+            assert case.text(read) == case.asked(talk[:place], **columns, chat_template_kwargs=kwargs), case.text(read)[-90:]
             if trained != read:  # an empty thought is context
                 _same_context(case.text(trained), case.text(read))
     if not told:
@@ -328,6 +471,10 @@ COLUMNS: dict[str, Callable[[Case], None]] = {
     "developer": developer,
     "tools": offered,
     "tool answers": answers,
+    "two rounds": two_rounds,
+    "two calls": two_calls,
+    "thoughts with calls": thoughts_with_calls,
+    "words beside a call": words_beside_a_call,
     "environment turn": environment,
     "episode": episode,
     "call parsed": parsed,
@@ -336,16 +483,25 @@ COLUMNS: dict[str, Callable[[Case], None]] = {
     "date": printed_date,
 }
 
-SHOWN = {"yes": "✓", "refused": "refused", "wrong": "**wrong**"}
+SHOWN = {"yes": "✓", "dropped": "dropped", "refused": "refused", "wrong": "**wrong**"}
+RIGHT = ("yes", "dropped")
+
+
+def writes_calls(name: str) -> bool:
+    """Return True if a template offers tools and writes calls in words of its own."""
+    way = dialect.dialect_of(tokenizer_of(name), {"tools": None})
+    return way.tools and way.calls != "hermes"
 
 
 def outcome(name: str, column: str) -> str:
-    """yes; refused, where psigrad says so; or wrong, where it does not."""
+    """Return yes; dropped, where transformers drops what psigrad refuses; refused; or wrong, where psigrad raises no error."""
     case = Case(tokenizer_of(name))
     try:
         COLUMNS[column](case)
     except UserError:
         return "refused"
+    except Dropped:
+        return "dropped"
     except (AssertionError, ValueError, IndexError, KeyError):
         return "wrong"
     return "yes"
@@ -354,10 +510,12 @@ def outcome(name: str, column: str) -> str:
 def table() -> str:
     """The table, a template a row, and how many are right in each column."""
     found = {name: [outcome(name, column) for column in COLUMNS] for name in names()}
-    right = [sum(row[i] == "yes" for row in found.values()) for i in range(len(COLUMNS))]
     lines = ["| template | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
     lines += [f"| {name} | " + " | ".join(SHOWN[cell] for cell in row) + " |" for name, row in found.items()]
-    lines += [f"| right of {len(found)} | " + " | ".join(map(str, right)) + " |"]
+    calling = [row for name, row in found.items() if writes_calls(name)]
+    for rows, of in ((list(found.values()), ""), (calling, " that write calls")):
+        right = [sum(row[i] in RIGHT for row in rows) for i in range(len(COLUMNS))]
+        lines += [f"| right of {len(rows)}{of} | " + " | ".join(map(str, right)) + " |"]
     return "\n".join(lines) + "\n"
 
 
