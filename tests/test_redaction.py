@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from psigrad.control import builder, run
 from psigrad.errors import UserError
 from psigrad.language.recipes import evaluate, online
 from psigrad.language.rewards import code
+from psigrad.processes.workers import worker_pool
 from psigrad.records.run_folder import RunFolder
 from psigrad.runs.journal import Journal
 
@@ -123,6 +126,18 @@ def test_no_control_character_of_a_text_reaches_the_terminal(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "GOT" in said and "\\x1b[2J" in said
     assert all(character.isprintable() or character in "\n\t" for character in said)
+
+
+def test_what_a_worker_prints_sets_no_title_and_clears_no_screen(capfd):
+    """By hand; a character may come in two parts, and a progress bar goes back to the start of its line."""
+    read, write = os.pipe()
+    forward = threading.Thread(target=worker_pool._forward, args=(read, "a worker"))
+    forward.start()
+    for part in (b"\x1b]52;c;GOT\x07 10%\r20% \xc3", b"\xa9\xff\tdone\n"):
+        os.write(write, part)
+    os.close(write)
+    forward.join()
+    assert capfd.readouterr().err == "\\x1b]52;c;GOT\\x07 10%\r20% é\\xff\tdone\n"
 
 
 def test_the_command_line_says_none(tmp_path, capsys):
