@@ -165,9 +165,18 @@ def test_the_command_line_says_none(tmp_path, capsys):
         ("X-Api-Key: abc123def, password: hunter2pass", "X-Api-Key: ***, password: ***"),
         ("mcp:serve --pass abc --db-pwd=x1 -auth 'a b' --path p", "mcp:serve --pass *** --db-pwd=*** -auth *** --path p"),
         ("died of ['serve', '--smtp-pass', 'abc']", "died of ['serve', '--smtp-pass', '***']"),
+        (
+            "s --key a --signing-key=b --pw c --creds d --jwt e DB_PW=f",
+            "s --key *** --signing-key=*** --pw *** --creds *** --jwt *** DB_PW=***",
+        ),
+        (
+            "mcp:s -u me:abc --user=me:abc -H 'X-Auth-Token: a b' -n 3",
+            "mcp:s -u me:*** --user=me:*** -H 'X-Auth-Token: ***' -n 3",
+        ),
         # what is none
         ("--bypass 1 --pass-through x --author me --auth --steps 3", None),
         ("sort_key=name bypass=1 N_KEYS=3 MONKEY=1", None),
+        ("--user me --keys 3 --monkey 1 -u 3 -H 'Content-Type: application/json'", None),
         ("the password: at least 12 characters", None),
         ("pad_token=<pad> max_tokens=5 --record-tokens 4", None),
         ("mail me@host, see https://host/@me", None),
