@@ -290,6 +290,36 @@ def test_a_part_that_the_template_drops_is_missed_though_the_question_has_it(
         case.turns(messages=talk)
 
 
+_TURN = "{{% for m in messages %}}{{{{ '<|im_start|>' + m['role'] + '\n' }}}}{0}{{% endfor %}}"
+_TURN += "{{% if add_generation_prompt %}}{{{{ '<|im_start|>assistant\n' }}}}{{% endif %}}"
+_ANSWERS = "m['role'] == 'assistant'"
+_END = "{{ m['content'] + '<|im_end|>\n' }}"
+
+
+@pytest.mark.parametrize(
+    ("turn", "end"),
+    [
+        (f"{{{{ m['content'] }}}}{{% if not (loop.last and {_ANSWERS}) %}}{{{{ '<|im_end|>\n' }}}}{{% endif %}}", "<|im_end|>"),
+        (f"{{{{ m['content'] + (eos_token if loop.last and {_ANSWERS} else '<|im_end|>\n') }}}}", "<|endoftext|>"),
+        (
+            f"{{% if loop.last and {_ANSWERS} %}}{{% generation %}}{_END}{{% endgeneration %}}{{% else %}}{_END}{{% endif %}}",
+            "<|im_end|>",
+        ),
+        (f"{{% if loop.last %}}{_END}{{% else %}}{{{{ m['content'] | trim + '<|im_end|>\n' }}}}{{% endif %}}", "<|im_end|>"),
+    ],
+    ids=["no end", "EOS", "block", "spaces"],
+)
+def test_turns_of_templates_that_write_the_last_message_otherwise(turn: str, end: str) -> None:
+    """By hand: each answer with its spaces, up to the end that it has as the last, or that the next turn writes for it."""
+    case = maker.Case(maker.tokenizer_of("qwen2_5"))
+    case.tokenizer.chat_template = _TURN.format(turn)
+    talk = [maker.user("sat"), maker.bot("the cat "), maker.user("on"), maker.bot(" mat\n")]
+    found = case.turns(messages=talk)
+    assert [trained for _, trained in found] == [f"the cat {end}", f" mat\n{end}"]
+    prompts = (case.tokenizer.apply_chat_template(talk[:n], tokenize=False, add_generation_prompt=True) for n in (1, 3))
+    assert [context for context, _ in found] == list(prompts)
+
+
 @pytest.mark.parametrize("name", ["gptoss", "phi3", "qwen2_5", "glm4moe", "deepseek_r1_distill", "cohere2"])
 def test_generation_blocks_train_what_the_template_without_them_trains(name: str) -> None:
     """TRL's training templates. gpt-oss's drops a long text beside a call once an answer follows; Phi-3's trains the EOS."""

@@ -183,7 +183,8 @@ def _turn(talk: Talk, messages: Sequence[Message], empty_thinking: bool) -> tupl
         text = before + form.format(thought) + text[len(before) :]
     ends = talk.special.findall(talk.closing(said))
     if ends and ends[-1] not in text[len(before) :]:  # GLM: the next turn's token ends this one
-        text = text.rstrip() + (talk.dialect.call_next if said.get("tool_calls") else talk.dialect.turn_next)
+        text = text if text.endswith(str(said.get("content")) or "\0") else text.rstrip()  # spaces of the answer stay
+        text += talk.dialect.call_next if said.get("tool_calls") else talk.dialect.turn_next
     start = len(before)
     if thought and said.get("tool_calls") and thought in text[text.find(said["tool_calls"][0]["function"]["name"], start) :]:
         raise refuse(talk.row, "", "is a thought that the chat template writes behind the call; use another template")
