@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from psigrad.language.data.chat.messages import Message
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.templates import completion_for_reward, opened_thought, without_special_tokens
+from psigrad.language.data.templates import completion_for_reward, opened_thought, special_token_remover
 from psigrad.language.rollout.collectors import PendingRewards, Show
 from psigrad.language.rollout.scoring import Samples, Scorer, turns_of
 from psigrad.language.rollout.types import Trajectory
@@ -23,7 +22,7 @@ def reward_view(
     Reward functions get the columns of all rows of the rollout. The value is None if a completion's own row lacks the column.
     With `skip_special_tokens`, they get the policy's text without special tokens; `completion_ids` are complete.
     """
-    hide = partial(without_special_tokens, tokenizer) if skip_special_tokens and tokenizer is not None else _keep
+    hide = special_token_remover(tokenizer) if skip_special_tokens and tokenizer is not None else _keep
 
     def show(rows: Mapping[int, Row]) -> Show:
         names = sorted({name for row in rows.values() for name in row.columns})

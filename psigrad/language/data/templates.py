@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -209,19 +209,23 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
     return text if isinstance(text, str) else "".join(text)
 
 
-def without_special_tokens(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int] = ()) -> str:
-    """Return a text of `decode` without any special token, as `skip_special_tokens` of transformers does for its `ids`.
+def special_token_remover(tokenizer: PreTrainedTokenizerBase) -> Callable[..., str]:
+    """Return a function of a text of `decode` and its ids that removes all special tokens, as transformers does when it decodes.
 
     Without ids, the special tokens are found by their text.
     """
     special = dialect.specials_of(tokenizer).pattern
-    if not ids or not special.search(text):
-        return special.sub("", text)
-    return str(tokenizer.decode([*ids], skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def remove(text: str, ids: Sequence[int] = ()) -> str:
+        if not ids or not special.search(text):
+            return special.sub("", text)
+        return str(tokenizer.decode([*ids], skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    return remove
 
 
 def hidden_marks(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the special tokens that a policy writes around its thoughts and answers, which `without_special_tokens` removes.
+    """Return the special tokens that a policy writes around its thoughts and answers, which `special_token_remover` removes.
 
     They are pairs of tags such as <answer> and </answer>, and the chat template's marks of a thought (gpt-oss: <|channel|>).
     """

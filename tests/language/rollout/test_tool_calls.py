@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from psigrad.config import OnlineConfig
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.reward_view import reward_view
-from psigrad.language.data.templates import decode, hidden_marks, without_special_tokens
+from psigrad.language.data.templates import decode, hidden_marks, special_token_remover
 from psigrad.language.episodes.tool_calls import FAMILIES, MOST_CALLS, BrokenCall, ToolCall, read_calls
 from psigrad.language.episodes.tools import PROBE, CallForm, ToolBox, call_form_of, schemas
 from psigrad.language.recipes import conversation
@@ -436,7 +436,7 @@ def test_rewards_read_no_special_tokens_unless_they_are_shown(skip, text, turns)
     assert list(seen.completions) == [text, [{"role": "assistant", "content": text}, heard], text]
     assert list(seen.policy_turns) == [turns] * 3 and [*seen.completion_ids] == [list(ids)] * 3
     assert list(seen.opened_thoughts) == ["" if skip else "<think>"] * 3
-    assert without_special_tokens(tokenizer, said, ids) == tokenizer.decode(ids, skip_special_tokens=True)
+    assert special_token_remover(tokenizer)(said, ids) == tokenizer.decode(ids, skip_special_tokens=True)
     assert hidden_marks(tokenizer) == sorted(THINKS, key=tokenizer.convert_tokens_to_ids)
 
 
