@@ -23,11 +23,12 @@ SECRET_NAME = re.compile(
     rf"{_TOKEN}(?!iz|s$)|secret|passw|passphrase|credential|(^|_)((api_?)?key|pass)(_|$)|_(pwd|pat)$|auth(?!ors?(_|$))",
     re.IGNORECASE,
 )
-_VARIABLE = r"(?-i:[A-Z][A-Z0-9_]*_(?:KEY|PASS|PWD|PAT|AUTH))"  # `env OPENAI_KEY=…` in the command of a tool server
+_VARIABLE = r"(?-i:[A-Z][A-Z0-9_]*_(?:KEY|PASS|PWD|PW|PAT|AUTH))"  # `env OPENAI_KEY=…` in the command of a tool server
 _WORD = rf"{_VARIABLE}|(?:api|access|private)[_-]?key|secret|password|passwd|passphrase|credentials?|authorization|{_TOKEN}"
 _NAMED = r"(?:api|access|private)[_-]?key|password|passwd"
 _KEY = re.compile(rf"(?:{_WORD})$", re.IGNORECASE)
-_SHORT = r"--?(?:[\w.]+[_-])*(?:pass|pwd|pat|auth)"  # a full word of a flag: --db-pass, but not --bypass
+# A full word of a flag: --db-pass, but not --bypass.
+_SHORT = r"--?(?:[\w.]+[_-])*(?:pass|passcode|pwd|pw|pat|auth|key|creds|bearer|jwt|cookie)"
 _FLAG = re.compile(rf"--?[\w.-]*(?:{_WORD})|{_SHORT}", re.IGNORECASE)
 _QUOTED = r"'[^']+'|\"[^\"]+\""
 _SPOKEN = tuple(
@@ -39,6 +40,8 @@ _SPOKEN = tuple(
         rf"((?:{_NAMED})[\"']?:\s+[\"']?)(?=[^\s\"']*\d)[^\s\"',;]{{6,}}",
         rf"(--[\w.-]*(?:{_WORD})\s+)(?:{_QUOTED}|[^\s\"']+)",
         rf"((?<![\w-]){_SHORT}(?:\s+|=))(?:{_QUOTED}|[^\s\"'-][^\s\"']*)",
+        r"((?<!\S)(?:-u|--user)[\s=]+[\"']?[^\s:\"']+:)[^\s\"']+",
+        r"((?<!\S)(?:-H|--header)[\s=]+[\"']?[\w-]*(?:token|key|secret|auth|cookie)[\w-]*:\s*)[^\"']+",
         rf"((?:-[\w.-]*(?:{_WORD})|(?<![\w-]){_SHORT})[\"'],\s*[\"'])[^\"']+",  # in the error of a process that failed
         rf"([\"'](?:[\w-]*(?:{_WORD}))[\"']\s*:\s*[\"'])[^\"']+",
         r"(\b(?:Bearer|Authorization:\s*\w+)\s+)(?:(?=\S*\d)[\w.~+/=-]{8,}|[\w.~+/=-]{16,})",

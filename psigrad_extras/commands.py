@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from psigrad import extras
+from psigrad import extras, redaction
 from psigrad.cli import flags
 from psigrad.config import LmEvalConfig, OnlineConfig, SampleConfig
 from psigrad.config.fields import flag_of
@@ -34,7 +34,7 @@ def check(arguments: list[str]) -> int:
         terminal.print_lines([*first_rows.lines(rows), *tried])
     checks = check.run(config, _told)
     _told("")
-    print(check.report(checks, as_json=as_json, rows=rows))
+    print(redaction.escape(check.report(checks, as_json=as_json, rows=rows)))
     return 0 if check.all_pass(checks) else 1
 
 
@@ -57,7 +57,7 @@ def plan(arguments: list[str]) -> int:
     config, asked = _parse_plan(arguments)
     from psigrad_extras.preflight.plan import plan as command
 
-    print(command.run(config, asked))
+    print(redaction.escape(command.run(config, asked)))
     return 0
 
 
@@ -144,7 +144,7 @@ def replay(arguments: list[str]) -> int:
 
     number, methods = flags.number("--step", listed["--step"][0], int), [read_value(text) for text in listed["--method"]]
     found = replay.replay(names[0], number, methods)
-    print("\n".join(replay.lines_of(found)))
+    print(redaction.escape("\n".join(replay.lines_of(found))))
     figures = dict.fromkeys(name for own in found.methods.values() for name in own)
     cells = [[name, *(show_number(own.get(name)) for own in found.methods.values())] for name in figures]
     terminal.print_table(["", *found.methods], cells)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from psigrad.control import builder, run
 from psigrad.errors import UserError
 from psigrad.language.recipes import evaluate, online
 from psigrad.language.rewards import code
+from psigrad.processes.workers import worker_pool
 from psigrad.records.run_folder import RunFolder
 from psigrad.runs.journal import Journal
 
@@ -125,6 +128,18 @@ def test_no_control_character_of_a_text_reaches_the_terminal(tmp_path, capsys):
     assert all(character.isprintable() or character in "\n\t" for character in said)
 
 
+def test_what_a_worker_prints_sets_no_title_and_clears_no_screen(capfd):
+    """By hand; a character may come in two parts, and a progress bar goes back to the start of its line."""
+    read, write = os.pipe()
+    forward = threading.Thread(target=worker_pool._forward, args=(read, "a worker"))
+    forward.start()
+    for part in (b"\x1b]52;c;GOT\x07 10%\r20% \xc3", b"\xa9\xff\tdone\n"):
+        os.write(write, part)
+    os.close(write)
+    forward.join()
+    assert capfd.readouterr().err == "\\x1b]52;c;GOT\\x07 10%\r20% é\\xff\tdone\n"
+
+
 def test_the_command_line_says_none(tmp_path, capsys):
     assert main(["report", f"https://me:{PLANTED['url']}@host/run"]) == 2
     said = capsys.readouterr().err
@@ -150,9 +165,18 @@ def test_the_command_line_says_none(tmp_path, capsys):
         ("X-Api-Key: abc123def, password: hunter2pass", "X-Api-Key: ***, password: ***"),
         ("mcp:serve --pass abc --db-pwd=x1 -auth 'a b' --path p", "mcp:serve --pass *** --db-pwd=*** -auth *** --path p"),
         ("died of ['serve', '--smtp-pass', 'abc']", "died of ['serve', '--smtp-pass', '***']"),
+        (
+            "s --key a --signing-key=b --pw c --creds d --jwt e DB_PW=f",
+            "s --key *** --signing-key=*** --pw *** --creds *** --jwt *** DB_PW=***",
+        ),
+        (
+            "mcp:s -u me:abc --user=me:abc -H 'X-Auth-Token: a b' -n 3",
+            "mcp:s -u me:*** --user=me:*** -H 'X-Auth-Token: ***' -n 3",
+        ),
         # what is none
         ("--bypass 1 --pass-through x --author me --auth --steps 3", None),
         ("sort_key=name bypass=1 N_KEYS=3 MONKEY=1", None),
+        ("--user me --keys 3 --monkey 1 -u 3 -H 'Content-Type: application/json'", None),
         ("the password: at least 12 characters", None),
         ("pad_token=<pad> max_tokens=5 --record-tokens 4", None),
         ("mail me@host, see https://host/@me", None),

@@ -1,5 +1,5 @@
-"""Writes the tables of docs/chat_templates.md: what turns in contexts of their own cost, and what every chat template that TRL
-ships does under psigrad, found by trying it.
+"""Write the tables of docs/chat_templates.md: the cost of turns in contexts of their own, and psigrad's outcome on every chat
+template that TRL ships, compared with transformers' own rendering.
 
 python docs/make/chat_templates.py
 """
@@ -11,126 +11,58 @@ import re
 import sys
 from collections.abc import Callable
 from datetime import date
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
-
 from psigrad.errors import UserError
 from psigrad.language.data import templates
-from psigrad.language.data.chat import rendering
-from psigrad.language.data.dataset_rows import Row, validate
+from psigrad.language.data.chat import dialect, rendering
+from psigrad.language.data.dataset_rows import validate
 from psigrad.language.episodes import tools
 from psigrad.language.episodes.environments import InProcess
 from psigrad.language.episodes.episodes import Episodes, play
-from psigrad.language.models import tiny
 from psigrad.language.rollout.types import Completion, Sampler, SamplingParams
 from psigrad.language.training.offline.sft_task import SFTTask
 
 sys.path.append(str(Path(__file__).parent))
 from filled import fill
+from template_cases import (
+    ANSWER,
+    CALL,
+    CITY,
+    EMPTY,
+    IDEA,
+    LAST,
+    MORE,
+    OTHER,
+    PLACE,
+    PLAN,
+    RAIN,
+    RULE,
+    SAID,
+    SPECIAL,
+    SUN,
+    THOUGHT,
+    TOOL,
+    Case,
+    bot,
+    call,
+    heard,
+    names,
+    same_context,
+    tagged_turn,
+    tokenizer_of,
+    user,
+)
 
 PAGE = Path(__file__).parents[1] / "chat_templates.md"
-SPECIAL = re.compile(
-    r"<\|[\w▁ ]+\|>|<｜[^<>]+｜>|<\|(?:tool|tool_call|tool_response|turn|channel)>"
-    r"|<(?:tool|tool_call|tool_response|turn|channel)\|>"
-    r"|<(?:start|end)_of_turn>|<end_of_utterance>|</s>|\[/?INST\]|\[gMASK\]|<sop>|<\|\"\|>"
-)
-"""Special tokens as the released tokenizers have them; tags such as <think> and <tool_call> are plain text there."""
-# Words of the test conversations; none is part of another, and no template has them.
-SAID, MORE, THOUGHT, RULE, ANSWER, LAST = "Ngorongoro", "Kilimanjaro", "Tanganyika", "Serengeti", "Usambara", "Ruwenzori"
-CITY, PLACE = "get_weather", "Dodoma"
-EMPTY = re.compile(r"\s*(<think>)?\s*</think>\s*|\s*<channel\|>")
-
-
-def user(content: str) -> dict[str, Any]:
-    """A user's turn."""
-    return {"role": "user", "content": content}
-
-
-def bot(content: str, **more: Any) -> dict[str, Any]:
-    """An assistant's turn."""
-    return {"role": "assistant", "content": content, **more}
-
-
-CALL = {"id": "c1", "type": "function", "function": {"name": CITY, "arguments": {"city": PLACE}}}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": CITY,
-        "description": RULE,
-        "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": MORE}}, "required": ["city"]},
-    },
-}
-
-
-def folder() -> Path:
-    """Where TRL has its templates."""
-    spec = find_spec("trl")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent / "chat_templates"
-
-
-def names() -> list[str]:
-    """The released templates; TRL's own patches of them are not among them."""
-    return sorted(path.stem for path in folder().glob("*.jinja") if not path.stem.endswith("_training"))
-
-
-def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
-    """A small tokenizer with the template's special tokens."""
-    text = (folder() / f"{name}.jinja").read_text(encoding="utf-8")
-    made = tiny.tokenizer(["the cat sat on the mat", "user assistant system"], 300)
-    made.add_special_tokens({"bos_token": "<|bos|>", "additional_special_tokens": sorted(set(SPECIAL.findall(text)))})
-    made.chat_template = text
-    return made
-
-
-class Case:
-    """One template under test. Every check raises AssertionError where something is wrong and nobody was told."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-
-    def row(self, form: str = "sft", **columns: Any) -> Row:
-        """A checked row."""
-        return validate(columns, form, "t.jsonl:1")
-
-    def prompt(self, messages: list[dict[str, Any]], **columns: Any) -> str:
-        """What is sampled from, as text."""
-        return self.text(templates.prompt_ids(self.tokenizer, self.row("prompt-only", prompt=messages, **columns)))
-
-    def text(self, ids: Any) -> str:
-        """Ids as text, special tokens shown."""
-        return str(self.tokenizer.decode(list(ids)))
-
-    def spans(self, **columns: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """(all before, what is trained) for every trained run of tokens."""
-        found = []
-        for made in templates.examples(self.tokenizer, self.row(**columns)):
-            edges = [i for i in range(1, len(made.ids)) if made.mask[i] != made.mask[i - 1]]
-            edges += [len(made.ids)] if len(edges) % 2 else []
-            pairs = zip(edges[::2], edges[1::2], strict=True)
-            found += [(tuple(made.ids[:start]), tuple(made.ids[start:end])) for start, end in pairs]
-        return found
-
-    def turns(self, **columns: Any) -> list[tuple[str, str]]:
-        """The same as text."""
-        return [(self.text(before), self.text(trained)) for before, trained in self.spans(**columns)]
-
-
-def _same_context(context: str, sampled: str) -> None:
-    """A turn's context is what is sampled from, up to an empty thought."""
-    opened = re.sub(r"(<think>|<\|channel>thought)\s*$", lambda found: "" if found[1] == "<think>" else found[0], sampled)
-    rest = context.removeprefix(opened)
-    assert context == sampled or (context.startswith(opened) and EMPTY.fullmatch(rest)), (context[-90:], sampled[-90:])
 
 
 def one_turn(case: Case) -> None:
     """The answer is trained, in the context in which it is sampled, and ends with the token that sampling stops at."""
     ((context, trained),) = case.turns(messages=[user(SAID), bot(ANSWER)])
     assert SAID in context and ANSWER in trained and ANSWER not in context and SAID not in trained
-    _same_context(context, case.prompt([user(SAID)]))
+    case.agree([user(SAID), bot(ANSWER)])
     assert EMPTY.match(trained) is None
 
 
@@ -139,8 +71,7 @@ def two_turns(case: Case) -> None:
     talk = [user(SAID), bot(ANSWER), user(MORE), bot(LAST)]
     (first, second) = case.turns(messages=talk)
     assert ANSWER in first[1] and LAST in second[1] and LAST not in first[1] and ANSWER not in second[1]
-    _same_context(first[0], case.prompt(talk[:1]))
-    _same_context(second[0], case.prompt(talk[:3]))
+    case.agree(talk)
 
 
 def thinking(case: Case) -> None:
@@ -149,13 +80,16 @@ def thinking(case: Case) -> None:
     first, second = case.turns(messages=talk)
     for (context, trained), thought, said in ((first, THOUGHT, ANSWER), (second, RULE, LAST)):
         assert trained.count(thought) == 1 and trained.index(thought) < trained.index(said) and thought not in context
-    assert first[0] == case.prompt(talk[:1]) and second[0] == case.prompt(talk[:3])
-    tagged = [bot(f"<think>\n{turn['reasoning_content']}\n</think>\n\n{turn['content']}") for turn in talk[1::2]]
+    assert first[0] == case.asked(talk[:1]) and second[0] == case.asked(talk[:3])
+    case.agree(talk)
+    tagged = [*map(tagged_turn, talk[1::2])]
     assert case.turns(messages=[talk[0], tagged[0], talk[2], tagged[1]]) == [first, second]
 
 
 def _instructed(case: Case, role: str) -> None:
-    text = case.prompt([{"role": role, "content": RULE}, user(SAID)])
+    messages = [{"role": role, "content": RULE}, user(SAID)]
+    text = case.prompt(messages)
+    assert text == case.asked(messages)
     assert text.count(RULE) == 1 and text.index(RULE) < text.index(SAID)
 
 
@@ -172,25 +106,63 @@ def developer(case: Case) -> None:
 def offered(case: Case) -> None:
     """The model reads name, description and argument of a tool."""
     text = case.prompt([user(SAID)], tools=[TOOL])
+    assert text == case.asked([user(SAID)], tools=[TOOL])
     assert all(word in text for word in (SAID, CITY, RULE, "city"))
 
 
 def answers(case: Case) -> None:
     """A call is trained, the tool's answer is not, and the answer to that is."""
-    messages = [user(SAID), bot("", tool_calls=[CALL]), {"role": "tool", "tool_call_id": "c1", "content": RULE}, bot(LAST)]
+    messages = [user(SAID), bot("", tool_calls=[CALL]), heard(RULE), bot(LAST)]
+    case.agree(messages, tools=[TOOL])
     called, last = case.turns(messages=messages, tools=[TOOL])
     assert CITY in called[1] and called[1].count(PLACE) == 1 and RULE not in called[1]
     assert called[1].rstrip() in last[0], "the call is trained as the template writes it before the answer"
     assert PLACE in last[0] and RULE in last[0].partition(PLACE)[2] and LAST in last[1] and RULE not in last[1]
 
 
+class Dropped(Exception):
+    """psigrad refuses what transformers' rendering drops, or what it raises on."""
+
+
+def _with_calls(case: Case, *messages: dict[str, Any]) -> None:
+    try:
+        case.agree(list(messages), tools=[TOOL])
+    except UserError:
+        if case.drops(list(messages), tools=[TOOL]):
+            raise Dropped from None
+        raise
+
+
+def two_rounds(case: Case) -> None:
+    """A call, its answer, another call, its answer, and the last words, behind a system prompt."""
+    rounds = [bot("", tool_calls=[CALL]), heard(SUN), bot("", tool_calls=[call(OTHER)]), heard(RAIN), bot(LAST)]
+    case.agree([{"role": "system", "content": "Be brief."}, user(SAID), *rounds], tools=[TOOL])
+
+
+def two_calls(case: Case) -> None:
+    """Two calls in one turn, with arguments that the question has, and their answers."""
+    asked = user(f"{SAID} {PLACE} {OTHER}")
+    _with_calls(case, asked, bot("", tool_calls=[CALL, call(OTHER, 2)]), heard(SUN), heard(RAIN, 2), bot(LAST))
+
+
+def thoughts_with_calls(case: Case) -> None:
+    """A thought before the call, and one before the last words."""
+    called = bot("", reasoning_content=IDEA, tool_calls=[CALL])
+    _with_calls(case, user(SAID), called, heard(SUN), bot(LAST, reasoning_content=PLAN))
+
+
+def words_beside_a_call(case: Case) -> None:
+    """Words to the user in the turn that calls, which the question has too."""
+    _with_calls(case, user(f"{SAID} {ANSWER}"), bot(ANSWER, tool_calls=[CALL]), heard(SUN), bot(LAST))
+
+
 def environment(case: Case) -> None:
     """What an environment says stands behind the turn that was sampled as the template writes it there."""
     row = case.row("prompt-only", prompt=[user(SAID)])
-    heard = case.text(templates.observation_ids(case.tokenizer, row, MORE))
-    whole = case.prompt([user(SAID), bot(ANSWER), user(MORE)])
-    before = whole.removesuffix(heard)
-    assert before != whole and MORE in heard and ANSWER in before and MORE not in before
+    said = case.text(templates.observation_ids(case.tokenizer, row, MORE))
+    whole = case.asked([user(SAID), bot(ANSWER), user(MORE)])
+    before = whole.removesuffix(said)
+    assert before != whole and MORE in said and ANSWER in before and MORE not in before
     ((_, trained),) = case.turns(messages=[user(SAID), bot(ANSWER)])
     ends, wanted = (SPECIAL.findall(text.partition(ANSWER)[2]) for text in (before, trained))
     assert len(ends) == len(wanted) > 0 and before.endswith(ends[-1]), before[-40:]
@@ -226,7 +198,7 @@ class Scripted:
 
 
 def _talks() -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
-    called, answer = bot("", tool_calls=[CALL]), {"role": "tool", "tool_call_id": "c1", "name": CITY, "content": RULE}
+    called, answer = bot("", tool_calls=[CALL]), heard(RULE)
     thought = {"reasoning_content": THOUGHT}
     return [
         ([user(SAID), bot(ANSWER), user(MORE), bot(LAST), user("go on"), bot("the mat")], {}),
@@ -272,10 +244,12 @@ def episode(case: Case) -> None:
         except UserError:
             continue
         told += 1
-        for trained, read, served in found:
+        places = [i for i, message in enumerate(talk) if message["role"] == "assistant"]
+        for place, (trained, read, served) in zip(places, found, strict=True):
             assert read == served, (case.text(read)[-90:], case.text(served)[-90:])
+            assert case.text(read) == case.asked(talk[:place], **columns, chat_template_kwargs=kwargs), case.text(read)[-90:]
             if trained != read:  # an empty thought is context
-                _same_context(case.text(trained), case.text(read))
+                same_context(case.text(trained), case.text(read))
     if not told:
         raise UserError("Nothing can be said.")
 
@@ -328,6 +302,10 @@ COLUMNS: dict[str, Callable[[Case], None]] = {
     "developer": developer,
     "tools": offered,
     "tool answers": answers,
+    "two rounds": two_rounds,
+    "two calls": two_calls,
+    "thoughts with calls": thoughts_with_calls,
+    "words beside a call": words_beside_a_call,
     "environment turn": environment,
     "episode": episode,
     "call parsed": parsed,
@@ -336,16 +314,25 @@ COLUMNS: dict[str, Callable[[Case], None]] = {
     "date": printed_date,
 }
 
-SHOWN = {"yes": "✓", "refused": "refused", "wrong": "**wrong**"}
+SHOWN = {"yes": "✓", "dropped": "dropped", "refused": "refused", "wrong": "**wrong**"}
+RIGHT = ("yes", "dropped")
+
+
+def writes_calls(name: str) -> bool:
+    """Return True if a template offers tools and writes calls in words of its own."""
+    way = dialect.dialect_of(tokenizer_of(name), {"tools": None})
+    return way.tools and way.calls != "hermes"
 
 
 def outcome(name: str, column: str) -> str:
-    """yes; refused, where psigrad says so; or wrong, where it does not."""
+    """Return yes; dropped, where transformers drops what psigrad refuses; refused; or wrong, where psigrad raises no error."""
     case = Case(tokenizer_of(name))
     try:
         COLUMNS[column](case)
     except UserError:
         return "refused"
+    except Dropped:
+        return "dropped"
     except (AssertionError, ValueError, IndexError, KeyError):
         return "wrong"
     return "yes"
@@ -354,10 +341,12 @@ def outcome(name: str, column: str) -> str:
 def table() -> str:
     """The table, a template a row, and how many are right in each column."""
     found = {name: [outcome(name, column) for column in COLUMNS] for name in names()}
-    right = [sum(row[i] == "yes" for row in found.values()) for i in range(len(COLUMNS))]
     lines = ["| template | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
     lines += [f"| {name} | " + " | ".join(SHOWN[cell] for cell in row) + " |" for name, row in found.items()]
-    lines += [f"| right of {len(found)} | " + " | ".join(map(str, right)) + " |"]
+    calling = [row for name, row in found.items() if writes_calls(name)]
+    for rows, of in ((list(found.values()), ""), (calling, " that write calls")):
+        right = [sum(row[i] in RIGHT for row in rows) for i in range(len(COLUMNS))]
+        lines += [f"| right of {len(rows)}{of} | " + " | ".join(map(str, right)) + " |"]
     return "\n".join(lines) + "\n"
 
 

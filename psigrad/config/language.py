@@ -103,6 +103,9 @@ class RewardSettings:
     """Number of processes that score completions."""
     worker_memory_gb: Annotated[PositiveOrZero, RECORDED, _WORKERS] = 16.0
     """Memory limit of each process that runs your rewards, environments or tools, in 1e9 bytes; 0: no limit."""
+    skip_special_tokens: Annotated[bool, Needs(*_SCORED.settings, "reward_model")] = True
+    """Hide the tokenizer's special tokens from rewards, as TRL does. Otherwise rewards read those that a policy writes inside a
+    turn, such as <think> in some vocabularies."""
     worker_env: Annotated[tuple[str, ...], RECORDED, _WORKERS] = ()
     """Names of extra environment variables for these processes, such as those of API keys. They get no secrets by default."""
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from psigrad.config import Model
 from psigrad.errors import UserError, nearest, reason_of
+from psigrad.language.data.chat.rendering import render
 from psigrad.language.loading.model_source import coded_base, ends_of, locate, meant, plain_folder, tell_ends
 from psigrad.language.models.backbone import LOADING_ERRORS, without_bars, write
 from psigrad.language.models.lora import is_adapter
@@ -259,7 +260,7 @@ def modelfile(tokenizer: Any, file: str) -> str:
 def _go_template(tokenizer: Any) -> str:
     def shown(*turns: tuple[str, str], ask: bool = False) -> str:
         messages = [{"role": role, "content": text} for role, text in turns]
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask))
+        text = render(tokenizer, {"tools": None}, messages, generation_prompt=ask)
         return text.removeprefix(tokenizer.bos_token) if _adds_bos(tokenizer) else text
 
     user, answer, again, system = ("user", "[[U]]"), ("assistant", "[[A]]"), ("user", "[[V]]"), ("system", "[[S]]")

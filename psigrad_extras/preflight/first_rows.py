@@ -21,6 +21,7 @@ from psigrad.language.loading.load_model import settle_chat
 from psigrad.language.loading.model_source import load_tokenizer, tokenizer_path
 from psigrad.language.recipes.conversation import list_tools, offer_tools, playing_for
 from psigrad.language.recipes.score_rows import score
+from psigrad.language.recipes.scorers import hidden_from_rewards
 from psigrad.language.rollout.scoring import Unscored
 from psigrad.records.read import show_number
 
@@ -73,6 +74,8 @@ def try_rewards(config: OnlineConfig) -> list[tuple[str, str]]:
         if isinstance(found.result, Unscored):
             raise UserError(f"The reward cannot judge {row.source}: {found.result.reason.rstrip('.')}.")
         lines.append((f"reward {show_number(found.result.value)} for the answer {text[:60]!r} to {row.source}", ""))
+    if text := hidden_from_rewards(config, load_tokenizer(tokenizer_path(config.model))):
+        lines.append((text, "yellow"))
     return lines
 
 

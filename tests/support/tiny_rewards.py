@@ -21,6 +21,11 @@ def opened(opened_thoughts, **columns):
     return [float(tag == "<think>\n") for tag in opened_thoughts]
 
 
+def tagged(completions, **columns):
+    """1 for a text with a tag such as <s7>."""
+    return [float("<s" in str(text)) for text in completions]
+
+
 def of_text(completions, **columns):
     """Another number for nearly every text."""
     return [sum(map(ord, text)) % 101 / 101 for text in completions]

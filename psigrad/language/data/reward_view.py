@@ -6,33 +6,53 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from psigrad.language.data.chat.messages import Message
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.templates import completion_for_reward, opened_thought
+from psigrad.language.data.templates import completion_for_reward, opened_thought, special_token_remover
 from psigrad.language.rollout.collectors import PendingRewards, Show
 from psigrad.language.rollout.scoring import Samples, Scorer, turns_of
 from psigrad.language.rollout.types import Trajectory
 
 
-def reward_view(tokenizer: Any = None, plays: bool = False) -> Callable[[Mapping[int, Row]], Show]:
+def reward_view(
+    tokenizer: Any = None, plays: bool = False, skip_special_tokens: bool = True
+) -> Callable[[Mapping[int, Row]], Show]:
     """Return the `show` function of a `ScoredRollout`. `plays` adds the turns and tokens of the policy alone.
 
     Reward functions get the columns of all rows of the rollout. The value is None if a completion's own row lacks the column.
+    With `skip_special_tokens`, they get the policy's text without special tokens; `completion_ids` are complete.
     """
+    hide = special_token_remover(tokenizer) if skip_special_tokens and tokenizer is not None else _keep
 
     def show(rows: Mapping[int, Row]) -> Show:
         names = sorted({name for row in rows.values() for name in row.columns})
-        return lambda group: _samples(group, rows, names, tokenizer, plays)
+        return lambda group: _samples(group, rows, names, tokenizer, plays, hide)
 
     return show
 
 
-def _samples(group: Sequence[Trajectory], rows: Mapping[int, Row], names: Sequence[str], tokenizer: Any, plays: bool) -> Samples:
+def _samples(
+    group: Sequence[Trajectory],
+    rows: Mapping[int, Row],
+    names: Sequence[str],
+    tokenizer: Any,
+    plays: bool,
+    hide: Callable[..., str],
+) -> Samples:
     """Return the samples of a group. An episode is given as its messages, or as its text if the prompt is plain text."""
     sources = [rows[t.row] for t in group]
-    texts = [t.text if t.answer is None else t.answer for t in group]
-    shown = [list(t.messages) or completion_for_reward(row, text) for row, t, text in zip(sources, group, texts, strict=True)]
-    turns = [list(t.policy_turns) or turns_of(completion) for t, completion in zip(group, shown, strict=True)]
-    opened = functools.cache(lambda ids: opened_thought(tokenizer, ids))  # a group has one prompt
+    texts = [hide(t.text, () if t.branches else t.completion.ids) if t.answer is None else hide(t.answer) for t in group]
+    shown = [
+        [_hidden(message, hide) for message in t.messages] or completion_for_reward(row, text)
+        for row, t, text in zip(sources, group, texts, strict=True)
+    ]
+    turns = [[*map(hide, t.policy_turns)] or turns_of(completion) for t, completion in zip(group, shown, strict=True)]
+
+    @functools.cache  # a group has one prompt
+    def opened(ids: tuple[int, ...]) -> str:
+        tag = opened_thought(tokenizer, ids)
+        return tag if hide(tag) == tag else ""
+
     return Samples(
         prompts=[row.dataset_prompt for row in sources],
         completions=shown,
@@ -43,6 +63,17 @@ def _samples(group: Sequence[Trajectory], rows: Mapping[int, Row], names: Sequen
         policy_ids=[list(t.policy_ids) for t in group] if plays else None,
         opened_thoughts=None if tokenizer is None else [opened(t.prompt_ids) for t in group],
     )
+
+
+def _keep(text: str, ids: Sequence[int] = ()) -> str:
+    """Return the text as it is."""
+    return text
+
+
+def _hidden(message: Message, hide: Callable[..., str]) -> Message:
+    """Return a message, the policy's without special tokens."""
+    said = message.get("content")
+    return {**message, "content": hide(said)} if message.get("role") == "assistant" and isinstance(said, str) else message
 
 
 def score(scorer: Scorer | None, trajectories: Sequence[Trajectory], rows: Mapping[int, Row]) -> list[Trajectory]:

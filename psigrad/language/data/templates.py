@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from psigrad.errors import UserError
 from psigrad.language.data.chat import dialect
 from psigrad.language.data.chat.messages import Message
 from psigrad.language.data.chat.rendering import check_known, refuse
-from psigrad.language.data.chat.turns import OPEN, Context, Talk, between, check_shown, contexts, stop_tokens
+from psigrad.language.data.chat.turns import OPEN, Context, Talk, between, check_shown, contexts, stop_tokens, turn_form
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.examples import Example
 
@@ -207,6 +207,37 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
     hidden = _unsaid_ids(tokenizer, str(tokenizer.chat_template), *tokenizer.special_tokens_map.values())
     text = tokenizer.decode([i for i in ids if i not in hidden], skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text if isinstance(text, str) else "".join(text)
+
+
+def special_token_remover(tokenizer: PreTrainedTokenizerBase) -> Callable[..., str]:
+    """Return a function of a text of `decode` and its ids that removes all special tokens, as transformers does when it decodes.
+
+    Without ids, the special tokens are found by their text.
+    """
+    special = dialect.specials_of(tokenizer).pattern
+
+    def remove(text: str, ids: Sequence[int] = ()) -> str:
+        if not ids or not special.search(text):
+            return special.sub("", text)
+        return str(tokenizer.decode([*ids], skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    return remove
+
+
+def hidden_marks(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the special tokens that a policy writes around its thoughts and answers, which `special_token_remover` removes.
+
+    They are pairs of tags such as <answer> and </answer>, and the chat template's marks of a thought (gpt-oss: <|channel|>).
+    """
+    special, named = dialect.specials_of(tokenizer), {*tokenizer.special_tokens_map.values()}
+    words = [str(word) for word in tokenizer.convert_ids_to_tokens(sorted(special.ids))]
+    closing = {word for word in words if word.startswith("</") and word.replace("</", "<") in words}
+    pairs = closing | {word.replace("</", "<") for word in closing}
+    marks = set[str]()
+    with contextlib.suppress(UserError):  # no template
+        form = turn_form(Talk(tokenizer, Row("a test conversation")), "user")
+        marks = {*special.pattern.findall(form.opens + form.closes)}
+    return [word for word in words if word in (pairs | marks) - named]
 
 
 def opened_thought(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> str:

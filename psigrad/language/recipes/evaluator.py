@@ -44,11 +44,13 @@ class Evaluator:
     micro_batch_tokens: int = 16384
     player: Player | None = None
     world: World = ALONE
+    skip_special_tokens: bool = True
 
     def __call__(self, model: LanguageModel, sampler: Sampler, version: int) -> tuple[dict[str, float], list[Trajectory]]:
         """Return the `eval/…` figures and the completions behind them."""
         collector = collector_of(sampler.snapshot(), model, self.player, needs_reward=self.scorer is None)
-        rollout = ScoredRollout(collector, self.scorer, reward_view(model.tokenizer, collector.plays), self.world)
+        view = reward_view(model.tokenizer, collector.plays, self.skip_special_tokens)
+        rollout = ScoredRollout(collector, self.scorer, view, self.world)
         seed_of = lambda i, k: seeds.derive(self.seed, "eval", self.prompts[i].index, k)  # noqa: E731
         trajectories = rollout(self.prompts, self.params, self.num_generations, seed_of, version)
         figures = figures_of(trajectories, self.num_generations, self.metric)

@@ -166,7 +166,7 @@ def _rollout(
     return ScoredRollout(
         collector,
         scorer,
-        reward_view(model.tokenizer, collector.plays),
+        reward_view(model.tokenizer, collector.plays, config.skip_special_tokens),
         world=ALONE if sampler.central else world,
         complete=config.lag > 0,  # a checkpoint stores the collections that are not trained on yet
     )

@@ -18,6 +18,7 @@ from psigrad.config.sections import columns_of
 from psigrad.errors import UserError, several
 from psigrad.language.data.dataset_rows import Row, column_names
 from psigrad.language.data.posted_forms import Tell
+from psigrad.language.data.templates import hidden_marks
 from psigrad.language.episodes.players import Player
 from psigrad.language.loading.load_model import load_trained_scalar_model
 from psigrad.language.loading.samplers import sampling_params
@@ -88,6 +89,8 @@ class RewardSetup:
         if journal is not None and any(_is_unsafe(function) for function in self.functions):
             text = "Programs that the model writes run without a sandbox, with your rights: allow_unsafe_code is set."
             journal.tell("unsafe_code", text)
+        if journal is not None and (text := hidden_from_rewards(self.config, tokenizer)):
+            journal.tell("special_tokens_hidden", text)
         models = list(self.weights.items())[len(self.specs) :]
         with contextlib.ExitStack() as stack:
             scorers: list[Scorer] = [stack.enter_context(self._functions_scorer(journal))] if self.specs else []
@@ -189,6 +192,14 @@ class RewardSetup:
 _ROWS_AT_ONCE = 64
 
 
+def hidden_from_rewards(config: Scored, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Return a message about the special tokens of thoughts and answers that rewards do not read; empty if there are none."""
+    scored = tokenizer is not None and config.skip_special_tokens and (config.reward or config.reward_model)
+    marks = hidden_marks(tokenizer) if scored and tokenizer is not None else []
+    shown = ", ".join(marks[:6])
+    return f"Rewards do not read special tokens such as {shown}; --no-skip-special-tokens shows them." if marks else ""
+
+
 def samples_of(rows: Sequence[Row], names: Sequence[str]) -> Samples:
     """Return rows in the form that reward functions receive, with their own completions and the columns of these names.
 
@@ -270,4 +281,5 @@ def evaluator_for(
         micro_batch_tokens=config.micro_batch_tokens,
         player=player,
         world=world,
+        skip_special_tokens=config.skip_special_tokens,
     )

@@ -90,11 +90,22 @@ def reasoning_gym(
 
 
 def _reasoning_gym(task: str, scorer: Callable[..., float], text: str, entry: dict[str, Any]) -> float | Failure:
+    if task in _BOARDS:
+        entry = {**entry, "metadata": _as_tuples(entry["metadata"])}
     try:
         return float(scorer(text, entry))
     except Exception as error:
         scorer(entry["answer"], entry)  # raises if the row is at fault
         return Failure(f"the scorer of {task} cannot read it ({type(error).__name__})")
+
+
+_BOARDS = ("arc_agi", "rearc")  # their scorers compare boards of tuples, which files store as lists
+
+
+def _as_tuples(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _as_tuples(inner) for key, inner in value.items()}
+    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import os
@@ -19,11 +20,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack
 
+from psigrad import redaction
 from psigrad.errors import UserError
 from psigrad.processes.sandbox import Enclosure, cgroup
 from psigrad.processes.workers import child
 from psigrad.processes.workers.shipping import homes, pack
-from psigrad.redaction import SECRET_NAME
 
 # Seconds in which a worker must have imported the user's code.
 START_LIMIT = 120.0
@@ -189,7 +190,7 @@ def _close(*descriptors: int) -> None:
 def pick_variables(extra: Iterable[str] = ()) -> dict[str, str]:
     """Return the variables of this process that a worker gets: the usual ones, and those named in `extra`."""
     names = set(extra)
-    kept = {k: v for k, v in os.environ.items() if k in names or (_USUAL.fullmatch(k) and not SECRET_NAME.search(k))}
+    kept = {k: v for k, v in os.environ.items() if k in names or (_USUAL.fullmatch(k) and not redaction.SECRET_NAME.search(k))}
     path = os.pathsep.join(p or os.getcwd() for p in sys.path)
     return {**kept, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path}
 
@@ -200,14 +201,19 @@ def list_withheld(extra: Iterable[str] = ()) -> list[str]:
 
 
 def _forward(descriptor: int, name: str) -> None:
-    """Print a worker's output on stderr, up to a limit; then read and drop it, so that a full pipe blocks no process."""
-    left = SHOWN
+    """Print a worker's output on stderr, up to a limit; then read and drop it, so that a full pipe blocks no process.
+
+    Control characters are escaped, since a reward function may print a completion.
+    """
+    left, decoder = SHOWN, codecs.getincrementaldecoder("utf-8")("backslashreplace")
     with os.fdopen(descriptor, "rb", buffering=0) as stream:
         while data := stream.read(1 << 16):
             if left <= 0:
                 continue
             with contextlib.suppress(OSError, ValueError):
-                os.write(2, data[:left])
+                text = decoder.decode(data[:left], final=len(data) >= left)
+                # A progress bar returns to the start of its line.
+                os.write(2, "\r".join(map(redaction.escape, text.split("\r"))).encode())
                 left -= len(data)
                 if left <= 0:
                     text = f"\npsigrad: {name} prints more than {SHOWN >> 10} KiB; the rest is dropped"

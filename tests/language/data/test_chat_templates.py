@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import scripts
 
+from psigrad.errors import UserError
 from psigrad.language.data import dataset_rows, templates
 from psigrad.language.data.chat import dialect, rendering, turns
 from psigrad.language.episodes import episode_history
 from psigrad.language.training.offline.sft_task import SFTTask
 
 WANTED = 38
+# Of the 27 templates that write calls.
+WANTED_WITH_CALLS = {"two rounds": 27, "two calls": 24, "thoughts with calls": 25, "words beside a call": 25}
 
 
 maker = scripts.load("docs/make/chat_templates.py")
@@ -35,9 +38,11 @@ def page() -> dict[str, list[str]]:
 
 
 def test_nothing_is_silently_wrong_and_nearly_all_is_right(page: dict[str, list[str]]) -> None:
-    assert page["template"] == list(maker.COLUMNS) and page.keys() - {"template", "right of 41"} == set(maker.names())
-    right = dict(zip(maker.COLUMNS, map(int, page["right of 41"]), strict=True))
+    calling = f"right of {sum(map(maker.writes_calls, maker.names()))} that write calls"
+    assert page["template"] == list(maker.COLUMNS) and page.keys() - {"template", "right of 41", calling} == set(maker.names())
+    right, called = (dict(zip(maker.COLUMNS, map(int, page[row]), strict=True)) for row in ("right of 41", calling))
     assert not [name for name, cells in page.items() if "**wrong**" in cells] and min(right.values()) >= WANTED, right
+    assert calling.startswith("right of 27 ") and all(called[name] >= least for name, least in WANTED_WITH_CALLS.items()), called
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gptoss", "deepseek_r1_distill", "glm4moe", "gemma", "lfm2_2_5"])
@@ -106,6 +111,10 @@ FAULTS: dict[str, tuple[str, Any, str, Any]] = {
     "developer": ("qwen3", turns, "dialect_of", _deaf("developer", True)),
     "tools": ("llama3", turns, "dialect_of", _deaf("tools", True)),
     "tool answers": ("gemma", turns, "dialect_of", _deaf("calls", "object")),
+    "two rounds": ("glm4moe", turns, "dialect_of", _deaf("call_next", "</arg_value>\n</tool_call><|observation|>")),
+    "two calls": ("qwen2_5", templates, "examples", _shift(templates.examples)),
+    "thoughts with calls": ("gptoss", turns, "_own_words", lambda talk, messages, before, text: text[-9:]),
+    "words beside a call": ("gemma4_v5", turns, "_own_words", lambda talk, messages, *rest: rest[1][rest[1].index("Usambara") :]),
     "environment turn": ("qwen3", templates, "between", _end_twice),
     "episode": ("qwen3", episode_history, "read_on", _kept),
     "call parsed": ("qwen2_5", maker.tools, "read_calls", lambda *given: []),
@@ -252,9 +261,75 @@ def test_a_call_is_trained_as_the_template_writes_it(name: str, called: dict[str
     talk = [maker.user("go"), called, tool, maker.bot("Sunny.")]
     first, last = case.turns(messages=talk)
     assert first[1] == trained
-    maker._same_context(last[0], case.prompt(talk[:3]))
+    maker.same_context(last[0], case.prompt(talk[:3]))
     assert trained in last[0]
     assert last[1] == {"glm4moe": "Sunny.<|user|>", "gptoss": "<|channel|>final<|message|>Sunny.<|return|>"}[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "cities", "content", "missing"),
+    [
+        ("gptoss", ["Rome", "Paris"], "", r"tool_calls\[1\]"),
+        ("gptoss", ["Rome", "Rome"], "", r"tool_calls\[1\]"),
+        ("llama3_1", ["Rome"], "Rome and Paris", "content"),
+        ("muse_glimmer", ["Rome"], "Paris", "content"),
+        ("qwen3", ["Rome", "Rome"], "Paris", ""),
+    ],
+)
+def test_a_part_that_the_template_drops_is_missed_though_the_question_has_it(
+    name: str, cities: list[str], content: str, missing: str
+) -> None:
+    """The question has every word of the turn. Qwen3 shows them all, and is the negative control."""
+    calls = [call for city in cities for call in _call({"city": city})["tool_calls"]]
+    talk = [maker.user("Rome and Paris? Ask weather."), maker.bot(content, tool_calls=calls)]
+    case = maker.Case(maker.tokenizer_of(name))
+    if not missing:
+        assert case.turns(messages=talk)
+        return
+    with pytest.raises(UserError, match=rf"'messages\[1\].{missing}' is left out by the chat template"):
+        case.turns(messages=talk)
+
+
+_TURN = "{{% for m in messages %}}{{{{ '<|im_start|>' + m['role'] + '\n' }}}}{0}{{% endfor %}}"
+_TURN += "{{% if add_generation_prompt %}}{{{{ '<|im_start|>assistant\n' }}}}{{% endif %}}"
+_ANSWERS = "m['role'] == 'assistant'"
+_END = "{{ m['content'] + '<|im_end|>\n' }}"
+
+
+@pytest.mark.parametrize(
+    ("turn", "end"),
+    [
+        (f"{{{{ m['content'] }}}}{{% if not (loop.last and {_ANSWERS}) %}}{{{{ '<|im_end|>\n' }}}}{{% endif %}}", "<|im_end|>"),
+        (f"{{{{ m['content'] + (eos_token if loop.last and {_ANSWERS} else '<|im_end|>\n') }}}}", "<|endoftext|>"),
+        (
+            f"{{% if loop.last and {_ANSWERS} %}}{{% generation %}}{_END}{{% endgeneration %}}{{% else %}}{_END}{{% endif %}}",
+            "<|im_end|>",
+        ),
+        (f"{{% if loop.last %}}{_END}{{% else %}}{{{{ m['content'] | trim + '<|im_end|>\n' }}}}{{% endif %}}", "<|im_end|>"),
+    ],
+    ids=["no end", "EOS", "block", "spaces"],
+)
+def test_turns_of_templates_that_write_the_last_message_otherwise(turn: str, end: str) -> None:
+    """By hand: each answer with its spaces, up to the end that it has as the last, or that the next turn writes for it."""
+    case = maker.Case(maker.tokenizer_of("qwen2_5"))
+    case.tokenizer.chat_template = _TURN.format(turn)
+    talk = [maker.user("sat"), maker.bot("the cat "), maker.user("on"), maker.bot(" mat\n")]
+    found = case.turns(messages=talk)
+    assert [trained for _, trained in found] == [f"the cat {end}", f" mat\n{end}"]
+    prompts = (case.tokenizer.apply_chat_template(talk[:n], tokenize=False, add_generation_prompt=True) for n in (1, 3))
+    assert [context for context, _ in found] == list(prompts)
+
+
+@pytest.mark.parametrize("name", ["gptoss", "phi3", "qwen2_5", "glm4moe", "deepseek_r1_distill", "cohere2"])
+def test_generation_blocks_train_what_the_template_without_them_trains(name: str) -> None:
+    """TRL's training templates. gpt-oss's drops a long text beside a call once an answer follows; Phi-3's trains the EOS."""
+    plain, blocks = (maker.Case(maker.tokenizer_of(one)) for one in (name, f"{name}_training"))
+    tool = {"role": "tool", "name": "weather", "tool_call_id": "c1", "content": "sun"}
+    talk = [maker.user("go"), _call({"city": "Rome"}, "First I look at the list of towns."), tool, maker.bot("Sunny.")]
+    for messages in (talk[:2], talk, [maker.user("a"), maker.bot("b"), maker.user("c"), maker.bot("d")]):
+        found = blocks.turns(messages=messages)
+        assert found == plain.turns(messages=messages)
+        assert len(found) == sum(turn["role"] == "assistant" for turn in messages)
 
 
 @pytest.mark.parametrize(

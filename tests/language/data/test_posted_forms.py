@@ -237,7 +237,8 @@ def test_a_mapping_is_a_flag_a_file_and_python(tmp_path: Path) -> None:
             settings(OnlineConfig, flags={"columns": wrong})
 
 
-MAPPINGS = {name for name, setting in settings_of(OnlineConfig).items() if "Mapping" in str(setting.type) and "." in name}
+_TYPES = re.compile("Mapping|dict")
+MAPPINGS = {name for name, setting in settings_of(OnlineConfig).items() if _TYPES.search(str(setting.type)) and "." in name}
 
 
 @pytest.mark.parametrize("name", sorted(MAPPINGS))

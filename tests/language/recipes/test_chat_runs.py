@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tiny_jobs import online_config
-from tiny_rewards import Again, lengths, opened
+from tiny_rewards import Again, lengths, opened, tagged
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from psigrad.config import Data, Evaluation, Model, Run, Sampling, SFTConfig
@@ -100,6 +100,30 @@ def test_online_rl_starts_on_templates_that_change_the_past(template, specials, 
     if not several:
         rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
         assert next(row["rewards/opened/mean"] for row in rows if "rewards/opened/mean" in row) == 1.0
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_rewards_of_a_run_read_special_tokens_only_where_they_are_shown(skip, job, tmp_path):
+    """Half of the vocabulary is special, so that nearly every random completion has such tokens, in training and evaluation."""
+    folder = model(tmp_path / "model", "qwen2_5", tuple(f"<{end}s{i}>" for i in range(150) for end in ("", "/")))
+    config = online_config(job, tmp_path / "run", max_steps=1)
+    rows = write(tmp_path / "rows.jsonl", [{"prompt": [{"role": "user", "content": "two?"}]}] * 4)
+    config = replace(
+        config,
+        model=Model(path=str(folder)),
+        data=Data(dataset=rows),
+        sampling=Sampling(max_completion_length=8),
+        evaluation=Evaluation(eval_prompts=2),
+        **({} if skip else {"skip_special_tokens": False}),
+        reward=(lengths, tagged),
+    )
+    online.run(config)
+    found = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    seen = [row[name] for row in found for name in ("rewards/tagged/mean", "eval/rewards/tagged/mean") if name in row]
+    assert len(seen) >= 2 and all(value == 0 if skip else value > 0.5 for value in seen), seen
+    assert ("special_tokens_hidden" in events(tmp_path / "run")) == skip
+    said = [json.loads(line)["completion"] for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    assert any("<s" in text for text in said), "the record has what the policy wrote"
 
 
 def test_a_run_that_goes_on_tomorrow_reads_the_date_of_its_start(job, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import time
 
@@ -261,12 +262,13 @@ def test_format_takes_any_pattern():
     assert builtin.Format(r"\d+")(["12", "12a"]) == [1, 0]
 
 
-@pytest.mark.parametrize("task", ["chain_sum", "simple_equations", "countdown", "word_sorting"])
+@pytest.mark.parametrize("task", ["chain_sum", "simple_equations", "countdown", "word_sorting", "arc_agi", "rearc"])
 def test_reasoning_gym_is_the_datasets_own_score(task):
+    """Also of rows that a file has stored, which knows no tuples."""
     rows = tasks.generate(task, 4, seed=3)
     dataset = reasoning_gym.create_dataset(task, size=4, seed=3)
     entries = list(dataset)
-    columns = {name: [row[name] for row in rows] for name in ("task", "answer", "metadata")}
+    columns = json.loads(json.dumps({name: [row[name] for row in rows] for name in ("task", "answer", "metadata")}))
     for said in ([str(e["answer"]) for e in entries], ["wrong"] * 4, [""] * 4):
         expected = [dataset.score_answer(text, entry) for text, entry in zip(said, entries, strict=True)]
         assert builtin.reasoning_gym([f" {text}\n" for text in said], **columns) == expected

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from psigrad.config import OnlineConfig
-from psigrad.language.data.templates import decode
+from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.reward_view import reward_view
+from psigrad.language.data.templates import decode, hidden_marks, special_token_remover
 from psigrad.language.episodes.tool_calls import FAMILIES, MOST_CALLS, BrokenCall, ToolCall, read_calls
 from psigrad.language.episodes.tools import PROBE, CallForm, ToolBox, call_form_of, schemas
 from psigrad.language.recipes import conversation
@@ -403,6 +406,38 @@ def test_special_tokens_that_the_policy_chose_are_seen_and_those_that_end_its_tu
     assert ToolBox([add]).step(text).observation[0]["content"] == "4"
     tokenizer.chat_template = turn.replace("<|end|>", "<|user|>")  # another end: what was known of the old one is forgotten
     assert decode(tokenizer, ended) == said + "<|end|>"
+
+
+THINKS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+@pytest.mark.parametrize(
+    ("skip", "text", "turns"),
+    [
+        (True, "2 + 24 <b>", ["2 + 24 <b>"]),  # transformers' own decoding of the ids, without special tokens
+        (False, "<think>2 + 2</think><answer>4</answer> <b>", ["<think>2 + 2</think><answer>4</answer> <b>"]),
+    ],
+)
+def test_rewards_read_no_special_tokens_unless_they_are_shown(skip, text, turns):
+    """By hand, as TRL's `skip_special_tokens=True`. A text, messages of an episode, and what an agent said are read alike."""
+    turn = "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|user|>{% endif %}"
+    tokenizer = tokenizer_for(turn, *THINKS)
+    said = "<think>2 + 2</think><answer>4</answer> <b>"
+    ids = (*tokenizer(said, add_special_tokens=False)["input_ids"], tokenizer.convert_tokens_to_ids("<|end|>"))
+    prompt = tuple(tokenizer("<|user|>q<|end|><|user|><think>", add_special_tokens=False)["input_ids"])
+    heard = {"role": "tool", "content": "<answer> is a tag"}
+    done = Completion(ids, (0.0,) * len(ids), (0.0,) * len(ids), "stop", 0)
+    alone = Trajectory(0, 0, prompt, done, 0, text=decode(tokenizer, ids))
+    assert alone.text == said, "rollouts.jsonl and tools have what the policy wrote"
+    episode = replace(alone, messages=({"role": "assistant", "content": said}, heard), policy_turns=(said,))
+    agent = replace(episode, messages=(), answer=said)
+    row = Row("r", "q")
+    seen = reward_view(tokenizer, True, skip)({0: row})([alone, episode, agent])
+    assert list(seen.completions) == [text, [{"role": "assistant", "content": text}, heard], text]
+    assert list(seen.policy_turns) == [turns] * 3 and [*seen.completion_ids] == [list(ids)] * 3
+    assert list(seen.opened_thoughts) == ["" if skip else "<think>"] * 3
+    assert special_token_remover(tokenizer)(said, ids) == tokenizer.decode(ids, skip_special_tokens=True)
+    assert hidden_marks(tokenizer) == sorted(THINKS, key=tokenizer.convert_tokens_to_ids)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, TemplateSyntaxError, meta, nodes
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from psigrad.errors import UserError, nearest
+from psigrad.language.data.chat.limits import compiled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +45,7 @@ def check_arguments(templates: Sequence[str], kwargs: Mapping[str, Any]) -> None
 def _kinds_read(template: str) -> dict[str, set[type]]:
     """Return the names that a template reads before setting them, each with the types of value it takes; object means any."""
     try:
-        environment: Environment = _compile_jinja_template(template).environment
+        environment: Environment = compiled(template).environment
     except TemplateSyntaxError as error:
         where = f"line {error.lineno}: {error.message}"
         raise UserError(f"The chat template is no Jinja ({where}); mend it, or set chat_template_path to another.") from None

@@ -9,6 +9,7 @@ from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from psigrad.errors import UserError
+from psigrad.language.data.chat.limits import compiled, limited
 from psigrad.language.data.chat.messages import Message, without_nulls
 from psigrad.language.data.dataset_rows import BadRow, Row, RowError, show
 
@@ -93,10 +94,12 @@ def render(
     generation_prompt: bool = False,
 ) -> str:
     """Return the text of messages that the template understands (`dialect.speak`). Raise whatever the template raises."""
-    _set_clock(tokenizer, arguments)
-    made: Any = tokenizer.apply_chat_template(
-        list(messages), **{**arguments, "tokenize": False, "add_generation_prompt": generation_prompt}
-    )
+    template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments["tools"])
+    with limited(template):
+        _set_clock(tokenizer, template)
+        made: Any = tokenizer.apply_chat_template(
+            list(messages), **{**arguments, "tokenize": False, "add_generation_prompt": generation_prompt}
+        )
     return str(made)
 
 
@@ -110,9 +113,10 @@ def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str
 
     template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments["tools"])
     given: dict[str, Any] = {**tokenizer.special_tokens_map, **arguments, "chat_template": template}
-    _set_clock(tokenizer, arguments)
     said = [{name: value for name, value in message.items() if value is not None} for message in messages]
-    rendered: Any = render_jinja_template([said], return_assistant_tokens_mask=True, **given)
+    with limited(template):
+        _set_clock(tokenizer, template)
+        rendered: Any = render_jinja_template([said], return_assistant_tokens_mask=True, **given)
     return rendered[0][0], rendered[1][0]
 
 
@@ -127,17 +131,15 @@ def refusal(row: Row, error: Exception) -> RowError:
     return refuse(row, "", f"the chat template can't render the row ({reason}); mend the row or the template")
 
 
-def _set_clock(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
+def _set_clock(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
     """Make `strftime_now` return the run's day.
 
     transformers passes only plain data to templates, so the function is replaced in the compiled template's globals.
     """
-    template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments["tools"])
     if "strftime_now" not in template:
         return
-    from transformers.utils.chat_template_utils import _compile_jinja_template
 
     def strftime_now(form: str) -> str:
         return day_of(tokenizer).strftime(form)
 
-    _compile_jinja_template(template).environment.globals["strftime_now"] = strftime_now
+    compiled(template).environment.globals["strftime_now"] = strftime_now

@@ -151,7 +151,7 @@ def contexts(talk: Talk, *, empty_thinking: bool = False) -> list[Context]:
             made.append(Context(text, spans))
         closing = talk.closing(messages[i])
         ended, closed, _ = text.rpartition(closing) if closing and closing in text[spans[-1][0] :] else (text, "", "")
-        texts[i], known = text, (ended + closed).rstrip()
+        texts[i], known = text[len(before) :], (ended + closed).rstrip()
     if not made:
         raise refuse(row, "messages", "has no assistant turn that is trained; check weights and the template's generation blocks")
     whole = talk.render(messages)
@@ -165,39 +165,50 @@ def _turn(talk: Talk, messages: Sequence[Message], empty_thinking: bool) -> tupl
     """Return the context of the last message, the text up to its end, and its trained spans."""
     said = messages[-1]
     before, blocks = talk.render(messages[:-1], generation_prompt=True), talk.blocks(messages)
-    text, own = talk.render(messages), None if blocks is None else [span for span in blocks if span[1] > len(before)]
-    if own == []:
+    text = as_rendered = talk.render(messages)
+    begun = common_prefix(before, text)
+    if blocks is not None and all(end <= begun for _, end in blocks):
         return before, text, []
-    as_rendered = text
     thought = _thought_of(said)
     if not text.startswith(before):
-        own_words = None if OPEN.search(before) else _own_words(talk, messages, before, text)
+        opened = OPEN.search(before)
+        own_words = None if opened else _own_words(talk, messages, before, text)
         if own_words is None:
             before, text = _behind_open_thought(talk, said, before, text, len(messages))
+            begun = opened.start() if opened else begun
         else:
-            text = before + own_words
+            text, begun = before + own_words, len(text) - len(own_words)
     elif talk.dialect.reasoning == "hidden" and thought and thought not in text[len(before) :]:
         form = CHANNEL + "\n{}\n<channel|>" if CHANNEL in talk.template else THINK
         text = before + form.format(thought) + text[len(before) :]
     ends = talk.special.findall(talk.closing(said))
     if ends and ends[-1] not in text[len(before) :]:  # GLM: the next turn's token ends this one
-        text = text.rstrip() + (talk.dialect.call_next if said.get("tool_calls") else talk.dialect.turn_next)
+        text = text if text.endswith(str(said.get("content")) or "\0") else text.rstrip()  # spaces of the answer stay
+        text += talk.dialect.call_next if said.get("tool_calls") else talk.dialect.turn_next
     start = len(before)
     if thought and said.get("tool_calls") and thought in text[text.find(said["tool_calls"][0]["function"]["name"], start) :]:
         raise refuse(talk.row, "", "is a thought that the chat template writes behind the call; use another template")
     if not empty_thinking and not _EMPTY.match(str(said.get("content", ""))):
         empty = (_CLOSE if OPEN.search(before) else _EMPTY).match(text, start)
         start = empty.end() if empty else start
-    # The policy continues at the end of the prompt, even if the template's first block starts elsewhere.
-    return before, text, [(start, own[0][1]), *own[1:]] if own and text.startswith(as_rendered) else [(start, len(text))]
+    if blocks is None or not text.startswith(as_rendered):
+        return before, text, [(start, len(text))] if blocks is None or any(end > begun for _, end in blocks) else []
+    own = [(first, end) for first, end in blocks if end > begun]
+    # The policy continues at the end of the prompt, even if the template's first block starts elsewhere. It has stopped before a
+    # later block of special tokens alone (Phi-3: the EOS).
+    later = [(first, end) for first, end in own[1:] if talk.special.sub("", text[first:end]).strip()]
+    return before, text, [(start, own[0][1]), *later] if own else []
 
 
 def _own_words(talk: Talk, messages: Sequence[Message], before: str, text: str) -> str | None:
     """Return the last turn's text after its generation prompt if that turn changes the rendering of earlier turns.
 
-    For example, gpt-oss drops the thought beside a call once an answer follows. Return None if the beginning of the turn is not
-    found.
+    For example, gpt-oss drops the thought beside a call once an answer follows, and Gemma 4 the end of the turn. Return None if
+    the beginning of the turn is not found.
     """
+    unended = before.rstrip().removesuffix(talk.dialect.turn_end)
+    if unended != before.rstrip() and text.startswith(unended):
+        return text[len(unended) :]
     past, asked = talk.render(messages[:-1]), talk.render([USER], generation_prompt=True)
     stem, found, _ = talk.render([*messages[:-1], {"role": "assistant", "content": SENTINEL}]).partition(SENTINEL)
     alone, _, _ = talk.render([USER, {"role": "assistant", "content": SENTINEL}]).partition(SENTINEL)
@@ -240,10 +251,16 @@ def _thought_of(said: Message) -> str:
 def check_shown(talk: Talk, messages: Sequence[Message], texts: dict[int, str], trained: set[int]) -> None:
     """Raise `RowError` if the template leaves out part of a row. The error gives the place and the field.
 
-    A text that occurs verbatim in the rendering is present. For anything else, the rendering without it must differ.
+    `texts` are the renderings in which each message is looked up: of a trained turn that turn alone, since a question may have
+    the same words. A text that occurs verbatim is present. For anything else, the rendering without it must differ.
     """
     for j, message in enumerate(messages):
         part = messages[: j + 1] if j in trained else messages
+        calls = message.get("tool_calls", ())
+        for k, call in enumerate(calls[1:] if j in trained else (), 1):
+            fewer = {**message, "tool_calls": [*calls[:k], *calls[k + 1 :]]}
+            if talk.render(part) == talk.render([*part[:-1], fewer]):
+                raise _vanished(talk.row, j, f"tool_calls[{k}]", call["function"])
         for name, piece in _pieces(message, j in trained or j == len(messages) - 1):
             if piece not in texts[j] and talk.render(part) == talk.render(_without(part, j, name, piece)):
                 raise _vanished(talk.row, j, name, piece)
@@ -288,7 +305,7 @@ def _vanished(row: Row, place: int, name: str, value: Any) -> Exception:
     count = len(row.prompt) if isinstance(row.prompt, list) else 0
     column, at = ("messages", place) if row.messages else ("prompt", place) if place < count else ("completion", place - count)
     reason = (
-        f"is left out by the chat template ({show(value)} is nowhere in the text); leave the field out of the row, or use a "
+        f"is left out by the chat template ({show(value)} is nowhere in the turn); leave the field out of the row, or use a "
         "template that shows it"
     )
     return refuse(row, f"{column}[{at}].{name}", reason)
