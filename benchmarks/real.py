@@ -82,6 +82,63 @@ _GEMMA = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
+_QWEN35 = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 6,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": 248044,
+}
+_LFM2 = {
+    "model_type": "lfm2",
+    "hidden_size": 1024,
+    "intermediate_size": 6656,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "conv_L_cache": 3,
+    "layer_types": ["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
+    "vocab_size": 65536,
+    "max_position_embeddings": 128000,
+    "bos_token_id": 1,
+    "eos_token_id": 7,
+    "pad_token_id": 0,
+}
+_GRANITE = {
+    "model_type": "granitemoehybrid",
+    "hidden_size": 768,
+    "shared_intermediate_size": 2048,
+    "intermediate_size": 2048,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "layer_types": ["full_attention" if i in (10, 13, 17, 27) else "linear_attention" for i in range(32)],
+    "mamba_n_heads": 48,
+    "mamba_d_head": 32,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "router_aux_loss_coef": 0.0,  # or TRL asks for its routers
+    "vocab_size": 100352,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+    "bos_token_id": 100257,
+    "eos_token_id": 100257,
+    "pad_token_id": 100256,
+}
 
 
 def _ending(config: dict[str, Any], often: int) -> dict[str, Any]:
@@ -138,6 +195,12 @@ _R2 = Real(
 )
 
 
+def _hybrid(name: str, model: str, hub: str, config: dict[str, Any], **other: Any) -> Real:
+    """R2 with a model that has layers with state."""
+    work = replace(_R2.work, name=name, says=f"{model}'s shape, 2 × 4, prompts of about 128 tokens, at most 64 more", **other)
+    return replace(_R2, work=work, hub=hub, config=_ending(config, 96), faster=4.0, smaller=None)
+
+
 def _like_r2(name: str, says: str, *, faster: float | None = None, smaller: float | None = None, **other: Any) -> Real:
     return replace(_R2, work=replace(_R2.work, name=name, says=says, **other), faster=faster, smaller=smaller)
 
@@ -188,6 +251,10 @@ WORKS = {
             5.0,
             0.5,
         ),
+        _hybrid("R8", "Qwen3.5-0.8B", "Qwen/Qwen3.5-0.8B", _QWEN35),
+        _hybrid("R8L", "By LoRA of rank 16, Qwen3.5-0.8B", "Qwen/Qwen3.5-0.8B", _QWEN35, lora_rank=16),
+        _hybrid("R9", "LFM2-350M", "LiquidAI/LFM2-350M", _LFM2),
+        _hybrid("R10", "Granite-4-hybrid-350M", "ibm-granite/granite-4.0-h-350m", _GRANITE),
     )
 }
 # What TRL's side alone needs, where `make bench-real` puts it.

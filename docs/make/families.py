@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import signal
 import sys
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -24,10 +28,13 @@ from psigrad.errors import reason_of
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import LanguageModel, prepare
 from psigrad.language.models.packing import Groups
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler, why_not_embedded
+from psigrad.language.rollout.types import Request, SamplingParams
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "families.md"
 MEASURED = ROOT / "benchmarks" / "results" / "families.jsonl"
+LARGEST = 40_000_000  # parameters
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -61,26 +68,36 @@ NEMOTRON_H = {"layers_block_type": ["mamba", "attention", "mlp", "moe"], "mamba_
 NEMOTRON_H |= {"n_groups": 2, "ssm_state_size": 8, "chunk_size": 16, "moe_shared_expert_intermediate_size": 48}
 # transformers' name: (what it is known as, settings that bring out what is its own)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama, SmolLM2", {}),
-    "mistral": ("Mistral", {"sliding_window": 6}),
-    "ministral3": ("Ministral 3", {}),
-    "qwen2": ("Qwen 2 and 2.5", {}),
-    "qwen3": ("Qwen 3", {}),
     "qwen3_5_text": ("Qwen 3.5", DELTA),
     "qwen3_next": ("Qwen 3 Next", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 48}),
+    "lfm2": ("LFM 2", {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}),
+    "lfm3": ("LFM 3", {"layer_types": ["conv", "full_attention", "sliding_attention", "conv"], "sliding_window": 6}),
+    "granitemoehybrid (hybrid)": (
+        "Granite 4",
+        {**DENSE, **MAMBA, **SCALED, "layer_types": ["linear_attention", "full_attention"] * 2},
+    ),
+    "nemotron_h": ("Nemotron-H", {**ROUTED, **NEMOTRON_H}),
+    "gemma3_text": ("Gemma 3", {"query_pre_attn_scalar": 16, "sliding_window": 6}),
+    "gemma4_text": ("Gemma 4", {**SHARED, "global_head_dim": 32}),
+    "olmo_hybrid": ("OLMo Hybrid", DELTA),
+    "falcon_h1": ("Falcon-H1", MAMBA),
+    "kimi_linear": ("Kimi Linear", {**ROUTED, **LATENT, **KIMI}),
+    "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1, 3]}),
     "smollm3": ("SmolLM3", {}),
+    "ministral3": ("Ministral 3", {}),
+    "llama": ("Llama, SmolLM2", {}),
+    "mistral": ("Mistral", {"sliding_window": 6}),
+    "qwen2": ("Qwen 2 and 2.5", {}),
+    "qwen3": ("Qwen 3", {}),
     "gemma": ("Gemma", {}),
     "gemma2": ("Gemma 2", {"query_pre_attn_scalar": 16, "sliding_window": 6}),
-    "gemma3_text": ("Gemma 3", {"query_pre_attn_scalar": 16, "sliding_window": 6}),
     "gemma3n_text": ("Gemma 3n", {**SHARED, "laurel_rank": 8}),
-    "gemma4_text": ("Gemma 4", {**SHARED, "global_head_dim": 32}),
     "phi": ("Phi 1 and 2", {}),
     "phi3": ("Phi 3 and 4", {}),
     "phimoe": ("Phi 3.5 with experts", {**EXPERTS, "router_jitter_noise": 0.3}),
     "olmo": ("OLMo", {}),
     "olmo2": ("OLMo 2", {}),
     "olmo3": ("OLMo 3", {"sliding_window": 6}),
-    "olmo_hybrid": ("OLMo Hybrid", DELTA),
     "granite": ("Granite 3", SCALED),
     "cohere": ("Command R", {}),
     "cohere2": ("Command R7B and A", WINDOWED),
@@ -93,22 +110,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("Seed-OSS", {}),
     "apertus": ("Apertus", {}),
     "minimax_m2": ("MiniMax-M2", EXPERTS),
-    "lfm2": ("LFM 2", {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}),
-    "lfm3": ("LFM 3", {"layer_types": ["conv", "full_attention", "sliding_attention", "conv"], "sliding_window": 6}),
-    "kimi_linear": ("Kimi Linear", {**ROUTED, **LATENT, **KIMI}),
-    "falcon_h1": ("Falcon-H1", MAMBA),
-    "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1, 3]}),
-    "nemotron_h": ("Nemotron-H", {**ROUTED, **NEMOTRON_H}),
     "diffllama": ("DiffLlama", {}),
     "stablelm": ("StableLM", {}),
     "starcoder2": ("StarCoder 2", {}),
     "nemotron": ("Nemotron", {}),
     "gpt2": ("GPT-2", {}),
     "gpt_neox": ("Pythia", {}),
-    "granitemoehybrid (hybrid)": (
-        "Granite 4",
-        {**DENSE, **MAMBA, **SCALED, "layer_types": ["linear_attention", "full_attention"] * 2},
-    ),
     "granitemoehybrid": ("Granite 4 (dense)", {**DENSE, **SCALED}),
     "granitemoe": ("Granite 3 with experts", {**EXPERTS, **SCALED}),
     "qwen2_moe": ("Qwen 2 with experts", EXPERTS),
@@ -118,24 +125,73 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Settings without which other types have no model of this size.
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_ngroups": 2},
+    "zaya": {"num_experts_per_tok": 1},
+    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
+    "plbart": {"decoder_attention_heads": 4, "encoder_attention_heads": 4},
+}
+
+
 def config(name: str, **sizes: Any) -> Any:
     """A small model of the family, with these sizes in place of those above."""
     return AutoConfig.for_model(name.partition(" ")[0], **{**SIZES, **FAMILIES[name][1], **sizes})
 
 
-def row(name: str, tokenizer: Any) -> str:
-    """One line of the table."""
-    known = FAMILIES[name][0]
+def others() -> list[str]:
+    """Every other type of model in the installed transformers that writes text from text."""
+    known = {name.partition(" ")[0] for name in FAMILIES}
+    return sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in known and f"{name}_text" not in known)
+
+
+def other_config(name: str, **sizes: Any) -> Any:
+    """A small model of a type that stands in no table above. Raises what transformers raises where there is none."""
+    plain = AutoConfig.for_model(name)
+    if plain.get_text_config() is not plain:
+        raise ValueError("it reads more than text")
+    knobs = {
+        **EXPERTS,
+        **ROUTED,
+        **LATENT,
+        **MAMBA,
+        **(SIZES if not hasattr(plain, "kv_lora_rank") else {**SIZES, "head_dim": 8}),
+    }
+    own = {knob: value for knob, value in knobs.items() if hasattr(plain, knob)}
+    return AutoConfig.for_model(name, **{**own, **_SPECIAL.get(name, {}), **sizes})
+
+
+def pair(made: Any, tokenizer: Any) -> tuple[LanguageModel, Any]:
+    """A model with random weights, prepared, and a copy from before that, as transformers' eager modules compute it."""
     torch.manual_seed(0)
-    hf: Any = AutoModelForCausalLM.from_config(config(name, vocab_size=len(tokenizer)))
+    with torch.device("meta"):
+        count = sum(p.numel() for p in AutoModelForCausalLM.from_config(made).parameters())
+    if count > LARGEST:
+        raise ValueError(f"its smallest has {count / 1e6:.0f} million parameters")
+    hf: Any = AutoModelForCausalLM.from_config(made)
     for p in hf.parameters():
         torch.nn.init.normal_(p, mean=0.0, std=0.2) if p.dim() > 1 else torch.nn.init.normal_(p, mean=0.5, std=0.2)
     oracle = copy.deepcopy(hf).eval()
     oracle.set_attn_implementation("eager")
-    model = prepare(hf, tokenizer)
-    reason = model.why_padded.partition(": ")[2]
-    computed = way(model)
-    return f"| {known} | `{hf.config.model_type}` | **{computed}** | {shown(gap(model, oracle))} | {ratio(name, computed)} | {reason} |"
+    return prepare(hf, tokenizer), oracle
+
+
+def row(name: str, tokenizer: Any) -> str:
+    """One line of the first table."""
+    made = config(name, vocab_size=len(tokenizer))
+    model, oracle = pair(made, tokenizer)
+    computed, reason = way(model), model.why_padded.partition(": ")[2]
+    gaps = f"{shown(gap(model, oracle))} | {sampler_gap(model, oracle)}"
+    return f"| {FAMILIES[name][0]} | `{made.model_type}` | **{computed}** | {gaps} | {ratio(name, computed)} | {reason} |"
+
+
+def other_row(name: str, tokenizer: Any) -> str:
+    """One line of the second table."""
+    model, oracle = pair(other_config(name, vocab_size=len(tokenizer)), tokenizer)
+    gaps = f"{shown(gap(model, oracle))} | {sampler_gap(model, oracle)}"
+    return f"| `{name}` | **{way(model)}** | {gaps} | {model.why_padded.partition(': ')[2]} |"
 
 
 def ratio(name: str, computed: str) -> str:
@@ -161,6 +217,23 @@ def shown(number: float) -> str:
     return f"{number:.1e}".replace("-", "\u2011")
 
 
+def differences(oracle: Any, prompt: Sequence[int], ids: Sequence[int], logp: Tensor) -> float:
+    """The largest difference of these log-probs [T] from those of transformers' eager modules on this sequence alone."""
+    logits = oracle(torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return float((logits[torch.arange(len(ids)), torch.tensor(ids)] - logp[: len(ids)]).abs().max())
+
+
+@torch.no_grad()
+def sampler_gap(model: LanguageModel, oracle: Any) -> str:
+    """The same for what psigrad's sampler draws and reports; a dash where transformers samples."""
+    if model.why_padded or why_not_embedded(model):
+        return "-"
+    requests = [Request((7, 9, 11, 5, 6), (1, 2)), Request((20, 8), (3,))]
+    made = EmbeddedSampler(model).sample(requests, SamplingParams(max_tokens=16))
+    pairs = [(request.prompt_ids, one) for request, group in zip(requests, made, strict=True) for one in group]
+    return shown(max(differences(oracle, prompt, one.ids, torch.tensor(one.logprobs)) for prompt, one in pairs))
+
+
 @torch.no_grad()
 def gap(model: LanguageModel, oracle: Any) -> float:
     """The largest difference of a token's log-prob from that of transformers' eager modules, one row at a time, in float32."""
@@ -170,25 +243,38 @@ def gap(model: LanguageModel, oracle: Any) -> float:
         return torch.randint(4, 60, (n,), generator=draw).tolist()
 
     groups = Groups([text(9), text(3)], [[text(14), text(5)], [text(20), text(1)]])
-    found, ours = [], model.evaluate(groups).logp
+    ours = model.evaluate(groups).logp
     rows = [(p, ids) for p, group in zip(groups.prompts, groups.completions, strict=True) for ids in group]
-    for (prompt, ids), logp in zip(rows, ours, strict=True):
-        logits = oracle(torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        found.append(float((logits[torch.arange(len(ids)), torch.tensor(ids)] - logp[: len(ids)]).abs().max()))
-    return max(found)
+    return max(differences(oracle, prompt, ids, logp) for (prompt, ids), logp in zip(rows, ours, strict=True))
+
+
+def tried(make: Callable[[str, Any], str], name: str, tokenizer: Any, failed: str) -> str:
+    """A line of a table, or why there is none; no type may take more than two minutes."""
+
+    def late(*_: Any) -> None:
+        raise ValueError("it takes more than two minutes")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(120)
+    try:
+        return make(name, tokenizer)
+    except Exception as error:
+        return failed.format(reason_of(error).split("\n")[0][:120].replace("|", "/"))
+    finally:
+        signal.alarm(0)
 
 
 def page() -> str:
-    """Return docs/families.md with its table."""
+    """Return docs/families.md with its tables."""
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
-    rows = []
-    for name in FAMILIES:
-        try:
-            rows.append(row(name, tokenizer))
-        except (ValueError, TypeError, RuntimeError, AttributeError) as error:
-            rows.append(f"| {FAMILIES[name][0]} | `{name}` | not run | | | {reason_of(error)} |")
-    head = "| family | `model_type` | computed | gap | beside TRL | why not packed |\n|---|---|---|---|---|---|"
-    return fill(PAGE.read_text(), families="\n".join([head, *rows]))
+    rows = [
+        "| family | `model_type` | computed | gap | sampler's | beside TRL | why not packed |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    rows += [tried(row, name, tokenizer, f"| {FAMILIES[name][0]} | `{name}` | not run | | | | {{}} |") for name in FAMILIES]
+    rest = ["| `model_type` | computed | gap | sampler's | why not packed |", "|---|---|---|---|---|"]
+    rest += [tried(other_row, name, tokenizer, f"| `{name}` | no small model | | | {{}} |") for name in others()]
+    return fill(PAGE.read_text(), families="\n".join(rows), others="\n".join(rest))
 
 
 if __name__ == "__main__":
