@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from psigrad.compiled import OptimizerKernels
 from psigrad.errors import UserError
 from psigrad.optim.gradients import Sums, in_place
-from psigrad.optim.low_memory import LowMemoryAdamW, has_codes
+from psigrad.optim.low_memory import LowMemoryAdamW, has_codes, has_remainder, join, split
 from psigrad.optim.rules import Adafactor, AdamW, Muon, StepSize, Update, UpdateRule, adamw_kernels, is_hidden_matrix
 from psigrad.processes.parallel.shards import copies_of, held_of, like, local_of
 from psigrad.processes.parallel.world import ALONE, World, sum_gradients
@@ -31,6 +31,7 @@ STATE_FILE = "optimizer.safetensors"
 """The file of a checkpoint that holds `Optimizer.state_dict()`."""
 
 
+_HALF = (torch.bfloat16, torch.float16)
 MAX_NONFINITE = 3
 """The number of consecutive steps without a finite gradient that ends a run."""
 
@@ -51,10 +52,10 @@ class Weight:
     master: nn.Parameter
     """The tensor that is stepped: `local`, or a float32 copy of it in half precision.
 
-    With stochastic rounding it is a placeholder of that shape, which takes no memory and only has a gradient.
+    If the weight is `uncopied` it is a placeholder of that shape, which takes no memory and only has a gradient.
     """
-    stochastic: bool
-    """True if `local` is rounded stochastically and has no float32 copy."""
+    uncopied: bool
+    """True if the rule steps `local` itself: it is rounded stochastically, or the rule's state holds the rest of its master."""
     kernels: OptimizerKernels | None
     """The kernels that step `local` and the master along a bfloat16 gradient, if they can."""
     rule: UpdateRule
@@ -76,13 +77,13 @@ class Weight:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the rule's state and the float32 master by kind."""
-        return self.state if self.stochastic or not self.half else {**self.state, "master": self.master.detach()}
+        return self.state if self.uncopied or not self.half else {**self.state, "master": self.master.detach()}
 
     def update(self, gradient: Tensor, weight_decay: float) -> Update:
         """Return the rule's view of this step."""
-        weight = self.local if self.stochastic else self.master
+        weight = self.local if self.uncopied else self.master
         decay = weight_decay if weight.dim() > 1 else 0.0
-        stored = None if self.stochastic or self.kernels is None else self.local
+        stored = None if self.uncopied or self.kernels is None else self.local
         return Update(self.name, weight, gradient, self.state, decay, stored)
 
     def move_gradient(self) -> None:
@@ -197,12 +198,12 @@ class Optimizer:
         for w in self._sharded:
             w.local.grad = None if w.parameter.grad is None else local_of(w.parameter.grad)
         for w in self._half:
-            if w.kernels is None and w.local.grad is not None:
+            if w.kernels is None and not w.uncopied and w.local.grad is not None:
                 w.master.grad = w.local.grad.float()
         if self._sharded:
             return self._norm_over_ranks()
-        gradients = [w.master.grad for w in self.weights.values() if w.master.grad is not None]
-        stored = _total_norm(gradients)
+        by_torch = [w for w in self.weights.values() if w.kernels is None or w.master.grad is not None]
+        stored = _total_norm([w.gradient for w in by_torch if w.gradient is not None])
         squares = [float(block.norm()) ** 2 for weight in self.sums.uses for _, block in self.sums.blocks(weight)]
         if found := next((w.kernels for w in self._half if w.kernels is not None), None):
             half = [w.local.grad for w in self._half if w.kernels is not None and w.local.grad is not None]
@@ -236,7 +237,7 @@ class Optimizer:
         torch.autograd.graph.increment_version(changed)
         self.sums.forget()
         for w in self._half:
-            if w.master.grad is not None and not w.stochastic:
+            if w.master.grad is not None and not w.uncopied:
                 w.local.copy_(w.master)
 
     def _step_by_rows(self, w: Weight, step: StepSize) -> None:
@@ -258,7 +259,13 @@ class Optimizer:
 
         Raises `UserError` if the state belongs to other parameters or to another rule. In that case nothing is changed.
         """
-        masters = {f"master.{name}" for name in self.weights}
+        tensors, masters = dict(tensors), {f"master.{name}" for name in self.weights}
+        for name, w in self.weights.items():  # what another device has stored: a whole master here, and there a part of it
+            master, rest = f"master.{name}", f"remainder.{name}"
+            if "remainder" in w.state and rest not in tensors and master in tensors:
+                tensors[rest] = split(tensors.pop(master))[1]
+            elif "remainder" not in w.state and rest in tensors:
+                tensors[master] = join(w.local, tensors.pop(rest).to(w.local.device))
         own = {f"{kind}.{w.name}": x for w in self.weights.values() for kind, x in w.tensors().items()}
         for key in tensors:
             kind, _, name = key.partition(".")
@@ -309,27 +316,28 @@ def _weight(name: str, parameter: nn.Parameter, optim: Optim, rule: UpdateRule |
     """Return the parameter with its master and its rule."""
     local = held_of(parameter)
     adamw = rule is None and optim.optimizer in ("adamw", "adamw_8bit")
-    half = local.dtype in (torch.bfloat16, torch.float16)
+    half = local.dtype in _HALF
     stochastic = adamw and optim.bf16_stochastic_round and local.dtype == torch.bfloat16
+    remainder = adamw and not stochastic and has_remainder(local)
     master = local
-    if stochastic:
+    if stochastic or remainder:
         master = nn.Parameter(local.new_empty((), dtype=torch.float32).expand(local.shape))
     elif half:
         master = nn.Parameter(local.detach().float())
     kernels = adamw_kernels(local.dtype, local.device.type) if adamw and half and local.is_contiguous() else None
-    rule = rule or _rule(name, master, optim, stochastic, seed)
-    return Weight(name, parameter, local, master, stochastic, kernels, rule, rule.init(name, master))
+    rule = rule or _rule(name, master, optim, stochastic, remainder, seed)
+    return Weight(name, parameter, local, master, stochastic or remainder, kernels, rule, rule.init(name, master))
 
 
-def _rule(name: str, p: Tensor, optim: Optim, stochastic: bool, seed: int) -> UpdateRule:
+def _rule(name: str, p: Tensor, optim: Optim, stochastic: bool, remainder: bool, seed: int) -> UpdateRule:
     """Return the rule of a parameter."""
     betas, eight_bits = (optim.adam_beta1, optim.adam_beta2), optim.optimizer == "adamw_8bit"
     if optim.optimizer == "adafactor":
         return Adafactor()
     if optim.optimizer == "muon" and is_hidden_matrix(name, p):
         return Muon()
-    if stochastic or (eight_bits and has_codes(name, p)):
-        return LowMemoryAdamW(betas, optim.adam_epsilon, eight_bits, seed)
+    if stochastic or remainder or (eight_bits and has_codes(name, p)):
+        return LowMemoryAdamW(betas, optim.adam_epsilon, eight_bits, seed, remainder)
     return AdamW(betas, optim.adam_epsilon)
 
 
@@ -337,7 +345,9 @@ def _moved(w: Weight, _: Tensor) -> None:
     w.move_gradient()
 
 
-def _total_norm(gradients: Sequence[Tensor]) -> float:
+def _total_norm(gradients: list[Tensor]) -> float:
+    if any(g.dtype in _HALF for g in gradients):
+        return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32))))
     if len(gradients) == 1:
         return float(torch.linalg.vector_norm(gradients[0]))  # the same result in a tenth of the time
     return float(nn.utils.get_total_norm(gradients)) if gradients else 0.0

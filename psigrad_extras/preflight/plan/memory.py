@@ -183,11 +183,11 @@ class ModelRole:
     coarse: int = 0
     recomputed: int = 0
     copied: bool = True
-    """True if gradients of half-precision weights are copied to float32 for the optimiser; the kernels read them uncopied."""
+    """True if gradients of half-precision weights are copied to float32 for the optimiser; AdamW reads them uncopied."""
     several: bool = False
     """True if several passes accumulate a gradient, which is then in float32 for half-precision weights."""
-    bare: bool = False
-    """True if half-precision weights have no float32 masters."""
+    masters: int = 4
+    """The bytes that a half-precision weight's float32 master takes beside it: 2 for its lower half, 0 if there is none."""
     saved: float = 0.0
     """The bytes saved by quantized weights."""
 
@@ -204,7 +204,7 @@ class ModelRole:
         each = 4 if half and self.several else width + 4 * (half and self.copied)
         note = count(stored) + (f", {count(self.recomputed)} recomputed" if self.recomputed else "")
         found.append(MemoryItem(f"{self.name}: gradients", stored * each, "held", note))
-        coarse, masters = min(self.coarse, learns), 0 if self.bare else 4 * half
+        coarse, masters = min(self.coarse, learns), self.masters * half
         moments = learns * (8 + masters) - coarse * (8 - 2.03125)  # a scale of 4 bytes for 256 of each moment
         note = ("two moments of 8 bits" if coarse else "two moments") + (" and float32 masters" if masters else "")
         found.append(MemoryItem(f"{self.name}: optimizer", moments, "held", note))

@@ -144,7 +144,7 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
     again = count_recomputed(policy, kept, head=not isinstance(config, RewardConfig))
     role = ModelRole("policy", policy.parameters, learns, width, adapter, 0, sum(again), *_summing(config, machine, work))
     parts = roles_of(
-        replace(role, **_frugal(config, policy, adapter or learns, coded)),
+        replace(role, **_frugal(config, policy, machine, adapter or learns, coded)),
         _reference(config, work, shaped),
         learning and (learning[0], sum(count_recomputed(*learning, head=False))),
         [(Path(path).name, shaped(path)) for path in getattr(config, "reward_model", ())],
@@ -212,7 +212,9 @@ def _models(config: Config, parts: list[ModelRole], policy: Shape, work: Work) -
 def _summing(config: Config, machine: Machine, work: Work) -> tuple[bool, bool]:
     """Return (True if half-precision gradients are copied before the step, True if several passes are summed)."""
     several = work.micro_batches > 1 or config.placement.processes > 1
-    return adamw_kernels(DTYPES[config.model.dtype], machine.device) is None, several
+    kernels = adamw_kernels(DTYPES[config.model.dtype], machine.device) is not None
+    adamw = config.optim.optimizer in ("adamw", "adamw_8bit")
+    return not (adamw and (kernels or machine.kind == "cuda" or config.optim.bf16_stochastic_round)), several
 
 
 def _cost(config: Config, done: Work, policy: Shape, caching: float, coded: int) -> StepCost:
@@ -240,12 +242,15 @@ def _with_codes(items: list[MemoryItem], policy: Shape, width: int, coded: int) 
     ]
 
 
-def _frugal(config: Config, policy: Shape, learns: int, coded: int) -> dict[str, Any]:
-    """Return the memory savings of a `ModelRole`: 8-bit moments except for embeddings, no masters, `coded` quantised weights."""
+def _frugal(config: Config, policy: Shape, machine: Machine, learns: int, coded: int) -> dict[str, Any]:
+    """Return the memory savings of a `ModelRole`: 8-bit moments except for embeddings, masters in two parts
+    or none, `coded` quantised weights.
+    """
     model, optim = config.model, config.optim
     coarse = learns - (0 if model.lora_rank else policy.vocabulary * policy.hidden) if optim.optimizer == "adamw_8bit" else 0
     saved = coded * (DTYPES[model.dtype].itemsize - CODED.get(model.quantize_base, 0.0))
-    return {"coarse": coarse, "bare": optim.bf16_stochastic_round and not model.lora_rank, "saved": saved}
+    masters = 2 if machine.kind == "cuda" and optim.optimizer in ("adamw", "adamw_8bit") and not model.lora_rank else 4
+    return {"coarse": coarse, "masters": 0 if optim.bf16_stochastic_round and not model.lora_rank else masters, "saved": saved}
 
 
 def _reference(config: Config, work: Work, shaped: Callable[[str], Shape]) -> Shape | None:
