@@ -40,6 +40,15 @@ class NonFiniteError(UserError):
     """An error: the gradient was not finite for `MAX_NONFINITE` steps in a row, or a weight is not finite."""
 
 
+class PassOutOfMemoryError(MemoryError):
+    """An error: a pass ran out of memory, here or in another process. All processes raise it, and no weight has changed."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True for an out-of-memory error. PyTorch's CPU allocator has no exception class for it."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 @dataclass(eq=False)
 class Weight:
     """A trainable parameter, its master, and the state of its rule."""
@@ -354,7 +363,12 @@ def _total_norm(gradients: list[Tensor]) -> float:
 
 
 def add_up(optimizers: Sequence[Optimizer], losses: Iterable[Callable[[], Tensor]]) -> None:
-    """Replace the gradients of the optimisers by the gradient of the sum of `losses`, one micro-batch each."""
+    """Replace the gradients of the optimisers by the gradient of the sum of `losses`, one micro-batch each.
+
+    Raise `PassOutOfMemoryError` on all processes if one of them runs out of memory, unless a sharded pass needs all of them.
+    """
+    failed: Exception | None = None
+    world = optimizers[0].world
     passes, alone = 0, [optimizer for optimizer in optimizers if optimizer.world.size == 1]
     later = [optimizer for optimizer in alone if not optimizer.has_buffers]
     with contextlib.ExitStack() as stack:
@@ -363,15 +377,23 @@ def add_up(optimizers: Sequence[Optimizer], losses: Iterable[Callable[[], Tensor
             if optimizer not in later:
                 stack.enter_context(optimizer.float32_sums())
         stack.enter_context(in_place(*(optimizer.sums for optimizer in optimizers)))
-        for passes, loss in enumerate(losses, 1):  # one by one: the activations of a pass are freed before the next pass
-            for optimizer in later if passes == 2 else ():
-                stack.enter_context(optimizer.float32_sums())
-            loss().backward()
+        try:
+            for passes, loss in enumerate(losses, 1):  # one by one: the activations of a pass are freed before the next pass
+                for optimizer in later if passes == 2 else ():
+                    stack.enter_context(optimizer.float32_sums())
+                loss().backward()
+        except Exception as error:
+            if world.lockstep or not is_out_of_memory(error):
+                raise
+            failed = error
+    if failed and world.size == 1:
+        raise PassOutOfMemoryError("A pass ran out of memory.") from failed
     for optimizer in alone if passes == 1 else ():
         optimizer.restore_precision()
     for optimizer in optimizers:
         optimizer.settle()
-        sum_gradients(optimizer.world, optimizer.unsharded)
+        if sum_gradients(optimizer.world, optimizer.unsharded, failed is not None):
+            raise PassOutOfMemoryError("A pass of a process ran out of memory.") from failed
 
 
 def apply_together(rates: Sequence[tuple[Optimizer, float]]) -> list[float]:

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from psigrad.language.rollout.types import Trajectory
-from psigrad.language.training.loss_sums import LossSums
+from psigrad.language.training.loss_sums import LossSums, within_memory
 from psigrad.language.training.online.annotators.old_log_probs import log_probs
 from psigrad.language.training.online.batching import (
     MicroBatch,
@@ -75,10 +75,13 @@ def step(run: Online, state: State) -> Outcome[State]:
     collected, pending = next_collection(run, state, clock, cache)
     unscored = check_rewards(run, collected.trajectories, state.unscored)
     notes = note_overflow(run, cache, collected.trajectories)
-    learned = UpdateResult({}, state.algorithm)
+    learned, changes = UpdateResult({}, state.algorithm), state.changes
     if collected.groups:
         with clock("time/update"):
-            learned = learn(run, collected.groups, state, lr, cache)
+            learned, changes, halved = within_memory(
+                run, run.optimizers, lambda run: learn(run, collected.groups, state, lr, cache), changes
+            )
+            notes |= halved
     for annotator in run.annotators:
         annotator.after_step(run, number)
     trajectories = collected.trajectories
@@ -105,6 +108,7 @@ def step(run: Online, state: State) -> Outcome[State]:
         ledger=update_ledger(state.ledger, state.cursor, collected),
         pending=pending,
         unscored=unscored,
+        changes=changes,
     )
     return Outcome(
         state=after,
