@@ -150,7 +150,7 @@ SLACK = {"cpu": 0.2, "returned": 0.0, "cuda": 0.1}
 BLOCKS = {"cpu": (7.5, 0.25), "cuda": (0.0, 0.0)}
 # Float32 copies of a chunk of logits that the backward pass of its log-probs needs at once; entropy needs two more.
 CHUNKS = 5
-KEPT = "kept from sampling"
+KEPT, COPY = "kept from sampling", "sampling copy"
 # The share of the freed activations of sampling that a critic's larger blocks fit into. Fitted on PPO in four shapes.
 REFILLED = 0.25
 
@@ -446,7 +446,7 @@ def sharded_items(parts: list[ModelRole], policy: Shape, ranks: int, samples: bo
     learns = parts[0].learns > 0
     yield MemoryItem("whole gradients", learns * (width + 4) * (ends + layer), "train", "of the same, before they are summed")
     if samples:
-        yield MemoryItem("sampling copy", width * policy.parameters, "weights", "whole, on each process")
+        yield MemoryItem(COPY, width * policy.parameters, "weights", "whole, on each process")
 
 
 def by_weights(parameters: float, *, critic: bool, width: int = 2) -> dict[str, float]:

@@ -39,6 +39,7 @@ from psigrad_extras.preflight.plan.arithmetic import (
 from psigrad_extras.preflight.plan.hardware import Machine
 from psigrad_extras.preflight.plan.memory import (
     AMONG_OTHERS,
+    COPY,
     KEPT,
     MemoryItem,
     ModelRole,
@@ -95,6 +96,11 @@ class Plan:
     def seconds(self) -> float:
         """The seconds of a step; 0 if the machine's speed is unknown."""
         return self.cost.seconds(self.machine) if self.machine.peak else 0.0
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """The seconds of each phase of a step; nothing if the machine's speed is unknown."""
+        return self.cost.phases(self.machine) if self.machine.peak else {}
 
     @property
     def tokens_per_second(self) -> float:
@@ -157,6 +163,7 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
     items = _with_codes(items, policy, width, coded) if coded else items
     done = _as_kept(config, work, items, kept_size(work, policy, kept) / PLAIN if quick and cpu else 0.0)
     cost = _cost(config, done, policy, cache_bytes(work, policy, kept, width), coded if cpu else 0)
+    cost = cost if cpu else cost.on_gpu(done, policy, frozen=bool(rank), recompute=recompute, learns=adapter or learns)
     gives_back = recompute and cpu
     beside_head = head_slack(work, policy, width, machine.kind) if head and not gives_back else 0.0
     return Plan(
@@ -352,6 +359,8 @@ def _steps(plan: Plan) -> Iterator[tuple[str, Callable[[Any], Any]]]:
         more = round(min(0.9, work.engine + plan.starved / plan.machine.memory + 0.05), 2)
         for name, value in (("tensor_parallel_size", 2 * work.tensor), ("vllm_memory", more)):
             yield f"sampling.{name}={value}", partial(_with_sampling, **{name: value})
+    if any(item.name == COPY for item in plan.memory.items):
+        yield "sampling.sampler=vllm", partial(_with_sampling, sampler="vllm")
     if work.slots > 32 and not work.engine:
         yield "sampling.max_decode_batch=32", partial(_with_sampling, max_decode_batch=32)
     if not config.model.gradient_checkpointing:
@@ -386,13 +395,22 @@ def _with(config: Config, **settings: Any) -> Config:
 ALL = "all of these"  # changes, at once
 # The tokens of the largest and the smallest micro-batches to try if the settings leave the size to the device.
 MOST, LEAST = 1 << 16, 1 << 10
+SIZES = (MOST // LEAST).bit_length()
 
 
 def filling(config: Any, here: Machine) -> Any:
     """Return the settings with the largest micro-batches that fit on a machine.
 
-    The size is a power of two, so that a resumed run gets the same one if nearly as much memory is free.
+    On a GPU, gradient checkpointing is switched off if training is then faster, even in smaller micro-batches. The size is a
+    power of two, so that a resumed run gets the same one if nearly as much memory is free.
     """
     lengths, rows, _ = lengths_of(config)
-    tried = [replace(config, micro_batch_tokens=MOST >> n) for n in range((MOST // LEAST).bit_length())]
-    return next((one for one in tried if predict(one, lengths, here, dataset=rows).fits), tried[-1])
+    anew = config.model.gradient_checkpointing
+    found = []
+    for recompute in dict.fromkeys((anew and not here.peak, anew)):
+        tried = (replace(_with(config, gradient_checkpointing=recompute), micro_batch_tokens=MOST >> n) for n in range(SIZES))
+        plans = (predict(one, lengths, here, dataset=rows) for one in tried)
+        found += [next((plan for plan in plans if plan.fits), None)]
+    fitting = [plan for plan in found if plan is not None]
+    fastest = min(fitting, key=lambda plan: plan.cost.phases(here)["training"] if here.peak else 0.0, default=None)
+    return replace(config, micro_batch_tokens=LEAST) if fastest is None else fastest.config
