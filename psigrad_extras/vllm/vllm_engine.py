@@ -197,9 +197,14 @@ class Engine:
             for out in engine.step():
                 if out.finished:
                     yield ["completion", int(out.request_id), *_written(out.outputs[0])]
-        if self.sleep and not engine.has_unfinished_requests():
-            self.llm.sleep(level=1)
-            self.asleep = True
+        yield ["done"]
+
+    def rest(self, level: int) -> Iterator[Answer]:
+        """Free the GPU until the next use. Level 1 copies the weights to the host's memory; level 2 drops them, so that an update
+        must follow.
+        """
+        self.llm.sleep(level=level)
+        self.asleep = True
         yield ["done"]
 
     def prompt_logprobs(self, probe: list[list[int]]) -> Iterator[Answer]:
