@@ -221,11 +221,10 @@ class Optimizer:
 
     def _norm_over_ranks(self) -> float:
         """Return the norm from the parts that each process stores. A weight that is not sharded counts once."""
-        parts = [0.0, 0.0]
-        for w in self.weights.values():
-            if w.gradient is not None:
-                square = float(w.gradient.double().pow(2).sum()) / copies_of(w.parameter, self.world.size)
-                parts[w.local is w.parameter] += square
+        parts, learns = [0.0, 0.0], [w for w in self.weights.values() if w.gradient is not None]
+        squares = [w.gradient.double().pow(2).sum() for w in learns if w.gradient is not None]
+        for w, square in zip(learns, torch.stack(squares).tolist() if squares else [], strict=True):
+            parts[w.local is w.parameter] += square / copies_of(w.parameter, self.world.size)
         return math.sqrt(float(self.world.all_reduce(torch.tensor(parts[0], dtype=torch.float64))) + parts[1])
 
     @torch.no_grad()

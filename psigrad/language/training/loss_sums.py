@@ -48,7 +48,10 @@ class LossSums:
     def end_step(self, norms: list[float] | None) -> None:
         """End an optimiser step with these gradient norms, None if one was not finite."""
         self.steps += 1
-        self.last, self._now = sum_figures(self.world, {name: float(term) for name, term in self._now.items()}), {}
+        terms, self._now = self._now, {}
+        where = next((term.device for term in terms.values()), None)
+        values = torch.stack([term.to(where) for term in terms.values()]).tolist() if terms else []
+        self.last = sum_figures(self.world, dict(zip(terms, values, strict=True)))
         for name, value in self.last.items():
             self._total[name] = self._total.get(name, 0.0) + value
         if norms is not None:

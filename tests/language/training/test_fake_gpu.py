@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from contextlib import contextmanager
 from dataclasses import replace
 
+import fake_gpu as fakes
 import pytest
 import torch
 from fake_gpu import OnDevice, fake_gpu
@@ -95,6 +98,40 @@ def test_a_whole_step_from_sampling_on_is_that_of_the_cpu(gpu, algorithm):
     assert wanted <= {*asked}
     for a, b in zip(here.model.trainable().values(), weights, strict=True):
         torch.testing.assert_close(b, a, rtol=0, atol=1e-5)
+
+
+# Attention waits for an index of each layout; the stand-in of its kernel is in this folder.
+KNOWN = {"attention.py", "packed_inputs.py"}
+
+
+@pytest.mark.parametrize(("algorithm", "planted"), [("grpo", 0), ("ppo", 0), ("grpo", 1)])
+def test_no_pass_waits_for_the_device(gpu, algorithm, planted, monkeypatch):
+    """Reads of a step are as many with four micro-batches as with one, so that the host runs ahead of the device."""
+
+    def reads(budget: int) -> tuple[int, int]:
+        found, passes, run = [], [], make(tokenizer, algorithm, steps=1, device="cuda", micro_batch_tokens=budget)
+        collected, backward = collect(run, 0, 0, Clock()), torch.Tensor.backward
+
+        def read(*_):
+            frames = (f for f in traceback.extract_stack() if not f.filename.startswith(os.path.dirname(torch.__file__)))
+            last = [os.path.basename(f.filename) for f in frames if "fake_gpu" not in f.filename][-1]
+            found.append(last)
+
+        def counted(loss, *given):
+            passes.append(float(loss) if planted else 0.0)
+            return backward(loss, *given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(fakes, "on_read", read)
+            patch.setattr(torch.Tensor, "backward", counted)
+            learn(run, collected.groups, State(algorithm=run.algorithm.initial_state()), 1e-3)
+        return len([name for name in found if name not in KNOWN]), len(passes)
+
+    tokenizer = tiny.tokenizer(["say a: b"], 270)
+    with gpu():
+        (few, one), (many, several) = reads(1 << 20), reads(40)
+    print(few, many)
+    assert one < several and (many - few == 0) is not bool(planted)
 
 
 def test_negative_control_a_tensor_of_the_host_is_noticed(gpu):

@@ -224,7 +224,7 @@ class Passes:
 
     def _policy(self, micro: MicroBatch, weight: float, totals: Totals, passes: float) -> Tensor:
         run, batch = self.run, self.prepared.batch
-        rows = rows_of(micro).to(batch.mask.device)
+        rows = rows_of(micro)  # on the host, which also selects by them
         divergences = (one.divergence(run, batch, micro) for one in run.annotators)
         outputs = run.model.evaluate(
             inputs_of(batch, micro),
@@ -246,7 +246,7 @@ class Passes:
 
     def _value(self, micro: MicroBatch, weight: float, totals: Totals, critic: ValueModel) -> Tensor:
         batch = self.prepared.batch
-        part = self.prepared.select(rows_of(micro).to(batch.mask.device))
+        part = self.prepared.select(rows_of(micro))
         values = by_row(critic.model.values(inputs_of(batch, micro)), batch, micro)
         return self.sums.add(self.algorithm.critic_loss(part, values, totals)) if weight else 0.0 * values.sum()
 
