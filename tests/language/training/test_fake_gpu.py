@@ -19,6 +19,7 @@ from packed_inputs import oracle
 from rank_gradients import CASES, distance, gradient, make_models
 
 from psigrad.language.models import hf_attention, logprobs, tiny
+from psigrad.language.models.lora import Lora
 from psigrad.language.rollout.samplers import recorded
 from psigrad.language.training.online.collect import collect
 from psigrad.language.training.online.online_rl import learn
@@ -98,6 +99,26 @@ def test_a_whole_step_from_sampling_on_is_that_of_the_cpu(gpu, algorithm):
     assert wanted <= {*asked}
     for a, b in zip(here.model.trainable().values(), weights, strict=True):
         torch.testing.assert_close(b, a, rtol=0, atol=1e-5)
+
+
+def test_an_adapter_on_a_gpu_is_in_bfloat16_with_masters_and_casts_nothing(gpu, monkeypatch):
+    """On a CPU, and under DoRA, it stays in float32. A cast counts where a layer's forward pass makes another type."""
+
+    def made(device: str, **lora) -> tuple[set[torch.dtype], set[torch.dtype], int]:
+        run = make(tiny.tokenizer(["say a: b"], 270), lora=Lora(rank=4, **lora), dtype=torch.bfloat16, device=device)
+        masters = {master.dtype for master in run.optimizer.masters.values()}
+        layer = next(module for module in run.model.network.modules() if hasattr(module, "lora_A"))
+        casts, to = [], torch.Tensor.to
+        monkeypatch.setattr(torch.Tensor, "to", lambda x, *a, **k: casts.append(x.dtype != (y := to(x, *a, **k)).dtype) or y)
+        layer(torch.ones(3, layer.in_features, dtype=torch.bfloat16).to(device))
+        monkeypatch.setattr(torch.Tensor, "to", to)
+        return {p.dtype for p in run.model.trainable().values()}, masters, sum(casts)
+
+    half, full = {torch.bfloat16}, {torch.float32}
+    assert made("cpu")[:2] == (full, full) and made("cpu")[2] > 0
+    with gpu():
+        assert made("cuda") == (half, full, 0)
+        assert made("cuda", dora=True)[0] == full
 
 
 # Attention waits for an index of each layout; the stand-in of its kernel is in this folder.
