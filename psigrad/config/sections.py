@@ -289,6 +289,9 @@ class Placement:
     cp_size: Annotated[Count, RECORDED, _SHARDS] = 1
     """With fsdp: number of processes that split the tokens of every row, and the heads in attention (context parallelism,
     Ulysses)."""
+    reduce_once: Annotated[bool, RECORDED, Needs("placement.strategy=fsdp")] = False
+    """With fsdp: sum gradients over the processes in the last pass of an optimiser step, instead of in each. It saves messages,
+    and each process then has the whole gradient, in float32. With a separate critic there is a sum in each pass."""
     timeout_minutes: Annotated[Positive, RECORDED] = 30.0
     """Minutes that a process waits for another one before it ends."""
     cluster: Annotated[str, RECORDED] = ""

@@ -109,7 +109,8 @@ class Weight:
 class Optimizer:
     """Optimiser of named parameters by the rule in `optim.optimizer` or a custom `rule`. Weight decay acts on matrices only.
 
-    `seed` seeds stochastic rounding. With `recompute` the gradient of a large head is not stored: its rows are computed twice,
+    `seed` seeds stochastic rounding. `reduces` switches the reduction of shards' gradients on and off, if they are reduced in the
+    last pass of a step alone. With `recompute` the gradient of a large head is not stored: its rows are computed twice,
     for the norm and for the step. In a `world` of several processes gradients are summed over them.
     """
 
@@ -122,8 +123,9 @@ class Optimizer:
         recompute: bool = False,
         world: World = ALONE,
         seed: int = 0,
+        reduces: Callable[[bool], None] | None = None,
     ) -> None:
-        self.parameters, self.optim, self.world = dict(parameters), optim, world
+        self.parameters, self.optim, self.world, self.reduces = dict(parameters), optim, world, reduces
         self.weights = {name: _weight(name, p, optim, rule, seed) for name, p in self.parameters.items()}
         self.nonfinite = self.updates = 0
         """The number of consecutive steps without a finite gradient, and the number of weight updates by this object."""
@@ -361,6 +363,19 @@ def _total_norm(gradients: list[Tensor]) -> float:
     return float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
 
+def _reduced_once(losses: Iterable[Callable[[], Tensor]], reduces: Callable[[bool], None]) -> Iterator[Callable[[], Tensor]]:
+    """Yield the losses, with the reduction of gradients switched off in all passes but the last."""
+    held: Callable[[], Tensor] | None = None
+    for loss in losses:
+        reduces(False)
+        if held is not None:
+            yield held
+        held = loss
+    reduces(True)
+    if held is not None:
+        yield held
+
+
 def add_up(optimizers: Sequence[Optimizer], losses: Iterable[Callable[[], Tensor]]) -> None:
     """Replace the gradients of the optimisers by the gradient of the sum of `losses`, one micro-batch each.
 
@@ -376,6 +391,8 @@ def add_up(optimizers: Sequence[Optimizer], losses: Iterable[Callable[[], Tensor
             if optimizer not in later:
                 stack.enter_context(optimizer.float32_sums())
         stack.enter_context(in_place(*(optimizer.sums for optimizer in optimizers)))
+        if optimizers[0].reduces is not None and len(optimizers) == 1:
+            losses = _reduced_once(losses, optimizers[0].reduces)
         try:
             for passes, loss in enumerate(losses, 1):  # one by one: the activations of a pass are freed before the next pass
                 for optimizer in later if passes == 2 else ():

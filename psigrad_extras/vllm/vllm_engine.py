@@ -52,8 +52,8 @@ def answer(engine: Engine, message: tuple[str, tuple[Any, ...]]) -> Iterator[Ans
     """Yield the answers of `engine.name` for ("name", arguments), or the reason of a failure."""
     name, arguments = message
     try:
-        alone: Callable[..., Iterator[Answer]] | None = {"join": join, "rest": rest}.get(name)
-        yield from alone(engine, *arguments) if alone else getattr(engine, name)(*arguments)
+        alone: dict[str, Callable[..., Iterator[Answer]]] = {"join": join, "rest": rest}
+        yield from alone[name](engine, *arguments) if name in alone else getattr(engine, name)(*arguments)
     except Exception as error:
         yield ["failed", reason(error)]
 

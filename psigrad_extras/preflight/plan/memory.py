@@ -432,9 +432,9 @@ def roles_of(
     return found + [ModelRole(f"reward model {name}", shape.scalar_parameters, 0, policy.width) for name, shape in rewards]
 
 
-def sharded_items(parts: list[ModelRole], policy: Shape, ranks: int, samples: bool) -> Iterator[MemoryItem]:
+def sharded_items(parts: list[ModelRole], policy: Shape, ranks: int, samples: bool, once: bool) -> Iterator[MemoryItem]:
     """Yield the items of one of `ranks` processes with sharded models: its shards, the layers gathered while it computes, and the
-    full copy for sampling.
+    full copy for sampling. Gradients that are reduced `once` in a step are whole until then.
     """
     for part in parts:
         for item in part.items():
@@ -445,6 +445,8 @@ def sharded_items(parts: list[ModelRole], policy: Shape, ranks: int, samples: bo
     yield MemoryItem("whole weights", width * (ends + 2 * layer), "train", "embedding, head, the layer at work and the next")
     learns = parts[0].learns > 0
     yield MemoryItem("whole gradients", learns * (width + 4) * (ends + layer), "train", "of the same, before they are summed")
+    if once:
+        yield MemoryItem("gradients of a step", 4 * (parts[0].adapter or parts[0].learns), "train", "whole, on each process")
     if samples:
         yield MemoryItem(COPY, width * policy.parameters, "weights", "whole, on each process")
 

@@ -98,7 +98,8 @@ def _split(
     config: Any, lengths: Lengths, machine: Machine, division: tuple[int, int, Any], network: float, dataset: int
 ) -> Split:
     trainers, samplers, strategy = division
-    placement = Placement(processes=trainers, strategy=strategy, cluster="auto" if samplers else "")
+    once = strategy == "fsdp" and config.placement.reduce_once
+    placement = Placement(processes=trainers, strategy=strategy, cluster="auto" if samplers else "", reduce_once=once)
     placed = replace(config, placement=placement)
     plan = predict(placed, lengths, machine, dataset=dataset, quick=True)
     weights = DTYPES[config.model.dtype].itemsize * plan.policy.parameters
@@ -150,7 +151,8 @@ def _messages(plan: Plan, ranks: int, network: float) -> float:
     if config.placement.strategy == "ddp":
         return work.updates * 2 * share * 4 * learns / network
     passes = work.updates * plan.share.micro_batches
-    return passes * (1 - HIDDEN) * share * (2 * width * plan.policy.parameters + 4 * learns) / network
+    reduced = work.updates if config.placement.reduce_once else passes
+    return (1 - HIDDEN) * share * (passes * 2 * width * plan.policy.parameters + reduced * 4 * learns) / network
 
 
 def smallest(config: Config, lengths: Lengths, machine: Machine, most: int = 1024) -> int:

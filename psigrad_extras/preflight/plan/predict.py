@@ -209,7 +209,8 @@ def _models(config: Config, parts: list[ModelRole], policy: Shape, work: Work) -
         # vLLM takes weights from shards, but the policy's log-probs of a filtered sample need a full copy.
         filtered = isinstance(config, OnlineConfig) and config.sampling.filtered
         copied = work.samples and (filtered or not work.engine)
-        items = list(sharded_items(parts, policy, placement.processes // placement.dp_replicate_size, copied))
+        ranks = placement.processes // placement.dp_replicate_size
+        items = list(sharded_items(parts, policy, ranks, copied, placement.reduce_once))
     else:
         items = [item for part in parts for item in part.items()]
     others = AMONG_OTHERS[placement.strategy]

@@ -76,6 +76,17 @@ def test_copies_that_sample_and_do_not_fit_beside_the_shards_are_refused(folder)
     assert "sampling.sampler=vllm" in [name for name, _ in _steps(made)]
 
 
+def test_gradients_that_are_reduced_once_are_whole_on_each_process_and_travel_less(folder):
+    each, once = (
+        splits(replace(settings(folder), placement=Placement(reduce_once=once, strategy="fsdp"), micro_batch_tokens=64),
+               LENGTHS, MACHINE, 2, 1e6)
+        for once in (False, True)
+    )  # fmt: skip
+    each, once = (next(s for s in found if s.strategy == "fsdp" and not s.samplers) for found in (each, once))
+    assert named(once.plan)["gradients of a step"] == 4 * once.plan.policy.parameters
+    assert "gradients of a step" not in named(each.plan) and once.training < each.training
+
+
 def test_what_shards_refuse_is_no_advice(folder):
     """Moments of 8 bits and a base in codes are for whole models (`optim/optimizer.py`, `loading/load_model.py`)."""
 
