@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +124,10 @@ def _parse_plan(arguments: Sequence[str]) -> tuple[Any, PlanConfig]:
         raise UserError(f"plan got no method; the usage is {usage}.")
     method = declaration(name)
     asked, rest = flags.split_off(PlanConfig, f"plan {name}", arguments[1:])
+    rest = [part for given in rest for part in (given.split("=", 1) if given.startswith("--device=") else [given])]
+    for place, (flag, value) in enumerate(itertools.pairwise(rest)):
+        if flag == "--device" and re.fullmatch(r"[a-z]+\d.*", value.lower()):  # a GPU by name, and no cpu, auto or cuda:0
+            asked, rest[place + 1] = replace(asked, gpu=value), "cuda"
     return flags.parse(method.settings, f"plan {name}", rest, defaults=method.defaults), asked
 
 

@@ -83,7 +83,7 @@ class PackingSettings:
     micro_batch_tokens: Annotated[CountOrZero, RECORDED, MAIN, On(cuda=0)] = 4096
     """Tokens per forward pass; a step is split to fit, which changes no gradient. On a CPU a few thousand are fastest, since
     their activations fit in the processor's caches. 0: as many as fit in the device's free memory by the arithmetic of
-    `psigrad plan`."""
+    `psigrad plan`, which on a GPU also switches gradient_checkpointing off if training is faster without it."""
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,11 @@ class Sampling:
     """With sampler=vllm: share of the GPU's memory for vLLM's weights and cache. A sampler of a cluster does not share its GPU:
     there it is 0.8 unless a value other than 0.4 is given."""
     vllm_sleep: Annotated[bool, RECORDED] = False
-    """With sampler=vllm on the GPU that trains: vLLM frees its memory while the run trains (sleep level 1)."""
+    """With sampler=vllm on the GPU that trains: vLLM frees its memory while the run trains. It drops its weights (sleep level 2),
+    which are sent again. Under an adapter and in shards the host keeps them (level 1)."""
+    vllm_device: Annotated[str, RECORDED, Needs("sampling.sampler=vllm")] = ""
+    """With sampler=vllm: the engine's first GPU, such as cuda:1; empty: the GPU that trains. With a lag, a run of one process
+    then samples while it trains."""
     vllm_readback: Annotated[bool, RECORDED, Needs("sampling.sampler=vllm")] = True
     """With sampler=vllm: after each update, compare the weights in the engine with those that were sent, bit for bit. All weights
     are read again, and without a GPU they stay in the host's memory until then. Off: compare only log-probs at the start."""
@@ -285,6 +289,9 @@ class Placement:
     cp_size: Annotated[Count, RECORDED, _SHARDS] = 1
     """With fsdp: number of processes that split the tokens of every row, and the heads in attention (context parallelism,
     Ulysses)."""
+    reduce_once: Annotated[bool, RECORDED, Needs("placement.strategy=fsdp")] = False
+    """With fsdp: sum gradients over the processes in the last pass of an optimiser step, instead of in each. It saves messages,
+    and each process then has the whole gradient, in float32. With a separate critic there is a sum in each pass."""
     timeout_minutes: Annotated[Positive, RECORDED] = 30.0
     """Minutes that a process waits for another one before it ends."""
     cluster: Annotated[str, RECORDED] = ""

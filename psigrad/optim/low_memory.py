@@ -1,4 +1,4 @@
-"""AdamW with little memory: 8-bit moments, bfloat16 weights without float32 masters, or both."""
+"""AdamW with little memory: 8-bit moments, and bfloat16 weights without float32 masters or with their lower halves alone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from psigrad.compiled import AdamWWeight
 from psigrad.optim.rules import StepSize, Update, adamw_kernels
@@ -18,6 +20,11 @@ from psigrad.seeds import derive
 BLOCK = 256
 """The number of neighbours whose moments share a scale."""
 _LEAST = 4096
+# The number of elements that are stepped at a time by torch, a multiple of BLOCK. A step needs up to 60 bytes of temporaries for
+# each: 0.25 GB here, where a whole embedding of 600 million elements took 40 GB.
+CHUNK = 1 << 22
+# Smaller weights have whole masters, which one launch of a fused kernel steps all together.
+SPLIT = 1 << 20
 _EMBEDDING = re.compile(r"embed|wte|wpe", re.IGNORECASE)
 
 
@@ -61,18 +68,44 @@ def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     return levels(signed).to(codes.device)[codes.int()] * scales[:, None]
 
 
-def round_stochastically(x: Tensor, seed: int) -> Tensor:
+def round_stochastically(x: Tensor, seed: int, first: int = 0) -> Tensor:
     """Round x [n] to bfloat16: each number to one of its two neighbours, with probabilities such that the mean is x.
 
-    Number i's draw depends on `seed` and i alone.
+    Number i's draw depends on `seed` and `first` + i alone. The arithmetic is modulo 2³², in place.
     """
-    i = torch.arange(x.numel(), device=x.device) ^ seed
+    i = torch.arange(x.numel(), dtype=torch.int32, device=x.device).add_(_signed(first)).bitwise_xor_(_signed(seed))
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        i = ((i ^ (i >> shift)) * factor) & 0xFFFFFFFF
-    draw = (i ^ (i >> 16)) & 0xFFFF
-    bits = (x.view(torch.int32).long() & 0xFFFFFFFF) + draw
-    high = (bits >> 16) & 0xFFFF
-    return torch.where(high >= 1 << 15, high - (1 << 16), high).to(torch.int16).view(torch.bfloat16)
+        i.bitwise_xor_((i >> shift).bitwise_and_((1 << 32 - shift) - 1)).mul_(_signed(factor))
+    draw = ((i >> 16) ^ i).bitwise_and_(0xFFFF)
+    return draw.add_(x.view(torch.int32)).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
+
+
+def _signed(number: int) -> int:
+    """Return the int32 with the same lower 32 bits."""
+    return ((number + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
+
+
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Split float32 numbers into (the nearest bfloat16, a remainder of 16 bits), from which `join` makes them again.
+
+    Of a number midway between two of bfloat16 the last bit changes: its remainder of 2¹⁵ is one more than fits.
+    """
+    stored = master.to(torch.bfloat16)
+    remainder = master.view(torch.int32) - (stored.view(torch.int16).int() << 16)
+    return stored, remainder.clamp_(max=(1 << 15) - 1).to(torch.int16)
+
+
+def join(stored: Tensor, remainder: Tensor) -> Tensor:
+    """Return the float32 numbers that were split."""
+    return (stored.view(torch.int16).int() << 16).add_(remainder).view(torch.float32)
+
+
+def has_remainder(p: Tensor) -> bool:
+    """Return True if a weight's float32 master is stored as the bfloat16 weight and a remainder: a large one on a GPU.
+
+    With the sum of several passes in float32, AdamW then takes 16 bytes a parameter instead of 18; with one pass 14, not 20.
+    """
+    return p.dtype == torch.bfloat16 and p.device.type != "cpu" and p.numel() >= SPLIT
 
 
 def has_codes(name: str, p: Tensor) -> bool:
@@ -82,7 +115,7 @@ def has_codes(name: str, p: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class LowMemoryAdamW:
-    """AdamW with 8-bit moments, without float32 masters, or both.
+    """AdamW with 8-bit moments, without float32 masters, or both. With `remainders` masters exist, `split` in two.
 
     With `eight_bits` the moments are codes in blocks of 256 numbers. Embeddings keep float32 moments as in transformers, since
     their rows learn at very different rates. A bfloat16 weight is stepped without a master: θ ← θ - η·m̂ / (√v̂ + ε) is rounded
@@ -94,17 +127,21 @@ class LowMemoryAdamW:
     eps: float
     eight_bits: bool
     seed: int
+    remainders: bool = False
 
-    by_rows = False
+    @property
+    def by_rows(self) -> bool:
+        """True if neither blocks of codes nor draws count a weight's elements from its start."""
+        return self.remainders and not self.eight_bits
 
     def init(self, name: str, p: Tensor) -> dict[str, Tensor]:
         """Return zero moments, in float32 or as codes with their scales."""
-        coded, state = self.eight_bits and has_codes(name, p), {"step": torch.zeros((), device=p.device)}
+        coded, state = self.eight_bits and has_codes(name, p), {"step": torch.zeros(())}  # on the host, where it is read
         for key in ("exp_avg", "exp_avg_sq"):
             state[key] = torch.zeros(p.shape, dtype=torch.uint8 if coded else torch.float32, device=p.device)
             if coded:
                 state[f"{key}_scale"] = torch.zeros(-(-p.numel() // BLOCK), device=p.device)
-        return state
+        return {**state, "remainder": torch.zeros(p.shape, dtype=torch.int16, device=p.device)} if self.remainders else state
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
         """Step by the kernels where possible, otherwise by torch."""
@@ -114,9 +151,9 @@ class LowMemoryAdamW:
             found = adamw_kernels(torch.bfloat16, "cpu")
             assert found is not None
             found.adamw_low_memory(native, step.lr, self.betas, self.eps, 1 / step.divisor, _tables())
-        for w in weights:
+        for u, w in zip(updates, weights, strict=True):
             if not _has_kernel(w):
-                self._step_by_torch(w, step)
+                self._step_by_torch(w, u.state.get("remainder"), step)
 
     def _weight(self, u: Update) -> AdamWWeight:
         u.state["step"] += 1
@@ -133,28 +170,53 @@ class LowMemoryAdamW:
             derive(self.seed, "round", u.name, count) & 0xFFFFFFFF,
         )
 
-    def _step_by_torch(self, w: AdamWWeight, step: StepSize) -> None:
-        """Take the same step by torch, for other devices and as the oracle of the kernel."""
-        weight, (beta1, beta2) = w.weight, self.betas
-        x, g = weight.float().flatten(), w.gradient.float().flatten() / step.divisor
-        moments = [w.exp_avg.flatten(), w.exp_avg_sq.flatten()]
-        if w.scales is not None:
-            moments = [decode(_blocks(m), s, i == 0).flatten()[: x.numel()]
-                       for i, (m, s) in enumerate(zip(moments, w.scales, strict=True))]  # fmt: skip
-        first, second = moments[0].lerp(g, 1 - beta1), moments[1] * beta2 + (1 - beta2) * g * g
-        x *= 1 - step.lr * w.weight_decay
-        corrections = (1 - beta1**w.step, (1 - beta2**w.step) ** 0.5)
-        x -= step.lr / corrections[0] * first / (second.sqrt() / corrections[1] + self.eps)
-        weight.copy_((x if w.master is not None else round_stochastically(x, w.seed)).view_as(weight))
+    def _step_by_torch(self, w: AdamWWeight, remainder: Tensor | None, step: StepSize) -> None:
+        """Take the same step by torch, for other devices and as the oracle of the kernel, a chunk of elements at a time."""
+        weight, whole = w.weight, w.weight.reshape(-1)  # a copy of a weight that is not contiguous
+        flat = [x.view(-1) for x in (w.gradient, w.exp_avg, w.exp_avg_sq)]
+        for first in range(0, whole.numel(), CHUNK):
+            part = slice(first, first + CHUNK)
+            g, *moments = (x[part] for x in flat)
+            x = whole[part].float() if remainder is None else join(whole[part], remainder.view(-1)[part])
+            if remainder is not None and w.scales is None:
+                self._step_fused(x, g.float(), moments, w, step)
+            else:
+                scales = [None, None] if w.scales is None else [s[first // BLOCK : (first + CHUNK) // BLOCK] for s in w.scales]
+                x = self._step_chunk(x, g.float() / step.divisor, moments, scales, w, step)
+            if remainder is not None:
+                whole[part], remainder.view(-1)[part] = split(x)
+            else:
+                whole[part] = x if w.master is not None else round_stochastically(x, w.seed, first)
+        if not weight.is_contiguous():
+            weight.copy_(whole.view_as(weight))
         if w.master is not None and w.stored is not None:
             w.stored.copy_(w.master)
-        for i, (stored, new) in enumerate(((w.exp_avg, first), (w.exp_avg_sq, second))):
-            if w.scales is None:
-                stored.copy_(new.view_as(stored))
-                continue
-            codes, scale = encode(_blocks(new), i == 0)
-            stored.copy_(codes.flatten()[: x.numel()].view_as(stored))
-            w.scales[i].copy_(scale)
+
+    def _step_chunk(
+        self, x: Tensor, g: Tensor, stored: list[Tensor], scales: Sequence[Tensor | None], w: AdamWWeight, step: StepSize
+    ) -> Tensor:
+        """Return stepped numbers, and store their moments, or codes of them with their scales."""
+        beta1, beta2 = self.betas
+        moments = [m if s is None else decode(_blocks(m), s, i == 0).view(-1)[: len(x)]
+                   for i, (m, s) in enumerate(zip(stored, scales, strict=True))]  # fmt: skip
+        first, second = moments[0].lerp(g, 1 - beta1), moments[1] * beta2 + (1 - beta2) * g * g
+        corrections = (1 - beta1**w.step, (1 - beta2**w.step) ** 0.5)
+        x = x * (1 - step.lr * w.weight_decay)
+        x -= step.lr / corrections[0] * first / (second.sqrt() / corrections[1] + self.eps)
+        for i, (m, s, new) in enumerate(zip(stored, scales, (first, second), strict=True)):
+            codes, scale = (new, None) if s is None else encode(_blocks(new), i == 0)
+            m.copy_(codes.view(-1)[: len(x)])
+            if s is not None and scale is not None:
+                s.copy_(scale)
+        return x
+
+    def _step_fused(self, x: Tensor, g: Tensor, moments: list[Tensor], w: AdamWWeight, step: StepSize) -> None:
+        """Step a chunk of masters by torch's fused kernel, as `AdamW` does."""
+        fused: Any = adamw
+        count, divisor = torch.full((), w.step - 1.0, device=x.device), torch.full((), step.divisor, device=x.device)
+        fused([x], [g], moments[:1], moments[1:], [], [count], fused=True, grad_scale=divisor if step.divisor != 1.0 else None,
+              amsgrad=False, beta1=self.betas[0], beta2=self.betas[1], lr=step.lr, weight_decay=w.weight_decay, eps=self.eps,
+              maximize=False)  # fmt: skip
 
 
 def _blocks(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from psigrad.compiled import OptimizerKernels
 from psigrad.errors import UserError
 from psigrad.optim.gradients import Sums, in_place
-from psigrad.optim.low_memory import LowMemoryAdamW, has_codes
+from psigrad.optim.low_memory import LowMemoryAdamW, has_codes, has_remainder, join, split
 from psigrad.optim.rules import Adafactor, AdamW, Muon, StepSize, Update, UpdateRule, adamw_kernels, is_hidden_matrix
 from psigrad.processes.parallel.shards import copies_of, held_of, like, local_of
 from psigrad.processes.parallel.world import ALONE, World, sum_gradients
@@ -31,12 +31,22 @@ STATE_FILE = "optimizer.safetensors"
 """The file of a checkpoint that holds `Optimizer.state_dict()`."""
 
 
+_HALF = (torch.bfloat16, torch.float16)
 MAX_NONFINITE = 3
 """The number of consecutive steps without a finite gradient that ends a run."""
 
 
 class NonFiniteError(UserError):
     """An error: the gradient was not finite for `MAX_NONFINITE` steps in a row, or a weight is not finite."""
+
+
+class PassOutOfMemoryError(MemoryError):
+    """An error: a pass ran out of memory, here or in another process. All processes raise it, and no weight has changed."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True for an out-of-memory error. PyTorch's CPU allocator has no exception class for it."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 @dataclass(eq=False)
@@ -51,10 +61,10 @@ class Weight:
     master: nn.Parameter
     """The tensor that is stepped: `local`, or a float32 copy of it in half precision.
 
-    With stochastic rounding it is a placeholder of that shape, which takes no memory and only has a gradient.
+    If the weight is `uncopied` it is a placeholder of that shape, which takes no memory and only has a gradient.
     """
-    stochastic: bool
-    """True if `local` is rounded stochastically and has no float32 copy."""
+    uncopied: bool
+    """True if the rule steps `local` itself: it is rounded stochastically, or the rule's state holds the rest of its master."""
     kernels: OptimizerKernels | None
     """The kernels that step `local` and the master along a bfloat16 gradient, if they can."""
     rule: UpdateRule
@@ -76,13 +86,13 @@ class Weight:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the rule's state and the float32 master by kind."""
-        return self.state if self.stochastic or not self.half else {**self.state, "master": self.master.detach()}
+        return self.state if self.uncopied or not self.half else {**self.state, "master": self.master.detach()}
 
     def update(self, gradient: Tensor, weight_decay: float) -> Update:
         """Return the rule's view of this step."""
-        weight = self.local if self.stochastic else self.master
+        weight = self.local if self.uncopied else self.master
         decay = weight_decay if weight.dim() > 1 else 0.0
-        stored = None if self.stochastic or self.kernels is None else self.local
+        stored = None if self.uncopied or self.kernels is None else self.local
         return Update(self.name, weight, gradient, self.state, decay, stored)
 
     def move_gradient(self) -> None:
@@ -99,7 +109,8 @@ class Weight:
 class Optimizer:
     """Optimiser of named parameters by the rule in `optim.optimizer` or a custom `rule`. Weight decay acts on matrices only.
 
-    `seed` seeds stochastic rounding. With `recompute` the gradient of a large head is not stored: its rows are computed twice,
+    `seed` seeds stochastic rounding. `reduces` switches the reduction of shards' gradients on and off, if they are reduced in the
+    last pass of a step alone. With `recompute` the gradient of a large head is not stored: its rows are computed twice,
     for the norm and for the step. In a `world` of several processes gradients are summed over them.
     """
 
@@ -112,8 +123,9 @@ class Optimizer:
         recompute: bool = False,
         world: World = ALONE,
         seed: int = 0,
+        reduces: Callable[[bool], None] | None = None,
     ) -> None:
-        self.parameters, self.optim, self.world = dict(parameters), optim, world
+        self.parameters, self.optim, self.world, self.reduces = dict(parameters), optim, world, reduces
         self.weights = {name: _weight(name, p, optim, rule, seed) for name, p in self.parameters.items()}
         self.nonfinite = self.updates = 0
         """The number of consecutive steps without a finite gradient, and the number of weight updates by this object."""
@@ -197,12 +209,12 @@ class Optimizer:
         for w in self._sharded:
             w.local.grad = None if w.parameter.grad is None else local_of(w.parameter.grad)
         for w in self._half:
-            if w.kernels is None and w.local.grad is not None:
+            if w.kernels is None and not w.uncopied and w.local.grad is not None:
                 w.master.grad = w.local.grad.float()
         if self._sharded:
             return self._norm_over_ranks()
-        gradients = [w.master.grad for w in self.weights.values() if w.master.grad is not None]
-        stored = _total_norm(gradients)
+        by_torch = [w for w in self.weights.values() if w.kernels is None or w.master.grad is not None]
+        stored = _total_norm([w.gradient for w in by_torch if w.gradient is not None])
         squares = [float(block.norm()) ** 2 for weight in self.sums.uses for _, block in self.sums.blocks(weight)]
         if found := next((w.kernels for w in self._half if w.kernels is not None), None):
             half = [w.local.grad for w in self._half if w.kernels is not None and w.local.grad is not None]
@@ -211,11 +223,10 @@ class Optimizer:
 
     def _norm_over_ranks(self) -> float:
         """Return the norm from the parts that each process stores. A weight that is not sharded counts once."""
-        parts = [0.0, 0.0]
-        for w in self.weights.values():
-            if w.gradient is not None:
-                square = float(w.gradient.double().pow(2).sum()) / copies_of(w.parameter, self.world.size)
-                parts[w.local is w.parameter] += square
+        parts, learns = [0.0, 0.0], [w for w in self.weights.values() if w.gradient is not None]
+        squares = [w.gradient.double().pow(2).sum() for w in learns if w.gradient is not None]
+        for w, square in zip(learns, torch.stack(squares).tolist() if squares else [], strict=True):
+            parts[w.local is w.parameter] += square / copies_of(w.parameter, self.world.size)
         return math.sqrt(float(self.world.all_reduce(torch.tensor(parts[0], dtype=torch.float64))) + parts[1])
 
     @torch.no_grad()
@@ -236,7 +247,7 @@ class Optimizer:
         torch.autograd.graph.increment_version(changed)
         self.sums.forget()
         for w in self._half:
-            if w.master.grad is not None and not w.stochastic:
+            if w.master.grad is not None and not w.uncopied:
                 w.local.copy_(w.master)
 
     def _step_by_rows(self, w: Weight, step: StepSize) -> None:
@@ -258,7 +269,13 @@ class Optimizer:
 
         Raises `UserError` if the state belongs to other parameters or to another rule. In that case nothing is changed.
         """
-        masters = {f"master.{name}" for name in self.weights}
+        tensors, masters = dict(tensors), {f"master.{name}" for name in self.weights}
+        for name, w in self.weights.items():  # what another device has stored: a whole master here, and there a part of it
+            master, rest = f"master.{name}", f"remainder.{name}"
+            if "remainder" in w.state and rest not in tensors and master in tensors:
+                tensors[rest] = split(tensors.pop(master))[1]
+            elif "remainder" not in w.state and rest in tensors:
+                tensors[master] = join(w.local, tensors.pop(rest).to(w.local.device))
         own = {f"{kind}.{w.name}": x for w in self.weights.values() for kind, x in w.tensors().items()}
         for key in tensors:
             kind, _, name = key.partition(".")
@@ -309,27 +326,28 @@ def _weight(name: str, parameter: nn.Parameter, optim: Optim, rule: UpdateRule |
     """Return the parameter with its master and its rule."""
     local = held_of(parameter)
     adamw = rule is None and optim.optimizer in ("adamw", "adamw_8bit")
-    half = local.dtype in (torch.bfloat16, torch.float16)
+    half = local.dtype in _HALF
     stochastic = adamw and optim.bf16_stochastic_round and local.dtype == torch.bfloat16
+    remainder = adamw and not stochastic and has_remainder(local)
     master = local
-    if stochastic:
+    if stochastic or remainder:
         master = nn.Parameter(local.new_empty((), dtype=torch.float32).expand(local.shape))
     elif half:
         master = nn.Parameter(local.detach().float())
     kernels = adamw_kernels(local.dtype, local.device.type) if adamw and half and local.is_contiguous() else None
-    rule = rule or _rule(name, master, optim, stochastic, seed)
-    return Weight(name, parameter, local, master, stochastic, kernels, rule, rule.init(name, master))
+    rule = rule or _rule(name, master, optim, stochastic, remainder, seed)
+    return Weight(name, parameter, local, master, stochastic or remainder, kernels, rule, rule.init(name, master))
 
 
-def _rule(name: str, p: Tensor, optim: Optim, stochastic: bool, seed: int) -> UpdateRule:
+def _rule(name: str, p: Tensor, optim: Optim, stochastic: bool, remainder: bool, seed: int) -> UpdateRule:
     """Return the rule of a parameter."""
     betas, eight_bits = (optim.adam_beta1, optim.adam_beta2), optim.optimizer == "adamw_8bit"
     if optim.optimizer == "adafactor":
         return Adafactor()
     if optim.optimizer == "muon" and is_hidden_matrix(name, p):
         return Muon()
-    if stochastic or (eight_bits and has_codes(name, p)):
-        return LowMemoryAdamW(betas, optim.adam_epsilon, eight_bits, seed)
+    if stochastic or remainder or (eight_bits and has_codes(name, p)):
+        return LowMemoryAdamW(betas, optim.adam_epsilon, eight_bits, seed, remainder)
     return AdamW(betas, optim.adam_epsilon)
 
 
@@ -337,14 +355,34 @@ def _moved(w: Weight, _: Tensor) -> None:
     w.move_gradient()
 
 
-def _total_norm(gradients: Sequence[Tensor]) -> float:
+def _total_norm(gradients: list[Tensor]) -> float:
+    if any(g.dtype in _HALF for g in gradients):
+        return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32))))
     if len(gradients) == 1:
         return float(torch.linalg.vector_norm(gradients[0]))  # the same result in a tenth of the time
     return float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
 
+def _reduced_once(losses: Iterable[Callable[[], Tensor]], reduces: Callable[[bool], None]) -> Iterator[Callable[[], Tensor]]:
+    """Yield the losses, with the reduction of gradients switched off in all passes but the last."""
+    held: Callable[[], Tensor] | None = None
+    for loss in losses:
+        reduces(False)
+        if held is not None:
+            yield held
+        held = loss
+    reduces(True)
+    if held is not None:
+        yield held
+
+
 def add_up(optimizers: Sequence[Optimizer], losses: Iterable[Callable[[], Tensor]]) -> None:
-    """Replace the gradients of the optimisers by the gradient of the sum of `losses`, one micro-batch each."""
+    """Replace the gradients of the optimisers by the gradient of the sum of `losses`, one micro-batch each.
+
+    Raise `PassOutOfMemoryError` on all processes if one of them runs out of memory, unless a sharded pass needs all of them.
+    """
+    failed: Exception | None = None
+    world = optimizers[0].world
     passes, alone = 0, [optimizer for optimizer in optimizers if optimizer.world.size == 1]
     later = [optimizer for optimizer in alone if not optimizer.has_buffers]
     with contextlib.ExitStack() as stack:
@@ -353,15 +391,25 @@ def add_up(optimizers: Sequence[Optimizer], losses: Iterable[Callable[[], Tensor
             if optimizer not in later:
                 stack.enter_context(optimizer.float32_sums())
         stack.enter_context(in_place(*(optimizer.sums for optimizer in optimizers)))
-        for passes, loss in enumerate(losses, 1):  # one by one: the activations of a pass are freed before the next pass
-            for optimizer in later if passes == 2 else ():
-                stack.enter_context(optimizer.float32_sums())
-            loss().backward()
+        if optimizers[0].reduces is not None and len(optimizers) == 1:
+            losses = _reduced_once(losses, optimizers[0].reduces)
+        try:
+            for passes, loss in enumerate(losses, 1):  # one by one: the activations of a pass are freed before the next pass
+                for optimizer in later if passes == 2 else ():
+                    stack.enter_context(optimizer.float32_sums())
+                loss().backward()
+        except Exception as error:
+            if world.lockstep or not is_out_of_memory(error):
+                raise
+            failed = error
+    if failed and world.size == 1:
+        raise PassOutOfMemoryError("A pass ran out of memory.") from failed
     for optimizer in alone if passes == 1 else ():
         optimizer.restore_precision()
     for optimizer in optimizers:
         optimizer.settle()
-        sum_gradients(optimizer.world, optimizer.unsharded)
+        if sum_gradients(optimizer.world, optimizer.unsharded, failed is not None):
+            raise PassOutOfMemoryError("A pass of a process ran out of memory.") from failed
 
 
 def apply_together(rates: Sequence[tuple[Optimizer, float]]) -> list[float]:

@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-import torch
-
 from psigrad.config import Run
 from psigrad.errors import UserError
-from psigrad.optim.optimizer import check_gradients
+from psigrad.optim.optimizer import check_gradients, is_out_of_memory
 from psigrad.runs.callbacks import CallbackError
 from psigrad.runs.journal import Journal
 from psigrad.runs.progress import bar
@@ -131,7 +129,7 @@ class _Saves(Generic[S]):
             rescued = self.loop.updates() == self.moved
             if rescued and not self.journal.world.lockstep:  # all would have to write, and one has failed
                 self._rescue()
-            if _out_of_memory(error):
+            if is_out_of_memory(error):
                 at = self.good.step if rescued else self.saved
                 raise UserError(
                     f"Step {state.step + 1} ran out of memory; the run is saved at step {at}. {self.loop.less_memory}"
@@ -164,8 +162,3 @@ class _Saves(Generic[S]):
 def _now(state: RunState, setting: str, given: Any) -> Any:
     """Return a setting's current value, which a callback may have changed."""
     return next((value for name, value in state.changes.items() if name.rpartition(".")[2] == setting), given)
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    """Return True for an out-of-memory error. PyTorch's CPU allocator has no exception class for it."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

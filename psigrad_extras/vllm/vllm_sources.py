@@ -7,7 +7,7 @@ processes. Weights that came through Ray's object store are sent as files.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,10 @@ class Source(ABC):
 
 
 class ModelWeights(Source):
-    """The weights of a model beside the engine; with `handles`, on the same GPU."""
+    """The weights of a model beside the engine. If the engine is on the GPUs `at` of this machine, they stay in GPU memory."""
 
-    def __init__(self, model: LanguageModel, handles: bool) -> None:
-        self._model, self._handles = model, handles
+    def __init__(self, model: LanguageModel, at: Sequence[torch.device]) -> None:
+        self._model, self._at = model, at
 
     def mark(self) -> object:
         """See `vllm_weights.fingerprint`."""
@@ -53,18 +53,18 @@ class ModelWeights(Source):
         """See `Source`. Weights in GPU memory are gathered again for the comparison."""
         turned = vllm_weights.transposed(self._model.network)
         weights = lambda: vllm_weights.outgoing(self._model)  # noqa: E731
-        if not self._handles:
+        if not self._at:
             return send_files(weights, vllm_weights.size_of(self._model), turned, say, known, readback, version)
         found: Known = {}
         say("start")
         for bucket in vllm_weights.in_buckets(weights()):
             found |= _looked_at(bucket)
-            told, memory = vllm_weights.as_handle(bucket)
+            told, memory = vllm_weights.as_handle(bucket, self._at)
             say("load", told)
             del memory
         say("finish", version)
         for bucket in vllm_weights.in_buckets(weights()) if readback else ():
-            told, memory = vllm_weights.as_handle(bucket)
+            told, memory = vllm_weights.as_handle(bucket, self._at)
             say("compare", told, turned)
             del memory
         return found

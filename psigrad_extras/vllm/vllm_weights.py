@@ -133,23 +133,26 @@ def as_file(bucket: Mapping[str, Tensor], folder: Path) -> dict[str, Any]:
     return {"path": str(path)}
 
 
-def as_handle(bucket: Mapping[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
-    """Return vLLM's `ipc` description of a bucket on the GPU shared with the trainer, and the memory to keep until the engine has
-    answered.
+def as_handle(bucket: Mapping[str, Tensor], at: Sequence[torch.device]) -> tuple[dict[str, Any], list[Tensor]]:
+    """Return vLLM's `ipc` description of a bucket, and the memory to keep until the engine has answered.
+
+    Each of the engine's processes opens the handle of its GPU, so each GPU of `at` gets a copy.
     """
     from torch.multiprocessing.reductions import reduce_tensor
 
     pieces = [weight.contiguous().view(-1).view(torch.uint8) for weight in bucket.values()]
-    buffer = torch.cat(pieces)
-    _, handle = reduce_tensor(buffer)
-    torch.cuda.current_stream().synchronize()
+    whole = torch.cat(pieces)
+    buffers = [whole.to(device) for device in at]
+    handles = {str(torch.cuda.get_device_properties(one).uuid): reduce_tensor(b)[1] for one, b in zip(at, buffers, strict=True)}
+    for device in dict.fromkeys((whole.device, *at)):
+        torch.cuda.current_stream(device).synchronize()
     return {
         "names": list(bucket),
         "dtype_names": [str(weight.dtype).removeprefix("torch.") for weight in bucket.values()],
         "shapes": [list(weight.shape) for weight in bucket.values()],
         "tensor_sizes": [piece.numel() for piece in pieces],
-        "ipc_handles": {str(torch.cuda.get_device_properties(buffer.device).uuid): handle},
-    }, buffer
+        "ipc_handles": handles,
+    }, buffers
 
 
 @contextlib.contextmanager

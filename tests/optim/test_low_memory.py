@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -10,7 +11,8 @@ from torch import nn
 
 from psigrad.config import Optim
 from psigrad.optim import Optimizer, low_memory
-from psigrad.optim.low_memory import decode, encode, levels, middles, round_stochastically
+from psigrad.optim import optimizer as loop
+from psigrad.optim.low_memory import decode, encode, join, levels, middles, round_stochastically, split
 
 SHAPES = {"layer.weight": (80, 67), "embed_tokens.weight": (64, 65), "norm.weight": (80,)}
 
@@ -148,7 +150,7 @@ def test_steps_below_a_256th_of_a_weight_happen_without_masters(rounds, moved):
     p = {"weight": nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))}
     optimizer = Optimizer(p, Optim(bf16_stochastic_round=True, max_grad_norm=0.0))
     if not rounds:
-        nearest = lambda x, seed: x.bfloat16()  # noqa: E731
+        nearest = lambda x, seed, first: x.bfloat16()  # noqa: E731
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(low_memory, "_has_kernel", lambda weight: False)
             patch.setattr(low_memory, "round_stochastically", nearest)
@@ -192,5 +194,93 @@ def test_gradients_of_several_passes_are_summed_in_float32(optim):
     losses = [lambda s=s: s * p["weight"].float().sum() for s in scales]
     norm = optimizer.step(losses, 1e-3)
     assert norm == pytest.approx(1.5 * math.sqrt(64 * 80), rel=1e-3)
-    stepped = p["weight"] if optimizer.weights["weight"].stochastic else optimizer.masters["weight"]
+    stepped = p["weight"] if optimizer.weights["weight"].uncopied else optimizer.masters["weight"]
     assert float(stepped.detach().float().mean()) == pytest.approx(0.999, abs=2e-4)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """The branches of a GPU on the host: no kernels, and large masters in two parts, stepped 512 elements at a time."""
+    monkeypatch.setattr(loop, "adamw_kernels", lambda *_: None)
+    monkeypatch.setattr(low_memory, "_has_kernel", lambda weight: False)
+    monkeypatch.setattr(loop, "has_remainder", lambda p: p.dtype == torch.bfloat16 and p.numel() > 1024)
+    monkeypatch.setattr(low_memory, "CHUNK", 512)
+
+
+def peak(work) -> int:
+    """The most bytes that `work` holds at once beyond those before it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        work()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+
+
+LOW = (Optim(optimizer="adamw_8bit"), Optim(bf16_stochastic_round=True),
+       Optim(optimizer="adamw_8bit", bf16_stochastic_round=True))  # fmt: skip
+
+
+@pytest.mark.parametrize(("passes", "most"), [(1, 14), (3, 16)])
+@pytest.mark.parametrize("optim", [Optim(), *LOW])
+def test_a_step_of_a_gpu_takes_at_most_16_bytes_a_parameter(optim, passes, most, as_on_a_gpu, monkeypatch):
+    """Weight 2, the rest of its master 2, moments 8, and the gradient: of one pass 2, the sum of several 4."""
+
+    p = {f"{n}.weight": nn.Parameter(torch.ones(64, 256, dtype=torch.bfloat16)) for n in range(24)}
+
+    def step() -> float:
+        optimizer = Optimizer(p, optim)
+        loop.add_up([optimizer], [lambda: sum(weight.float().sum() for weight in p.values())] * passes)
+        gradients = [w.gradient for w in optimizer.weights.values()]
+        held = sum(x.numel() * x.element_size() for x in [*p.values(), *optimizer.state_dict().values(), *gradients])
+        return (held + peak(lambda: optimizer.apply(optimizer.norm(), 1e-3))) / (24 * 64 * 256)
+
+    assert step() <= most + 0.3
+    if optim == Optim():
+        monkeypatch.setattr(loop, "has_remainder", lambda p: False)
+        assert step() >= most + 2  # with whole masters: the control
+
+
+@pytest.mark.parametrize("optim", LOW)
+def test_temporaries_are_those_of_a_chunk(optim, as_on_a_gpu, monkeypatch):
+    p = {"weight": nn.Parameter(torch.ones(1 << 18, dtype=torch.bfloat16))}
+    optimizer = Optimizer(p, optim)
+    p["weight"].grad = torch.ones_like(p["weight"])
+    for chunk, least, most in ((1 << 14, 1, 16), (1 << 18, 30, 80)):  # all at once: the control
+        monkeypatch.setattr(low_memory, "CHUNK", chunk)
+        assert least < peak(lambda: optimizer.apply(1.0, 1e-3)) / (1 << 18) < most
+
+
+@pytest.mark.parametrize("optim", [Optim(max_grad_norm=0.1), *LOW])
+def test_chunks_and_masters_in_two_parts_step_to_the_same_bits(optim, as_on_a_gpu, monkeypatch):
+    parts = Optimizer(parameters_of(torch.bfloat16), optim, seed=3)
+    take_steps(parts, 4)
+    saved = {key: x.clone() for key, x in parts.state_dict().items()}
+    monkeypatch.setattr(loop, "has_remainder", lambda p: False)
+    monkeypatch.setattr(low_memory, "CHUNK", 1 << 20)
+    whole = Optimizer(parameters_of(torch.bfloat16), optim, seed=3)
+    take_steps(whole, 4)
+    for name, p in whole.parameters.items():
+        assert torch.equal(p, parts.parameters[name]), name
+    other = Optimizer({name: nn.Parameter(p.detach().clone()) for name, p in parts.parameters.items()}, optim, seed=3)
+    other.load_state_dict(saved)  # a checkpoint of a GPU where masters are whole, and back
+    assert ("remainder.layer.weight" in saved) is not optim.bf16_stochastic_round
+    for key, x in whole.state_dict().items():
+        assert torch.equal(x, other.state_dict()[key]), key
+    monkeypatch.setattr(loop, "has_remainder", lambda p: p.dtype == torch.bfloat16 and p.numel() > 1024)
+    back = Optimizer(parts.parameters, optim, seed=3)
+    back.load_state_dict(whole.state_dict())
+    for key, x in saved.items():
+        assert torch.equal(x, back.state_dict()[key]), key
+
+
+def test_a_master_in_two_parts_is_joined_again_but_for_the_last_bit_of_a_tie():
+    x = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)) * torch.logspace(-40, 38, 1 << 16)
+    x = torch.cat(
+        [
+            x[x.view(torch.int32) & 0xFFFF != 1 << 15],
+            torch.tensor([0.0, -0.0, math.inf, -math.inf, 3.4e38, 1 + 1 / 256, -1 - 3 / 256]),
+        ]
+    )
+    stored, remainder = split(x)
+    apart = (join(stored, remainder).view(torch.int32) - x.view(torch.int32)).abs()
+    assert torch.equal(stored, x.bfloat16()) and remainder.dtype == torch.int16
+    assert apart[:-2].max() == 0 and apart[-2:].tolist() == [1, 0]  # 1 + 1/256 is midway, and its even neighbour is below

@@ -226,7 +226,7 @@ def test_memory_that_does_not_suffice_in_a_real_run_leaves_a_checkpoint(job, tmp
     whole = training.learn
 
     def learn(*given):
-        if next(steps) == 3:
+        if next(steps) >= 3:  # also in micro-batches of half the tokens
             torch.empty(1 << 60)
         return whole(*given)
 

@@ -63,14 +63,20 @@ def answered(state: dict[str, Any], fault: str, message: Any) -> Iterator[list[A
         yield ["done"]
         return
     if log := os.environ.get("PSIGRAD_TEST_LOG"):
+        what = names_in(arguments[0]) if name in ("choose", "load", "compare") else arguments if name == "rest" else ""
         with open(log, "a") as file:
-            file.write(f"{name} {names_in(arguments[0]) if name in ('choose', 'load', 'compare') else ''}\n")
+            file.write(f"{name} {what}\n")
     texts = {"begin": arguments[:1], "settle": arguments[:1], "prompt_logprobs": arguments[0] if arguments else ()}.get(name, ())
     if too_long := [len(given) for given in texts if len(given) >= state["room"]]:  # a token is written behind it
         yield ["failed", f"maximum context length is {state['room']} tokens, and the prompt contains {too_long[0]}"]
     elif name == "sample":
         assert state["at"] == "settle"
         yield from sampled(state, fault, *arguments)
+    elif name == "rest":
+        assert state["at"] == "settle" and not state["flight"]
+        if arguments[0] == 2:
+            state["weights"] = {"dropped": np.zeros(1)}  # what is sampled now is another completion
+        yield ["done"]
     elif name == "prompt_logprobs":
         yield ["logprobs", text(np.zeros(sum(map(len, arguments[0])) - len(arguments[0]), np.float32))]
     else:

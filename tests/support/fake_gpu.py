@@ -17,6 +17,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 DEVICE = torch.device("cuda:0")
+# Operations whose result the host waits for, besides copies to it.
+WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "repeat_interleave"}
+
+
+def on_read() -> None:
+    """Called where the host waits for the device."""
+
+
 # What may read a tensor of the host beside one of the device: copies, and places.
 MEETING = {"copy_", "index", "index_put", "index_put_", "_index_put_impl_"}
 
@@ -43,6 +51,8 @@ class OnDevice(Tensor):
         strangers = [x for x in tensors if not isinstance(x, OnDevice) and x.dim()]
         if strangers and name not in MEETING:
             raise RuntimeError(f"{func}: a tensor of the host, {tuple(strangers[0].shape)}, beside one of the GPU")
+        if name in WAITS or (name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1])):
+            on_read()
         known = {id(x.held): x for x in tensors if isinstance(x, OnDevice)}
         arguments, named = pytree.tree_map_only(OnDevice, lambda x: x.held, (args, kwargs or {}))
         if name == "histc":  # the host has it for floats alone
@@ -75,6 +85,7 @@ class OnDevice(Tensor):
         return self
 
     def tolist(self) -> Any:
+        on_read()
         return self.held.tolist()
 
     def numpy(self, *_: Any, **__: Any) -> Any:
@@ -103,7 +114,10 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.held.clone() if isinstance(x, OnDevice) else OnDevice(x.detach().clone())
+        if isinstance(x, OnDevice):
+            on_read()
+            return x.held.clone()
+        return OnDevice(x.detach().clone())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:

@@ -47,13 +47,14 @@ def count_collectives() -> tuple[Counter, Counter, Counter]:
     return calls, sizes, seconds
 
 
-def main(world: World, folder: str, out: str, budgets: str, prompts: str = "24") -> None:
-    """Write `out`: for each budget of a micro-batch, a step of SFT of the same rows."""
+def main(world: World, folder: str, out: str, budgets: str, prompts: str = "24", once: str = "") -> None:
+    """Write `out`: for each budget of a micro-batch, a step of SFT of the same rows. Shards may reduce their gradients `once`."""
     counted = calls, sizes, spent = count_collectives()
     found = []
     for budget in map(int, budgets.split(",")):
         model, _ = load(CASES["sft"], Path(folder), world)
-        optimizer, count = Optimizer(model.trainable(), Optim(), world=world), []
+        reduces = model.root.set_requires_gradient_sync if once else None
+        optimizer, count = Optimizer(model.trainable(), Optim(), world=world, reduces=reduces), []
         rank_gradients.BUDGET = budget
         losses = CASES["sft"].losses(CASES["sft"], world, model, None, groups_of(int(prompts)), "")
         timed = [_counting(loss, count) for loss in losses]
@@ -66,6 +67,8 @@ def main(world: World, folder: str, out: str, budgets: str, prompts: str = "24")
         weights = sum(p.numel() * p.element_size() for p in model.trainable().values())
         sent = {"calls": dict(calls), "bytes": dict(sizes), "spent": sum(spent.values())}
         found.append({"micro": len(count), "seconds": seconds, "weights": weights, **sent})
+        calls.clear()
+        found[-1] |= {"norm": optimizer.norm(), "norm calls": dict(calls)}
     if world.rank == 0:
         Path(out).write_text(json.dumps(found))
 

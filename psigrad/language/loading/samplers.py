@@ -51,6 +51,7 @@ def make(
             sampling.max_decode_batch,
             memory=sampling.vllm_memory,
             tensor_parallel_size=sampling.tensor_parallel_size,
+            device=sampling.vllm_device,
             sleep=sampling.vllm_sleep,
             longest=longest,
             readback=sampling.vllm_readback,

@@ -456,8 +456,8 @@ def token_stats(
     """
     linear: Any = head if type(head) is nn.Linear and head.bias is None else None
     plain = linear is not None
-    if plain and _on_gpu(hidden) and wanted.closed and len(ids):
-        _check_ids(ids, len(linear.weight))
+    if plain and _on_gpu(hidden) and wanted.closed and len(ids):  # `_check_ids` would wait for the GPU
+        torch._assert_async(((ids >= 0) & (ids < len(linear.weight))).all(), "A target is no token of the head.")
         sums = gradients.sums_for(linear.weight) or gradients.wide_sums_for(linear.weight)
         looked_at = wanted.accuracy, bool(wanted.entropy)
         logp, best, mixed = _RowLogProbs.apply(hidden, linear.weight, ids, wanted.temperature, sums, *looked_at)

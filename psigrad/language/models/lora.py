@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from psigrad.errors import UserError, kind_of, reason_of
-from psigrad.language.models.coded_linear import uncode_linears
+from psigrad.language.models.coded_linear import CodedLinear, uncode_linears
 from psigrad.language.models.towers import lora_exclusion
 
 if TYPE_CHECKING:
@@ -165,7 +165,9 @@ def with_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str) ->
         held.lora_dropout = lora.dropout
         try:
             with without_peft_warning():
-                wrapped: nn.Module = peft.PeftModel.from_pretrained(hf, saved, is_trainable=True, config=config)
+                wrapped: nn.Module = peft.PeftModel.from_pretrained(
+                    hf, saved, is_trainable=True, config=config, autocast_adapter_dtype=not _in_half(hf, lora)
+                )
         except (ValueError, RuntimeError, KeyError, OSError) as error:
             raise UserError(f"The adapter {str(saved)!r} does not fit its base: {reason_of(error)}.") from error
         check_untied(hf)
@@ -188,7 +190,7 @@ def with_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str) ->
     )
     try:
         with without_peft_warning():
-            wrapped = peft.get_peft_model(hf, config)
+            wrapped = peft.get_peft_model(hf, config, autocast_adapter_dtype=not _in_half(hf, lora))
     except ValueError as error:
         layers = sorted({name.rpartition(".")[2] for name, module in hf.named_modules() if isinstance(module, nn.Linear)})
         raise UserError(
@@ -197,6 +199,16 @@ def with_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str) ->
         ) from error
     check_untied(hf)
     return wrapped
+
+
+def _in_half(hf: PreTrainedModel, lora: Lora) -> bool:
+    """Return True if an adapter is in bfloat16 as its base is: on a GPU.
+
+    A float32 adapter casts the input of every layer and its own output, which takes a tenth of a step. The optimiser has float32
+    masters of it. The lengths of DoRA need float32, and layers in codes have no type.
+    """
+    coded = any(isinstance(module, CodedLinear) for module in hf.modules())
+    return hf.device.type == "cuda" and hf.dtype == torch.bfloat16 and not lora.dora and not coded
 
 
 def check_untied(network: Any) -> None:

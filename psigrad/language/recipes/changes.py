@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from psigrad.errors import UserError, nearest
+from psigrad.language.training.loss_sums import SETTING
 from psigrad.runs.callbacks import PARTS
 
 R = TypeVar("R")
@@ -17,6 +18,8 @@ def with_changes(run: R, changes: Mapping[str, Any]) -> R:
     made: Any = run
     for name, value in changes.items():
         head, _, rest = name.partition(".")
+        if name == SETTING:  # memory ran out in larger micro-batches; a resumed run may be given smaller ones
+            value = min(value, made.config.micro_batch_tokens)
         if head in PARTS:
             made = _with_part(made, head, rest, value)
             continue

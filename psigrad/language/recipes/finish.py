@@ -47,7 +47,9 @@ Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig
 def optimizer_of(model: LanguageModel | ScalarModel, config: Config, world: World = ALONE) -> Optimizer:
     """Return the optimiser of the model's trainable weights."""
     recompute = config.model.gradient_checkpointing
-    return Optimizer(model.trainable(), config.optim, recompute=recompute, world=world, seed=config.run.seed)
+    root: Any = model.root
+    reduces = root.set_requires_gradient_sync if config.placement.reduce_once and root is not None else None
+    return Optimizer(model.trainable(), config.optim, recompute=recompute, world=world, seed=config.run.seed, reduces=reduces)
 
 
 def train_on_rows(

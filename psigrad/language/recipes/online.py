@@ -183,14 +183,17 @@ def annotators_of(reference: LanguageModel | Teacher | None) -> list[Annotator]:
 
 @contextlib.contextmanager
 def executor_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterator[Executor | None]:
-    """Yield threads that collect during training steps, if a cluster samples and `lag` is above 0.
+    """Yield threads that collect during training steps, if others sample than the trainer and `lag` is above 0.
 
-    There is one thread for each collection under way, but only one if environments play.
+    On a cluster there is one thread for each collection under way, but only one if environments play. An engine on another GPU
+    has one version of the weights, so it has one thread. Several processes would exchange messages in that thread and in the
+    step at once, and the log-probs of a filtered draw need the trainer: there it does not overlap.
     """
-    if not (sampler.central and config.lag and world.rank == 0):
+    beside = sampler.overlaps and world.size == 1 and not config.sampling.filtered
+    if not ((sampler.central or beside) and config.lag and world.rank == 0):
         yield None
         return
-    threads = ThreadPoolExecutor(1 if config.plays else config.lag + 1, "collector")
+    threads = ThreadPoolExecutor(1 if config.plays or beside else config.lag + 1, "collector")
     try:
         yield threads
     finally:

@@ -127,6 +127,9 @@ class Sampler(ABC):
     central: bool = False
     """True if one process samples for all processes that train together, instead of each sampling its share."""
 
+    overlaps: bool = False
+    """True if it samples on devices that the trainer does not use, so that with a lag it may sample during training steps."""
+
     @abstractmethod
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None

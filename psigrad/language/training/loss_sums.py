@@ -1,15 +1,24 @@
-"""Sums of losses and their terms over the micro-batches of an optimiser step."""
+"""The micro-batches of an optimiser step: sums of their losses and terms, and a repeat in smaller ones if memory runs out."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from psigrad.objective import Loss
+from psigrad.optim.optimizer import Optimizer, PassOutOfMemoryError, is_out_of_memory
 from psigrad.processes.parallel.world import ALONE, World, sum_figures
+
+R = TypeVar("R")
+T = TypeVar("T")
+SETTING = "micro_batch_tokens"
+# Micro-batches of fewer tokens save no memory worth the time.
+LEAST = 16
 
 
 class LossSums:
@@ -39,7 +48,10 @@ class LossSums:
     def end_step(self, norms: list[float] | None) -> None:
         """End an optimiser step with these gradient norms, None if one was not finite."""
         self.steps += 1
-        self.last, self._now = sum_figures(self.world, {name: float(term) for name, term in self._now.items()}), {}
+        terms, self._now = self._now, {}
+        where = next((term.device for term in terms.values()), None)
+        values = torch.stack([term.to(where) for term in terms.values()]).tolist() if terms else []
+        self.last = sum_figures(self.world, dict(zip(terms, values, strict=True)))
         for name, value in self.last.items():
             self._total[name] = self._total.get(name, 0.0) + value
         if norms is not None:
@@ -52,3 +64,37 @@ class LossSums:
         for name, norms in zip(("grad_norm", "critic/grad_norm"), zip(*self.norms, strict=True), strict=False):
             figures[name] = math.fsum(norms) / len(norms)
         return figures
+
+
+def within_memory(
+    run: R, optimizers: list[Optimizer], learn: Callable[[R], T], changes: dict[str, Any]
+) -> tuple[T, dict[str, Any], dict[str, str]]:
+    """Return (`learn(run)`, the run's `changes`, notes). If memory runs out in a pass, repeat it in smaller micro-batches.
+
+    They have half the tokens, which changes no gradient beyond rounding: the step is that of a run of this size. The size is then
+    among the changes, so that later steps and a resumed run use it.
+
+    Raise the error if a weight has changed, if the smallest size is not enough, or if only this one of several processes failed.
+    """
+    given: Any = run
+    notes: dict[str, str] = {}
+    before = sum(optimizer.updates for optimizer in optimizers)
+    while True:
+        try:
+            return learn(given), changes, notes
+        except Exception as error:
+            size, common = getattr(given.config, SETTING), given.world.size == 1 or isinstance(error, PassOutOfMemoryError)
+            moved = sum(optimizer.updates for optimizer in optimizers) != before
+            if not (common and is_out_of_memory(error)) or moved or size < 2 * LEAST:
+                raise
+        # Outside the handler: the error's frames hold the activations of the pass.
+        for optimizer in optimizers:
+            optimizer.clear()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        given = replace(given, config=replace(given.config, **{SETTING: size // 2}))
+        changes = {**changes, SETTING: size // 2}
+        notes[f"micro_batches_of_{size // 2}"] = (
+            f"A pass of {size:,} tokens ran out of memory, so the step is repeated with {SETTING}={size // 2}, which changes no "
+            "gradient. The run keeps that size."
+        )

@@ -304,15 +304,17 @@ def each_once(world: World, parts: Sequence[P], of: Callable[[P], T]) -> list[T]
     return [every[i % len(every)][i // len(every)] for i in range(len(parts))]
 
 
-def sum_gradients(world: World, parameters: Sequence[Tensor]) -> None:
+def sum_gradients(world: World, parameters: Sequence[Tensor], failed: bool = False) -> bool:
     """Replace each gradient by its sum over the ranks, computed in at least float32.
 
-    A parameter without a gradient on any rank keeps none, so that the optimizer does not decay it. If only some ranks have one,
-    the others add zeros. Small gradients are sent together.
+    If a rank `failed`, return True on all ranks and sum nothing. A parameter without a gradient on any rank keeps none, so that
+    the optimizer does not decay it. If only some ranks have one, the others add zeros. Small gradients are sent together.
     """
     if world.size == 1 or not parameters:
-        return
-    counts = world.all_reduce(torch.tensor([float(p.grad is not None) for p in parameters])).tolist()
+        return False
+    *counts, failures = world.all_reduce(torch.tensor([*(float(p.grad is not None) for p in parameters), float(failed)])).tolist()
+    if failures:
+        return True
     learns = [p for p, count in zip(parameters, counts, strict=True) if count]
     for bucket in _buckets(learns):
         for p in bucket:
@@ -327,6 +329,7 @@ def sum_gradients(world: World, parameters: Sequence[Tensor]) -> None:
         flat = world.all_reduce(torch.cat([g.flatten().to(wide) for g in gradients]))
         for g, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             g.copy_(part.view_as(g))
+    return False
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:

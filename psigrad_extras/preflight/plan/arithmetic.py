@@ -15,11 +15,19 @@ from psigrad_extras.preflight.plan.shape import Shape
 
 Config = OnlineConfig | SFTConfig | PreferenceConfig | RewardConfig
 # The shares of the matrix-product peak that training and decoding reach, and of the bandwidth that decoding reaches. Those of a
-# CPU were measured from W0 (0.44 to 0.6 of decoding's) to SmolLM2-135M (0.8), and those of a GPU are common values.
+# CPU were measured from W0 (0.44 to 0.6 of decoding's) to SmolLM2-135M (0.8). Those of a GPU are usual for products alone.
 # tests/extras/preflight/test_published.py compares them with published runs.
-REACHED = {"cpu": (0.7, 0.55, 1.0), "cuda": (0.4, 0.3, 0.6)}
+REACHED = {"cpu": (0.7, 0.55, 1.0), "cuda": (0.5, 0.3, 0.6)}
 # The share of training's that a mixture of experts reaches, since its products are small and uneven. Fitted on one published run.
 EXPERTS = 0.25
+# The work of a GPU besides products, where transformers' modules compute: the kernels that a layer launches for a micro-batch,
+# forward and backward, and their bytes, as multiples of what `Terms.estimate` keeps. They were counted on Qwen3's layer by a
+# TorchDispatchMode. An adapter adds half as many kernels.
+KERNELS, MOVED, ADAPTED = (56, 123), (5, 11), 1.5
+# The seconds of a launch by Python and of one in a recorded graph, and the share of the bandwidth that elementwise kernels reach.
+LAUNCH, RECORDED, MOVING = 8e-6, 4e-6, 0.7
+# The bytes that AdamW reads and writes for a parameter, and those that log-probs move for a logit, forward and backward.
+STEPPED, LOGIT = 28, 38
 # The seconds of a decoding step of vLLM that do not depend on the model: the scheduler, the sampler, the launches.
 STEP = 0.004
 # The time to decode one quantised number on a CPU, in FLOPs at the peak for bfloat16: of 4 bits, of a GGUF file, and of 8 bits.
@@ -210,6 +218,12 @@ class StepCost:
     experts: bool = False
     unpacking: float = 0.0
     """The time to decode quantised matrices, in FLOPs."""
+    launching: tuple[float, float] = (0.0, 0.0)
+    """The seconds in which a GPU launches the kernels of sampling, and those of the passes and of training."""
+    moved: float = 0.0
+    """The bytes that a GPU moves in training besides products."""
+    stepped: float = 0.0
+    """The bytes that a GPU moves in optimiser steps."""
 
     @property
     def flops(self) -> float:
@@ -229,13 +243,35 @@ class StepCost:
         decoding = work.rounds if self.sampling else 0
         return replace(self, unpacking=flops * (decoding + 2 * work.micro_batches * work.updates))
 
-    def seconds(self, machine: Machine) -> float:
-        """Return the seconds of a step at the measured shares of the peak. Decoding is not faster than reading the weights."""
+    def phases(self, machine: Machine) -> dict[str, float]:
+        """Return the seconds of each phase at the measured shares of the peak.
+
+        Decoding is not faster than reading the weights. Small kernels take the time of their launches.
+        """
         training, decoding, reading = REACHED[machine.kind]
         training *= EXPERTS if self.experts else 1
-        sampling = max(self.sampling / (decoding * machine.peak), self.read / (reading * machine.bandwidth))
+        sampling = max(self.sampling / (decoding * machine.peak), self.read / (reading * machine.bandwidth)) + self.launching[0]
         computing = (self.passes + self.training) / training + self.unpacking
-        return sampling + self.waiting + computing / machine.peak
+        moving = MOVING * machine.bandwidth
+        passes = computing / machine.peak + self.moved / moving + self.launching[1]
+        return {"sampling": sampling + self.waiting, "training": passes, "optimizer": self.stepped / moving}
+
+    def seconds(self, machine: Machine) -> float:
+        """Return the seconds of a step."""
+        return sum(self.phases(machine).values())
+
+    def on_gpu(self, work: Work, policy: Shape, *, frozen: bool, recompute: bool, learns: int) -> StepCost:
+        """Return the cost with the launches and the bytes beside products, where transformers' modules compute."""
+        forward = work.fresh + work.passes * recompute + work.reference + work.old_pass + work.critic * (1 + work.passes)
+        backward = work.passes * (1 + work.critic)
+        kernels = policy.layers * (KERNELS[0] * forward + KERNELS[1] * backward) * (ADAPTED if frozen else 1)
+        decodes = work.samples and not work.engine
+        decoding = work.rounds * policy.layers * KERNELS[0] * RECORDED if decodes else 0.0
+        kept = 2 * (6 * policy.hidden + 4 * policy.query + 3 * policy.key + 4 * policy.inner)
+        moved = policy.layers * kept * work.tokens * (MOVED[0] * forward + MOVED[1] * backward)
+        moved += LOGIT * policy.vocabulary * work.passes * work.rows * work.trained * work.lengths.completion
+        launching = (decoding, kernels * work.minibatches * work.micro_batches * LAUNCH)
+        return replace(self, launching=launching, moved=moved, stepped=float(STEPPED * learns * work.updates))
 
 
 def cost_of(work: Work, policy: Shape, *, frozen: bool, recompute: bool, weight_bytes: int, cache_bytes: float) -> StepCost:

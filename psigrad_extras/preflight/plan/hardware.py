@@ -75,6 +75,13 @@ def named_gpu(name: str, dtype: str) -> Machine:
     return Machine("cuda", memory * 10**9, tflops * 1e12 / (1 if dtype == "bfloat16" else 2), bandwidth * 1e12)
 
 
+def nominal(name: str, dtype: str) -> tuple[float, float]:
+    """Return (FLOP/s, bytes/s) of a GPU by the name that its driver gives; of an H100 for one that is not in the table."""
+    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    known = named_gpu(max((gpu for gpu in GPUS if gpu.replace("-", "") in plain), key=len, default="h100"), dtype)
+    return known.peak, known.bandwidth
+
+
 def machine(
     device: str,
     dtype: str,
@@ -103,7 +110,7 @@ def machine(
         except (RuntimeError, AssertionError) as error:  # such as cuda:7 with two devices
             raise UserError(f"device is {device!r} and this machine has {torch.cuda.device_count()} CUDA devices.") from error
     if not measure:
-        return Machine(device, size)
+        return Machine(device, size, *(nominal(torch.cuda.get_device_name(device), dtype) if device != "cpu" and here else ()))
     peak, bandwidth = _speed(device, dtype, threads, roughly) if here else (0.0, 0.0)
     if tflops:
         # Assume the bandwidth of the GPU in the table with the nearest speed; for a CPU, one byte in the time of 10 operations.

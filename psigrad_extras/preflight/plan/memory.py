@@ -150,7 +150,7 @@ SLACK = {"cpu": 0.2, "returned": 0.0, "cuda": 0.1}
 BLOCKS = {"cpu": (7.5, 0.25), "cuda": (0.0, 0.0)}
 # Float32 copies of a chunk of logits that the backward pass of its log-probs needs at once; entropy needs two more.
 CHUNKS = 5
-KEPT = "kept from sampling"
+KEPT, COPY = "kept from sampling", "sampling copy"
 # The share of the freed activations of sampling that a critic's larger blocks fit into. Fitted on PPO in four shapes.
 REFILLED = 0.25
 
@@ -183,11 +183,11 @@ class ModelRole:
     coarse: int = 0
     recomputed: int = 0
     copied: bool = True
-    """True if gradients of half-precision weights are copied to float32 for the optimiser; the kernels read them uncopied."""
+    """True if gradients of half-precision weights are copied to float32 for the optimiser; AdamW reads them uncopied."""
     several: bool = False
     """True if several passes accumulate a gradient, which is then in float32 for half-precision weights."""
-    bare: bool = False
-    """True if half-precision weights have no float32 masters."""
+    masters: int = 4
+    """The bytes that a half-precision weight's float32 master takes beside it: 2 for its lower half, 0 if there is none."""
     saved: float = 0.0
     """The bytes saved by quantized weights."""
 
@@ -204,7 +204,7 @@ class ModelRole:
         each = 4 if half and self.several else width + 4 * (half and self.copied)
         note = count(stored) + (f", {count(self.recomputed)} recomputed" if self.recomputed else "")
         found.append(MemoryItem(f"{self.name}: gradients", stored * each, "held", note))
-        coarse, masters = min(self.coarse, learns), 0 if self.bare else 4 * half
+        coarse, masters = min(self.coarse, learns), self.masters * half
         moments = learns * (8 + masters) - coarse * (8 - 2.03125)  # a scale of 4 bytes for 256 of each moment
         note = ("two moments of 8 bits" if coarse else "two moments") + (" and float32 masters" if masters else "")
         found.append(MemoryItem(f"{self.name}: optimizer", moments, "held", note))
@@ -432,9 +432,9 @@ def roles_of(
     return found + [ModelRole(f"reward model {name}", shape.scalar_parameters, 0, policy.width) for name, shape in rewards]
 
 
-def sharded_items(parts: list[ModelRole], policy: Shape, ranks: int, samples: bool) -> Iterator[MemoryItem]:
+def sharded_items(parts: list[ModelRole], policy: Shape, ranks: int, samples: bool, once: bool) -> Iterator[MemoryItem]:
     """Yield the items of one of `ranks` processes with sharded models: its shards, the layers gathered while it computes, and the
-    full copy for sampling.
+    full copy for sampling. Gradients that are reduced `once` in a step are whole until then.
     """
     for part in parts:
         for item in part.items():
@@ -445,8 +445,10 @@ def sharded_items(parts: list[ModelRole], policy: Shape, ranks: int, samples: bo
     yield MemoryItem("whole weights", width * (ends + 2 * layer), "train", "embedding, head, the layer at work and the next")
     learns = parts[0].learns > 0
     yield MemoryItem("whole gradients", learns * (width + 4) * (ends + layer), "train", "of the same, before they are summed")
+    if once:
+        yield MemoryItem("gradients of a step", 4 * (parts[0].adapter or parts[0].learns), "train", "whole, on each process")
     if samples:
-        yield MemoryItem("sampling copy", width * policy.parameters, "weights", "whole, on each process")
+        yield MemoryItem(COPY, width * policy.parameters, "weights", "whole, on each process")
 
 
 def by_weights(parameters: float, *, critic: bool, width: int = 2) -> dict[str, float]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from psigrad.config import OnlineConfig, Placement
 from psigrad.language.models.backbone import DTYPES
-from psigrad_extras.preflight.plan.arithmetic import Config, Lengths, StepCost, cost_of
+from psigrad_extras.preflight.plan.arithmetic import Config, Lengths, cost_of
 from psigrad_extras.preflight.plan.hardware import Machine
 from psigrad_extras.preflight.plan.memory import BASELINE, MemoryItem, ModelRole, PeakMemory, engine_item
 from psigrad_extras.preflight.plan.predict import MARGIN, Plan, predict
@@ -98,13 +98,15 @@ def _split(
     config: Any, lengths: Lengths, machine: Machine, division: tuple[int, int, Any], network: float, dataset: int
 ) -> Split:
     trainers, samplers, strategy = division
-    placement = Placement(processes=trainers, strategy=strategy, cluster="auto" if samplers else "")
+    once = strategy == "fsdp" and config.placement.reduce_once
+    placement = Placement(processes=trainers, strategy=strategy, cluster="auto" if samplers else "", reduce_once=once)
     placed = replace(config, placement=placement)
     plan = predict(placed, lengths, machine, dataset=dataset, quick=True)
     weights = DTYPES[config.model.dtype].itemsize * plan.policy.parameters
-    training = _seconds(replace(plan.cost, sampling=0.0, read=0.0, waiting=0.0), machine) + _messages(plan, trainers, network)
+    phases = plan.cost.phases(machine) if machine.peak else dict.fromkeys(("sampling", "training", "optimizer"), 0.0)
+    training = phases["training"] + phases["optimizer"] + _messages(plan, trainers, network)
     if not samplers:
-        sampling = _seconds(replace(plan.cost, passes=0.0, training=0.0), machine)
+        sampling = phases["sampling"]
         copies = weights / network if strategy == "fsdp" else 0.0  # the full copy that each samples with
         if plan.work.engine:
             copies += weights / PUBLISHED
@@ -113,7 +115,7 @@ def _split(
     other = predict(alone, lengths, machine, dataset=dataset, quick=True)
     caching = sum(item.bytes for item in other.memory.items if item.name == "KV cache")
     cost = cost_of(other.share, plan.policy, frozen=True, recompute=False, weight_bytes=weights, cache_bytes=caching)
-    sampling = _seconds(replace(cost, passes=0.0, training=0.0), machine)
+    sampling = cost.phases(machine)["sampling"] if machine.peak else 0.0
     peak, starved = _sampler_memory(other, weights)
     publishing = weights / min(network, PUBLISHED)
     return Split(trainers, samplers, strategy, plan, peak, sampling, training, publishing, starved)
@@ -149,11 +151,8 @@ def _messages(plan: Plan, ranks: int, network: float) -> float:
     if config.placement.strategy == "ddp":
         return work.updates * 2 * share * 4 * learns / network
     passes = work.updates * plan.share.micro_batches
-    return passes * (1 - HIDDEN) * share * (2 * width * plan.policy.parameters + 4 * learns) / network
-
-
-def _seconds(cost: StepCost, machine: Machine) -> float:
-    return cost.seconds(machine) if machine.peak else 0.0
+    reduced = work.updates if config.placement.reduce_once else passes
+    return (1 - HIDDEN) * share * (passes * 2 * width * plan.policy.parameters + reduced * 4 * learns) / network
 
 
 def smallest(config: Config, lengths: Lengths, machine: Machine, most: int = 1024) -> int:

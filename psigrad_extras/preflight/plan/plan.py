@@ -7,9 +7,10 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from psigrad import redaction
+from psigrad.config import OnlineConfig
 from psigrad.errors import UserError
 from psigrad.intervals import detectable_gain
 from psigrad.kernels.kernels import kernels
@@ -20,12 +21,13 @@ from psigrad.records.report.terminal import show_size
 from psigrad.runs.machine import device as device_of
 from psigrad_extras.preflight.plan.arithmetic import REACHED, Config
 from psigrad_extras.preflight.plan.hardware import machine, named_gpu
-from psigrad_extras.preflight.plan.memory import count
+from psigrad_extras.preflight.plan.memory import COPY, count
 from psigrad_extras.preflight.plan.placements import ASSUMED, Split, smallest, splits
 from psigrad_extras.preflight.plan.predict import ALL, MARGIN, Plan, filling, lengths_of, predict
 from psigrad_extras.preflight.settings import PlanConfig
 
 SMALL, HOUR = 50_000_000, 3600
+SAMPLERS: tuple[Literal["embedded", "vllm"], ...] = ("embedded", "vllm")
 DEFAULT_PROMPTS = 64
 """The number of held-out prompts if the settings do not give it and the dataset has ten times as many."""
 
@@ -59,16 +61,29 @@ def warning(config: Config) -> str:
         device = device_of(config.run)
         here = machine(device, config.model.dtype, measure=False)
         lengths, _, _ = lengths_of(config, read=False)
-        if predict(config, lengths, here, quick=True).fits:  # an upper bound: plain PyTorch keeps more than the kernels
+        made = predict(config, lengths, here, quick=True)
+        if made.fits:  # an upper bound: plain PyTorch keeps more than the kernels
             return ""
         made = predict(config, lengths, here)
-        return "" if made.fits else _sentence(made)
     except ValueError:
         return ""  # wrong settings: the run itself refuses them, with a better sentence
+    refuse_copies(made)
+    return "" if made.fits else _sentence(made)
+
+
+def refuse_copies(plan: Plan) -> None:
+    """Raise `UserError` if each process samples with a whole copy of the model that does not fit beside its shard."""
+    copy = sum(item.bytes for item in plan.memory.items if item.name == COPY)
+    least = sum(item.bytes for item in plan.memory.items if item.phase == "weights")
+    if copy and least > plan.machine.memory:
+        raise UserError(
+            f"Each process samples with a whole copy of the model: {show_size(copy)} beside its shard, and a device has "
+            f"{show_size(plan.machine.memory)}. Use sampling.sampler=vllm with sampling.tensor_parallel_size."
+        )
 
 
 def warn(config: Config) -> None:
-    """Print the warning on stderr, if there is one."""
+    """Print the warning on stderr, if there is one. Raise `UserError` for sampling copies that cannot fit."""
     if line := warning(config):
         redaction.say(line)
 
@@ -219,9 +234,25 @@ def _speed(plan: Plan) -> list[str]:
         f"{seconds(plan.seconds)}, at {tera(plan.machine.peak)} TFLOP/s of matrix products ({training:.0%} of it while "
         f"training, {decoding:.0%} while decoding)"
     ]
+    lines.append("phases     " + ", ".join(f"{name} {seconds(value)}" for name, value in plan.phases.items()))
     if plan.work.steps:
         lines.append(f"           {seconds(plan.seconds * plan.work.steps)} for the run, without evaluation")
+    if sampling := samplers(plan):
+        best = min(sampling, key=lambda name: sampling[name])
+        lines.append(f"samplers   {', '.join(f'{name} {seconds(value)}' for name, value in sampling.items())}; {best} is faster")
     return lines
+
+
+def samplers(plan: Plan) -> dict[str, float]:
+    """Return the seconds of sampling by psigrad's sampler and by vLLM on a GPU; nothing for other samplers and devices."""
+    config = plan.config
+    if plan.machine.kind == "cpu" or not isinstance(config, OnlineConfig) or config.sampling.sampler not in SAMPLERS:
+        return {}
+    found: dict[str, float] = {}
+    for name in SAMPLERS:
+        other = replace(config, sampling=replace(config.sampling, sampler=name))
+        found[name] = predict(other, plan.work.lengths, plan.machine, dataset=plan.work.dataset, quick=True).phases["sampling"]
+    return found
 
 
 def _ways(plan: Plan) -> list[str]:
@@ -350,6 +381,8 @@ def figures(plan: Plan) -> dict[str, Any]:
             "flops_per_step": plan.cost.flops,
             "peak_flops": plan.machine.peak,
             "seconds_per_step": plan.seconds,
+            "seconds_by_phase": plan.phases,
+            "seconds_of_sampling": samplers(plan) if plan.machine.peak else {},
             "tokens_per_second": plan.tokens_per_second,
         },
         "ways": [{"change": name, "peak": round(other.memory.peak), "fits": other.fits} for name, other in plan.ways],

@@ -39,6 +39,7 @@ from psigrad_extras.preflight.plan.arithmetic import (
 from psigrad_extras.preflight.plan.hardware import Machine
 from psigrad_extras.preflight.plan.memory import (
     AMONG_OTHERS,
+    COPY,
     KEPT,
     MemoryItem,
     ModelRole,
@@ -97,6 +98,11 @@ class Plan:
         return self.cost.seconds(self.machine) if self.machine.peak else 0.0
 
     @property
+    def phases(self) -> dict[str, float]:
+        """The seconds of each phase of a step; nothing if the machine's speed is unknown."""
+        return self.cost.phases(self.machine) if self.machine.peak else {}
+
+    @property
     def tokens_per_second(self) -> float:
         """The completion tokens per second."""
         return self.work.completion_tokens / self.seconds if self.seconds else 0.0
@@ -144,7 +150,7 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
     again = count_recomputed(policy, kept, head=not isinstance(config, RewardConfig))
     role = ModelRole("policy", policy.parameters, learns, width, adapter, 0, sum(again), *_summing(config, machine, work))
     parts = roles_of(
-        replace(role, **_frugal(config, policy, adapter or learns, coded)),
+        replace(role, **_frugal(config, policy, machine, adapter or learns, coded)),
         _reference(config, work, shaped),
         learning and (learning[0], sum(count_recomputed(*learning, head=False))),
         [(Path(path).name, shaped(path)) for path in getattr(config, "reward_model", ())],
@@ -157,6 +163,7 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
     items = _with_codes(items, policy, width, coded) if coded else items
     done = _as_kept(config, work, items, kept_size(work, policy, kept) / PLAIN if quick and cpu else 0.0)
     cost = _cost(config, done, policy, cache_bytes(work, policy, kept, width), coded if cpu else 0)
+    cost = cost if cpu else cost.on_gpu(done, policy, frozen=bool(rank), recompute=recompute, learns=adapter or learns)
     gives_back = recompute and cpu
     beside_head = head_slack(work, policy, width, machine.kind) if head and not gives_back else 0.0
     return Plan(
@@ -202,7 +209,8 @@ def _models(config: Config, parts: list[ModelRole], policy: Shape, work: Work) -
         # vLLM takes weights from shards, but the policy's log-probs of a filtered sample need a full copy.
         filtered = isinstance(config, OnlineConfig) and config.sampling.filtered
         copied = work.samples and (filtered or not work.engine)
-        items = list(sharded_items(parts, policy, placement.processes // placement.dp_replicate_size, copied))
+        ranks = placement.processes // placement.dp_replicate_size
+        items = list(sharded_items(parts, policy, ranks, copied, placement.reduce_once))
     else:
         items = [item for part in parts for item in part.items()]
     others = AMONG_OTHERS[placement.strategy]
@@ -212,7 +220,9 @@ def _models(config: Config, parts: list[ModelRole], policy: Shape, work: Work) -
 def _summing(config: Config, machine: Machine, work: Work) -> tuple[bool, bool]:
     """Return (True if half-precision gradients are copied before the step, True if several passes are summed)."""
     several = work.micro_batches > 1 or config.placement.processes > 1
-    return adamw_kernels(DTYPES[config.model.dtype], machine.device) is None, several
+    kernels = adamw_kernels(DTYPES[config.model.dtype], machine.device) is not None
+    adamw = config.optim.optimizer in ("adamw", "adamw_8bit")
+    return not (adamw and (kernels or machine.kind == "cuda" or config.optim.bf16_stochastic_round)), several
 
 
 def _cost(config: Config, done: Work, policy: Shape, caching: float, coded: int) -> StepCost:
@@ -240,12 +250,15 @@ def _with_codes(items: list[MemoryItem], policy: Shape, width: int, coded: int) 
     ]
 
 
-def _frugal(config: Config, policy: Shape, learns: int, coded: int) -> dict[str, Any]:
-    """Return the memory savings of a `ModelRole`: 8-bit moments except for embeddings, no masters, `coded` quantised weights."""
+def _frugal(config: Config, policy: Shape, machine: Machine, learns: int, coded: int) -> dict[str, Any]:
+    """Return the memory savings of a `ModelRole`: 8-bit moments except for embeddings, masters in two parts
+    or none, `coded` quantised weights.
+    """
     model, optim = config.model, config.optim
     coarse = learns - (0 if model.lora_rank else policy.vocabulary * policy.hidden) if optim.optimizer == "adamw_8bit" else 0
     saved = coded * (DTYPES[model.dtype].itemsize - CODED.get(model.quantize_base, 0.0))
-    return {"coarse": coarse, "bare": optim.bf16_stochastic_round and not model.lora_rank, "saved": saved}
+    masters = 2 if machine.kind == "cuda" and optim.optimizer in ("adamw", "adamw_8bit") and not model.lora_rank else 4
+    return {"coarse": coarse, "masters": 0 if optim.bf16_stochastic_round and not model.lora_rank else masters, "saved": saved}
 
 
 def _reference(config: Config, work: Work, shaped: Callable[[str], Shape]) -> Shape | None:
@@ -347,6 +360,8 @@ def _steps(plan: Plan) -> Iterator[tuple[str, Callable[[Any], Any]]]:
         more = round(min(0.9, work.engine + plan.starved / plan.machine.memory + 0.05), 2)
         for name, value in (("tensor_parallel_size", 2 * work.tensor), ("vllm_memory", more)):
             yield f"sampling.{name}={value}", partial(_with_sampling, **{name: value})
+    if any(item.name == COPY for item in plan.memory.items):
+        yield "sampling.sampler=vllm", partial(_with_sampling, sampler="vllm")
     if work.slots > 32 and not work.engine:
         yield "sampling.max_decode_batch=32", partial(_with_sampling, max_decode_batch=32)
     if not config.model.gradient_checkpointing:
@@ -381,13 +396,22 @@ def _with(config: Config, **settings: Any) -> Config:
 ALL = "all of these"  # changes, at once
 # The tokens of the largest and the smallest micro-batches to try if the settings leave the size to the device.
 MOST, LEAST = 1 << 16, 1 << 10
+SIZES = (MOST // LEAST).bit_length()
 
 
 def filling(config: Any, here: Machine) -> Any:
     """Return the settings with the largest micro-batches that fit on a machine.
 
-    The size is a power of two, so that a resumed run gets the same one if nearly as much memory is free.
+    On a GPU, gradient checkpointing is switched off if training is then faster, even in smaller micro-batches. The size is a
+    power of two, so that a resumed run gets the same one if nearly as much memory is free.
     """
     lengths, rows, _ = lengths_of(config)
-    tried = [replace(config, micro_batch_tokens=MOST >> n) for n in range((MOST // LEAST).bit_length())]
-    return next((one for one in tried if predict(one, lengths, here, dataset=rows).fits), tried[-1])
+    anew = config.model.gradient_checkpointing
+    found = []
+    for recompute in dict.fromkeys((anew and not here.peak, anew)):
+        tried = (replace(_with(config, gradient_checkpointing=recompute), micro_batch_tokens=MOST >> n) for n in range(SIZES))
+        plans = (predict(one, lengths, here, dataset=rows) for one in tried)
+        found += [next((plan for plan in plans if plan.fits), None)]
+    fitting = [plan for plan in found if plan is not None]
+    fastest = min(fitting, key=lambda plan: plan.cost.phases(here)["training"] if here.peak else 0.0, default=None)
+    return replace(config, micro_batch_tokens=LEAST) if fastest is None else fastest.config

@@ -81,7 +81,7 @@ def test_micro_batches_fill_the_memory_that_is_free(monkeypatch, capsys):
 
     def predict(config, lengths, here, dataset):
         asked.append((config.micro_batch_tokens, here.memory))
-        return SimpleNamespace(fits=config.micro_batch_tokens * 10 <= here.memory)
+        return SimpleNamespace(fits=config.micro_batch_tokens * 10 <= here.memory, config=config)
 
     planned = importlib.import_module("psigrad_extras.preflight.plan.predict")  # the package has a function of that name
     monkeypatch.setattr(planned, "predict", predict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 
@@ -9,7 +10,9 @@ import pytest
 
 from psigrad import cli
 from psigrad.config import Model, OnlineConfig, Placement, Run, Sampling
+from psigrad.errors import UserError
 from psigrad_extras.preflight import plan
+from psigrad_extras.preflight.plan import plan as command
 from psigrad_extras.preflight.plan.memory import AMONG_OTHERS
 from psigrad_extras.preflight.plan.placements import PUBLISHED, smallest, splits
 from psigrad_extras.preflight.plan.predict import _steps
@@ -60,6 +63,28 @@ def test_groups_that_hold_the_model_each_have_larger_shards(folder):
     for name in ("policy", "policy: gradients", "policy: optimizer"):
         assert named(groups)[name] == named(two)[name], name
     assert 4 * groups.share.rows == two.share.rows
+
+
+def test_copies_that_sample_and_do_not_fit_beside_the_shards_are_refused(folder):
+    config = replace(settings(folder), placement=Placement(processes=2, strategy="fsdp"))
+    items = plan.predict(config, LENGTHS, MACHINE, quick=True).memory.items
+    least = sum(item.bytes for item in items if item.phase == "weights")
+    for room, said in ((least, ""), (least - 1, r"whole copy of the model: .* Use sampling\.sampler=vllm")):
+        made = plan.predict(config, LENGTHS, replace(MACHINE, memory=room), quick=True)
+        with pytest.raises(UserError, match=said) if said else contextlib.nullcontext():
+            command.refuse_copies(made)
+    assert "sampling.sampler=vllm" in [name for name, _ in _steps(made)]
+
+
+def test_gradients_that_are_reduced_once_are_whole_on_each_process_and_travel_less(folder):
+    each, once = (
+        splits(replace(settings(folder), placement=Placement(reduce_once=once, strategy="fsdp"), micro_batch_tokens=64),
+               LENGTHS, MACHINE, 2, 1e6)
+        for once in (False, True)
+    )  # fmt: skip
+    each, once = (next(s for s in found if s.strategy == "fsdp" and not s.samplers) for found in (each, once))
+    assert named(once.plan)["gradients of a step"] == 4 * once.plan.policy.parameters
+    assert "gradients of a step" not in named(each.plan) and once.training < each.training
 
 
 def test_what_shards_refuse_is_no_advice(folder):

@@ -322,6 +322,17 @@ def test_eight_bit_moments_take_a_quarter(folder):
     assert small == pytest.approx(full * 2.03125 / 8 + embedding * (8 - 2.03125))
 
 
+@pytest.mark.parametrize(
+    ("optim", "budget", "each"), [(Optim(), 1 << 16, 2 + 10), (Optim(), 64, 4 + 10), (Optim(optimizer="muon"), 64, 4 + 12)]
+)
+def test_full_training_on_a_gpu_has_16_bytes_a_parameter(optim, budget, each, folder):
+    """Beside a weight of 2 bytes: the gradient of one pass or of several, two moments, and all of the master or its rest."""
+    model, gpu = Model(path=str(folder), dtype="bfloat16"), plan.Machine("cuda", 80 << 30)
+    config = OnlineConfig(model=model, run=Run(device="cuda"), optim=optim, micro_batch_tokens=budget)
+    made = plan.predict(config, LENGTHS, gpu, quick=True)
+    assert sum(named(made)[f"policy: {name}"] for name in ("gradients", "optimizer")) == each * made.policy.parameters
+
+
 def test_a_base_in_codes_is_neither_mapped_whole_nor_packed_again(folder):
     config = replace(settings(folder), model=replace(settings(folder).model, dtype="bfloat16", lora_rank=4))
     whole, coded = (

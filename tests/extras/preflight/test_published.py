@@ -9,10 +9,12 @@ from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from psigrad import cli
 from psigrad.config import Model, OnlineConfig, Run, Sampling, SFTConfig
+from psigrad.config.load import load
 from psigrad_extras.preflight import plan
 from psigrad_extras.preflight.plan import shape
 from psigrad_extras.preflight.plan.hardware import named_gpu
 from psigrad_extras.preflight.plan.placements import PUBLISHED, splits
+from psigrad_extras.preflight.plan.predict import filling
 from psigrad_extras.preflight.plan.shape import shape_of
 
 # NeMo RL 0.4, docs/about/performance-summary.md (github.com/NVIDIA-NeMo/RL, also docs.nvidia.com/nemo/rl/0.4.0): GRPO on
@@ -54,6 +56,16 @@ SHAPES = {
         tie_word_embeddings=False,
     ),
 }
+QWEN = Qwen3Config(
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=151936,
+    tie_word_embeddings=True,
+)
 PROMPT = 130
 # model, devices, devices that sample alone, of an engine, mean completion, seconds of a step
 RUNS = [
@@ -105,6 +117,18 @@ def seconds(run, tmp_path) -> tuple[float, float]:
 def test_a_step_takes_what_it_took_within_30_percent(run, tmp_path):
     planned, published = seconds(run, tmp_path)
     assert planned == pytest.approx(published, rel=0.3)
+
+
+def test_a_step_of_one_gpu_takes_what_was_measured_within_30_percent(tmp_path):
+    """docs/performance.md: the shape of Qwen3-0.6B, 16 prompts of 8 completions, 64 + 128 tokens, 2.2 s, of which 1.0 sample."""
+    QWEN.save_pretrained(tmp_path)
+    model = Model(path=str(tmp_path), dtype="bfloat16", gradient_checkpointing=True)
+    sizes = {"prompts_per_step": 16, "num_generations": 8, "micro_batch_tokens": 65536}
+    config = OnlineConfig(model=model, run=Run(device="cuda"), sampling=Sampling(max_completion_length=128), **sizes)
+    made = plan.predict(config, plan.Lengths(64, 128, 64, 128), named_gpu("h100", "bfloat16"))
+    assert made.seconds == pytest.approx(2.2, rel=0.3) and made.phases["sampling"] == pytest.approx(1.0, rel=0.1)
+    products = replace(made.cost, launching=(0.0, 0.0), moved=0.0)  # the control
+    assert products.seconds(made.machine) < 0.5
 
 
 def test_negative_control_every_expert_for_every_token_takes_too_long(monkeypatch, tmp_path):
@@ -183,10 +207,28 @@ def test_the_command_takes_a_gpu_by_name(tmp_path, capsys):
     assert cli.main([*arguments, "--device", "cuda", "--gpu", "h100", "--devices", "64"]) == 0
     out = capsys.readouterr().out
     assert "64 devices of 80 GB" in out and "Best:" in out
-    assert cli.main([*arguments, "--device", "cuda", "--gpu", "h100", "--vllm-memory", "0.1"]) == 0
+    assert cli.main([*arguments, "--device", "h100"]) == 0
+    out = capsys.readouterr().out
+    assert "phases     sampling " in out and "samplers   embedded " in out and "; vllm is faster" in out
+    assert cli.main([*arguments, "--device=h100", "--vllm-memory", "0.1"]) == 0
     out = capsys.readouterr().out
     assert "vLLM's share of it is too small" in out and "sampling.tensor_parallel_size=2" in out
     assert cli.main([*arguments, "--device", "cuda", "--gpu", "h1000"]) == 2
     assert "gpu is 'h1000'; known are" in capsys.readouterr().err
     assert cli.main([*arguments, "--device", "cpu", "--gpu", "h100"]) == 2
     assert "give --device cuda too" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("memory", "anew"), [(80, False), (30, False), (18, True)])
+def test_activations_are_recomputed_only_where_the_plan_needs_it(memory, anew, tmp_path):
+    """The shape of Qwen3-0.6B: without recomputing micro-batches are smaller, and faster while they hold thousands."""
+    QWEN.save_pretrained(tmp_path)
+    config = load(SFTConfig, flags={"device": "cuda", "path": str(tmp_path)})
+    gpu = replace(named_gpu("h100", "bfloat16"), memory=memory * 10**9)
+    found, lengths = filling(config, gpu), plan.lengths_of(config)[0]
+    assert found.model.gradient_checkpointing is anew and plan.predict(found, lengths, gpu).fits
+    least = replace(found, micro_batch_tokens=1024, model=replace(found.model, gradient_checkpointing=False))
+    small, best = (plan.predict(one, lengths, gpu).phases["training"] for one in (least, found))
+    assert best < small or not anew  # it would fit, in passes of so few tokens that their launches take longer
+    assert filling(config, replace(gpu, peak=0.0)).model.gradient_checkpointing  # with no speed to compare: the default
+    assert not filling(least if anew else found, gpu).model.gradient_checkpointing  # what is given stays

@@ -47,12 +47,11 @@ def test_an_engine_has_no_device_beyond_the_last(monkeypatch, device, count, fit
     """As the second of two ranks that would divide each engine among two GPUs, of which there are two."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    model = SimpleNamespace(device=torch.device(device))
     if fits:
-        vllm_backend._check(model, count, sleep=False)
+        vllm_backend._check(torch.device(device), count, sleep=False)
         return
     with pytest.raises(UserError, match="tensor_parallel_size is 2, and from cuda:1 on this process sees fewer GPUs"):
-        vllm_backend._check(model, count, sleep=False)
+        vllm_backend._check(torch.device(device), count, sleep=False)
 
 
 class Recorder:

@@ -375,8 +375,9 @@ def test_weights_that_stay_on_the_gpu_go_by_handles_and_are_gathered_again_to_co
     monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", share)
     gpu = SimpleNamespace(uuid="GPU-of-the-trainer")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
-    monkeypatch.setattr(VLLMSampler, "_handles", property(lambda self: True, lambda self, value: None), raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    weights = vllm_backend.ModelWeights
+    monkeypatch.setattr(vllm_backend, "ModelWeights", lambda model, at: weights(model, [torch.device("cpu")]))
     monkeypatch.setattr(vllm_weights.in_buckets, "__defaults__", (1,))
     sampler = engine()
     nudge(sampler.model)
@@ -387,7 +388,48 @@ def test_weights_that_stay_on_the_gpu_go_by_handles_and_are_gathered_again_to_co
     assert len(kept) == 12 and most == 1 and not any(one.alive for one in kept), "no second whole model beside the trainer's"
 
 
+def test_each_gpu_of_an_engine_gets_a_handle(monkeypatch):
+    """Of the whole bucket; vLLM's process on a GPU looks for that of its own. The devices are names of the host's memory."""
+    waited = []
+    monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", lambda buffer: (None, id(buffer)))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: waited.append(device.index))
+    )
+    told, kept = vllm_weights.as_handle({"a": torch.ones(2, 3)}, [torch.device("cpu", 1), torch.device("cpu", 2)])
+    assert told["ipc_handles"] == {"GPU-1": id(kept[0]), "GPU-2": id(kept[1])} and {1, 2} <= {*waited}
+
+
+@pytest.mark.parametrize(("device", "tensor", "expected"), [("", 1, [1]), ("", 3, [1, 2, 3]), ("cuda:2", 2, [2, 3])])
+def test_weights_stay_in_gpu_memory_wherever_the_engine_is_on_this_machine(device, tensor, expected, engine, monkeypatch):
+    """Of four GPUs the second trains. Only an engine that does not use it samples beside the training."""
+    found = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(LanguageModel, "device", torch.device("cuda", 1))
+    monkeypatch.setattr(vllm_backend, "ModelWeights", lambda model, at: found.append(at))
+    monkeypatch.setattr(VLLMSampler, "_until", lambda self, work: found.append((self.overlaps, self._devices)))
+    sampler = engine(device=device, tensor_parallel_size=tensor)
+    assert found[0] == [torch.device("cuda", index) for index in expected]
+    assert found[1] == (bool(device), ",".join(map(str, expected))) and sampler.overlaps == bool(device)
+    with pytest.raises(UserError, match=r"the engine is on cuda:3\. Leave it off"):
+        engine(device="cuda:3", sleep=True)
+
+
 LORA = Lora(rank=4, alpha=8.0)
+
+
+@pytest.mark.parametrize(("lora", "level"), [(None, 2), (LORA, 1)])
+def test_an_engine_that_is_sent_all_weights_drops_them_while_it_sleeps(lora, level, engine, monkeypatch, tmp_path):
+    """They come again before the next use, changed or not. Below an adapter the host keeps them."""
+    sampler = engine(lora=lora)
+    sampler._sleep = True
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
+    wanted = adapted(sampler.model) if lora else expected(sampler.model)
+    for time in (1, 2):
+        assert ids(sampler.sample(REQUESTS, PARAMS)) == wanted
+        assert sampler.version == (time if level == 2 else 1)
+    rested = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("rest")]
+    assert rested == [f"rest ({level},)"] * 2
 
 
 def adapted(model: LanguageModel) -> list[list[tuple[int, ...]]]:

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from contextlib import contextmanager
 from dataclasses import replace
 
+import fake_gpu as fakes
 import pytest
 import torch
 from fake_gpu import OnDevice, fake_gpu
@@ -16,6 +19,7 @@ from packed_inputs import oracle
 from rank_gradients import CASES, distance, gradient, make_models
 
 from psigrad.language.models import hf_attention, logprobs, tiny
+from psigrad.language.models.lora import Lora
 from psigrad.language.rollout.samplers import recorded
 from psigrad.language.training.online.collect import collect
 from psigrad.language.training.online.online_rl import learn
@@ -95,6 +99,60 @@ def test_a_whole_step_from_sampling_on_is_that_of_the_cpu(gpu, algorithm):
     assert wanted <= {*asked}
     for a, b in zip(here.model.trainable().values(), weights, strict=True):
         torch.testing.assert_close(b, a, rtol=0, atol=1e-5)
+
+
+def test_an_adapter_on_a_gpu_is_in_bfloat16_with_masters_and_casts_nothing(gpu, monkeypatch):
+    """On a CPU, and under DoRA, it stays in float32. A cast counts where a layer's forward pass makes another type."""
+
+    def made(device: str, **lora) -> tuple[set[torch.dtype], set[torch.dtype], int]:
+        run = make(tiny.tokenizer(["say a: b"], 270), lora=Lora(rank=4, **lora), dtype=torch.bfloat16, device=device)
+        masters = {master.dtype for master in run.optimizer.masters.values()}
+        layer = next(module for module in run.model.network.modules() if hasattr(module, "lora_A"))
+        casts, to = [], torch.Tensor.to
+        monkeypatch.setattr(torch.Tensor, "to", lambda x, *a, **k: casts.append(x.dtype != (y := to(x, *a, **k)).dtype) or y)
+        layer(torch.ones(3, layer.in_features, dtype=torch.bfloat16).to(device))
+        monkeypatch.setattr(torch.Tensor, "to", to)
+        return {p.dtype for p in run.model.trainable().values()}, masters, sum(casts)
+
+    half, full = {torch.bfloat16}, {torch.float32}
+    assert made("cpu")[:2] == (full, full) and made("cpu")[2] > 0
+    with gpu():
+        assert made("cuda") == (half, full, 0)
+        assert made("cuda", dora=True)[0] == full
+
+
+# Attention waits for an index of each layout; the stand-in of its kernel is in this folder.
+KNOWN = {"attention.py", "packed_inputs.py"}
+
+
+@pytest.mark.parametrize(("algorithm", "planted"), [("grpo", 0), ("ppo", 0), ("grpo", 1)])
+def test_no_pass_waits_for_the_device(gpu, algorithm, planted, monkeypatch):
+    """Reads of a step are as many with four micro-batches as with one, so that the host runs ahead of the device."""
+
+    def reads(budget: int) -> tuple[int, int]:
+        found, passes, run = [], [], make(tokenizer, algorithm, steps=1, device="cuda", micro_batch_tokens=budget)
+        collected, backward = collect(run, 0, 0, Clock()), torch.Tensor.backward
+
+        def read(*_):
+            frames = (f for f in traceback.extract_stack() if not f.filename.startswith(os.path.dirname(torch.__file__)))
+            last = [os.path.basename(f.filename) for f in frames if "fake_gpu" not in f.filename][-1]
+            found.append(last)
+
+        def counted(loss, *given):
+            passes.append(float(loss) if planted else 0.0)
+            return backward(loss, *given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(fakes, "on_read", read)
+            patch.setattr(torch.Tensor, "backward", counted)
+            learn(run, collected.groups, State(algorithm=run.algorithm.initial_state()), 1e-3)
+        return len([name for name in found if name not in KNOWN]), len(passes)
+
+    tokenizer = tiny.tokenizer(["say a: b"], 270)
+    with gpu():
+        (few, one), (many, several) = reads(1 << 20), reads(40)
+    print(few, many)
+    assert one < several and (many - few == 0) is not bool(planted)
 
 
 def test_negative_control_a_tensor_of_the_host_is_noticed(gpu):

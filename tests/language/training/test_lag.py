@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
 import torch
-from in_memory import advance, log_of, make
+from in_memory import advance, log_of, make, with_sampler
 from tiny_jobs import make_job, online_config
 
 from psigrad.errors import UserError
 from psigrad.language.models import tiny
 from psigrad.language.recipes import online
-from psigrad.language.rollout.types import Collected, SamplingParams
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
+from psigrad.language.rollout.types import Collected, Sampler, SamplingParams
+from psigrad.language.training.online import online_rl
 from psigrad.language.training.state import State
 from psigrad.objective.parts.ratio import truncated_importance
+from psigrad.processes.parallel.world import ALONE
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +57,60 @@ def test_a_step_trains_on_the_weights_of_lag_steps_ago(tokenizer, lag):
     assert versions(run, 6) == [{max(0, step - lag)} for step in range(6)]
     ages = [row.get("sampling/staleness") for row in log_of(run).rows]
     assert ages == ([None] * 6 if lag == 0 else [float(min(step, lag)) for step in range(6)])
+
+
+class Beside(Sampler):
+    """An engine on another device, with one version of the weights: a copy that `snapshot` renews."""
+
+    overlaps = True
+
+    def __init__(self, model):
+        self.model, self.twin = model, model.frozen_copy()
+        self.own, self.training, self.beside = EmbeddedSampler(self.twin), False, []
+
+    def snapshot(self):
+        pairs = zip(self.twin.network.parameters(), self.model.network.parameters(), strict=True)
+        with torch.no_grad():
+            for own, new in pairs:
+                own.copy_(new)
+        return self
+
+    def steps(self, requests, params, cache=None):
+        time.sleep(0.05)
+        self.beside.append(self.training)
+        time.sleep(0.3)  # the step ends before it does
+        yield from self.own.steps(requests, params)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_engine_on_another_device_samples_while_the_run_trains_on_what_it_wrote_before(tokenizer, waits, monkeypatch):
+    """With a lag of 1 the rows are those of a run that samples between its steps. Weights that come too early are seen."""
+    alone = corrected(make(tokenizer, lag=1, steps=5))
+    assert versions(alone, 5) == [{max(0, step - 1)} for step in range(5)]
+    run = corrected(make(tokenizer, lag=1, steps=5))
+    run, sampler = with_sampler(run, beside := Beside(run.model)), beside
+    learn = online_rl.learn
+
+    def watched(*given):
+        sampler.training = True
+        time.sleep(0.2)
+        try:
+            return learn(*given)
+        finally:
+            sampler.training = False
+
+    monkeypatch.setattr(online_rl, "learn", watched)
+    if not waits:
+        monkeypatch.setattr(Beside, "central", True)
+    with online.executor_of(run.config, Beside if waits else sampler, ALONE) as threads:
+        assert threads is not None
+        run = replace(run, executor=threads)
+        try:
+            versions(run, 5)
+        except UserError:
+            assert not waits
+    rows = [[line["completion"] for line in log_of(one).lines] for one in (alone, run)]
+    assert (rows[0] == rows[1]) is waits and (not waits or sampler.beside == [False, True, True, True, True])
 
 
 def test_completions_are_drawn_by_the_weights_that_their_version_names(tokenizer):

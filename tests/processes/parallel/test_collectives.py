@@ -9,10 +9,10 @@ import ranks
 from rank_gradients import make_models
 
 
-def sent(folder, budgets: str, sharded: bool) -> list[dict]:
+def sent(folder, budgets: str, sharded: bool, once: str = "") -> list[dict]:
     """Of rank 0 of two, for each budget."""
-    out = folder / f"{sharded}.json"
-    ranks.run(2, "rank_collectives", "main", folder, out, budgets, lockstep=sharded)
+    out = folder / f"{sharded}{once}.json"
+    ranks.run(2, "rank_collectives", "main", folder, out, budgets, "24", once, lockstep=sharded)
     return json.loads(out.read_text())
 
 
@@ -32,9 +32,13 @@ def test_whole_models_send_their_gradient_once_for_a_step(models):
     assert list(few["bytes"]) == ["all_reduce"] and few["bytes"]["all_reduce"] == pytest.approx(few["weights"], rel=0.01)
 
 
-def test_shards_are_gathered_twice_and_reduced_once_for_each_micro_batch(models):
-    for step in sent(models, "1000,100", True):
-        gathered, reduced = step["bytes"]["all_gather_single"], step["bytes"]["reduce_scatter_single"]
-        print(step)
-        assert reduced == pytest.approx(step["micro"] * step["weights"], rel=0.02)
-        assert gathered <= 2.02 * step["micro"] * step["weights"]
+def test_shards_are_gathered_twice_for_each_micro_batch_and_reduced_in_each_or_once(models):
+    """Their norm is one message. A gradient that is reduced once is the same."""
+    each, once = sent(models, "1000,100", True), sent(models, "1000,100", True, "once")
+    for step, other in zip(each, once, strict=True):
+        print(step, other)
+        for one, times in ((step, step["micro"]), (other, 1)):
+            gathered, reduced = one["bytes"]["all_gather_single"], one["bytes"]["reduce_scatter_single"]
+            assert reduced == pytest.approx(times * one["weights"], rel=0.02)
+            assert gathered <= 2.02 * one["micro"] * one["weights"] and one["norm calls"] == {"all_reduce": 1}
+        assert other["norm"] == pytest.approx(step["norm"], rel=1e-5)

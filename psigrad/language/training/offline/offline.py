@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from psigrad.language.models.backbone import Pretrained
 from psigrad.language.models.experts import balanced
 from psigrad.language.models.packing import batch_at
-from psigrad.language.training.loss_sums import LossSums
+from psigrad.language.training.loss_sums import LossSums, within_memory
 from psigrad.language.training.state import State
 from psigrad.objective import Loss
 from psigrad.optim import Optimizer, learning_rate
@@ -98,14 +98,11 @@ class Offline:
 
 def step(run: Offline, state: State) -> Outcome[State]:
     """Return the outcome of one optimiser step on `batch_size` rows. Weights and optimiser change in place."""
-    config, clock, world = run.config, Clock(run.watch), run.world
+    config, clock = run.config, Clock(run.watch)
     rows = batch_at(state.step, config.batch_size, len(run.task), config.run.seed)
-    lr, sums = learning_rate(config.optim, state.step, run.total_steps), LossSums(world)
+    lr = learning_rate(config.optim, state.step, run.total_steps)
     with clock("time/update"):
-        passes = run.task.shares(rows, config.micro_batch_tokens, shares_of(world))
-        shares = shard(world, [partial(balanced, run.task.model, share, len(passes)) for share in passes])
-        norm = run.optimizer.step([partial(sums.of, share, weight) for share, weight in shares], lr)
-        sums.end_step(None if norm is None else [norm])
+        (norm, sums), changes, notes = within_memory(run, [run.optimizer], lambda run: learn(run, rows, lr), state.changes)
     number, tokens = state.step + 1, run.task.tokens(rows)
     metrics: dict[str, Any] = {
         **sums.last,
@@ -116,8 +113,19 @@ def step(run: Offline, state: State) -> Outcome[State]:
     }
     if norm is not None:
         metrics["grad_norm"] = norm
-    after = replace(state, step=number, tokens=state.tokens + tokens, nonfinite=run.optimizer.nonfinite)
-    return Outcome(after, metrics, timings=clock.read(), tokens=tokens, summary=f"loss {sums.last['loss']:.3f}")
+    nonfinite = run.optimizer.nonfinite
+    after = replace(state, step=number, tokens=state.tokens + tokens, nonfinite=nonfinite, changes=changes)
+    return Outcome(after, metrics, timings=clock.read(), tokens=tokens, notes=notes, summary=f"loss {sums.last['loss']:.3f}")
+
+
+def learn(run: Offline, rows: Sequence[int], lr: float) -> tuple[float | None, LossSums]:
+    """Take one optimiser step on these rows. Return the gradient's norm, None if it is not finite, and the sums of the loss."""
+    world, sums = run.world, LossSums(run.world)
+    passes = run.task.shares(rows, run.config.micro_batch_tokens, shares_of(world))
+    shares = shard(world, [partial(balanced, run.task.model, share, len(passes)) for share in passes])
+    norm = run.optimizer.step([partial(sums.of, share, weight) for share, weight in shares], lr)
+    sums.end_step(None if norm is None else [norm])
+    return norm, sums
 
 
 def terms_of(share: Share) -> dict[str, float]:

@@ -126,6 +126,14 @@ def rows_of(micro: MicroBatch) -> Tensor:
     return torch.tensor([i for members in micro for i in members])
 
 
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy tensors of one type to the host, in a single transfer."""
+    if all(x.device.type == "cpu" for x in tensors):
+        return list(tensors)
+    flat = torch.cat([x.flatten() for x in tensors]).cpu().split([x.numel() for x in tensors])
+    return [part.view(x.shape) for part, x in zip(flat, tensors, strict=True)]
+
+
 def inputs_of(batch: Batch, micro: MicroBatch) -> Groups:
     """Return the model's inputs for these rows: each prompt with the pieces of completions that were sampled after it."""
     read = _contexts_of(batch, micro)

@@ -16,6 +16,7 @@ from torch import Tensor
 from psigrad.language.rollout.spread import to_writer
 from psigrad.language.rollout.trajectory_rows import log_probs_of, rollout_row, round_all
 from psigrad.language.rollout.types import Collected, Prompt, Trajectory
+from psigrad.language.training.online.batching import to_host
 from psigrad.objective import PolicyOutputs, Prepared
 from psigrad.processes.parallel.world import World
 
@@ -125,19 +126,25 @@ class TokenFigures:
         self.prepared, self.count = prepared, min(rows, prepared.batch.mask.shape[0])
         shape = (self.count, prepared.batch.mask.shape[1])
         self.logp, self.entropy = torch.full(shape, math.nan), torch.full(shape, math.nan)
+        self._unread: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     def see(self, rows: Tensor, evaluation: PolicyOutputs) -> None:
-        """Store the results of a pass over these rows of the batch."""
-        wanted = rows.cpu() < self.count
-        if not bool(wanted.any()):
-            return
-        picked = rows.cpu()[wanted]
-        self.logp[picked] = evaluation.logp.detach().float().cpu()[wanted]
-        if evaluation.entropy is not None:
-            self.entropy[picked] = evaluation.entropy.detach().float().cpu()[wanted]
+        """Store the results of a pass over these rows of the batch. They are read later: a GPU would wait."""
+        if bool((rows < self.count).any()):
+            entropy = evaluation.entropy
+            self._unread.append((rows, evaluation.logp.detach(), None if entropy is None else entropy.detach()))
+
+    def _read(self) -> None:
+        passes, *found = zip(*self._unread, strict=True) if self._unread else ((), (), ())
+        for table, values in zip((self.logp, self.entropy), found, strict=True):
+            for rows, value in zip(passes, to_host([x.float() for x in values if x is not None]), strict=False):
+                wanted = rows < self.count
+                table[rows[wanted]] = value[wanted]
+        self._unread = []
 
     def gather(self, world: World) -> TokenFigures:
         """Add the figures of other processes, and return self."""
+        self._read()
         for logp, entropy in world.all_gather((self.logp, self.entropy)):
             self.logp = torch.where(logp.isnan(), self.logp, logp)
             self.entropy = torch.where(entropy.isnan(), self.entropy, entropy)
@@ -150,6 +157,7 @@ class TokenFigures:
         those that it did not choose: `trained_logprobs` under the policy of the last pass over the row, before its step;
         `ref_logprobs` under the reference; `entropy` exact, in nats; `advantages` if they differ between tokens.
         """
+        self._read()
         rows: list[dict[str, Any]] = [{} if keep else {"kept": False} for keep in self.prepared.keep.tolist()]
         batch = self.prepared.batch
         chosen = batch.mask[: self.count].cpu().numpy()

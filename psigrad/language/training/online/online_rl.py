@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from psigrad.language.rollout.types import Trajectory
-from psigrad.language.training.loss_sums import LossSums
+from psigrad.language.training.loss_sums import LossSums, within_memory
 from psigrad.language.training.online.annotators.old_log_probs import log_probs
 from psigrad.language.training.online.batching import (
     MicroBatch,
@@ -75,10 +75,13 @@ def step(run: Online, state: State) -> Outcome[State]:
     collected, pending = next_collection(run, state, clock, cache)
     unscored = check_rewards(run, collected.trajectories, state.unscored)
     notes = note_overflow(run, cache, collected.trajectories)
-    learned = UpdateResult({}, state.algorithm)
+    learned, changes = UpdateResult({}, state.algorithm), state.changes
     if collected.groups:
         with clock("time/update"):
-            learned = learn(run, collected.groups, state, lr, cache)
+            learned, changes, halved = within_memory(
+                run, run.optimizers, lambda run: learn(run, collected.groups, state, lr, cache), changes
+            )
+            notes |= halved
     for annotator in run.annotators:
         annotator.after_step(run, number)
     trajectories = collected.trajectories
@@ -105,6 +108,7 @@ def step(run: Online, state: State) -> Outcome[State]:
         ledger=update_ledger(state.ledger, state.cursor, collected),
         pending=pending,
         unscored=unscored,
+        changes=changes,
     )
     return Outcome(
         state=after,
@@ -220,7 +224,7 @@ class Passes:
 
     def _policy(self, micro: MicroBatch, weight: float, totals: Totals, passes: float) -> Tensor:
         run, batch = self.run, self.prepared.batch
-        rows = rows_of(micro).to(batch.mask.device)
+        rows = rows_of(micro)  # on the host, which also selects by them
         divergences = (one.divergence(run, batch, micro) for one in run.annotators)
         outputs = run.model.evaluate(
             inputs_of(batch, micro),
@@ -242,7 +246,7 @@ class Passes:
 
     def _value(self, micro: MicroBatch, weight: float, totals: Totals, critic: ValueModel) -> Tensor:
         batch = self.prepared.batch
-        part = self.prepared.select(rows_of(micro).to(batch.mask.device))
+        part = self.prepared.select(rows_of(micro))
         values = by_row(critic.model.values(inputs_of(batch, micro)), batch, micro)
         return self.sums.add(self.algorithm.critic_loss(part, values, totals)) if weight else 0.0 * values.sum()
 

@@ -122,9 +122,14 @@ class Online:
         if self.algorithm.needs_reference and not self.has_reference:
             raise UserError("This algorithm's KL term needs a reference model; none was loaded.")
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimisers of the policy and of a separate critic."""
+        return [self.optimizer, *([self.critic.optimizer] if self.critic is not None else [])]
+
     def updates(self) -> int:
         """Return the number of this process's weight updates."""
-        return self.optimizer.updates + (self.critic.optimizer.updates if self.critic is not None else 0)
+        return sum(optimizer.updates for optimizer in self.optimizers)
 
     @property
     def refills(self) -> bool:

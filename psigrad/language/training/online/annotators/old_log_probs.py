@@ -11,7 +11,7 @@ from torch import Tensor
 
 from psigrad.errors import UserError
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.training.online.batching import fill
+from psigrad.language.training.online.batching import fill, to_host
 from psigrad.language.training.online.online_run import Annotator, Online
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared
 from psigrad.processes.parallel.world import ALONE, World
@@ -29,22 +29,31 @@ class Gap:
 
     def __init__(self) -> None:
         self._sum, self._max, self._count, self._unequal = 0.0, 0.0, 0, 0
+        self._unread: list[tuple[Tensor, Tensor]] = []
 
     @property
     def mean(self) -> float:
         """The mean over all tokens compared."""
+        self._read()
         return self._sum / max(1, self._count)
 
     def add(self, logp: Tensor, batch: Batch) -> None:
-        """Compare the trainer's log-probs [n, T] with the sampler's in `batch`."""
-        difference = (logp - batch.logp_old).abs()[batch.mask]
-        self._sum += float(difference.sum())
-        self._max = max(self._max, float(difference.max()))
-        self._count += difference.numel()
-        self._unequal += int((difference != 0).sum())
+        """Compare the trainer's log-probs [n, T] with the sampler's in `batch`. The figures are read later: a GPU would wait."""
+        self._unread.append(((logp - batch.logp_old).abs(), batch.mask))
+
+    def _read(self) -> None:
+        wholes, masks = (to_host(part) for part in zip(*self._unread, strict=True)) if self._unread else ([], [])
+        for whole, mask in zip(wholes, masks, strict=True):
+            difference = whole[mask]
+            self._sum += float(difference.sum())
+            self._max = max(self._max, float(difference.max()))
+            self._count += difference.numel()
+            self._unequal += int((difference != 0).sum())
+        self._unread = []
 
     def gather(self, world: World) -> None:
         """Combine the gaps of all processes."""
+        self._read()
         each = world.all_gather((self._sum, self._max, self._count, self._unequal))
         sums, largest, counts, unequal = zip(*each, strict=True)
         self._sum, self._max, self._count, self._unequal = math.fsum(sums), max(largest), sum(counts), sum(unequal)
@@ -60,6 +69,7 @@ class Gap:
 
     def figures(self) -> dict[str, float]:
         """Return its metrics; none if no token was compared."""
+        self._read()
         if not self._count:
             return {}
         name = "sampling/sampling_logp_difference"
