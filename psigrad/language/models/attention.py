@@ -236,11 +236,11 @@ class PackedLayout:
 
     @cached_property
     def _inverse(self) -> Tensor:
-        """[S] the position of each packed token in `_order`."""
-        inverse = torch.empty(self.rows, dtype=torch.long, device=self._order.device)
-        real = self._order >= 0
-        inverse[self._order[real]] = torch.arange(self._order.numel(), device=self._order.device)[real]
-        return inverse
+        """[S] the position of each packed token in `_order`; made on the host, so that no pass waits for a GPU."""
+        pieces, count, width = self.pieces, len(self.pieces.prefixes), int(self.pieces.prefixes.max(initial=0))
+        wide = np.concatenate([np.full(count, width), np.full(len(pieces.sequences), pieces.sequences.max(initial=0))])
+        begin = wide.cumsum() - wide
+        return on_device((begin - pieces.starts).repeat(pieces.lengths) + np.arange(self.rows), self.device)
 
     def _prefix_mask(self, window: int | None) -> Tensor | None:
         """Return the mask [P, P] for a sliding window that is shorter than the prefixes, otherwise None (plainly causal)."""

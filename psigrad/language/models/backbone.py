@@ -193,8 +193,7 @@ class Pretrained(ABC):
                 layout=layout,
                 **({} if self.balance is None else self.balance.asked),
             )
-        hidden: Tensor = self._balanced(made).last_hidden_state
-        hidden = hidden * factor if (factor := self.logit_factor) != 1.0 else hidden
+        hidden = self._scaled(self._balanced(made).last_hidden_state)
         return hidden if wanted is None else hidden.flatten(0, 1).index_select(0, wanted)
 
     @property
@@ -209,14 +208,18 @@ class Pretrained(ABC):
         if inputs.layout is not None:
             ids, positions, layout = inputs.input_ids, inputs.position_ids, inputs.layout
             return self.forward(ids, positions, layout, cached=inputs.cached, wanted=wanted, experts=inputs.experts)
-        hidden: Tensor = self._padded(self.network.base_model, inputs).last_hidden_state
-        return hidden.flatten(0, 1).index_select(0, wanted) * self.logit_factor
+        hidden = self._padded(self.network.base_model, inputs).last_hidden_state
+        return self._scaled(hidden.flatten(0, 1).index_select(0, wanted))
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        """Return hidden states for the head, in its dtype: Mamba-2's stream is float32 beside weights in bfloat16."""
+        hidden = hidden * factor if (factor := self.logit_factor) != 1.0 else hidden
+        return hidden.to(self.network.dtype)
 
     def _padded(self, module: Any, inputs: ForwardInputs) -> Any:
-        """Return the output of transformers' `module` for padded inputs."""
+        """Return the output of transformers' `module` for padded inputs. Positions are the model's own: RoBERTa's begin at 2."""
         made = module(
             input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
             attention_mask=inputs.attention_mask,
             use_cache=False,
             **({} if self.balance is None else self.balance.asked),

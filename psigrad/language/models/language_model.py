@@ -103,17 +103,24 @@ class LanguageModel(Pretrained):
         """See `Pretrained.prepare`. A padded model's head is applied to chunks of hidden states, if that gives its logits."""
         super().prepare(task, lora, adapter, gradient_checkpointing, known)
         if self.why_padded:
-            inputs = lay_out(self._texts(), self.device, packed=False)
-
-            def logits(whole: bool) -> Tensor:
-                self.whole_logits = whole
-                hidden, head = self._target_hidden(inputs)
-                made: Tensor = head(hidden)
-                return made
-
-            with torch.no_grad():
-                self.whole_logits = bool(difference(self.network, lambda: logits(True), lambda: logits(False)))
+            self.whole_logits = bool(self._why_whole())
         return self
+
+    @torch.no_grad()
+    def _why_whole(self) -> str:
+        """Return why a padded model's head cannot be applied to its last hidden states; empty if it can."""
+        inputs = lay_out(self._texts(), self.device, packed=False)
+
+        def logits(whole: bool) -> Tensor:
+            self.whole_logits = whole
+            hidden, head = self._target_hidden(inputs)
+            made: Tensor = head(hidden)
+            return made
+
+        try:
+            return difference(self.network, lambda: logits(True), lambda: logits(False))
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:  # some do not run in bfloat16
+            return reason_of(error)
 
     def usable(self, cache: ActivationCache | None) -> ActivationCache | None:
         """Return `cache` if the fused decoder computes the trained model: not with the adapter off, nor with other code."""

@@ -106,7 +106,11 @@ def compose(model: Any, texts: Groups) -> Any:
         hidden: Tensor = model.target_hidden(inputs)
         return hidden
 
-    parts.on = not difference(hf, lambda: numbers(False), lambda: numbers(True))
+    try:
+        reason = difference(hf, lambda: numbers(False), lambda: numbers(True))
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        reason = reason_of(error)
+    parts.on = not reason
     return parts if parts.on else None
 
 
