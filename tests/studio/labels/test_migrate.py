@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
+from at_once import at_once
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
@@ -21,20 +20,7 @@ def test_an_empty_database_is_migrated_and_opening_again_changes_nothing(empty):
 
 
 def test_servers_that_start_together_migrate_once(empty):
-    failures = []
-
-    def start():
-        try:
-            database.connect(empty).close()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=start) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    at_once(8, lambda n: database.connect(empty).close())
 
 
 def test_every_migration_has_one_parent_and_there_is_one_head():
@@ -42,21 +28,16 @@ def test_every_migration_has_one_parent_and_there_is_one_head():
     assert len(directory.get_heads()) == 1 and len(directory.get_bases()) == 1
 
 
-def test_a_database_of_a_newer_version_is_refused(where):
-    opened = database.connect(where)
-    with opened.session(write=True) as session:
-        session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
-    opened.close()
-    with pytest.raises(UserError, match="newer psigrad"):
-        database.connect(where)
-
-
-def test_a_database_of_another_program_is_refused_and_left_alone(empty):
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [("UPDATE alembic_version SET version_num = '9999'", "newer psigrad"), ("DROP TABLE alembic_version", "tables of its own")],
+)
+def test_a_database_of_a_newer_version_or_another_program_is_refused(empty, change, said):
     opened = database.connect(empty)
     with opened.session(write=True) as session:
-        session.execute(text("DROP TABLE alembic_version"))
+        session.execute(text(change))
     opened.close()
-    with pytest.raises(UserError, match="tables of its own"):
+    with pytest.raises(UserError, match=said):
         database.connect(empty)
 
 
