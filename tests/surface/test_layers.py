@@ -47,6 +47,7 @@ ALLOWED |= {
     "control": {
         *(
             "control",
+            "cli",
             "processes.workers",
             "runs",
             "records.report",
@@ -70,8 +71,8 @@ ALLOWED |= {
 DOORS = {
     "language.models": {"kernels"},
     "language.rollout": {"kernels"},
-    "language.recipes": {"language.rewards", "language.episodes", "processes.sandbox"},
-    "cli": {"compat", "control", "language.episodes"},
+    "language.recipes": {"language.rewards", "language.episodes"},
+    "cli": {"compat"},
     "api": {"compat"},
 }
 ALLOWED |= {leaf: {leaf} for leaf in LEAVES} | {
