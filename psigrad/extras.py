@@ -1,4 +1,4 @@
-"""The table of the optional packages `psigrad_extras`, `psigrad_serve` and `psigrad_studio`, and the requirements of extras.
+"""The table of the plug-ins: psigrad.control and the packages beside psigrad, and the requirements of extras.
 
 The core uses these packages only through this table. Each module is imported on first use, and the rest works without it.
 """
@@ -51,6 +51,7 @@ BESIDE = {
     "verifiers": Beside("psigrad_extras.connect.verifiers_environment", "An environment of verifiers", "verifiers"),
     "vllm": Beside("psigrad_extras.vllm.vllm_backend", "sampler=vllm", "vllm"),
     # The commands of each package, one function each.
+    "control": Beside("psigrad.control.commands", "This command"),
     "psigrad_extras": Beside("psigrad_extras.commands", "This command"),
     "psigrad_serve": Beside("psigrad_serve.commands", "This command", "serve"),
     "psigrad_studio": Beside("psigrad_studio.commands", "This command", "studio"),

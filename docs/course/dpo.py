@@ -8,7 +8,6 @@
 
 # %%
 import itertools
-import json
 import random
 import tempfile
 from dataclasses import replace
@@ -162,27 +161,21 @@ def prefer(method):
     )
 
 
-def curve(run, key):
-    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
-    points = [(row["step"], row[key]) for row in map(json.loads, lines) if key in row]
-    return np.array(points).T
-
-
 runs = {"DPO": prefer("dpo"), "IPO": prefer("ipo")}
 fig, axes = plt.subplots(1, 3, figsize=(9, 3))
 for name, run in runs.items():
-    axes[0].plot(*curve(run, "eval/rewards/margins"), label=name)
-    axes[1].plot(*curve(run, "eval/logps/chosen"), label=name)
-    axes[2].plot(*curve(run, "eval/logps/rejected"), label=name)
+    axes[0].plot(*run.history.series("eval/rewards/margins"), label=name)
+    axes[1].plot(*run.history.series("eval/logps/chosen"), label=name)
+    axes[2].plot(*run.history.series("eval/logps/rejected"), label=name)
 for ax, title in zip(axes, ("margin", "log π(chosen)", "log π(rejected)"), strict=True):
     ax.set(title=title, xlabel="step")
 axes[0].legend()
 plt.show()
 change = {}
 for name, run in runs.items():
-    chosen = curve(run, "eval/logps/chosen")[1]
+    chosen = run.history.series("eval/logps/chosen")[1]
     change[name] = chosen[-1] - chosen[0]
-    best = curve(run, "eval/rewards/accuracies")[1][-1]
+    best = run.history.series("eval/rewards/accuracies")[1][-1]
     print(
         f"{name}: {best:.0%} of new pairs in order, log π(chosen) {change[name]:+.2f} nats"
     )

@@ -7,7 +7,6 @@
 
 # %%
 import itertools
-import json
 import random
 import tempfile
 from dataclasses import replace
@@ -251,12 +250,6 @@ def learn(method):
     )
 
 
-def curve(run, key):
-    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
-    points = [(row["step"], row[key]) for row in map(json.loads, lines) if key in row]
-    return np.array(points).T
-
-
 runs = {
     "GRPO": learn(replace(GRPO, kl=None)),
     "Dr. GRPO": learn(replace(DR_GRPO, aggregate=fixed_length(7))),
@@ -265,10 +258,10 @@ runs = {
 fig, axes = plt.subplots(1, 3, figsize=(9, 3))
 samples = {}
 for name, run in runs.items():
-    axes[0].plot(*curve(run, "eval/exact/mean"), label=name)
-    axes[1].plot(*curve(run, "frac_reward_zero_std"), label=name)
-    step, drawn = curve(run, "samples")
-    samples[name] = drawn.cumsum()
+    axes[0].plot(*run.history.series("eval/exact/mean"), label=name)
+    axes[1].plot(*run.history.series("frac_reward_zero_std"), label=name)
+    step, drawn = run.history.series("samples")
+    samples[name] = np.cumsum(drawn)
     axes[2].plot(step, samples[name], label=name)
 axes[0].set(title="held-out accuracy", xlabel="update")
 axes[1].set(title="groups without signal", xlabel="update")
@@ -276,7 +269,7 @@ axes[2].set(title="completions drawn", xlabel="update")
 axes[0].legend()
 plt.show()
 for name, run in runs.items():
-    accuracy = curve(run, "eval/exact/mean")[1]
+    accuracy = run.history.series("eval/exact/mean")[1]
     print(
         f"{name:9} accuracy {accuracy[-1]:.2f} after {int(samples[name][-1]):5} completions"
     )

@@ -7,7 +7,6 @@
 
 # %%
 import itertools
-import json
 import random
 import tempfile
 from pathlib import Path
@@ -145,14 +144,7 @@ sft = psigrad.train(
     **settings,
 )
 
-
-def curve(run, key):
-    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
-    points = [(row["step"], row[key]) for row in map(json.loads, lines) if key in row]
-    return np.array(points).T
-
-
-steps, loss = curve(sft, "loss")
+steps, loss = sft.history.series("loss")
 floor = -(0.6 * np.log(0.6) + 0.4 * np.log(0.4)) / 5
 fig, ax = plt.subplots()
 ax.plot(steps, loss, label="loss per token")
@@ -160,7 +152,7 @@ ax.axhline(floor, color="black", lw=1, label="the teachers' entropy")
 ax.set(xlabel="step", ylim=(0, 1))
 ax.legend()
 plt.show()
-check(3, the_loss_comes_near_its_floor=loss[-20:].mean() < 2 * floor)
+check(3, the_loss_comes_near_its_floor=np.mean(loss[-20:]) < 2 * floor)
 
 # %% [markdown]
 # ## Milestone 4: reinforcement learning
@@ -188,13 +180,13 @@ grpo = psigrad.train(
     **settings,
 )
 fig, axes = plt.subplots(1, 2)
-axes[0].plot(*curve(grpo, "eval/sorted_right/mean"))
+axes[0].plot(*grpo.history.series("eval/sorted_right/mean"))
 axes[0].set(title="held-out accuracy", xlabel="update", ylim=(0, 1))
-axes[1].plot(*curve(grpo, "frac_reward_zero_std"))
+axes[1].plot(*grpo.history.series("frac_reward_zero_std"))
 axes[1].set(title="groups without signal", xlabel="update", ylim=(0, 1))
 plt.show()
-silent = curve(grpo, "frac_reward_zero_std")[1]
-check(4, most_groups_have_signal_at_the_start=silent[:5].mean() < 0.5)
+silent = grpo.history.series("frac_reward_zero_std")[1]
+check(4, most_groups_have_signal_at_the_start=np.mean(silent[:5]) < 0.5)
 
 # %% [markdown]
 # ## Milestone 5: is it better, and how sure are you?

@@ -221,18 +221,12 @@ def against_the_model(beta):
     )
 
 
-def curve(run, key):
-    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
-    points = [(row["step"], row[key]) for row in map(json.loads, lines) if key in row]
-    return np.array(points).T
-
-
 runs = {"β = 0": against_the_model(0.0), "β = 0.5": against_the_model(0.5)}
 fig, axes = plt.subplots(1, 3, figsize=(9, 3))
 for name, run in runs.items():
-    axes[0].plot(*curve(run, "reward"), label=name)
-    axes[1].plot(*curve(run, "eval/similarity/mean"), label=name)
-    axes[2].plot(*curve(run, "eval/kl"), label=name)
+    axes[0].plot(*run.history.series("reward"), label=name)
+    axes[1].plot(*run.history.series("eval/similarity/mean"), label=name)
+    axes[2].plot(*run.history.series("eval/kl"), label=name)
 for ax, title in zip(
     axes, ("proxy: the reward model", "truth: similarity", "KL, nats"), strict=True
 ):
@@ -240,9 +234,9 @@ for ax, title in zip(
 axes[0].legend()
 plt.show()
 for name, run in runs.items():
-    truth = curve(run, "eval/similarity/mean")[1]
+    truth = run.history.series("eval/similarity/mean")[1]
     print(
-        f"{name:8} truth at the start {truth[0]:.2f}, best {truth.max():.2f}, end {truth[-1]:.2f}"
+        f"{name:8} truth at the start {truth[0]:.2f}, best {max(truth):.2f}, end {truth[-1]:.2f}"
     )
 
 # %% [markdown]
@@ -331,7 +325,7 @@ for change in (lambda r: r, lambda r: r + 5, lambda r: 2 * r):
 # %% tags=["hide-cell"]
 # About six nats. Gradients go further, and cheaply.
 print(f"best-of-1,024: {np.log(1024) - 1023 / 1024:.1f} nats")
-print(f"RLOO, β = 0: {curve(runs['β = 0'], 'eval/kl')[1][-1]:.1f} nats")
+print(f"RLOO, β = 0: {runs['β = 0'].history.series('eval/kl')[1][-1]:.1f} nats")
 
 # %% [markdown]
 # ### Answer 3

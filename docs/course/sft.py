@@ -8,7 +8,6 @@
 
 # %%
 import itertools
-import json
 import random
 import tempfile
 from dataclasses import replace
@@ -128,13 +127,6 @@ sft = psigrad.train(
     **settings,
 )
 
-
-def curve(run, key):
-    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
-    points = [(row["step"], row[key]) for row in map(json.loads, lines) if key in row]
-    return np.array(points).T
-
-
 wrong_share = 1 - np.mean([row["right"] for row in shown])
 ambiguous = np.mean([row["answer"][-1] != row["answer"][-2] for row in shown])
 floor = (
@@ -142,7 +134,7 @@ floor = (
 )  # 6 tokens with the space and EOS
 
 fig, ax = plt.subplots()
-ax.semilogy(*curve(sft, "loss"))
+ax.semilogy(*sft.history.series("loss"))
 ax.axhline(floor, color="black", lw=1, ls=":", label="entropy of the demonstrations")
 ax.set(xlabel="step", ylabel="loss, nats per token")
 ax.legend()
@@ -228,7 +220,7 @@ shares["RL, sampled"] = measure(rl.model, 1.0)
 shares["RL, greedy"] = measure(rl.model, 0.0)
 
 fig, axes = plt.subplots(1, 2)
-axes[0].plot(*curve(rl, "eval/exact/mean"))
+axes[0].plot(*rl.history.series("eval/exact/mean"))
 axes[0].axhline(1 - wrong_share, color="black", lw=1, ls=":", label="the teachers")
 axes[0].set(xlabel="step of GRPO", title="held-out accuracy", ylim=(0, 1))
 axes[0].legend()

@@ -11,9 +11,8 @@ from functools import partial
 from typing import Any
 
 from psigrad import __version__, extras
-from psigrad.cli import begin
+from psigrad.cli import begin, mathematics
 from psigrad.cli import language_models as language
-from psigrad.cli import mathematics as maths
 from psigrad.cli.flags import Command
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.methods import list_declarations
@@ -25,8 +24,9 @@ def _training(settings: type[Any]) -> dict[str, Command]:
     return {name: Command(m.summary, language.train(name)) for name, m in list_declarations().items() if m.settings is settings}
 
 
-# The commands of the optional packages, by name.
+# The commands of the optional packages, by name, and that of the plug-in for control.
 _extra, _serve, _studio = (partial(extras.command, package) for package in ("psigrad_extras", "psigrad_serve", "psigrad_studio"))
+_control = extras.command("control", "control")
 
 GROUPS = {
     "get started": {
@@ -67,9 +67,9 @@ GROUPS = {
         "chat": Command("chat with a model or a run in the terminal", _serve("chat")),
     },
     "small problems and formulas": {
-        "explain": Command("print the formula that a method optimises, or how two methods differ", maths.explain),
+        "explain": Command("print the formula that a method optimises, or how two methods differ", mathematics.explain),
         "grid": Command("solve a grid world sweep by sweep, in the terminal", _extra("grid")),
-        "control": Command("train an agent on a Gymnasium environment: PPO, A2C, REINFORCE, TRPO, DQN", maths.control),
+        "control": Command("train an agent on a Gymnasium environment: PPO, A2C, REINFORCE, TRPO, DQN", _control),
         "experiment": Command("test claims about policy gradients on problems with a known exact answer", _extra("experiment")),
     },
 }

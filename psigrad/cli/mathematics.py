@@ -1,4 +1,4 @@
-"""The commands for formulas and control environments."""
+"""The commands for formulas."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from psigrad.cli import flags
 from psigrad.config.nested import put, read_value
 from psigrad.errors import UserError
 from psigrad.extras import command
+
+CREDIT = "a session is one trajectory; what it earned goes to every token sampled in it, in whichever branch, once"
 
 
 def describe_warning(name: str) -> str:
@@ -47,7 +49,6 @@ def explain(arguments: list[str]) -> int:
     if not 1 <= len(methods) <= 2:
         raise UserError(f"explain got {len(methods)} names and takes one or two; the usage is {usage}.")
     from psigrad.config import algorithms
-    from psigrad.language.episodes.episodes import CREDIT
     from psigrad.objective.catalog import METHODS
 
     print(algorithms.explain(methods[0], *methods[1:]))
@@ -56,22 +57,4 @@ def explain(arguments: list[str]) -> int:
     if len(methods) == 1 and len(methods[0]) > 1:
         print(f"What differs from {methods[0]['preset']}:\n")
         print(algorithms.explain({"preset": methods[0]["preset"]}, methods[0]))
-    return 0
-
-
-def control(arguments: list[str]) -> int:
-    """Train on a Gymnasium environment."""
-    from psigrad.control.settings import ControlConfig
-
-    # The first word may be the algorithm: psigrad control ppo --env CartPole-v1.
-    first = {"algorithm": arguments[0]} if arguments and not arguments[0].startswith("-") and "=" not in arguments[0] else {}
-    rest, command = arguments[len(first) :], "control [ALGORITHM]"
-    asked = flags.parse(ControlConfig, command, rest, defaults=first)
-    from psigrad.control import builder, hyperparameters, run
-
-    known = hyperparameters.settings_for(builder.name_of(asked.algorithm), str(asked.env)) if asked.tuned else {}
-    known = {name: list(value) if isinstance(value, tuple) else value for name, value in known.items()}
-    from psigrad.records.report import terminal
-
-    terminal.print_result(run.run(flags.parse(ControlConfig, command, rest, defaults={**first, **known})))
     return 0

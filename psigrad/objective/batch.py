@@ -238,18 +238,12 @@ class Prepared:
 
     def select(self, rows: Tensor | slice) -> Prepared:
         """Return the prepared data of these rows (indices or a boolean mask)."""
-        return replace(
-            self,
-            batch=self.batch.select(rows),
-            advantage=self.advantage[rows],
-            keep=self.keep[rows],
-            needs_gradient=self.needs_gradient[rows],
-            **dict[str, Any]({name: x[rows] for name, x in self._optional()}),
-        )
+        return self._of(self.batch.select(rows), rows, lambda x: x[rows])
 
-    def _optional(self) -> list[tuple[str, Any]]:
-        given = ((name, getattr(self, name)) for name in ("returns", "counts", "marks"))
-        return [(name, x) for name, x in given if x is not None]
+    def _of(self, batch: Batch, rows: Tensor | slice, change: Callable[[Tensor], Tensor]) -> Prepared:
+        names = ("advantage", "returns", "counts", "marks")
+        per_step: dict[str, Any] = {name: change(x) for name in names if (x := getattr(self, name)) is not None}
+        return replace(self, batch=batch, keep=self.keep[rows], needs_gradient=self.needs_gradient[rows], **per_step)
 
     def steps(self) -> Prepared:
         """Return every chosen step of the kept rows as a separate row, in order, for minibatches of steps. Inputs are dropped.
@@ -262,14 +256,7 @@ class Prepared:
         own = {name: getattr(self.batch, name) for name in (*PER_STEP, *PER_ROW)}
         per_step: dict[str, Any] = {name: _pick(own[name], at) for name in PER_STEP if own[name] is not None}
         per_row: dict[str, Any] = {name: own[name][rows] for name in PER_ROW if own[name] is not None}
-        return replace(
-            self,
-            batch=Batch(**per_step, **per_row),
-            advantage=_pick(self.advantage, at),
-            keep=self.keep[rows],
-            needs_gradient=self.needs_gradient[rows],
-            **dict[str, Any]({name: _pick(x, at) for name, x in self._optional()}),
-        )
+        return self._of(Batch(**per_step, **per_row), rows, lambda x: _pick(x, at))
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -124,20 +124,11 @@ def seal(folder: Path, known: Mapping[str, Any] = MappingProxyType({})) -> dict[
 
 
 def check_sealed(folder: Path, files: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` naming the first file of a sealed folder that has changed.
-
-    A folder of an older psigrad has no hashes, so only truncated and missing weights are detected.
-    """
+    """Raise `CheckpointError` naming the first file of a sealed folder that has changed."""
+    if not files:
+        raise CheckpointError(f"{folder} holds no weights.")
     for name, entry in files.items():
         _verify_file(folder, name, entry)
-    weights = [] if files else list(folder.glob("*.safetensors"))
-    if not files and not weights:
-        raise CheckpointError(f"{folder} holds no weights.")
-    for path in weights:
-        try:
-            safe_open(path, "np")
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} is not a safetensors file ({error}).") from None
 
 
 def sha256(path: Path) -> str:

@@ -39,8 +39,6 @@ PINS = (
     *CODE,
     *("kernels", "threads", "device"),
 )
-# Names in checkpoints of format 0.
-_OLD_NAMES = {"held-out dataset": "eval_dataset", "chat template": "chat_template"}
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,8 @@ class Change:
 
 
 def check_format(place: Path, held: Mapping[str, Any]) -> None:
-    """Raise an error for files of a newer psigrad. No number means format 0, from before numbers existed, which is readable."""
-    form = held.get("format", 0)
+    """Raise an error for files of a newer psigrad."""
+    form = held.get("format", FORMAT)
     if not isinstance(form, int) or form > FORMAT:
         raise UserError(
             f"{place} has format {form!r} and this psigrad reads formats up to {FORMAT}: a newer version wrote it; "
@@ -72,8 +70,8 @@ def check_settings(
 ) -> list[Change]:
     """Return the settings that differ between a run and its continuation, all of which may differ.
 
-    The marks on the fields of the class `settings` define which may; without a class none may. A setting that an older psigrad
-    did not have counts as its default. Raise `UserError` naming the settings that must not differ.
+    The marks on the fields of the class `settings` define which may; without a class none may. A missing setting counts
+    as its default. Raise `UserError` naming the settings that must not differ.
     """
     old, new, default = (
         name_preset_once({name: value for name, value in flatten(one).items() if value != {}})
@@ -131,7 +129,6 @@ def check_pins(folder: Path, before: Mapping[str, Any], now: Mapping[str, str], 
 
     A pin that only one side has is not compared. Raise `UserError` naming the pins that differ and are not allowed.
     """
-    before = {_OLD_NAMES.get(name, name): value for name, value in before.items()}
     changes = [Change(name, before[name], value) for name, value in now.items() if before.get(name, value) != value]
     refused = [change for change in changes if change.name not in set(allow)]
     if refused:

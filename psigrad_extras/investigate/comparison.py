@@ -21,7 +21,7 @@ from typing import Any
 from psigrad import redaction
 from psigrad.compat.foreign_names import load
 from psigrad.config import Data, EvalConfig, Evaluation, Model, OnlineConfig, PreferenceConfig, Run
-from psigrad.config.fields import FREE, RECORDED, defaults_of, find_marked
+from psigrad.config.fields import FREE, RECORDED, find_marked
 from psigrad.config.load import to_dict
 from psigrad.config.methods import declaration
 from psigrad.config.nested import flatten
@@ -160,8 +160,7 @@ def _check_same(comparison: Comparison, folder: Path, method: str, seed: int) ->
     if told is None or not _is_done(_record(folder, method, seed)):
         return
     task = json.loads(json.dumps(redaction.clear(_task(comparison, folder, method, seed))))
-    usual = flatten(defaults_of(OnlineConfig))  # an older psigrad did not store all settings
-    before, now = ({**usual, **flatten(one["judged"]), "pairs": one["pairs"]} for one in ({"pairs": task["pairs"], **told}, task))
+    before, now = ({**flatten(one["judged"]), "pairs": one["pairs"]} for one in (told, task))
     # The order of the methods does not matter.
     free = {"algorithm", "algorithm.preset", *find_marked(OnlineConfig, FREE), *find_marked(OnlineConfig, RECORDED)}
     if other := [name for name in sorted({*before, *now} - free) if before.get(name, "usual") != now.get(name, "usual")]:

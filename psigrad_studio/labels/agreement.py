@@ -6,7 +6,6 @@ categories. A figure that is undefined (no unit with two answers, or a single ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,11 +55,8 @@ def percent_agreement(ratings: ArrayLike) -> float:
     return float((n * (n - 1)).sum() / pairs) if pairs else np.nan
 
 
-def cohen_kappa(a: ArrayLike, b: ArrayLike, weights: Literal["none", "linear", "quadratic"] = "none") -> float:
-    """Return Cohen's kappa of two raters over the units that both rated: 1 − observed / expected disagreement.
-
-    A disagreement of values x and y weighs 1, |x − y| or (x − y)². See Cohen 1960 and 1968, "Weighted kappa".
-    """
+def cohen_kappa(a: ArrayLike, b: ArrayLike) -> float:
+    """Return Cohen's kappa of two raters over the units that both rated: 1 − observed / expected disagreement (Cohen 1960)."""
     x, y = np.asarray(a, float), np.asarray(b, float)
     if x.shape != y.shape or x.ndim != 1:
         raise ValueError(f"The raters have shapes {x.shape} and {y.shape}; expected two lists of equal length.")
@@ -68,11 +64,9 @@ def cohen_kappa(a: ArrayLike, b: ArrayLike, weights: Literal["none", "linear", "
     x, y = x[both], y[both]
     if not x.size:
         return np.nan
-    weigh: dict[str, Callable[[Floats], Floats]]
-    weigh = {"none": lambda d: (d != 0).astype(float), "linear": np.abs, "quadratic": np.square}
     (u, p), (v, q) = (np.unique(z, return_counts=True) for z in (x, y))
-    expected = float((np.outer(p, q) * weigh[weights](u[:, None] - v[None])).sum()) / x.size**2
-    return float(1 - weigh[weights](x - y).mean() / expected) if expected else np.nan
+    expected = float((np.outer(p, q) * (u[:, None] != v[None])).sum()) / x.size**2
+    return float(1 - (x != y).mean() / expected) if expected else np.nan
 
 
 def fleiss_kappa(ratings: ArrayLike) -> float:
@@ -118,9 +112,7 @@ def krippendorff_alpha(ratings: ArrayLike, level: Level = "nominal") -> float:
     return float(_alphas(np.ones((1, len(n))), n, values, level)[0]) if len(n) else np.nan
 
 
-def alpha_interval(
-    ratings: ArrayLike, level: Level = "nominal", *, confidence: float = 0.95, draws: int = 2000, seed: int = 0
-) -> Alpha:
+def alpha_interval(ratings: ArrayLike, level: Level = "nominal", *, draws: int = 2000, seed: int = 0) -> Alpha:
     """Return `krippendorff_alpha` with a percentile bootstrap interval: `draws` resamples of the units."""
     n, values = _shared(ratings)
     units = len(n)
@@ -132,7 +124,7 @@ def alpha_interval(
     found = [_alphas(random.multinomial(units, chances, size=size).astype(float), n, values, level) for size in sizes]
     alphas = np.concatenate(found)
     alphas = alphas[~np.isnan(alphas)]
-    low, high = np.quantile(alphas, [(1 - confidence) / 2, (1 + confidence) / 2]) if alphas.size else (np.nan, np.nan)
+    low, high = np.quantile(alphas, [0.025, 0.975]) if alphas.size else (np.nan, np.nan)
     whole = float(_alphas(np.ones((1, units)), n, values, level)[0])
     return Alpha(whole, float(low), float(high), units)
 

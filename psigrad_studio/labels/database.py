@@ -215,5 +215,4 @@ def _begin(connection: Connection) -> None:
     options = connection.get_execution_options()
     if "psigrad_patience" in options:
         connection.exec_driver_sql(f"PRAGMA busy_timeout = {options['psigrad_patience']}")
-        connection.exec_driver_sql("PRAGMA foreign_keys = OFF")  # a migration may rebuild a table
     connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("psigrad_write") else "BEGIN")

@@ -108,14 +108,14 @@ def _unpaired(labels: ProjectLabels, texts: LabelTexts, votes: Votes) -> Exporte
 
 
 @reads
-def dump(session: Session, person: Person, project_id: int, *, texts: bool = True) -> list[dict[str, Any]]:
+def dump(session: Session, person: Person, project_id: int) -> list[dict[str, Any]]:
     """Return every vote, skip and undo in the order given: the person, the time, the display order, and whether it is current.
 
-    With `texts`, each has its prompt and its completions (by place) with their origins.
+    Each has its prompt and its completions (by place) with their origins.
     """
     project = people.require(session, person, project_id, "results")
     labels = label_data.load(session, project)
-    found = label_data.texts(session, project) if texts else None
+    found = label_data.texts(session, project)
     rows = select(Vote, Assignment, User.name).join(Assignment, Vote.assignment_id == Assignment.id)
     rows = rows.join(User, User.id == Vote.user_id).where(Vote.project_id == project.id).order_by(Vote.id)
     return [_dumped(vote, assignment, name, labels, found) for vote, assignment, name in session.execute(rows)]
@@ -283,10 +283,10 @@ def _uniform(found: Exported) -> Exported:
     return found
 
 
-def _dumped(vote: Vote, assignment: Assignment, name: str, labels: ProjectLabels, texts: LabelTexts | None) -> dict[str, Any]:
+def _dumped(vote: Vote, assignment: Assignment, name: str, labels: ProjectLabels, texts: LabelTexts) -> dict[str, Any]:
     asked, kinds = labels.tasks[assignment.task_id], {question.name: question.kind for question in labels.questions}
     sides = {"ab"[place]: side for place, side in zip(assignment.display, ("left", "right"), strict=True)} if vote.choice else {}
-    row = {
+    return {
         "vote": vote.id,
         "task": asked.id,
         "rater": name,
@@ -306,12 +306,9 @@ def _dumped(vote: Vote, assignment: Assignment, name: str, labels: ProjectLabels
         "client_ms": vote.client_ms,
         "undoes": vote.supersedes,
         "stands": assignment.vote_id == vote.id,
+        **dict(zip(("prompt", "columns"), texts.prompts[asked.prompt], strict=True)),
+        "completions": [{"text": texts.completions[n], "origins": texts.origins.get(n, [])} for n in asked.completions],
     }
-    if texts is not None:
-        prompt, columns = texts.prompts[asked.prompt]
-        answers = [{"text": texts.completions[n], "origins": texts.origins.get(n, [])} for n in asked.completions]
-        row |= {"prompt": prompt, "columns": columns, "completions": answers}
-    return row
 
 
 def _iso(milliseconds: int) -> str:

@@ -123,8 +123,8 @@ def load(session: Session, project: Project) -> ProjectLabels:
     )
 
 
-def texts(session: Session, project: Project, *, lineage: bool = True) -> LabelTexts:
-    """Return the prompts and completions of a project, with origins unless `lineage` is false."""
+def texts(session: Session, project: Project) -> LabelTexts:
+    """Return the prompts and completions of a project, with their origins."""
     prompts = session.execute(
         select(StoredPrompt.id, StoredPrompt.content, StoredPrompt.columns).where(StoredPrompt.project_id == project.id)
     )
@@ -132,8 +132,7 @@ def texts(session: Session, project: Project, *, lineage: bool = True) -> LabelT
         select(StoredCompletion.id, StoredCompletion.content).join(StoredPrompt).where(StoredPrompt.project_id == project.id)
     )
     found = LabelTexts({n: (content, columns) for n, content, columns in prompts}, dict(session.execute(of_project).all()))
-    if lineage:
-        found.origins.update(origins(session, project))
+    found.origins.update(origins(session, project))
     return found
 
 

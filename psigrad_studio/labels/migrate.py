@@ -39,8 +39,8 @@ def is_known(revision: str) -> bool:
     return revision in {script.revision for script in scripts().walk_revisions()}
 
 
-def upgrade(connection: Connection, to: str = "head") -> None:
-    """Run every migration up to `to` that the database lacks, inside the transaction of `connection`.
+def upgrade(connection: Connection) -> None:
+    """Run every migration that the database lacks, inside the transaction of `connection`.
 
     Servers that start at the same moment wait for one another. SQLite uses the write lock of the transaction, PostgreSQL an
     advisory lock. Raises `UserError` if the database is of a newer version, or another program's.
@@ -56,9 +56,9 @@ def upgrade(connection: Connection, to: str = "head") -> None:
     directory = scripts()
 
     def steps(revision: Any, context: Any) -> Any:
-        return directory._upgrade_revs(to, revision)
+        return directory._upgrade_revs("head", revision)
 
-    with EnvironmentContext(Config(), directory, fn=steps, destination_rev=to) as environment:
+    with EnvironmentContext(Config(), directory, fn=steps, destination_rev="head") as environment:
         environment.configure(connection=connection, target_metadata=Base.metadata, transactional_ddl=False)
         try:
             environment.run_migrations()

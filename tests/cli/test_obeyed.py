@@ -86,7 +86,7 @@ def alone(tmp_path, monkeypatch, rewards_here):
             raise UserError("There is no cluster.")
 
     monkeypatch.setattr("psigrad_extras.cluster.ray_placement.ActorPool", NoCluster)
-    monkeypatch.setattr("psigrad.language.recipes.conversation.enclosure_of_workers", lambda files: None)
+    monkeypatch.setattr("psigrad.language.episodes.environment_pool.enclosure_of_workers", lambda files: None)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)

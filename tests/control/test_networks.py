@@ -33,18 +33,11 @@ def test_each_tower_is_a_stack_of_linear_layers(activation):
 
 
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
-@pytest.mark.parametrize("extra", [0, 2])
-def test_the_closed_gradient_is_autograds(activation, extra):
-    made, x, weight = towers(activation, extra), torch.randn(11, 5).double(), torch.randn(3, 11, 3).double()
-    (made.plain(x) * weight).sum().backward()
-    torch.testing.assert_close(made.record(x).backward(weight), made.flat.grad)
-
-
-@pytest.mark.parametrize("together", [4, 100])
-def test_the_gradient_of_the_first_states_is_theirs_alone(together, monkeypatch):
+@pytest.mark.parametrize(("extra", "together", "states"), [(0, 100, 11), (2, 100, 11), (0, 4, 6), (0, 100, 6)])
+def test_the_closed_gradient_of_the_first_states_is_autograds(activation, extra, together, states, monkeypatch):
     monkeypatch.setattr(networks, "_GROUPS", together)
-    made, x, weight = towers("relu"), torch.randn(11, 5).double(), torch.randn(3, 6, 3).double()
-    (made.plain(x[:6]) * weight).sum().backward()
+    made, x, weight = towers(activation, extra), torch.randn(11, 5).double(), torch.randn(3, states, 3).double()
+    (made.plain(x[:states]) * weight).sum().backward()
     torch.testing.assert_close(made.record(x).backward(weight), made.flat.grad)
 
 

@@ -342,15 +342,14 @@ def test_ppo_solves_cartpole(seed):
 def test_the_commands_tuned_settings_reach_their_sections(monkeypatch, capsys):
     from types import SimpleNamespace
 
-    from psigrad.cli import mathematics
-    from psigrad.control import run
+    from psigrad.control import commands, run
 
     seen = []
     monkeypatch.setattr(run, "run", lambda config: seen.append(config) or SimpleNamespace())
     monkeypatch.setattr("psigrad.records.report.terminal.print_result", lambda result: None)
-    mathematics.control(["dqn", "--env", "CartPole-v1"])
-    mathematics.control(["dqn", "--env", "CartPole-v1", "--net-arch", "32", "--no-double-q"])
-    mathematics.control(["dqn", "--env", "CartPole-v1", "--no-tuned"])
+    commands.control(["dqn", "--env", "CartPole-v1"])
+    commands.control(["dqn", "--env", "CartPole-v1", "--net-arch", "32", "--no-double-q"])
+    commands.control(["dqn", "--env", "CartPole-v1", "--no-tuned"])
     tuned, given, plain = seen
     assert tuned.network.net_arch == (256, 256) and tuned.dqn.double_q and tuned.dqn.train_freq == 256
     assert given.network.net_arch == (32,) and not given.dqn.double_q and given.dqn.train_freq == 256

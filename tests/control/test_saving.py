@@ -357,18 +357,3 @@ def test_without_a_terminal_a_line_is_printed_now_and_then(tmp_path, capsys):
     steps = sorted({row["step"] for row in rows(tmp_path / "run")})
     assert [line.split("/")[0] for line in lines] == [f"steps {step}" for i, step in enumerate(steps, 1)
                                                      if i % 3 == 0 or step == steps[-1]]  # fmt: skip
-
-
-def test_old_checkpoints_without_episodes_begin_new_ones(tmp_path):
-    """As the versions before wrote them: no in_line, no seed, no changes."""
-    config = config_of("ppo", tmp_path / "run")
-    run.run(with_callbacks(config, Director(stop_at=3)))
-    path = checkpoint.latest(tmp_path / "run" / "checkpoints").path
-    old = {"line", "timesteps", "iterations", "state", "nonfinite", "normalizer", "figures"}
-    numbers = json.loads((path / "state.json").read_text())
-    (path / "episodes.safetensors").unlink()
-    (path / "state.json").write_text(json.dumps({name: numbers[name] for name in old}))
-    trainer = builder.build(config)
-    held = trainer.restore(path)
-    assert trainer.go_on(path, held) is None and np.isfinite(trainer.collector.observation).all()
-    assert trainer.train_interval()["rollout/ep_rew_mean"] > 0

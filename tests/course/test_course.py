@@ -197,8 +197,8 @@ def test_sft(tmp_path):
     left = whole("sft", tmp_path)
     assert left["loss"] == pytest.approx(float(left["usual"]), abs=1e-5)
     assert left["cross_entropy"].item() == pytest.approx(left["entropy"].item(), abs=1e-3)
-    _, losses = left["curve"](left["sft"], "loss")
-    assert losses[-50:].mean() < 1.7 * left["floor"]
+    _, losses = left["sft"].history.series("loss")
+    assert np.mean(losses[-50:]) < 1.7 * left["floor"]
     right = {name: share for name, (share, _) in left["shares"].items()}
     assert right["SFT, greedy"] < right["SFT, sampled"] < right["shown"] + 0.05
     assert right["RL, sampled"] > right["shown"] + 0.2 and right["RL, greedy"] > right["shown"] + 0.2
@@ -225,7 +225,7 @@ def test_grpo(tmp_path):
     pushed = left["pushed"]
     assert pushed["GRPO: 1/|y|"]["right"] > 0.02 and pushed["GRPO: 1/|y|"]["wrong"] < -0.02
     assert all(abs(pushed["Dr. GRPO: 1/L"][name]) < 0.01 for name in ("right", "wrong"))
-    accuracy = {name: left["curve"](run, "eval/exact/mean")[1] for name, run in left["runs"].items()}
+    accuracy = {name: run.history.series("eval/exact/mean")[1] for name, run in left["runs"].items()}
     assert all(found[-1] > found[0] + 0.1 for found in accuracy.values())
     assert left["samples"]["DAPO"][-1] > 1.15 * left["samples"]["GRPO"][-1]
     assert left["mine"] == left["DR_GRPO"]
@@ -236,7 +236,7 @@ def test_dpo(tmp_path):
     left = whole("dpo", tmp_path)
     assert (left["climbed"] - left["closed"]).abs().max() < 1e-3
     assert (left["by_dpo"] - left["closed"]).abs().max() < 5e-3
-    margins = left["curve"](left["runs"]["DPO"], "eval/rewards/margins")[1]
+    margins = left["runs"]["DPO"].history.series("eval/rewards/margins")[1]
     assert margins[-1] > margins[0] + 0.5
     assert left["accuracy"]["RLOO"] > left["accuracy"]["SFT"] + 0.15
 
@@ -254,9 +254,9 @@ def test_reward_model(tmp_path):
     assert left["error"] < 0.3
     small, large = left["kept"]["small errors"], left["kept"]["some large errors"]
     assert small == sorted(small) and max(large) > large[-1] + 0.2
-    truth = {name: left["curve"](run, "eval/similarity/mean")[1] for name, run in left["runs"].items()}
-    proxy = {name: left["curve"](run, "reward")[1] for name, run in left["runs"].items()}
-    assert proxy["β = 0"][-20:].mean() > proxy["β = 0"][:3].mean() + 0.2
+    truth = {name: run.history.series("eval/similarity/mean")[1] for name, run in left["runs"].items()}
+    proxy = {name: run.history.series("reward")[1] for name, run in left["runs"].items()}
+    assert np.mean(proxy["β = 0"][-20:]) > np.mean(proxy["β = 0"][:3]) + 0.2
     assert truth["β = 0"][-1] < truth["β = 0"][0] - 0.3  # the proxy rose and the truth fell
     assert truth["β = 0.5"][-1] > truth["β = 0.5"][0] - 0.15
     assert left["at"] == pytest.approx(np.log(9), abs=0.02)

@@ -37,7 +37,6 @@ from psigrad.objective.parts.surrogate import (
     unclipped,
 )
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Labelled, Pairs
-from psigrad.objective.preferences.reward_model import process_squared_loss
 from psigrad.objective.slopes import slopes
 from psigrad.objective.trust_region import conjugate_gradients
 
@@ -373,18 +372,6 @@ def test_a_margin_of_a_pair_is_added_to_that_of_the_loss():
         expected = sum(math.log1p(math.exp(-(apart - 0.5 - own))) for own in margins) / 2
         assert value(torch.tensor(margins, dtype=torch.float64)) == pytest.approx(expected)
     assert value(None) == pytest.approx(value(torch.zeros(2, dtype=torch.float64)))
-
-
-def test_the_brier_score_is_of_probabilities():
-    logits = torch.tensor([0.0, 2.0, -3.0], dtype=torch.float64, requires_grad=True)
-    labels = torch.tensor([0.25, 1.0, 0.5], dtype=torch.float64)
-    found = process_squared_loss(logits, labels, 4)
-    probability = [1 / (1 + math.exp(-z)) for z in logits.tolist()]
-    expected = sum((p - y) ** 2 for p, y in zip(probability, labels.tolist(), strict=True)) / 4
-    assert float(found.value) == pytest.approx(expected)
-    found.value.backward()
-    slopes_by_hand = [2 * (p - y) * p * (1 - p) / 4 for p, y in zip(probability, labels.tolist(), strict=True)]
-    assert logits.grad.tolist() == pytest.approx(slopes_by_hand)
 
 
 def test_an_adaptive_kl_counts_completions_and_no_padding():

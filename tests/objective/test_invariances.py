@@ -28,7 +28,8 @@ METHODS = {name: resolve(name) for name in PRESETS} | {
     "masked sequences": replace(GRPO, correction=masked_importance(2.0), kl=KL("loss", "exact", 0.1)),
     "penalty": replace(GRPO, psi=reward_to_go(), surrogate=kl_penalty(0.3)),
     "top entropy": resolve("top_entropy"),
-    "clipped covariance": replace(resolve("clip_cov"), keep=(clip_covariance(0.1, 0.0, 5.0),)),
+    # not from 0 on: where rewards are equal, rounding decides on which side of it the covariance lies
+    "clipped covariance": replace(resolve("clip_cov"), keep=(clip_covariance(0.1, 1e-6, 5.0),)),
     "penalised covariance": replace(resolve("kl_cov"), surrogate=covariance_penalty(0.2)),
     "imitation": replace(resolve("vapo"), surrogate=with_imitation(clip(), 0.3, right=0.2)),
     "parts": resolve("gdpo"),

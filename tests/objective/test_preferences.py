@@ -23,7 +23,7 @@ from psigrad.objective.preferences.preference_loss import (
     mean_logp,
     robust,
 )
-from psigrad.objective.preferences.reward_model import BradleyTerry, calibration, plackett_luce, process_loss
+from psigrad.objective.preferences.reward_model import BradleyTerry, calibration, process_loss
 
 PREFERENCES = [name for name in LOSSES if name != "kto"]
 
@@ -242,14 +242,6 @@ def test_bradley_terry_is_its_formula():
     assert float(loss.terms["accuracy"]) == 0.5
     with pytest.raises(ValueError, match=r"0\.5"):
         BradleyTerry(label_smoothing=0.5)
-
-
-def test_plackett_luce_of_two_is_bradley_terry_and_sums_to_one_over_rankings():
-    r = torch.tensor([[0.4, -0.3]], dtype=torch.float64)
-    assert float(plackett_luce(r)) == pytest.approx(-math.log(sigmoid(0.7)), abs=1e-12)
-    three = torch.tensor([0.4, -0.3, 1.0], dtype=torch.float64)
-    chances = [math.exp(-float(plackett_luce(three[list(order)][None]))) for order in itertools.permutations(range(3))]
-    assert sum(chances) == pytest.approx(1, abs=1e-12)
 
 
 def test_process_loss_is_the_cross_entropy_of_each_step():

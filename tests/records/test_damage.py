@@ -263,19 +263,6 @@ def test_a_finished_run_without_weights_and_checkpoints_is_refused(tmp_path):
         pass
 
 
-def test_of_a_run_of_an_older_psigrad_cut_weights_are_found(tmp_path):
-    weights = with_model(tmp_path / "run")
-    file = tmp_path / "run" / "events.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    lines[-1].pop("model")
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with RunFolder.open(tmp_path / "run", CONFIG) as folder:
-        assert folder.finished
-    weights.write_bytes(weights.read_bytes()[:-4])
-    with RunFolder.open(tmp_path / "run", CONFIG) as folder:
-        assert not folder.finished
-
-
 @pytest.mark.parametrize("damage", ["{", "", "[1]", None])
 def test_a_damaged_config_leaves_good_checkpoints_in_use(damage, tmp_path):
     with_model(tmp_path / "run")

@@ -224,25 +224,28 @@ def test_a_folder_of_something_else_is_refused_and_untouched(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+def die_at(at: int, *calls) -> None:
+    """Kill this process at the at-th of these calls, each an owner and a name."""
+    count = [0]
+
+    def wrap(owner, name):
+        original = getattr(owner, name)
+
+        def wrapped(*args, **kwargs):
+            count[0] += 1
+            if count[0] == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, wrapped)
+
+    for owner, name in calls:
+        wrap(owner, name)
+
+
 def test_a_kill_at_any_moment_of_the_opening_leaves_a_folder_that_opens(tmp_path):
-    calls = ("fsync", "replace", "mkdir", "open", "rename")
-
     def open_and_die(path: Path, at: int) -> None:
-        count = [0]
-
-        def wrap(name):
-            original = getattr(os, name)
-
-            def wrapped(*args, **kwargs):
-                count[0] += 1
-                if count[0] == at:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return original(*args, **kwargs)
-
-            setattr(os, name, wrapped)
-
-        for name in calls:
-            wrap(name)
+        die_at(at, *((os, name) for name in ("fsync", "replace", "mkdir", "open", "rename")))
         with RunFolder.open(path, CONFIG):
             pass
 
@@ -418,22 +421,8 @@ def model_of(text: str):
 
 def test_a_kill_at_any_moment_of_saving_the_model_leaves_a_whole_one(tmp_path):
     def save_and_die(path: Path, at: int) -> None:
-        count = [0]
-
-        def wrap(owner, name):
-            original = getattr(owner, name)
-
-            def wrapped(*args, **kwargs):
-                count[0] += 1
-                if count[0] == at:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return original(*args, **kwargs)
-
-            setattr(owner, name, wrapped)
-
         with RunFolder.open(path, CONFIG) as folder:
-            for owner, name in ((os, "rename"), (os, "fsync"), (os, "unlink"), (os, "rmdir"), (Path, "write_text")):
-                wrap(owner, name)
+            die_at(at, (os, "rename"), (os, "fsync"), (os, "unlink"), (os, "rmdir"), (Path, "write_text"))
             folder.save_model(model_of("new"))
 
     outcomes = []

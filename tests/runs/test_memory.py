@@ -89,7 +89,7 @@ def peak(trims: bool, leak: int, seed: int) -> float:
     return peaks[-1] / peaks[24]
 
 
-CASES = {"trimmed": (True, 1, 5), "kept": (False, 1, 10), "leaking": (True, MB // 2, 2)}
+CASES = {"trimmed": (True, 1, 5), "kept": (False, 1, 6), "leaking": (True, MB // 2, 1)}
 """Whether freed memory is given back, how many numbers leak in a step, and how many processes that is tried in."""
 
 

@@ -102,3 +102,23 @@ def served(small_model):
     with running(Served(engine, ("tiny", "small"), heard)) as at:
         yield Behind(small_model, engine, heard, at)
     engine.close()
+
+
+def _openai_client(at: Running) -> Any:
+    import openai  # its tests are left out where it is missing
+
+    return openai.OpenAI(base_url=f"{at.url}/v1", api_key=at.token, max_retries=0)
+
+
+@pytest.fixture(scope="session")
+def client(served):
+    """The openai package's client of `served`."""
+    with _openai_client(served.at) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def acting(actor):
+    """The openai package's client of `actor`."""
+    with _openai_client(actor.at) as made:
+        yield made

@@ -14,12 +14,6 @@ from psigrad_serve.served import Served
 HI = [{"role": "user", "content": "Hi there"}]
 
 
-@pytest.fixture(scope="session")
-def client(served):
-    with openai.OpenAI(base_url=f"{served.at.url}/v1", api_key=served.at.token, max_retries=0) as made:
-        yield made
-
-
 def test_a_seed_gives_the_samplers_tokens_and_log_probs_bit_for_bit(client, served):
     ask = {"model": "tiny", "messages": HI, "seed": 7, "max_tokens": 20, "temperature": 0.8, "logprobs": True, "top_logprobs": 2}
     answer = client.chat.completions.create(**ask, extra_body={"return_token_ids": True})

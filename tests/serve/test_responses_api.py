@@ -8,18 +8,6 @@ import pytest
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 
 
-@pytest.fixture(scope="module")
-def client(served):
-    with openai.OpenAI(base_url=f"{served.at.url}/v1", api_key=served.at.token, max_retries=0) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def acting(actor):
-    with openai.OpenAI(base_url=f"{actor.at.url}/v1", api_key=actor.at.token, max_retries=0) as made:
-        yield made
-
-
 def test_the_tokens_are_the_samplers_and_a_stream_says_the_same(client, served):
     served.heard.completions.clear()
     ask = {"model": "tiny", "input": "Hi there", "instructions": "Be brief.", "max_output_tokens": 15, "extra_body": {"seed": 6}}

@@ -32,12 +32,6 @@ CLOCK = {
 }
 
 
-@pytest.fixture(scope="module")
-def client(served):
-    with openai.OpenAI(base_url=f"{served.at.url}/v1", api_key=served.at.token, max_retries=0) as made:
-        yield made
-
-
 def is_trip(text: str) -> bool:
     trip = json.loads(text)
     return set(trip) == {"city", "days"} and trip["city"] in ("Rome", "Oslo") and 1 <= trip["days"] <= 9

@@ -14,12 +14,6 @@ from psigrad.language.rollout.types import DrawnToken
 from psigrad_serve.text_completions import TextCompletions
 
 
-@pytest.fixture(scope="module")
-def client(served):
-    with openai.OpenAI(base_url=f"{served.at.url}/v1", api_key=served.at.token, max_retries=0) as made:
-        yield made
-
-
 def test_several_prompts_of_text_or_tokens_give_their_choices_in_order(client, served):
     ids = [served.model.tokenizer(text)["input_ids"] for text in ("the quick", "a lazy dog")]
     ask = {"model": "tiny", "max_tokens": 9, "n": 2, "seed": 4, "logprobs": 2, "extra_body": {"return_token_ids": True}}

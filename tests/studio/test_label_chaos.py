@@ -191,16 +191,10 @@ def test_eight_labellers_and_a_server_that_is_killed(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("labellers", [8, 32])
-def test_labellers_on_sqlite(tmp_path, labellers):
-    rows, broken = storm(str(tmp_path / "labels.db"), tmp_path, labellers, tasks=600, kills=20)
-    print(f"\n{rows} rows; {broken} submissions broke off and were sent again")
-    assert broken >= 20
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("labellers", [8, 32])
-def test_labellers_on_postgresql(postgres, tmp_path, labellers):
-    rows, broken = storm(postgres, tmp_path, labellers, tasks=600, kills=20)
+@pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgresql", marks=pytest.mark.needs("postgresql"))])
+def test_many_labellers_and_kills(kind, tmp_path, labellers, request):
+    where = str(tmp_path / "labels.db") if kind == "sqlite" else request.getfixturevalue("postgres")
+    rows, broken = storm(where, tmp_path, labellers, tasks=600, kills=20)
     print(f"\n{rows} rows; {broken} submissions broke off and were sent again")
     assert broken >= 20
 

@@ -22,7 +22,7 @@ from typing import Any
 import h11
 import psutil
 import pytest
-from hostile import METHODS, corpus, honest, routes
+from hostile import FILM, METHODS, corpus, honest, routes
 from live_desk import guest, project
 from live_studio import LiveStudio, live_studio
 from timing import PATIENCE, quickest, until
@@ -32,17 +32,6 @@ from psigrad_studio.security import HEADERS, Bucket, Guard, Refused
 from psigrad_studio.sessions import ONE_TIME_SECONDS, Sessions
 
 STATIC = Path(__file__).parents[2] / "psigrad_studio" / "static"
-WORLD = {
-    "rows": 8,
-    "columns": 8,
-    "prizes": [[1, 6, 1.0]],
-    "walls": [],
-    "start": None,
-    "slip": 0.1,
-    "step_reward": 0.0,
-    "gamma": 0.9,
-}
-FILM = {"world": WORLD, "algorithm": "value_iteration"}
 
 
 @pytest.fixture(scope="module")

@@ -101,3 +101,20 @@ def some_rows() -> Rows:
     groups = some_groups()
     rows = [[*p, *c] for p, cs in zip(groups.prompts, groups.completions, strict=True) for c in cs]
     return Rows(rows, [[i > 2 for i in range(len(row))] for row in rows])
+
+
+def assert_log_probs_and_gradients_are_transformers(model, inputs):
+    """By the fused forward and by transformers' own."""
+    parameters = model.trainable()
+
+    def run():
+        logp = model.evaluate(inputs).logp
+        weights = torch.randn(logp.shape, generator=torch.Generator().manual_seed(1))
+        return logp.detach(), torch.autograd.grad((logp * weights).sum(), list(parameters.values()))
+
+    (ours, our_gradient), (theirs, their_gradient) = both(model, run)
+    assert torch.allclose(ours, theirs, atol=2e-5, rtol=0)
+    whole = torch.cat([g.flatten() for g in their_gradient]).norm()
+    for name, a, b in zip(parameters, our_gradient, their_gradient, strict=True):
+        # a key's bias shifts all scores of a query alike, so its exact gradient is 0 and both sides hold rounding only
+        assert float((a - b).norm()) < 1e-5 * float(b.norm()) + 1e-6 * float(whole), name

@@ -20,6 +20,17 @@ OPEN = ("/static/", "/enter")
 JOIN = ("/join", "/api/join/")
 """Where strangers may ask; who has a session is held to its token there too."""
 WHOLE = ("/", "/enter", "/grid", "/api/grid/frames", "/api/label/vote", "/api/join/login")
+WORLD = {
+    "rows": 8,
+    "columns": 8,
+    "prizes": [[1, 6, 1.0]],
+    "walls": [],
+    "start": None,
+    "slip": 0.1,
+    "step_reward": 0.0,
+    "gamma": 0.9,
+}
+FILM = {"world": WORLD, "algorithm": "value_iteration"}
 
 
 @dataclass(frozen=True)
@@ -231,17 +242,7 @@ def _keys(studio: LiveStudio) -> Iterator[Attack]:
 def _bodies(studio: LiveStudio) -> Iterator[Attack]:
     most = studio.settings.body_bytes
     refused = frozenset({"invalid", "mistake", "type", "encoding", "size", "body", "request", "http", "header"})
-    world = {
-        "rows": 8,
-        "columns": 8,
-        "prizes": [[1, 6, 1.0]],
-        "walls": [],
-        "start": None,
-        "slip": 0.1,
-        "step_reward": 0.0,
-        "gamma": 0.9,
-    }
-    film = {"world": world, "algorithm": "value_iteration"}
+    world, film = WORLD, FILM
     bodies = [
         b"", b"{", b"[]", b"null", b"1", b'"x"', b"\xff\xfe", b"\x00", b"[" * 100_000, b'{"world":' * 20_000, b"{}" * 10,
         b'{"world": NaN}', json.dumps({**film, "world": {**world, "gamma": float("nan")}}).encode(),

@@ -24,14 +24,20 @@ FLAG = re.compile(r"(?<![\w-])--([a-z][a-z]*(?:-[a-z0-9]+)*)\b(?!=?\{)")
 OTHERS = {"version", "help-all", "flag", "nproc-per-node", "security-opt", "cap-add", "jinja", "install", "format", "clean"}
 
 
-def strings() -> Iterator[tuple[str, str]]:
+@cache
+def strings() -> list[tuple[str, str]]:
+    """What `_strings` finds, once."""
+    return list(_strings())
+
+
+def _strings() -> Iterator[tuple[str, str]]:
     """(place, text) of every string of the packages that is no docstring, with … for what is filled in, and of the YAML texts."""
     for file in (file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))):
-        tree = ast.parse(file.read_text())
+        tree, name = ast.parse(file.read_text()), file.relative_to(ROOT)
         docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
         inner: set[int] = set()
         for node in ast.walk(tree):
-            place = f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+            place = f"{name}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.JoinedStr):
                 inner |= {id(part) for part in node.values}
                 yield place, "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
@@ -71,7 +77,7 @@ def refused(text: str) -> list[str]:
 
 
 def test_every_command_that_a_message_names_exists_and_takes_the_flags() -> None:
-    texts = list(strings())
+    texts = strings()
     assert sum(bool(COMMAND.search(text)) for _, text in texts) > 30
     assert {place: wrong for place, text in texts if (wrong := refused(text))} == {}
 

@@ -182,7 +182,7 @@ class Trainer(ABC):
         self.optimizer.load_state_dict(checkpoint.load_tensors(folder / STATE_FILE))
         self.optimizer.nonfinite = numbers["nonfinite"]
         self.lines, self.timesteps, self.iterations = numbers["line"], numbers["timesteps"], numbers["iterations"]
-        self._in_line = numbers.get("in_line", 0)  # older checkpoints end with their line
+        self._in_line = numbers["in_line"]
         self.state = dict(numbers["state"])
         self.collector.normalizer.restore(numbers["normalizer"])
         self.collector.statistics.restore(numbers["figures"])
@@ -194,10 +194,10 @@ class Trainer(ABC):
         """Restore the environments' state at the time `folder` was saved, by replaying the actions since their last restart.
 
         Return the number of steps. If the replay does not lead to the saved state, start new episodes and return None. That
-        happens if the environments do not follow their seed, or if an older version saved no actions.
+        happens if the environments do not follow their seed.
         """
-        stood = checkpoint.load_tensors(folder / EPISODES) if (folder / EPISODES).exists() else None
-        if stood is None or not self._replay(numbers["seed"], stood["actions"].numpy(), stood["observation"].numpy()):
+        stood = checkpoint.load_tensors(folder / EPISODES)
+        if not self._replay(numbers["seed"], stood["actions"].numpy(), stood["observation"].numpy()):
             self.restart()
             return None
         self.collector.statistics.go_on(numbers["begun"])

@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 from psigrad.errors import UserError
 from psigrad.language.episodes.environments import Answer, EpisodeCall, Factory, Fault, InProcess, Playing, Step
+from psigrad.processes.sandbox import enclosure_of_workers
 from psigrad.processes.workers import Lost, PoolLimits, WorkerPool, unpack
 from psigrad.processes.workers.child import reason_for
 from psigrad.processes.workers.shipping import Packed
@@ -18,11 +19,14 @@ class EnvironmentPool(Playing):
     """Episodes spread over `workers` processes (default 1). Each call of an environment may take `timeout` seconds (default 10).
 
     An environment that hangs, exits or crashes faults its own episode. The other episodes of its process are replayed in a new
-    process from their rows and turns. The result is the same, since an environment depends on these alone.
+    process from their rows and turns. The result is the same, since an environment depends on these alone. With `sandboxed`, a
+    list of files, the processes are in a sandbox that can read these files.
     """
 
-    def __init__(self, factory: Factory, **limits: Unpack[PoolLimits]) -> None:
+    def __init__(self, factory: Factory, *, sandboxed: Sequence[str] | None = None, **limits: Unpack[PoolLimits]) -> None:
         service = "psigrad.language.episodes.environment_pool:service"
+        if sandboxed is not None:
+            limits["enclosure"] = enclosure_of_workers(sandboxed)
         self.workers: WorkerPool[Any] = WorkerPool.of(service, factory, decode, kind="environment", **limits)
         self._waiting: list[list[EpisodeCall]] = [[] for _ in range(len(self.workers))]
         """For each worker, the calls that it has not started."""

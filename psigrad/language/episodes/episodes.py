@@ -39,7 +39,6 @@ LINGER = (0.1, 0.02)
 # The largest difference of log-probs, in nats, that a different order of summation explains.
 ROUNDING = 1e-3
 # The rule for assigning a session's reward to its tokens. Its group is the sessions of its row.
-CREDIT = "a session is one trajectory; what it earned goes to every token sampled in it, in whichever branch, once"
 
 
 @dataclass(frozen=True)

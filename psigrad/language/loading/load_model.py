@@ -206,11 +206,10 @@ def load_reference(
     path: str,
     model: LanguageModel,
     config: OnlineConfig | PreferenceConfig,
-    dtype: Literal["", "float32", "bfloat16"] = "",
     world: World = ALONE,
 ) -> LanguageModel:
     """Load a reference other than the trained model, with the same tokens. Raises `UserError` if its tokens differ."""
-    other = _load_other(path, config, dtype, world)
+    other = _load_other(path, config, "", world)
     if other.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         raise UserError(
             f"The reference {path!r} and the model have different tokenizers; give a reference of the same model family."

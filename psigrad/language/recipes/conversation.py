@@ -21,7 +21,6 @@ from psigrad.language.episodes.environments import InProcess, Playing
 from psigrad.language.episodes.episodes import Episodes
 from psigrad.language.episodes.players import Player
 from psigrad.language.episodes.tools import CallForm, Tool, ToolBoxes, call_form_of, resolve, schemas
-from psigrad.processes.sandbox import enclosure_of_workers
 from psigrad.runs.journal import Journal
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ def playing_for(config: Played, form: CallForm) -> Playing:
         workers=config.environment_workers,
         memory_gb=config.worker_memory_gb,
         variables=config.worker_env,
-        enclosure=enclosure_of_workers(config.environment_files) if config.environment_sandbox else None,
+        sandboxed=config.environment_files if config.environment_sandbox else None,
     )
 
 

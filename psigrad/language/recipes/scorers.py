@@ -34,7 +34,6 @@ from psigrad.language.rewards.reward_worker import needed_columns
 from psigrad.language.rewards.row_checks import missing_golds, row_faults
 from psigrad.language.rollout.scoring import Samples
 from psigrad.processes.parallel.world import ALONE, World
-from psigrad.processes.sandbox import executor_for, tier_of_this_machine
 from psigrad.runs.journal import Journal
 
 
@@ -86,7 +85,7 @@ class RewardSetup:
 
         `tokenizer` is the policy's; None if only its text is known.
         """
-        if journal is not None and any(_is_unsafe(function) for function in self.functions):
+        if journal is not None and any(isinstance(function, Code) and function.is_unsafe for function in self.functions):
             text = "Programs that the model writes run without a sandbox, with your rights: allow_unsafe_code is set."
             journal.tell("unsafe_code", text)
         if journal is not None and (text := hidden_from_rewards(self.config, tokenizer)):
@@ -118,8 +117,8 @@ class RewardSetup:
         Raises `SandboxError` if they judge programs and there is no sandbox, before a step is sampled in vain.
         """
         for function in self.functions:
-            if isinstance(function, Code) and not function.service:
-                executor_for(allow_unsafe_code=function.allow_unsafe_code)
+            if isinstance(function, Code):
+                function.check_machine()
         return RewardPool(self.specs, weights=list(self.weights.values())[: len(self.specs)], **self._processes())
 
     def _processes(self) -> dict[str, Any]:
@@ -212,16 +211,6 @@ def samples_of(rows: Sequence[Row], names: Sequence[str]) -> Samples:
 def _pool_of(config: Scored, alone: Sequence[Reward] | None) -> RewardPool:
     """Return the pool on another machine, which imports the user's code itself."""
     return RewardSetup.of(config, alone).pool()
-
-
-def _is_unsafe(function: Any) -> bool:
-    """Return True if a reward runs the model's programs without a sandbox."""
-    return (
-        isinstance(function, Code)
-        and function.allow_unsafe_code
-        and not function.service
-        and tier_of_this_machine().name == "none"
-    )
 
 
 def _name_of(path: str) -> str:

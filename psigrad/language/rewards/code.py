@@ -15,7 +15,7 @@ from psigrad.language.rewards.code_asserts import Evaluated
 from psigrad.language.rewards.code_rows import BESIDE, COLUMNS, Printed, RowTests, read_tests
 from psigrad.language.rewards.code_values import same
 from psigrad.language.rollout.scoring import SelfLimited, Wrong, text_of
-from psigrad.processes.sandbox import Executor, Limits, Program, ProgramOutcome, executor_for
+from psigrad.processes.sandbox import Executor, Limits, Program, ProgramOutcome, executor_for, tier_of_this_machine
 from psigrad.processes.sandbox.executor import MissingValue
 
 # A block without a closing fence extends to the end.
@@ -80,6 +80,16 @@ class Code(SelfLimited):
             for one, outcome in zip(left, executor.run([one.runs[0].program for one in left], limits), strict=True):
                 one.hear(outcome)
         return [one.reward for one in judged]
+
+    def check_machine(self) -> None:
+        """Raise `SandboxError` if programs would run here and there is no sandbox."""
+        if not self.service:
+            executor_for(allow_unsafe_code=self.allow_unsafe_code)
+
+    @property
+    def is_unsafe(self) -> bool:
+        """True if the model's programs run without a sandbox."""
+        return self.allow_unsafe_code and not self.service and tier_of_this_machine().name == "none"
 
     def check_row(self, row: dict[str, Any]) -> None:
         """Raise `UserError` for a row whose tests cannot be judged."""

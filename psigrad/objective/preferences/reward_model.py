@@ -1,10 +1,9 @@
-"""Losses and metrics of reward models: comparisons, rankings and steps.
+"""Losses and metrics of reward models: comparisons and steps.
 
 All losses are sums over their inputs, divided by totals of the whole optimiser step. Any split into micro-batches therefore gives
 the same gradient.
 
-`psigrad reward` trains by `BradleyTerry`, and by `process_loss` on stepwise rows. The losses of rankings and
-`process_squared_loss` are for custom programs: no setting names them.
+`psigrad reward` trains by `BradleyTerry`, and by `process_loss` on stepwise rows.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
-from psigrad.objective.batch import Loss, zero_outside
+from psigrad.objective.batch import Loss
 from psigrad.objective.preferences.preference_loss import correct
 
 
@@ -68,67 +67,20 @@ class BradleyTerry:
         return Loss(value, terms)
 
 
-def plackett_luce(rewards: Tensor, present: Tensor | None = None) -> Tensor:
-    """Return the negative log-likelihood [n] of rankings, with rewards [n, K] from best to worst. K = 2 is Bradley–Terry.
+def process_loss(logits: Tensor, labels: Tensor, total_steps: int) -> Loss:
+    """Return the share of these steps in the loss of an optimiser step with `total_steps`.
 
-    For lists of different lengths, `present` [n, K] is False after the last item of each. Values there are never read.
-
-    Formula: −Σ_k log(exp(r_k) / Σ_{j≥k} exp(r_j))
-
-    Source: Plackett 1975; Luce 1959; Rafailov et al. 2023, arXiv:2305.18290, appendix A.3.
-    """
-    if rewards.dim() != 2 or (present is not None and (present.shape != rewards.shape or present.dtype != torch.bool)):
-        raise ValueError(
-            f"plackett_luce got rewards of shape {tuple(rewards.shape)}; expected [n, K], best first, and `present` boolean of "
-            "that shape, or None."
-        )
-    if present is None:
-        return (rewards.flip(1).logcumsumexp(1).flip(1) - rewards).sum(1)
-    # The lowest finite number marks a missing item: minus infinity has no gradient under logcumsumexp.
-    known = torch.where(present, rewards, torch.full_like(rewards, torch.finfo(rewards.dtype).min / 4))
-    return zero_outside(present, known.flip(1).logcumsumexp(1).flip(1) - known).sum(1)
-
-
-def process_loss(logits: Tensor, labels: Tensor, total_steps: int, mask: Tensor | None = None) -> Loss:
-    """Return the share of these steps in the loss of an optimiser step with `total_steps`. Logits and labels (in [0, 1]) have one
-    shape.
-
-    If the tensors also hold other positions, `mask` is True at the ends of steps only. The others are never read.
+    Logits and labels (in [0, 1]) have one shape.
 
     Formula: −label·log σ(z) − (1 − label)·log(1 − σ(z))
 
     Source: Lightman et al. 2023, Let's verify step by step, arXiv:2305.20050.
     """
-    logits, labels = _steps(logits, labels, mask)
+    if labels.shape != logits.shape:
+        raise ValueError(f"The steps have logits of shape {tuple(logits.shape)} and labels of {tuple(labels.shape)}.")
     value = binary_cross_entropy_with_logits(logits, labels, reduction="sum") / max(total_steps, 1)
-    return Loss(value, _step_terms(value, logits, labels, total_steps))
-
-
-def process_squared_loss(logits: Tensor, labels: Tensor, total_steps: int, mask: Tensor | None = None) -> Loss:
-    """Return `process_loss` with the squared error (Brier score), for labels that are estimates, such as shares of good endings.
-
-    Formula: (σ(z) − label)²
-
-    Source: Brier 1950; Wang et al. 2024, Math-Shepherd, arXiv:2312.08935, section 3.3 (soft labels).
-    """
-    logits, labels = _steps(logits, labels, mask)
-    value = ((torch.sigmoid(logits) - labels) ** 2).sum() / max(total_steps, 1)
-    return Loss(value, _step_terms(value, logits, labels, total_steps))
-
-
-def _steps(logits: Tensor, labels: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the logits and labels [n] of the steps alone."""
-    if labels.shape != logits.shape or (mask is not None and (mask.shape != logits.shape or mask.dtype != torch.bool)):
-        raise ValueError(
-            f"The steps have logits of shape {tuple(logits.shape)} and labels of {tuple(labels.shape)}; expected the same, and a "
-            "boolean mask of that shape or None."
-        )
-    return (logits, labels) if mask is None else (logits[mask], labels[mask])
-
-
-def _step_terms(value: Tensor, logits: Tensor, labels: Tensor, total_steps: int) -> dict[str, Tensor]:
     hit = ((logits.detach() > 0) == (labels > 0.5)).to(logits.dtype)
-    return {"loss": value.detach(), "accuracy": hit.sum() / max(total_steps, 1)}
+    return Loss(value, {"loss": value.detach(), "accuracy": hit.sum() / max(total_steps, 1)})
 
 
 @dataclass(frozen=True)

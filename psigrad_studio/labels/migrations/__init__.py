@@ -1,4 +1,5 @@
 """The history of the tables: one file per change, applied in order by `migrate.upgrade` when a store is opened.
 
-A released file is never edited; a change of `schema` comes with a new one (`tests/studio/labels/test_migrate.py` compares both).
+No version was released yet, so that the first file makes what `schema` declares. From the first release on it names its own
+tables, a released file is never edited, and a change of `schema` comes with a new one.
 """

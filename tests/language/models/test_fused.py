@@ -8,7 +8,16 @@ import sys
 
 import pytest
 import torch
-from fused_models import COMMON, CONFIGS, both, made, made_anew, some_groups, some_rows
+from fused_models import (
+    COMMON,
+    CONFIGS,
+    assert_log_probs_and_gradients_are_transformers,
+    both,
+    made,
+    made_anew,
+    some_groups,
+    some_rows,
+)
 from transformers import GemmaConfig
 
 from psigrad.kernels.build import library
@@ -31,19 +40,7 @@ def fused(request, tokenizer):
 
 @pytest.mark.parametrize("inputs", [some_groups(), some_rows()], ids=["groups", "rows"])
 def test_log_probs_and_every_gradient_equal_those_of_transformers(fused, inputs):
-    parameters = fused.trainable()
-
-    def run():
-        logp = fused.evaluate(inputs).logp
-        weights = torch.randn(logp.shape, generator=torch.Generator().manual_seed(1))
-        return logp.detach(), torch.autograd.grad((logp * weights).sum(), list(parameters.values()))
-
-    (ours, our_gradient), (theirs, their_gradient) = both(fused, run)
-    assert torch.allclose(ours, theirs, atol=2e-5, rtol=0)
-    whole = torch.cat([g.flatten() for g in their_gradient]).norm()
-    for name, a, b in zip(parameters, our_gradient, their_gradient, strict=True):
-        # a key's bias shifts all scores of a query alike, so its exact gradient is 0 and both sides hold rounding only
-        assert float((a - b).norm()) < 1e-5 * float(b.norm()) + 1e-6 * float(whole), name
+    assert_log_probs_and_gradients_are_transformers(fused, inputs)
 
 
 def test_the_sampler_draws_the_same_tokens(fused):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import peft
 import pytest
 import torch
-from fused_models import CONFIGS, adapted, both, made, some_groups
+from fused_models import CONFIGS, adapted, assert_log_probs_and_gradients_are_transformers, made, some_groups
 
 from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.fused.layer import Unsupported
@@ -19,19 +19,8 @@ pytestmark = pytest.mark.needs("compiler")
 def test_lora_gives_the_log_probs_and_gradients_of_peft(name, targets, tokenizer):
     model = adapted(CONFIGS[name], tokenizer, target_modules=targets)
     assert model.decoder is not None, model.why_unfused
-    parameters = model.trainable()
-    assert all("lora_" in name for name in parameters)
-
-    def run():
-        logp = model.evaluate(some_groups()).logp
-        weights = torch.randn(logp.shape, generator=torch.Generator().manual_seed(1))
-        return logp.detach(), torch.autograd.grad((logp * weights).sum(), list(parameters.values()))
-
-    (ours, our_gradient), (theirs, their_gradient) = both(model, run)
-    assert torch.allclose(ours, theirs, atol=2e-5, rtol=0)
-    whole = torch.cat([g.flatten() for g in their_gradient]).norm()
-    for name, a, b in zip(parameters, our_gradient, their_gradient, strict=True):
-        assert float((a - b).norm()) < 1e-5 * float(b.norm()) + 1e-6 * float(whole), name
+    assert all("lora_" in name for name in model.trainable())
+    assert_log_probs_and_gradients_are_transformers(model, some_groups())
 
 
 def test_a_lora_model_without_its_adapter_is_the_one_it_started_from(tokenizer):

@@ -30,15 +30,11 @@ def relative(a, b) -> float:
     return float(sum(((x - y) ** 2).sum() for x, y in zip(a, b, strict=True)).sqrt() / sum((y**2).sum() for y in b).sqrt())
 
 
-def test_log_probs_equal_transformers_on_each_row_alone(model, groups):
+@pytest.mark.parametrize("packed", [None, False])
+def test_log_probs_equal_transformers_on_each_row_alone(model, groups, packed):
     assert not model.why_padded
-    packed = model.evaluate(groups).logp
-    assert torch.allclose(packed, oracle(model.network, groups, 12), atol=1e-5, rtol=0)
-
-
-def test_the_padded_oracle_equals_transformers_on_each_row_alone(model, groups):
-    padded = model.evaluate(groups, packed=False).logp
-    assert torch.allclose(padded, oracle(model.network, groups, 12), atol=1e-5, rtol=0)
+    logp = model.evaluate(groups, packed=packed).logp
+    assert torch.allclose(logp, oracle(model.network, groups, 12), atol=1e-5, rtol=0)
 
 
 def test_the_gradient_equals_transformers_on_each_row_alone(model, groups):
@@ -105,14 +101,13 @@ def test_rows_with_masks_equal_transformers(model):
     assert logp.shape == (3, 5)
 
 
-def test_a_row_that_trains_on_its_first_token_is_refused():
-    with pytest.raises(ValueError, match="Row 0 trains on its first token"):
-        Rows([[1, 2]], [[True, True]])
-
-
-def test_a_mask_of_another_length_than_its_row_is_refused():
-    with pytest.raises(ValueError, match="Row 1 has 3 tokens and a mask of 4"):
-        Rows([[1, 2], [3, 4, 5]], [[False, True], [False, True, True, True]])
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [([True, True, True], "Row 1 trains on its first token"), ([False, True, True, True], "Row 1 has 3 tokens and a mask of 4")],
+)
+def test_a_mask_that_does_not_fit_its_row_is_refused(mask, said):
+    with pytest.raises(ValueError, match=said):
+        Rows([[1, 2], [3, 4, 5]], [[False, True], mask])
 
 
 def test_a_sliding_window_is_kept(tokenizer, groups):

@@ -19,7 +19,6 @@ from psigrad.language.episodes.environment_pool import EnvironmentPool
 from psigrad.language.episodes.environments import Fault, InProcess, Step
 from psigrad.language.episodes.tools import ToolBox
 from psigrad.language.recipes import online
-from psigrad.processes.sandbox import enclosure_of_workers
 
 ROWS = [{"name": name} for name in "abcdef"]
 
@@ -165,7 +164,7 @@ def test_a_tool_that_hangs_ends_its_episode_and_no_other(pool):
 
 @pytest.mark.needs("bubblewrap")
 def test_in_a_sandbox_there_is_no_network_and_nothing_to_write_to(pool, tmp_path):
-    playing = pool(NoWay, enclosure=enclosure_of_workers([str(tmp_path)]))
+    playing = pool(NoWay, sandboxed=[str(tmp_path)])
     playing.begin(ROWS[:3])
     found = say(playing, "network", f"write {tmp_path / 'file'}", "temporary")
     assert "Operation not permitted" in found[0].reason

@@ -16,7 +16,7 @@ from psigrad.objective.catalog import METHODS as PRESETS
 
 STEPS = 100
 # Steps to which those go that show that what was reached stays: of seed 0, which every run of the tests has, and of others.
-LAST = {0: 60}
+LAST = {0: 45}
 # Steps over which a share counts.
 LASTING = 10
 

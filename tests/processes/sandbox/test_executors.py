@@ -62,7 +62,7 @@ def test_without_a_sandbox_programs_run_only_where_that_is_allowed_in_so_many_wo
 
 @pytest.mark.needs("bubblewrap")
 def test_a_run_that_allows_unsafe_code_says_so_and_records_it(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("psigrad.language.recipes.scorers.tier_of_this_machine", lambda: Tier("none", why_not="not here."))
+    monkeypatch.setattr("psigrad.language.rewards.code.tier_of_this_machine", lambda: Tier("none", why_not="not here."))
     settings = OnlineConfig(reward=({"reward": "code", "allow_unsafe_code": True},), run=Run(output_dir=str(tmp_path / "run")))
     with RunFolder.open(tmp_path / "run", {}) as folder, RewardSetup.of(settings).scorer(None, Journal(folder)):
         pass

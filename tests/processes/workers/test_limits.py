@@ -80,14 +80,14 @@ def test_nothing_that_a_reward_started_outlives_it(way, end):
 
 @pytest.mark.parametrize("way", ["orphans", pytest.param("programs", marks=pytest.mark.needs("bubblewrap"))])
 def test_no_dead_process_stays_while_the_workers_live(way):
-    """Each orphan and each judged program leaves a process whose parent ended first: 40 of them are no pid in the end."""
+    """Each orphan and each judged program leaves a process whose parent ended first: 20 of them are no pid in the end."""
 
     def orphans(completions, **columns):
         for _ in completions:
             subprocess.run(["sh", "-c", "sleep 0.01 & exit 0"], check=True)
         return [1.0] * len(completions)
 
-    count = 40
+    count = 20
     texts = ["```python\nprint(input())\n```"] * count
     tests = [[{"input": "3", "output": "3"}]] * count
     spec = RewardSpec("mine", orphans) if way == "orphans" else resolve("code")

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from psigrad import seeds
-from psigrad.cli.mathematics import explain
-from psigrad.language.episodes.episodes import CREDIT
+from psigrad.cli.mathematics import CREDIT, explain
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.types import Branch, Collected, Completion, Trajectory
 from psigrad.language.training.online.batching import inputs_of, micro_batches, outputs_by_row, rows_of, to_batch

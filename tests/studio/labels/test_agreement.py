@@ -67,15 +67,6 @@ def test_cohen_example():
     assert agreement.cohen_kappa(a, b) == pytest.approx(0.4, abs=1e-12)
 
 
-def test_quadratic_weights_have_a_closed_form():
-    random = np.random.default_rng(0)
-    a = random.integers(1, 6, 200)
-    b = np.clip(a + random.integers(-1, 2, 200), 1, 5)
-    closed = 1 - np.mean((a - b) ** 2) / (a.var() + b.var() + (a.mean() - b.mean()) ** 2)
-    assert agreement.cohen_kappa(a, b, "quadratic") == pytest.approx(closed, abs=1e-12)
-    assert agreement.cohen_kappa(a, b) < agreement.cohen_kappa(a, b, "linear") < agreement.cohen_kappa(a, b, "quadratic")
-
-
 def slow_alpha(table, level):
     """Disagreement of all pairs within units over that of all pairs at all, pair by pair."""
     units = [[v for v in column if not np.isnan(v)] for column in np.array(table, float).T]

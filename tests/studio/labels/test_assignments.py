@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
 
 import pytest
+from at_once import at_once
 from scipy.stats import binomtest
 from sqlalchemy import func, select
 
@@ -157,41 +158,19 @@ def test_many_threads_that_ask_at_once_never_share_a_task(desks):
     made = desks()
     made.pairs(60)
     crowd = [made.person(f"P{i}") for i in range(8)]
-    taken, start = [], threading.Barrier(8)
 
-    def ask(person):
-        start.wait()
-        for _ in range(6):
-            shown = made.next(person)
-            taken.append(shown.prompt)
-            assignments.skip(made.db, person, shown.assignment, f"{person.id}-{len(taken)}-{shown.assignment:08}")
-            # a skipped task goes back: it may be taken again, by somebody else
-            taken.append(None)
+    def skip_six(n):
+        for time in range(6):  # a skipped task goes back: somebody else may take it
+            shown = made.next(crowd[n])
+            assignments.skip(made.db, crowd[n], shown.assignment, f"{n}-{time}-{shown.assignment:08}")
 
-    def hold(person):
-        start.wait()
-        held.append(made.next(person).prompt)
-
-    threads = [threading.Thread(target=ask, args=(p,)) for p in crowd]
-    [t.start() for t in threads], [t.join() for t in threads]
-    held: list[str] = []
-    start = threading.Barrier(8)
-    threads = [threading.Thread(target=hold, args=(p,)) for p in crowd]
-    [t.start() for t in threads], [t.join() for t in threads]
-    assert len(held) == len(set(held)) == 8
+    at_once(8, skip_six)
+    assert len(set(at_once(8, lambda n: made.next(crowd[n]).prompt))) == 8
 
 
 def test_one_person_with_two_windows_gets_one_task(pair):
     pair.pairs(20)
-    shown, start = [], threading.Barrier(8)
-
-    def ask():
-        start.wait()
-        shown.append(pair.next(pair.ann).assignment)
-
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    [t.start() for t in threads], [t.join() for t in threads]
-    assert len(shown) == 8 and len(set(shown)) == 1
+    assert len(set(at_once(8, lambda window: pair.next(pair.ann).assignment))) == 1
 
 
 # What is shown
@@ -361,33 +340,21 @@ def test_a_key_that_is_none_is_refused(pair, key):
 def test_one_vote_sent_by_many_threads_at_once_is_stored_once(pair, db):
     pair.pairs(20)
     for number in range(20):
-        shown, receipts, start = pair.next(pair.ann), [], threading.Barrier(8)
-
-        def send(shown=shown, receipts=receipts, start=start, number=number):
-            start.wait()
-            receipts.append(pair.vote(pair.ann, shown, "left", key=f"vote number {number}"))
-
-        threads = [threading.Thread(target=send) for _ in range(8)]
-        [t.start() for t in threads], [t.join() for t in threads]
-        assert len(receipts) == 8 and len(set(receipts)) == 1
+        shown, key = pair.next(pair.ann), f"vote number {number}"
+        assert len(set(at_once(8, lambda _, shown=shown, key=key: pair.vote(pair.ann, shown, "left", key=key)))) == 1
     assert len(votes(db)) == 20
 
 
 def test_two_different_votes_on_one_task_at_once_leave_one(pair, db):
     pair.pairs(20)
     for number in range(20):
-        shown, outcomes, start = pair.next(pair.ann), [], threading.Barrier(4)
+        shown = pair.next(pair.ann)
 
-        def send(side, shown=shown, outcomes=outcomes, start=start, number=number):
-            start.wait()
-            try:
-                outcomes.append(pair.vote(pair.ann, shown, ("left", "right")[side % 2], key=f"vote {number} by window {side}"))
-            except Conflict:
-                outcomes.append(None)
+        def send(window, shown=shown, number=number):
+            with contextlib.suppress(Conflict):
+                return pair.vote(pair.ann, shown, ("left", "right")[window % 2], key=f"vote {number} by window {window}")
 
-        threads = [threading.Thread(target=send, args=(side,)) for side in range(4)]
-        [t.start() for t in threads], [t.join() for t in threads]
-        assert sum(o is not None for o in outcomes) == 1 and len(outcomes) == 4
+        assert sum(receipt is not None for receipt in at_once(4, send)) == 1
     assert len(votes(db)) == 20
 
 

@@ -173,7 +173,7 @@ BOTH = ["sqlite", pytest.param("postgresql", marks=[pytest.mark.slow, pytest.mar
 def test_no_acknowledged_answer_is_lost_or_doubled(where, tmp_path, record_property):
     """By SQLite, which keeps its file itself; by PostgreSQL with `make test-slow`."""
     record_property("count", 2)
-    storm(where, tmp_path, processes=2, threads=8, tasks=120, kills=2, step=400)
+    storm(where, tmp_path, processes=2, threads=4, tasks=60, kills=2, step=400)
 
 
 @pytest.mark.long
@@ -192,18 +192,18 @@ def test_no_acknowledged_answer_is_lost_or_doubled_in_a_hundred_kills(where, tmp
 def test_negative_control_a_lost_and_a_doubled_row_are_noticed(where, tmp_path):
     db, folder = database.connect(where), tmp_path / "ledgers"
     folder.mkdir()
-    project, crowd = prepare(db, 8, 60, overlap=2)
+    project, crowd = prepare(db, 4, 20, overlap=2)
     label_the_rest(db, project, folder, crowd)
-    check(db, project, folder, crowd, wanted=120)
+    check(db, project, folder, crowd, wanted=40)
     ledger = folder / f"{crowd[0]}.jsonl"
     genuine = ledger.read_text()
     ledger.write_text(
         genuine + '{"what": "sent", "key": "lost", "action": "vote"}\n{"what": "acknowledged", "key": "lost", "vote": 9}\n'
     )
     with pytest.raises(AssertionError, match="is gone"):
-        check(db, project, folder, crowd, wanted=120)
+        check(db, project, folder, crowd, wanted=40)
     without = [line for line in genuine.splitlines(keepends=True) if '"acknowledged"' not in line]
     ledger.write_text("".join(without))
     with pytest.raises(AssertionError):
-        check(db, project, folder, crowd, wanted=120)
+        check(db, project, folder, crowd, wanted=40)
     db.close()
