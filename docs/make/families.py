@@ -130,6 +130,8 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_ngroups": 2},
+    "codegen": {"rotary_dim": 8},
+    "gptj": {"rotary_dim": 8},
     "zaya": {"num_experts_per_tok": 1},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
     "plbart": {"decoder_attention_heads": 4, "encoder_attention_heads": 4},
@@ -152,14 +154,12 @@ def other_config(name: str, **sizes: Any) -> Any:
     plain = AutoConfig.for_model(name)
     if plain.get_text_config() is not plain:
         raise ValueError("it reads more than text")
-    knobs = {
-        **EXPERTS,
-        **ROUTED,
-        **LATENT,
-        **MAMBA,
-        **(SIZES if not hasattr(plain, "kv_lora_rank") else {**SIZES, "head_dim": 8}),
+    known = {*vars(plain), *plain.attribute_map}
+    small = {"head_dim": 8, "num_key_value_heads": 4} if "kv_lora_rank" in known else {}
+    fixed = {knob for knob in dir(type(plain)) if isinstance(getattr(type(plain), knob, None), property)}
+    own = {
+        knob: value for knob, value in {**EXPERTS, **ROUTED, **LATENT, **MAMBA, **SIZES, **small}.items() if knob in known - fixed
     }
-    own = {knob: value for knob, value in knobs.items() if hasattr(plain, knob)}
     return AutoConfig.for_model(name, **{**own, **_SPECIAL.get(name, {}), **sizes})
 
 
