@@ -49,8 +49,8 @@ def _template(name: str) -> str:
 def _formula(name: str) -> str:
     """Return the formula that a method minimises, part by part. `psigrad explain` prints the same with each part's source."""
     papers = _papers(name)
-    cited = f"Papers of the parts: {', '.join(f'arXiv:{paper}' for paper in papers)}. " if papers else ""
-    more = f"{cited}`psigrad explain {name}` prints the source of each part, `psigrad explain {name} OTHER` the differences."
+    cited = f" Papers: {', '.join(f'arXiv:{paper}' for paper in papers)}." if papers else ""
+    more = f"`psigrad explain {name}` prints the source of each part.{cited}"
     return f"## Formula\n\n{_sections(algorithms.explain(name))}\n\n{more}"
 
 

@@ -33,10 +33,10 @@ RECIPES = {
 
 # The text of each mark in the column "may change".
 CHANGES = {
-    Mark.FREE: "on resume",
-    Mark.RECORDED: "on resume, recorded",
-    Mark.LENGTH: "to grow, with --extend",
-    Mark.LIVE: "by a callback",
+    Mark.FREE: "resume",
+    Mark.RECORDED: "recorded",
+    Mark.LENGTH: "extend",
+    Mark.LIVE: "callback",
 }
 
 COLUMNS = "flag | type | default | may change | meaning"
@@ -142,28 +142,28 @@ def _row(name: str, uses: dict[str, Setting], only: str = "") -> str:
 def _kind(hint: Any) -> str:
     """Return a type in words, with its range."""
     if get_origin(hint) is Annotated and hint.__origin__ is Any:
-        return "text or mapping"
+        return "str or mapping"
     if hasattr(hint, "__metadata__"):
         signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
         ranges = [one for one in hint.__metadata__ if is_dataclass(one) and not hasattr(one, "func")]
         bounds = [(signs[k], v) for one in ranges for k, v in asdict(one).items() if v != float("inf")]
         return " ".join(filter(None, [_kind(hint.__origin__), ", ".join(f"{sign} {value}" for sign, value in bounds)]))
     if get_origin(hint) is tuple:
-        return f"several: {_kind(get_args(hint)[0])}"
+        return f"list of {_kind(get_args(hint)[0])}"
     values = get_args(hint)
     if type(None) in values:
-        return f"{_kind(values[0])}, or none"
+        return f"{_kind(values[0])} or null"
     if values and all(isinstance(value, str | bool) for value in values):
         return " or ".join(f"`{json.dumps(value) if isinstance(value, bool) else value}`" for value in values)
-    words = {bool: "yes or no", str: "text", int: "whole number", float: "number"}
-    return words.get(hint, "text or more" if str in values else "anything of these" if hint is not Any else "text or mapping")
+    words = {bool: "bool", str: "str", int: "int", float: "float"}
+    return words.get(hint, "str or mapping" if str in values else "any" if hint is not Any else "str or mapping")
 
 
 def _default(value: Any) -> str:
     if value in ("", (), None):
         return "–"
     if isinstance(value, bool):
-        return "yes" if value else "no"
+        return "true" if value else "false"
     items = value if isinstance(value, tuple) else (value,)
     return ", ".join(f"`{item}`".replace("\n", r"\n") for item in items)  # a line break would end the row of the table
 

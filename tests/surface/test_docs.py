@@ -76,7 +76,7 @@ def test_the_page_of_settings_is_up_to_date_and_has_every_setting_and_flag():
         for _, name in flat_names(cls):
             assert f"| `{name}` | `{flag_of(name)}`" in page
     # not from the maker: one line read by a person
-    assert "| `sampling.top_p` | `--top-p` | number > 0, ≤ 1 | `1.0` |" in page
+    assert "| `sampling.top_p` | `--top-p` | float > 0, ≤ 1 | `1.0` |" in page
 
 
 def test_every_warning_has_its_section_and_a_remedy():
