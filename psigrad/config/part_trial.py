@@ -107,9 +107,10 @@ def _parts_within(thing: Any) -> list[Any]:
     for field in fields(thing):
         value = getattr(thing, field.name)
         for part in value if isinstance(value, tuple) else (value,):
-            if callable(part):
+            within = is_dataclass(part) and not isinstance(part, type)
+            if within or callable(part):
                 found.append(part)
-            if is_dataclass(part) and not isinstance(part, type):
+            if within:
                 found += _parts_within(part)
     return found
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from psigrad.config.part_trial import made_batch, try_parts
 from psigrad.errors import UserError
 from psigrad.language.recipes import online
 from psigrad.objective.catalog import GRPO, METHODS, PPO
+from psigrad.objective.parts.ratio import KL
 
 
 def centred(batch):
@@ -60,3 +63,18 @@ def test_a_run_stops_before_it_makes_a_folder(tmp_path):
     with pytest.raises(UserError, match="The part psi"):
         online.run(replace(config, run=replace(config.run, output_dir=str(tmp_path / "run"))))
     assert not (tmp_path / "run").exists()
+
+
+def test_the_parts_of_the_page_fit_their_slots():
+    page = (Path(__file__).parents[2] / "docs" / "own_part.md").read_text()
+    names: dict = {"__name__": "mine"}
+    exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), names)
+    slots = {"psi": "best_only", "ratio": "half_ratio", "surrogate": "squared", "aggregate": "root_length"}
+    for slot, name in slots.items():
+        try_parts(replace(GRPO, **{slot: names[name]}))
+    try_parts(replace(GRPO, keep=(names["not_too_long"],)))
+    try_parts(replace(GRPO, kl=names["CappedKL"]()))
+    try_parts(replace(PPO, critic=names["absolute_error"]()))
+    try_parts(names["mine"])
+    with pytest.raises(UserError, match="part algorithm, Shorter"):
+        try_parts(replace(GRPO, kl=type("Shorter", (KL,), {"per_step": lambda self, logp, old, ref: logp[:, :2]})()))
