@@ -27,6 +27,7 @@ DOCS = Path(__file__).parents[1]
 TABLE = DOCS / "methods" / "table.md"
 
 SLOT_NAMES = {*MEANING.values(), "score", "link"}
+COMMON = ("ratio", "aggregate", "KL")  # slots whose parts many methods share: their formula is enough
 UNMEASURED = "No curve has been measured yet."
 
 
@@ -58,6 +59,7 @@ def _sections(explained: str) -> str:
     """Return the output of `explain` as Markdown: a paragraph for each filled slot, and its formulas as blocks."""
     out: list[str] = []
     shift = 0  # how far the lines of a part inside a part are moved to the right
+    common = False
     for line in _unwrapped(explained):
         indent, text = len(line) - len(line.lstrip()), line.strip()
         slot, colon, part = text.partition(": ")
@@ -65,6 +67,7 @@ def _sections(explained: str) -> str:
             continue
         if indent == 0:
             shift = 0
+            common = slot.startswith(COMMON)
             if not (part.startswith("none:") or (part == "none" and slot in ("critic", "entropy"))):
                 out.append(f"**{slot}**: `{part}`" if colon and slot in SLOT_NAMES else text)
         elif (text.startswith("with ") and indent == 4 + shift and "(" in text) or (
@@ -77,7 +80,7 @@ def _sections(explained: str) -> str:
             out[-1] += ("\n" if out[-1].startswith("    ") else "\n\n") + block if out[-1].startswith("    ") else ""
             if not out[-1].endswith(block):
                 out.append(block)
-        else:
+        elif not common:
             out.append(text)
     return "\n\n".join(out)
 
