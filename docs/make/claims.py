@@ -159,7 +159,7 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {
 
 
 def stored(name: str) -> Any:
-    """The result of an experiment, from its figures."""
+    """Return the result of an experiment, from its figures."""
     found = figures_of(name)
     one = EXPERIMENTS[name]
     result = TypeAdapter(get_type_hints(one.module.run)["return"]).validate_python(found)
@@ -167,20 +167,21 @@ def stored(name: str) -> Any:
 
 
 def figures_of(name: str) -> Any:
-    """The figures of an experiment as they are stored."""
+    """Return the stored figures of an experiment."""
     return json.loads((IMAGES / f"{name}.json").read_text())
 
 
 def printed(name: str) -> str:
-    """What the command printed, in 80 columns."""
+    """Return the tables that the command prints, in 80 columns, without the verdicts, which the page's first table has."""
     console = Console(file=io.StringIO(), width=80)
     for part in EXPERIMENTS[name].module.tables(stored(name)):
         console.print(part)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().strip("\n").splitlines())  # type: ignore[attr-defined]
+    text = "\n".join(line.rstrip() for line in console.file.getvalue().strip("\n").splitlines())  # type: ignore[attr-defined]
+    return re.split(r"\n\n(?=(?:holds|undecided|does not hold): |start\n)", text)[0]
 
 
 def exact() -> Iterator[ClaimVerdict]:
-    """The claims that are computed exactly on other pages, from their figures."""
+    """Yield the claims that other pages compute exactly, from their figures."""
     rows = {(row["name"], row["critic"]): row for row in figures_of("psi")["rows"]}
     total, to_go, base, both = (
         rows[name, ""] for name in ("total return R", "reward to go G", "R − others' mean", "G − others' mean")
@@ -202,7 +203,7 @@ def exact() -> Iterator[ClaimVerdict]:
 
 
 def below_one(name: str, first: list[float], second: list[float]) -> ClaimVerdict:
-    """Whether one variance is below another; the interval of their quotient is that of the ends of both, and so a little wide."""
+    """Return the verdict that one variance is below another; the interval of the quotient is made of both ends, so it is a little wide."""
     quotient = Interval(first[0] / second[0], first[1] / second[2], first[2] / second[1])
     return ClaimVerdict(name, "", "holds" if quotient.high < 1 else "does not hold", quotient)
 
@@ -214,7 +215,7 @@ def _near(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def findings() -> dict[tuple[str, str], ClaimVerdict]:
-    """Every verdict by (experiment, claim)."""
+    """Return every verdict by (experiment, claim)."""
     found = {("", f.claim): f for f in exact()}
     for name in claims():
         found |= {(name, f.claim): f for f in stored(name).findings}
@@ -222,7 +223,7 @@ def findings() -> dict[tuple[str, str], ClaimVerdict]:
 
 
 def summary(verdicts: dict[str, Verdict]) -> str:
-    """One verdict out of several; where they differ, each with the conditions that it was found under."""
+    """Return one verdict for several; if they differ, each with its conditions."""
     order: tuple[Verdict, ...] = ("holds", "undecided", "does not hold")
     by = {v: [condition for condition, own in verdicts.items() if own == v] for v in order}
     found = {v: own for v, own in by.items() if own}
@@ -233,7 +234,7 @@ def summary(verdicts: dict[str, Verdict]) -> str:
 
 
 def figure(d: Interval) -> str:
-    """A figure with its interval, where it has one."""
+    """Return a figure with its interval, if it has one."""
     if d.low == d.high:
         return "0" if abs(d.mean) < 1e-9 else f"{d.mean:.3g}".replace("-", "−")
     sign, most = "" if d.low > 0 and d.high <= 1 else "+", max(abs(d.low), abs(d.high))

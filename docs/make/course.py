@@ -18,7 +18,7 @@ import re
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +55,15 @@ class Cell:
 
 
 def chapters() -> list[str]:
-    """Names of all chapters."""
+    """Return the names of all chapters."""
     return sorted(path.stem for path in COURSE.glob("*.py"))
 
 
 def cells(source: str) -> list[Cell]:
-    """The cells of a source in percent format: `# %%` begins code, `# %% [markdown]` text in comments. Behind the first
-    one stands the one that installs psigrad.
+    """Return the cells of a source in percent format: `# %%` begins code, `# %% [markdown]` text in comments.
+
+    A cell that installs psigrad follows the first one. The site collapses it and the imports, so that a chapter begins with its
+    subject.
     """
     found = []
     before, *parts = MARK.split(source)
@@ -72,17 +74,18 @@ def cells(source: str) -> list[Cell]:
         if kind:
             body = "\n".join(line.removeprefix("#").removeprefix(" ") for line in body.splitlines())
         found.append(Cell(kind or "code", body, tuple(json.loads(tags or "[]"))))
-    return [found[0], Cell("code", INSTALL, ("install",)), *found[1:]]
+    imports = replace(found[1], tags=(*found[1].tags, "hide-input"))
+    return [found[0], Cell("code", INSTALL, ("install", "hide-input")), imports, *found[2:]]
 
 
 def stored(name: str) -> dict[str, Any] | None:
-    """The notebook as it lies in the repository."""
+    """Return the notebook as it is in the repository."""
     path = COURSE / f"{name}.ipynb"
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def notebook(name: str, outputs: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:
-    """The notebook of a chapter, with the outputs of its cells by their place."""
+    """Return the notebook of a chapter, with the outputs of its cells by their place."""
     made = []
     for place, cell in enumerate(cells((COURSE / f"{name}.py").read_text())):
         metadata: dict[str, Any] = {"tags": list(cell.tags)} if cell.tags else {}
@@ -100,12 +103,12 @@ def notebook(name: str, outputs: dict[int, list[dict[str, Any]]]) -> dict[str, A
 
 
 def outputs_of(book: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:
-    """The outputs of each code cell, by its place."""
+    """Return the outputs of each code cell, by its place."""
     return {place: cell["outputs"] for place, cell in enumerate(book["cells"]) if cell["cell_type"] == "code"}
 
 
 def kept(name: str) -> dict[str, Any] | None:
-    """The notebook with today's text and the stored outputs; None where the code has changed since they were made."""
+    """Return the notebook with the current text and the stored outputs; None if its code has changed since."""
     book = stored(name)
     if book is None:
         return None
@@ -117,12 +120,12 @@ def kept(name: str) -> dict[str, Any] | None:
 
 
 def meaning(code: str) -> str:
-    """Code without its comments and its layout."""
+    """Return code without its comments and layout."""
     return ast.dump(ast.parse(code))
 
 
 def executed(name: str) -> dict[str, Any]:
-    """The notebook of a chapter after running it in a folder of its own."""
+    """Run the notebook of a chapter in a temporary folder and return it."""
     import nbformat
     from jupyter_client.manager import AsyncKernelManager
     from nbclient import NotebookClient

@@ -148,9 +148,9 @@ def page() -> str:
     text = PAGE.read_text()
     for name, run in json.loads(CURVES.read_text()).items():
         titles = [BY_NAME[rule].title for rule in run["alerts"]]
-        links = [f"[{title}](warnings.md#{title.lower().replace(',', '').replace(' ', '-')})" for title in titles]
+        links = [f"[{title}](#{title.lower().replace(',', '').replace(' ', '-')})" for title in titles]
         before, picture, rest = text.partition(f"(images/debugging/{name}.png)")
-        rest = re.sub(r"(\*\*Alerts of the report\.\*\*) .*", rf"\1 {', '.join(links) or 'none'}.", rest, count=1)
+        rest = re.sub(r"(\*\*Warnings\.\*\*) .*", rf"\1 {', '.join(links) or 'none'}.", rest, count=1)
         text = before + picture + rest
     return text
 

@@ -7,7 +7,7 @@ python docs/make/methods.py preferences SFT_MODEL PAIRS RUNS   the same for the 
 
 from __future__ import annotations
 
-import ast
+import functools
 import json
 import re
 import sys
@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.config import algorithms
-from psigrad.objective import catalog
 from psigrad.objective.catalog import METHODS
 from psigrad.objective.explain import MEANING
-from psigrad.objective.preferences import preference_catalog
 from psigrad.objective.preferences.preference_catalog import METHODS as LOSSES
 
 sys.path.append(str(Path(__file__).parent))
@@ -29,65 +27,48 @@ DOCS = Path(__file__).parents[1]
 TABLE = DOCS / "methods" / "table.md"
 
 SLOT_NAMES = {*MEANING.values(), "score", "link"}
+COMMON = ("ratio", "aggregate", "KL")  # slots whose parts many methods share: their formula is enough
 UNMEASURED = "No curve has been measured yet."
 
 
 def page(name: str) -> str:
     """Return the page of a method, with its section of formulas as the code has them."""
     path = DOCS / "methods" / f"{name}.md"
-    before, _, rest = (path.read_text() if path.exists() else _template(name)).partition("## What is optimised\n")
-    return f"{before}{_optimised(name)}\n\n## Run it\n{rest.partition('## Run it' + chr(10))[2]}"
+    before, _, rest = (path.read_text() if path.exists() else _template(name)).partition("## Formula\n")
+    return f"{before}{_formula(name)}\n\n## When to use it\n{rest.partition('## When to use it' + chr(10))[2]}"
 
 
 def _template(name: str) -> str:
     """Return the page of a method that has none yet, with the words of its declaration."""
     summary = (METHODS.get(name) or LOSSES[name]).summary.capitalize()
-    command = f"psigrad {name} --model PATH_OR_HUB_NAME --dataset prompts.jsonl --reward my_module:my_reward"
-    heading = "## What is optimised\n\n## Run it\n"
-    return f"# {name}\n\n{summary}.\n\n{heading}\n```\n{command}\n```\n\n## Measured\n\n{UNMEASURED}\n"
+    rows = "prompts.jsonl --reward my_module:my_reward" if name in METHODS else "comparisons.jsonl"
+    command = f"psigrad {name} --model PATH_OR_HUB_NAME --dataset {rows}"
+    use = "## Formula\n\n## When to use it\n\n## When it fails\n\n## Beside TRL"
+    return f"# {name}\n\n{summary}.\n\n```\n{command}\n```\n\n{use}\n\n## Curve\n\n{UNMEASURED}\n"
 
 
-def _optimised(name: str) -> str:
-    """What the method minimises, part by part, and its declaration. `psigrad explain` says the same in the terminal."""
-    return f"""## What is optimised
-
-{_sections(algorithms.explain(name))}
-{_declaration(name)}
-`psigrad explain {name}` prints all this; `psigrad explain {name} OTHER` says what differs from another method."""
-
-
-def _declaration(name: str) -> str:
-    """The statement that declares a method, and its file; nothing for one that is declared elsewhere."""
-    for module in (catalog, preference_catalog):
-        path = Path(str(module.__file__))
-        source = path.read_text()
-        for node in ast.parse(source).body:
-            first = (
-                node.value.args[0]
-                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and node.value.args
-                else None
-            )
-            if isinstance(first, ast.Constant) and first.value == name:
-                where = path.relative_to(DOCS.parent).as_posix()
-                return f"\n## As it is declared\n\nIn `{where}`:\n\n```python\n{ast.get_source_segment(source, node)}\n```\n"
-    return ""
+def _formula(name: str) -> str:
+    """Return the formula that a method minimises, part by part. `psigrad explain` prints the same with each part's source."""
+    papers = _papers(name)
+    cited = f" Papers: {', '.join(f'arXiv:{paper}' for paper in papers)}." if papers else ""
+    more = f"`psigrad explain {name}` prints the source of each part.{cited}"
+    return f"## Formula\n\n{_sections(algorithms.explain(name))}\n\n{more}"
 
 
 def _sections(explained: str) -> str:
-    """What `explain` prints as Markdown: a paragraph for each slot, formulas as blocks, the empty slots in one line."""
+    """Return the output of `explain` as Markdown: a paragraph for each filled slot, and its formulas as blocks."""
     out: list[str] = []
-    empty: list[str] = []
     shift = 0  # how far the lines of a part inside a part are moved to the right
+    common = False
     for line in _unwrapped(explained):
         indent, text = len(line) - len(line.lstrip()), line.strip()
         slot, colon, part = text.partition(": ")
-        if not text:
+        if not text or text.startswith(("Source: ", "agents (--agent)")):
             continue
         if indent == 0:
             shift = 0
-            if part.startswith("none:") or (part == "none" and slot in ("critic", "entropy")):
-                empty.append(f"{slot}: {part}")
-            else:
+            common = slot.startswith(COMMON)
+            if not (part.startswith("none:") or (part == "none" and slot in ("critic", "entropy"))):
                 out.append(f"**{slot}**: `{part}`" if colon and slot in SLOT_NAMES else text)
         elif (text.startswith("with ") and indent == 4 + shift and "(" in text) or (
             text.startswith("with ") and text.count(" ") == 1
@@ -99,13 +80,13 @@ def _sections(explained: str) -> str:
             out[-1] += ("\n" if out[-1].startswith("    ") else "\n\n") + block if out[-1].startswith("    ") else ""
             if not out[-1].endswith(block):
                 out.append(block)
-        else:
+        elif not common:
             out.append(text)
-    return "\n\n".join([*out, *(["Empty slots: " + "; ".join(empty) + "."] if empty else [])])
+    return "\n\n".join(out)
 
 
 def _unwrapped(text: str) -> list[str]:
-    """Lines as they were before `explain` broke them: what goes on is indented by two more."""
+    """Return the lines before `explain` wrapped them: a continuation is indented by two more."""
     lines: list[str] = []
     for line in text.splitlines():
         indent = len(line) - len(line.lstrip())
@@ -117,7 +98,7 @@ def _unwrapped(text: str) -> list[str]:
 
 
 def measure_preferences(model: str, pairs: str, runs: str) -> None:
-    """One run per preference loss, and the pictures."""
+    """Train one run per preference loss, and draw the pictures."""
     import psigrad
     from psigrad_extras.datasets.preferences import split_pairs
 
@@ -156,16 +137,15 @@ def table() -> str:
     for name in METHODS:
         parts = algorithms.resolve(name)
         cells = [", ".join(_short(k) for k in parts.keep) if slot == "keep" else _short(getattr(parts, slot)) for slot in SLOTS]
-        rows.append(f"| [{name}]({name}.md) | {' | '.join(cell or '–' for cell in cells)} |")
+        rows.append(f"| [{name}]({name}.md) | {' | '.join(cell or '–' for cell in cells)} | {_proof(name)} |")
     losses = []
     for name in LOSSES:
         loss = algorithms.resolve_loss(name)
         cells = [_short(getattr(loss, part, None)) for part in ("score", "link")]
         losses.append(f"| [{name}]({name}.md) | {' | '.join(cell or '–' for cell in cells)} | {loss.beta:g} |")
-    head = f"| method | {' | '.join(SLOTS)} |\n|---{'|---' * len(SLOTS)}|"
-    proofs = ["| method | sources of its parts, on arXiv | gradient | curve |\n|---|---|---|---|", *map(_proof, METHODS)]
+    head = f"| method | {' | '.join(SLOTS)} | gradient |\n|---{'|---' * len(SLOTS)}|---|"
     losses.insert(0, "| loss | score | link | β |\n|---|---|---|---|")
-    parts = {"methods": [head, *rows], "proofs": proofs, "losses": losses}
+    parts = {"methods": [head, *rows], "losses": losses}
     return fill(TABLE.read_text(), **{name: "\n".join(lines) for name, lines in parts.items()})
 
 
@@ -175,23 +155,26 @@ CLOSED = ("reinforce_total_return", "reinforce_reward_to_go", "reinforce_moving_
 OWN = {"vc_ppo": ("2503.01491",)}  # a paper whose parts are others'
 
 
+@functools.cache
 def _enumerated() -> set[str]:
-    """The methods whose gradient the tests sum over all batches."""
+    """Return the methods whose gradient the tests sum over all batches."""
     source = (DOCS.parent / "tests" / "objective" / "test_enumerated_gradients.py").read_text()
     return set(source.split("FORMULAS = [")[1].split("]")[0].replace(",", " ").split())
 
 
-def _proof(name: str) -> str:
-    """A method's row in the table of proofs."""
+def _papers(name: str) -> list[str]:
+    """Return the arXiv numbers that `explain` names, each once."""
     text = " ".join(algorithms.explain(name).split())
-    shown = ", ".join(dict.fromkeys([*OWN.get(name, ()), *re.findall(r"arXiv:(\d{4}\.\d{5})", text)]))
-    picture = DOCS / "images" / f"{name}.png"
-    curve = f"[curve](../images/{name}.png)" if picture.exists() else ""
-    return f"| [{name}]({name}.md) | {shown or 'Williams 1992'} | {'closed form' if name in CLOSED else 'enumerated' if name in _enumerated() else ''} | {curve} |"
+    return list(dict.fromkeys([*OWN.get(name, ()), *re.findall(r"arXiv:(\d{4}\.\d{5})", text)]))
+
+
+def _proof(name: str) -> str:
+    """Return how the tests check a method's expected gradient."""
+    return "closed form" if name in CLOSED else "enumerated" if name in _enumerated() else ""
 
 
 def _short(part: object) -> str:
-    """A part by its name, with the parameters that are not its defaults."""
+    """Return a part's name, with the parameters that differ from its defaults."""
     if part is None:
         return ""
     if not is_dataclass(part) or isinstance(part, type):
@@ -238,7 +221,7 @@ SHORT = {"preset": "vapo", "psi": {"part": "whitened", "psi": {"part": "length_g
 
 
 def measure(model: str, data: str, runs: str) -> None:
-    """One run per preset, and the pictures."""
+    """Train one run per preset, and draw the pictures."""
     import psigrad
 
     for name in METHODS:
@@ -271,12 +254,12 @@ def measure(model: str, data: str, runs: str) -> None:
 
 
 def _measured(folder: Path, steps: int = 200) -> bool:
-    """Whether a run has come to its end."""
+    """Return True if a run is finished."""
     return (folder / "metrics.jsonl").exists() and _accuracy(folder)[0][-1:] == [steps]
 
 
 def draw(runs: str) -> None:
-    """docs/images/<preset>.png: this method's held-out accuracy over the others'."""
+    """Write docs/images/<preset>.png: this method's held-out accuracy over the others'."""
     (DOCS / "images").mkdir(exist_ok=True)
     curves = {name: _accuracy(Path(runs) / name) for name in METHODS}
     for name in METHODS:
@@ -284,7 +267,7 @@ def draw(runs: str) -> None:
 
 
 def _picture(name: str, title: str, curves: dict[str, tuple[list[float], ...]]) -> None:
-    """One method's curve with its interval over the others'."""
+    """Draw one method's curve with its interval over the others'."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.0, 2.6), layout="constrained")
@@ -306,7 +289,7 @@ def _picture(name: str, title: str, curves: dict[str, tuple[list[float], ...]]) 
 
 
 def _accuracy(folder: Path) -> tuple[list[float], ...]:
-    """Steps, means, lows and highs of the held-out accuracy of one run."""
+    """Return steps, means, lows and highs of the held-out accuracy of one run."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     metric = "eval/exact" if any("eval/exact/mean" in row for row in rows) else "eval/similarity"
     rows = [row for row in rows if f"{metric}/mean" in row]

@@ -31,17 +31,19 @@ RECIPES = {
     "control": ControlConfig,
 }
 
-# What the page says of a mark.
+# The text of each mark in the column "may change".
 CHANGES = {
-    Mark.FREE: "on resume",
-    Mark.RECORDED: "on resume, recorded",
-    Mark.LENGTH: "to grow, with --extend",
-    Mark.LIVE: "by a callback",
+    Mark.FREE: "resume",
+    Mark.RECORDED: "recorded",
+    Mark.LENGTH: "extend",
+    Mark.LIVE: "callback",
 }
+
+COLUMNS = "flag | type | default | may change | meaning"
 
 
 def _beside() -> str:
-    """Defaults beside those of others."""
+    """Return the table of defaults beside those of other libraries."""
     rows = [f"| `{name}` | {ours} | {theirs} (`{whose}`) |" for name, ours, theirs, whose in beside()]
     return "\n".join(_table("setting", "here | there", rows))
 
@@ -52,18 +54,26 @@ def page() -> str:
     for recipe, cls in RECIPES.items():
         for name, setting in settings_of(cls).items():
             found.setdefault(name, {})[recipe] = setting
-    sections: dict[str, list[str]] = {}
+    sections: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for name, uses in found.items():
-        sections.setdefault(name.rpartition(".")[0], []).append(_row(name, uses))
-    parts = []
-    for section, rows in sections.items():
-        title = f"`{section}.…`" if section else "Settings of one command"
-        parts.append("\n".join([f"## {title}", "", *_table("setting", "flag | type | default | may change | meaning", rows)]))
+        sections.setdefault(name.rpartition(".")[0], {}).setdefault(tuple(uses), []).append(name)
+    parts: list[str] = []
+    for section, groups in sections.items():
+        parts += [f"## `{section}.…`" if section else "## Settings without a section", ""]
+        large = {recipes: names for recipes, names in groups.items() if len(names) >= 5}
+        for recipes, names in large.items():
+            parts += [] if len(recipes) == len(RECIPES) else [f"Of {', '.join(recipes)}:", ""]
+            parts += _table("setting", COLUMNS, [_row(name, found[name]) for name in names])
+        rest = {name: recipes for recipes, names in groups.items() if recipes not in large for name in names}
+        if rest:
+            parts += ["Others:", ""] if large else []
+            rows = [_row(name, found[name], f" Only {', '.join(recipes)}.") for name, recipes in rest.items()]
+            parts += _table("setting", COLUMNS, rows)
     return fill(PAGE.read_text(), settings="\n".join(parts), defaults=_beside(), parts=_parts(), names=_others())
 
 
 def _parts() -> str:
-    """Names of parts, and where they lead."""
+    """Return the table of short names of parts, and the places that they set."""
     places = {
         name: sorted(
             {
@@ -79,26 +89,31 @@ def _parts() -> str:
 
 
 def _others() -> str:
-    """Names of others, one table for each thing that becomes of them."""
+    """Return the names of other libraries: those of a setting, those with a value, and those that are computed from."""
+    names: dict[str, list[str]] = {}
+    for row in TABLE.values():
+        if row.means:
+            names.setdefault(row.means, []).append(f"`{row.name}`")
     meant = [
-        f"| `{row.name}={_written(value)}` | {', '.join(f'`{n}={_written(v)}`' for n, v in new.items()) or 'needs nothing'} |"
+        f"| `{row.name}={_written(value)}` | {', '.join(f'`{n}={_written(v)}`' for n, v in new.items())} |"
         for row in TABLE.values()
         for value, new in row.values.items()
+        if new
     ]
     meant += [f"| `loss_type={loss}`, online | `aggregate={how}` |" for loss, how in AGGREGATES.items()]
     meant += [
         f"| `loss_type={loss}`, preference | {f'`loss.link={loss}`' if loss in LINKS else f'`psigrad {method}`'} |"
         for loss, method in LOSSES.items()
     ]
-    computed = [f"| `{row.name}` | {row.rule} |" for row in TABLE.values() if row.rule]
-    answered = [row for row in TABLE.values() if row.why and not (row.needless or row.rule)]
+    computed: dict[str, list[str]] = {}
+    for row in TABLE.values():
+        if row.rule:
+            computed.setdefault(row.rule, []).append(f"`{row.name}`")
     return "\n".join(
         [
-            *_table("name", "setting", [f"| `{row.name}` | `{row.means}` |" for row in TABLE.values() if row.means]),
+            *_table("names", "setting", [f"| {', '.join(given)} | `{means}` |" for means, given in names.items()]),
             *_table("name and value", "setting", meant),
-            *_table("name", "is computed into", computed),
-            *_table("changes nothing here", "why", [f"| `{row.name}` | {row.why} |" for row in TABLE.values() if row.needless]),
-            *_table("is answered", "with", [f"| `{row.name}` | {row.why} |" for row in answered]),
+            *_table("names", "are converted into", [f"| {', '.join(given)} | {rule} |" for rule, given in computed.items()]),
         ]
     )
 
@@ -108,16 +123,15 @@ def _table(left: str, right: str, rows: list[str]) -> list[str]:
 
 
 def _written(value: Any) -> str:
-    """A value as YAML has it."""
+    """Return a value as YAML writes it."""
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else "[]" if value == () else value
 
 
-def _row(name: str, uses: dict[str, Setting]) -> str:
-    """One line of a table. A setting that only some commands have names them."""
+def _row(name: str, uses: dict[str, Setting], only: str = "") -> str:
+    """Return one line of a table. If the default differs between commands, the line names them."""
     recipe, first = next(iter(uses.items()))
     same = all(one.default == first.default for one in uses.values())
     default = _default(first.default) if same else ", ".join(f"{_default(one.default)} ({r})" for r, one in uses.items())
-    only = "" if len(uses) == len(RECIPES) else f" Only {' and '.join(uses)}."
     flag = flag_of(name)
     flag = f"`{flag}`, `--no-{flag[2:]}`" if first.type is bool else f"`{flag}`"
     changes = "; ".join(words for mark, words in CHANGES.items() if mark in first.marks) or "–"
@@ -126,30 +140,30 @@ def _row(name: str, uses: dict[str, Setting]) -> str:
 
 
 def _kind(hint: Any) -> str:
-    """A type as a person would say it, with its range."""
+    """Return a type in words, with its range."""
     if get_origin(hint) is Annotated and hint.__origin__ is Any:
-        return "text or mapping"
+        return "str or mapping"
     if hasattr(hint, "__metadata__"):
         signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
         ranges = [one for one in hint.__metadata__ if is_dataclass(one) and not hasattr(one, "func")]
         bounds = [(signs[k], v) for one in ranges for k, v in asdict(one).items() if v != float("inf")]
         return " ".join(filter(None, [_kind(hint.__origin__), ", ".join(f"{sign} {value}" for sign, value in bounds)]))
     if get_origin(hint) is tuple:
-        return f"several: {_kind(get_args(hint)[0])}"
+        return f"list of {_kind(get_args(hint)[0])}"
     values = get_args(hint)
     if type(None) in values:
-        return f"{_kind(values[0])}, or none"
+        return f"{_kind(values[0])} or null"
     if values and all(isinstance(value, str | bool) for value in values):
         return " or ".join(f"`{json.dumps(value) if isinstance(value, bool) else value}`" for value in values)
-    words = {bool: "yes or no", str: "text", int: "whole number", float: "number"}
-    return words.get(hint, "text or more" if str in values else "anything of these" if hint is not Any else "text or mapping")
+    words = {bool: "bool", str: "str", int: "int", float: "float"}
+    return words.get(hint, "str or mapping" if str in values else "any" if hint is not Any else "str or mapping")
 
 
 def _default(value: Any) -> str:
     if value in ("", (), None):
         return "–"
     if isinstance(value, bool):
-        return "yes" if value else "no"
+        return "true" if value else "false"
     items = value if isinstance(value, tuple) else (value,)
     return ", ".join(f"`{item}`".replace("\n", r"\n") for item in items)  # a line break would end the row of the table
 

@@ -87,7 +87,8 @@ def _formula(method: PolicyGradient) -> str:
 
 
 def _legend(method: PolicyGradient) -> list[str]:
-    lines = ["over the chosen steps t of the kept trajectories i; A, w and c carry no gradient."]
+    fixed = "A, w and c carry" if method.correction else "A and w carry"
+    lines = [f"over the chosen steps t of the kept trajectories i; {fixed} no gradient."]
     if method.kl is not None and method.kl.where == "reward" and method.needs_reference:
         lines.append("The rewards that A is made of carry the KL penalty.")
     return lines

@@ -76,7 +76,7 @@ Measure = Callable[[Figures, Memory], float | None]
 
 @cache
 def texts() -> dict[str, dict[str, Any]]:
-    """Return the texts of each rule, for `psigrad explain NAME` and docs/warnings.md.
+    """Return the texts of each rule, for `psigrad explain NAME` and docs/debugging.md.
 
     They are its title, the problem, its cause, the remedy, an example and its files.
     """

@@ -1,4 +1,4 @@
-"""Every alert of docs/warnings.md comes out of its example, names its entry, and is told of calmly where the task is solved."""
+"""Every warning is raised by its example and names its entry; on a solved task it is not printed."""
 
 from __future__ import annotations
 

@@ -55,13 +55,20 @@ def test_every_setting_leads_to_the_page_of_settings(page):
         ("TRL", "porting"),
         ("chat template", "chat_templates"),
         ("verifiable rewards", "rewards"),
-        ("export", "runs"),
+        ("export", "adapters"),
+        ("own advantage", "own_part"),
+        ("out of memory", "plan"),
+        ("no GPU", "install"),
         ("studio", "studio"),
         ("value iteration", "api/tabular"),
     ],
 )
 def test_words_lead_to_their_page(page, words, first):
     assert page.evaluate(FOUND, words)[0] == first
+
+
+def test_a_word_that_is_a_setting_too_has_its_guide_among_the_first(page):
+    assert "runs" in page.evaluate(FOUND, "resume")[:4]
 
 
 def test_a_setting_that_is_typed_is_listed_and_its_row_opened(site, browser):

@@ -1,4 +1,4 @@
-"""Each built-in reward gives what the tables of docs/rewards.md say. The page's rows were worked out by hand."""
+"""Each built-in reward gives what the tables of docs/reward_examples.md say. The page's rows were worked out by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from psigrad_extras.connect.endpoint import NoAnswerError
 from psigrad_extras.judges.instructions import KINDS, IFEval
 from psigrad_extras.judges.rubric import score_in
 
-PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reward_examples.md").read_text()
 EXAMPLES = PAGE.partition("<!-- examples")[2].partition("<!-- end of examples")[0]
 METADATA = {"calendar_arithmetic": {"task": "is_leap_year"}, "countdown": {"numbers": [6, 7], "target": 42}}
 

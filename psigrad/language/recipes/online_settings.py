@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from psigrad.config import OnlineConfig
 from psigrad.config.algorithms import resolve_online
+from psigrad.config.part_trial import try_parts
 from psigrad.errors import UserError, kind_of
 from psigrad.language.loading.samplers import check_sampling
 from psigrad.language.loading.teacher import Teacher, is_address
@@ -73,6 +74,8 @@ def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) ->
             "No reward was given; name a built-in or module:function with --reward (reward), or a reward model with "
             "--reward-model."
         )
+    if isinstance(algorithm, PolicyGradient):
+        try_parts(algorithm)
     if config.asks and isinstance(algorithm, OnlinePreference):
         raise UserError(
             f"{algorithm.name or 'The algorithm'} compares two completions of one prompt, and the sessions of an agent ask "

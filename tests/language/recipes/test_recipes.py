@@ -36,8 +36,8 @@ def lines(path: Path) -> list[dict]:
 
 
 def documented(beginning: str) -> set[str]:
-    """The keys that docs/runs.md names in a point of its list, or in the row of its table for a kind of event."""
-    section = (ROOT / "docs" / "runs.md").read_text().split("## The keys of the files")[1].split("\n## ")[0]
+    """The keys that docs/run_files.md names in a point of its list, or in the row of its table for a kind of event."""
+    section = (ROOT / "docs" / "run_files.md").read_text().split("## The keys of the files")[1].split("\n## ")[0]
     points = [*section.replace("\n  ", " ").splitlines()]
     own = [line for line in points if line.startswith(beginning) or beginning in line.strip("| ").split(" | ")[0].split(", ")]
     return {key for line in own for key in re.findall(r"`([\w/]+)`", line)}
@@ -64,7 +64,7 @@ def test_every_event_that_is_told_is_documented():
         for path in (ROOT / package).rglob("*.py"):
             for kind, keys in kinds_in(path.read_text()).items():
                 found.setdefault(kind, set()).update(keys)
-    page = (ROOT / "docs" / "runs.md").read_text()
+    page = (ROOT / "docs" / "run_files.md").read_text()
     assert len(found) > 30
     assert not [kind for kind in found if not re.search(rf"^\|[^|]*\b{kind}\b", page, re.MULTILINE)]
     lacking = {kind: keys - documented(kind) - {"machine"} for kind, keys in found.items()}

@@ -1,0 +1,80 @@
+"""Custom parts are called on a made batch before a run loads anything, and a wrong one is named with its line."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from cases import repeat_for
+
+from psigrad.config import OnlineConfig, part_trial
+from psigrad.config.part_trial import made_batch, try_parts
+from psigrad.errors import UserError
+from psigrad.language.recipes import online
+from psigrad.objective.catalog import GRPO, METHODS, PPO
+from psigrad.objective.parts.ratio import KL
+
+
+def centred(batch):
+    """A psi of the right shape."""
+    return (batch.sequence_reward - batch.sequence_reward.mean())[:, None] * batch.mask
+
+
+def squared(logp, log_ratio, advantage):
+    """A surrogate of the right shape."""
+    return log_ratio**2 - advantage * logp
+
+
+WRONG = {
+    "psi": (lambda batch: batch.reward.sum(1), r"returned a tensor of shape \[16\]; expected a tensor \[N, T\] = \[16, 3\]"),
+    "ratio": (lambda logp, old, mask: 1.0, "returned a float; expected a tensor"),
+    "surrogate": (lambda logp, log_ratio, advantage: logp.mean(), r"returned a tensor of shape \[\]"),
+    "aggregate": (lambda mask: mask, "raised TypeError: .* takes 1 positional argument but 2 were given on a made batch"),
+    "keep": ((lambda batch: batch.sequence_reward,), r"expected a boolean tensor \[N\] = \[16\] or \[N, T\] = \[16, 3\]"),
+    "correction": (lambda batch: batch.mean(), "raised AttributeError: 'Batch' object has no attribute 'mean'"),
+}
+
+
+@pytest.mark.parametrize("slot", WRONG)
+def test_a_wrong_part_is_named_with_its_slot_and_line(slot):
+    part, message = WRONG[slot]
+    with pytest.raises(UserError, match=rf"The part {slot}, .*{message}.*test_part_trial\.py, line \d+"):
+        try_parts(replace(GRPO, **{slot: part}))
+
+
+def test_parts_that_fit_pass_and_a_part_inside_another_is_called():
+    try_parts(replace(GRPO, psi=centred, surrogate=squared))
+    assert PPO.critic is not None
+    with pytest.raises(UserError, match=r"part algorithm, .*size"):
+        try_parts(replace(PPO, critic=replace(PPO.critic, returns=lambda batch: batch.reward[:, :1].expand(2, 7))))
+
+
+@repeat_for("name", METHODS)
+def test_the_made_batch_has_what_every_method_reads(name):
+    batch = made_batch()
+    part_trial._whole(METHODS[name].algorithm, batch, batch.logp_old.clone().requires_grad_())
+
+
+def test_a_run_stops_before_it_makes_a_folder(tmp_path):
+    config = OnlineConfig(reward=("exact",), algorithm={"preset": "grpo", "psi": lambda batch: torch.zeros(3)})
+    with pytest.raises(UserError, match="The part psi"):
+        online.run(replace(config, run=replace(config.run, output_dir=str(tmp_path / "run"))))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_parts_of_the_page_fit_their_slots():
+    page = (Path(__file__).parents[2] / "docs" / "own_part.md").read_text()
+    names: dict = {"__name__": "mine"}
+    exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), names)
+    slots = {"psi": "best_only", "ratio": "half_ratio", "surrogate": "squared", "aggregate": "root_length"}
+    for slot, name in slots.items():
+        try_parts(replace(GRPO, **{slot: names[name]}))
+    try_parts(replace(GRPO, keep=(names["not_too_long"],)))
+    try_parts(replace(GRPO, kl=names["CappedKL"]()))
+    try_parts(replace(PPO, critic=names["absolute_error"]()))
+    try_parts(names["mine"])
+    with pytest.raises(UserError, match="part algorithm, Shorter"):
+        try_parts(replace(GRPO, kl=type("Shorter", (KL,), {"per_step": lambda self, logp, old, ref: logp[:, :2]})()))
