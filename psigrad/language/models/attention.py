@@ -59,7 +59,7 @@ def softened(
     return shares[..., : k.shape[-2]] @ v
 
 
-class Rule(Protocol):
+class Recurrence(Protocol):
     """The recurrence of a layer with state, such as the gated delta rule or Mamba-2.
 
     A token whose inputs are zeros leaves the state unchanged, so that shorter sequences can be padded.
@@ -91,7 +91,7 @@ class Layout(Protocol):
     def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Convolve x [S, C] along each sequence, channel by channel, with `weight` [C, K]: a token with the K - 1 before it."""
 
-    def scan(self, layer: int, rule: Rule, inputs: Tensors) -> Tensor:
+    def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
         """Return the outputs [S, ...] of a recurrence whose inputs are [S, ...]. Its state begins at zero in each sequence."""
 
 
@@ -325,17 +325,17 @@ class PackedLayout:
     def _taps(self) -> dict[int, tuple[Tensor, Tensor]]:
         return {}
 
-    def scan(self, layer: int, rule: Rule, inputs: Tensors) -> Tensor:
+    def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
         """Run each prefix once, and continue from its state in each of its sequences. Shapes are those of `Layout.scan`."""
-        return self.scan_with_states(rule, inputs)[0]
+        return self.scan_with_states(recurrence, inputs)[0]
 
-    def scan_with_states(self, rule: Rule, inputs: Tensors) -> tuple[Tensor, Tensor | None]:
+    def scan_with_states(self, recurrence: Recurrence, inputs: Tensors) -> tuple[Tensor, Tensor | None]:
         """Return the outputs of `scan`, and the states [segments, ...] after each segment of `segments`."""
         order, inverse, waves = self.segments
         taken, outputs, states, done = [_Take.apply(x, order, inverse) for x in inputs], [], None, 0
         for shape, source in waves:
             part = tuple(x[done : done + shape[0] * shape[1]].unflatten(0, shape) for x in taken)
-            out, after = rule.scan(part, None if source is None or states is None else rows_at(states, source))
+            out, after = recurrence.scan(part, None if source is None or states is None else rows_at(states, source))
             outputs.append(out.flatten(0, 1))
             states = after if states is None else torch.cat([states, after])
             done += shape[0] * shape[1]

@@ -28,7 +28,7 @@ from psigrad.language.models.attention import (
     SDPA,
     Layout,
     PackedLayout,
-    Rule,
+    Recurrence,
     Tensors,
     on_device,
     repeat_heads,
@@ -113,9 +113,9 @@ class _Unpadded:
         """See `Layout.convolve`."""
         return self.packed.convolve(layer, x, weight, bias)
 
-    def scan(self, layer: int, rule: Rule, inputs: Tensors) -> Tensor:
+    def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
         """See `Layout.scan`."""
-        return self.packed.scan(layer, rule, inputs)
+        return self.packed.scan(layer, recurrence, inputs)
 
 
 @dataclass(frozen=True)

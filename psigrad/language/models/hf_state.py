@@ -149,17 +149,17 @@ class DeltaRule:
     chunks: Function
 
     def scan(self, inputs: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `Rule.scan`."""
+        """See `Recurrence.scan`."""
         q, k, v, g, beta = inputs
         given = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
         made: tuple[Tensor, Tensor] = self.chunks(q, k, v, g=g, beta=beta, **given)
         return made
 
     def step(self, inputs: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Rule.step`."""
+        """See `Recurrence.step`."""
         native = _native(state)
         if native is not None:
-            return native.delta_step(state, *_plain(inputs)).to(inputs[0].dtype), state
+            return native.steps.delta_rule(state, *_plain(inputs)).to(inputs[0].dtype), state
         return self.step_by_torch(inputs, state)
 
     def step_by_torch(self, inputs: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,17 +186,17 @@ class Mamba2:
     size: int
 
     def scan(self, inputs: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `Rule.scan`."""
+        """See `Recurrence.scan`."""
         x, dt, b, c = inputs
         given = {"chunk_size": self.size, "initial_states": state, "return_final_states": True}
         out, after = self.chunks(x, dt, self.A, b, c, **given)
         return out, after
 
     def step(self, inputs: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Rule.step`."""
+        """See `Recurrence.step`."""
         native, (x, dt, *rest) = _native(state), _plain(inputs)
         if native is not None:
-            return native.mamba2_step(state, x, dt, self.A.detach().float(), *rest), state
+            return native.steps.mamba2(state, x, dt, self.A.detach().float(), *rest), state
         return self.step_by_torch(inputs, state)
 
     def step_by_torch(self, inputs: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -98,13 +98,6 @@ class LanguageModel(Pretrained):
         ids = self.network.generation_config.eos_token_id if self.network.generation_config else None
         known = {*(ids if isinstance(ids, list) else [ids]), self.tokenizer.eos_token_id} - {None}
         return tuple(sorted(known))
-
-    def prepare(self, task: str, lora: Lora | None, adapter: Path | None, gradient_checkpointing: bool, known: bool) -> Self:
-        """See `Pretrained.prepare`. A padded model's head is applied to chunks of hidden states, if that gives its logits."""
-        super().prepare(task, lora, adapter, gradient_checkpointing, known)
-        if self.why_padded:
-            self.whole_logits = bool(self._why_whole())
-        return self
 
     @torch.no_grad()
     def _why_whole(self) -> str:
@@ -401,7 +394,9 @@ def prepare(
     """Return a `LanguageModel` around a transformers model in memory. A model of `fused.families.load` is `known`."""
     if tokenizer.eos_token_id is None:
         raise UserError("The tokenizer has no EOS token, so no completion could ever end; set tokenizer.eos_token and save it.")
-    return LanguageModel(network, tokenizer).prepare("CAUSAL_LM", lora, adapter, gradient_checkpointing, known)
+    model = LanguageModel(network, tokenizer).prepare("CAUSAL_LM", lora, adapter, gradient_checkpointing, known)
+    model.whole_logits = bool(model.why_padded and model._why_whole())
+    return model
 
 
 def _why_no_text(path: str) -> str:

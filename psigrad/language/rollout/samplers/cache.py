@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from psigrad.kernels.kernels import Heads, Slots, table_sizes
-from psigrad.language.models.attention import SDPA, Attending, PackedLayout, Rule, Tensors, on_device, rows_at
+from psigrad.language.models.attention import SDPA, Attending, PackedLayout, Recurrence, Tensors, on_device, rows_at
 from psigrad.language.models.fused.caches import ActivationCache, PackedWeights
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Ids, pack
@@ -144,9 +144,9 @@ class Prefill(_OnePass):
         self.cache.keep(self.next_call("convolution", layer), self.first, windows[self.copies])
         return self.prompts.convolve(layer, x, weight, bias)
 
-    def scan(self, layer: int, rule: Rule, inputs: Tensors) -> Tensor:
+    def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
         """Run the recurrence as the prompts' layout does, and store the state after each prompt."""
-        out, states = self.prompts.scan_with_states(rule, inputs)
+        out, states = self.prompts.scan_with_states(recurrence, inputs)
         assert states is not None
         self.cache.keep(self.next_call("recurrence", layer), self.first, states[self.copies])
         return out
@@ -205,10 +205,10 @@ class Decode(_OnePass):
         made = (wide * weight.t()).sum(1)
         return made if bias is None else made + bias
 
-    def scan(self, layer: int, rule: Rule, inputs: Tensors) -> Tensor:
+    def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
         """Run the recurrence by one token from the stored states, and store those after it."""
         states = self.cache.states[self.next_call("recurrence", layer)][: len(inputs[0])]
-        out, after = rule.step(inputs, states)
+        out, after = recurrence.step(inputs, states)
         if after is not states:
             states.copy_(after)
         return out
