@@ -26,7 +26,7 @@ from psigrad.language.models.backbone import (
 )
 from psigrad.language.models.coded_linear import code_linears
 from psigrad.language.models.fused import families
-from psigrad.language.models.lora import Lora
+from psigrad.language.models.lora import Lora, text_sums
 from psigrad.language.models.packing import ForwardInputs, Groups, Ids, Rows, lay_out
 
 if TYPE_CHECKING:
@@ -98,6 +98,8 @@ class ScalarModel(Pretrained):
         ids = torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows], device=self.device)
         lengths = torch.tensor([len(row) for row in rows], device=self.device)
         mask = (torch.arange(width, device=self.device) < lengths[:, None]).long()
+        if self.masks.used:
+            self.masks.tokens = text_sums(ids, torch.arange(width, device=self.device).expand_as(ids))
         logits: Tensor = with_whole_weights(self, lambda: self.network(input_ids=ids, attention_mask=mask).logits)
         return logits[:, 0].float()
 

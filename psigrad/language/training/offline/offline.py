@@ -101,6 +101,7 @@ def step(run: Offline, state: State) -> Outcome[State]:
     config, clock, world = run.config, Clock(run.watch), run.world
     rows = batch_at(state.step, config.batch_size, len(run.task), config.run.seed)
     lr, sums = learning_rate(config.optim, state.step, run.total_steps), LossSums(world)
+    run.task.model.masks.draw(config.run.seed, state.step)
     with clock("time/update"):
         passes = run.task.shares(rows, config.micro_batch_tokens, shares_of(world))
         shares = shard(world, [partial(balanced, run.task.model, share, len(passes)) for share in passes])
