@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from psigrad import extras
+from psigrad import extras, redaction
 from psigrad.cli import flags
 from psigrad.config import LmEvalConfig, OnlineConfig, SampleConfig
 from psigrad.config.fields import flag_of
@@ -238,6 +238,8 @@ def sample(arguments: list[str]) -> int:
     empty = [f"{written.empty} empty completion{'s' * (written.empty > 1)}"] if written.empty else []
     left_out = f" ({' and '.join([*ties, *empty])} left out)" if ties or empty else ""
     print(f"{written.rows} rows: {written.path}{left_out}")
+    if written.unscored:
+        redaction.say(written.unscored)
     return 0
 
 

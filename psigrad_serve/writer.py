@@ -26,6 +26,8 @@ class Offered:
     parameters: Mapping[str, Mapping[str, Any]]
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The schemas of each tool's arguments as a whole."""
+    single: bool = False
+    """True if an answer has one call at most: of several, the first."""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -51,6 +53,8 @@ class Writer:
     stopped: str = ""
     """The stop string that ended the text."""
     sent: int = 0
+    short: bool = False
+    """True if calls were left out."""
     _ids: list[int] = field(default_factory=list)
     _shown: int = 0
     """The characters of the window's text that are in `text`."""
@@ -96,7 +100,8 @@ class Writer:
         begun = self.offered.form.begin(self.text)
         if begun < self.sent:  # a call without a mark
             begun = self.sent if self.sent else len(self.text) - len(self.text.lstrip())
-        return self.text[self.sent : begun].rstrip(), calls
+        self.short = self.offered.single and len(calls) > 1
+        return self.text[self.sent : begun].rstrip(), calls[:1] if self.short else calls
 
     def _grow(self, window: str) -> None:
         new = window[self._shown :]
