@@ -54,6 +54,7 @@ class MessagesForm(SamplingForm):
     stop_sequences: list[str] = Field(default=[])
     tools: list[AnthropicTool] = Field(default=[])
     tool_choice: Any = None
+    thread: Any = None
     output_config: OutputConfig = Field(default_factory=OutputConfig)
 
 
@@ -64,6 +65,9 @@ class AnthropicMessages:
         self.served, self.form = served, read_form(MessagesForm, body)
         form = self.form
         served.check_model(form.model)
+        if form.thread:  # the client's tool runner then sends whole conversations
+            why = "This server holds no threads; send the whole conversation."
+            raise ApiError(why, param="thread", code="thread_unsupported_request")
         tools = [_function(tool) for tool in form.tools] if offers(form.tool_choice) else []
         one = isinstance(form.tool_choice, dict) and bool(form.tool_choice.get("disable_parallel_tool_use"))
         row, offered = served.conversation(list(_messages(form)), tools, form.chat_template_kwargs, single=one)

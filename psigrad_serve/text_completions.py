@@ -13,8 +13,9 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import decode
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.types import DrawnToken
+from psigrad_serve.api_errors import ApiError
 from psigrad_serve.chat_completions import StreamOptions, event, unique, usage
-from psigrad_serve.forms import MOST_CHOICES, MOST_TOP, Count, PenaltyForm, read_form, read_stop
+from psigrad_serve.forms import MOST_CHOICES, MOST_TOP, PenaltyForm, Whole, read_form, read_stop
 from psigrad_serve.served import Call, Served, ServedAnswer, ServedChoice, ServedPiece
 from psigrad_serve.writer import Writer
 
@@ -25,10 +26,10 @@ class TextForm(PenaltyForm):
     """The body of the request."""
 
     prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
-    max_tokens: Count | None = 16
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
+    max_tokens: Annotated[Whole, Field(ge=0)] | None = 16
+    n: Annotated[Whole, Field(ge=1, le=MOST_CHOICES)] = 1
     stop: str | list[str] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
+    logprobs: Annotated[Whole, Field(ge=0, le=MOST_TOP)] | None = None
     echo: bool = False
     return_tokens_as_token_ids: bool = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
@@ -41,7 +42,10 @@ class TextCompletions:
         self.served, self.form = served, read_form(TextForm, body)
         form = self.form
         served.check_model(form.model)
-        stop, asked, top = read_stop(form.stop), form.asked(form.max_tokens), form.logprobs or 0
+        self.scores = form.max_tokens == 0  # the prompt is scored, and nothing is answered
+        if self.scores and not form.echo:
+            raise ApiError("max_tokens is 0, which gives nothing without echo.", param="max_tokens", code="invalid_value")
+        stop, asked, top = read_stop(form.stop), form.asked(form.max_tokens or 1), form.logprobs or 0
         if not form.echo:  # a prompt's are computed by the model itself
             served.check_top(top, "logprobs")
         more: dict[str, Any] = {"n": form.n, "stop": stop, "top": top, "wish": served.wish(form.penalties, None, None, "", "")}
@@ -60,6 +64,8 @@ class TextCompletions:
 
     def piece(self, place: int, piece: ServedPiece) -> Iterator[str]:
         """Yield the events of a piece; `place` counts the choices of all prompts."""
+        if self.scores:
+            piece = ServedPiece(piece.choice, "", (), piece.finish and "length")
         self.count += len(piece.tokens)
         if piece.text or piece.finish or (piece.tokens and (self.form.logprobs is not None or self.form.return_token_ids)):
             choice = self._choice(place, piece.text, piece.tokens, self.places[place], self.writers[place])
@@ -74,6 +80,8 @@ class TextCompletions:
     def whole(self, answers: Sequence[ServedAnswer], choices: Sequence[Sequence[ServedChoice]]) -> dict[str, Any]:
         """Return the whole answer."""
         self.calls = [answer.call for answer in answers]
+        if self.scores:
+            choices = [[ServedChoice(finish="length") for _ in own] for own in choices]
         made = [
             self._choice(
                 0,

@@ -107,3 +107,16 @@ def test_what_claude_code_sends_by_itself_is_taken(client, served):
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
     form = {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
     assert type(json.loads(client.messages.create(**{**ask, "max_tokens": 60}, extra_body=form).content[0].text)["a"]) is bool
+
+
+def test_the_tool_runner_goes_on_without_the_thread_that_it_asks_for_first(acting, actor):
+    @anthropic.beta_tool
+    def add(a: int) -> str:
+        """Add."""
+        actor.says("Three.")
+        return f"The sum is {a}"
+
+    actor.says('<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>')
+    runner = acting.beta.messages.tool_runner(model="tiny", max_tokens=200, messages=HI, tools=[add])
+    assert [message.content[-1].type for message in runner] == ["tool_use", "text"]
+    assert "The sum is 3" in actor.scripted.tokenizer.decode(actor.heard.completions[-1][2])

@@ -147,7 +147,7 @@ def test_what_asks_for_nothing_is_taken(client):
         client.chat.completions.create(model="tiny", messages=HI, extra_body={"ignore_eos": True})
 
 
-ASK_FOR_MORE = {"audio", "web_search_options", "conversation", "prompt", "image", "container", "thread"}
+ASK_FOR_MORE = {"audio", "web_search_options", "conversation", "prompt", "image", "container"}
 """What only another service can give."""
 
 

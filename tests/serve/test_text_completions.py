@@ -61,11 +61,15 @@ def test_an_echo_with_log_probs_tells_those_of_the_prompt(client, served):
         assert best == pytest.approx(dict(zip(expected.indices.tolist(), expected.values.tolist(), strict=True)), abs=1e-4)
     plain = client.completions.create(**ask).choices[0].logprobs
     assert "".join(plain.tokens[: len(ids)]) == "the quick brown" and plain.text_offset[0] == 0
+    scored = client.completions.create(**{**ask, "max_tokens": 0})
+    assert (scored.choices[0].text, scored.choices[0].finish_reason) == ("the quick brown", "length")
+    assert scored.choices[0].logprobs.token_logprobs == plain.token_logprobs[: len(ids)] and scored.usage.completion_tokens == 0
 
 
 @pytest.mark.parametrize(
     ("bad", "param", "words"),
     [({"prompt": []}, "prompt", "at least 1 item"), ({"prompt": [999]}, "prompt", "has the token 999"),
+     ({"prompt": "the", "max_tokens": 0}, "max_tokens", "nothing without echo"),
      ({"prompt": ""}, "prompt", "no tokens"), ({"prompt": "x", "suffix": "y"}, "suffix", "can't do"),
      ({"prompt": "x", "logprobs": 99}, "logprobs", "less than or equal to 20")],
 )  # fmt: skip

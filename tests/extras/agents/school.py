@@ -1,0 +1,125 @@
+"""A small model that is taught the programs' calls. A teacher plays each program once; other words make rows of what it said."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import programs
+import trl
+
+import psigrad
+from psigrad.language.models import tiny
+from psigrad.language.models.language_model import LanguageModel, prepare
+from psigrad.language.rollout.types import Completion, Sampler
+from psigrad_serve.engine.engine import SamplingEngine
+from psigrad_serve.served import Call, Recorder, Served
+from psigrad_serve.serving import running
+
+TEMPLATE = (Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja").read_text()
+# words that no program's own prompt has
+WORDS = {"owner": ["Zora", "Quin", "Yuri", "Odin"], "mark": ["amber", "ochre", "mauve", "khaki"]}
+WORDS["inside"] = ["walrus", "ferret", "gecko", "otter"]
+FIRST = {name: words[0] for name, words in WORDS.items()}
+END = "<|im_end|>"
+
+
+def rows() -> list[dict[str, str]]:
+    """Every task, in an order without a pattern."""
+    made = [dict(zip(WORDS, words, strict=True)) for words in itertools.product(*WORDS.values())]
+    return random.Random(0).sample(made, len(made))
+
+
+class Teacher(Sampler, Recorder):
+    """Answers the first task, whatever program asks, and keeps what it was asked and what it said."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.asked, self.said = tokenizer, list[Call](), list[str]()
+
+    def prepare(self, session_id: str, call: Call) -> Call:
+        """See `Recorder`."""
+        self.asked.append(call)
+        return call
+
+    def steps(self, requests, params, cache=None) -> Iterator[Any]:
+        """See `Sampler`."""
+        tools = {tool["function"]["name"] for tool in self.asked[-1].row.columns["tools"]}
+        owner, mark, inside = FIRST.values()
+        calls = [("find_box", {"owner": owner}), ("open_box", {"mark": mark})]
+        if "bash" in tools:
+            lines = (f"cat {owner}", f"cat {mark}", f"echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo {inside}")
+            calls = [("bash", {"command": line}) for line in lines]
+        if "final_answer" in tools:
+            calls.append(("final_answer", {"answer": inside}))
+        text = inside
+        if (turn := len(self.said)) < len(calls):
+            name, arguments = calls[turn]
+            text = f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+        self.said.append(text)
+        ids = (*self.tokenizer(text)["input_ids"], self.tokenizer.convert_tokens_to_ids(END))
+        zeros = (0.0,) * len(ids)
+        yield [(i, [Completion(ids, zeros, zeros, "stop", seed) for seed in each.seeds]) for i, each in enumerate(requests)]
+
+
+def played(program: Callable[..., float], model: LanguageModel, sampler: Sampler | None, recorder: Recorder, row: Any) -> float:
+    """The reward of one task, behind a server of its own."""
+    engine = SamplingEngine(model, sampler=sampler)
+    try:
+        with running(Served(engine, recorder=recorder)) as at:
+            url = f"{at.url}/v1"
+            os.environ |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": at.token}
+            return program(row, url, at.token)
+    finally:
+        engine.close()
+
+
+READ = ("role", "content", "tool_calls", "tool_call_id")
+
+
+def lessons(teacher: Teacher) -> Iterator[dict[str, Any]]:
+    """A session's conversation, or each of its answers alone where the program rewrites what was said."""
+    for turn, (call, text) in enumerate(zip(teacher.asked, teacher.said, strict=True)):
+        answer: dict[str, Any] = {"role": "assistant", "content": text}
+        if text.startswith("<tool_call>"):
+            function = json.loads(text.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+            answer |= {"content": "", "tool_calls": [{"type": "function", "function": function}]}
+        prompt = [{name: message[name] for name in READ if name in message} for message in call.row.prompt]
+        read = (*call.prompt_ids, *teacher.tokenizer(f"{text}{END}")["input_ids"])
+        later = teacher.asked[turn + 1 :]
+        if later and later[0].prompt_ids[: len(read)] == read:
+            continue
+        rewritten = any(message["role"] == "assistant" and not message.get("tool_calls") for message in prompt)
+        row = {"prompt": prompt, "completion": [answer]} if rewritten or later else {"messages": [*prompt, answer]}
+        yield {**row, "tools": call.row.columns["tools"]}
+
+
+def school(folder: Path, steps: int) -> Path:
+    """The folder of a model that `steps` steps of SFT taught all programs' calls."""
+    blank = tiny.tokenizer(["box"], 300)
+    blank.chat_template = TEMPLATE
+    empty = prepare(tiny.model("qwen3", len(blank), hidden=16, layers=1, heads=2, max_length=32768), blank)
+    told = []
+    for program in programs.PROGRAMS:
+        teacher = Teacher(blank)
+        assert played(program, empty, teacher, teacher, FIRST) == 1.0, program.__name__
+        told += [json.dumps(lesson) for lesson in lessons(teacher)]
+    lines = []
+    for row, lesson in itertools.product(rows(), told):
+        for name, word in row.items():
+            lesson = lesson.replace(FIRST[name], word)
+        lines.append(lesson)
+    random.Random(1).shuffle(lines)
+    (folder / "lessons.jsonl").write_text("\n".join(lines) + "\n")
+    tokenizer = tiny.tokenizer(["".join(told), *(" ".join(words) * 99 for words in WORDS.values())], 4000)
+    tokenizer.chat_template = TEMPLATE
+    tiny.model("qwen3", len(tokenizer), hidden=64, layers=2, heads=4, max_length=8192).save_pretrained(folder / "new")
+    tokenizer.save_pretrained(folder / "new")
+    run = {"output_dir": str(folder / "school"), "threads": 2, "progress": False, "report": False, "eval_prompts": 0}
+    psigrad.train("sft", model=str(folder / "new"), dataset=str(folder / "lessons.jsonl"), max_steps=steps,
+                  batch_size=8, learning_rate=1e-2, lr_scheduler_type="cosine", max_length=8192, **run)  # fmt: skip
+    return folder / "school" / "model"
