@@ -99,7 +99,7 @@ class Model:
     lora_alpha: Annotated[Positive, _ADAPTER] = 16.0
     """LoRA scaling: the update is multiplied by lora_alpha / lora_rank."""
     lora_dropout: Annotated[BelowOne, _ADAPTER] = 0.0
-    """Dropout on the adapter's input, with masks that seed, step, text and layer determine. Above 0, the ratio of the first step
+    """Dropout on the adapter's input. Seed, step, text and layer determine its masks. Above 0, the ratio of the first step
     is no longer 1."""
     lora_target_modules: Annotated[tuple[str, ...], _ADAPTER] = ("all-linear",)
     """Names of the modules that get an adapter; "all-linear" is every linear layer but the head. A single regular expression has

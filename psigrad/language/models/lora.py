@@ -275,7 +275,7 @@ def base_of(module: Any) -> Any:
 
 @dataclass
 class Masks:
-    """What the masks of a model's dropout depend on."""
+    """The seed and the text that determine a model's dropout masks."""
 
     seed: int = 0
     tokens: Tensor | None = None

@@ -58,8 +58,8 @@ class ScalarModel(Pretrained):
         return bool(getattr(self.network.config, PLAIN_PROMPTS, False))
 
     def _probe(self, texts: Groups, packed: bool) -> Tensor:
-        """Return V before the tokens of the completions."""
-        return self.values(texts, packed=packed)
+        """Return V before the tokens of the completions, or the scores [N, 1] of a model that only scores whole texts."""
+        return self.values(texts, packed=packed) if self.per_token else self.scores(texts)[:, None]
 
     def _sample_texts(self, length: int) -> list[list[int]]:
         """Return two plain sentences, since the model generates none."""

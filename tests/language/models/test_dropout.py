@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers import BertConfig, BertForSequenceClassification
 
 from psigrad import seeds
 from psigrad.errors import UserError
@@ -125,3 +126,20 @@ def test_negative_controls_another_step_another_text_and_no_gradient_drop_otherw
     assert float(other.detach().abs().max()) > 1e-4
     with torch.no_grad():
         assert float((read(GROUP) - whole).abs().max()) > 1e-4
+
+
+@pytest.mark.parametrize("how", [{"lora": Lora(2, dropout=0.3)}, {"gradient_checkpointing": True}], ids=["dropout", "recomputed"])
+def test_a_model_that_scores_whole_texts_is_prepared_and_no_split_changes_its_scores(how, tokenizer):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    torch.manual_seed(0)
+    hf = BertForSequenceClassification(BertConfig(vocab_size=280, num_labels=1, **sizes))
+    model = scalar_model.prepare(hf, tokenizer, **how)
+    for name, p in model.trainable().items():
+        if "lora_B" in name:
+            nn.init.normal_(p, std=0.3)
+    whole = model.scores(GROUP)
+    alone = [model.scores(Groups([p], [[c]])) for p, own in zip(GROUP.prompts, GROUP.completions, strict=True) for c in own]
+    assert torch.allclose(whole, torch.cat(alone), atol=1e-6)
+    model.masks.draw(1)
+    moved = float((model.scores(GROUP) - whole).abs().max().detach())
+    assert moved > 1e-4 if "lora" in how else moved == 0
