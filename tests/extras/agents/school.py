@@ -1,11 +1,9 @@
-"""A small model that is taught the programs' calls. A teacher plays each program once; other words make rows of what it said."""
+"""A small model that learns the programs' calls from a teacher, which plays each program once."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,17 +20,8 @@ from psigrad_serve.served import Call, Recorder, Served
 from psigrad_serve.serving import running
 
 TEMPLATE = (Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja").read_text()
-# words that no program's own prompt has
-WORDS = {"owner": ["Zora", "Quin", "Yuri", "Odin"], "mark": ["amber", "ochre", "mauve", "khaki"]}
-WORDS["inside"] = ["walrus", "ferret", "gecko", "otter"]
-FIRST = {name: words[0] for name, words in WORDS.items()}
+TASK = {"owner": "Zora", "mark": "amber", "inside": "walrus"}
 END = "<|im_end|>"
-
-
-def rows() -> list[dict[str, str]]:
-    """Every task, in an order without a pattern."""
-    made = [dict(zip(WORDS, words, strict=True)) for words in itertools.product(*WORDS.values())]
-    return random.Random(0).sample(made, len(made))
 
 
 class Teacher(Sampler, Recorder):
@@ -49,7 +38,7 @@ class Teacher(Sampler, Recorder):
     def steps(self, requests, params, cache=None) -> Iterator[Any]:
         """See `Sampler`."""
         tools = {tool["function"]["name"] for tool in self.asked[-1].row.columns["tools"]}
-        owner, mark, inside = FIRST.values()
+        owner, mark, inside = TASK.values()
         calls = [("find_box", {"owner": owner}), ("open_box", {"mark": mark})]
         if "bash" in tools:
             lines = (f"cat {owner}", f"cat {mark}", f"echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo {inside}")
@@ -66,14 +55,14 @@ class Teacher(Sampler, Recorder):
         yield [(i, [Completion(ids, zeros, zeros, "stop", seed) for seed in each.seeds]) for i, each in enumerate(requests)]
 
 
-def played(program: Callable[..., float], model: LanguageModel, sampler: Sampler | None, recorder: Recorder, row: Any) -> float:
-    """The reward of one task, behind a server of its own."""
+def played(program: Callable[..., float], model: LanguageModel, sampler: Sampler | None, recorder: Recorder) -> float:
+    """Return the reward of the task, played against a server."""
     engine = SamplingEngine(model, sampler=sampler)
     try:
         with running(Served(engine, recorder=recorder)) as at:
             url = f"{at.url}/v1"
             os.environ |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": at.token}
-            return program(row, url, at.token)
+            return program(TASK, url, at.token)
     finally:
         engine.close()
 
@@ -99,27 +88,23 @@ def lessons(teacher: Teacher) -> Iterator[dict[str, Any]]:
 
 
 def school(folder: Path, steps: int) -> Path:
-    """The folder of a model that `steps` steps of SFT taught all programs' calls."""
+    """Return the folder of a model that `steps` steps of SFT taught all programs' calls."""
     blank = tiny.tokenizer(["box"], 300)
     blank.chat_template = TEMPLATE
     empty = prepare(tiny.model("qwen3", len(blank), hidden=16, layers=1, heads=2, max_length=32768), blank)
-    told = []
+    lines = []
     for program in programs.PROGRAMS:
         teacher = Teacher(blank)
-        assert played(program, empty, teacher, teacher, FIRST) == 1.0, program.__name__
-        told += [json.dumps(lesson) for lesson in lessons(teacher)]
-    lines = []
-    for row, lesson in itertools.product(rows(), told):
-        for name, word in row.items():
-            lesson = lesson.replace(FIRST[name], word)
-        lines.append(lesson)
-    random.Random(1).shuffle(lines)
+        assert played(program, empty, teacher, teacher) == 1.0, program.__name__
+        lines += [json.dumps(lesson) for lesson in lessons(teacher)]
     (folder / "lessons.jsonl").write_text("\n".join(lines) + "\n")
-    tokenizer = tiny.tokenizer(["".join(told), *(" ".join(words) * 99 for words in WORDS.values())], 4000)
+    tokenizer = tiny.tokenizer(lines, 4000)
     tokenizer.chat_template = TEMPLATE
     tiny.model("qwen3", len(tokenizer), hidden=64, layers=2, heads=4, max_length=8192).save_pretrained(folder / "new")
     tokenizer.save_pretrained(folder / "new")
-    run = {"output_dir": str(folder / "school"), "threads": 2, "progress": False, "report": False, "eval_prompts": 0}
-    psigrad.train("sft", model=str(folder / "new"), dataset=str(folder / "lessons.jsonl"), max_steps=steps,
-                  batch_size=8, learning_rate=1e-2, lr_scheduler_type="cosine", max_length=8192, **run)  # fmt: skip
+    quiet = {"eval_prompts": 0, "progress": False, "report": False, "output_dir": str(folder / "school")}
+    psigrad.train(
+        "sft", model=str(folder / "new"), dataset=str(folder / "lessons.jsonl"), max_steps=steps, batch_size=len(lines),
+        learning_rate=1e-2, lr_scheduler_type="cosine", max_length=8192, **quiet,
+    )  # fmt: skip
     return folder / "school" / "model"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,13 +25,17 @@ PAGE = Path(__file__).parents[3] / "docs" / "agents.md"
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory) -> Path:
-    return school.school(tmp_path_factory.mktemp("school"), steps=150)
+    return school.school(tmp_path_factory.mktemp("school"), steps=80)
 
 
-class Counted(Recorder):
-    """Counts the answers."""
+class Greedy(Recorder):
+    """Answers with the most probable tokens, and counts the answers."""
 
     answers = 0
+
+    def prepare(self, session_id, call):
+        """See `Recorder`."""
+        return replace(call, params=replace(call.params, temperature=0.0))
 
     def on_completion(self, *told):
         """See `Recorder`."""
@@ -39,9 +44,9 @@ class Counted(Recorder):
 
 @pytest.mark.parametrize("program", programs.PROGRAMS, ids=lambda program: program.__name__)
 def test_a_program_completes_a_task_of_two_rounds_of_tools(program, taught):
-    model, counted = language_model.load(str(taught)), Counted()
-    rewards = [school.played(program, model, None, counted, row) for row in school.rows()[:3]]
-    assert max(rewards) == 1.0 and counted.answers >= 7, "three answers a task: two calls, and the words behind them"
+    model, counted = language_model.load(str(taught)), Greedy()
+    assert school.played(program, model, None, counted) == 1.0
+    assert counted.answers == 3, "two rounds of tools, and the answer"
 
 
 def heard_by(monkeypatch) -> tuple[set, list, set]:
@@ -81,16 +86,17 @@ def trained(trajectory) -> set:
 @pytest.mark.parametrize("program", programs.PROGRAMS, ids=lambda program: program.__name__)
 def test_a_program_is_trained_once_on_the_tokens_that_were_sampled(program, taught, tmp_path, monkeypatch):
     sampled, batches, read = heard_by(monkeypatch)
-    asked = [{"prompt": [{"role": "user", "content": programs.question(row)}], **row} for row in school.rows()[:2]]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    asked = {"prompt": [{"role": "user", "content": programs.question(school.TASK)}], **school.TASK}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(asked)}\n" * 2)
     psigrad.train(
         "reinforce", model=str(taught), dataset=str(tmp_path / "rows.jsonl"), output_dir=str(tmp_path / "run"),
         agent=f"{programs.__file__}:{program.__name__}", prompts_per_step=2, num_generations=2, max_completion_length=96,
         max_steps=1, eval_prompts=0, agent_workers=2, agent_calls=6, threads=1, progress=False, report=False,
     )  # fmt: skip
     (batch,) = batches
-    assert len(batch.inputs) == 4 and max(t.reward for t in batch.inputs) == 1.0, [t.reason for t in batch.inputs]
-    assert set().union(*map(trained, batch.inputs)) == sampled and len(sampled) >= 3
+    assert max(t.reward or 0.0 for t in batch.inputs) == 1.0, [t.reason for t in batch.inputs]
+    assert set().union(*map(trained, batch.inputs)) <= sampled
+    assert all(len(trained(t)) == t.turns for t in batch.inputs), "each answer is trained once"
     rewarded = [t for t in batch.inputs if t.reward]
     assert all((*c.prompt_ids, *c.ids) in read for t in rewarded for c in t.contexts), "and the gradient is of these texts"
     metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
