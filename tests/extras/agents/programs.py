@@ -54,12 +54,20 @@ def question(row) -> str:
 
 
 def openai_agents(row, base_url, api_key):
-    from agents import Agent, Runner, function_tool, set_tracing_disabled
+    from agents import Agent, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+    from openai import AsyncOpenAI
 
     set_tracing_disabled(True)
     boxes = Boxes(row)
-    agent = Agent("boxes", tools=[function_tool(boxes.find_box), function_tool(boxes.open_box)], model="policy")
-    return boxes.judge(asyncio.run(Runner.run(agent, question(row), max_turns=4)).final_output)
+
+    async def play():
+        # by default all sessions of a process share the client of the first, and so its address
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            tools = [function_tool(boxes.find_box), function_tool(boxes.open_box)]
+            agent = Agent("boxes", tools=tools, model=OpenAIResponsesModel("policy", client))
+            return (await Runner.run(agent, question(row), max_turns=4)).final_output
+
+    return boxes.judge(asyncio.run(play()))
 
 
 def smolagents(row, base_url, api_key):

@@ -22,6 +22,8 @@ from psigrad_serve.serving import running
 TEMPLATE = (Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja").read_text()
 TASK = {"owner": "Zora", "mark": "amber", "inside": "walrus"}
 END = "<|im_end|>"
+# smolagents writes the ids of calls into its text, and each session has others
+PLAYS = 4
 
 
 class Teacher(Sampler, Recorder):
@@ -67,7 +69,7 @@ def played(program: Callable[..., float], model: LanguageModel, sampler: Sampler
         engine.close()
 
 
-READ = ("role", "content", "tool_calls", "tool_call_id")
+READ = ("role", "content", "tool_calls")
 
 
 def lessons(teacher: Teacher) -> Iterator[dict[str, Any]]:
@@ -78,6 +80,8 @@ def lessons(teacher: Teacher) -> Iterator[dict[str, Any]]:
             function = json.loads(text.removeprefix("<tool_call>").removesuffix("</tool_call>"))
             answer |= {"content": "", "tool_calls": [{"type": "function", "function": function}]}
         prompt = [{name: message[name] for name in READ if name in message} for message in call.row.prompt]
+        for made in (one for message in prompt for one in message.get("tool_calls", ())):
+            made.pop("id", None)
         read = (*call.prompt_ids, *teacher.tokenizer(f"{text}{END}")["input_ids"])
         later = teacher.asked[turn + 1 :]
         if later and later[0].prompt_ids[: len(read)] == read:
@@ -93,10 +97,10 @@ def school(folder: Path, steps: int) -> Path:
     blank.chat_template = TEMPLATE
     empty = prepare(tiny.model("qwen3", len(blank), hidden=16, layers=1, heads=2, max_length=32768), blank)
     lines = []
-    for program in programs.PROGRAMS:
+    for program in PLAYS * programs.PROGRAMS:
         teacher = Teacher(blank)
         assert played(program, empty, teacher, teacher) == 1.0, program.__name__
-        lines += [json.dumps(lesson) for lesson in lessons(teacher)]
+        lines += [line for lesson in lessons(teacher) if (line := json.dumps(lesson)) not in lines]
     (folder / "lessons.jsonl").write_text("\n".join(lines) + "\n")
     tokenizer = tiny.tokenizer(lines, 4000)
     tokenizer.chat_template = TEMPLATE
@@ -104,7 +108,7 @@ def school(folder: Path, steps: int) -> Path:
     tokenizer.save_pretrained(folder / "new")
     quiet = {"eval_prompts": 0, "progress": False, "report": False, "output_dir": str(folder / "school")}
     psigrad.train(
-        "sft", model=str(folder / "new"), dataset=str(folder / "lessons.jsonl"), max_steps=steps, batch_size=len(lines),
+        "sft", model=str(folder / "new"), dataset=str(folder / "lessons.jsonl"), max_steps=steps, batch_size=10,
         learning_rate=1e-2, lr_scheduler_type="cosine", max_length=8192, **quiet,
     )  # fmt: skip
     return folder / "school" / "model"

@@ -25,7 +25,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "agents.md"
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory) -> Path:
-    return school.school(tmp_path_factory.mktemp("school"), steps=80)
+    return school.school(tmp_path_factory.mktemp("school"), steps=220)
 
 
 class Greedy(Recorder):
@@ -89,16 +89,17 @@ def test_a_program_is_trained_once_on_the_tokens_that_were_sampled(program, taug
     asked = {"prompt": [{"role": "user", "content": programs.question(school.TASK)}], **school.TASK}
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(asked)}\n" * 2)
     psigrad.train(
-        "reinforce", model=str(taught), dataset=str(tmp_path / "rows.jsonl"), output_dir=str(tmp_path / "run"),
-        agent=f"{programs.__file__}:{program.__name__}", prompts_per_step=2, num_generations=2, max_completion_length=96,
-        max_steps=1, eval_prompts=0, agent_workers=2, agent_calls=6, threads=1, progress=False, report=False,
+        "reinforce_total_return", model=str(taught), dataset=str(tmp_path / "rows.jsonl"), output_dir=str(tmp_path / "run"),
+        agent=f"{programs.__file__}:{program.__name__}", agent_workers=2, agent_calls=6, prompts_per_step=2, num_generations=2,
+        max_completion_length=96, temperature=0.3, max_steps=1, eval_prompts=0, threads=1, progress=False, report=False,
     )  # fmt: skip
     (batch,) = batches
-    assert max(t.reward or 0.0 for t in batch.inputs) == 1.0, [t.reason for t in batch.inputs]
-    assert set().union(*map(trained, batch.inputs)) <= sampled
-    assert all(len(trained(t)) == t.turns for t in batch.inputs), "each answer is trained once"
     rewarded = [t for t in batch.inputs if t.reward]
-    assert all((*c.prompt_ids, *c.ids) in read for t in rewarded for c in t.contexts), "and the gradient is of these texts"
+    assert len(batch.inputs) == 4 and rewarded and not any(t.reason for t in batch.inputs), [t.reason for t in batch.inputs]
+    assert set().union(*map(trained, batch.inputs)) == sampled
+    assert all(len(trained(t)) == t.turns for t in batch.inputs), "each answer is trained once"
+    missing = [(t.row, t.k) for t in rewarded for c in t.contexts if (*c.prompt_ids, *c.ids) not in read]
+    assert not missing, "and the gradient is of these texts"
     metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     assert metrics["updates"] == 1 and metrics["grad_norm"] > 0
 
