@@ -23,7 +23,7 @@ TEMPLATE = (Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja").read
 TASK = {"owner": "Zora", "mark": "amber", "inside": "walrus"}
 END = "<|im_end|>"
 # smolagents writes the ids of calls into its text, and each session has others
-PLAYS = 4
+PLAYS = 6
 
 
 class Teacher(Sampler, Recorder):
@@ -108,7 +108,7 @@ def school(folder: Path, steps: int) -> Path:
     tokenizer.save_pretrained(folder / "new")
     quiet = {"eval_prompts": 0, "progress": False, "report": False, "output_dir": str(folder / "school")}
     psigrad.train(
-        "sft", model=str(folder / "new"), dataset=str(folder / "lessons.jsonl"), max_steps=steps, batch_size=10,
+        "sft", model=str(folder / "new"), dataset=str(folder / "lessons.jsonl"), max_steps=steps, batch_size=len(lines),
         learning_rate=1e-2, lr_scheduler_type="cosine", max_length=8192, **quiet,
     )  # fmt: skip
     return folder / "school" / "model"

@@ -25,7 +25,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "agents.md"
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory) -> Path:
-    return school.school(tmp_path_factory.mktemp("school"), steps=220)
+    return school.school(tmp_path_factory.mktemp("school"), steps=180)
 
 
 class Greedy(Recorder):
