@@ -16,6 +16,7 @@ from psigrad.language.rollout.types import DrawnToken
 from psigrad_serve.forms import MOST_CHOICES, MOST_TOP, Count, PenaltyForm, Whole, offers, read_form, read_stop
 from psigrad_serve.served import Call, Served, ServedAnswer, ServedChoice, ServedPiece
 from psigrad_serve.steering import chosen_tool, json_grammar
+from psigrad_serve.writer import token_bytes
 
 
 class StreamOptions(BaseModel):
@@ -142,7 +143,7 @@ def token_logprobs(served: Served, tokens: Sequence[DrawnToken]) -> list[dict[st
     """Return tokens with their log-probs, their bytes and the most probable ones."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
-        return {"token": served.text_of(token), "logprob": logprob, "bytes": served.bytes_of(token)}
+        return {"token": served.text_of(token), "logprob": logprob, "bytes": token_bytes(served.tokenizer, token)}
 
     return [one(t.id, t.logprob) | {"top_logprobs": [one(*each) for each in t.top]} for t in tokens]
 

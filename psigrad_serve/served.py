@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -253,27 +252,6 @@ class Served:
         """Decode one token."""
         text = self.tokenizer.decode([token])
         return text if isinstance(text, str) else "".join(text)
-
-    def bytes_of(self, token: int) -> list[int] | None:
-        """Return the bytes of one token, also of half a character; None if the tokenizer does not tell them."""
-        text = self.text_of(token)
-        if "\ufffd" not in text:
-            return list(text.encode())
-        piece = str(self.tokenizer.convert_ids_to_tokens([token])[0])
-        if found := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):
-            return [int(found[1], 16)]
-        held = [_BYTES.get(letter, -1) for letter in piece]
-        return None if -1 in held else held
-
-
-def _byte_letters() -> dict[str, int]:
-    """Return the letters by which byte-level vocabularies write bytes (GPT-2): printable ones stand for themselves."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTES = _byte_letters()
 
 
 def _characters(value: Any) -> int:

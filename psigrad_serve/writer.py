@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -140,3 +141,25 @@ class Writer:
 def overlap(text: str, word: str) -> int:
     """Return how many characters at the end of the text are a proper prefix of the word."""
     return next((n for n in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:n])), 0)
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> list[int] | None:
+    """Return the bytes of one token, also of half a character; None if the tokenizer does not give them."""
+    text = decode(tokenizer, [token])
+    if _HALF not in text:
+        return list(text.encode())
+    piece = str(tokenizer.convert_ids_to_tokens([token])[0])
+    if found := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):
+        return [int(found[1], 16)]
+    letters = [_BYTES.get(letter, -1) for letter in piece]
+    return None if -1 in letters else letters
+
+
+def _byte_letters() -> dict[str, int]:
+    """Return the letters by which byte-level vocabularies write bytes (GPT-2): printable ones stand for themselves."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_letters()

@@ -11,8 +11,8 @@ import torch
 
 from psigrad.kernels.kernels import kernels
 from psigrad.language.rollout.types import DrawnToken
-from psigrad_serve.served import Served
 from psigrad_serve.text_completions import TextCompletions
+from psigrad_serve.writer import token_bytes
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +87,8 @@ def test_a_token_stands_where_its_character_does_and_bytes_join(client, served):
     for token, place in zip(told.tokens[: len(ids)], told.text_offset, strict=False):
         assert text[place:].startswith(token) or ("\ufffd" in token and text[place] in "😀日本"), (token, place)
     assert told.text_offset[told.tokens.index("d")] == 11
-    held = [served_bytes(served, token) for token in ids]
+    held = [token_bytes(served.model.tokenizer, token) for token in ids]
     assert bytes(b for own in held for b in own).decode() == text and sum(len(own) == 1 for own in held) > 6
-
-
-def served_bytes(behind, token) -> list[int]:
-    return Served(behind.engine).bytes_of(token)
 
 
 def test_places_of_many_tokens_are_counted_once(served):
