@@ -121,7 +121,7 @@ class Served:
         self.engine, self.names, self.recorder = engine, tuple(names), recorder or Recorder()
         self.tokenizer, self.forms = engine.model.tokenizer, Forms(engine.model)
         self.kept = Remembered(state)
-        self._longest = max(map(len, self.tokenizer.get_vocab()), default=1)
+        self.longest = max(map(len, self.tokenizer.get_vocab()), default=1)
         self._forms: dict[str, CallForm] = {}
 
     def check_model(self, name: str) -> None:
@@ -132,21 +132,11 @@ class Served:
                 status=404, param="model", code="model_not_found",
             )  # fmt: skip
 
-    def check_size(self, *texts: Any) -> None:
-        """Raise an error for strings, or lists and objects of them, with more characters than the model's positions can hold."""
-        most = self.engine.model.max_length * self._longest
-        if (size := sum(map(_characters, texts))) > most:
-            raise ApiError(
-                f"The prompt has {size:,} characters, and the {self.engine.model.max_length} tokens of this model's context hold "
-                f"at most {most:,}; shorten it.",
-                code="context_length_exceeded",
-            )  # fmt: skip
-
     def conversation(
         self, messages: list[Any], tools: Any, arguments: Any = None, *, single: bool = False
     ) -> tuple[Row, Offered | None]:
         """Convert messages in OpenAI's format to a row. If `single`, the answer has one call at most."""
-        self.check_size(*([m.get("content"), m.get("tool_calls")] for m in messages), tools)
+        check_size(self, *([m.get("content"), m.get("tool_calls")] for m in messages), tools)
         messages = order_answers(messages)
         columns = {"tools": tools, "chat_template_kwargs": arguments}
         raw = {"prompt": messages, **{name: value for name, value in columns.items() if value}}
@@ -252,6 +242,17 @@ class Served:
         """Decode one token."""
         text = self.tokenizer.decode([token])
         return text if isinstance(text, str) else "".join(text)
+
+
+def check_size(served: Served, *texts: Any) -> None:
+    """Raise an error for strings, or lists and objects of them, with more characters than the model's positions can hold."""
+    most = served.engine.model.max_length * served.longest
+    if (size := sum(map(_characters, texts))) > most:
+        raise ApiError(
+            f"The prompt has {size:,} characters, and the {served.engine.model.max_length} tokens of this model's context hold "
+            f"at most {most:,}; shorten it.",
+            code="context_length_exceeded",
+        )  # fmt: skip
 
 
 def _characters(value: Any) -> int:

@@ -16,7 +16,7 @@ from psigrad.language.rollout.types import DrawnToken
 from psigrad_serve.api_errors import ApiError
 from psigrad_serve.chat_completions import StreamOptions, event, unique, usage
 from psigrad_serve.forms import MOST_CHOICES, MOST_TOP, PenaltyForm, Whole, read_form, read_stop
-from psigrad_serve.served import Call, Served, ServedAnswer, ServedChoice, ServedPiece
+from psigrad_serve.served import Call, Served, ServedAnswer, ServedChoice, ServedPiece, check_size
 from psigrad_serve.writer import Writer
 
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
@@ -107,7 +107,7 @@ class TextCompletions:
         many = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
         for prompt in many:
             if isinstance(prompt, str):
-                self.served.check_size(prompt)
+                check_size(self.served, prompt)
                 yield Row("the request", prompt=prompt), None
             else:
                 self.served.check_tokens(prompt)
