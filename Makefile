@@ -15,7 +15,7 @@ TESTED := dev,types,peers,browser,docs,studio,serve,postgres,mcp,sweep,ifeval,ta
 # Bytecode is kept, also where the environment says otherwise: tests start processes by the thousand, and each would compile anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quick demo demo-real test tests suite test-machine lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm bench-vllm test-lm-eval test-tiers test-amx test-llama-cpp bench-llama-cpp test-verifiers test-openenv test-tinker test-cookbook bench lint types docs size install clean
+.PHONY: help quick demo demo-real test tests suite test-machine lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm bench-vllm test-lm-eval test-tiers test-amx test-llama-cpp bench-llama-cpp test-verifiers test-openenv test-tinker test-cookbook test-agents bench lint types docs size install clean
 
 help:
 	@echo "make demo       install, then train a small language model by SFT and GRPO and show what came of it (minutes)"
@@ -40,6 +40,7 @@ help:
 	@echo "make test-openenv  the tests of environments of OpenEnv, in an environment of their own"
 	@echo "make test-tinker  the client of Tinker against psigrad's server, in an environment of its own"
 	@echo "make test-cookbook  tinker-cookbook's loops and recipes against psigrad's server, in an environment of their own (minutes)"
+	@echo "make test-agents  eight programs that people bring, each against a model that is taught its calls and trained through it (minutes)"
 	@echo "make bench      psigrad beside TRL, Stable-Baselines3 and pymdptoolbox on the same work (an hour)"
 	@echo "make bench-real the models and lengths that people train with, beside TRL (hours; resumable)"
 	@echo "make bench-gpu  the same on a CUDA device, with the packages that its Python has"
@@ -256,6 +257,19 @@ $(COOKBOOK_VENV)/.installed: $(INSTALLED)
 
 test-cookbook: $(TINKER_VENV)/.installed $(COOKBOOK_VENV)/.installed
 	PSIGRAD_COOKBOOK=$$PWD/$(COOKBOOK_VENV)/bin/python PYTHONPATH=. $(TINKER_VENV)/bin/python -m pytest -m tinker tests/tinker/test_cookbook.py
+
+# Programs that people bring, and what they bring along; build/ is no part of the checkout.
+AGENTS_VENV ?= build/agents
+AGENTS := openai-agents==0.24.0 smolagents==1.26.0 'pydantic-ai-slim[openai]==2.68.0' langgraph==1.2.24 langchain-openai==1.7.4 \
+	autogen-agentchat==0.7.5 'autogen-ext[openai]==0.7.5' mini-swe-agent==2.4.6 litellm==1.110.2
+$(AGENTS_VENV)/.installed: $(INSTALLED)
+	$(PYTHON) -m venv $(AGENTS_VENV)
+	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(AGENTS_VENV)/lib/python3*/site-packages)/psigrad.pth
+	$(AGENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(AGENTS)
+	@touch $(AGENTS_VENV)/.installed
+
+test-agents: $(AGENTS_VENV)/.installed
+	PYTHONPATH=. $(AGENTS_VENV)/bin/python -m pytest -m agents tests/extras/agents --durations 5
 
 bench: $(INSTALLED)
 	$(RUN) benchmarks/language.py

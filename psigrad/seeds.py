@@ -42,11 +42,15 @@ def uniform(seeds: np.ndarray, counter: int | np.ndarray) -> np.ndarray:
 
 def uniform_on_device(seeds: Tensor, counter: Tensor) -> Tensor:
     """Return the same numbers as `uniform`, bit for bit, from int64 tensors [B] with the seeds' bits, on their device."""
+    return _shift(words_on_device(seeds, counter), 11).double() * 2.0**-53
+
+
+def words_on_device(seeds: Tensor, counter: Tensor) -> Tensor:
+    """Return the 64-bit words behind `uniform`, as int64: the word at position `counter` of the stream that starts at `seeds`."""
     x = seeds + (counter + 1) * _signed(_GOLDEN)
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
-    x = x ^ _shift(x, 31)
-    return _shift(x, 11).double() * 2.0**-53
+    return x ^ _shift(x, 31)
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:

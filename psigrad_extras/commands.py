@@ -251,6 +251,8 @@ def sample(arguments: list[str]) -> int:
     empty = [f"{written.empty} empty completion{'s' * (written.empty > 1)}"] if written.empty else []
     left_out = f" ({' and '.join([*ties, *empty])} left out)" if ties or empty else ""
     print(f"{written.rows} rows: {written.path}{left_out}")
+    if written.unscored:
+        redaction.say(written.unscored)
     return 0
 
 

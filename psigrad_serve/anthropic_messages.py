@@ -10,11 +10,16 @@ from pydantic import BaseModel, Field
 
 from psigrad.language.episodes.tool_calls import ToolCall
 from psigrad_serve.api_errors import ApiError
-from psigrad_serve.chat_completions import event, identity, tool_calls
+from psigrad_serve.chat_completions import event, tool_calls, unique
 from psigrad_serve.forms import Count, SamplingForm, offers, read_form, read_stop
 from psigrad_serve.served import Served, ServedAnswer, ServedChoice, ServedPiece
-from psigrad_serve.steering import chosen_tool
+from psigrad_serve.steering import chosen_tool, json_grammar
 
+_BLOCKS = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+    "system": ("text",),
+}
 _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -30,8 +35,14 @@ class AnthropicTool(BaseModel):
 class AnthropicMessage(BaseModel):
     """A turn of text or blocks."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
+
+
+class OutputConfig(BaseModel):
+    """The form of the answer. Its other fields, such as `effort`, have no effect here."""
+
+    format: dict[str, Any] | None = None
 
 
 class MessagesForm(SamplingForm):
@@ -43,6 +54,8 @@ class MessagesForm(SamplingForm):
     stop_sequences: list[str] = Field(default=[])
     tools: list[AnthropicTool] = Field(default=[])
     tool_choice: Any = None
+    thread: Any = None
+    output_config: OutputConfig = Field(default_factory=OutputConfig)
 
 
 class AnthropicMessages:
@@ -52,12 +65,16 @@ class AnthropicMessages:
         self.served, self.form = served, read_form(MessagesForm, body)
         form = self.form
         served.check_model(form.model)
+        if form.thread:  # the client's tool runner then sends whole conversations
+            why = "This server holds no threads; send the whole conversation."
+            raise ApiError(why, param="thread", code="thread_unsupported_request")
         tools = [_function(tool) for tool in form.tools] if offers(form.tool_choice) else []
-        row, offered = served.conversation(list(_messages(form)), tools, form.chat_template_kwargs)
-        stop = read_stop(form.stop_sequences)
-        wish = served.wish({}, chosen_tool(form.tool_choice), offered, "", "")
+        one = isinstance(form.tool_choice, dict) and bool(form.tool_choice.get("disable_parallel_tool_use"))
+        row, offered = served.conversation(list(_messages(form)), tools, form.chat_template_kwargs, single=one)
+        stop, place = read_stop(form.stop_sequences), "output_config.format"
+        wish = served.wish({}, chosen_tool(form.tool_choice), offered, json_grammar(form.output_config.format, place), place)
         self.calls = [served.call(body, row, None, form.asked(form.max_tokens), stop=stop, offered=offered, wish=wish)]
-        self.stream = form.stream
+        self.stream, self.id = form.stream, unique("msg_")
 
     def begin(self, answers: Sequence[ServedAnswer]) -> Iterator[str]:
         """Yield the first events of a stream."""
@@ -107,7 +124,7 @@ class AnthropicMessages:
         ]
 
     def _message(self, content: list[Any], reason: str | None, stopped: str, count: int) -> dict[str, Any]:
-        head = {"id": f"msg_{identity(self.calls[0])}", "type": "message", "role": "assistant", "model": self.form.model}
+        head = {"id": self.id, "type": "message", "role": "assistant", "model": self.form.model}
         used = {"input_tokens": len(self.calls[0].prompt_ids), "output_tokens": count}
         return {**head, "content": content, "stop_reason": reason, "stop_sequence": stopped or None, "usage": used}
 
@@ -144,7 +161,7 @@ def _messages(form: MessagesForm) -> Iterator[dict[str, Any]]:
 
 def _turns(role: str, blocks: Sequence[Mapping[str, Any]], place: str) -> Iterator[dict[str, Any]]:
     """Yield the turns of one message: a user's with tool results first, an assistant's with its calls."""
-    kinds = {"user": ("text", "tool_result"), "assistant": ("text", "tool_use", "thinking", "redacted_thinking")}[role]
+    kinds = _BLOCKS[role]
     for i, block in enumerate(blocks):
         if block.get("type") not in kinds:
             raise ApiError(

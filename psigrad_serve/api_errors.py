@@ -35,7 +35,9 @@ class ApiError(Exception):
 
     def anthropic(self, request_id: str = "") -> dict[str, Any]:
         """Return Anthropic's body."""
-        said = {"type": KINDS.get(self.status, "invalid_request_error"), "message": self.message}
+        said: dict[str, Any] = {"type": KINDS.get(self.status, "invalid_request_error"), "message": self.message}
+        if self.code:
+            said["details"] = {"error_code": self.code}
         return {"type": "error", "error": said, "request_id": request_id}
 
     def response(self, path: str, request_id: str) -> Response:

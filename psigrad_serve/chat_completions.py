@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
@@ -12,9 +13,10 @@ from pydantic import BaseModel, Field
 from psigrad import seeds
 from psigrad.language.episodes.tool_calls import ToolCall
 from psigrad.language.rollout.types import DrawnToken
-from psigrad_serve.forms import MOST_CHOICES, MOST_TOP, Count, PenaltyForm, offers, read_form, read_stop
+from psigrad_serve.forms import MOST_CHOICES, MOST_TOP, Count, PenaltyForm, Whole, offers, read_form, read_stop
 from psigrad_serve.served import Call, Served, ServedAnswer, ServedChoice, ServedPiece
 from psigrad_serve.steering import chosen_tool, json_grammar
+from psigrad_serve.writer import token_bytes
 
 
 class StreamOptions(BaseModel):
@@ -45,12 +47,13 @@ class ChatForm(PenaltyForm):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
+    n: Annotated[Whole, Field(ge=1, le=MOST_CHOICES)] = 1
     stop: str | list[str] | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] = 0
+    top_logprobs: Annotated[Whole, Field(ge=0, le=MOST_TOP)] = 0
     tools: list[ToolForm] = Field(default=[])
     tool_choice: Any = None
+    parallel_tool_calls: bool = True
     response_format: Any = None
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
 
@@ -63,7 +66,7 @@ class ChatCompletions:
         form = self.form
         served.check_model(form.model)
         tools = [tool.model_dump(exclude_none=True) for tool in form.tools] if offers(form.tool_choice) else []
-        row, offered = served.conversation(form.messages, tools, form.chat_template_kwargs)
+        row, offered = served.conversation(form.messages, tools, form.chat_template_kwargs, single=not form.parallel_tool_calls)
         asked = form.asked(form.max_completion_tokens or form.max_tokens)
         top = form.top_logprobs if form.logprobs else 0
         served.check_top(top, "top_logprobs")
@@ -72,7 +75,7 @@ class ChatCompletions:
         grammar = json_grammar(form.response_format, place)
         wish = served.wish(form.penalties, chosen_tool(form.tool_choice), offered, grammar, place)
         self.calls = [served.call(body, row, None, asked, n=form.n, stop=stop, top=top, offered=offered, wish=wish)]
-        self.stream = form.stream
+        self.stream, self.id = form.stream, unique("chatcmpl-")
 
     @property
     def call(self) -> Call:
@@ -82,7 +85,7 @@ class ChatCompletions:
     def begin(self, answers: Sequence[ServedAnswer]) -> Iterator[str]:
         """Yield the first events of a stream."""
         self.calls = [answer.call for answer in answers]
-        self.id, self.created = f"chatcmpl-{identity(self.call)}", int(time.time())
+        self.created = int(time.time())
         self.counts = [0] * self.call.n
         for k in range(self.call.n):
             more = {"prompt_token_ids": self.call.prompt_ids} if self.form.return_token_ids and not k else {}
@@ -121,7 +124,7 @@ class ChatCompletions:
             choice = {"index": k, "message": message, "logprobs": logprobs, "finish_reason": reply.finish}
             choices.append(choice | ({"token_ids": [t.id for t in reply.tokens]} if form.return_token_ids else {}))
         counted = usage(len(self.call.prompt_ids), sum(len(reply.tokens) for reply in own))
-        made = {"id": f"chatcmpl-{identity(self.call)}", "object": "chat.completion", "created": int(time.time())}
+        made = {"id": self.id, "object": "chat.completion", "created": int(time.time())}
         more = {"prompt_token_ids": self.call.prompt_ids} if form.return_token_ids else {}
         return {**made, "model": form.model, "choices": choices, "usage": counted, **more}
 
@@ -137,11 +140,10 @@ class ChatCompletions:
 
 
 def token_logprobs(served: Served, tokens: Sequence[DrawnToken]) -> list[dict[str, Any]]:
-    """Return tokens with their log-probs and the most probable ones; half a character has no bytes."""
+    """Return tokens with their log-probs, their bytes and the most probable ones."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
-        text = served.text_of(token)
-        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+        return {"token": served.text_of(token), "logprob": logprob, "bytes": token_bytes(served.tokenizer, token)}
 
     return [one(t.id, t.logprob) | {"top_logprobs": [one(*each) for each in t.top]} for t in tokens]
 
@@ -157,16 +159,19 @@ def usage(prompt: int, completion: int) -> dict[str, Any]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def identity(call: Call, *more: int | str) -> str:
-    """Return a name for a call's result; the same call with the same seed has the same name."""
-    return f"{seeds.derive(call.seed, *more, *call.prompt_ids[-64:], len(call.prompt_ids)):016x}"
+def unique(prefix: str) -> str:
+    """Return a new name. Clients merge answers of equal names, and one seed may give two answers with other settings."""
+    return f"{prefix}{secrets.token_hex(12)}"
 
 
 def tool_calls(call: Call, calls: Sequence[ToolCall], choice: int) -> list[dict[str, Any]]:
-    """Return calls in OpenAI's format. Their ids have nine letters, because Mistral's templates reject others."""
+    """Return calls in OpenAI's format. Their ids have nine letters, because Mistral's templates reject others.
+
+    An id depends on the call, its prompt and the seed, since some templates show ids to the policy.
+    """
     return [
         {
-            "id": identity(call, "call", choice, i)[-9:],
+            "id": f"{seeds.derive(call.seed, choice, i, json.dumps([made.name, made.arguments]), *call.prompt_ids):016x}"[-9:],
             "type": "function",
             "function": {"name": made.name, "arguments": json.dumps(made.arguments, ensure_ascii=False)},
         }

@@ -7,23 +7,42 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from psigrad.errors import nearest
 from psigrad.language.episodes.tool_calls import finite
 from psigrad_serve.api_errors import ApiError
 
 F = TypeVar("F", bound="SamplingForm")
-Count = Annotated[int, Field(ge=1)]
+
+
+def _integral(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _divides(temperature: float) -> float:
+    if 0 < temperature < LEAST:
+        raise ValueError(f"expected 0 or at least {LEAST:g}")
+    return temperature
+
+
+LEAST = 1e-38
+"""The least temperature above 0. Logits divided by a smaller one overflow float32."""
+Whole = Annotated[int, BeforeValidator(_integral)]
+"""An integer, which some clients write as 3.0."""
+Count = Annotated[Whole, Field(ge=1)]
 _NAME = re.compile(r"(?!str$|list$)[A-Za-z_]+")
 MOST_CHOICES, MOST_TOP, MOST_STOPS = 128, 20, 16
 IDLE = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-        *("verbosity", "reasoning_effort", "reasoning", "include", "cache_control", "betas"),
+        *("prompt_cache_options", "verbosity", "reasoning_effort", "reasoning", "include", "cache_control", "betas", "speed"),
+        *("thinking", "context_management", "compaction", "inference_geo", "diagnostics", "user_profile_id", "workspace_id"),
+        *("billing_policy", "fallbacks", "fallback_credit_token", "access_programs", "background_options", "moderation"),
+        *("stream_options", "max_tool_calls", "prediction"),
     }
 )
-"""Fields that have no effect on sampling here."""
+"""Fields that have no effect on sampling here. A chat template decides about thoughts, and no history is edited."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -31,12 +50,19 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "text": ({}, {"format": {"type": "text"}}),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
     "best_of": (1,),
     "suffix": ("",),
-    "thinking": ({"type": "disabled"},),
     "background": (False,),
     "truncation": ("disabled",),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "mcp_servers": ([],),
+    "extra_body": ({},),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "typical_p"), (1,)),
+    **dict.fromkeys(("min_tokens", "prompt_logprobs"), (0,)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt"), (True,)),
+    **dict.fromkeys(("ignore_eos", "use_beam_search", "include_stop_str_in_output", "continue_final_message", "echo"), (False,)),
+    **dict.fromkeys(("stop", "stop_sequences", "tools"), ([],)),
 }
 """Fields that would affect sampling but are not supported, and their values without effect."""
 
@@ -48,11 +74,11 @@ class SamplingForm(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str
-    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False), AfterValidator(_divides)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = 0
+    top_k: Annotated[Whole, Field(ge=-1)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**64)] | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default=[])
     chat_template_kwargs: dict[str, Any] = Field(default={})
     return_token_ids: bool = False

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from psigrad.errors import UserError
@@ -30,6 +31,7 @@ from psigrad_serve.text_completions import TextCompletions
 T = TypeVar("T")
 LARGEST = 32 << 20
 """The maximal bytes of a body."""
+GONE = "The client has gone."
 
 
 class Api(Protocol):
@@ -109,7 +111,7 @@ def _routes(served: Served) -> APIRouter:
 
     @routes.post("/v1/messages/count_tokens")
     async def count(request: Request) -> dict[str, Any]:
-        return count_tokens(served, read_json(await _body(request)))
+        return await asyncio.to_thread(count_tokens, served, read_json(await _body(request)))
 
     for path, api in APIS.items():
         routes.add_api_route(path, _asked(served, api), methods=["POST"])
@@ -118,7 +120,9 @@ def _routes(served: Served) -> APIRouter:
 
 def _asked(served: Served, api: type[Api]) -> Callable[[Request], Awaitable[Response]]:
     async def asked(request: Request) -> Response:
-        made = api(served, read_json(await _body(request)))
+        body = await _body(request)
+        # Other requests are answered while a long prompt is rendered and encoded.
+        made = await unless_gone(request, asyncio.to_thread(lambda: api(served, read_json(body))))
         session = request.state.session
         calls = [served.settled(session, call) for call in made.calls]  # all of them before sampling starts
         answers = [ServedAnswer(served, session, call) for call in calls]
@@ -147,10 +151,13 @@ async def _events(
 
 async def _body(request: Request) -> bytes:
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > LARGEST:
-            raise ApiError(f"The body has more than {LARGEST >> 20} MiB.", status=413)
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > LARGEST:
+                raise ApiError(f"The body has more than {LARGEST >> 20} MiB.", status=413)
+    except ClientDisconnect:
+        raise ApiError(GONE, status=499) from None
     return bytes(body)
 
 
@@ -160,7 +167,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ApiError("The client has gone.", status=499)
+            raise ApiError(GONE, status=499)
         return task.result()
     finally:
         for each in (task, gone):

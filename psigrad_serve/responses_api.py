@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -14,8 +13,8 @@ from pydantic import BaseModel, Field
 
 from psigrad.language.rollout.types import DrawnToken
 from psigrad_serve.api_errors import ApiError
-from psigrad_serve.chat_completions import event, token_logprobs, tool_calls
-from psigrad_serve.forms import MOST_TOP, Count, SamplingForm, offers, read_form
+from psigrad_serve.chat_completions import event, token_logprobs, tool_calls, unique
+from psigrad_serve.forms import MOST_TOP, Count, SamplingForm, Whole, offers, read_form
 from psigrad_serve.served import Served, ServedAnswer, ServedChoice, ServedPiece
 from psigrad_serve.steering import chosen_tool, json_grammar
 
@@ -38,9 +37,10 @@ class ResponsesForm(SamplingForm):
     max_output_tokens: Count | None = None
     previous_response_id: str | None = None
     include: list[str] = Field(default=[])
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] = 0
+    top_logprobs: Annotated[Whole, Field(ge=0, le=MOST_TOP)] = 0
     tools: list[ResponsesTool] = Field(default=[])
     tool_choice: Any = None
+    parallel_tool_calls: bool = True
     text: dict[str, Any] = Field(default={})
     store: bool = True
     metadata: dict[str, Any] = Field(default={})
@@ -58,15 +58,15 @@ class Responses:
         tools = [{"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})} for tool in shown]
         self.messages = [*_before(served, form.previous_response_id), *_turns(form.input)]
         opening = [{"role": "system", "content": form.instructions}] if form.instructions else []
-        row, offered = served.conversation([*opening, *self.messages], tools, form.chat_template_kwargs)
+        talk, single = [*opening, *self.messages], not form.parallel_tool_calls
+        row, offered = served.conversation(talk, tools, form.chat_template_kwargs, single=single)
         self.logprobs = "message.output_text.logprobs" in form.include or form.top_logprobs > 0
         asked = form.asked(form.max_output_tokens)
         place = "text.format"
         wish = served.wish({}, chosen_tool(form.tool_choice), offered, json_grammar(form.text.get("format"), place), place)
         self.calls = [served.call(body, row, None, asked, offered=offered, top=form.top_logprobs, wish=wish)]
         self.stream, self.created = form.stream, int(time.time())
-        # Names must be unique, since they identify a conversation: one seed may give two answers with other settings.
-        self.own_name = secrets.token_hex(8)
+        self.own_name = unique("")
 
     def begin(self, answers: Sequence[ServedAnswer]) -> Iterator[str]:
         """Yield the first events of a stream."""
@@ -163,7 +163,7 @@ class Responses:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             **{name: getattr(form, name) for name in ("instructions", "max_output_tokens", "model", "previous_response_id")},
             "output": output,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": form.parallel_tool_calls,
             "temperature": form.temperature,
             "top_p": form.top_p,
             "text": {"format": form.text.get("format") or {"type": "text"}},

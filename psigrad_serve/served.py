@@ -16,6 +16,7 @@ from typing import Any
 
 from psigrad import seeds
 from psigrad.errors import UserError
+from psigrad.language.data.chat.messages import order_answers
 from psigrad.language.data.dataset_rows import Row, RowError, validate
 from psigrad.language.data.templates import prompt_ids, stop_token_ids
 from psigrad.language.episodes.tool_calls import ToolCall
@@ -120,6 +121,7 @@ class Served:
         self.engine, self.names, self.recorder = engine, tuple(names), recorder or Recorder()
         self.tokenizer, self.forms = engine.model.tokenizer, Forms(engine.model)
         self.kept = Remembered(state)
+        self.longest = max(map(len, self.tokenizer.get_vocab()), default=1)
         self._forms: dict[str, CallForm] = {}
 
     def check_model(self, name: str) -> None:
@@ -130,8 +132,12 @@ class Served:
                 status=404, param="model", code="model_not_found",
             )  # fmt: skip
 
-    def conversation(self, messages: Any, tools: Any, arguments: Any = None) -> tuple[Row, Offered | None]:
-        """Convert messages in OpenAI's format to a row."""
+    def conversation(
+        self, messages: list[Any], tools: Any, arguments: Any = None, *, single: bool = False
+    ) -> tuple[Row, Offered | None]:
+        """Convert messages in OpenAI's format to a row. If `single`, the answer has one call at most."""
+        check_size(self, *([m.get("content"), m.get("tool_calls")] for m in messages), tools)
+        messages = order_answers(messages)
         columns = {"tools": tools, "chat_template_kwargs": arguments}
         raw = {"prompt": messages, **{name: value for name, value in columns.items() if value}}
         try:
@@ -143,15 +149,15 @@ class Served:
         if not tools:
             return row, None
         key = json.dumps(arguments, sort_keys=True)
-        if key not in self._forms:
+        if (form := self._forms.get(key)) is None:
             for first in list(self._forms)[: len(self._forms) + 1 - MOST_FORMS]:
-                del self._forms[first]
-            self._forms[key] = call_form_of(self.tokenizer, **(arguments or {}))
+                self._forms.pop(first, None)
+            form = self._forms[key] = call_form_of(self.tokenizer, **(arguments or {}))
         functions = [tool["function"] for tool in tools]
         schemas = {function["name"]: function.get("parameters") or {"type": "object"} for function in functions}
         properties = {name: schema.get("properties") for name, schema in schemas.items()}
         parameters = {name: held if isinstance(held, dict) else {} for name, held in properties.items()}
-        return row, Offered(self._forms[key], parameters, schemas)
+        return row, Offered(form, parameters, schemas, single)
 
     def wish(self, penalties: Mapping[str, Any], forced: str | None, offered: Offered | None, form: str, place: str) -> Wish:
         """Return a request's constraints on sampling: its penalties, a call of the tool `forced`, or the grammar `form` from the
@@ -180,10 +186,11 @@ class Served:
         """Return the tokens of a prompt."""
         place = "messages" if isinstance(row.prompt, list) else "prompt"
         try:
-            return tuple(prompt_ids(self.tokenizer, row))
+            return tuple(prompt_ids(self.tokenizer, row, strict=False))
         except RowError as error:
-            said = f"the {place} {error.bad.reason}" if error.bad.column == "prompt" else error.bad.reason
-            raise ApiError(f"{said[:1].upper()}{said[1:]}.", param=place) from None
+            where = error.bad.column.replace("prompt", place, 1)
+            reason = f"{where} {error.bad.reason}" if where else f"{error.bad.reason[:1].upper()}{error.bad.reason[1:]}"
+            raise ApiError(f"{reason}.", param=place) from None
         except UserError as error:
             raise ApiError(str(error), param=place) from None
 
@@ -235,6 +242,25 @@ class Served:
         """Decode one token."""
         text = self.tokenizer.decode([token])
         return text if isinstance(text, str) else "".join(text)
+
+
+def check_size(served: Served, *texts: Any) -> None:
+    """Raise an error for strings, or lists and objects of them, with more characters than the model's positions can hold."""
+    most = served.engine.model.max_length * served.longest
+    if (size := sum(map(_characters, texts))) > most:
+        raise ApiError(
+            f"The prompt has {size:,} characters, and the {served.engine.model.max_length} tokens of this model's context hold "
+            f"at most {most:,}; shorten it.",
+            code="context_length_exceeded",
+        )  # fmt: skip
+
+
+def _characters(value: Any) -> int:
+    """Return the number of characters of all strings in a value."""
+    if isinstance(value, str):
+        return len(value)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(_characters, inner))
 
 
 def _needs_embedded(name: str) -> ApiError:

@@ -65,7 +65,7 @@ class Wish:
                 matcher.consume_token(last.id)
             allowed = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
             if matcher.is_error():
-                raise ApiError(f"The form can't be kept: {matcher.get_error()[:200]}", status=500)
+                raise ApiError(f"The form can't be kept: {_reason(matcher.get_error())}", status=500)
             bits = (allowed[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
             mask = torch.nn.functional.pad(bits.flatten().bool()[: len(logits)], (0, max(0, len(logits) - 8 * len(allowed))))
             return logits.masked_fill(~mask.to(logits.device), -torch.inf)
@@ -95,8 +95,12 @@ class Forms:
             raise ApiError(said, param=param, code="unsupported_parameter") from None
         wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokens())
         if wrong:
-            why = messages[0].splitlines()[0][:300]
-            raise ApiError(f"Invalid value for {param!r}: {why}.", param=param, code="invalid_value")
+            raise ApiError(f"Invalid value for {param!r}: {_reason(messages[0])}", param=param, code="invalid_value")
+        matcher = self.matcher(grammar)
+        matcher.compute_bitmask()
+        if matcher.is_error():  # valid, and nothing has that form, such as a schema that is only a reference to itself
+            why = f"Invalid value for {param!r}: no answer has this form ({_reason(matcher.get_error())[:-1]})."
+            raise ApiError(why, param=param, code="invalid_value")
 
     def _tokens(self) -> Any:
         from llguidance.hf import from_tokenizer
@@ -107,6 +111,12 @@ class Forms:
                 tokenizer: Any = self._model.tokenizer
                 self._known = from_tokenizer(tokenizer, self._model.vocabulary, ends)
             return self._known
+
+
+def _reason(error: str) -> str:
+    """Return the sentence of llguidance's error, which its parser's state may follow."""
+    sentence = re.split(r"\n|<state>", error.strip())[0].rstrip(". ")
+    return f"{sentence[:200]}."
 
 
 def json_grammar(response_format: Any, param: str) -> str:
@@ -131,11 +141,6 @@ def json_grammar(response_format: Any, param: str) -> str:
 def chosen_tool(choice: Any) -> str | None:
     """Return the name of the tool that `tool_choice` forces in any API, "" if any tool will do, or None if no call is forced."""
     if isinstance(choice, dict):
-        if choice.get("disable_parallel_tool_use") and choice.get("type") == "auto":  # a forced call is a single call
-            raise ApiError(
-                "disable_parallel_tool_use can't be had with a tool_choice of auto; leave it out, or force a call.",
-                param="tool_choice.disable_parallel_tool_use", code="unsupported_parameter",
-            )  # fmt: skip
         choice = {name: value for name, value in choice.items() if name != "disable_parallel_tool_use"}
     if choice in (None, "auto", "none", {"type": "auto"}, {"type": "none"}):
         return None

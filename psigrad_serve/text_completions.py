@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -14,9 +13,11 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import decode
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.types import DrawnToken
-from psigrad_serve.chat_completions import StreamOptions, event, identity, usage
-from psigrad_serve.forms import MOST_CHOICES, MOST_TOP, Count, PenaltyForm, read_form, read_stop
-from psigrad_serve.served import Call, Served, ServedAnswer, ServedChoice, ServedPiece
+from psigrad_serve.api_errors import ApiError
+from psigrad_serve.chat_completions import StreamOptions, event, unique, usage
+from psigrad_serve.forms import MOST_CHOICES, MOST_TOP, PenaltyForm, Whole, read_form, read_stop
+from psigrad_serve.served import Call, Served, ServedAnswer, ServedChoice, ServedPiece, check_size
+from psigrad_serve.writer import Writer
 
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
@@ -25,10 +26,10 @@ class TextForm(PenaltyForm):
     """The body of the request."""
 
     prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
-    max_tokens: Count | None = 16
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
+    max_tokens: Annotated[Whole, Field(ge=0)] | None = 16
+    n: Annotated[Whole, Field(ge=1, le=MOST_CHOICES)] = 1
     stop: str | list[str] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
+    logprobs: Annotated[Whole, Field(ge=0, le=MOST_TOP)] | None = None
     echo: bool = False
     return_tokens_as_token_ids: bool = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
@@ -41,29 +42,33 @@ class TextCompletions:
         self.served, self.form = served, read_form(TextForm, body)
         form = self.form
         served.check_model(form.model)
-        stop, asked, top = read_stop(form.stop), form.asked(form.max_tokens), form.logprobs or 0
+        self.scores = form.max_tokens == 0  # the prompt is scored, and nothing is answered
+        if self.scores and not form.echo:
+            raise ApiError("max_tokens is 0, which gives nothing without echo.", param="max_tokens", code="invalid_value")
+        stop, asked, top = read_stop(form.stop), form.asked(form.max_tokens or 1), form.logprobs or 0
         if not form.echo:  # a prompt's are computed by the model itself
             served.check_top(top, "logprobs")
         more: dict[str, Any] = {"n": form.n, "stop": stop, "top": top, "wish": served.wish(form.penalties, None, None, "", "")}
         self.calls = [served.call(body, *each, asked, **more) for each in self._prompts(form.prompt)]
-        self.stream = form.stream
+        self.stream, self.id = form.stream, unique("cmpl-")
 
     def begin(self, answers: Sequence[ServedAnswer]) -> Iterator[str]:
         """Yield the first events of a stream."""
         self.calls = [answer.call for answer in answers]
-        self.id, self.created = f"cmpl-{identity(self.calls[0])}", int(time.time())
-        self.count, self.places = 0, [0] * sum(call.n for call in self.calls)
+        self.created, choices = int(time.time()), sum(call.n for call in self.calls)
+        self.count, self.places, self.writers = 0, [0] * choices, [self._writer() for _ in range(choices)]
         if self.form.echo:
             for place, call in enumerate(each for each in self.calls for _ in range(each.n)):
                 self.places[place] = len(self._echoed(call))
-                yield self._chunk([self._choice(place, self._echoed(call), (), 0)])
+                yield self._chunk([self._choice(place, self._echoed(call), (), 0, self._writer())])
 
     def piece(self, place: int, piece: ServedPiece) -> Iterator[str]:
         """Yield the events of a piece; `place` counts the choices of all prompts."""
+        if self.scores:
+            piece = ServedPiece(piece.choice, "", (), piece.finish and "length")
         self.count += len(piece.tokens)
         if piece.text or piece.finish or (piece.tokens and (self.form.logprobs is not None or self.form.return_token_ids)):
-            choice = self._choice(place, piece.text, piece.tokens, self.places[place])
-            self.places[place] += len(piece.text)
+            choice = self._choice(place, piece.text, piece.tokens, self.places[place], self.writers[place])
             yield self._chunk([choice | {"finish_reason": piece.finish or None}])
 
     def end(self) -> Iterator[str]:
@@ -75,15 +80,23 @@ class TextCompletions:
     def whole(self, answers: Sequence[ServedAnswer], choices: Sequence[Sequence[ServedChoice]]) -> dict[str, Any]:
         """Return the whole answer."""
         self.calls = [answer.call for answer in answers]
+        if self.scores:
+            choices = [[ServedChoice(finish="length") for _ in own] for own in choices]
         made = [
-            self._choice(0, self._echoed(call) + choice.text, (*read, *choice.tokens), 0 if read else len(self._echoed(call)))
+            self._choice(
+                0,
+                self._echoed(call) + choice.text,
+                (*read, *choice.tokens),
+                0 if read else len(self._echoed(call)),
+                self._writer(),
+            )
             | {"finish_reason": choice.finish}
             | ({"prompt_token_ids": call.prompt_ids} if self.form.return_token_ids else {})
             for call, own in zip(self.calls, choices, strict=True)
             for read in [self._read(call)]
             for choice in own
         ]
-        head = {"id": f"cmpl-{identity(self.calls[0])}", "object": "text_completion", "created": int(time.time())}
+        head = {"id": self.id, "object": "text_completion", "created": int(time.time())}
         counts = usage(
             sum(len(call.prompt_ids) for call in self.calls), sum(len(choice.tokens) for own in choices for choice in own)
         )
@@ -94,6 +107,7 @@ class TextCompletions:
         many = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
         for prompt in many:
             if isinstance(prompt, str):
+                check_size(self.served, prompt)
                 yield Row("the request", prompt=prompt), None
             else:
                 self.served.check_tokens(prompt)
@@ -118,19 +132,25 @@ class TextCompletions:
     def _name(self, token: int) -> str:
         return f"token_id:{token}" if self.form.return_tokens_as_token_ids else self.served.text_of(token)
 
-    def _choice(self, place: int, text: str, tokens: Sequence[DrawnToken], offset: int) -> dict[str, Any]:
+    def _writer(self) -> Writer:
+        return Writer(self.served.tokenizer)
+
+    def _choice(self, place: int, text: str, tokens: Sequence[DrawnToken], offset: int, writer: Writer) -> dict[str, Any]:
         made: dict[str, Any] = {"index": place, "text": text, "logprobs": None, "finish_reason": None}
         if self.form.return_token_ids:
             made["token_ids"] = [token.id for token in tokens]
         if self.form.logprobs is not None:
-            words = [self.served.text_of(token.id) for token in tokens]
+            offsets = []
+            for token in tokens:  # one that is part of a character stands where the character does
+                offsets.append(offset + len(writer.text))
+                writer.take([token.id])
             tops = [{self._name(i): logprob for i, logprob in token.top} or None for token in tokens]
             made["logprobs"] = {
                 "tokens": [self._name(token.id) for token in tokens],
                 # The first token of a prompt has no log-prob.
                 "token_logprobs": [None if math.isnan(token.logprob) else token.logprob for token in tokens],
                 "top_logprobs": tops if self.form.logprobs else None,
-                "text_offset": list(accumulate([offset, *map(len, words)]))[: len(words)],
+                "text_offset": offsets,
             }
         return made
 

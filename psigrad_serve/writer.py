@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ class Offered:
     parameters: Mapping[str, Mapping[str, Any]]
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The schemas of each tool's arguments as a whole."""
+    single: bool = False
+    """True if an answer has one call at most: of several, the first."""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -51,6 +54,8 @@ class Writer:
     stopped: str = ""
     """The stop string that ended the text."""
     sent: int = 0
+    short: bool = False
+    """True if calls were left out."""
     _ids: list[int] = field(default_factory=list)
     _shown: int = 0
     """The characters of the window's text that are in `text`."""
@@ -96,7 +101,8 @@ class Writer:
         begun = self.offered.form.begin(self.text)
         if begun < self.sent:  # a call without a mark
             begun = self.sent if self.sent else len(self.text) - len(self.text.lstrip())
-        return self.text[self.sent : begun].rstrip(), calls
+        self.short = self.offered.single and len(calls) > 1
+        return self.text[self.sent : begun].rstrip(), calls[:1] if self.short else calls
 
     def _grow(self, window: str) -> None:
         new = window[self._shown :]
@@ -135,3 +141,25 @@ class Writer:
 def overlap(text: str, word: str) -> int:
     """Return how many characters at the end of the text are a proper prefix of the word."""
     return next((n for n in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:n])), 0)
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> list[int] | None:
+    """Return the bytes of one token, also of half a character; None if the tokenizer does not give them."""
+    text = decode(tokenizer, [token])
+    if _HALF not in text:
+        return list(text.encode())
+    piece = str(tokenizer.convert_ids_to_tokens([token])[0])
+    if found := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):
+        return [int(found[1], 16)]
+    letters = [_BYTES.get(letter, -1) for letter in piece]
+    return None if -1 in letters else letters
+
+
+def _byte_letters() -> dict[str, int]:
+    """Return the letters by which byte-level vocabularies write bytes (GPT-2): printable ones stand for themselves."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_letters()

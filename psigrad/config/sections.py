@@ -99,7 +99,8 @@ class Model:
     lora_alpha: Annotated[Positive, _ADAPTER] = 16.0
     """LoRA scaling: the update is multiplied by lora_alpha / lora_rank."""
     lora_dropout: Annotated[BelowOne, _ADAPTER] = 0.0
-    """Dropout on the adapter's input. Above 0, the ratio of the first step is no longer 1."""
+    """Dropout on the adapter's input. Seed, step, text and layer determine its masks. Above 0, the ratio of the first step
+    is no longer 1."""
     lora_target_modules: Annotated[tuple[str, ...], _ADAPTER] = ("all-linear",)
     """Names of the modules that get an adapter; "all-linear" is every linear layer but the head. A single regular expression has
     the meaning of peft: it must match a module's whole name."""

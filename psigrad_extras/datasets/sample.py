@@ -25,12 +25,16 @@ from psigrad_extras.datasets.preferences import Converted
 
 @dataclass(frozen=True)
 class Written:
-    """The path and number of the written rows, and the counts of prompts with equal rewards and of empty completions."""
+    """The path and number of the written rows, and the counts of prompts with equal rewards and of empty completions.
+
+    `unscored` is a message on the completions without a reward; empty if all have one, or none should have.
+    """
 
     path: Path
     rows: int
     ties: int
     empty: int = 0
+    unscored: str = ""
 
 
 def run(config: SampleConfig) -> Written:
@@ -57,7 +61,7 @@ def run(config: SampleConfig) -> Written:
     else:
         rows, ties = _rows(config.keep, sampled, size, scored)
     write_jsonl(Path(config.output), rows)
-    return Written(Path(config.output), len(rows), ties, empty)
+    return Written(Path(config.output), len(rows), ties, empty, sampled.unscored if scored else "")
 
 
 def _rows(keep: str, sampled: evaluate.Report, size: int, scored: bool) -> tuple[list[dict[str, Any]], int]:
@@ -107,13 +111,14 @@ def _pair(best: dict[str, Any], worst: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe(trajectory: Trajectory, scored: bool) -> dict[str, Any]:
-    """Return the columns that describe a completion: its reward (None if it was not scored), its end, and its log-prob.
+    """Return the columns that describe a completion: its reward, its end, and its log-prob. Without a reward it has the reason.
 
     `logprob` is the sum over its tokens, if they are known.
     """
     own = trajectory.completion
     known = {"logprob": math.fsum(own.logprobs)} if own.logprobs else {}
-    return {"reward": trajectory.reward if scored else None, "finish_reason": own.finish_reason, **known}
+    why = {"reason": trajectory.reason} if scored and trajectory.reward is None else {}
+    return {"reward": trajectory.reward if scored else None, "finish_reason": own.finish_reason, **known, **why}
 
 
 def _has_text(trajectory: Trajectory) -> bool:

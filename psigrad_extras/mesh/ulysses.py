@@ -39,14 +39,17 @@ class Ulysses:
         places = inputs.targets.rows
         mine = ((places >= first) & (places < first + length)).nonzero()[:, 0]
         targets = inputs.targets.some(mine if len(mine) or not len(places) else mine.new_zeros(1))
-        ids, positions = (
-            F.pad(x, (0, length * self.size - rows))[:, first : first + length] for x in (inputs.input_ids, inputs.position_ids)
+        ids, positions, texts = (
+            None if x is None else F.pad(x, (0, length * self.size - rows))[:, first : first + length]
+            for x in (inputs.input_ids, inputs.position_ids, inputs.texts)
         )
+        assert ids is not None and positions is not None
         return ForwardInputs(
             ids,
             positions,
             replace(targets, rows=(targets.rows - first).clamp(0, length - 1)),
             layout=DividedLayout(layout, rows, self),
+            texts=texts,
             mine=mine,
         )
 

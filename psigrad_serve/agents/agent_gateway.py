@@ -37,7 +37,7 @@ class _Served(Recorder):
     def __init__(self, tunnel: bool) -> None:
         self.sessions: dict[str, Session] = {}
         self.address = ""
-        self._under_way: dict[tuple[str, int], tuple[Session, list[Asked], set[int]]] = {}
+        self._under_way: dict[tuple[str, int], tuple[Session, list[Asked], set[int], int]] = {}
         self._stack, self._whole = contextlib.ExitStack(), contextlib.ExitStack()
         self._sampler: Sampler | None = None
         self.tunnel = self._whole.enter_context(opened(self._reach)) if tunnel else ""
@@ -78,7 +78,7 @@ class _Served(Recorder):
             raise ApiError(why, code="unsupported_parameter")
         stops = tuple(dict.fromkeys((*own.stop_token_ids, *call.params.stop_token_ids)))
         params = replace(own, max_tokens=min(own.max_tokens, call.params.max_tokens), stop_token_ids=stops)
-        self._under_way[session_id, asked[0].seed] = session, asked, set(range(call.n))
+        self._under_way[session_id, asked[0].seed] = session, asked, set(range(call.n)), call.params.max_tokens
         return replace(call, row=row, prompt_ids=asked[0].prompt_ids, params=params, seed=asked[0].seed, wish=type(call.wish)())
 
     def on_completion(
@@ -93,11 +93,13 @@ class _Served(Recorder):
         choice: int,
     ) -> None:
         """Add the completion to its session's tree. One that the client cancelled counts too: the client has seen it."""
-        session, asked, left = self._under_way[session_id, request.seed]
+        session, asked, left, wished = self._under_way[session_id, request.seed]
         left.discard(choice)
         if not left:
             del self._under_way[session_id, request.seed]
-        reason: FinishReason = "length" if finish_reason == "length" else "stop"
+        # An answer as long as the agent itself asked for is not cut: the run's limit is.
+        whole_length = wished < session.params.max_tokens and len(completion_ids) == wished
+        reason: FinishReason = "length" if finish_reason == "length" and not whole_length else "stop"
         made = Completion(completion_ids, logprobs, sampling_logprobs, reason, asked[choice].seed)
         reply, whole = _reply(session, request, completion_ids)
         session.answer(asked[choice], request.row, made, reply, whole and finish_reason != "cancelled")
@@ -114,7 +116,7 @@ def _reply(session: Session, call: Call, ids: Ids) -> tuple[Message, bool]:
     if calls:
         said = [{"type": "function", "function": {"name": one.name, "arguments": one.arguments}} for one in calls]
         made["tool_calls"] = said
-    return made, not writer.stopped
+    return made, not (writer.stopped or writer.short)
 
 
 def open_agents(config: Played) -> Agents:

@@ -48,7 +48,7 @@ class Session:
         if not own or name in request.columns or not isinstance(request.prompt, list):
             return request, ids
         request = replace(request, columns={**request.columns, name: own})
-        return request, tuple(prompt_ids(self.tokenizer, request))
+        return request, tuple(prompt_ids(self.tokenizer, request, strict=False))
 
     def ask(self, request: Row, ids: tuple[int, ...]) -> Asked:
         """Return a request with its tokens `ids` as the policy reads it, with the seed of its answer. Raises `SessionOver`."""

@@ -20,9 +20,13 @@ def uninterrupted(request, job, tmp_path_factory):
     return whole(*RECIPES[request.param], job, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.fixture(scope="module", params=[pytest.param(r, marks=SLOW if r == "agent" else ()) for r in MORE_RECIPES])
+# an agent's sessions are episodes too, and these updates are those of GRPO
+RARE = {"agent", "ppo dropout", "ppo shared dropout", "lag dropout", "online dpo dropout"}
+
+
+@pytest.fixture(scope="module", params=[pytest.param(r, marks=SLOW if r in RARE else ()) for r in MORE_RECIPES])
 def another(request, job, tmp_path_factory):
-    """The same of the other recipes; of agents, which are episodes too, with `make test-slow`."""
+    """The same of the other recipes."""
     return whole(*MORE_RECIPES[request.param], job, tmp_path_factory.mktemp(request.param.replace(" ", "-")))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import anthropic
 import pytest
 
@@ -69,11 +71,11 @@ def test_a_stop_sequence_is_named(acting, actor):
     [({"model": "gpt"}, "not_found_error", "'gpt' does not exist"), ({"max_tokens": -3}, "invalid_request_error", "max_tokens"),
      ({"messages": []}, "invalid_request_error", "at least 1"),
      ({"extra_body": {"temperature": -1}}, "invalid_request_error", "temperature"),
-     ({"messages": [{"role": "system", "content": "x"}]}, "invalid_request_error", "messages[0].role"),
+     ({"messages": [{"role": "sage", "content": "x"}]}, "invalid_request_error", "messages[0].role"),
      ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "invalid_request_error", "'image'"),
      ({"messages": [{"role": "user", "content": "x " * 1800}]}, "invalid_request_error", "1024 tokens and the prompt has"),
      ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "sum"}}, "invalid_request_error", "there is add"),
-     ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "invalid_request_error", "thinking is")],
+     ({"extra_body": {"mcp_servers": [{"url": "x"}]}}, "invalid_request_error", "mcp_servers is")],
 )  # fmt: skip
 def test_a_bad_request_gets_the_apis_own_error(client, bad, kind, words):
     with pytest.raises(anthropic.APIStatusError) as caught:
@@ -87,3 +89,34 @@ def test_a_wrong_key_is_told_so(served):
     stranger = anthropic.Anthropic(base_url=served.at.url, api_key="no", max_retries=0)
     with stranger, pytest.raises(anthropic.AuthenticationError, match="authentication_error"):
         stranger.messages.create(model="tiny", messages=HI, max_tokens=2)
+
+
+def test_what_claude_code_sends_by_itself_is_taken(client, served):
+    sent = {
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015"}]},
+        "mcp_servers": [],
+        "output_config": {"effort": "high"},
+        "seed": 5,
+    }
+    talk = [*HI, {"role": "system", "content": "Be brief."}, *HI]
+    ask = {"model": "tiny", "messages": talk, "max_tokens": 5}
+    one, other = (client.messages.create(**ask, extra_body=body) for body in (sent, {"seed": 5}))
+    assert one.content[0].text == other.content[0].text and one.id != other.id
+    assert "Be brief." in served.model.tokenizer.decode(served.heard.completions[-1][2])
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+    form = {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+    assert type(json.loads(client.messages.create(**{**ask, "max_tokens": 60}, extra_body=form).content[0].text)["a"]) is bool
+
+
+def test_the_tool_runner_goes_on_without_the_thread_that_it_asks_for_first(acting, actor):
+    @anthropic.beta_tool
+    def add(a: int) -> str:
+        """Add."""
+        actor.says("Three.")
+        return f"The sum is {a}"
+
+    actor.says('<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>')
+    runner = acting.beta.messages.tool_runner(model="tiny", max_tokens=200, messages=HI, tools=[add])
+    assert [message.content[-1].type for message in runner] == ["tool_use", "text"]
+    assert "The sum is 3" in actor.scripted.tokenizer.decode(actor.heard.completions[-1][2])

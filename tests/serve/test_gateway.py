@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from dataclasses import replace
@@ -50,18 +51,20 @@ def test_64_streams_at_once_say_what_each_says_alone(served):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_vanishes_frees_its_place_and_is_recorded_as_gone(served, stream):
+def test_a_client_that_vanishes_frees_its_place_and_is_recorded_as_gone(served, stream, monkeypatch):
+    calls = []
+    monkeypatch.setattr(served.heard, "prepared", lambda session, call: calls.append(call) or call)
     served.heard.completions.clear()
     body = json.dumps({**ASK, "max_tokens": 900, "temperature": 5, "seed": 3, "stream": stream}).encode()
     host, port = served.at.url.removeprefix("http://").split(":")
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {served.at.token}\r\n"
-    for _ in range(12):  # more than there are places
+    for begun in range(12):  # more than there are places
         with socket.create_connection((host, int(port))) as line:
             line.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             if stream:
                 assert b"200" in line.recv(64)
             else:
-                until(lambda: served.engine.active)
+                until(lambda: len(calls) > begun)  # noqa: B023
     until(lambda: not served.engine.active and not served.engine.waiting)
     until(lambda: len(served.heard.completions) == 12)
     ids, reason = served.heard.completions[0][3], served.heard.completions[0][5]
@@ -176,3 +179,16 @@ def test_half_of_a_surrogate_pair_in_a_request_is_told_back(served):
     assert status == 200 and answer["choices"][0]["text"].startswith("the \ud83d")
     refused = ApiError("There is no \ud83d.").response("/v1/completions", "")
     assert json.loads(refused.body)["error"]["message"] == "There is no \ud83d." and refused.media_type == "application/json"
+
+
+def test_a_client_that_leaves_within_its_body_is_no_error_of_the_server(served, caplog):
+    host, port = served.at.url.removeprefix("http://").split(":")
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {served.at.token}\r\nContent-Length: 999\r\n\r\n"
+    )
+    with socket.create_connection((host, int(port))) as line:
+        line.sendall(head.encode() + b"{")
+        time.sleep(0.2)
+    time.sleep(0.3)
+    assert posted(served, json.dumps({**ASK, "max_tokens": 2}).encode())[0] == 200
+    assert not [record for record in caplog.records if record.name == "uvicorn.error"]

@@ -169,10 +169,8 @@ def test_what_no_api_calls_a_choice_is_refused():
     assert [chosen_tool(choice) for choice in (None, "auto", "required", {"type": "any"})] == [None, None, "", ""]
     several = ({"type": kind, "disable_parallel_tool_use": False} for kind in ("auto", "any", "none"))
     assert [chosen_tool(choice) for choice in several] == [None, "", None], "Anthropic's default, written out"
-    one = ({**forced, "disable_parallel_tool_use": True} for forced in ({"type": "any"}, {"type": "tool", "name": "clock"}))
-    assert [chosen_tool(choice) for choice in one] == ["", "clock"], "what is forced is one call"
-    with pytest.raises(ApiError, match=r"disable_parallel_tool_use can't be had with a tool_choice of auto"):
-        chosen_tool({"type": "auto", "disable_parallel_tool_use": True})
+    kinds = ({"type": "any"}, {"type": "tool", "name": "clock"}, {"type": "auto"})
+    assert [chosen_tool({**kind, "disable_parallel_tool_use": True}) for kind in kinds] == ["", "clock", None]
     for wrong in ("always", {"type": "function"}, 3, {"type": "tool", "name": 4}):
         with pytest.raises(ApiError, match="tool_choice is"):
             chosen_tool(wrong)
@@ -186,6 +184,9 @@ def test_what_no_api_calls_a_choice_is_refused():
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "sage"}}}}, "response_format", "sage"),
         ({"response_format": {"type": "json_schema", "json_schema": None}}, "response_format", "no schema"),
         ({"response_format": {"type": "json_schema", "json_schema": "trip"}}, "response_format", "no schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}, "response_format",
+         "no answer has this form"),
+        ({"temperature": 1e-45}, "temperature", "expected 0 or at least 1e-38"),
         ({"tool_choice": "required"}, "tool_choice", "there is no tools"),
         ({"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "sun"}}}, "tool_choice", "there is clock"),
         ({"frequency_penalty": 3}, "frequency_penalty", "less than or equal to 2"),

@@ -12,6 +12,7 @@ import torch
 from psigrad.kernels.kernels import kernels
 from psigrad.language.rollout.types import DrawnToken
 from psigrad_serve.text_completions import TextCompletions
+from psigrad_serve.writer import token_bytes
 
 
 def test_several_prompts_of_text_or_tokens_give_their_choices_in_order(client, served):
@@ -54,11 +55,15 @@ def test_an_echo_with_log_probs_tells_those_of_the_prompt(client, served):
         assert best == pytest.approx(dict(zip(expected.indices.tolist(), expected.values.tolist(), strict=True)), abs=1e-4)
     plain = client.completions.create(**ask).choices[0].logprobs
     assert "".join(plain.tokens[: len(ids)]) == "the quick brown" and plain.text_offset[0] == 0
+    scored = client.completions.create(**{**ask, "max_tokens": 0})
+    assert (scored.choices[0].text, scored.choices[0].finish_reason) == ("the quick brown", "length")
+    assert scored.choices[0].logprobs.token_logprobs == plain.token_logprobs[: len(ids)] and scored.usage.completion_tokens == 0
 
 
 @pytest.mark.parametrize(
     ("bad", "param", "words"),
     [({"prompt": []}, "prompt", "at least 1 item"), ({"prompt": [999]}, "prompt", "has the token 999"),
+     ({"prompt": "the", "max_tokens": 0}, "max_tokens", "nothing without echo"),
      ({"prompt": ""}, "prompt", "no tokens"), ({"prompt": "x", "suffix": "y"}, "suffix", "can't do"),
      ({"prompt": "x", "logprobs": 99}, "logprobs", "less than or equal to 20")],
 )  # fmt: skip
@@ -68,14 +73,27 @@ def test_bad_prompts_are_refused(client, bad, param, words):
     assert words in caught.value.message and caught.value.param.startswith(param)
 
 
-def test_places_of_many_tokens_are_counted_once():
-    """By processor time: 30,000 tokens take milliseconds where each is counted once, and half a minute otherwise."""
+def test_a_token_stands_where_its_character_does_and_bytes_join(client, served):
+    text = "a 😀 b 日本 c d"
+    ids = served.model.tokenizer(text)["input_ids"]
+    ask = {"model": "tiny", "prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 0}
+    told = client.completions.create(**ask).choices[0].logprobs
+    for token, place in zip(told.tokens[: len(ids)], told.text_offset, strict=False):
+        assert text[place:].startswith(token) or ("\ufffd" in token and text[place] in "😀日本"), (token, place)
+    assert told.text_offset[told.tokens.index("d")] == 11
+    held = [token_bytes(served.model.tokenizer, token) for token in ids]
+    assert bytes(b for own in held for b in own).decode() == text and sum(len(own) == 1 for own in held) > 6
+
+
+def test_places_of_many_tokens_are_counted_once(served):
+    """By processor time: 30,000 tokens take half a second where each is decoded in a window, and half a minute otherwise."""
     asked = TextCompletions.__new__(TextCompletions)
     asked.form = SimpleNamespace(return_token_ids=False, logprobs=0, return_tokens_as_token_ids=False)
-    asked.served = SimpleNamespace(text_of=lambda token: "ab" * token)
-    tokens = [DrawnToken(i % 3, -1.0, -1.0) for i in range(30_000)]
+    asked.served = SimpleNamespace(text_of=lambda token: "", tokenizer=served.model.tokenizer)
+    ids = served.model.tokenizer(" quick fox")["input_ids"]
+    tokens = [DrawnToken(token, -1.0, -1.0) for token in ids * (30_000 // len(ids))]
     begun = time.process_time()
-    found = asked._choice(0, "", tokens, 7)["logprobs"]["text_offset"]
-    assert time.process_time() - begun < 3.0
-    assert found[:5] == [7, 7, 9, 13, 13] and found[-1] == 7 + 6 * 9_999 + 2 and len(found) == 30_000
-    assert asked._choice(0, "", [], 7)["logprobs"]["text_offset"] == []
+    found = asked._choice(0, "", tokens, 7, asked._writer())["logprobs"]["text_offset"]
+    assert time.process_time() - begun < 8.0
+    assert found[:: len(ids)] == [7 + 10 * i for i in range(30_000 // len(ids))]
+    assert asked._choice(0, "", [], 7, asked._writer())["logprobs"]["text_offset"] == []

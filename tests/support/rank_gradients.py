@@ -83,7 +83,7 @@ class Case:
 
     losses: Callable[..., list[Callable[[], torch.Tensor]]]
     folder: str = "tied"
-    lora: bool = False
+    lora: Lora | None = None
     scalar: bool = False
     value_head: bool = False
     critic: bool = False
@@ -170,7 +170,8 @@ CASES = {
     "ppo": Case(online, algorithm="ppo", critic=True),
     "ppo shared": Case(online, algorithm="ppo", value_head=True),
     "ppo shared bfloat16": Case(online, algorithm="ppo", value_head=True, dtype="bfloat16"),
-    "lora": Case(online, lora=True),
+    "lora": Case(online, lora=Lora(4)),
+    "lora dropout": Case(online, lora=Lora(4, dropout=0.3)),
     "sft": Case(partial(offline, sft)),
     "experts": Case(partial(offline, sft), "experts", balance=0.5),
     "experts online": Case(online, "experts"),
@@ -190,7 +191,7 @@ def load(case: Case, folder: Path, world: World, control: str = ""):
     if case.scalar:
         model = scalar_model.load(str(folder / case.folder), **kwargs)
     else:
-        model = language_model.load(str(folder / case.folder), lora=Lora(4) if case.lora else None, **kwargs)
+        model = language_model.load(str(folder / case.folder), lora=case.lora, **kwargs)
     if case.lora:  # a fresh adapter's B is 0, and then A has no gradient
         for name, p in model.trainable().items():
             if "lora_B" in name:

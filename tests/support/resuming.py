@@ -80,6 +80,13 @@ def lagging_config(job: Path, output: Path, **run):
     return replace(online_config(job, output, **run), lag=2)
 
 
+def dropping(config, job: Path, output: Path, **run):
+    """An adapter whose dropout draws in every layer, and whose policy gradient passes twice over what was sampled."""
+    made = config(job, output, **run)
+    made = replace(made, model=replace(made.model, lora_rank=4, lora_dropout=0.3, use_dora=True))
+    return replace(made, num_iterations=2) if hasattr(made, "num_iterations") else made
+
+
 RECIPES = {"sft": (sft.run, sft_config), "grpo": (online.run, online_config)}
 MORE_RECIPES = {
     "ppo": (online.run, ppo_config),
@@ -91,6 +98,14 @@ MORE_RECIPES = {
     "dpo": (preference.run, preference_config),
     "kto": (preference.run, partial(preference_config, loss="kto")),
     "reward": (reward.run, reward_config),
+    "sft dropout": (sft.run, partial(dropping, sft_config)),
+    "grpo dropout": (online.run, partial(dropping, online_config)),
+    "ppo dropout": (online.run, partial(dropping, ppo_config)),
+    "ppo shared dropout": (online.run, partial(dropping, partial(ppo_config, critic_shared=True))),
+    "lag dropout": (online.run, partial(dropping, lagging_config)),
+    "online dpo dropout": (online.run, partial(dropping, partial(online_config, algorithm="online_dpo"))),
+    "kto dropout": (preference.run, partial(dropping, partial(preference_config, loss="kto"))),
+    "reward dropout": (reward.run, partial(dropping, reward_config)),
 }
 
 
@@ -102,6 +117,7 @@ def digest(folder: Path) -> dict[str, str]:
         "rollouts": folder / "rollouts.jsonl",
         "weights": folder / "model" / "model.safetensors",
         "checkpoint weights": newest / "model.safetensors",
+        "checkpoint adapter": newest / "adapter_model.safetensors",
         "optimizer": newest / "optimizer.safetensors",
         "state": newest / "state.json",
         "critic": newest / "critic" / "model.safetensors",

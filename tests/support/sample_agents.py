@@ -62,6 +62,17 @@ async def sub_agents(row, client):
     return float(sum(map(len, (one, two, *tries))) % 5)
 
 
+def one_letter(row, client):
+    """A question whose answer is as short as the agent wants it."""
+    client.chat.completions.create(model="policy", messages=row["prompt"], max_tokens=1)
+
+
+def gone(row, client):
+    """A session that breaks off behind the first answer."""
+    client.completions.create(model="policy", prompt=row["prompt"])
+    raise RuntimeError("browser gone")
+
+
 async def helpers(row, client):
     """Two who are asked at once, and a question about what they said; the prompt is text."""
 

@@ -41,13 +41,13 @@ of a turn, and no token needs to be added.
 """
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[int]:
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row, *, strict: bool = True) -> list[int]:
     """Return the token ids that a completion of this row continues.
 
     Plain: the tokenizer's encoding with its default special tokens. Conversational: the chat template with the generation prompt.
     It gets the row's `tools` (list, or JSON text of one) and `chat_template_kwargs` if it has these columns, as in TRL. A last
     assistant's turn is the beginning of the answer (prefill): its text follows the generation prompt. Raise `RowError` if the
-    template leaves out a part of the prompt, and if there are no tokens.
+    template leaves out a part of the prompt, and if there are no tokens. If not `strict`, it may leave out fields such as `name`.
     """
     if row.prompt is None:
         raise UserError(f"{row.source} has no prompt; a row of the form prompt-only or prompt-completion was expected.")
@@ -61,7 +61,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[int]:
     else:
         talk = Talk(tokenizer, row)
         text = talk.prompt(row.prompt)
-        check_shown(talk, row.prompt, dict.fromkeys(range(len(row.prompt)), text), set())
+        check_shown(talk, row.prompt, dict.fromkeys(range(len(row.prompt)), text), set(), every_field=strict)
         ids = _encode(tokenizer, text)
     if not ids:
         raise refuse(row, "prompt", "has no tokens; give it some text, or the tokenizer a BOS token")

@@ -10,7 +10,7 @@ import os
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
@@ -27,7 +27,7 @@ from psigrad.language.models.coded_linear import CODED_BASE, coded_as
 from psigrad.language.models.experts import Balance, Routing
 from psigrad.language.models.fused.caches import ActivationCache, CacheHit
 from psigrad.language.models.fused.decoder import Decoder
-from psigrad.language.models.lora import Lora, describe_merging, merge_adapter, with_lora
+from psigrad.language.models.lora import Lora, Masks, describe_merging, merge_adapter, text_sums, with_lora
 from psigrad.language.models.packing import ForwardInputs, Groups
 from psigrad.language.models.probe import LENGTH, choose_attention, compose, distance, fuse, shared_prompts
 from psigrad.language.models.sizes import size
@@ -88,6 +88,7 @@ class Pretrained(ABC):
     - `texts` are the texts on which ways to compute were compared.
     - `balance` is the auxiliary loss of a mixture-of-experts model; `routing` records the sampler's choices for training.
     - `root` makes sharded weights whole while its forward pass runs (`language/models/sharded.py`).
+    - `masks` are those of the adapter's dropout.
     - `context` is the processes that divide the tokens of a row, if there are several (`psigrad_extras/mesh/ulysses.py`).
     """
 
@@ -107,6 +108,7 @@ class Pretrained(ABC):
     texts: Groups | None = None
     balance: Balance | None = None
     routing: Routing | None = None
+    masks: Masks = field(default_factory=Masks)
 
     @property
     def device(self) -> torch.device:
@@ -206,6 +208,7 @@ class Pretrained(ABC):
         """Return the hidden states [M, E] that predict the targets, packed or padded."""
         wanted = inputs.targets.rows
         if inputs.layout is not None:
+            self.masks.read(inputs)
             ids, positions, layout = inputs.input_ids, inputs.position_ids, inputs.layout
             return self.forward(ids, positions, layout, cached=inputs.cached, wanted=wanted, experts=inputs.experts)
         hidden = self._padded(self.network.base_model, inputs).last_hidden_state
@@ -218,6 +221,7 @@ class Pretrained(ABC):
 
     def _padded(self, module: Any, inputs: ForwardInputs) -> Any:
         """Return the output of transformers' `module` for padded inputs. Positions are the model's own: RoBERTa's begin at 2."""
+        self.masks.read(inputs)
         made = module(
             input_ids=inputs.input_ids,
             attention_mask=inputs.attention_mask,
@@ -255,6 +259,7 @@ class Pretrained(ABC):
             self.why_padded = choose_attention(hf, self._texts, self._probe)
         if lora is not None:
             self.adapter = with_lora(hf, lora, adapter, task)
+            self.masks.count(self.adapter)
             check_finite(self.adapter)
         freeze_towers(hf)
         if gradient_checkpointing:
@@ -262,9 +267,8 @@ class Pretrained(ABC):
         if not known and not self.why_padded:
             self.decoder, self.why_unfused = fuse(self, self._texts(), gradient_checkpointing)
             self.parts = None if self.decoder is not None else compose(self, self._texts())
-        drops = lora is not None and lora.dropout > 0
-        self.train_mode = gradient_checkpointing or drops
-        if gradient_checkpointing and self.decoder is None and not drops:
+        self.train_mode = gradient_checkpointing or self.masks.used
+        if self.train_mode and self.decoder is None:
             _check_repeatable(self)
         return self
 
@@ -344,6 +348,8 @@ def own_share(model: Pretrained, inputs: ForwardInputs) -> ForwardInputs:
     packed = inputs.layout
     if model.context is None or not isinstance(packed, attention.PackedLayout):
         return inputs
+    if model.masks.used:
+        inputs = replace(inputs, texts=text_sums(inputs.input_ids, inputs.position_ids, packed))
     if model.attends != "sdpa":
         from psigrad.language.models.hf_attention import unpad
 
@@ -403,18 +409,18 @@ def set_mode(network: nn.Module, training: bool) -> None:
 
 
 def _check_repeatable(model: Pretrained) -> None:
-    """Raise `UserError` if two passes in training mode, which gradient checkpointing needs, give different results."""
+    """Raise `UserError` if two passes in training mode, which checkpointing and dropout need, give different results."""
     with torch.enable_grad():  # training mode is set only when a gradient is enabled
         one, other = (model._probe(model._texts(), packed=not model.why_padded).detach() for _ in range(2))
     if gap := float((one - other).abs().max()):
         raise UserError(
             f"{type(model.network).__name__} draws random numbers in training mode that psigrad cannot switch off (two passes "
-            f"differ by {gap:.1g}); leave gradient_checkpointing off."
+            f"differ by {gap:.1g}); leave gradient_checkpointing and lora_dropout off."
         )
 
 
 def recompute_activations(hf: PreTrainedModel) -> None:
-    """Enable gradient checkpointing. transformers recomputes only in training mode, which changes no result without dropout."""
+    """Enable gradient checkpointing. transformers recomputes only in training mode, which changes no result."""
     hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 

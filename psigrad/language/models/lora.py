@@ -1,4 +1,7 @@
-"""LoRA adapters of peft: creating, resuming, merging and saving them."""
+"""LoRA adapters of peft: creating, resuming, merging and saving them, and their dropout.
+
+The masks of dropout are functions of (run, step, text, layer), and never of a generator's state.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from psigrad import seeds
 from psigrad.errors import UserError, kind_of, reason_of
+from psigrad.language.models.attention import PackedLayout, on_device
 from psigrad.language.models.coded_linear import CodedLinear, uncode_linears
 from psigrad.language.models.towers import lora_exclusion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from psigrad.language.models.packing import ForwardInputs
+
 
 CONFIG = "adapter_config.json"
 # The fields of a peft adapter that psigrad's settings cover. All others must have peft's defaults.
 _SETTINGS = frozenset(("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save"))
+# The values of a 16-bit word, which decides about one feature of dropout; a 64-bit word has four.
+_VALUES, _FEATURES = 1 << 16, 4
 # The fields that do not affect training.
 _DESCRIBES = frozenset(
     (
@@ -274,3 +283,85 @@ def describe_merging(adapter: Any) -> str:
 def base_of(module: Any) -> Any:
     """Return a layer as it is with its adapter off."""
     return getattr(module, "original_module", getattr(module, "base_layer", module))
+
+
+@dataclass
+class Masks:
+    """The seed and the text that determine a model's dropout masks."""
+
+    seed: int = 0
+    tokens: Tensor | None = None
+    """[B, S] a number for each token of the forward pass, from `text_sums`."""
+    used: bool = False
+    """True if the model has dropout."""
+
+    def count(self, adapter: nn.Module) -> None:
+        """Replace the dropout layers of a peft adapter by counted ones."""
+        for name, module in list(adapter.named_modules()):
+            if isinstance(module, nn.Dropout) and ".lora_dropout." in name:
+                adapter.set_submodule(name, CountedDropout(module.p, name, self))
+                self.used = True
+
+    def draw(self, *parts: int | str) -> None:
+        """Draw other masks for the next passes, as a function of `parts`, such as the run's seed and the step."""
+        self.seed = seeds.derive("dropout", *parts)
+
+    def read(self, inputs: ForwardInputs) -> None:
+        """Read the text of a pass. One without gradient, such as a reference's, drops nothing."""
+        if self.used and torch.is_grad_enabled():
+            whole = inputs.texts is None
+            self.tokens = text_sums(inputs.input_ids, inputs.position_ids, inputs.layout) if whole else inputs.texts
+
+
+class CountedDropout(nn.Module):
+    """Dropout: in training mode, x · m / (1 − p) with m 0 at a share p of the features of x, and 1 elsewhere.
+
+    m is a function of the seed of `masks`, the layer's name and the text up to the token. It is the same in every micro-batch,
+    on every rank, and after a kill. p is rounded to a multiple of 1/65,536.
+
+    Source: Srivastava et al. 2014, Dropout, JMLR 15:1929.
+    """
+
+    def __init__(self, p: float, layer: str, masks: Masks) -> None:
+        super().__init__()
+        self.threshold, self.layer, self.masks = min(round(p * _VALUES), _VALUES - 1), layer, masks
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop features of x [B, S, …], [B·S, …] or, one token per text, [B, E]. Raises `UserError` for any other selection."""
+        if not self.training or not self.threshold:
+            return x
+        tokens = self._tokens_of(x)
+        rows = tokens ^ seeds.derive(self.masks.seed, self.layer)
+        width = x.numel() // len(rows)
+        words = seeds.words_on_device(rows[:, None], torch.arange(-(-width // _FEATURES), device=x.device))
+        dropped = words.view(torch.int16)[:, :width] < self.threshold - _VALUES // 2
+        return x.masked_fill(dropped.reshape(x.shape), 0.0) / (1 - self.threshold / _VALUES)
+
+    def _tokens_of(self, x: Tensor) -> Tensor:
+        """Return the tokens' numbers, one for each row of x."""
+        tokens = self.masks.tokens
+        assert tokens is not None, "no forward pass has given its text"
+        if x.shape[:2] == tokens.shape or len(x) == tokens.numel():
+            return tokens.flatten()
+        if x.dim() == 2 and len(x) == len(tokens):
+            return tokens[:, 0]
+        raise UserError(
+            f"lora_dropout is on, and the layer {self.layer} reads only some tokens of a pass, such as an expert's; leave "
+            "lora_dropout out, or that layer out of lora_target_modules."
+        )
+
+
+def text_sums(ids: Tensor, positions: Tensor, layout: Any = None) -> Tensor:
+    """Return a number [B, S] for each token that depends on the text up to it alone: Σ w(id_i, i) modulo 2^64, w a random word.
+
+    Packed, padded, alone or behind a shared prompt, a token has the same number.
+    """
+    sums = seeds.words_on_device(ids, positions).cumsum(-1)
+    if not isinstance(layout, PackedLayout):  # padding is at the end, and no text follows it
+        return sums
+    pieces, flat = layout.pieces, torch.nn.functional.pad(sums[0], (1, 0))
+    starts, before, base, lengths = (
+        on_device(x, ids.device) for x in (pieces.starts, pieces.before, pieces.base, pieces.lengths)
+    )
+    shift = flat[base + before] - flat[base] - flat[starts]
+    return sums + shift.repeat_interleave(lengths)

@@ -188,6 +188,8 @@ class ForwardInputs:
     """Activations of these tokens from sampling, if they were cached. The layers then need not run."""
     experts: Tensor | None = None
     """[layers, S, k] the experts that routers must choose."""
+    texts: Tensor | None = None
+    """[B, S] `lora.text_sums` of these tokens, if several processes divide the row and dropout needs them."""
     mine: Tensor | None = None
     """The indices of these targets among those of the whole row, if several processes divide it (`Pretrained.context`)."""
 

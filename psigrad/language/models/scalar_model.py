@@ -26,7 +26,7 @@ from psigrad.language.models.backbone import (
 )
 from psigrad.language.models.coded_linear import code_linears
 from psigrad.language.models.fused import families
-from psigrad.language.models.lora import Lora
+from psigrad.language.models.lora import Lora, text_sums
 from psigrad.language.models.packing import ForwardInputs, Groups, Ids, Rows, lay_out
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ class ScalarModel(Pretrained):
         return bool(getattr(self.network.config, PLAIN_PROMPTS, False))
 
     def _probe(self, texts: Groups, packed: bool) -> Tensor:
-        """Return V before the tokens of the completions."""
-        return self.values(texts, packed=packed)
+        """Return V before the tokens of the completions, or the scores [N, 1] of a model that only scores whole texts."""
+        return self.values(texts, packed=packed) if self.per_token else self.scores(texts)[:, None]
 
     def _sample_texts(self, length: int) -> list[list[int]]:
         """Return two plain sentences, since the model generates none."""
@@ -98,6 +98,8 @@ class ScalarModel(Pretrained):
         ids = torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows], device=self.device)
         lengths = torch.tensor([len(row) for row in rows], device=self.device)
         mask = (torch.arange(width, device=self.device) < lengths[:, None]).long()
+        if self.masks.used:
+            self.masks.tokens = text_sums(ids, torch.arange(width, device=self.device).expand_as(ids))
         logits: Tensor = with_whole_weights(self, lambda: self.network(input_ids=ids, attention_mask=mask).logits)
         return logits[:, 0].float()
 

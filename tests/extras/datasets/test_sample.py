@@ -8,12 +8,15 @@ from datetime import date
 from decimal import Decimal
 
 import pytest
+from sample_agents import gone
 from tiny_rewards import early_letters
 
 from psigrad import cli
+from psigrad.cli import flags
 from psigrad.config import Data, Evaluation, Model, Run, SampleConfig, Sampling
 from psigrad.errors import UserError
 from psigrad.language.recipes import evaluate
+from psigrad_extras import commands
 from psigrad_extras.datasets import preferences, sample
 
 
@@ -50,6 +53,15 @@ def test_sampled_rows_are_all_the_best_or_pairs_of_the_same_completions(job, tmp
         sample.run(sample_config(job, tmp_path, "best", reward=()))
     with pytest.raises(UserError, match="No output"):
         sample.run(sample_config(job, tmp_path, "all", output=""))
+
+
+def test_sessions_that_fail_are_said_and_named_in_their_rows(job, tmp_path, monkeypatch, capsys):
+    config = sample_config(job, tmp_path, "all", reward=(), agent=gone, evaluation=Evaluation(eval_prompts=2))
+    monkeypatch.setattr(flags, "parse", lambda *given: config)
+    assert commands.sample([]) == 0
+    rows = sample.read_jsonl(config.output)
+    assert rows[0]["reason"].startswith("the agent raised RuntimeError: browser gone") and rows[0]["reward"] is None
+    assert "2 of 2 completions stayed unscored; most often" in capsys.readouterr().err
 
 
 def test_written_rows_keep_every_column_the_offered_tools_too(job, tmp_path):

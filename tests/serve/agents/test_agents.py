@@ -129,6 +129,12 @@ def test_a_conversation_that_goes_on_keeps_its_tokens(tokenizer, agents):
         assert [m["role"] for m in t.messages] == ["assistant", "user"] * 2 + ["assistant"]
 
 
+def test_an_answer_as_short_as_its_agent_wants_it_is_not_cut(tokenizer, agents):
+    short, cut = (sessions(talking(tokenizer, agent), agents) for agent in ("one_letter", "once"))
+    assert [(len(t.completion.ids), t.completion.finish_reason) for t in short] == [(1, "stop")] * 4
+    assert "length" in {t.completion.finish_reason for t in cut}, "negative control: the run's own limit"
+
+
 def test_an_agent_needs_no_client_of_anybody_s(tokenizer, agents):
     assert [(t.turns, t.status) for t in sessions(talking(tokenizer, "by_hand"), agents)] == [(1, "scored")] * 4
 

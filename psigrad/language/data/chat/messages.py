@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -90,10 +91,28 @@ def check_answers(messages: list[Message], column: str, fail: Fail) -> None:
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
             open_calls = [call.get("id") for call in message.get("tool_calls", ())]
+            known = list(open_calls)
         elif message["role"] == "tool" and open_calls:
             made, own = open_calls.pop(0), message.get("tool_call_id")
             if made is not None and own is not None and made != own:
-                fail(f"{column}[{i}].tool_call_id", f"is {own!r} where the answer to {made!r} is expected; put answers in order")
+                where = f"{column}[{i}].tool_call_id"
+                if own not in known:
+                    fail(where, f"is {own!r}, and the calls before it are {', '.join(map(repr, known))}; name one of them")
+                fail(where, f"is {own!r} where the answer to {made!r} is expected; put answers in order")
+
+
+def order_answers(messages: list[Message]) -> list[Message]:
+    """Return raw messages with the answers to a turn's calls in the order of the calls, to which their ids belong."""
+    ordered: list[Message] = []
+    ids: list[Any] = []
+    for role, run in itertools.groupby(messages, key=lambda message: message.get("role")):
+        turns = list(run)
+        if role == "tool" and all(turn.get("tool_call_id") in ids for turn in turns):
+            turns.sort(key=lambda turn: ids.index(turn["tool_call_id"]))
+        calls = turns[-1].get("tool_calls")
+        ids = [call.get("id") for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
+        ordered += turns
+    return ordered
 
 
 def join_parts(parts: list[Any], where: str, fail: Fail) -> str:

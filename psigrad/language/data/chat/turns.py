@@ -248,11 +248,14 @@ def _thought_of(said: Message) -> str:
     return str(next((said[name] for name in REASONING if said.get(name)), found.group(1) if found else "")).strip("\n")
 
 
-def check_shown(talk: Talk, messages: Sequence[Message], texts: dict[int, str], trained: set[int]) -> None:
+def check_shown(
+    talk: Talk, messages: Sequence[Message], texts: dict[int, str], trained: set[int], *, every_field: bool = True
+) -> None:
     """Raise `RowError` if the template leaves out part of a row. The error gives the place and the field.
 
     `texts` are the renderings in which each message is looked up: of a trained turn that turn alone, since a question may have
-    the same words. A text that occurs verbatim is present. For anything else, the rendering without it must differ.
+    the same words. A text that occurs verbatim is present. For anything else, the rendering without it must differ. Without
+    `every_field`, the template may leave out fields other than texts, calls and thoughts.
     """
     for j, message in enumerate(messages):
         part = messages[: j + 1] if j in trained else messages
@@ -264,7 +267,7 @@ def check_shown(talk: Talk, messages: Sequence[Message], texts: dict[int, str], 
         for name, piece in _pieces(message, j in trained or j == len(messages) - 1):
             if piece not in texts[j] and talk.render(part) == talk.render(_without(part, j, name, piece)):
                 raise _vanished(talk.row, j, name, piece)
-        for name in message.keys() - _KNOWN:
+        for name in message.keys() - _KNOWN if every_field else ():
             if name == "name" and message["role"] == "tool":
                 continue  # the call has it
             other = [{k: v for k, v in m.items() if k != name} if i == j else m for i, m in enumerate(part)]

@@ -50,7 +50,9 @@ def learn_preferences(
         logps_ref = reference_logps(run.reference, [p.prompt for p in picked.pairs], answers, config.micro_batch_tokens, world)
     task = PreferenceTask(run.model, loss, picked.pairs, logps_ref, cache)
     for iteration in range(config.num_iterations):
-        for rows in minibatches(len(picked.pairs), config.num_minibatches, config.run.seed, state.step, iteration):
+        shares_of_pairs = minibatches(len(picked.pairs), config.num_minibatches, config.run.seed, state.step, iteration)
+        for number, rows in enumerate(shares_of_pairs):
+            run.model.masks.draw(config.run.seed, state.step, iteration, number)
             passes = task.shares(rows.tolist(), config.micro_batch_tokens, shares_of(world))
             shares = shard(world, [partial(balanced, run.model, share, len(passes)) for share in passes])
             sums.end_step(step_together([(run.optimizer, lr)], [partial(sums.of, share, weight) for share, weight in shares]))

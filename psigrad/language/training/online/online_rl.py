@@ -172,7 +172,9 @@ def learn(
     passes = Passes(run, algorithm, prepared, LossSums(run.world), seen, cache, critic_warms_up(run, state))
     ids = torch.unique(batch.group).cpu()
     for iteration in range(config.num_iterations):
-        for share in minibatches(len(ids), config.num_minibatches, config.run.seed, state.step, iteration):
+        for number, share in enumerate(minibatches(len(ids), config.num_minibatches, config.run.seed, state.step, iteration)):
+            for model in (run.model, *(() if run.critic is None else (run.critic.model,))):
+                model.masks.draw(config.run.seed, state.step, iteration, number)
             part = torch.isin(batch.group.cpu(), ids[share])
             wanted = prepared.needs_gradient.cpu() & part
             if bool(wanted.any()):
