@@ -29,6 +29,7 @@ CHANGING = {
         "EpisodeHistory",
         "GivenModel",
         "Affinity",
+        "Masks",
         "WeightBucket",
         "Nothing",
         "Readback",

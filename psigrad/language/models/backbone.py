@@ -208,7 +208,8 @@ class Pretrained(ABC):
         """Return the hidden states [M, E] that predict the targets, packed or padded."""
         wanted = inputs.targets.rows
         if inputs.layout is not None:
-            self.masks.read(inputs)
+            if self.masks.used:
+                self.masks.read(inputs)
             ids, positions, layout = inputs.input_ids, inputs.position_ids, inputs.layout
             return self.forward(ids, positions, layout, cached=inputs.cached, wanted=wanted, experts=inputs.experts)
         hidden = self._padded(self.network.base_model, inputs).last_hidden_state
@@ -221,7 +222,8 @@ class Pretrained(ABC):
 
     def _padded(self, module: Any, inputs: ForwardInputs) -> Any:
         """Return the output of transformers' `module` for padded inputs. Positions are the model's own: RoBERTa's begin at 2."""
-        self.masks.read(inputs)
+        if self.masks.used:
+            self.masks.read(inputs)
         made = module(
             input_ids=inputs.input_ids,
             attention_mask=inputs.attention_mask,

@@ -100,6 +100,7 @@ def compose(model: Any, texts: Groups) -> Any:
     if isinstance(native, str) or hf.device.type != "cpu" or hf.dtype not in native.dtypes:
         return None
     parts, inputs = Parts(hf, native), lay_out(texts, model.device, packed=True)
+    hf.eval()  # a new adapter drops numbers until its model is in evaluation mode
 
     def numbers(on: bool) -> Tensor:
         parts.on = on

@@ -174,7 +174,8 @@ def learn(
     for iteration in range(config.num_iterations):
         for number, share in enumerate(minibatches(len(ids), config.num_minibatches, config.run.seed, state.step, iteration)):
             for model in (run.model, *(() if run.critic is None else (run.critic.model,))):
-                model.masks.draw(config.run.seed, state.step, iteration, number)
+                if model.masks.used:
+                    model.masks.draw(config.run.seed, state.step, iteration, number)
             part = torch.isin(batch.group.cpu(), ids[share])
             wanted = prepared.needs_gradient.cpu() & part
             if bool(wanted.any()):
