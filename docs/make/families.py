@@ -182,7 +182,7 @@ def row(name: str, tokenizer: Any) -> str:
     """One line of the first table."""
     made = config(name, vocab_size=len(tokenizer))
     model, oracle = pair(made, tokenizer)
-    computed, reason = way(model), model.why_padded.partition(": ")[2]
+    computed, reason = way(model), why(model)
     gaps = f"{shown(gap(model, oracle))} | {sampler_gap(model, oracle)}"
     return f"| {FAMILIES[name][0]} | `{made.model_type}` | **{computed}** | {gaps} | {ratio(name, computed)} | {reason} |"
 
@@ -205,6 +205,14 @@ def ratio(name: str, computed: str) -> str:
     middle, low, high = interval([theirs / ours for ours, theirs in found["pairs"]])
     other = f" ({found['way']})" if found["way"] != computed else ""
     return f"{middle:.1f}\N{NO-BREAK SPACE}[{low:.1f},\N{NO-BREAK SPACE}{high:.1f}]{other}"
+
+
+def why(model: LanguageModel) -> str:
+    """Why a model is padded, in a few words."""
+    reason = model.why_padded.partition(": ")[2]
+    return (
+        reason if len(reason) < 60 else reason[: reason.find(",")] if "differ by" in reason else "its modules take no packed row"
+    )
 
 
 def way(model: LanguageModel) -> str:
@@ -273,7 +281,9 @@ def page() -> str:
     ]
     rows += [tried(row, name, tokenizer, f"| {FAMILIES[name][0]} | `{name}` | not run | | | | {{}} |") for name in FAMILIES]
     rest = ["| `model_type` | computed | gap | sampler's | why not packed |", "|---|---|---|---|---|"]
-    rest += [tried(other_row, name, tokenizer, f"| `{name}` | no small model | | | {{}} |") for name in others()]
+    found = {name: tried(other_row, name, tokenizer, "") for name in others()}
+    lacking = ", ".join(f"`{name}`" for name, line in found.items() if not line)
+    rest += [*filter(None, found.values()), "", f"No small model could be made of {lacking}."]
     return fill(PAGE.read_text(), families="\n".join(rows), others="\n".join(rest))
 
 

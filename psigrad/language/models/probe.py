@@ -8,6 +8,7 @@ times smaller, and an error of 1 % in a layer's weights is not.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,8 @@ def choose_attention(hf: PreTrainedModel, texts_of: Callable[[], Groups], probe:
 
     attach(hf)
     own = hf.config._attn_implementation
-    texts, failure = _try(hf, own, texts_of)
+    with _without_advice(hf):
+        texts, failure = _try(hf, own, texts_of)
     if texts is None:  # some models assume SDPA and raise an error when they run (softcapped attention)
         own = "eager"
         texts, failure = _try(hf, own, texts_of)
@@ -236,6 +238,19 @@ def short_windows(hf: PreTrainedModel) -> Iterator[bool]:
     finally:
         for owner, name, value in held:
             owner[name] = value
+
+
+@contextlib.contextmanager
+def _without_advice(hf: PreTrainedModel) -> Iterator[None]:
+    """Hide transformers' advice to install CUDA kernels, which it logs once, while a model on a CPU runs for the first time."""
+    logger = logging.getLogger("transformers.integrations.hub_kernels")
+    before = logger.level
+    if hf.device.type == "cpu":
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextlib.contextmanager
