@@ -135,7 +135,7 @@ def _check(slot: str, part: Any, found: Any, shapes: tuple[tuple[int, ...], ...]
     """Raise `UserError` if a part's result is no tensor of one of these shapes."""
     names = {1: "[N]", 2: "[N, T]"}
     expected = " or ".join(f"{names[len(shape)]} = {list(shape)}" for shape in shapes)
-    kind = "boolean tensor" if dtype is not None else "tensor"
+    kind = "a boolean tensor" if dtype is not None else "a tensor"
     if not isinstance(found, torch.Tensor):
         given = kind_of(found)
     elif tuple(found.shape) not in shapes:
@@ -144,7 +144,7 @@ def _check(slot: str, part: Any, found: Any, shapes: tuple[tuple[int, ...], ...]
         given = f"a tensor of {found.dtype}"
     else:
         return
-    raise UserError(f"The part {slot}, {_name(part)}, returned {given}; expected a {kind} {expected} ({_place_of(part)}).")
+    raise UserError(f"The part {slot}, {_name(part)}, returned {given}; expected {kind} {expected} ({_place_of(part)}).")
 
 
 def _name(part: Any) -> str:

@@ -119,7 +119,7 @@ def test_the_command_goes_on_with_its_file_and_tells_by_its_status(tmp_path, mon
     assert len(file.read_text().splitlines()) == 9 and json.loads(file.read_text().splitlines()[0])["dtype"] == "bfloat16"
     monkeypatch.setattr(real, "measure", lambda *given: pytest.fail("taken again"))
     assert real.main() == 1, "nothing is missing"
-    monkeypatch.setattr(sys, "argv", ["real.py", "R9"])
+    monkeypatch.setattr(sys, "argv", ["real.py", "R99"])
     with pytest.raises(real.UserError, match="none of R1"):
         real.main()
 

@@ -128,7 +128,7 @@ def test_every_setting_that_help_lists_is_read(name, job, alone, capsys):
             assert cli.main(words) == (2 if refused else 0), words
     shown = listed(name, capsys)
     assert {setting for setting in settings_of(cls) if flag_of(setting) in shown} == set(settings_of(cls))
-    elsewhere = {"sampling.vllm_memory", "sampling.vllm_readback"}  # only with vLLM
+    elsewhere = {"sampling.vllm_memory", "sampling.vllm_readback", "sampling.vllm_device"}  # only with vLLM
     elsewhere |= {"agent_timeout", "agent_workers", "agent_calls"}  # with an agent: tests/serve/agents
     assert set(settings_of(cls)) - read - elsewhere == set()
     assert not shown & {flag_of(other) for other, stands in unread_of(cls).items() if not stands}

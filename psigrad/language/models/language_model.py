@@ -102,11 +102,10 @@ class LanguageModel(Pretrained):
     @torch.no_grad()
     def _why_whole(self) -> str:
         """Return why a padded model's head cannot be applied to its last hidden states; empty if it can."""
-        inputs = lay_out(self._texts(), self.device, packed=False)
 
         def logits(whole: bool) -> Tensor:
             self.whole_logits = whole
-            hidden, head = self._target_hidden(inputs)
+            hidden, head = self._target_hidden(lay_out(self._texts(), self.device, packed=False))
             made: Tensor = head(hidden)
             return made
 

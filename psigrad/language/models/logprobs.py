@@ -436,6 +436,8 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _check_ids(ids: Tensor, count: int) -> None:
+    if _on_gpu(ids):  # without waiting for it
+        return torch._assert_async(((ids >= 0) & (ids < count)).all(), "A target is no token of the head.")
     low, high = torch.stack(torch.aminmax(ids)).tolist()
     if low < 0 or high >= count:
         raise IndexError(f"A target is token {high}; the head has {count} tokens: the tokenizer belongs to another model.")
@@ -454,10 +456,9 @@ def token_stats(
     If only log-probs are requested and `head` is a plain linear layer, the gradient is in closed form. Log-probs `cached` from
     the same head are then reused. Entropy and accuracy without gradient are computed in the same pass.
     """
-    linear: Any = head if type(head) is nn.Linear and head.bias is None else None
-    plain = linear is not None
-    if plain and _on_gpu(hidden) and wanted.closed and len(ids):  # `_check_ids` would wait for the GPU
-        torch._assert_async(((ids >= 0) & (ids < len(linear.weight))).all(), "A target is no token of the head.")
+    linear: Any = head if (plain := type(head) is nn.Linear and head.bias is None) else None
+    if plain and _on_gpu(hidden) and wanted.closed and len(ids):
+        _check_ids(ids, len(linear.weight))
         sums = gradients.sums_for(linear.weight) or gradients.wide_sums_for(linear.weight)
         looked_at = wanted.accuracy, bool(wanted.entropy)
         logp, best, mixed = _RowLogProbs.apply(hidden, linear.weight, ids, wanted.temperature, sums, *looked_at)

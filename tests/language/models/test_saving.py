@@ -20,7 +20,9 @@ def logits(model) -> torch.Tensor:
     return model(input_ids=torch.tensor([[5, 6, 7, 8]])).logits
 
 
-def test_a_saved_model_opens_with_transformers_and_computes_the_same(model, tmp_path):
+def test_a_saved_model_opens_with_transformers_and_computes_the_same(model, tmp_path, monkeypatch):
+    if model.parts is not None:  # its kernels round otherwise than transformers' modules
+        monkeypatch.setattr(model.parts, "on", False)
     model.save(tmp_path)
     opened = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(logits(opened), logits(model.network))

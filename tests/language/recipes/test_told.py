@@ -82,7 +82,7 @@ def test_a_padded_model_is_told(job, tmp_path, capsys):
     [
         ("", "", ""),
         ("a reason", "", "Sequences are padded, not packed, which takes two to five times the time and memory: a reason."),
-        ("", "a reason", "Layers run in transformers' modules, not fused, which takes about twice the time: a reason."),
+        ("", "a reason", "Layers run in transformers' modules, not fused, which takes up to twice the time: a reason."),
     ],
 )
 def test_what_a_slower_way_costs_is_said(padded, unfused, said, job):

@@ -122,7 +122,7 @@ def test_an_adapter_on_a_gpu_is_in_bfloat16_with_masters_and_casts_nothing(gpu, 
 
 
 # Attention waits for an index of each layout; the stand-in of its kernel is in this folder.
-KNOWN = {"attention.py", "packed_inputs.py"}
+KNOWN = {"packed_inputs.py"}
 
 
 @pytest.mark.parametrize(("algorithm", "planted"), [("grpo", 0), ("ppo", 0), ("grpo", 1)])

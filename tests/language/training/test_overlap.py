@@ -42,7 +42,8 @@ def test_every_completion_gets_its_own_reward(model, max_batch):
     given = prompts(model, 6)
     found = taking(model, EmbeddedSampler(model, max_batch), InlineScorer([RewardSpec("marked", marked)]), given)
     assert [(t.row, t.k) for t in found] == [(i, k) for i in range(6) for k in range(3)]
-    assert [t.reward for t in found] == [100 * t.row + sum(map(ord, t.text)) + 3 for t in found]
+    read = [model.tokenizer.decode(t.completion.ids, skip_special_tokens=True) for t in found]
+    assert [t.reward for t in found] == [100 * t.row + sum(map(ord, text)) + 3 for t, text in zip(found, read, strict=True)]
     with RewardPool([RewardSpec("marked", marked)], workers=2, timeout=60.0) as pool:
         assert [t.reward for t in taking(model, EmbeddedSampler(model, max_batch), pool, given)] == [t.reward for t in found]
 
