@@ -74,22 +74,24 @@ class _LayerFunction(torch.autograd.Function):
         return None, dx, None, None, None, None, *dweights
 
 
-class _Norm(torch.autograd.Function):
-    """The function of the last norm."""
+class NormFunction(torch.autograd.Function):
+    """The function of an RMS norm: x / sqrt(mean(x²) + eps) · (weight + offset)."""
 
     @staticmethod
-    def forward(ctx: Any, native: Kernels, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.native, ctx.eps = native, eps
+    def forward(ctx: Any, native: Kernels, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        """See `Kernels.rms_norm`."""
+        ctx.native, ctx.how = native, (eps, offset)
         ctx.save_for_backward(x, weight)
-        return native.rms_norm(x, weight, eps)
+        return native.rms_norm(x, weight, eps, offset)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        """Return the gradients of x and of the weight."""
         x, weight = ctx.saved_tensors
         dx = torch.zeros_like(x)
-        dw = ctx.native.gradients.rms_norm(dx, x, weight, dy.contiguous(), ctx.eps)
-        return None, dx, dw, None
+        dw = ctx.native.gradients.rms_norm(dx, x, weight, dy.contiguous(), *ctx.how)
+        return None, dx, dw, None, None
 
 
 class Decoder:
@@ -167,7 +169,7 @@ class Decoder:
                     return y
 
                 x = self._with_weights(layer, run, x)
-            x = _Norm.apply(self.native, x, self.base.norm.weight.to(self.dtype), self.eps)
+            x = NormFunction.apply(self.native, x, self.base.norm.weight.to(self.dtype), self.eps, 0.0)
         else:
             x = self._run(x, how, selection, keep) if cached is None else cached.output(cached.last, outputs)
             x = self.native.rms_norm(x, self.base.norm.weight.to(self.dtype), self.eps)

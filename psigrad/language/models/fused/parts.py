@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from psigrad.kernels.kernels import Kernels
 from psigrad.language.models.fused.caches import Factors, PackedWeights
+from psigrad.language.models.fused.decoder import NormFunction
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,7 +87,8 @@ class Parts:
         def forward(module: Any, x: Tensor, *gate: Any, **given: Any) -> Tensor:
             if gate or given or not self._runs(x, module.weight):
                 return own(module, x, *gate, **given)
-            made: Tensor = _Norm.apply(self.native, x.reshape(-1, x.shape[-1]), module.weight, _eps(module), offset)
+            rows = x.reshape(-1, x.shape[-1]).contiguous()
+            made: Tensor = NormFunction.apply(self.native, rows, module.weight, _eps(module), offset)
             return made.view(x.shape)
 
         return forward
@@ -171,20 +173,3 @@ class _FeedForward(torch.autograd.Function):
             multiply(dup, up, dx, base=dx)
         pairs = ((dgate, x), (dup, x), (dy, hidden))
         return None, dx, *(multiply(d.t(), y) if wanted else None for (d, y), wanted in zip(pairs, wants, strict=True))
-
-
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, native: Kernels, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        x = x.contiguous()
-        ctx.native, ctx.how = native, (eps, offset)
-        ctx.save_for_backward(x, weight)
-        return native.rms_norm(x, weight, eps, offset)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        dx = torch.zeros_like(x)
-        dw = ctx.native.gradients.rms_norm(dx, x, weight, dy.contiguous(), *ctx.how)
-        return None, dx, dw.to(weight.dtype), None, None
