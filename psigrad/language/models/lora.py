@@ -352,7 +352,7 @@ class CountedDropout(nn.Module):
 
 
 def text_sums(ids: Tensor, positions: Tensor, layout: Any = None) -> Tensor:
-    """Return a number [B, S] for each token that depends on the text up to it alone: Σ w(id_i, i) modulo 2^64, w a random word.
+    """Return one number per token [B, S], which only the text up to it determines: Σ w(id_i, i) modulo 2^64, w a random word.
 
     Packed, padded, alone or behind a shared prompt, a token has the same number.
     """
