@@ -34,6 +34,7 @@ class Picture:
     digest: str
     width: int
     height: int
+    """The numbers of pixels of the upright image, as `open` returns it."""
     path: Path | None = None
     data: bytes | None = None
 
@@ -75,8 +76,8 @@ class Sight(Protocol):
 _SIGHT = "psigrad_sight"
 
 
-def see(tokenizer: Any, sight: Sight) -> None:
-    """Let prompts of this tokenizer contain images."""
+def see(tokenizer: Any, sight: Sight | None) -> None:
+    """Let prompts of this tokenizer contain images, or with None let them not."""
     setattr(tokenizer, _SIGHT, sight)
 
 

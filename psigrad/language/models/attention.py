@@ -202,6 +202,8 @@ class PackedLayout:
 
     pieces: Pieces
     device: torch.device
+    blocks: Tensor | None = None
+    """[S] the number of each token's block, 0 for none; tokens of a block see each other, as those of an image in Gemma 3."""
     packed_weights = slots = None
 
     @cached_property
@@ -243,12 +245,22 @@ class PackedLayout:
         return on_device((begin - pieces.starts).repeat(pieces.lengths) + np.arange(self.rows), self.device)
 
     def _prefix_mask(self, window: int | None) -> Tensor | None:
-        """Return the mask [P, P] for a sliding window that is shorter than the prefixes, otherwise None (plainly causal)."""
+        """Return the mask [P, P], or [B, 1, P, P] with blocks, for a sliding window that is shorter than the prefixes; None for
+        plainly causal attention.
+        """
         length = self.prefix_rows.shape[1]
-        if window is None or window >= length:
+        if self.blocks is None and (window is None or window >= length):
             return None
         distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
-        return ((distance >= 0) & (distance < window)).to(self._order.device)
+        near = (distance < (window or length)).to(self._order.device)
+        return near & self._or_same_block((distance >= 0).to(near.device), self.prefix_rows)
+
+    def _or_same_block(self, causal: Tensor, rows: Tensor) -> Tensor:
+        """Return the mask [L, L] or, with blocks, [K, 1, L, L] in which tokens `rows` [K, L] of a block see each other too."""
+        if self.blocks is None:
+            return causal
+        own = rows_at(self.blocks, rows.flatten()).view(rows.shape)
+        return (causal | ((own[:, :, None] == own[:, None, :]) & (own[:, :, None] > 0)))[:, None]
 
     def _sequence_mask(self, window: int | None) -> Tensor:
         """Return the mask [N, 1, L, P + L].
@@ -258,7 +270,7 @@ class PackedLayout:
         n, length = self.sequence_rows.shape
         device = self._order.device
         steps = torch.arange(length, device=device)
-        own = steps[:, None] >= steps[None, :]
+        own = self._or_same_block(steps[:, None] >= steps[None, :], self.sequence_rows)
         if self.prefix_rows.shape[0] == 0:
             mask = own.expand(n, 1, length, length)
             return mask if window is None else mask & (steps[:, None] - steps[None, :] < window)
@@ -292,7 +304,7 @@ class PackedLayout:
                     shared = _view(x[:split], self.prefix_rows).index_select(0, self.sequence_prefix)
                     views[i] = torch.cat([shared, views[i]], dim=2)
             views = [repeat_heads(x, heads) for x in views]
-            if split or window is not None:
+            if split or window is not None or self.blocks is not None:
                 out = how(*views, attn_mask=self._mask(window), scale=scale)
             else:
                 out = how(*views, is_causal=True, scale=scale)

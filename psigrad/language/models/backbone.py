@@ -9,7 +9,7 @@ import math
 import os
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from psigrad import redaction
 from psigrad.errors import UserError, reason_of
+from psigrad.language.images import FIRST, sight_of
 from psigrad.language.models import attention
 from psigrad.language.models.coded_linear import CODED_BASE, coded_as
 from psigrad.language.models.experts import Balance, Routing
@@ -31,12 +32,14 @@ from psigrad.language.models.lora import Lora, Masks, describe_merging, merge_ad
 from psigrad.language.models.packing import ForwardInputs, Groups
 from psigrad.language.models.probe import LENGTH, choose_attention, compose, distance, fuse, shared_prompts
 from psigrad.language.models.sizes import size
-from psigrad.language.models.towers import freeze_towers, put_back
+from psigrad.language.models.towers import freeze_towers, put_back, text_half
+from psigrad.language.models.vision import attach
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from psigrad.language.models.fused.parts import Parts
+    from psigrad.language.models.vision import Vision
 
 R = TypeVar("R")
 # The errors that transformers raises for a folder or a name without a model.
@@ -56,6 +59,7 @@ def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
     found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     if not set(found.get_vocab()) - set(found.all_special_tokens):
         raise ValueError("it has no tokenizer: save one there by tokenizer.save_pretrained, or copy its files from the original")
+    attach(found, os.fspath(path))
     return found
 
 
@@ -114,6 +118,12 @@ class Pretrained(ABC):
     def device(self) -> torch.device:
         """The device of the weights."""
         return self.network.device
+
+    @property
+    def vision(self) -> Vision | None:
+        """How prompts contain images; None if the model reads text alone."""
+        found: Any = sight_of(self.tokenizer)
+        return found
 
     @property
     def is_own_reference(self) -> bool:
@@ -187,8 +197,9 @@ class Pretrained(ABC):
         if self.parts is not None:
             self.parts.packed = getattr(layout, "packed_weights", None)
         with contextlib.nullcontext() if self.routing is None else self.routing.follow(experts):
-            made = self.network.base_model(
-                input_ids=input_ids,
+            module, given = self._embedded(input_ids)
+            made = module(
+                **given,
                 position_ids=position_ids,
                 attention_mask=attention.no_mask(self.device),
                 use_cache=False,
@@ -197,6 +208,18 @@ class Pretrained(ABC):
             )
         hidden = self._scaled(self._balanced(made).last_hidden_state)
         return hidden if wanted is None else hidden.flatten(0, 1).index_select(0, wanted)
+
+    def _embedded(self, input_ids: Tensor) -> tuple[Any, dict[str, Any]]:
+        """Return the module of the packed pass and its inputs: ids, or embeddings with the features of images."""
+        if self.vision is None:
+            return self.network.base_model, {"input_ids": input_ids}
+        ids = input_ids.flatten()
+        text = self.network.get_input_embeddings()(ids.masked_fill(ids >= FIRST, 0))
+        filled, deep = self.vision.fill(self.network, text, ids)
+        given: dict[str, Any] = {"inputs_embeds": filled.unflatten(0, input_ids.shape)}
+        if deep:
+            given |= {"visual_pos_masks": input_ids >= FIRST, "deepstack_visual_embeds": list(deep)}
+        return text_half(self.network), given
 
     @property
     def logit_factor(self) -> float:
@@ -210,6 +233,7 @@ class Pretrained(ABC):
         if inputs.layout is not None:
             if self.masks.used:
                 self.masks.read(inputs)
+            inputs = inputs if self.vision is None else self.vision.place(inputs)
             ids, positions, layout = inputs.input_ids, inputs.position_ids, inputs.layout
             return self.forward(ids, positions, layout, cached=inputs.cached, wanted=wanted, experts=inputs.experts)
         hidden = self._padded(self.network.base_model, inputs).last_hidden_state
@@ -225,7 +249,7 @@ class Pretrained(ABC):
         if self.masks.used:
             self.masks.read(inputs)
         made = module(
-            input_ids=inputs.input_ids,
+            **({"input_ids": inputs.input_ids} if self.vision is None else self.vision.beside(inputs)),
             attention_mask=inputs.attention_mask,
             use_cache=False,
             **({} if self.balance is None else self.balance.asked),
@@ -243,11 +267,20 @@ class Pretrained(ABC):
         reshard(self)
         return {name: p for name, p in self.network.named_parameters() if p.requires_grad}
 
-    def prepare(self, task: str, lora: Lora | None, adapter: Path | None, gradient_checkpointing: bool, known: bool) -> Self:
+    def prepare(
+        self,
+        task: str,
+        lora: Lora | None,
+        adapter: Path | None,
+        gradient_checkpointing: bool,
+        known: bool,
+        towers: Sequence[str] = (),
+    ) -> Self:
         """Choose the ways to compute, and add the adapter if there is one.
 
         A `known` model (`fused.families.load`) runs packed and fused at once. Any other is compared with its own modules first.
-        The model's own dropout is switched off as in TRL, since the first-step ratio would not be 1 with it.
+        The model's own dropout is switched off as in TRL, since the first-step ratio would not be 1 with it. Of the modules
+        outside the text half, `towers` learn.
         """
         check_finite(self.network)
         hf, known = self.network, known and lora is None
@@ -260,10 +293,10 @@ class Pretrained(ABC):
         elif not self.why_padded:
             self.why_padded = choose_attention(hf, self._texts, self._probe)
         if lora is not None:
-            self.adapter = with_lora(hf, lora, adapter, task)
+            self.adapter = with_lora(hf, lora, adapter, task, towers)
             self.masks.count(self.adapter)
             check_finite(self.adapter)
-        freeze_towers(hf)
+        freeze_towers(hf, towers)
         if gradient_checkpointing:
             recompute_activations(hf)
         if not known and not self.why_padded:
@@ -320,7 +353,7 @@ class Pretrained(ABC):
         """Return a copy that never learns: the reference of full fine-tuning."""
         twin = copy.deepcopy(self.network)
         twin.requires_grad_(False)
-        decoder = None if self.decoder is None else Decoder(twin)
+        decoder = None if self.decoder is None else Decoder(twin, vision=self.vision)
         own: dict[str, Any] = {"attends": self.attends, "why_padded": self.why_padded, "why_unfused": self.why_unfused}
         parts = None if self.parts is None else type(self.parts)(twin, self.parts.native)
         return type(self)(twin.eval(), self.tokenizer, decoder=decoder, parts=parts, **own)
@@ -460,6 +493,8 @@ def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write weights and tokenizer in Hugging Face form."""
     save_pretrained(model, folder)
     tokenizer.save_pretrained(folder)
+    if (vision := sight_of(tokenizer)) is not None:
+        vision.save(folder)
     if not put_back(getattr(model, "network", model), folder):
         redaction.say(f"{folder} holds the text half alone: the names of its weights are not those of the checkpoint it is from.")
     if isinstance(model, nn.Module) and (kind := coded_as(model)) is not None:  # weights in shards have no modules here

@@ -277,7 +277,9 @@ class FlexLayout(_Unpadded):
 
 
 def unpad(packed: PackedLayout, how: str) -> Layout:
-    """Return the layout that attends by "varlen" or "flex"."""
+    """Return the layout that attends by "varlen" or "flex". Blocks of images need a mask of every pair."""
+    if packed.blocks is not None:
+        return packed
     return FlexLayout(packed) if how == "flex" else VarlenLayout(packed, varlen_kernel())
 
 

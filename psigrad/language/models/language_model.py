@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from psigrad.errors import UserError, reason_of
 from psigrad.kernels.codes import Kind
@@ -34,6 +34,7 @@ from psigrad.language.models.packing import ForwardInputs, Groups, Rows, Targets
 from psigrad.language.models.probe import difference, draw_texts
 from psigrad.language.models.sizes import size
 from psigrad.language.models.towers import keep_towers, why_not_text
+from psigrad.language.models.vision import needs_vision, settle_vision
 from psigrad.objective import PolicyOutputs
 
 if TYPE_CHECKING:
@@ -341,14 +342,17 @@ def load(
     trust_remote_code: bool = False,
     for_shards: bool = False,
     base: Kind | Literal[""] = "",
+    vision: bool = False,
+    towers: Sequence[str] = (),
 ) -> LanguageModel:
     """Load the model at `path` (a folder or a hub name), ready for training and sampling.
 
     `adapter` is a folder with LoRA weights to resume from. `tokenizer` is another tokenizer than the model's, or its folder.
     `eos_token` sets its EOS token, if that is missing or different. `trust_remote_code` runs the Python code that comes with the
     model. `for_shards` leaves the weights in the host's memory, on their file's pages if possible; `sharded.shard` then moves
-    this process' share to its device. `base` is the code of the layers that `lora` adapts. Raises `UserError` if nothing loads
-    from `path`.
+    this process' share to its device. `base` is the code of the layers that `lora` adapts. With `vision`, a checkpoint whose
+    text half could be loaded alone is loaded with its vision tower; `towers` names the modules outside the text half that learn.
+    Raises `UserError` if nothing loads from `path`.
     """
     kind = base or None if lora is not None else None
     plain = (lora is None or kind is not None) and device == "cpu"
@@ -359,7 +363,8 @@ def load(
             raise ValueError("quantize_base=gguf reads Llama, Mistral, Qwen2 and Qwen3 on a CPU; take quantize_base=nf4")
         if network is None:
             asked: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
-            read: Any = AutoModelForCausalLM.from_pretrained(path, **asked, output_loading_info=True)
+            loader = AutoModelForImageTextToText if vision or needs_vision(path) else AutoModelForCausalLM
+            read: Any = loader.from_pretrained(path, **asked, output_loading_info=True)
             network, report = read
             check_whole(report["missing_keys"])
             keep_towers(network, path)
@@ -367,6 +372,7 @@ def load(
                 code_linears(network, kind)
         if isinstance(tokenizer, str):
             tokenizer = read_tokenizer(tokenizer or path, trust_remote_code=trust_remote_code)
+        settle_vision(tokenizer, network, path)
         if eos_token in tokenizer.get_vocab():
             tokenizer.eos_token = eos_token
     except LOADING_ERRORS as error:
@@ -376,24 +382,24 @@ def load(
             f"No causal language model could be loaded from {path!r}{reason}; {what or 'give a folder or a hub name'}."
         ) from error
     network = network.to("cpu" if for_shards else device)
-    return prepare(
-        network, tokenizer, lora=lora, adapter=adapter, gradient_checkpointing=gradient_checkpointing, known=found is not None
-    )
+    known = found is not None
+    return prepare(network, tokenizer, lora, adapter, gradient_checkpointing=gradient_checkpointing, known=known, towers=towers)
 
 
 def prepare(
     network: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    *,
     lora: Lora | None = None,
     adapter: Path | None = None,
+    *,
     gradient_checkpointing: bool = False,
     known: bool = False,
+    towers: Sequence[str] = (),
 ) -> LanguageModel:
     """Return a `LanguageModel` around a transformers model in memory. A model of `fused.families.load` is `known`."""
     if tokenizer.eos_token_id is None:
         raise UserError("The tokenizer has no EOS token, so no completion could ever end; set tokenizer.eos_token and save it.")
-    model = LanguageModel(network, tokenizer).prepare("CAUSAL_LM", lora, adapter, gradient_checkpointing, known)
+    model = LanguageModel(network, tokenizer).prepare("CAUSAL_LM", lora, adapter, gradient_checkpointing, known, towers)
     model.whole_logits = bool(model.why_padded and model._why_whole())
     return model
 

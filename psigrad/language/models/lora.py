@@ -164,8 +164,11 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     return held
 
 
-def with_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str) -> nn.Module:
-    """Return the peft wrapper of a model that now contains LoRA layers: new ones, or those saved in the folder `saved`."""
+def with_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str, towers: Sequence[str] = ()) -> nn.Module:
+    """Return the peft wrapper of a model that now contains LoRA layers: new ones, or those saved in the folder `saved`.
+
+    Modules outside the text half get none, except `towers`.
+    """
     import peft
 
     if saved is not None:
@@ -191,7 +194,7 @@ def with_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str) ->
         lora_alpha=alpha,
         lora_dropout=lora.dropout,
         target_modules=targets,
-        exclude_modules=lora_exclusion(hf),
+        exclude_modules=lora_exclusion(hf, towers),
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         modules_to_save=list(lora.modules_to_save) or None,

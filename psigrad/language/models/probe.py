@@ -72,7 +72,7 @@ def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, st
     """Return the fused decoder if it reproduces the model's own modules, otherwise None and the reason."""
     hf = model.network
     try:
-        decoder = Decoder(hf, recompute)
+        decoder = Decoder(hf, recompute, vision=model.vision)
     except Unsupported as error:
         return None, str(error)
     inputs = lay_out(texts, model.device, packed=True)
@@ -82,7 +82,7 @@ def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, st
         return hidden
 
     def fused() -> Tensor:
-        model.decoder = decoder if hf.dtype == decoder.stored == torch.bfloat16 else Decoder(hf, exact=True)
+        model.decoder = decoder if hf.dtype == decoder.stored == torch.bfloat16 else Decoder(hf, exact=True, vision=model.vision)
         try:
             return own()
         finally:

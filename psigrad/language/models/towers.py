@@ -17,10 +17,17 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from psigrad.errors import UserError
+
 # The attribute of a network that holds its `Towers`.
 _BESIDE = "beside_text"
 # The files that processors of images and sounds are read from.
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
+
+def text_half(network: Any) -> Any:
+    """Return the module that maps embeddings to hidden states: the text half of a model with towers."""
+    return network.base_model if network.config.get_text_config() is network.config else network.get_decoder()
 
 
 def towers_of(network: Any) -> list[str]:
@@ -33,12 +40,25 @@ def towers_of(network: Any) -> list[str]:
     return [name for name, module in network.named_modules() if any(module is one for one in beside)]
 
 
-def freeze_towers(network: Any) -> list[str]:
-    """Freeze all modules outside the text half, and return their names."""
+def tower_parameters(network: Any) -> list[nn.Parameter]:
+    """Return the parameters of all modules outside the text half."""
+    return [p for name in towers_of(network) for p in network.get_submodule(name).parameters()]
+
+
+def freeze_towers(network: Any, learns: Sequence[str] = ()) -> None:
+    """Freeze all modules outside the text half but those whose names end in one of `learns`. Raises `UserError` for others."""
     names = towers_of(network)
-    for name in names:
+    for name in check_names(names, learns):
         network.get_submodule(name).requires_grad_(False)
-    return names
+
+
+def check_names(names: Sequence[str], learns: Sequence[str]) -> list[str]:
+    """Return the towers' names that are none of `learns`. Raises `UserError` for a name in `learns` that no tower has."""
+    short = {name.rpartition(".")[2]: name for name in names}
+    for name in learns:
+        if name not in short:
+            raise UserError(f"trained_towers has {name!r}, and the modules outside the text half are {list(short)}.")
+    return [name for own, name in short.items() if own not in learns]
 
 
 class Towers:
@@ -134,9 +154,9 @@ def why_not_text(config: Any) -> str:
     )
 
 
-def lora_exclusion(network: nn.Module) -> str | None:
-    """Return the regular expression of the modules that get no adapter; None if there are no towers."""
-    names = towers_of(network)
+def lora_exclusion(network: nn.Module, learns: Sequence[str] = ()) -> str | None:
+    """Return the regular expression of the modules that get no adapter: the towers but `learns`; None if there are none."""
+    names = check_names(towers_of(network), learns)
     return rf"({'|'.join(map(re.escape, names))})(\..*)?" if names else None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,14 +15,18 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from psigrad.kernels.kernels import Heads, Kernels, kernels
+from psigrad.language.images import FIRST
 from psigrad.language.models.attention import FusedLayout, PackedLayout
 from psigrad.language.models.fused.caches import ActivationCache, Block, CacheHit, PackedWeights, RowLayout, Version, versions
 from psigrad.language.models.fused.families import FAMILIES
 from psigrad.language.models.fused.layer import RANKS, Layer, Pass, RowSelection, Unsupported
+from psigrad.language.models.towers import text_half, tower_parameters
 from psigrad.optim import gradients
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from psigrad.language.models.vision import Vision
 
 _WHOLE = RowSelection()
 
@@ -98,14 +103,16 @@ class Decoder:
     """A whole decoder, from token ids to hidden states. Raises `Unsupported` if the model's architecture is not in `FAMILIES`.
 
     `recompute` is gradient checkpointing: a layer stores only its input, and runs forward again in the backward pass. An `exact`
-    decoder computes in float32 whatever the weights' dtype.
+    decoder computes in float32 whatever the weights' dtype. `vision` embeds the tokens of images.
     """
 
-    def __init__(self, network: PreTrainedModel, recompute: bool = False, exact: bool = False) -> None:
+    def __init__(
+        self, network: PreTrainedModel, recompute: bool = False, exact: bool = False, vision: Vision | None = None
+    ) -> None:
         native = kernels()
         if isinstance(native, str):
             raise Unsupported(native)
-        base: Any = network.base_model
+        base: Any = text_half(network)
         config = network.config.get_text_config()
         family = FAMILIES.get(type(base).__name__.removesuffix("Model"))
         if family is None:
@@ -129,7 +136,8 @@ class Decoder:
         self.heads, self.dtype = heads, self.layers[0].weights.dtype
         self.parts = RowLayout(len(self.layers), self.layers[0].kinds)
         self.eps = float(base.norm.variance_epsilon)
-        self.parameters: list[nn.Parameter] = list(base.parameters())
+        self.fill = None if vision is None else partial(vision.fill, network)
+        self.parameters: list[nn.Parameter] = [*base.parameters(), *(tower_parameters(network) if vision is not None else ())]
         self.in_shards = False
         """True if the weights are sharded: a layer's are whole only inside its module's forward pass."""
 
@@ -191,6 +199,8 @@ class Decoder:
         return y
 
     def _embed(self, input_ids: Tensor) -> Tensor:
+        if self.fill is not None and bool((seen := input_ids >= FIRST).any()):
+            return self.fill(self._embed(input_ids.masked_fill(seen, 0)), input_ids)[0]
         table = self.base.embed_tokens
         plain = isinstance(table, nn.Embedding) and table.max_norm is None and not table.sparse
         # For a small table the dense gradient is faster.

@@ -1,0 +1,329 @@
+"""Vision towers: images of a prompt as features in place of embeddings, for the families that psigrad trains with images.
+
+transformers' own modules compute the features of an image, alone, so that they depend on no other image of a batch. With a frozen
+tower they are computed once and kept. The text half then runs as for text: packed, with kernels or fused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+
+from psigrad.errors import UserError
+from psigrad.language import images
+from psigrad.language.images import FIRST, Picture, split_id
+from psigrad.language.models.fused.caches import Version, versions
+from psigrad.language.models.towers import tower_parameters
+
+if TYPE_CHECKING:
+    from psigrad.language.models.attention import PackedLayout
+    from psigrad.language.models.packing import ForwardInputs
+
+KEPT_BYTES = 1 << 29
+"""The most memory that features of images take between passes."""
+_INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
+
+
+@dataclass
+class _Held:
+    """The features that one network's tower, with weights of these `versions`, has computed."""
+
+    parameters: list[nn.Parameter]
+    versions: list[Version] = field(default_factory=list)
+    features: OrderedDict[str, tuple[Tensor, ...]] = field(default_factory=OrderedDict)
+
+
+class Vision:
+    """How one family writes images in prompts and computes their features; a `Sight` for its tokenizer.
+
+    `two_way` families let the tokens of an image attend to each other in both directions. Those with `axes` give an image token a
+    position in time, height and width (M-RoPE).
+    """
+
+    two_way = axes = False
+
+    def __init__(self, processor: Any, config: Any, tokenizer: Any) -> None:
+        self.processor, self.config, self.tokenizer = processor, config, tokenizer
+        self.token_id = int(config.image_token_id)
+        self.placeholder = str(tokenizer.convert_ids_to_tokens(self.token_id))
+        self._held: WeakKeyDictionary[Any, _Held] = WeakKeyDictionary()
+
+    @property
+    def version(self) -> str:
+        """A hash of everything that pixels depend on besides the image: the processor's settings and transformers' version."""
+        settings = self.processor.to_json_string()
+        return hashlib.sha256(f"{transformers.__version__}\n{settings}".encode()).hexdigest()
+
+    def expand(self, picture: Picture) -> str:
+        """See `Sight`."""
+        return self.placeholder * self.count(picture)
+
+    def count(self, picture: Picture) -> int:
+        """See `Sight`."""
+        raise NotImplementedError
+
+    def pixels(self, pictures: list[Picture], device: torch.device) -> dict[str, Tensor]:
+        """Return the tower's inputs for images."""
+        made = self.processor(images=[one.open() for one in pictures], return_tensors="pt")
+        return {name: made[name].to(device) for name in _INPUTS if name in made}
+
+    def features(self, network: Any, picture: Picture) -> tuple[Tensor, ...]:
+        """Return an image's features [n, E], and those that DeepStack adds after the first layers [n, E] each.
+
+        They are kept until a weight of the tower changes, up to `KEPT_BYTES`. A tower that learns computes them with gradient.
+        """
+        held = self._held.setdefault(network, _Held(tower_parameters(network)))
+        if torch.is_grad_enabled() and any(p.requires_grad for p in held.parameters):
+            return self._compute(network, picture)
+        if (now := versions(held.parameters)) != held.versions:
+            held.versions, held.features = now, OrderedDict()
+        if picture.digest not in held.features:
+            with torch.no_grad():
+                held.features[picture.digest] = self._compute(network, picture)
+            while len(held.features) > 1 and sum(x.nbytes for one in held.features.values() for x in one) > KEPT_BYTES:
+                held.features.popitem(last=False)
+        held.features.move_to_end(picture.digest)
+        return held.features[picture.digest]
+
+    def _compute(self, network: Any, picture: Picture) -> tuple[Tensor, ...]:
+        made = network.get_image_features(**self.pixels([picture], network.device), return_dict=True)
+        deep = getattr(made, "deepstack_features", None) or ()
+        found = tuple(_rows(x) for x in (made.pooler_output, *deep))
+        if len(found[0]) != self.count(picture):
+            raise UserError(
+                f"The vision tower makes {len(found[0])} features of an image of {picture.width} × {picture.height} pixels, and "
+                f"its prompt has {self.count(picture)} tokens; the processor's files are of another model."
+            )
+        return found
+
+    def fill(self, network: Any, embedded: Tensor, ids: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return embeddings [N, E] of ids [N] with the features of image tokens, and DeepStack's features of these tokens."""
+        seen = (ids >= FIRST).nonzero()[:, 0]
+        if not len(seen):
+            return embedded, ()
+        rows, own = [], {}
+        for token in ids[seen].tolist():
+            picture, place = split_id(token)
+            first, _ = own.setdefault(picture.digest, (sum(len(x[0]) for _, x in own.values()), self.features(network, picture)))
+            rows.append(first + place)
+        index = torch.tensor(rows, device=ids.device)
+        columns = [torch.cat(parts).index_select(0, index) for parts in zip(*(held for _, held in own.values()), strict=True)]
+        filled = embedded.index_put((seen,), columns[0].to(embedded.dtype))
+        return filled, tuple(columns[1:])
+
+    def shift(self, ids: list[int]) -> int:
+        """Return the position of the token after `ids`, minus their number; images change it in families with axes."""
+        return 0
+
+    def place(self, inputs: ForwardInputs) -> ForwardInputs:
+        """Return packed inputs with the positions and the attention of their images."""
+        return inputs
+
+    def beside(self, inputs: ForwardInputs) -> dict[str, Tensor]:
+        """Return transformers' own arguments for padded inputs with images: ids, pixels, and the kinds of tokens."""
+        ids, seen = inputs.input_ids, inputs.input_ids >= FIRST
+        found: dict[str, Tensor] = {"input_ids": ids.masked_fill(seen, self.token_id)}
+        pictures = [picture for token in ids[seen].tolist() for picture, place in [split_id(token)] if place == 0]
+        return found | (self.pixels(pictures, ids.device) if pictures else {}) | self._kinds(seen)
+
+    def _kinds(self, seen: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def save(self, folder: Path) -> None:
+        """Save the image processor beside a model."""
+        self.processor.save_pretrained(folder)
+
+
+class Tiles(Vision):
+    """Idefics 3 and SmolVLM: an image and its tiles, each of the same number of features, between named tokens."""
+
+    @property
+    def each(self) -> int:
+        """The number of features of a tile."""
+        vision = self.config.vision_config
+        return int((vision.image_size // vision.patch_size) ** 2 / self.config.scale_factor**2)
+
+    def _tiles(self, picture: Picture) -> tuple[int, int]:
+        _, rows, columns = self.processor.get_number_of_image_patches(picture.height, picture.width, {})
+        return int(rows), int(columns)
+
+    def expand(self, picture: Picture) -> str:
+        """See `Sight`."""
+        rows, columns = self._tiles(picture)
+        edge, tile = "<fake_token_around_image>", self.placeholder * self.each
+        whole = f"{edge}<global-img>{tile}{edge}"
+        lines = ["".join(f"{edge}<row_{i + 1}_col_{j + 1}>{tile}" for j in range(columns)) + "\n" for i in range(rows)]
+        return "".join(lines) + ("\n" if rows else "") + whole
+
+    def count(self, picture: Picture) -> int:
+        """See `Sight`."""
+        rows, columns = self._tiles(picture)
+        return self.each * (rows * columns + 1)
+
+    def pixels(self, pictures: list[Picture], device: torch.device) -> dict[str, Tensor]:
+        """Return the tiles of all images as those of one prompt."""
+        made = self.processor(images=[[one.open() for one in pictures]], return_tensors="pt")
+        return {name: made[name].to(device) for name in _INPUTS if name in made}
+
+
+class Blocks(Vision):
+    """Gemma 3: a fixed number of features per image, which attend to each other in both directions."""
+
+    two_way = True
+
+    def __init__(self, processor: Any, config: Any, tokenizer: Any) -> None:
+        super().__init__(processor, config, tokenizer)
+        begin, end = (str(tokenizer.convert_ids_to_tokens(int(i))) for i in (config.boi_token_id, config.eoi_token_id))
+        self._whole = f"\n\n{begin}{self.placeholder * self.config.mm_tokens_per_image}{end}\n\n"
+        self.placeholder = begin
+
+    def expand(self, picture: Picture) -> str:
+        """See `Sight`."""
+        return self._whole
+
+    def count(self, picture: Picture) -> int:
+        """See `Sight`."""
+        return int(self.config.mm_tokens_per_image)
+
+    def place(self, inputs: ForwardInputs) -> ForwardInputs:
+        """Let the tokens of an image attend to each other."""
+        ids = inputs.input_ids.flatten()
+        seen = ids >= FIRST
+        if not bool(seen.any()):
+            return inputs
+        # A run of image tokens is one image, as for transformers: those of two images have text between them.
+        begins = seen & ~torch.nn.functional.pad(seen, (1, -1))
+        blocks = torch.where(seen, begins.cumsum(0), 0)
+        return replace(inputs, layout=replace(inputs.layout, blocks=blocks))
+
+    def _kinds(self, seen: Tensor) -> dict[str, Tensor]:
+        return {"token_type_ids": seen.long()}
+
+
+class Grid(Vision):
+    """Qwen 3 VL and Qwen 3.5: a grid of features with positions in time, height and width."""
+
+    axes = True
+
+    def _grid(self, picture: Picture) -> tuple[int, int]:
+        """Return the rows and columns of an image's features."""
+        return self._grids.setdefault(picture.digest, self._measure(picture))
+
+    def __init__(self, processor: Any, config: Any, tokenizer: Any) -> None:
+        super().__init__(processor, config, tokenizer)
+        self._grids: dict[str, tuple[int, int]] = {}
+
+    def _measure(self, picture: Picture) -> tuple[int, int]:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        own = self.processor
+        factor = own.patch_size * own.merge_size
+        limits = {"min_pixels": own.size["shortest_edge"], "max_pixels": own.size["longest_edge"]}
+        height, width = smart_resize(picture.height, picture.width, factor, **limits)
+        return height // factor, width // factor
+
+    def count(self, picture: Picture) -> int:
+        """See `Sight`."""
+        rows, columns = self._grid(picture)
+        return rows * columns
+
+    def shift(self, ids: list[int]) -> int:
+        """See `Vision`. An image of h × w features takes max(h, w) positions."""
+        found = 0
+        for token in ids:
+            if token >= FIRST:
+                picture, place = split_id(token)
+                if place == 0:
+                    found += max(self._grid(picture)) - self.count(picture)
+        return found
+
+    def positions(self, ids: list[int]) -> np.ndarray:
+        """Return the positions [3, L] of a prompt's tokens in time, height and width (Qwen2-VL, arXiv:2409.12191, 2.1)."""
+        made, at, i = np.zeros((3, len(ids)), dtype=np.int64), 0, 0
+        while i < len(ids):
+            if ids[i] < FIRST:
+                made[:, i] = at
+                at, i = at + 1, i + 1
+                continue
+            picture, _ = split_id(ids[i])
+            rows, columns = self._grid(picture)
+            count = min(rows * columns, len(ids) - i)  # a packed sequence lacks its last token
+            grid = np.stack([np.zeros(rows * columns, int), *np.divmod(np.arange(rows * columns), columns)])
+            made[:, i : i + count] = at + grid[:, :count]
+            at, i = at + max(rows, columns), i + count
+        return made
+
+    def place(self, inputs: ForwardInputs) -> ForwardInputs:
+        """Give every token its three positions, [3, 1, S]. A sequence continues after the tokens of its prefix that it sees."""
+        ids = inputs.input_ids.flatten()
+        if not bool((ids >= FIRST).any()):
+            return inputs
+        layout: PackedLayout = inputs.layout
+        every, pieces = ids.tolist(), layout.pieces
+        starts, lengths, begin = pieces.starts.tolist(), pieces.lengths.tolist(), pieces.base.tolist()
+        made = np.zeros((3, len(every)), dtype=np.int64)
+        for start, length, base, before in zip(starts, lengths, begin, pieces.before.tolist(), strict=True):
+            prefix = every[base : base + before]
+            made[:, start : start + length] = len(prefix) + self.shift(prefix) + self.positions(every[start : start + length])
+        return replace(inputs, position_ids=torch.from_numpy(made)[:, None].to(ids.device))
+
+    def _kinds(self, seen: Tensor) -> dict[str, Tensor]:
+        return {"mm_token_type_ids": seen.int()}
+
+
+FAMILIES: dict[str, type[Vision]] = {
+    "idefics3": Tiles,
+    "smolvlm": Tiles,
+    "gemma3": Blocks,
+    "qwen3_vl": Grid,
+    "qwen3_vl_moe": Grid,
+    "qwen3_5": Grid,
+    "qwen3_5_moe": Grid,
+}
+"""The families that psigrad trains with images, by `model_type`."""
+
+
+def needs_vision(path: str) -> bool:
+    """Return True if transformers loads the model at `path` with its tower or not at all."""
+    from transformers import PreTrainedConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = PreTrainedConfig.get_config_dict(path)[0].get("model_type")
+    return kind in FAMILIES and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def settle_vision(tokenizer: Any, network: Any, path: str) -> None:
+    """Let prompts contain images exactly if `network`, loaded from `path`, has its tower."""
+    if not hasattr(network, "get_image_features"):
+        images.see(tokenizer, None)
+    elif images.sight_of(tokenizer) is None:
+        attach(tokenizer, path)
+
+
+def attach(tokenizer: Any, path: str) -> None:
+    """Let prompts of this tokenizer contain images if the model at `path` is of `FAMILIES` and has an image processor."""
+    from transformers import AutoConfig, AutoImageProcessor, PreTrainedConfig
+
+    try:
+        kind = PreTrainedConfig.get_config_dict(path)[0].get("model_type")
+        if kind not in FAMILIES:
+            return
+        processor = AutoImageProcessor.from_pretrained(path, backend="pil")
+        images.see(tokenizer, FAMILIES[kind](processor, AutoConfig.from_pretrained(path), tokenizer))
+    except (OSError, ValueError, KeyError, ImportError):
+        return  # a checkpoint without the processor's files reads text alone
+
+
+def _rows(features: Any) -> Tensor:
+    """Return the features of one image [n, E]; transformers returns a tensor or a list of them."""
+    whole = torch.cat([x.flatten(0, -2) for x in features]) if isinstance(features, list | tuple) else features
+    return whole.flatten(0, -2)
