@@ -114,6 +114,12 @@ class Model:
     """Contents of the run's model/ at the end: the adapter only, the full model with the adapter merged in, or both, with the
     adapter in model/adapter. `psigrad export --to merged` makes the full model from the adapter. A reward model is always saved
     in full."""
+    vision: bool = False
+    """Load the vision tower of a checkpoint whose text half is a model of its own (Qwen 3.5), for rows with images. Gemma 3 and
+    SmolVLM always have theirs."""
+    trained_towers: tuple[str, ...] = ()
+    """Modules outside the text half that learn too, such as connector or vision_model. Otherwise they are frozen. With lora_rank
+    their linear layers get adapters."""
     router_aux_loss_coef: PositiveOrZero | None = None
     """Weight of the auxiliary loss that balances the load of a mixture of experts, in every method but reward models; empty: that
     of the model's configuration, as in TRL. 0: none."""

@@ -66,6 +66,13 @@ class Sight(Protocol):
     def token_id(self) -> int:
         """The id of the token that stands for one feature of an image."""
 
+    @property
+    def version(self) -> str:
+        """A hash of everything that the model's view of an image depends on besides the image."""
+
+    def save(self, folder: Path) -> None:
+        """Write the processor's files beside a model."""
+
     def expand(self, picture: Picture) -> str:
         """Return the text of an image in a prompt, with the token of `token_id` once per feature."""
 
@@ -81,10 +88,9 @@ def see(tokenizer: Any, sight: Sight | None) -> None:
     setattr(tokenizer, _SIGHT, sight)
 
 
-def sight_of(tokenizer: Any) -> Sight | None:
+def sight_of(tokenizer: Any) -> Any:
     """Return the `Sight` of a tokenizer; None if its model reads text alone."""
-    found: Sight | None = getattr(tokenizer, _SIGHT, None)
-    return found
+    return getattr(tokenizer, _SIGHT, None)
 
 
 _album: dict[str, Picture] = {}

@@ -73,12 +73,15 @@ def load_model(
                 adapter=(whole or (before.folder if before is not None else None)) if lora is not None else None,
                 tokenizer=given.tokenizer if given is not None else before.tokenizer if before is not None else "",
                 eos_token=settings.eos_token,
+                vision=settings.vision,
                 **_options(settings, run, world),
             )
         model.continued = before is not None
     settle_chat(model.tokenizer, settings, checkpoint, model.network)
-    if names := names_beside(model.network):
+    if (names := names_beside(model.network)) and model.vision is None:
         _say_once(f"The text half of {settings.path} is used alone: {', '.join(names)} never learn, and are saved as they are.")
+    elif frozen := [name for name in names if name.rpartition(".")[2] not in settings.trained_towers]:
+        _say_once(f"{', '.join(frozen)} of {settings.path} stay frozen; --trained-towers trains those that it names.")
     if value_head:
         model.add_value_head(whole)
     take_shard(model, world, machine.device(run), checkpoint if whole is None else None)
@@ -116,6 +119,7 @@ def _prepare_given(
             lora=lora,
             adapter=checkpoint if lora is not None else None,
             gradient_checkpointing=settings.gradient_checkpointing,
+            towers=settings.trained_towers,
         )
     given.made = made
     return made
@@ -130,6 +134,7 @@ def _options(settings: Model, run: Run, world: World) -> dict[str, Any]:
         "gradient_checkpointing": settings.gradient_checkpointing,
         "trust_remote_code": settings.trust_remote_code,
         "for_shards": world.lockstep,
+        "towers": settings.trained_towers,
     }
 
 

@@ -122,7 +122,7 @@ class Pretrained(ABC):
     @property
     def vision(self) -> Vision | None:
         """How prompts contain images; None if the model reads text alone."""
-        found: Any = sight_of(self.tokenizer)
+        found: Vision | None = sight_of(self.tokenizer)
         return found
 
     @property

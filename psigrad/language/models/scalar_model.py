@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForImageTextToText, AutoModelForSequenceClassification
 from transformers.utils import logging
 
 from psigrad.errors import UserError, reason_of
@@ -28,6 +28,9 @@ from psigrad.language.models.coded_linear import code_linears
 from psigrad.language.models.fused import families
 from psigrad.language.models.lora import Lora, text_sums
 from psigrad.language.models.packing import ForwardInputs, Groups, Ids, Rows, lay_out
+from psigrad.language.models.sizes import size
+from psigrad.language.models.towers import read_tensor
+from psigrad.language.models.vision import needs_vision, settle_vision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -128,12 +131,13 @@ def load(
     trust_remote_code: bool = False,
     for_shards: bool = False,
     base: Kind | Literal[""] = "",
+    towers: Sequence[str] = (),
 ) -> ScalarModel:
     """Load the scalar model at `path`: one that was saved as such, or any causal language model, which gets a new head.
 
     `fresh_head` is "random" (N(0, initializer_range²), from torch's generator), "zero", or "refuse" if only a trained head is
-    acceptable. `tokenizer` replaces its own. `for_shards` and `base` are those of `language_model.load`. Raises `UserError` if
-    nothing loads from `path`.
+    acceptable. `tokenizer` replaces its own. `for_shards`, `base` and `towers` are those of `language_model.load`. Raises
+    `UserError` if nothing loads from `path`.
     """
     try:
         kind = base or None if lora is not None else None
@@ -144,6 +148,7 @@ def load(
         if found is None and kind is not None:
             code_linears(network, kind)
         words = tokenizer or read_tokenizer(path, trust_remote_code=trust_remote_code)
+        settle_vision(words, network, path)
     except LOADING_ERRORS as error:
         raise UserError(
             f"No model with a scalar head could be loaded from {path!r} ({reason_of(error)}); give the folder or hub name of a "
@@ -157,14 +162,15 @@ def load(
     if missing and fresh_head == "zero":
         nn.init.zeros_(network.score.weight)
     network = network.to("cpu" if for_shards else device)
-    return prepare(
-        network, words, lora=lora, adapter=adapter, gradient_checkpointing=gradient_checkpointing, known=found is not None
-    )
+    known = found is not None
+    return prepare(network, words, lora, adapter, gradient_checkpointing=gradient_checkpointing, known=known, towers=towers)
 
 
 def _by_transformers(path: str, dtype: torch.dtype, trust: bool) -> tuple[PreTrainedModel, list[str]]:
     """Return transformers' model, and the names of its head's weights if they are new."""
     with _quiet():
+        if needs_vision(path):
+            return _with_tower(path, dtype)
         hf, found = AutoModelForSequenceClassification.from_pretrained(
             path, num_labels=1, dtype=dtype, output_loading_info=True, trust_remote_code=trust
         )
@@ -173,21 +179,40 @@ def _by_transformers(path: str, dtype: torch.dtype, trust: bool) -> tuple[PreTra
     return hf, head
 
 
+def _with_tower(path: str, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
+    """Return a vision-language model with a head `score`, which transformers has no class for, and the head's name if it is new.
+
+    The head is saved among the weights of the model.
+    """
+    read: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype, output_loading_info=True)
+    hf, found = read
+    check_whole(found["missing_keys"])
+    hf.score = nn.Linear(size(hf.config, "hidden"), 1, bias=False, dtype=dtype)
+    saved = read_tensor(path, "score.weight") if "score.weight" in found["unexpected_keys"] else None
+    with torch.no_grad():
+        if saved is None:
+            hf.score.weight.normal_(std=float(hf.config.get_text_config().initializer_range))
+        else:
+            hf.score.weight.copy_(saved)
+    return hf, ["score.weight"] * (saved is None)
+
+
 def prepare(
     network: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    *,
     lora: Lora | None = None,
     adapter: Path | None = None,
+    *,
     gradient_checkpointing: bool = False,
     known: bool = False,
+    towers: Sequence[str] = (),
 ) -> ScalarModel:
     """Return a `ScalarModel` around a transformers model in memory. A model of `fused.families.load` is `known`."""
     network.config.pad_token_id = _padding(tokenizer)
     model = ScalarModel(network, tokenizer)
     if not model.per_token:
         model.why_padded = f"{type(network).__name__} has no score at every token"
-    return model.prepare("SEQ_CLS", lora, adapter, gradient_checkpointing, known)
+    return model.prepare("SEQ_CLS", lora, adapter, gradient_checkpointing, known, towers)
 
 
 def _padding(tokenizer: PreTrainedTokenizerBase) -> int | None:

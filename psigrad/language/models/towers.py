@@ -91,8 +91,7 @@ class Towers:
         config, _ = PreTrainedConfig.get_config_dict(path)
         if "text_config" not in config or config.get("model_type") == network.config.model_type:
             return None
-        processors = {name: file.read_bytes() for name in _PROCESSORS if (file := _file(path, name)) is not None}
-        return cls(config, _weight_files(path), processors)
+        return cls(config, _weight_files(path), processor_files(path))
 
     def put_back(self, folder: Path) -> bool:
         """Extend the saved text half in `folder` to the complete checkpoint. If names do not fit, return False and change
@@ -121,6 +120,20 @@ class Towers:
         for name, content in self.processors.items():
             (folder / name).write_bytes(content)
         return True
+
+
+def processor_files(path: str) -> dict[str, bytes]:
+    """Return the files at `path` from which processors of images, sounds and video are read."""
+    return {name: file.read_bytes() for name in _PROCESSORS if (file := _file(path, name)) is not None}
+
+
+def read_tensor(path: str, name: str) -> Any:
+    """Return the tensor `name` of the checkpoint at `path`; None if it has none."""
+    for file in _weight_files(path):
+        with safe_open(file, framework="pt") as held:
+            if name in held.keys():  # noqa: SIM118 (it is no dictionary)
+                return held.get_tensor(name)
+    return None
 
 
 def keep_towers(network: Any, path: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from psigrad.errors import UserError
 from psigrad.language import images
 from psigrad.language.images import FIRST, Picture, split_id
 from psigrad.language.models.fused.caches import Version, versions
-from psigrad.language.models.towers import tower_parameters
+from psigrad.language.models.towers import processor_files, tower_parameters
 
 if TYPE_CHECKING:
     from psigrad.language.models.attention import PackedLayout
@@ -51,11 +52,17 @@ class Vision:
 
     two_way = axes = False
 
-    def __init__(self, processor: Any, config: Any, tokenizer: Any) -> None:
-        self.processor, self.config, self.tokenizer = processor, config, tokenizer
+    def __init__(self, processor: Any, config: Any, tokenizer: Any, files: dict[str, bytes] | None = None) -> None:
+        self.processor, self.config, self.tokenizer, self.files = processor, config, tokenizer, files or {}
         self.token_id = int(config.image_token_id)
         self.placeholder = str(tokenizer.convert_ids_to_tokens(self.token_id))
         self._held: WeakKeyDictionary[Any, _Held] = WeakKeyDictionary()
+
+    @property
+    def forbidden(self) -> tuple[int, ...]:
+        """The placeholders of images and videos, which no completion may contain."""
+        found = (self.token_id, getattr(self.config, "video_token_id", None))
+        return tuple(int(token) for token in found if token is not None)
 
     @property
     def version(self) -> str:
@@ -110,17 +117,21 @@ class Vision:
         seen = (ids >= FIRST).nonzero()[:, 0]
         if not len(seen):
             return embedded, ()
-        rows, own = [], {}
+        firsts: dict[str, int] = {}
+        held: list[tuple[Tensor, ...]] = []
+        rows, count = [], 0
         for token in ids[seen].tolist():
             picture, place = split_id(token)
-            first, _ = own.setdefault(picture.digest, (sum(len(x[0]) for _, x in own.values()), self.features(network, picture)))
-            rows.append(first + place)
+            if picture.digest not in firsts:
+                held.append(self.features(network, picture))
+                firsts[picture.digest], count = count, count + len(held[-1][0])
+            rows.append(firsts[picture.digest] + place)
         index = torch.tensor(rows, device=ids.device)
-        columns = [torch.cat(parts).index_select(0, index) for parts in zip(*(held for _, held in own.values()), strict=True)]
+        columns = [torch.cat(parts).index_select(0, index) for parts in zip(*held, strict=True)]
         filled = embedded.index_put((seen,), columns[0].to(embedded.dtype))
         return filled, tuple(columns[1:])
 
-    def shift(self, ids: list[int]) -> int:
+    def shift(self, ids: Sequence[int]) -> int:
         """Return the position of the token after `ids`, minus their number; images change it in families with axes."""
         return 0
 
@@ -139,8 +150,9 @@ class Vision:
         return {}
 
     def save(self, folder: Path) -> None:
-        """Save the image processor beside a model."""
-        self.processor.save_pretrained(folder)
+        """Write the processor's files beside a model."""
+        for name, content in self.files.items():
+            (folder / name).write_bytes(content)
 
 
 class Tiles(Vision):
@@ -180,8 +192,8 @@ class Blocks(Vision):
 
     two_way = True
 
-    def __init__(self, processor: Any, config: Any, tokenizer: Any) -> None:
-        super().__init__(processor, config, tokenizer)
+    def __init__(self, processor: Any, config: Any, tokenizer: Any, files: dict[str, bytes] | None = None) -> None:
+        super().__init__(processor, config, tokenizer, files)
         begin, end = (str(tokenizer.convert_ids_to_tokens(int(i))) for i in (config.boi_token_id, config.eoi_token_id))
         self._whole = f"\n\n{begin}{self.placeholder * self.config.mm_tokens_per_image}{end}\n\n"
         self.placeholder = begin
@@ -218,8 +230,8 @@ class Grid(Vision):
         """Return the rows and columns of an image's features."""
         return self._grids.setdefault(picture.digest, self._measure(picture))
 
-    def __init__(self, processor: Any, config: Any, tokenizer: Any) -> None:
-        super().__init__(processor, config, tokenizer)
+    def __init__(self, processor: Any, config: Any, tokenizer: Any, files: dict[str, bytes] | None = None) -> None:
+        super().__init__(processor, config, tokenizer, files)
         self._grids: dict[str, tuple[int, int]] = {}
 
     def _measure(self, picture: Picture) -> tuple[int, int]:
@@ -236,7 +248,7 @@ class Grid(Vision):
         rows, columns = self._grid(picture)
         return rows * columns
 
-    def shift(self, ids: list[int]) -> int:
+    def shift(self, ids: Sequence[int]) -> int:
         """See `Vision`. An image of h × w features takes max(h, w) positions."""
         found = 0
         for token in ids:
@@ -246,7 +258,7 @@ class Grid(Vision):
                     found += max(self._grid(picture)) - self.count(picture)
         return found
 
-    def positions(self, ids: list[int]) -> np.ndarray:
+    def positions(self, ids: Sequence[int]) -> np.ndarray:
         """Return the positions [3, L] of a prompt's tokens in time, height and width (Qwen2-VL, arXiv:2409.12191, 2.1)."""
         made, at, i = np.zeros((3, len(ids)), dtype=np.int64), 0, 0
         while i < len(ids):
@@ -318,7 +330,7 @@ def attach(tokenizer: Any, path: str) -> None:
         if kind not in FAMILIES:
             return
         processor = AutoImageProcessor.from_pretrained(path, backend="pil")
-        images.see(tokenizer, FAMILIES[kind](processor, AutoConfig.from_pretrained(path), tokenizer))
+        images.see(tokenizer, FAMILIES[kind](processor, AutoConfig.from_pretrained(path), tokenizer, processor_files(path)))
     except (OSError, ValueError, KeyError, ImportError):
         return  # a checkpoint without the processor's files reads text alone
 

@@ -98,6 +98,8 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
+    forbidden: tuple[int, ...] = ()
+    """Tokens that are never drawn, such as the placeholder of an image. Another token is drawn in their place."""
 
     def __post_init__(self) -> None:
         for name, value, ok, expected in (

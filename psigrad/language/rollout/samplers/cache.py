@@ -43,6 +43,8 @@ class KVCache:
         self.layers: dict[Key, tuple[Tensor, Tensor]] = {}
         self.states: dict[Key, Tensor] = {}
         self.lengths = torch.zeros(0, dtype=torch.long)
+        # [active] the position of the next token minus its place, which images in a prompt change (M-RoPE)
+        self.shifts = torch.zeros(0, dtype=torch.long)
 
     @property
     def active(self) -> int:
@@ -71,19 +73,24 @@ class KVCache:
 
     def clear(self) -> None:
         """Empty all slots, and zero any values (such as NaN) that a failed step left there."""
-        self.lengths = torch.zeros(0, dtype=torch.long)
+        self.lengths = self.shifts = torch.zeros(0, dtype=torch.long)
         for x in (*(x for pair in self.layers.values() for x in pair), *self.states.values()):
             x.zero_()
 
-    def prefill(self, prompts: PackedLayout, copies: Tensor) -> Prefill:
-        """Return the layout that computes the prompts; `copies` [n] names, for each new slot, the prompt that it continues."""
+    def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> Prefill:
+        """Return the layout that computes the prompts; `copies` [n] names, for each new slot, the prompt that it continues.
+
+        `shifts` [B] are the positions of the tokens after the prompts, minus their lengths.
+        """
+        new = torch.zeros_like(copies) if shifts is None else shifts[copies]
+        self.shifts = torch.cat([self.shifts.to(new.device), new])
         return Prefill(self, prompts, copies)
 
     def decode(self) -> Decode:
         """Return the layout of one decoding step: a new token for every active slot."""
         places, self.lengths = self.lengths, self.lengths + 1
         room = int(places.max()) + 1
-        return Decode(self, places, room, room)
+        return Decode(self, places, room, room, self.shifts)
 
     def remove(self, finished: Tensor) -> Tensor:
         """Release the slots where `finished` [active] is True, and move the last sequences into the gaps.
@@ -101,7 +108,7 @@ class KVCache:
                     x[holes, :, :longest] = x[movers, :, :longest]
             for state in self.states.values():
                 state[holes] = state[movers]
-        self.lengths = self.lengths[order]
+        self.lengths, self.shifts = self.lengths[order], self.shifts[order]
         return order
 
 
@@ -163,12 +170,13 @@ class Prefill(_OnePass):
 class Decode(_OnePass):
     """The layout of one decoding step: one new token per active slot, which attends only to its own slot."""
 
-    def __init__(self, cache: KVCache, places: Tensor, columns: int, room: int) -> None:
+    def __init__(self, cache: KVCache, places: Tensor, columns: int, room: int, shifts: Tensor | None = None) -> None:
         """Place the next tokens of the first len(places) slots at `places`. The step reads `columns` of the slots, which have
-        room for `room` tokens.
+        room for `room` tokens. Their positions are `shifts` more than their places.
         """
         super().__init__()
-        self.cache, self.positions, self.width, self.room = cache, places, columns, room
+        self.cache, self.places, self.width, self.room = cache, places, columns, room
+        self.positions = places if shifts is None else places + shifts
         self.packed_weights = cache.packed_weights
         self.slots = torch.arange(len(places), device=places.device)
         self._masks: dict[int | None, Tensor] = {}
@@ -176,10 +184,10 @@ class Decode(_OnePass):
     def mask(self, window: int | None) -> Tensor:
         """Return [active, 1, 1, width], True where a sequence may attend to a column. `window` limits the distance, in tokens."""
         if window not in self._masks:
-            columns = torch.arange(self.width, device=self.positions.device)[None]
-            seen = columns <= self.positions[:, None]
+            columns = torch.arange(self.width, device=self.places.device)[None]
+            seen = columns <= self.places[:, None]
             if window is not None:
-                seen &= columns > self.positions[:, None] - window
+                seen &= columns > self.places[:, None] - window
             self._masks[window] = seen[:, None, None, :]
         return self._masks[window]
 
@@ -188,8 +196,8 @@ class Decode(_OnePass):
     ) -> Tensor:
         """Write the new tokens' keys and values into the cache, then attend to all of it."""
         keys, values = self.cache.room(self.next_call("attention", layer), k, v, self.room)
-        keys[self.slots, :, self.positions] = k[:, :, 0]
-        values[self.slots, :, self.positions] = v[:, :, 0]
+        keys[self.slots, :, self.places] = k[:, :, 0]
+        values[self.slots, :, self.places] = v[:, :, 0]
         batch, heads, _, dim = q.shape
         # Query heads that share a key head become its rows, so keys are not repeated.
         queries = q.view(batch, k.shape[1], heads // k.shape[1], dim)
@@ -278,8 +286,11 @@ class SharedCache:
         """
         return self.packed_weights.bytes > 0
 
-    def prefill(self, prompts: PackedLayout, copies: Tensor) -> SharedPrefill:
-        """Return the layout that computes the prompts; `copies` [n] names, for each new slot, the prompt that it continues."""
+    def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> SharedPrefill:
+        """Return the layout that computes the prompts; `copies` [n] names, for each new slot, the prompt that it continues.
+
+        Fused layers have no positions of three axes, so that all `shifts` are 0.
+        """
         starts, lengths = prompts.spans.prefixes.t().contiguous()
         new = [CachedPrompt(length, self.layers, self.heads) for length in lengths.tolist()]
         self.prompts |= {self._met + i: prompt for i, prompt in enumerate(new)}
@@ -396,7 +407,10 @@ def prefill(
 ) -> Tensor:
     """Read prompts into new slots, and return the logits [n, V] after them. `copies` [n] names the prompt of each slot."""
     inputs = pack(Groups(prompts, [[] for _ in prompts]), model.device)
+    shifts = None
+    if model.vision is not None:
+        inputs, shifts = model.vision.place(inputs), on_device([model.vision.shift(ids) for ids in prompts], model.device)
     assert isinstance(inputs.layout, PackedLayout) and inputs.prefix_ends is not None
-    layout = cache.prefill(inputs.layout, copies)
+    layout = cache.prefill(inputs.layout, copies, shifts)
     hidden = model.forward(inputs.input_ids, inputs.position_ids, layout, keep, wanted=inputs.prefix_ends)
     return model.head(hidden, cache.exact).index_select(0, copies)

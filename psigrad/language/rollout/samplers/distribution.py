@@ -19,6 +19,8 @@ _BLOCK = 1024
 
 # Logits per tensor operation on a CPU, so that their float64 sums fit the caches and the allocator reuses their memory.
 _AT_ONCE = 1 << 20
+# The counter of a second draw in place of a forbidden token is that of the first and this.
+_SECOND = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,21 @@ def draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter:
     Row i depends only on `logits[i]`, `seeds_u64[i]` and `counter[i]` (its number of tokens so far). At temperature 0 the most
     probable token is taken: then `sampling_logprobs` is 0 and `logprobs` is at temperature 1.
     """
+    found = _drawn(logits, params, seeds_u64, counter)
+    if not params.forbidden or not bool((wrong := _forbidden(found.ids, params)).any()):
+        return found
+    rows, at = wrong.nonzero()[:, 0], wrong.cpu().numpy()
+    again = _draw(logits[rows], params, seeds_u64[at], counter[at] + _SECOND)
+    merged = (getattr(found, f.name).index_put((rows,), getattr(again, f.name)) for f in fields(Drawn))
+    return Drawn(*merged)
+
+
+def _forbidden(ids: Tensor, params: SamplingParams) -> Tensor:
+    return torch.isin(ids, torch.tensor(params.forbidden, device=ids.device))
+
+
+def _drawn(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> Drawn:
+    """Draw as `draw` does; on a CPU a forbidden token may be drawn."""
     if logits.device.type != "cpu":
         return _draw(logits, params, seeds_u64, counter)
     native = kernels()
@@ -80,14 +97,17 @@ def draw_at(logits: Tensor, params: SamplingParams, u: Tensor) -> Drawn:
     logits = upcast(logits)
     if params.temperature not in (0.0, 1.0):
         logits = logits / params.temperature
+    allowed = logits
+    for token in params.forbidden:
+        allowed = allowed.index_fill(-1, torch.tensor(token, device=logits.device), -torch.inf)
     if params.temperature == 0:
-        ids = logits.argmax(-1)
+        ids = allowed.argmax(-1)
         return Drawn(ids, _at(logits, ids) - logits.logsumexp(-1), torch.zeros_like(logits[:, 0]))
-    kept = filter_logits(logits, params) if params.filtered else logits
+    kept = filter_logits(allowed, params) if params.filtered else allowed
     weights, normaliser = _weights(kept)
     ids = inverse(weights, u)
     logq = _at(kept, ids) - normaliser
-    return Drawn(ids, _at(logits, ids) - logits.logsumexp(-1) if params.filtered else logq, logq)
+    return Drawn(ids, _at(logits, ids) - logits.logsumexp(-1) if params.filtered or params.forbidden else logq, logq)
 
 
 def _weights(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,7 @@ class EmbeddedSampler(OwnWeights):
         Raises `UserError` if a prompt leaves no room for `max_tokens`.
         """
         check_room(self.model, requests, params)
+        params = _without_placeholders(self.model, params)
         self.model.switch(training=False)
         batch = _Batch(self.model, requests, params, self.max_batch, self._recording(requests, params), self.model.usable(cache))
         yield batch.pop_complete()
@@ -89,7 +91,7 @@ class EmbeddedSampler(OwnWeights):
         if self.model.decoder is None or len(prompts) > self.max_batch:
             return super().dialogue(prompts, params)
         check_room(self.model, [Request(prompt, (0,)) for prompt in prompts], params)
-        return CachedDialogue(self.model, self.model.decoder, prompts, params)
+        return CachedDialogue(self.model, self.model.decoder, prompts, _without_placeholders(self.model, params))
 
     def _recording(self, requests: list[Request], params: SamplingParams) -> RecordedDecoding | None:
         """Return recorded steps for these requests, those of the last call if they fit; None if steps are not recorded."""
@@ -111,6 +113,11 @@ class EmbeddedSampler(OwnWeights):
             self._recorded = RecordedDecoding(self.model, *room)
         self._recorded.begin(params)
         return self._recorded
+
+
+def _without_placeholders(model: LanguageModel, params: SamplingParams) -> SamplingParams:
+    """Forbid the placeholders of a model with images."""
+    return params if model.vision is None else replace(params, forbidden=model.vision.forbidden)
 
 
 @torch.no_grad()
