@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from pathlib import Path
 from typing import Any
@@ -145,3 +146,28 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
     out, pictures = images.written(text, sight)
     ids = tokenizer(out, add_special_tokens=False)["input_ids"]
     return images.with_images(ids, pictures, sight) if pictures else ids
+
+
+class _WithoutVideo(t.Qwen3VLProcessor):
+    """The processor without one for videos, which needs torchvision."""
+
+    def check_argument_for_proper_class(self, name: str, given: Any) -> Any:
+        return type(given)
+
+
+def processor_of(family: str, tokenizer: Any) -> Any:
+    """Return transformers' own processor of a family around this tokenizer, with the text that stands for an image."""
+    sight = images.sight_of(tokenizer)
+    own = sight.processor
+    if family == "gemma3":
+        begin, end = MARKS["gemma3"][1:]
+        for name, token in (("boi_token", begin), ("eoi_token", end), ("image_token", MARKS["gemma3"][0])):
+            setattr(tokenizer, name, token)
+            setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+        made = t.Gemma3Processor(own, tokenizer, image_seq_length=4)
+    elif family in ("idefics3", "smolvlm"):
+        made = t.Idefics3Processor(own, copy.deepcopy(tokenizer), image_seq_len=sight.each)
+    else:
+        made = _WithoutVideo(own, tokenizer, None)
+    made.psigrad_place = lambda mark: sight.placeholder
+    return made
