@@ -383,6 +383,8 @@ def own_share(model: Pretrained, inputs: ForwardInputs) -> ForwardInputs:
     packed = inputs.layout
     if model.context is None or not isinstance(packed, attention.PackedLayout):
         return inputs
+    if model.vision is not None and bool((inputs.input_ids >= FIRST).any()):
+        raise UserError("A row has an image, and cp_size divides rows of text alone; set cp_size to 1.")
     if model.masks.used:
         inputs = replace(inputs, texts=text_sums(inputs.input_ids, inputs.position_ids, packed))
     if model.attends != "sdpa":

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
+from psigrad.language.images import FIRST
 from psigrad.language.models.attention import on_device
 from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.language_model import LanguageModel
@@ -52,7 +53,10 @@ class CachedDialogue(Dialogue):
             self.held[i] &= not anew
         live = sorted(wanted)
         longest, total = max(map(len, unread.values())), sum(len(self.contexts[i]) for i in live)
-        anew = not self.held[live].all() or longest * max(STEP, len(live)) > total
+        vision = self.model.vision
+        whole = vision is not None and (vision.axes or vision.two_way)  # such an image is read at once
+        images = whole and any(token >= FIRST for ids in unread.values() for token in ids)
+        anew = images or not self.held[live].all() or longest * max(STEP, len(live)) > total
         if not anew:
             live = sorted(live, key=lambda i: self.prompt[i])
             self.cache.seat(self.prompt[live], self.lengths[live], self.slots[live])

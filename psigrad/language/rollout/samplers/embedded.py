@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from psigrad.errors import UserError, reason_of
+from psigrad.language.images import FIRST
 from psigrad.language.models.attention import on_device
 from psigrad.language.models.experts import Routes
 from psigrad.language.models.fused.caches import ActivationCache, CachedCompletion
@@ -71,7 +72,7 @@ class EmbeddedSampler(OwnWeights):
 
         Raises `UserError` if a prompt leaves no room for `max_tokens`.
         """
-        check_room(self.model, requests, params)
+        check_room(self.model, requests, params, images=True)
         params = _without_placeholders(self.model, params)
         self.model.switch(training=False)
         batch = _Batch(self.model, requests, params, self.max_batch, self._recording(requests, params), self.model.usable(cache))
@@ -90,13 +91,15 @@ class EmbeddedSampler(OwnWeights):
         """See `Sampler`. With the fused decoder and a slot for every episode, keys and values stay cached between turns."""
         if self.model.decoder is None or len(prompts) > self.max_batch:
             return super().dialogue(prompts, params)
-        check_room(self.model, [Request(prompt, (0,)) for prompt in prompts], params)
+        check_room(self.model, [Request(prompt, (0,)) for prompt in prompts], params, images=True)
         return CachedDialogue(self.model, self.model.decoder, prompts, _without_placeholders(self.model, params))
 
     def _recording(self, requests: list[Request], params: SamplingParams) -> RecordedDecoding | None:
         """Return recorded steps for these requests, those of the last call if they fit; None if steps are not recorded."""
         own = self.model
         if not self.cuda_graphs or own.decoder is not None or own.root is not None or own.routing is not None or not requests:
+            return None
+        if own.vision is not None and own.vision.axes:  # a recorded step reads no shifts
             return None
         slots, longest = _room_for(requests, params, self.max_batch)
         if self._recorded is None or not self._recorded.serves(slots, longest):
@@ -153,9 +156,17 @@ def _room_for(requests: list[Request], params: SamplingParams, max_batch: int) -
     return slots, max(len(request.prompt_ids) for request in requests) + params.max_tokens
 
 
-def check_room(model: LanguageModel, requests: list[Request], params: SamplingParams) -> None:
-    """Raise `UserError` for empty prompts and for prompts that would exceed the model's positions."""
+def check_room(model: LanguageModel, requests: list[Request], params: SamplingParams, images: bool = False) -> None:
+    """Raise `UserError` for empty prompts and for prompts that would exceed the model's positions.
+
+    It is raised for a prompt with an image too, unless the sampler reads `images`.
+    """
     for request in requests:
+        if not images and any(token >= FIRST for token in request.prompt_ids):
+            raise UserError(
+                "A prompt has an image, and only psigrad's own sampler reads images, for models that run packed; leave sampler at "
+                "embedded."
+            )
         if not request.prompt_ids:
             raise UserError("A prompt has no tokens; give it some text or a tokenizer with a BOS token.")
         if len(request.prompt_ids) + params.max_tokens > model.max_length:
