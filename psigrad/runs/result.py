@@ -73,13 +73,18 @@ class Result:
 
         Raise `UserError` if the run left no language model.
         """
-        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         config, adapter = self.model / "config.json", self.model / "adapter_config.json"
         if not config.exists() and not adapter.exists():
             raise UserError(f"{self.model} holds no language model; an agent of control is loaded by its class: PPO.load.")
-        kinds = json.loads(config.read_text()).get("architectures") or [""] if config.exists() else [""]
-        kind: Any = AutoModelForSequenceClassification if "SequenceClassification" in kinds[0] else AutoModelForCausalLM
+        held = json.loads(config.read_text()) if config.exists() else {}
+        kind: Any = AutoModelForCausalLM
+        if "SequenceClassification" in (held.get("architectures") or [""])[0]:
+            kind = AutoModelForSequenceClassification
+        elif held.get("model_type", "llama") not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            kind = AutoModelForImageTextToText
         model: PreTrainedModel = kind.from_pretrained(self.model, **options)
         return model
 

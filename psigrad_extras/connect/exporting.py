@@ -21,6 +21,7 @@ from psigrad.language.models.backbone import LOADING_ERRORS, without_bars, write
 from psigrad.language.models.lora import is_adapter
 from psigrad.language.models.sizes import size
 from psigrad.language.models.towers import keep_towers
+from psigrad.language.models.vision import needs_vision
 from psigrad.paths import check_folder
 from psigrad.records import checkpoint
 
@@ -86,6 +87,8 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
         return LeftBehind(folder, base=base)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if place.is_dir() and needs_vision(str(place)):
+        raise UserError(f"{source!r} is a vision-language model, of which GGUF files are not written; use its folder as it is.")
     try:
         network: Any = AutoModelForCausalLM.from_pretrained(place, dtype="auto", trust_remote_code=trust_remote_code)
         tokenizer: Any = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)

@@ -161,9 +161,13 @@ def why_not_text(config: Any) -> str:
     parts = [part for part in ("vision_config", "audio_config") if getattr(config, part, None) is not None]
     if not parts or config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return ""
+    from psigrad.language.models.vision import FAMILIES
+
+    if config.model_type in FAMILIES:
+        return ""
     return (
-        f"{config.model_type} is a model of images or sounds, and psigrad trains text: take a text model of the family, or one "
-        "whose text half transformers loads (Qwen3.5, Gemma 3, Gemma 4)"
+        f"{config.model_type} is a model of images or sounds that psigrad does not train: take a text model of the family, or one "
+        f"of {', '.join(FAMILIES)}"
     )
 
 

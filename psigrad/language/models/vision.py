@@ -307,9 +307,14 @@ FAMILIES: dict[str, type[Vision]] = {
 def needs_vision(path: str) -> bool:
     """Return True if transformers loads the model at `path` with its tower or not at all."""
     from transformers import PreTrainedConfig
+
+    return always_sees(PreTrainedConfig.get_config_dict(path)[0].get("model_type"))
+
+
+def always_sees(kind: Any) -> bool:
+    """Return True if transformers has no class for the text half of the model type `kind` alone."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    kind = PreTrainedConfig.get_config_dict(path)[0].get("model_type")
     return kind in FAMILIES and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from psigrad.errors import UserError, reason_of
@@ -17,6 +17,7 @@ from psigrad.language.models.backbone import LOADING_ERRORS
 from psigrad.language.models.lora import is_adapted
 from psigrad.language.models.sizes import NAMES, cached_numbers, size
 from psigrad.language.models.towers import towers_of, why_not_text
+from psigrad.language.models.vision import always_sees
 
 # The fields that a configuration with other sizes must not have.
 _DROPPED = frozenset(("per_layer_config", "dtype", "torch_dtype", "architectures"))
@@ -156,8 +157,8 @@ def _built(config: PreTrainedConfig) -> Any:
 
 
 def model_of(config: PreTrainedConfig, **options: Any) -> Any:
-    """Return the causal language model of `config`, with random weights."""
-    auto: Any = AutoModelForCausalLM
+    """Return the causal or vision-language model of `config`, with random weights."""
+    auto: Any = AutoModelForImageTextToText if always_sees(config.model_type) else AutoModelForCausalLM
     return auto.from_config(config, **options)
 
 

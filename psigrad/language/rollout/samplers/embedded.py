@@ -164,7 +164,7 @@ def check_room(model: LanguageModel, requests: list[Request], params: SamplingPa
     for request in requests:
         if not images and any(token >= FIRST for token in request.prompt_ids):
             raise UserError(
-                "A prompt has an image, and only psigrad's own sampler reads images, for models that run packed; leave sampler at "
+                "A prompt has an image, and only psigrad's own sampler reads images, of models that run packed; set sampler to "
                 "embedded."
             )
         if not request.prompt_ids:
