@@ -230,6 +230,24 @@ def parts_of(content: str) -> list[dict[str, str]]:
     return [part for part in parts if part.get("text") != "" or len(parts) == 1]
 
 
+def recorded(prompt: str | Sequence[Mapping[str, Any]]) -> str | Sequence[Mapping[str, Any]]:
+    """Return a prompt as rollouts.jsonl stores it: images as parts with their SHA-256 and their size."""
+    if isinstance(prompt, str):
+        return recorded([{"role": "user", "content": prompt}]) if MARK.search(prompt) else prompt
+    found = []
+    for message in prompt:
+        content = message.get("content")
+        if isinstance(content, str) and MARK.search(content):
+            parts: list[dict[str, Any]] = list(parts_of(content))
+            for part in parts:
+                if "sha256" in part:
+                    known = picture(part["sha256"])
+                    part |= {"width": known.width, "height": known.height}
+            message = {**message, "content": parts}
+        found.append(message)
+    return found
+
+
 def marked(text: str, messages: Iterable[Mapping[str, Any]], sight: Sight | None) -> tuple[str, list[tuple[int, int]]]:
     """Return what a template rendered, with the messages' marks in place of the family's placeholders.
 
