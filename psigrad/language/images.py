@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
+import os
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,6 +28,10 @@ MARK = re.compile("\ufffc([0-9a-f]{64})\ufffc")
 FIRST = 1 << 62
 """The smallest id of an image token."""
 _PLACES = 16
+MOST_PIXELS = 89_478_485
+"""The most pixels of an image: the number from which Pillow warns of a decompression bomb."""
+# Pillow's other readers start programs (EPS) or are rarely tested.
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
 
 @dataclass(frozen=True)
@@ -95,21 +102,69 @@ def sight_of(tokenizer: Any) -> Any:
 
 _album: dict[str, Picture] = {}
 _by_first: dict[int, str] = {}
+_run: list[Path] = []
 
 
 def keep(picture: Picture) -> str:
     """Remember an image for this process, and return its mark. Images are known by content, so the same image is kept once."""
-    _album.setdefault(picture.digest, picture)
     other = _by_first.setdefault(first_id(picture.digest), picture.digest)
     if other != picture.digest:
         raise UserError(
             f"The images {_album[other].path} and {picture.path} share 46 bits of their SHA-256; change a pixel of one."
         )
+    if picture.digest not in _album or picture.data is not None:
+        _album[picture.digest] = _stored(picture, _run[0]) if _run else picture
     return f"\ufffc{picture.digest}\ufffc"
+
+
+def keep_in(folder: Path, digests: Iterable[str] = ()) -> None:
+    """Keep a run's images in this folder: those of its rows, `digests`, and all that it reads later.
+
+    Bytes become files that are named by their SHA-256. Of images that are files already, paths.jsonl has the path. A later start
+    of the run, and other processes, find them there.
+    """
+    _run[:] = [folder]
+    found = [_album[digest] for digest in dict.fromkeys(digests)]
+    _album.update({one.digest: _stored(one, folder) for one in found})
+    paths = {one.digest: (one.path, one.width, one.height) for one in found if one.data is None and one.path is not None}
+    if lines := [json.dumps([digest, str(path), *size]) for digest, (path, *size) in sorted(paths.items())]:
+        _write(folder / "paths.jsonl", "".join(f"{line}\n" for line in lines).encode())
+
+
+def _stored(picture: Picture, folder: Path) -> Picture:
+    """Return the image as a file of the folder if it is bytes."""
+    if picture.data is None:
+        return picture
+    with _opened(picture.data) as image:
+        place = folder / f"{picture.digest}.{str(image.format).lower()}"
+    if not place.exists():
+        _write(place, picture.data)
+    return replace(picture, path=place, data=None)
+
+
+def _write(place: Path, data: bytes) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    beside = place.with_name(f".{uuid.uuid4().hex[:8]}")
+    beside.write_bytes(data)
+    os.replace(beside, place)
+
+
+def _recall(begins: str) -> Iterable[Picture]:
+    """Return the images of the run's folder whose SHA-256 starts like this."""
+    for folder in _run:
+        for file in folder.glob(f"{begins}*.*"):
+            with _opened(file.read_bytes()) as image:
+                yield Picture(file.stem, *_size_of(image), file)
+        if (paths := folder / "paths.jsonl").exists():
+            for digest, path, width, height in map(json.loads, paths.read_text().splitlines()):
+                if digest.startswith(begins):
+                    yield Picture(digest, width, height, Path(path))
 
 
 def picture(digest: str) -> Picture:
     """Return a known image. Raises `UserError` for an unknown one."""
+    if digest not in _album and (found := next(iter(_recall(digest)), None)) is not None:
+        keep(found)
     if digest not in _album:
         raise UserError(f"The image {digest[:12]}… is not among the images of this run; read its rows first.")
     return _album[digest]
@@ -123,7 +178,13 @@ def first_id(digest: str) -> int:
 def split_id(token: int) -> tuple[Picture, int]:
     """Return the image of a token's id, and the token's place in it."""
     place = token & (1 << _PLACES) - 1
-    known = _by_first.get(token - place)
+    first = token - place
+    if first not in _by_first:
+        begins = f"{(first ^ FIRST) >> _PLACES << 2:012x}"[:11]
+        for one in _recall(begins):
+            if first_id(one.digest) == first:
+                keep(one)
+    known = _by_first.get(first)
     if known is None:
         raise UserError("A prompt has tokens of an image that is not among the images of this run; read its rows first.")
     return _album[known], place
@@ -132,6 +193,95 @@ def split_id(token: int) -> tuple[Picture, int]:
 def without_images(ids: Iterable[int], token_id: int) -> list[int]:
     """Return ids of the vocabulary alone, with `token_id` in place of image tokens: for text to read, and for other engines."""
     return [token_id if token >= FIRST else token for token in ids]
+
+
+def decode(tokenizer: Any, ids: Iterable[int], **options: Any) -> str:
+    """Return the text of ids for readers, with a label in place of each image, such as [image 640×480 3fa2b1]."""
+    kept, labels = [], []
+    sight = sight_of(tokenizer)
+    for token in ids:
+        if token < FIRST:
+            kept.append(token)
+        elif sight is not None and not token & (1 << _PLACES) - 1:
+            kept.append(sight.token_id)
+            labels.append(label(_digest_of(token)))
+    made = tokenizer.decode(kept, **options)
+    text = made if isinstance(made, str) else "".join(made)
+    word = str(tokenizer.convert_ids_to_tokens(sight.token_id)) if sight is not None and labels else ""
+    for one in labels:
+        text = text.replace(word, one, 1)
+    return text
+
+
+def label(digest: str) -> str:
+    """Return how an image is shown in text: its size if it is known, and the start of its SHA-256."""
+    known = _album.get(digest)
+    return f"[image {f'{known.width}×{known.height} ' if known else ''}{digest[:6]}]"
+
+
+def shown(text: str) -> str:
+    """Return a text with labels in place of its marks."""
+    return MARK.sub(lambda mark: label(mark[1]), text) if "\ufffc" in text else text
+
+
+def _digest_of(first: int) -> str:
+    """Return the SHA-256 of an image from the id of its first token, or as much as the id has of it."""
+    return _by_first.get(first) or f"{(first ^ FIRST) >> _PLACES << 2:012x}"
+
+
+def parts_of(content: str) -> list[dict[str, str]]:
+    """Return a content as the parts that a chat template reads. An image's part also names it, by its SHA-256."""
+    pieces = MARK.split(content)
+    parts = [{"type": "image", "sha256": x} if i % 2 else {"type": "text", "text": x} for i, x in enumerate(pieces)]
+    return [part for part in parts if part.get("text") != "" or len(parts) == 1]
+
+
+def recorded(prompt: str | Sequence[Mapping[str, Any]]) -> str | Sequence[Mapping[str, Any]]:
+    """Return a prompt as rollouts.jsonl stores it: images as parts with their SHA-256 and their size."""
+    if isinstance(prompt, str):
+        return recorded([{"role": "user", "content": prompt}]) if MARK.search(prompt) else prompt
+    found = []
+    for message in prompt:
+        content = message.get("content")
+        if isinstance(content, str) and MARK.search(content):
+            parts: list[dict[str, Any]] = list(parts_of(content))
+            for part in parts:
+                if "sha256" in part:
+                    known = picture(part["sha256"])
+                    part |= {"width": known.width, "height": known.height}
+            message = {**message, "content": parts}
+        found.append(message)
+    return found
+
+
+def marked(text: str, messages: Iterable[Mapping[str, Any]], sight: Sight | None) -> tuple[str, list[tuple[int, int]]]:
+    """Return what a template rendered, with the messages' marks in place of the family's placeholders.
+
+    The second value has, for each image, the place of its placeholder and by how much the mark is longer. Raises `ValueError` if
+    the template leaves an image out or writes it elsewhere, and if a text contains the placeholder.
+    """
+    wanted = [
+        part
+        for m in messages
+        if isinstance(m.get("content"), list) and any("sha256" in part for part in m["content"])
+        for part in m["content"]
+    ]
+    if not wanted:
+        return text, []
+    if sight is None:
+        raise ValueError("it has an image, and the model reads text alone; use a vision-language model")
+    at, made, moves, word = 0, "", [], sight.placeholder
+    for part in wanted:
+        piece = word if "sha256" in part else part["text"].strip()
+        found = text.find(piece, at)
+        if found < 0:
+            raise ValueError("the chat template leaves out an image, or writes it elsewhere than the row")
+        made += text[at:found] + (f"\ufffc{part['sha256']}\ufffc" if "sha256" in part else piece)
+        moves += [(found, 66 - len(word))] if "sha256" in part else []
+        at = found + len(piece)
+    if (count := text.count(word)) != len(moves):
+        raise ValueError(f"the chat template writes {count} times {word!r} for {len(moves)} images")
+    return made + text[at:], moves
 
 
 def written(text: str, sight: Sight | None) -> tuple[str, list[Picture]]:
@@ -164,13 +314,50 @@ def with_images(ids: Sequence[int], pictures: Sequence[Picture], sight: Sight) -
     return [next(left) if token == sight.token_id else token for token in ids]
 
 
-def upright(data: bytes) -> Image:
-    """Return the pixels of an encoded image in RGB: turned by its EXIF orientation, on white where it is transparent."""
+def upright(data: bytes, *, small: bool = False) -> Image:
+    """Return the pixels of an encoded image in RGB; see `rgb`. Of an animation this is the first frame.
+
+    If `small`, a JPEG is decoded at an eighth of its size, which still reads all of its data. Raises whatever Pillow raises, and
+    `ValueError` for more than `MOST_PIXELS`.
+    """
+    with _opened(data) as image:
+        if (count := image.width * image.height) > MOST_PIXELS:
+            raise ValueError(f"it has {count:,} pixels, and the most is {MOST_PIXELS:,}")
+        if small:
+            image.draft("RGB", (image.width // 8, image.height // 8))
+        return rgb(image)
+
+
+def rgb(image: Image) -> Image:
+    """Return an image in RGB: turned by its EXIF orientation, on white where it is transparent, 16-bit grey scaled to 8 bits."""
+    import numpy as np
     from PIL import Image, ImageOps
 
-    with Image.open(io.BytesIO(data)) as opened:
-        found: Image.Image = ImageOps.exif_transpose(opened)
-        if found.has_transparency_data:
-            white = Image.new("RGBA", found.size, "white")
-            found = Image.alpha_composite(white, found.convert("RGBA"))
-        return found.convert("RGB")
+    found: Image.Image = ImageOps.exif_transpose(image)
+    if 0 in found.size or found.mode == "F":
+        raise ValueError(f"it has {found.width} × {found.height} pixels of mode {found.mode}; expected some, of whole numbers")
+    if found.mode.startswith("I"):
+        grey = np.asarray(found).astype(np.float32).clip(0, 65535) / 257
+        found = Image.fromarray(grey.round().astype(np.uint8))
+    if found.has_transparency_data:
+        white = Image.new("RGBA", found.size, "white")
+        found = Image.alpha_composite(white, found.convert("RGBA"))
+    return found.convert("RGB")
+
+
+def inspect(data: bytes) -> tuple[tuple[int, int], bool]:
+    """Return the upright size of an encoded image after decoding all of it, and True if it is animated."""
+    upright(data, small=True)
+    with _opened(data) as image:
+        return _size_of(image), image.format != "MPO" and bool(getattr(image, "is_animated", False))
+
+
+def _size_of(image: Image) -> tuple[int, int]:
+    turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+    return (image.height, image.width) if turned else (image.width, image.height)
+
+
+def _opened(data: bytes) -> Image:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(data), formats=_FORMATS)

@@ -34,7 +34,7 @@ CODE = ("reward", "environment", "agent", "tools", "algorithm", "sampler")
 """The pins of the user's code. Runs are compared as seeds of one method only if these are equal."""
 # The pins besides the settings, by the names that `run.allow` accepts.
 PINS = (
-    *("dataset", "eval_dataset", "tokenizer", "chat_template", "date"),
+    *("dataset", "eval_dataset", "tokenizer", "chat_template", "processor", "date"),
     *("model", "reference", "critic", "reward_model"),
     *CODE,
     *("kernels", "threads", "device"),
@@ -120,8 +120,14 @@ def name_preset_once(settings: Mapping[str, Any]) -> dict[str, Any]:
 def hash_parts(parts: Mapping[str, Any]) -> dict[str, str]:
     """Return the SHA-256 of each part's JSON form, by name."""
     return {
-        name: hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest() for name, part in parts.items()
+        name: hashlib.sha256(json.dumps(part, sort_keys=True, default=_content).encode()).hexdigest()
+        for name, part in parts.items()
     }
+
+
+def _content(value: Any) -> str:
+    """Return text that identifies a value without a JSON form: Pillow's image and an array by their numbers."""
+    return hashlib.sha256(value.tobytes()).hexdigest() if hasattr(value, "tobytes") else str(value)
 
 
 def check_pins(folder: Path, before: Mapping[str, Any], now: Mapping[str, str], allow: Iterable[str] = ()) -> list[Change]:

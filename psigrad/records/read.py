@@ -260,7 +260,7 @@ def _text_of(message: Mapping[str, Any]) -> str:
     """Return the text of a message: the texts of content parts, and the name and arguments of tool calls."""
     content = message.get("content")
     if isinstance(content, list):
-        parts = [p.get("text", f"[{p.get('type', 'part')}]") if isinstance(p, Mapping) else p for p in content]
+        parts = [p.get("text", f"[{_label(p)}]") if isinstance(p, Mapping) else p for p in content]
         content = "\n".join(map(str, parts))
     lines = [] if content in (None, "") else [str(content)]
     calls = message.get("tool_calls")
@@ -269,6 +269,12 @@ def _text_of(message: Mapping[str, Any]) -> str:
         if isinstance(function, Mapping):
             lines.append(f"{function.get('name')}({_arguments(function.get('arguments'))})")
     return "\n".join(lines)
+
+
+def _label(part: Mapping[str, Any]) -> str:
+    """Return the kind of a content part, of a recorded image with its size and the start of its SHA-256."""
+    said = f" {part.get('width')}×{part.get('height')} {str(part['sha256'])[:6]}" if "sha256" in part else ""
+    return f"{part.get('type', 'part')}{said}"
 
 
 def _arguments(given: Any) -> str:

@@ -89,7 +89,7 @@ class RolloutRow(TypedDict):
     k: int
     """Number of the completion within its group."""
     prompt: str | Sequence[dict[str, Any]]
-    """Text, or messages with "role" and "content"."""
+    """Text, or messages with "role" and "content". An image is a part of the content, with "sha256", "width" and "height"."""
     completion: str
     """Text of the completion."""
     completion_ids: list[int]

@@ -20,6 +20,7 @@ import torch
 from psigrad.config import OnlineConfig, Placement
 from psigrad.config.load import from_dict
 from psigrad.errors import UserError
+from psigrad.language import images
 from psigrad.language.episodes.episodes import settle
 from psigrad.language.episodes.players import PlayerCollector
 from psigrad.language.models.language_model import LanguageModel
@@ -371,7 +372,7 @@ def _groups(
         return max((abs(a - b) for a, b in pairs if not math.isnan(a + b)), default=0.0)
 
     def shown(t: Trajectory) -> Row:
-        tokens = [str(tokenizer.decode([i])) for i in t.completion.ids]
+        tokens = [images.decode(tokenizer, [i]) for i in t.completion.ids]
         return {"k": t.k, "reward": t.reward, "tokens": tokens, "methods": tables[t.completion.seed]}
 
     ordered = sorted(groups, key=spread, reverse=True)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from psigrad.errors import UserError
+from psigrad.language import images
 from psigrad.language.data.chat.dialect import specials_of
 from psigrad.language.data.chat.messages import Message
 from psigrad.language.data.chat.turns import Talk
@@ -65,8 +66,7 @@ class Session:
         return request.prompt or self._words(ids)  # plain completions may be requested by tokens
 
     def _words(self, ids: tuple[int, ...]) -> str:
-        text: Any = self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
-        return str(text)
+        return images.decode(self.tokenizer, ids, clean_up_tokenization_spaces=False)
 
     def answer(self, asked: Asked, request: Row, completion: Completion, reply: Message, whole: bool) -> None:
         """Record an answer as its client gets it; `whole` is False if a stop string cut its text."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from psigrad.records.read import messages
 from psigrad.records.rows import number, parse_row
 from psigrad.records.run_folder import REPLAYS
 from psigrad.redaction import escape
@@ -42,7 +43,7 @@ def replay(run: Path, n: int) -> dict[str, Any]:
 
 def _group(group: dict[str, Any]) -> dict[str, Any]:
     prompt = group.get("prompt")
-    said = prompt if isinstance(prompt, str) else "\n".join(str(m.get("content")) for m in _list(prompt) if isinstance(m, dict))
+    said = prompt if isinstance(prompt, str) else "\n".join(text for _, text in messages(prompt))
     completions = [c for c in _list(group.get("completions"))[:64] if isinstance(c, dict)]
     return {"row": number(group.get("row")), "prompt": escape(said)[:4000], "completions": [_completion(c) for c in completions]}
 

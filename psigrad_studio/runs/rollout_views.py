@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError
+from psigrad.records.read import messages
 from psigrad.records.rows import number
 from psigrad.redaction import escape
 from psigrad_studio.labels.completion_groups import ROLLOUT
@@ -71,8 +72,8 @@ def _length(row: Mapping[str, Any]) -> float | None:
 
 
 def _last_said(prompt: Any) -> str:
-    last = prompt[-1] if isinstance(prompt, list) and prompt else prompt
-    return str(last.get("content", "")) if isinstance(last, Mapping) else str(last or "")
+    said = messages(prompt)
+    return said[-1][1] if said else "" if isinstance(prompt, list) else str(prompt or "")
 
 
 def group(index: RolloutIndex, n: int, generation: int, run: Path, root: Path, seconds: float) -> dict[str, Any]:
@@ -138,9 +139,7 @@ def _messages(prompt: Any) -> list[dict[str, str]]:
     if not isinstance(prompt, list):
         return [{"role": "", "content": escape(str(prompt or ""))[:LONGEST]}]
     return [
-        {"role": escape(str(m.get("role", "")))[:40], "content": escape(str(m.get("content") or ""))[:LONGEST]}
-        for m in prompt
-        if isinstance(m, Mapping)
+        {"role": escape(role)[:40], "content": escape(text)[:LONGEST]} for role, text in messages(prompt)
     ]
 
 

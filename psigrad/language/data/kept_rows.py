@@ -1,4 +1,4 @@
-"""Rows and their tokens in Arrow: four bytes a token plus the text, decoded on access, in memory-mapped files.
+"""Rows and their tokens in Arrow, decoded on access, in memory-mapped files: four bytes a token, with images eight, and the text.
 
 A file is in Arrow's own format, followed by its SHA-256. It is written under a temporary name and renamed, so that other
 processes find it complete or not at all. Damaged or truncated files are ignored.
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.examples import Answer, Example, Judged, Pair, Steps
+from psigrad.language.images import FIRST
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -38,11 +39,13 @@ class NotKeptError(ValueError):
 
 
 def pack_row(row: Row) -> tuple[str, list[int]]:
-    """Return a row as JSON. Raise `NotKeptError` if JSON cannot represent some part of it."""
+    """Return a row as JSON. Raise `NotKeptError` if JSON cannot represent some part of it, or if it may have an image: files
+    of images change without the file of the rows.
+    """
     held = {f.name: value for f in fields(row) if (value := getattr(row, f.name)) not in (None, (), {})}
     try:
         text = json.dumps(held)
-        if unpack_row(text, []) == row:
+        if r"\ufffc" not in text and unpack_row(text, []) == row:
             return text, []
     except (TypeError, ValueError, RecursionError):
         pass
@@ -103,11 +106,11 @@ def unpack(text: str, ids: list[int]) -> Any:
 
 
 @functools.cache
-def _schema() -> pa.Schema:
+def _schema(bits: int = 32) -> pa.Schema:
     """Return the schema. Import pyarrow here: with pandas it takes 70 MB, and only large data needs it."""
     import pyarrow as pa
 
-    return pa.schema([("json", pa.large_string()), ("ids", pa.large_list(pa.int32()))])
+    return pa.schema([("json", pa.large_string()), ("ids", pa.large_list(pa.int64() if bits == 64 else pa.int32()))])
 
 
 def batch_of(packed: Sequence[tuple[str, list[int]]]) -> pa.RecordBatch:
@@ -117,16 +120,23 @@ def batch_of(packed: Sequence[tuple[str, list[int]]]) -> pa.RecordBatch:
 
     texts, each = zip(*packed, strict=True) if packed else ((), ())
     ends = np.cumsum([0, *map(len, each)])
-    flat = np.fromiter(itertools.chain.from_iterable(each), np.int32, int(ends[-1]))  # takes a tenth of pyarrow's time for lists
+    bits = 64 if any(max(ids, default=0) >= FIRST for ids in each) else 32
+    # takes a tenth of pyarrow's time for lists
+    flat = np.fromiter(itertools.chain.from_iterable(each), np.int64 if bits == 64 else np.int32, int(ends[-1]))
     ids = pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), pa.array(flat))
-    return pa.record_batch([pa.array(texts, pa.large_string()), ids], schema=_schema())
+    return pa.record_batch([pa.array(texts, pa.large_string()), ids], schema=_schema(bits))
 
 
-def batch_from(data: bytes) -> pa.RecordBatch:
-    """Return the batch from its serialised bytes."""
+def serialise(batch: pa.RecordBatch) -> tuple[int, bytes]:
+    """Return a batch as (the bits of its ids, bytes)."""
+    return batch.schema.field("ids").type.value_type.bit_width, batch.serialize().to_pybytes()
+
+
+def batch_from(bits: int, data: bytes) -> pa.RecordBatch:
+    """Invert `serialise`."""
     import pyarrow as pa
 
-    return pa.ipc.read_record_batch(pa.py_buffer(data), _schema())
+    return pa.ipc.read_record_batch(pa.py_buffer(data), _schema(bits))
 
 
 class Packed(Sequence[T], Generic[T]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from psigrad.language import images
 from psigrad.language.data.chat.rendering import refuse
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import encode_after, examples, prompt_ids
@@ -43,7 +44,7 @@ def encode_judged(tokenizer: PreTrainedTokenizerBase, row: Row) -> Judged:
 def encode_steps(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") -> Steps:
     """Return the tokens of a stepwise row: the prompt, then every step followed by `separator`."""
     ids, ends = list(prompt_ids(tokenizer, row)), []
-    before = row.prompt if isinstance(row.prompt, str) else str(tokenizer.decode(ids[-1:]))
+    before = row.prompt if isinstance(row.prompt, str) else images.decode(tokenizer, ids[-1:])
     for step in row.steps:
         piece = step if step.endswith(separator) else step + separator
         ids += encode_after(tokenizer, before, piece)

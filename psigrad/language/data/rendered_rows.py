@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from psigrad.language import images
 from psigrad.language.data.dataset_rows import Row, RowError
 from psigrad.language.data.pairs import encode_steps
 from psigrad.language.data.templates import examples, prompt_ids
@@ -64,7 +65,7 @@ def first_rows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], separato
 def _render(tokenizer: PreTrainedTokenizerBase, title: str, ids: Sequence[int], mask: Sequence[bool]) -> Rendered:
     pieces: list[Segment] = []
     for trained, group in itertools.groupby(zip(ids, mask, strict=True), key=lambda one: one[1]):
-        text = str(tokenizer.decode([token for token, _ in group], clean_up_tokenization_spaces=False))
+        text = images.decode(tokenizer, [token for token, _ in group], clean_up_tokenization_spaces=False)
         if len(text) > _LONGEST:
             text = f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
         pieces.append(Segment("trained" if trained else "masked" if pieces else "prompt", text))

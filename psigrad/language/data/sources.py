@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import chain, islice, takewhile
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from psigrad.config import Data
 from psigrad.config.sections import columns_of
 from psigrad.errors import UserError, nearest, several
-from psigrad.language.data import posted_forms
+from psigrad.language.data import image_rows, posted_forms
 from psigrad.language.data.chat.messages import is_trained
 from psigrad.language.data.dataset_rows import FORMS, MAX_DEPTH, BadRow, Row, RowError, find_form, rows_of
 from psigrad.language.data.named_datasets import SINGLE, read_named
@@ -62,7 +63,9 @@ def load(
     `skipped`; only an unreadable file raises an error.
     """
     records = read_named(dataset, split, streaming=max_rows > 0, single=single)
-    return _collect(islice(records, max_rows) if max_rows else records, form, dataset, bad_rows, columns or {})
+    place = Path(dataset).expanduser()
+    base = place if place.is_dir() else place.parent if place.is_file() else Path()
+    return _collect(islice(records, max_rows) if max_rows else records, form, dataset, bad_rows, columns or {}, base)
 
 
 def from_rows(
@@ -80,7 +83,7 @@ def from_rows(
         parts = ", ".join(map(str, iterable))
         raise UserError(f"The dataset is a mapping of {parts}; give one of them: a name, or rows as a list or datasets.Dataset.")
     records = (Raw(f"{source}:{i}", _plain(raw)) for i, raw in enumerate(unformatted(iterable), 1))
-    return _collect(records, form, source, bad_rows, columns or {})
+    return _collect(records, form, source, bad_rows, columns or {}, Path())
 
 
 def unformatted(rows: Any) -> Any:
@@ -181,7 +184,8 @@ def _prompt_key(row: Row) -> bytes:
     return blake2b(json.dumps(read, sort_keys=True, default=repr).encode(), digest_size=16).digest()
 
 
-def _collect(records: Records, form: str, name: str, bad_rows: str, columns: Mapping[str, str]) -> LoadedRows:
+def _collect(records: Records, form: str, name: str, bad_rows: str, columns: Mapping[str, str], base: Path) -> LoadedRows:
+    """Return the checked rows. Paths of images are relative to the file of their row, which is in the folder `base`."""
     if form not in (known := ["sft", *FORMS]):
         raise UserError(f"The form {form!r} is unknown; it must be one of {', '.join(known)}{nearest(form, known)}")
     if bad_rows not in ("stop", "skip"):
@@ -193,21 +197,25 @@ def _collect(records: Records, form: str, name: str, bad_rows: str, columns: Map
         if isinstance(record, BadRow):
             bad.append(record)
             continue
-        value, found = record.value, list[str]()
+        value, found, given = record.value, list[str](), record.value
         try:
             if isinstance(value, Mapping):
                 value = posted_forms.map_columns(value, columns, record.source) if columns else value
-                value, found = posted_forms.translate(value, form, record.source)
+                own = base / Path(record.source.rpartition(":")[0]).parent
+                marked, notes = image_rows.with_marks(value, record.source, own)
+                given = given if marked is value else marked
+                value, found = posted_forms.translate(marked, form, record.source)
+                found += notes
             made = rows_of(value, form, record.source)
-            if isinstance(record.value, Mapping) and isinstance(value, Mapping) and (found or columns or "chosen" in value):
-                made = [replace(row, places=posted_forms.places_of(record.value, value)) for row in made]
+            if isinstance(given, Mapping) and isinstance(value, Mapping) and (found or columns or "chosen" in value):
+                made = [replace(row, places=posted_forms.places_of(given, value)) for row in made]
             rows += made
             recognised.update(found)
         except RowError as error:
             found_at = error.bad
-            if isinstance(value, Mapping) and isinstance(record.value, Mapping):
-                own = posted_forms.place_in(record.value, value, found_at.column)
-                found_at = replace(found_at, column=renamed.get(own, own))
+            if isinstance(value, Mapping) and isinstance(given, Mapping):
+                place = posted_forms.place_in(given, value, found_at.column)
+                found_at = replace(found_at, column=renamed.get(place, place))
             bad.append(found_at)
             if len(bad) == 1 and isinstance(value, Mapping) and not columns:
                 fits, hint = find_form(value), posted_forms.usual_names(value, form)

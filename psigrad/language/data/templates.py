@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from psigrad.errors import UserError
+from psigrad.language import images
 from psigrad.language.data.chat import dialect
 from psigrad.language.data.chat.messages import Message
 from psigrad.language.data.chat.rendering import check_known, refuse
@@ -110,7 +111,8 @@ def encode_ahead(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, emp
         if row.messages or isinstance(row.completion, list):
             with contextlib.suppress(UserError):  # the error is raised again when the row is encoded
                 known.talks[id(row)] = found = _rendered(tokenizer, row, empty_thinking)
-                texts.update((_encodable(before + text), None) for pieces in found[1] for before, text, _ in pieces)
+                all_of = [_encodable(before + text) for pieces in found[1] for before, text, _ in pieces]
+                texts.update((text, None) for text in all_of if not images.MARK.search(text))
     made = known.backend.encode_batch_fast([*texts], add_special_tokens=False)
     known.ahead.update(zip(texts, (one.ids for one in made), strict=True))
 
@@ -194,8 +196,8 @@ def read_on(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message
 
 def words_of(tokenizer: PreTrainedTokenizerBase, before: int, ids: Iterable[int]) -> str:
     """Return the text of tokens that follow the token `before`, with special tokens."""
-    kept, whole = (tokenizer.decode(some, clean_up_tokenization_spaces=False) for some in ([before], [before, *ids]))
-    return str(whole)[len(kept) :]
+    kept, whole = (images.decode(tokenizer, some, clean_up_tokenization_spaces=False) for some in ([before], [before, *ids]))
+    return whole[len(kept) :]
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
@@ -205,8 +207,9 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
     words and stay, such as <think>, <answer> and <tool_call> in some vocabularies.
     """
     hidden = _unsaid_ids(tokenizer, str(tokenizer.chat_template), *tokenizer.special_tokens_map.values())
-    text = tokenizer.decode([i for i in ids if i not in hidden], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return text if isinstance(text, str) else "".join(text)
+    said = [i for i in ids if i not in hidden]
+    text = images.decode(tokenizer, said, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return images.MARK.sub(r"\1", text)  # a policy that writes a mark shows no image
 
 
 def special_token_remover(tokenizer: PreTrainedTokenizerBase) -> Callable[..., str]:
@@ -219,7 +222,7 @@ def special_token_remover(tokenizer: PreTrainedTokenizerBase) -> Callable[..., s
     def remove(text: str, ids: Sequence[int] = ()) -> str:
         if not ids or not special.search(text):
             return special.sub("", text)
-        return str(tokenizer.decode([*ids], skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return images.decode(tokenizer, ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     return remove
 
@@ -245,7 +248,7 @@ def opened_thought(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]
 
     DeepSeek-R1's template, for example, writes <think> before every answer.
     """
-    found = OPEN.search(str(tokenizer.decode([*prompt_ids[-16:]], clean_up_tokenization_spaces=False)))
+    found = OPEN.search(images.decode(tokenizer, prompt_ids[-16:], clean_up_tokenization_spaces=False))
     return found.group() if found else ""
 
 
@@ -275,7 +278,8 @@ def _encodable(text: str) -> str:
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
     # verbose=False suppresses the tokenizer's warning about its model's limit: psigrad checks `max_length` itself.
-    text, known = _encodable(text), dialect.specials_of(tokenizer)
+    text, known, sight = _encodable(text), dialect.specials_of(tokenizer), images.sight_of(tokenizer)
+    text, pictures = images.written(text, sight)
     if special or not _is_plain(known.backend):
         ids = list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
     elif (ahead := known.ahead.get(text)) is not None:
@@ -284,6 +288,8 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = Fa
         ids = known.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
     # Rendered text has a BOS already, and the tokenizer adds a second one.
     check_known(tokenizer, ids)
+    if sight is not None and (pictures or sight.token_id in ids):
+        ids = images.with_images(ids, pictures, sight)
     doubled = special and tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2
     return ids[1:] if doubled and not text.startswith(2 * str(tokenizer.bos_token)) else ids
 

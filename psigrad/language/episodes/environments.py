@@ -13,12 +13,14 @@ from typing import Any, NamedTuple, Protocol, Self
 from psigrad import extras
 from psigrad.errors import UserError, nearest
 from psigrad.importing import imported_callable
+from psigrad.language.data.image_rows import has_parts, portable
 from psigrad.processes.workers.child import reason_for
 
 Message = dict[str, Any]
 # Environments of other libraries: the prefix before the colon, and the module's name in `psigrad.extras`.
 LIBRARIES = {"openenv": "openenv", "verifiers": "verifiers", "mcp": "mcp environment"}
-# The policy's next input: text (a user turn if the prompt is a conversation), or messages with their own roles.
+# The policy's next input: text (a user turn if the prompt is a conversation), or messages with their own roles. An environment
+# may also give Pillow's image or a list of content parts, which become text with marks (`image_rows.observed`).
 Observation = str | list[Message]
 
 
@@ -206,8 +208,10 @@ def reset(environment: Environment, row: Mapping[str, Any]) -> Observation | Fau
         opening = environment.reset(row)
     except (Exception, SystemExit) as error:
         return Fault(reason_for("the environment", error))
-    known = opening is None or _is_observation(opening)
-    return opening if known else Fault(f"the environment's reset() returned {_shorten(opening)}")
+    if opening is None or _is_observation(opening):
+        found: Observation | Fault | None = _without_objects(opening)
+        return found
+    return Fault(f"the environment's reset() returned {_shorten(opening)}")
 
 
 def step(environment: Environment, text: str) -> Step | Fault:
@@ -217,6 +221,9 @@ def step(environment: Environment, text: str) -> Step | Fault:
         observation, reward, done = given
     except (Exception, SystemExit) as error:
         return Fault(reason_for("the environment", error))
+    observation = _without_objects(observation)
+    if isinstance(observation, Fault):
+        return observation
     if not _is_observation(observation):
         return Fault(f"the environment's step() returned {_shorten(observation)} as its observation; expected text or messages")
     try:
@@ -227,7 +234,16 @@ def step(environment: Environment, text: str) -> Step | Fault:
 
 
 def _is_observation(value: object) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(x, dict) and "role" in x for x in value))
+    messages = isinstance(value, list) and all(isinstance(x, dict) and "role" in x for x in value)
+    return isinstance(value, str) or messages or has_parts(value)
+
+
+def _without_objects(said: Any) -> Any:
+    """Return an observation with its images as text, which any process can read, or a fault."""
+    try:
+        return portable(said)
+    except ValueError as error:
+        return Fault(f"the environment's image {error}")
 
 
 def _shorten(value: object) -> str:

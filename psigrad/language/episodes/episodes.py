@@ -15,7 +15,9 @@ from typing import Any
 
 from psigrad import seeds
 from psigrad.errors import UserError
+from psigrad.language import images
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.image_rows import observed, row_for_rewards
 from psigrad.language.data.templates import Reading, decode, prompt_ids
 from psigrad.language.episodes.environments import Fault, Message, Observation, Playing, Step
 from psigrad.language.episodes.episode_history import EpisodeHistory, as_messages
@@ -123,6 +125,8 @@ class _Episode:
     def hear(self, answer: Step | Fault, limits: _Limits) -> None:
         """Add the environment's answer to the turn. A turn that was cut, or that leaves no room, is the last."""
         was_cut, self.finish_reason = self.finish_reason == "length", "length"
+        if isinstance(answer, Step):
+            answer = _seen(self.history.tokenizer, answer.observation, answer)
         if isinstance(answer, Fault):
             self.over, self.reason = True, answer.reason
             return
@@ -281,8 +285,8 @@ def _begin(
     limits: _Limits,
 ) -> list[_Episode]:
     """Start `count` episodes of each prompt. The observation of `reset` follows the prompt and is the same within a group."""
-    shown = [{"prompt": row.dataset_prompt, **row.columns} for _, _, row in prompts for _ in range(count)]
-    openings_of_all = rules.playing.begin(shown)
+    shown = [row_for_rewards(row) for _, _, row in prompts for _ in range(count)]
+    openings_of_all = [_seen(tokenizer, opening) for opening in rules.playing.begin(shown)]
     episodes: list[_Episode] = []
     for place, (index, ids, row) in enumerate(prompts):
         openings = openings_of_all[place * count : (place + 1) * count]
@@ -306,6 +310,18 @@ def _begin(
                 episode.over, episode.reason = True, opening.reason
             episodes.append(episode)
     return episodes
+
+
+def _seen(tokenizer: Any, said: Any, step: Step | None = None) -> Any:
+    """Return an observation with marks in place of its images, or the step that it belongs to; a fault if it cannot be read."""
+    sight = images.sight_of(tokenizer)
+    try:
+        read: Any = said if said is None or isinstance(said, Fault) else observed(said)
+        if sight is not None and sight.placeholder in str(read):
+            raise ValueError(f"has the text {sight.placeholder!r}, which stands for an image")
+    except ValueError as error:
+        return Fault(f"the environment's observation {error}")
+    return read if step is None else step._replace(observation=read)
 
 
 def _render_opening(tokenizer: Any, row: Row, opening: Observation) -> list[int]:
@@ -336,7 +352,7 @@ def _trajectory(episode: _Episode, version: int, tokenizer: Any) -> Trajectory:
         prompt_ids=episode.prompt,
         completion=completion,
         version=version,
-        text=transcript_of(episode.messages) if episode.branches else decode(tokenizer, episode.ids),
+        text=images.shown(transcript_of(episode.messages)) if episode.branches else decode(tokenizer, episode.ids),
         reason=episode.reason,
         mask=tuple(episode.mask),
         step_rewards=tuple(episode.rewards),
@@ -379,14 +395,20 @@ def length(said: Observation) -> int:
 def cut(said: Observation, kept: int) -> Observation:
     """Keep the first `kept` characters. Messages after the cut become empty but stay, since each tool call needs an answer."""
     if isinstance(said, str):
-        return said[:kept] + MARK
+        return _clip(said, kept) + MARK
     shown: list[Message] = []
     for message in said:
         text = _text(message)
         whole = len(text) <= kept
-        shown.append(message if whole else {**message, "content": text[:kept] + MARK})
+        shown.append(message if whole else {**message, "content": _clip(text, kept) + MARK})
         kept = max(0, kept - len(text))
     return shown
+
+
+def _clip(text: str, kept: int) -> str:
+    """Return the first `kept` characters, without a part of an image."""
+    torn = next((mark for mark in images.MARK.finditer(text) if mark.start() < kept < mark.end()), None)
+    return text[: kept if torn is None else torn.start()]
 
 
 def _text(message: Message) -> str:

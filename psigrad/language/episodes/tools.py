@@ -19,6 +19,7 @@ from psigrad.errors import UserError
 from psigrad.importing import imported_callable
 from psigrad.language.data.chat.turns import Talk, TurnForm
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.image_rows import has_parts, is_image
 from psigrad.language.data.templates import decode
 from psigrad.language.episodes.environments import Message, Step
 from psigrad.language.episodes.tool_calls import (
@@ -259,11 +260,14 @@ class ToolBox:
             content = f"error: there is no tool {call.name[:80]!r}; expected {', '.join(self.tools)}"
         return {"role": "tool", "name": call.name[:80], "content": content}
 
-    def _run_tool(self, name: str, arguments: dict[str, Any]) -> str:
+    def _run_tool(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Return the answer as text, or as content parts if it has images."""
         tool = self.tools[name]
         try:
             made = tool.run(arguments) if isinstance(tool, ServerTool) else tool(**arguments)
-            return str(finish(made) if inspect.isawaitable(made) else made)
+            made = finish(made) if inspect.isawaitable(made) else made
+            parts = made if isinstance(made, list) else [made]
+            return made if any(map(is_image, parts)) and has_parts(made) else str(made)
         except ServerLost:  # not the policy's fault, so the episode is unscored
             raise
         except ValidationError as error:

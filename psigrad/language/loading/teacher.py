@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from psigrad.errors import UserError
+from psigrad.language import images
 from psigrad.language.data.templates import encode_after, words_of
 from psigrad.language.models.language_model import Divergence, LanguageModel
 from psigrad.language.models.logprobs import Top
@@ -130,7 +131,7 @@ class Teacher:
         eos, finished = self.tokenizer.eos_token_id, bool(ids) and ids[-1] in self.policy.eos_token_ids
         body = ids[:-1] if finished else ids
         text, own = text_ends(self.policy.tokenizer, body)
-        theirs = encode_after(self.tokenizer, str(self.tokenizer.decode(list(prompt[-_CONTEXT:]))), text) if text else []
+        theirs = encode_after(self.tokenizer, images.decode(self.tokenizer, prompt[-_CONTEXT:]), text) if text else []
         read, ends = text_ends(self.tokenizer, theirs)
         if read != text:  # the teacher's tokens cannot express it exactly, so it is one piece
             ends = [*[-1] * (len(theirs) - 1), len(text)] if theirs else []

@@ -14,6 +14,7 @@ from psigrad.config import EvalConfig, OnlineConfig, SampleConfig
 from psigrad.config.fields import idle
 from psigrad.config.sections import columns_of
 from psigrad.errors import UserError
+from psigrad.language import images
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.reward_view import score
@@ -70,7 +71,7 @@ class Report:
     @property
     def prompts(self) -> list[str]:
         """The prompt of each completion, as text."""
-        return [str(prompt_text(self.rows[t.row].dataset_prompt)) for t in self.trajectories]
+        return [str(prompt_text(images.recorded(self.rows[t.row].dataset_prompt))) for t in self.trajectories]
 
 
 def run(config: EvalConfig) -> Report:

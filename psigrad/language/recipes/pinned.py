@@ -12,6 +12,7 @@ from psigrad.compiled import kernels
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.algorithms import resolve_loss, resolve_online
 from psigrad.importing import imported_callable
+from psigrad.language import images
 from psigrad.language.data.chat.rendering import day_of, prints_date
 from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.sources import parse_mixture
@@ -37,6 +38,8 @@ def collect_pins(
     `judges` are the reward and the held-out metric, whose functions are pinned too.
     """
     content = pins.hash_parts({"tokenizer": tokenizer.get_vocab(), "chat_template": tokenizer.chat_template})
+    if (sight := images.sight_of(tokenizer)) is not None:
+        content["processor"] = str(getattr(sight, "version", ""))
     rows = prepared.sums or sum_parts(prepared)
     day = {"date": day_of(tokenizer).isoformat()} if prints_date(tokenizer) else {}
     return {**rows, **content, **day, **_models(config), **_code(config, judges), **pins_of(config.run, kernels())}

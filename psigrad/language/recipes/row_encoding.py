@@ -25,11 +25,14 @@ from psigrad.cache_folder import cache_folder
 from psigrad.config import Data
 from psigrad.errors import UserError
 from psigrad.language import data as data_room
+from psigrad.language import images
 from psigrad.language import rewards as rewards_room
 from psigrad.language.data import kept_rows
 from psigrad.language.data.chat import rendering
 from psigrad.language.data.chat.dialect import fixed
 from psigrad.language.data.dataset_rows import BadRow, Row, RowError
+from psigrad.language.data.image_rows import COLUMNS as IMAGES
+from psigrad.language.data.image_rows import digests_of
 from psigrad.language.data.kept_rows import Packed, PreparedRows, batch_of, pack, unpack
 from psigrad.language.data.posted_forms import Tell
 from psigrad.language.data.sources import parse_mixture
@@ -43,6 +46,7 @@ T = TypeVar("T")
 Keep = Callable[[Any], tuple[Any, Mapping[str, int]]]
 """A function that returns the part of an encoded row to keep (None to drop it), and counts by name."""
 
+Encoded = tuple[tuple[int, bytes], list[BadRow], Counter[str]]
 _AT_ONCE = 1024
 # Below this number of rows, extra processes and a cache file cost more than they save: a row takes half a millisecond.
 FEW = 4000
@@ -90,7 +94,7 @@ def encode_rows(
         made, refused, counts = encoder(rows)
     else:
         found = list(_batches(rows, encoder, data.num_proc))
-        made = Packed([kept_rows.batch_from(batch) for batch, _, _ in found], unpack)
+        made = Packed([kept_rows.batch_from(*batch) for batch, _, _ in found], unpack)
         refused, counts = [bad for _, some, _ in found for bad in some], sum((more for _, _, more in found), Counter[str]())
     if refused and (data.bad_rows == "stop" or len(refused) == len(rows)):
         more = f" (and {len(refused) - 1} more of {len(rows)})" if len(refused) > 1 else ""
@@ -102,7 +106,7 @@ def encode_rows(
     return made, counts
 
 
-def _batches(rows: Sequence[Any], encoder: Encoder[Any], wanted: int) -> Iterator[tuple[bytes, list[BadRow], Counter[str]]]:
+def _batches(rows: Sequence[Any], encoder: Encoder[Any], wanted: int) -> Iterator[Encoded]:
     """Yield the encoded rows, in order, as Arrow batches, using several processes if there are many rows."""
     spans = [slice(start, start + _AT_ONCE) for start in range(0, len(rows), _AT_ONCE)]
     here = machine.cores() if sys.platform == "linux" else 1
@@ -133,13 +137,13 @@ def _begin(rows: Sequence[Any], encoder: Encoder[Any]) -> None:
     _work.update(rows=rows, encoder=encoder)
 
 
-def _encode_span(span: slice) -> tuple[bytes, list[BadRow], Counter[str]]:
+def _encode_span(span: slice) -> Encoded:
     return _encode(_work["encoder"], _work["rows"][span])
 
 
-def _encode(encoder: Encoder[Any], rows: Sequence[Any]) -> tuple[bytes, list[BadRow], Counter[str]]:
+def _encode(encoder: Encoder[Any], rows: Sequence[Any]) -> Encoded:
     made, refused, counts = encoder(rows)
-    return batch_of(list(map(pack, made))).serialize().to_pybytes(), refused, counts
+    return kept_rows.serialise(batch_of(list(map(pack, made)))), refused, counts
 
 
 def prepare(
@@ -154,16 +158,24 @@ def prepare(
     Messages logged when the cache was written are repeated. Among several processes, rank 0 prepares the rows, and those that
     share its disk map them.
     """
+    folder = journal.folder.path / "images"
+    images.keep_in(folder)
+
+    def prepared(tell: Tell) -> PreparedRows[T]:
+        made = make(tell)
+        images.keep_in(folder, [digest for row in (*made.rows, *made.held_out) for digest in digests_of(row)])
+        return made
+
     world, key = journal.world, _key(data, tokenizer, settings)
     place = cache_folder("rows") / f"{key}.arrow" if key else None
     if world.rank == 0 or place is None:
         try:
-            found = _make_or_map(place, journal.tell, make)
+            found = _make_or_map(place, journal.tell, prepared)
         finally:
             world.broadcast(None)
         return found
     world.broadcast(None)
-    return _make_or_map(place, journal.tell, make)
+    return _make_or_map(place, journal.tell, prepared)
 
 
 def _make_or_map(place: Path | None, tell: Tell, make: Callable[[Tell], PreparedRows[T]]) -> PreparedRows[T]:
@@ -191,7 +203,15 @@ def sum_parts(prepared: PreparedRows[Any]) -> dict[str, str]:
     """Return the SHA-256 of the rows that a run pins, by the names of `pins.PINS`."""
     names = [f.name for f in fields(Row) if f.name not in ("source", "plain_prompt")]
     parts = {"dataset": prepared.rows, "eval_dataset": prepared.held_out}
-    return pins.hash_parts({part: [[getattr(row, name) for name in names] for row in rows] for part, rows in parts.items()})
+    return pins.hash_parts(
+        {part: [[getattr(row, n) for n in names] for row in map(_by_marks, rows)] for part, rows in parts.items()}
+    )
+
+
+def _by_marks(row: Row) -> Row:
+    """Return a row with images without the column of them: the marks in its text have their SHA-256."""
+    own = {name: value for name, value in row.columns.items() if name not in IMAGES}
+    return replace(row, columns=own) if len(own) < len(row.columns) and digests_of(row) else row
 
 
 def _key(data: Data, tokenizer: PreTrainedTokenizerBase, settings: Sequence[Any]) -> str:

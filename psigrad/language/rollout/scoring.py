@@ -235,4 +235,5 @@ def transcript_of(messages: Any) -> str:
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    return str(message.get("content") or "")
+    said = message.get("content") or ""
+    return said if isinstance(said, str) else "".join(str(part.get("text", "")) for part in said)

@@ -67,7 +67,7 @@ def tokens_of(trajectory: Trajectory) -> Trajectory:
     return replace(trajectory, completion=bare, text="", parts={}, mask=(), messages=(), policy_turns=(), step_rewards=())
 
 
-_KINDS = {"ids": np.int32, "prompts": np.int32, "numbers": np.float64, "mask": np.bool_}
+_KINDS = {"ids": np.int64, "prompts": np.int64, "numbers": np.float64, "mask": np.bool_}
 
 
 def pack(rows: Sequence[Trajectory]) -> bytes:
@@ -96,6 +96,9 @@ def pack(rows: Sequence[Trajectory]) -> bytes:
         held.append(row)
     text = json.dumps({"rows": held, "prompts": [put("prompts", ids) for ids in prompts]}, ensure_ascii=False)
     flat: dict[str, Any] = {name: np.concatenate(parts, dtype=_KINDS[name], casting="unsafe") for name, parts in arrays.items()}
+    for name in ("ids", "prompts"):
+        if flat[name].max(initial=0) < 2**31:  # no image
+            flat[name] = flat[name].astype(np.int32)
     if np.array_equal(small := flat["numbers"].astype(np.float32), flat["numbers"], equal_nan=True):
         flat["numbers"] = small
     return safetensors.numpy.save({**flat, "rest": np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from psigrad.language import images
 from psigrad.language.rollout.types import Completion, Trajectory
 
 DIGITS = 4
@@ -25,7 +26,7 @@ def rollout_row(
         "kind": kind,
         "row": trajectory.row,
         "k": trajectory.k,
-        "prompt": prompt,
+        "prompt": images.recorded(prompt),
         "completion": trajectory.text,
         "completion_ids": list(completion.ids),
         "reward": trajectory.reward,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
+import re
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
@@ -30,6 +32,7 @@ from psigrad.redaction import escape
 
 SAMPLES, AT_ONCE = 24, 6
 _ELSEWHERE = ("time", "kind", "command", "machine", "traceback", "code")  # fields of an event that the page displays elsewhere
+_IMAGE = re.compile(r"\[image \d+×\d+ ([0-9a-f]{6})\]")
 _VERDICTS = {1.0: "good", 0.0: "bad"}
 
 
@@ -38,7 +41,7 @@ class Cell:
     """One cell: its text and its look.
 
     The template knows these looks: n (a number), text (verbatim, truncated), whole (verbatim), said (a conversation as (role,
-    text) pairs), soft, range (an interval after a number), key (a run's colour and name), verdict (good or bad).
+    text, images as data URIs)), soft, range (an interval after a number), key (a run's colour and name), verdict (good or bad).
     """
 
     value: Any
@@ -251,7 +254,7 @@ def _samples(run: RunData) -> Table | None:
         )
     cells = []
     for row in rows[:SAMPLES]:
-        said = row[steps[0]].messages
+        said = [(role, text, thumbnails(run.path, text)) for role, text in row[steps[0]].messages]
         cells.append([Cell(said or row[steps[0]].prompt, "said" if said else "whole")])
         for sample in row.values():
             verdict = _verdict(sample)
@@ -259,6 +262,22 @@ def _samples(run: RunData) -> Table | None:
             cells[-1] += [Cell(sample.completion, "whole"), mark]
     note = f"First {min(SAMPLES, len(rows))} of {len(rows):,}; those whose reward changed stand first."
     return Table(head, cells, note, turned, whole=True, shown=AT_ONCE)
+
+
+def thumbnails(run: Path, text: str) -> list[str]:
+    """Return the images that a text names, of at most 96 pixels, as data URIs. An image that cannot be read has none."""
+    from PIL import Image
+
+    found, folder = list[str](), run / "images"
+    for begins in _IMAGE.findall(text)[:8]:
+        with contextlib.suppress(Exception):  # a decoder can raise anything, and the label stays
+            given = map(json.loads, (folder / "paths.jsonl").open()) if (folder / "paths.jsonl").exists() else ()
+            files = [*folder.glob(f"{begins}*.*"), *(Path(path) for digest, path, *_ in given if digest.startswith(begins))]
+            with Image.open(files[0], formats=("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")) as image:
+                image.thumbnail((96, 96))
+                image.convert("RGB").save(file := io.BytesIO(), "PNG")
+            found.append(f"data:image/png;base64,{b64encode(file.getvalue()).decode()}")
+    return found
 
 
 def _verdict(sample: Sample) -> str:

@@ -128,12 +128,7 @@ FORMS = [
     row("null content", {"prompt": [{"role": "user", "content": None}]}, "prompt[0].content", "missing or null"),
     row("empty content", {"prompt": [{"role": "user", "content": ""}]}, "prompt[0].content", "empty"),
     row("part without text", {"prompt": [{**USER, "content": [{"type": "text"}]}]}, "prompt[0].content[0]", "no text"),
-    row(
-        "image",
-        {"prompt": [IMAGE]},
-        "prompt[0].content[0]",
-        "type 'image'",
-    ),
+    row("no image", {"prompt": [IMAGE]}, "prompt[0].content[0]", "'a.png', and there is no file"),
     row("half a weight", {"messages": [USER, {**BOT, "weight": 0.5}]}, "messages[1].weight", "0.5", form="messages"),
     row("a user's weight", {"messages": [{**USER, "train": True}, BOT]}, "messages[0].train", "assistant", form="messages"),
     row(

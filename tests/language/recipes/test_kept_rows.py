@@ -114,7 +114,8 @@ class Start:
     def __call__(self, **data: Any) -> PreparedRows[Any]:
         config = replace(self.config, data=replace(self.config.data, **data))
         settings = ["sft", self.limit, config.train_empty_thinking, config.evaluation.eval_prompts, config.run.seed]
-        journal: Any = SimpleNamespace(world=self.world, tell=lambda kind, text, **facts: self.told.append(text))
+        run = SimpleNamespace(path=Path("run"))
+        journal: Any = SimpleNamespace(folder=run, world=self.world, tell=lambda kind, text, **facts: self.told.append(text))
 
         def make(tell: Any) -> PreparedRows[Any]:
             self.times += 1
@@ -225,7 +226,7 @@ def test_the_files_used_longest_ago_go_first(home: Path, tokenizer: Any, monkeyp
 
 @pytest.mark.parametrize("given", [[{"messages": TURNS}] * 3, "someone/rows", "task:leg_counting"])
 def test_rows_of_which_no_file_is_here_are_not_kept(given: Any, home: Path, tokenizer: Any) -> None:
-    journal: Any = SimpleNamespace(world=ALONE, tell=None)
+    journal: Any = SimpleNamespace(folder=SimpleNamespace(path=home), world=ALONE, tell=None)
     nothing: Any = PreparedRows([], [], [], [])
     assert prepare(Data(given), tokenizer, [], journal, lambda tell: nothing) is nothing
     assert not files(home)
@@ -346,7 +347,8 @@ def test_answers_above_the_limit_are_left_out_and_counted(tokenizer: Any) -> Non
     # a prompt of 3 tokens; answers of 1 and 2 tokens, and 1 and 4, each with its EOS: 3 + 3 and 3 + 5
     rows = [{"prompt": "a b", "chosen": "a", "rejected": text} for text in ("ba", "baba")]
     told: list[Any] = []
-    journal: Any = SimpleNamespace(world=ALONE, tell=lambda kind, text, **facts: told.append((kind, facts)))
+    run = SimpleNamespace(path=Path("run"))
+    journal: Any = SimpleNamespace(folder=run, world=ALONE, tell=lambda kind, text, **facts: told.append((kind, facts)))
     tokenizer.chat_template = None
     encoder: Encoder[Row] = Encoder(tokenizer, partial(encode_pair, tokenizer))
     config = RewardConfig(data=Data(rows), evaluation=Evaluation(eval_prompts=0))

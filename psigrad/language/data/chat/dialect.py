@@ -15,8 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from psigrad.language import images
 from psigrad.language.data.chat.messages import REASONING, WEIGHTS, Message
 from psigrad.language.data.chat.rendering import render
+from psigrad.language.images import MARK
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -253,8 +255,10 @@ def speak(messages: Sequence[Message], tools: Any, dialect: Dialect) -> tuple[li
         spoken.append(said)
     if before:
         spoken.append({"role": "user", "content": before.rstrip("\n")})
-    if dialect.parts:
-        spoken = [{**said, "content": [{"type": "text", "text": said.get("content") or ""}]} for said in spoken]
+    for said in spoken:
+        content = said.get("content") or ""
+        if isinstance(content, str) and (dialect.parts or MARK.search(content)):
+            said["content"] = images.parts_of(content)
     return spoken, tools
 
 

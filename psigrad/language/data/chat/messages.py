@@ -122,7 +122,8 @@ def join_parts(parts: list[Any], where: str, fail: Fail) -> str:
         part = {"text": part} if isinstance(part, str) else part
         kind, text = (part.get("type") or "text", part.get("text")) if isinstance(part, Mapping) else (type(part).__name__, None)
         if kind != "text":
-            fail(f"{where}[{i}]", f"is of type {kind!r}; psigrad trains on text, so leave out images, sound and video")
+            images = "images are read in rows of a dataset alone" if "image" in str(kind) else "leave out sound and video"
+            fail(f"{where}[{i}]", f"is of type {kind!r}; psigrad trains on text and images, and {images}")
         if not isinstance(text, str):
             fail(f"{where}[{i}]", "has no text")
         texts.append(text)

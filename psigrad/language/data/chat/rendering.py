@@ -9,6 +9,7 @@ from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from psigrad.errors import UserError
+from psigrad.language import images
 from psigrad.language.data.chat.limits import compiled, limited
 from psigrad.language.data.chat.messages import Message, without_nulls
 from psigrad.language.data.dataset_rows import BadRow, Row, RowError, show
@@ -40,7 +41,7 @@ def settle(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any], today:
 def check_known(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
     """Raise an error for tokens that the model has no embedding for."""
     rows = getattr(tokenizer, SETTLED, Settled()).rows
-    if rows and ids and (worst := max(ids)) >= rows:
+    if rows and (worst := max((token for token in ids if token < images.FIRST), default=0)) >= rows:
         raise UserError(
             f"The token {tokenizer.convert_ids_to_tokens(worst)!r} has the id {worst}, and the model's embedding {rows} rows: "
             "the tokenizer was given tokens that the model was not. Call model.resize_token_embeddings(len(tokenizer)) and save "
@@ -100,7 +101,7 @@ def render(
         made: Any = tokenizer.apply_chat_template(
             list(messages), **{**arguments, "tokenize": False, "add_generation_prompt": generation_prompt}
         )
-    return str(made)
+    return images.marked(str(made), messages, images.sight_of(tokenizer))[0]
 
 
 def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], messages: Sequence[Message]) -> Any:
@@ -117,7 +118,8 @@ def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str
     with limited(template):
         _set_clock(tokenizer, template)
         rendered: Any = render_jinja_template([said], return_assistant_tokens_mask=True, **given)
-    return rendered[0][0], rendered[1][0]
+    text, moves = images.marked(rendered[0][0], messages, images.sight_of(tokenizer))
+    return text, [[place + sum(more for at, more in moves if at < place) for place in span] for span in rendered[1][0]]
 
 
 def refuse(row: Row, what: str, why: str) -> RowError:

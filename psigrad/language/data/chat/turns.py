@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from psigrad.errors import UserError
+from psigrad.language import images
 from psigrad.language.data.chat.arguments import check_arguments, templates_of
 from psigrad.language.data.chat.dialect import (
     CHANNEL,
@@ -100,6 +101,9 @@ class Talk:
         return found
 
     def _run(self, template: Callable[..., T], messages: Sequence[Message]) -> T:
+        sight = images.sight_of(self.tokenizer)
+        if sight is not None and any(sight.placeholder in str(message.get("content")) for message in messages):
+            raise refuse(self.row, "", f"has the text {sight.placeholder!r}, which stands for an image; leave it out")
         try:
             spoken, tools = speak(messages, self.arguments["tools"], self.dialect)
             return template(self.tokenizer, {**self.arguments, "tools": tools}, spoken)
@@ -281,7 +285,8 @@ _KNOWN = {"role", "content", "tool_calls", "tool_call_id", *WEIGHTS, *REASONING}
 def _pieces(message: Message, thoughts: bool) -> Iterator[tuple[str, str]]:
     """Yield (field, text) for the texts of a message. A template may drop thoughts of turns that are only context."""
     parts = re.split(r"</?think>", str(message.get("content", "")))
-    yield from (("content", part.strip()) for part in (parts if thoughts else parts[-1:]) if part.strip())
+    texts = [text for part in (parts if thoughts else parts[-1:]) for text in images.MARK.split(part)[::2]]
+    yield from (("content", text.strip()) for text in texts if text.strip())
     if thoughts:
         yield from ((name, str(message[name]).strip()) for name in REASONING if message.get(name))
     for call in message.get("tool_calls", ()):

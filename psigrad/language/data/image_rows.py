@@ -1,0 +1,310 @@
+"""Images of rows and of environments' observations: read once, checked, and put into the text as marks (`language.images`).
+
+The forms are TRL's: a column `images` (or `image`) beside messages with {"type": "image"} parts, or parts that have an image
+themselves. If no part says where they belong, the images come first in the first user's turn.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import functools
+import hashlib
+import io
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from psigrad.errors import name_reason, several
+from psigrad.language import images
+from psigrad.language.data.chat.messages import Message
+from psigrad.language.data.dataset_rows import BadRow, Row, RowError, role_of
+from psigrad.language.images import MARK, Picture
+
+COLUMNS = ("images", "image")
+_ASKED = ("prompt", "messages", "conversations", "conversation")
+_ANSWERS = ("completion", "chosen", "rejected")
+_KINDS = ("image", "image_url", "input_image")
+_SOURCES = ("image", "image_url", "url", "path", "bytes")
+MOVES = "an animated image is its first frame"
+
+Fail = Callable[[str, str], NoReturn]
+
+
+def with_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mapping[str, Any], list[str]]:
+    """Return a raw row with its images as marks in the text, and notes on how they were read; the same row if it has none.
+
+    Paths are relative to `base`. The column `images` keeps the images as they were given, for reward functions. Raises `RowError`
+    for an image that cannot be read, and if their number is not that of the parts without an image of their own.
+    """
+
+    def fail(column: str, reason: str) -> NoReturn:
+        raise RowError(BadRow(source, column, reason))
+
+    given = {name: raw[name] for name in COLUMNS if raw.get(name) is not None}
+    if len(given) > 1:
+        fail("image", "is there, and images too; leave one of them out")
+    column, held = next(iter(given.items()), ("", []))
+    several_given = isinstance(held, list | tuple)
+    held = list(held) if several_given else [held]
+    talks = [name for name in (*_ASKED, *_ANSWERS) if _is_talk(raw.get(name))]
+    has_images = bool(held) or any(is_image(part) for name in talks for turn in raw[name] for part in _parts(turn))
+    _refuse_marks(raw, fail, "\ufffc" if has_images else "")
+    if not has_images:
+        return raw, []
+    reader = _Reader(base, fail)
+    other = f"; give a column without images another name: --columns {column}=other"
+    marks = [reader.mark(one, f"{column}[{i}]" if several_given else column, other) for i, one in enumerate(held)]
+    made, first = dict(raw), _bare(raw["prompt"]) if "prompt" in talks else 0
+    for name in talks:
+        begun = first if name in _ANSWERS else 0
+        wanted = begun + _bare(raw[name])
+        if wanted not in (0, len(marks)) and not (name == "prompt" and set(_ANSWERS).intersection(talks)):
+            have = several(len(marks), "image", "is", "are")
+            fail(name, f"has {several(wanted, 'image part')} without an image of their own, and {have} in the column images")
+        rest = iter(marks[begun:])
+        made[name] = [reader.turn(turn, f"{name}[{i}]", rest) for i, turn in enumerate(raw[name])]
+    if marks and not any(_bare(raw[name]) for name in talks):
+        _put_first(made, talks, "".join(marks), column, fail)
+    if not column:
+        made["images"] = reader.found
+    return made, [MOVES] if reader.moves else []
+
+
+def _put_first(made: dict[str, Any], talks: list[str], marks: str, column: str, fail: Fail) -> None:
+    """Put the images first in the first user's turn, or in a prompt that is text."""
+    asked = [name for name in talks if name in _ASKED] or [name for name in talks if made.get("prompt") is None]
+    for name in asked:
+        place = next((i for i, turn in enumerate(made[name]) if role_of(turn) == "user"), None)
+        if place is None:
+            fail(column, f"has images, and {name} has no user's turn for them")
+        turn = made[name][place]
+        content = "value" if "value" in turn and "role" not in turn else "content"
+        said = turn.get(content) or ""
+        said = [{"type": "text", "text": marks}, *said] if isinstance(said, list) else marks + str(said)
+        made[name] = [*made[name][:place], {**turn, content: said}, *made[name][place + 1 :]]
+    if not asked:
+        name = next((name for name in ("prompt", "instruction") if isinstance(made.get(name), str)), "")
+        if not name:
+            fail(column, "has images, and the row has neither a prompt nor messages for them")
+        made[name] = marks + made[name]
+
+
+class _Reader:
+    """The reader of one row's images. `found` are the images of parts as they were given."""
+
+    def __init__(self, base: Path, fail: Fail) -> None:
+        self.base, self.fail, self.found, self.moves = base, fail, list[Any](), False
+
+    def turn(self, turn: Any, where: str, rest: Iterator[str]) -> Any:
+        """Return a message with marks in place of its image parts. Parts without an image take the next of `rest`."""
+        if not any(map(is_image, _parts(turn))):
+            return turn
+        if role_of(turn) == "assistant":
+            self.fail(where, "has an image in the assistant's turn; a model here writes text alone")
+        name = "value" if "value" in turn and "role" not in turn else "content"
+        return {**turn, name: [self.part(part, f"{where}.{name}[{i}]", rest) for i, part in enumerate(turn[name])]}
+
+    def part(self, part: Any, where: str, rest: Iterator[str]) -> Any:
+        """Return a content part, an image as text with its mark."""
+        if not is_image(part):
+            return part
+        own = source_of(part)
+        if own is None:
+            return {"type": "text", "text": next(rest)}
+        self.found.append(own)
+        return {"type": "text", "text": self.mark(own, where)}
+
+    def mark(self, given: Any, where: str, advice: str = "") -> str:
+        """Return the mark of an image after reading it."""
+        try:
+            picture, moves = read(given, self.base)
+        except (OSError, ValueError) as error:
+            self.fail(where, f"{error}{advice}")
+        self.moves = self.moves or moves
+        return images.keep(picture)
+
+
+def read(given: Any, base: Path) -> tuple[Picture, bool]:
+    """Return an image that is a path, bytes, a data URL, Arrow's {"bytes", "path"} or Pillow's, and True if it is animated.
+
+    Raises `ValueError` with the reason for anything else, and for an image that cannot be decoded to its end.
+    """
+    if isinstance(given, Mapping):
+        given = given.get("bytes") or given.get("path")
+    if _is_pillow(given):
+        file = io.BytesIO()
+        images.rgb(given).save(file, "PNG")  # the same bytes for the same pixels and the same Pillow
+        return _of_bytes(file.getvalue())
+    if isinstance(given, bytes | bytearray | memoryview):
+        return _of_bytes(bytes(given))
+    if not isinstance(given, str | os.PathLike):
+        raise ValueError(f"is of type {type(given).__name__!r}; an image is a path, bytes, a data URL, or Pillow's")
+    text = os.fspath(given)
+    if text.startswith("data:"):
+        head, _, body = text.partition(",")
+        try:
+            return _of_bytes(base64.b64decode(body, validate=True) if head.endswith(";base64") else b"")
+        except binascii.Error as error:
+            raise ValueError(f"is a data URL that is not base64 ({error})") from None
+    if "://" in text[:16] and not text.startswith("file://"):
+        raise ValueError(f"is the URL {text[:60]}; images are not downloaded, so save it as a file and give the path")
+    try:
+        path = (base / Path(text.removeprefix("file://")).expanduser()).absolute()
+        if not path.is_file():
+            raise ValueError(f"is {text[:120]!r}, and there is no file {path}")
+        found = path.stat()
+        return _of_file(path, found.st_size, found.st_mtime_ns, found.st_ino)
+    except OSError as error:
+        raise ValueError(f"is {text[:120]!r}, which cannot be read ({error.strerror})") from None
+
+
+@functools.lru_cache(maxsize=65536)
+def _of_file(path: Path, *stat: int) -> tuple[Picture, bool]:
+    """Read a file once for all rows that have it."""
+    return _of_bytes(path.read_bytes(), path)
+
+
+def _of_bytes(data: bytes, path: Path | None = None) -> tuple[Picture, bool]:
+    if not data:
+        raise ValueError("has no bytes; an encoded image was expected, such as a PNG file")
+    try:
+        size, moves = images.inspect(data)
+    except Exception as error:  # a decoder can raise anything
+        name = f"the file {path}" if path is not None else f"{len(data)} bytes"
+        raise ValueError(f"is {name}, not a whole image that psigrad reads ({name_reason(error)})") from None
+    return Picture(hashlib.sha256(data).hexdigest(), *size, path, None if path is not None else data), moves
+
+
+def observed(said: Any) -> Any:
+    """Return an observation with its images as marks: text, a list of messages, or the text of a list of parts.
+
+    Raises `ValueError` for an image that cannot be read, and for text with a mark.
+    """
+
+    def join(parts: list[Any]) -> str:
+        return "".join(images.keep(read(source_of(part), Path())[0]) if is_image(part) else plain(_text(part)) for part in parts)
+
+    def plain(text: str) -> str:
+        if MARK.search(text):
+            raise ValueError("has the mark of an image in its text, U+FFFC and a SHA-256, which stands for an image alone")
+        return text
+
+    return _each_content(said, join, plain)
+
+
+def portable(said: Any) -> Any:
+    """Return an observation whose images are data URLs, so that it is JSON. Raises `ValueError` for one that cannot be read."""
+
+    def part(one: Any) -> Any:
+        if not is_image(one):
+            return {"type": "text", "text": _text(one)}
+        data = read(source_of(one), Path())[0].read()
+        return {"type": "image", "image": f"data:;base64,{base64.b64encode(data).decode()}"}
+
+    return _each_content(said, lambda parts: list(map(part, parts)), str)
+
+
+def _each_content(said: Any, of_parts: Callable[[list[Any]], Any], of_text: Callable[[str], str]) -> Any:
+    if isinstance(said, list) and said and all(isinstance(one, Mapping) and "role" in one for one in said):
+        return [{**m, "content": _each_content(m["content"], of_parts, of_text)} if "content" in m else m for m in said]
+    if has_parts(said):
+        return of_parts(said if isinstance(said, list) else [said])
+    return of_text(said) if isinstance(said, str) else said
+
+
+def has_parts(said: Any) -> bool:
+    """Return True for Pillow's image, and for a list of content parts."""
+    parts = said if isinstance(said, list) and said else [said] if not isinstance(said, str) else [None]
+    return all(is_image(part) or isinstance(_text(part), str) for part in parts)
+
+
+def digests_of(row: Row) -> list[str]:
+    """Return the SHA-256 of each image of a row, in order."""
+    fields = [row.prompt, row.completion, row.messages, row.rejected]
+    texts = [
+        turn.get("content") if isinstance(turn, Mapping) else turn for x in fields for turn in (x if isinstance(x, list) else [x])
+    ]
+    return [digest for text in texts if isinstance(text, str) and "\ufffc" in text for digest in MARK.findall(text)]
+
+
+def for_rewards(said: str | list[Message] | None) -> Any:
+    """Return a prompt or a conversation in the form of a dataset: contents with images as parts, a text without marks."""
+    if isinstance(said, list):
+        return [{**turn, "content": _open(turn["content"])} if "\ufffc" in str(turn.get("content")) else turn for turn in said]
+    return MARK.sub("", said) if isinstance(said, str) else said
+
+
+def _open(content: str) -> list[dict[str, Any]]:
+    return [{"type": "image"} if "sha256" in part else part for part in images.parts_of(content)]
+
+
+def row_for_rewards(row: Row) -> dict[str, Any]:
+    """Return a row in the form of the dataset, for environments and agents."""
+    columns = {name: column_for_rewards(name, value) for name, value in row.columns.items()}
+    return {"prompt": for_rewards(row.dataset_prompt), **columns}
+
+
+def column_for_rewards(name: str, value: Any) -> Any:
+    """Return a column as reward functions get it: bytes of images are opened by Pillow, as `datasets` does for TRL."""
+    if name not in COLUMNS or value is None:
+        return value
+    if isinstance(value, list):
+        return [column_for_rewards(name, one) for one in value]
+    data = value.get("bytes") if isinstance(value, Mapping) else value
+    if not isinstance(data, bytes):
+        return value
+    from PIL import Image
+
+    return Image.open(io.BytesIO(data))
+
+
+def _is_talk(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(turn, Mapping) for turn in value)
+
+
+def _parts(turn: Mapping[str, Any]) -> list[Any]:
+    content = turn.get("content", turn.get("value"))
+    return content if isinstance(content, list) else []
+
+
+def _bare(talk: Iterable[Mapping[str, Any]]) -> int:
+    return sum(is_image(part) and source_of(part) is None for turn in talk for part in _parts(turn))
+
+
+def _is_pillow(value: Any) -> bool:
+    pillow = sys.modules.get("PIL.Image")
+    return pillow is not None and isinstance(value, pillow.Image)
+
+
+def is_image(part: Any) -> bool:
+    """Return True for a content part that is an image."""
+    return _is_pillow(part) or (isinstance(part, Mapping) and part.get("type") in _KINDS)
+
+
+def source_of(part: Any) -> Any:
+    """Return the image of a part; None if it has none of its own."""
+    if not isinstance(part, Mapping):
+        return part
+    found = next((part[name] for name in _SOURCES if part.get(name) is not None), None)
+    return found.get("url", found) if isinstance(found, Mapping) else found
+
+
+def _text(part: Any) -> Any:
+    return part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) and "role" not in part else None
+
+
+def _refuse_marks(raw: Mapping[str, Any], fail: Fail, further: str) -> None:
+    """Reject a text that would be taken for an image. Use a stack, since rows may be nested as deep as JSON allows."""
+    stack: list[tuple[str, Any]] = list(raw.items())
+    while stack:
+        path, value = stack.pop()
+        if isinstance(value, str):
+            if "\ufffc" in value and (further or MARK.search(value)):
+                fail(path, "has the character U+FFFC, by which images are marked in texts; leave it out")
+        elif isinstance(value, Mapping):
+            stack += [(f"{path}.{key}", inner) for key, inner in value.items()]
+        elif isinstance(value, list | tuple):
+            stack += [(f"{path}[{i}]", inner) for i, inner in enumerate(value)]

@@ -1,0 +1,157 @@
+"""Texts with images as token ids: expanded once, in order, never a word of the user, and read back for people."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from psigrad.errors import UserError
+from psigrad.language import images
+from psigrad.language.data import kept_rows
+from psigrad.language.data.chat.turns import Talk
+from psigrad.language.data.dataset_rows import RowError
+from psigrad.language.data.pairs import encode_pair
+from psigrad.language.data.rendered_rows import render
+from psigrad.language.data.sources import from_rows
+from psigrad.language.data.templates import examples, observation_ids, prompt_ids, read_on
+from psigrad.language.examples import Example
+from psigrad.language.images import FIRST
+from tests.support.pictures import GLOBAL, IMAGE, PARTS_CHATML, WRAP, draw, encoded, tokenizer
+
+RED, WIDE = encoded(draw("red")), encoded(draw("blue", (24, 8)))  # 2 and 3 features
+R, W = (hashlib.sha256(data).hexdigest() for data in (RED, WIDE))
+PART = {"type": "image"}
+ONLY_PARTS = PARTS_CHATML.replace("{% if m['content'] is string %}{{ m['content'] }}{% else %}", "{% if true %}")
+
+
+def say(*parts, role="user"):
+    return {"role": role, "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]}
+
+
+def read(form="prompt-only", **row):
+    return from_rows([row], form).rows[0]
+
+
+def places(digest, count):
+    """By hand: 46 bits of the SHA-256 above 16 bits of the place, above bit 62."""
+    return [2**62 + (int(digest, 16) >> 256 - 46) * 2**16 + i for i in range(count)]
+
+
+def by_hand(words, *pieces):
+    """The ids of texts, and of images given as (SHA-256, features)."""
+    made = []
+    for piece in pieces:
+        if isinstance(piece, str):
+            made += words(piece, add_special_tokens=False)["input_ids"]
+        else:
+            made += [*by_hand(words, WRAP + GLOBAL), *places(*piece), *by_hand(words, WRAP)]
+    return made
+
+
+@pytest.fixture(scope="module", params=[PARTS_CHATML, ONLY_PARTS])
+def words(request):
+    return tokenizer(request.param)
+
+
+def test_a_prompt_has_each_image_s_own_ids_in_order(words):
+    row = read(prompt=[say("be", role="system"), say("a", PART, "b", PART)], images=[RED, WIDE])
+    start, end = "<|im_start|>", "<|im_end|>\n"
+    wanted = by_hand(
+        words, f"{start}system\nbe{end}{start}user\na", (R, 2), "b", (W, 3), f"{end}{start}assistant\n"
+    )  # fmt: skip
+    assert prompt_ids(words, row) == wanted
+    assert [images.split_id(token)[1] for token in wanted if token >= FIRST] == [0, 1, 0, 1, 2]
+    swapped = read(prompt=[say("be", role="system"), say("a", PART, "b", PART)], images=[WIDE, RED])
+    assert prompt_ids(words, swapped) != wanted
+
+
+def test_without_a_template_the_images_come_first():
+    words = tokenizer("")
+    words.chat_template = None
+    assert prompt_ids(words, read(prompt="how?", images=[RED])) == by_hand(words, (R, 2), "how?")
+    made = examples(words, read("prompt-completion", prompt="how?", completion=" 3", images=[RED]))[0]
+    assert made.ids == [*by_hand(words, (R, 2), "how?"), *by_hand(words, " 3"), words.eos_token_id]
+    trained = len(by_hand(words, " 3")) + 1
+    assert made.mask == [False] * (len(made.ids) - trained) + [True] * trained
+
+
+def test_later_turns_keep_the_images_of_earlier_ones(words):
+    talk = [say(PART, "a"), say("x", role="assistant"), say(PART, "b"), say("y", role="assistant")]
+    made = examples(words, read("messages", messages=talk, images=[RED, WIDE]))
+    assert len(made) == 1
+    assert [token for token in made[0].ids if token >= FIRST] == [*places(R, 2), *places(W, 3)]
+    trained = [token for token, own in zip(made[0].ids, made[0].mask, strict=True) if own]
+    assert trained == by_hand(words, "x<|im_end|>", "y<|im_end|>")
+    row = read(prompt=talk[:1], images=[RED])
+    known = Talk(words, row).prompt(row.prompt) + "x<|im_end|>"
+    later = read(prompt=talk[:3], images=[RED, WIDE]).prompt
+    on = read_on(words, row, later, known)
+    assert not on.anew
+    assert [token for token in on.ids if token >= FIRST] == places(W, 3)
+    assert observation_ids(words, row, later[2:])[-len(on.ids) :] == on.ids
+
+
+def test_generation_blocks_are_found_behind_an_image():
+    blocks = PARTS_CHATML.replace("{{ m['content'] }}", "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}")
+    blocks = blocks.replace("{{ '<|im_end|>\n' }}", "{% if m['role'] != 'assistant' %}{{ '<|im_end|>' }}{% endif %}{{ '\n' }}")
+    talk = [say(PART, "a"), {"role": "assistant", "content": "red"}]
+    row = read("messages", messages=talk, images=[RED])
+    marked, plain = (examples(tokenizer(form), row)[0] for form in (blocks, PARTS_CHATML))
+    assert (marked.ids, marked.mask) == (plain.ids, plain.mask)
+
+
+def test_a_pair_shares_the_image_of_its_prompt(words):
+    row = read("preference", prompt=[say(PART, "a")], chosen=[say("x", role="assistant")],
+               rejected=[say("y", role="assistant")], images=[RED])  # fmt: skip
+    pair = encode_pair(words, row)
+    assert [token for token in pair.prompt if token >= FIRST] == places(R, 2)
+    assert all(token < FIRST for token in (*pair.chosen.ids, *pair.rejected.ids))
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (PARTS_CHATML.replace("{{ '<image>' }}", ""), "leaves out an image"),
+        (PARTS_CHATML.replace("{{ '<image>' }}", "{{ '<image><image>' }}"), "writes 2 times"),
+        (
+            PARTS_CHATML.replace("{% for part in m['content'] %}", "{% for part in m['content'] | reverse %}"),
+            "writes it elsewhere than the row",
+        ),
+        (PARTS_CHATML.replace("m['content'] is string", "true"), "chat template"),
+    ],
+)
+def test_a_template_that_drops_doubles_or_moves_an_image_is_refused(template, said):
+    with pytest.raises(RowError, match=said):
+        prompt_ids(tokenizer(template), read(prompt=[say("aa", PART, "bb")], images=[RED]))
+
+
+@pytest.mark.parametrize("parts", [("<image>",), ("<image>", PART)])
+def test_a_user_s_placeholder_is_refused_by_name(words, parts):
+    with pytest.raises(RowError, match="has the text '<image>', which stands for an image"):
+        prompt_ids(words, read(prompt=[say(*parts)], images=[RED] * (len(parts) - 1)))
+
+
+def test_a_text_model_refuses_images_and_takes_literal_placeholders():
+    bare = tokenizer(sight=False)
+    with pytest.raises(UserError, match="vision-language model"):
+        prompt_ids(bare, read(prompt=[say(PART, "a")], images=[RED]))
+    assert bare.convert_tokens_to_ids(IMAGE) in prompt_ids(bare, read(prompt=[say("a<image>")]))
+
+
+def test_prompts_are_shown_with_labels(words):
+    row = read(prompt=[say(PART, "a", PART)], images=[RED, WIDE])
+    text = render(words, row)[0].pieces[0].text
+    assert f"user\n{WRAP}{GLOBAL}[image 16×8 {R[:6]}]{WRAP}a{WRAP}{GLOBAL}[image 24×8 {W[:6]}]{WRAP}<|im_end|>" in text
+
+
+def test_ids_of_images_survive_arrow_and_rows_with_images_are_not_cached():
+    wide, narrow = Example([1, *places(R, 2)], [False] * 3, False), Example([1, 2**31 - 1], [False, True], False)
+    for items, kind in (([wide, narrow], np.int64), ([narrow], np.int32)):
+        batch = kept_rows.batch_of(list(map(kept_rows.pack, items)))
+        assert batch.column(1).values.to_numpy().dtype == kind
+        again = kept_rows.Packed([kept_rows.batch_from(*kept_rows.serialise(batch))], kept_rows.unpack)
+        assert list(again) == items
+    with pytest.raises(kept_rows.NotKeptError):
+        kept_rows.pack_row(read(prompt=[say({"type": "image", "image": RED})]))

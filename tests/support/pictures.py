@@ -1,0 +1,55 @@
+"""Pictures drawn on the spot, and a tokenizer that reads them as Idefics 3 does: the image's tokens between wrapping tokens."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
+
+from psigrad.language import images
+from psigrad.language.models import tiny
+
+WRAP, GLOBAL, IMAGE = "<fake_token_around_image>", "<global-img>", "<image>"
+PARTS_CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['content'] is string %}{{ m['content'] }}"
+    "{% else %}{% for part in m['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<image>' }}{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """One feature for each started 8 pixels of width, in the order of Idefics 3's tokens."""
+
+    token_id: int
+    placeholder: str = IMAGE
+    version: str = "1"
+
+    def expand(self, picture: images.Picture) -> str:
+        return WRAP + GLOBAL + IMAGE * self.count(picture) + WRAP
+
+    def count(self, picture: images.Picture) -> int:
+        return -(-picture.width // 8)
+
+
+def tokenizer(template: str = PARTS_CHATML, sight: bool = True) -> Any:
+    made = tiny.tokenizer(["how many red squares are there user assistant system tool\n"] * 3, 300)
+    made.add_special_tokens({"additional_special_tokens": [WRAP, GLOBAL, IMAGE]})
+    made.chat_template = template
+    if sight:
+        images.see(made, Wrapped(made.convert_tokens_to_ids(IMAGE)))
+    return made
+
+
+def draw(colour: Any = "red", size: tuple[int, int] = (16, 8), mode: str = "RGB") -> Image.Image:
+    return Image.new(mode, size, colour)
+
+
+def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
