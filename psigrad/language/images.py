@@ -28,6 +28,8 @@ MARK = re.compile("\ufffc([0-9a-f]{64})\ufffc")
 FIRST = 1 << 62
 """The smallest id of an image token."""
 _PLACES = 16
+COLUMNS = ("images", "image")
+"""The columns of a dataset that have images."""
 MOST_PIXELS = 89_478_485
 """The most pixels of an image: the number from which Pillow warns of a decompression bomb."""
 # Pillow's other readers start programs (EPS) or are rarely tested.
@@ -202,9 +204,9 @@ def decode(tokenizer: Any, ids: Iterable[int], **options: Any) -> str:
     for token in ids:
         if token < FIRST:
             kept.append(token)
-        elif sight is not None and not token & (1 << _PLACES) - 1:
+        elif sight is not None and (one := label_of(token)):
             kept.append(sight.token_id)
-            labels.append(label(_digest_of(token)))
+            labels.append(one)
     made = tokenizer.decode(kept, **options)
     text = made if isinstance(made, str) else "".join(made)
     word = str(tokenizer.convert_ids_to_tokens(sight.token_id)) if sight is not None and labels else ""
@@ -224,9 +226,10 @@ def shown(text: str) -> str:
     return MARK.sub(lambda mark: label(mark[1]), text) if "\ufffc" in text else text
 
 
-def _digest_of(first: int) -> str:
-    """Return the SHA-256 of an image from the id of its first token, or as much as the id has of it."""
-    return _by_first.get(first) or f"{(first ^ FIRST) >> _PLACES << 2:012x}"
+def label_of(token: int) -> str:
+    """Return the label of the image whose first token this is; empty for later ones. The id itself has the label's digits."""
+    place = token & (1 << _PLACES) - 1
+    return "" if place else label(_by_first.get(token) or f"{(token ^ FIRST) >> _PLACES << 2:012x}")
 
 
 def parts_of(content: str) -> list[dict[str, str]]:
@@ -236,22 +239,44 @@ def parts_of(content: str) -> list[dict[str, str]]:
     return [part for part in parts if part.get("text") != "" or len(parts) == 1]
 
 
-def recorded(prompt: str | Sequence[Mapping[str, Any]]) -> str | Sequence[Mapping[str, Any]]:
-    """Return a prompt as rollouts.jsonl stores it: images as parts with their SHA-256 and their size."""
-    if isinstance(prompt, str):
-        return recorded([{"role": "user", "content": prompt}]) if MARK.search(prompt) else prompt
+def in_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages with images as parts of the content, each with its SHA-256 and its size."""
     found = []
-    for message in prompt:
-        content = message.get("content")
-        if isinstance(content, str) and MARK.search(content):
-            parts: list[dict[str, Any]] = list(parts_of(content))
-            for part in parts:
-                if "sha256" in part:
-                    known = picture(part["sha256"])
-                    part |= {"width": known.width, "height": known.height}
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, str) and "\ufffc" in content and MARK.search(content):
+            parts = [{**part, **size_of(part["sha256"])} if "sha256" in part else part for part in parts_of(content)]
             message = {**message, "content": parts}
         found.append(message)
     return found
+
+
+def size_of(digest: str) -> dict[str, Any]:
+    """Return width and height of a known image."""
+    known = picture(digest)
+    return {"width": known.width, "height": known.height}
+
+
+def recorded(prompt: str | Sequence[Mapping[str, Any]]) -> str | Sequence[Mapping[str, Any]]:
+    """Return a prompt as rollouts.jsonl stores it. A text with images becomes a message with parts."""
+    if isinstance(prompt, str):
+        return in_parts([{"role": "user", "content": prompt}]) if MARK.search(prompt) else prompt
+    return in_parts(prompt)
+
+
+def for_rewards(said: Any) -> Any:
+    """Return a prompt or a completion as reward functions and environments receive it: without marks, messages with parts."""
+    return MARK.sub("", said) if isinstance(said, str) else in_parts(said) if isinstance(said, list) else said
+
+
+def column_for_rewards(name: str, value: Any) -> Any:
+    """Return a column as they receive it: bytes of images are opened by Pillow, as `datasets` does for TRL."""
+    if name not in COLUMNS or value is None:
+        return value
+    if isinstance(value, list):
+        return [column_for_rewards(name, one) for one in value]
+    data = value.get("bytes") if isinstance(value, Mapping) else value
+    return _opened(data) if isinstance(data, bytes) else value
 
 
 def marked(text: str, messages: Iterable[Mapping[str, Any]], sight: Sight | None) -> tuple[str, list[tuple[int, int]]]:

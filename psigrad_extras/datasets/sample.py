@@ -14,6 +14,7 @@ from psigrad import seeds
 from psigrad.config import SampleConfig
 from psigrad.config.sections import columns_of
 from psigrad.errors import UserError, kind_of
+from psigrad.language.data.image_rows import for_file
 from psigrad.language.data.posted_forms import map_columns
 from psigrad.language.data.templates import completion_for_reward
 from psigrad.language.recipes import evaluate
@@ -133,7 +134,7 @@ def _reward(trajectory: Trajectory) -> float:
 def _row(trajectory: Trajectory, sampled: evaluate.Report) -> dict[str, Any]:
     row = sampled.rows[trajectory.row]
     completion = list(trajectory.messages) or completion_for_reward(row, trajectory.text)
-    return {**row.columns, "prompt": row.dataset_prompt, "completion": completion}
+    return for_file({**row.columns, "prompt": row.dataset_prompt, "completion": completion})
 
 
 def convert(

@@ -10,8 +10,10 @@ from typing import Any
 from psigrad import redaction
 from psigrad.config import OnlineConfig
 from psigrad.errors import UserError
+from psigrad.language import images
 from psigrad.language.data import rendered_rows
 from psigrad.language.data.dataset_rows import Row, show
+from psigrad.language.data.image_rows import observed, row_for_rewards
 from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.rendered_rows import Rendered
 from psigrad.language.data.sources import form_of, from_rows, read_dataset
@@ -91,7 +93,7 @@ def try_turns(config: OnlineConfig) -> list[tuple[str, str]]:
     with playing_for(config, CallForm("Hermes")) as playing:
         if (row := _first_row(config, playing)) is None:
             return []
-        given = {"prompt": row.dataset_prompt, **row.columns}
+        given = row_for_rewards(row)
         turns = {f"tool {name}": _call(name, parameters, given) for name, parameters in called.items()}
         turns = turns or {"the environment": ("?", "'?'")}
         answers: list[Any] = playing.begin([given] * len(turns))
@@ -101,10 +103,10 @@ def try_turns(config: OnlineConfig) -> list[tuple[str, str]]:
     for (name, (_, shown)), answer in zip(turns.items(), answers, strict=True):
         if isinstance(answer, Fault):
             raise UserError(f"On {row.source} {name} gives no answer to {shown}: {answer.reason.rstrip('.')}.")
-        said = answer.observation
+        said = observed(answer.observation)
         text = said if isinstance(said, str) else "\n".join(str(message.get("content", "")) for message in said)
         reward = "" if called else f" and the reward {show_number(answer.reward)}"
-        lines.append((redaction.clear(f"{name} answers {show(text)}{reward} to {shown} on {row.source}"), ""))
+        lines.append((redaction.clear(f"{name} answers {show(images.shown(text))}{reward} to {shown} on {row.source}"), ""))
     return lines
 
 

@@ -138,9 +138,7 @@ def _messages(prompt: Any) -> list[dict[str, str]]:
     """Return a prompt as messages. A plain text has no role."""
     if not isinstance(prompt, list):
         return [{"role": "", "content": escape(str(prompt or ""))[:LONGEST]}]
-    return [
-        {"role": escape(role)[:40], "content": escape(text)[:LONGEST]} for role, text in messages(prompt)
-    ]
+    return [{"role": escape(role)[:40], "content": escape(text)[:LONGEST]} for role, text in messages(prompt)]
 
 
 def _rows(index: RolloutIndex, numbers: Sequence[int], generation: int, seconds: float) -> list[tuple[int, dict[str, Any]]]:

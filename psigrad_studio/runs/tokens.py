@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from psigrad.language.images import FIRST, label_of
 from psigrad.records.rows import number, parse_row
 from psigrad.redaction import escape
 from psigrad_studio.runs.files import content
@@ -74,7 +75,8 @@ def _k3(log_ratio: float) -> float | None:
 def texts_of(row: Mapping[str, Any], tokenizer: Any) -> list[str]:
     """Return the text of each token of a completion, or its number without a tokenizer."""
     given = row.get("completion_ids")
-    ids = [i for i in (given if isinstance(given, list) else ()) if type(i) is int and 0 <= i < 2**31][:MOST_TOKENS]
+    known = (range(2**31), range(FIRST, 2 * FIRST))
+    ids = [i for i in (given if isinstance(given, list) else ()) if type(i) is int and any(i in x for x in known)][:MOST_TOKENS]
     if tokenizer is None:
         return [f"#{i}" for i in ids]
     return [escape(text) for text in _pieces(tokenizer, ids)]
@@ -84,6 +86,10 @@ def _pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """Return texts that join to the full text. A character of several tokens appears at the last of them."""
     found, start, said = [], 0, ""
     for end in range(1, len(ids) + 1):
+        if ids[end - 1] >= FIRST:
+            found.append(label_of(ids[end - 1]))
+            start, said = end, ""
+            continue
         now = tokenizer.decode(list(ids[start:end]), skip_special_tokens=False)
         if now.endswith("\ufffd") and end < len(ids) and end - start < 16:
             found.append("")

@@ -53,3 +53,27 @@ def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
     file = io.BytesIO()
     image.save(file, form, **options)
     return file.getvalue()
+
+
+class Gallery:
+    """Answers a turn with a picture as wide as the number of the turn, in one of the forms of an observation."""
+
+    def reset(self, row: Any) -> Any:
+        self.turn = 0
+        return None
+
+    def step(self, completion: str) -> tuple[Any, float, bool]:
+        self.turn += 1
+        picture = draw("red", (8 * self.turn, 8))
+        said = {"type": "text", "text": "next"}
+        forms = [picture, [said, picture], [{"role": "user", "content": [{"type": "image", "image": picture}, said]}]]
+        return forms[self.turn - 1] if self.turn <= 3 else "", 1.0, self.turn == 4
+
+
+def look(width: int) -> Any:
+    """Look around.
+
+    Args:
+        width: How far to look.
+    """
+    return ["seen:", draw("blue", (width, 8))] if width else "nothing"

@@ -19,11 +19,9 @@ from typing import Any, NoReturn
 
 from psigrad.errors import name_reason, several
 from psigrad.language import images
-from psigrad.language.data.chat.messages import Message
 from psigrad.language.data.dataset_rows import BadRow, Row, RowError, role_of
-from psigrad.language.images import MARK, Picture
+from psigrad.language.images import COLUMNS, MARK, Picture
 
-COLUMNS = ("images", "image")
 _ASKED = ("prompt", "messages", "conversations", "conversation")
 _ANSWERS = ("completion", "chosen", "rejected")
 _KINDS = ("image", "image_url", "input_image")
@@ -201,8 +199,7 @@ def portable(said: Any) -> Any:
     def part(one: Any) -> Any:
         if not is_image(one):
             return {"type": "text", "text": _text(one)}
-        data = read(source_of(one), Path())[0].read()
-        return {"type": "image", "image": f"data:;base64,{base64.b64encode(data).decode()}"}
+        return {"type": "image", "image": _data_url(read(source_of(one), Path())[0].read())}
 
     return _each_content(said, lambda parts: list(map(part, parts)), str)
 
@@ -223,42 +220,33 @@ def has_parts(said: Any) -> bool:
 
 def digests_of(row: Row) -> list[str]:
     """Return the SHA-256 of each image of a row, in order."""
-    fields = [row.prompt, row.completion, row.messages, row.rejected]
-    texts = [
-        turn.get("content") if isinstance(turn, Mapping) else turn for x in fields for turn in (x if isinstance(x, list) else [x])
-    ]
+    return [digest for text in (row.prompt, row.completion, row.messages, row.rejected) for digest in _digests_in(text)]
+
+
+def _digests_in(said: Any) -> list[str]:
+    texts = [turn.get("content") if isinstance(turn, Mapping) else turn for turn in (said if isinstance(said, list) else [said])]
     return [digest for text in texts if isinstance(text, str) and "\ufffc" in text for digest in MARK.findall(text)]
-
-
-def for_rewards(said: str | list[Message] | None) -> Any:
-    """Return a prompt or a conversation in the form of a dataset: contents with images as parts, a text without marks."""
-    if isinstance(said, list):
-        return [{**turn, "content": _open(turn["content"])} if "\ufffc" in str(turn.get("content")) else turn for turn in said]
-    return MARK.sub("", said) if isinstance(said, str) else said
-
-
-def _open(content: str) -> list[dict[str, Any]]:
-    return [{"type": "image"} if "sha256" in part else part for part in images.parts_of(content)]
 
 
 def row_for_rewards(row: Row) -> dict[str, Any]:
     """Return a row in the form of the dataset, for environments and agents."""
-    columns = {name: column_for_rewards(name, value) for name, value in row.columns.items()}
-    return {"prompt": for_rewards(row.dataset_prompt), **columns}
+    columns = {name: images.column_for_rewards(name, value) for name, value in row.columns.items()}
+    return {"prompt": images.for_rewards(row.dataset_prompt), **columns}
 
 
-def column_for_rewards(name: str, value: Any) -> Any:
-    """Return a column as reward functions get it: bytes of images are opened by Pillow, as `datasets` does for TRL."""
-    if name not in COLUMNS or value is None:
-        return value
-    if isinstance(value, list):
-        return [column_for_rewards(name, one) for one in value]
-    data = value.get("bytes") if isinstance(value, Mapping) else value
-    if not isinstance(data, bytes):
-        return value
-    from PIL import Image
+def for_file(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a raw row with marks in the form that `with_marks` reads: parts, and a column of paths and data URLs."""
+    texts = [row.get("prompt"), row.get("completion")]
+    found = [images.picture(digest) for text in texts for digest in _digests_in(text)]
+    if not found:
+        return dict(row)
+    own = {name: value for name, value in row.items() if name not in COLUMNS}
+    made = {name: images.for_rewards(row[name]) for name in ("prompt", "completion") if name in row}
+    return {**own, **made, "images": [_data_url(one.data) if one.data is not None else str(one.path) for one in found]}
 
-    return Image.open(io.BytesIO(data))
+
+def _data_url(data: bytes) -> str:
+    return f"data:;base64,{base64.b64encode(data).decode()}"
 
 
 def _is_talk(value: Any) -> bool:

@@ -8,7 +8,6 @@ from typing import Any
 
 from psigrad.language.data.chat.messages import Message
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.image_rows import column_for_rewards, for_rewards
 from psigrad.language.data.templates import completion_for_reward, opened_thought, special_token_remover
 from psigrad.language.rollout.collectors import PendingRewards, Show
 from psigrad.language.rollout.scoring import Samples, Scorer, turns_of
@@ -44,7 +43,7 @@ def _samples(
     sources = [rows[t.row] for t in group]
     texts = [hide(t.text, () if t.branches else t.completion.ids) if t.answer is None else hide(t.answer) for t in group]
     shown = [
-        for_rewards([_hidden(message, hide) for message in t.messages]) or completion_for_reward(row, text)
+        [_hidden(message, hide) for message in t.messages] or completion_for_reward(row, text)
         for row, t, text in zip(sources, group, texts, strict=True)
     ]
     turns = [[*map(hide, t.policy_turns)] or turns_of(completion) for t, completion in zip(group, shown, strict=True)]
@@ -55,10 +54,10 @@ def _samples(
         return tag if hide(tag) == tag else ""
 
     return Samples(
-        prompts=[for_rewards(row.dataset_prompt) for row in sources],
+        prompts=[row.dataset_prompt for row in sources],
         completions=shown,
         completion_ids=[list(t.completion.ids) for t in group],
-        columns={name: [column_for_rewards(name, row.columns.get(name)) for row in sources] for name in names},
+        columns={name: [row.columns.get(name) for row in sources] for name in names},
         prompt_ids=[t.prompt_ids for t in group],
         policy_turns=turns if plays else None,
         policy_ids=[list(t.policy_ids) for t in group] if plays else None,

@@ -31,7 +31,6 @@ from psigrad.language.data import kept_rows
 from psigrad.language.data.chat import rendering
 from psigrad.language.data.chat.dialect import fixed
 from psigrad.language.data.dataset_rows import BadRow, Row, RowError
-from psigrad.language.data.image_rows import COLUMNS as IMAGES
 from psigrad.language.data.image_rows import digests_of
 from psigrad.language.data.kept_rows import Packed, PreparedRows, batch_of, pack, unpack
 from psigrad.language.data.posted_forms import Tell
@@ -210,7 +209,7 @@ def sum_parts(prepared: PreparedRows[Any]) -> dict[str, str]:
 
 def _by_marks(row: Row) -> Row:
     """Return a row with images without the column of them: the marks in its text have their SHA-256."""
-    own = {name: value for name, value in row.columns.items() if name not in IMAGES}
+    own = {name: value for name, value in row.columns.items() if name not in images.COLUMNS}
     return replace(row, columns=own) if len(own) < len(row.columns) and digests_of(row) else row
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from psigrad.errors import UserError
+from psigrad.language import images
 
 WINDOW = 200
 """The number of completions over which `max_unscored` is checked."""
@@ -47,9 +48,12 @@ class Samples:
     @property
     def shown(self) -> dict[str, Sequence[Any]]:
         """The columns sent to the reward functions' workers, by name."""
-        own = {"prompts": self.prompts, "completions": self.completions, "completion_ids": self.completion_ids}
+        said = {"prompts": self.prompts, "completions": self.completions}
+        own = {name: list(map(images.for_rewards, values)) for name, values in said.items()}
+        own |= {"completion_ids": list(self.completion_ids)}
         policy = {"policy_turns": self.policy_turns, "policy_ids": self.policy_ids, "opened_thoughts": self.opened_thoughts}
-        return {**self.columns, **own, **{name: values for name, values in policy.items() if values is not None}}
+        columns = {n: [images.column_for_rewards(n, value) for value in values] for n, values in self.columns.items()}
+        return {**columns, **own, **{name: values for name, values in policy.items() if values is not None}}
 
 
 def join(parts: Sequence[Samples]) -> Samples:

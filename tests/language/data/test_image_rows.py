@@ -10,13 +10,13 @@ import zlib
 
 import numpy as np
 import pytest
+from pictures import draw, encoded
 from PIL import Image
 
 from psigrad.errors import UserError
 from psigrad.language import images
 from psigrad.language.data import image_rows
 from psigrad.language.data.sources import from_rows, load
-from tests.support.pictures import draw, encoded
 
 RED, BLUE = encoded(draw("red")), encoded(draw("blue"))
 R, B = (f"\ufffc{hashlib.sha256(data).hexdigest()}\ufffc" for data in (RED, BLUE))
@@ -236,6 +236,15 @@ def test_a_changed_file_is_refused_and_a_new_reading_has_its_new_digest(files):
 def test_rewards_get_parts_and_open_images():
     row = read(prompt=[say(PART, "a")], images=[{"bytes": RED, "path": None}])
     shown = image_rows.row_for_rewards(row)
-    assert shown["prompt"] == [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]
+    part = {"type": "image", "sha256": R[1:-1], "width": 16, "height": 8}
+    assert shown["prompt"] == [{"role": "user", "content": [part, {"type": "text", "text": "a"}]}]
     assert shown["images"][0].getpixel((0, 0)) == (255, 0, 0)
     assert image_rows.row_for_rewards(read(prompt="a", image=RED))["prompt"] == "a"
+
+
+def test_a_written_row_is_read_back(files):
+    row = read(prompt=[say("a", PART, PART)], images=[RED, str(files / "blue.png")], answer="3")
+    written = json.loads(json.dumps(image_rows.for_file({**row.columns, "prompt": row.prompt, "completion": [X]})))
+    assert written["images"][1] == str(files / "blue.png") or written["images"][1].startswith("data:")
+    again = read("prompt-completion", **written)
+    assert (again.prompt, again.columns["answer"]) == (row.prompt, "3")

@@ -6,6 +6,7 @@ import hashlib
 
 import numpy as np
 import pytest
+from pictures import GLOBAL, IMAGE, PARTS_CHATML, WRAP, draw, encoded, tokenizer
 
 from psigrad.errors import UserError
 from psigrad.language import images
@@ -18,7 +19,6 @@ from psigrad.language.data.sources import from_rows
 from psigrad.language.data.templates import examples, observation_ids, prompt_ids, read_on
 from psigrad.language.examples import Example
 from psigrad.language.images import FIRST
-from tests.support.pictures import GLOBAL, IMAGE, PARTS_CHATML, WRAP, draw, encoded, tokenizer
 
 RED, WIDE = encoded(draw("red")), encoded(draw("blue", (24, 8)))  # 2 and 3 features
 R, W = (hashlib.sha256(data).hexdigest() for data in (RED, WIDE))
