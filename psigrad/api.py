@@ -13,6 +13,7 @@ from psigrad.compat.foreign_names import load, resolve_names
 from psigrad.config import EvalConfig, Reward, RewardConfig
 from psigrad.config.methods import of_spec
 from psigrad.errors import UserError, kind_of
+from psigrad.language.data.named_datasets import encoded
 from psigrad.language.data.sources import unformatted
 from psigrad.language.data.splits import parse_split
 from psigrad.language.loading import given_model
@@ -209,7 +210,7 @@ def _rows(dataset: Dataset, split: str = "train", setting: str = "split", usual:
         raise UserError(f"{setting} is {split!r}, and the rows that are given have no splits; leave it out.")
     if not isinstance(dataset, Iterable):
         raise UserError(f"The dataset is {dataset!r}; expected the name of a file, folder or hub dataset, or rows.")
-    return list(unformatted(dataset))
+    return list(encoded(unformatted(dataset)))
 
 
 def _plain(value: Any) -> Any:

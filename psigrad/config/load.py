@@ -234,12 +234,20 @@ def reword(message: str) -> str:
     return message[0].lower() + message[1:]
 
 
+def identify(value: Any) -> str:
+    """Return text that identifies a value without a JSON form: bytes, an array, and Pillow's image by their content."""
+    data = value if isinstance(value, bytes) else value.tobytes() if hasattr(value, "tobytes") else None
+    if data is None:
+        return str(value)
+    return f"{getattr(value, 'size', '')} {hashlib.sha256(data).hexdigest()}"
+
+
 def _plain(value: Any, field: str = "") -> Any:
     if field in ("dataset", "eval_dataset") and not isinstance(value, str):
         rows = list(value)
         if rows and all(isinstance(name, str) for name in rows):
             return [_plain(name) for name in rows]
-        return f"rows:{len(rows)}:{hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()}"
+        return f"rows:{len(rows)}:{hashlib.sha256(json.dumps(rows, sort_keys=True, default=identify).encode()).hexdigest()}"
     if field == "callbacks":
         return [_plain(v) if isinstance(v, str | Mapping) else _name(v) for v in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

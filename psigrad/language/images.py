@@ -128,8 +128,8 @@ def keep_in(folder: Path, digests: Iterable[str] = ()) -> None:
     _run[:] = [folder]
     found = [_album[digest] for digest in dict.fromkeys(digests)]
     _album.update({one.digest: _stored(one, folder) for one in found})
-    paths = {one.digest: (one.path, one.width, one.height) for one in found if one.data is None and one.path is not None}
-    if lines := [json.dumps([digest, str(path), *size]) for digest, (path, *size) in sorted(paths.items())]:
+    paths = {one.digest: one for one in found if one.data is None and one.path is not None and one.path.parent != folder}
+    if lines := [json.dumps([digest, str(one.path), one.width, one.height]) for digest, one in sorted(paths.items())]:
         _write(folder / "paths.jsonl", "".join(f"{line}\n" for line in lines).encode())
 
 
@@ -275,6 +275,8 @@ def column_for_rewards(name: str, value: Any) -> Any:
         return value
     if isinstance(value, list):
         return [column_for_rewards(name, one) for one in value]
+    if isinstance(value, Mapping) and isinstance(path := value.get("path"), str) and value.get("bytes") is None:
+        return _opened(Path(path).read_bytes())
     data = value.get("bytes") if isinstance(value, Mapping) else value
     return _opened(data) if isinstance(data, bytes) else value
 

@@ -25,6 +25,7 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 
 from psigrad.config.fields import FREE, LENGTH, RECORDED, defaults_of, find_marked
+from psigrad.config.load import identify
 from psigrad.config.nested import flatten
 from psigrad.errors import UserError, nearest
 from psigrad.importing import home_of, loaded_by, opened_by
@@ -120,14 +121,9 @@ def name_preset_once(settings: Mapping[str, Any]) -> dict[str, Any]:
 def hash_parts(parts: Mapping[str, Any]) -> dict[str, str]:
     """Return the SHA-256 of each part's JSON form, by name."""
     return {
-        name: hashlib.sha256(json.dumps(part, sort_keys=True, default=_content).encode()).hexdigest()
+        name: hashlib.sha256(json.dumps(part, sort_keys=True, default=identify).encode()).hexdigest()
         for name, part in parts.items()
     }
-
-
-def _content(value: Any) -> str:
-    """Return text that identifies a value without a JSON form: Pillow's image and an array by their numbers."""
-    return hashlib.sha256(value.tobytes()).hexdigest() if hasattr(value, "tobytes") else str(value)
 
 
 def check_pins(folder: Path, before: Mapping[str, Any], now: Mapping[str, str], allow: Iterable[str] = ()) -> list[Change]:

@@ -66,9 +66,15 @@ def with_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mapping
         made[name] = [reader.turn(turn, f"{name}[{i}]", rest) for i, turn in enumerate(raw[name])]
     if marks and not any(_bare(raw[name]) for name in talks):
         _put_first(made, talks, "".join(marks), column, fail)
-    if not column:
-        made["images"] = reader.found
+    kept = [_anchored(one, base) for one in held or reader.found]
+    made[column or "images"] = kept if several_given or not held else kept[0]
     return made, [MOVES] if reader.moves else []
+
+
+def _anchored(given: Any, base: Path) -> Any:
+    """Return an image as it was given; the path of Arrow's image is made absolute, as reward functions run elsewhere."""
+    is_path = isinstance(given, Mapping) and given.get("bytes") is None and isinstance(given.get("path"), str)
+    return {**given, "path": str((base / given["path"]).absolute())} if is_path else given
 
 
 def _put_first(made: dict[str, Any], talks: list[str], marks: str, column: str, fail: Fail) -> None:

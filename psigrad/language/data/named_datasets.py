@@ -111,13 +111,20 @@ def _read_saved(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
         else:
             _check_single(part, str(path), str(saved.split or ""), single)
         # a format such as "torch" is saved too, but rewards get plain values
-        yield from (Raw(f"{path.name}:{i}", raw) for i, raw in enumerate(saved.with_format(None), 1))
+        yield from (Raw(f"{path.name}:{i}", raw) for i, raw in enumerate(encoded(saved.with_format(None)), 1))
     except UserError:
         raise
     except Exception as error:  # a damaged folder raises Arrow's, json's or datasets' own error types
         raise UserError(
             f"The saved dataset {path} can't be read ({name_reason(error)}); save it again with save_to_disk."
         ) from error
+
+
+def encoded(rows: Any) -> Iterable[Any]:
+    """Return rows of `datasets` with images as their file's bytes: decoded, they would take memory and have no bytes to name."""
+    if "Image(" not in str(getattr(rows, "features", "")):
+        return rows  # type: ignore[no-any-return]
+    return (row for batch in rows.with_format("arrow").iter(64) for row in batch.to_pylist())
 
 
 def _hub(dataset: str, split: str, streaming: bool) -> Records:
@@ -130,7 +137,7 @@ def _hub(dataset: str, split: str, streaming: bool) -> Records:
     try:  # a stream has no slices
         asked = part.name if streaming else split
         rows: Iterable[Any] = datasets.load_dataset(name, config or None, split=asked, streaming=streaming)
-        records = (Raw(f"{dataset}[{split}]:{i}", raw) for i, raw in enumerate(rows, 1))
+        records = (Raw(f"{dataset}[{split}]:{i}", raw) for i, raw in enumerate(encoded(rows), 1))
         yield from part.take(records) if streaming else records
     except Exception as error:  # no network, no such name, split or configuration: datasets raises a dozen types
         raise UserError(

@@ -19,7 +19,7 @@ from psigrad.errors import UserError, nearest, several
 from psigrad.language.data import image_rows, posted_forms
 from psigrad.language.data.chat.messages import is_trained
 from psigrad.language.data.dataset_rows import FORMS, MAX_DEPTH, BadRow, Row, RowError, find_form, rows_of
-from psigrad.language.data.named_datasets import SINGLE, read_named
+from psigrad.language.data.named_datasets import SINGLE, encoded, read_named
 from psigrad.language.data.posted_forms import Tell, as_turns
 from psigrad.language.data.row_files import Raw, Records
 from psigrad.language.data.splits import parse_split
@@ -82,7 +82,7 @@ def from_rows(
     if isinstance(iterable, Mapping):
         parts = ", ".join(map(str, iterable))
         raise UserError(f"The dataset is a mapping of {parts}; give one of them: a name, or rows as a list or datasets.Dataset.")
-    records = (Raw(f"{source}:{i}", _plain(raw)) for i, raw in enumerate(unformatted(iterable), 1))
+    records = (Raw(f"{source}:{i}", _plain(raw)) for i, raw in enumerate(encoded(unformatted(iterable)), 1))
     return _collect(records, form, source, bad_rows, columns or {}, Path())
 
 

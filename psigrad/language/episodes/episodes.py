@@ -285,7 +285,7 @@ def _begin(
     limits: _Limits,
 ) -> list[_Episode]:
     """Start `count` episodes of each prompt. The observation of `reset` follows the prompt and is the same within a group."""
-    shown = [row_for_rewards(row) for _, _, row in prompts for _ in range(count)]
+    shown = [dict(shown) for _, _, row in prompts for shown in [row_for_rewards(row)] for _ in range(count)]
     openings_of_all = [_seen(tokenizer, opening) for opening in rules.playing.begin(shown)]
     episodes: list[_Episode] = []
     for place, (index, ids, row) in enumerate(prompts):

@@ -13,6 +13,8 @@ import pytest
 from pictures import draw, encoded
 from PIL import Image
 
+from psigrad.config import Data
+from psigrad.config.load import to_dict
 from psigrad.errors import UserError
 from psigrad.language import images
 from psigrad.language.data import image_rows
@@ -248,3 +250,24 @@ def test_a_written_row_is_read_back(files):
     assert written["images"][1] == str(files / "blue.png") or written["images"][1].startswith("data:")
     again = read("prompt-completion", **written)
     assert (again.prompt, again.columns["answer"]) == (row.prompt, "3")
+
+
+def test_images_of_datasets_are_the_bytes_of_their_files(files):
+    import datasets
+
+    features = datasets.Features({"prompt": datasets.Value("string"), "images": datasets.List(datasets.Image())})
+    given = [str(files / "red.png"), {"bytes": BLUE, "path": None}]
+    data = datasets.Dataset.from_dict({"prompt": ["a"], "images": [given]}, features=features)
+    assert from_rows(data, "prompt-only").rows[0].prompt == f"{R}{B}a"
+    data.save_to_disk(str(files / "saved"))
+    assert load(str(files / "saved"), form="prompt-only").rows[0].prompt == f"{R}{B}a"
+    data.to_parquet(str(files / "a.parquet"))
+    assert load(str(files / "a.parquet"), form="prompt-only").rows[0].prompt == f"{R}{B}a"
+    shown = image_rows.row_for_rewards(from_rows(data, "prompt-only").rows[0])
+    assert [one.getpixel((0, 0)) for one in shown["images"]] == [(255, 0, 0), (0, 0, 255)]
+
+
+def test_rows_with_pillow_s_images_are_known_by_their_pixels():
+    one, same, other = ([{"prompt": "a", "image": draw(colour)}] for colour in ("red", "red", "blue"))
+    identify = lambda rows: to_dict(Data(rows))["dataset"]  # noqa: E731
+    assert identify(one) == identify(same) != identify(other)
