@@ -29,9 +29,18 @@ from psigrad.language.models.experts import Balance, Routing
 from psigrad.language.models.fused.caches import ActivationCache, CacheHit
 from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.lora import Lora, Masks, describe_merging, merge_adapter, text_sums, with_lora
-from psigrad.language.models.modes import recompute_activations, set_mode, switch_dropout_off
 from psigrad.language.models.packing import ForwardInputs, Groups
-from psigrad.language.models.probe import LENGTH, choose_attention, compose, distance, fuse, shared_prompts
+from psigrad.language.models.probe import (
+    LENGTH,
+    choose_attention,
+    compose,
+    distance,
+    fuse,
+    recompute_activations,
+    set_mode,
+    shared_prompts,
+    switch_dropout_off,
+)
 from psigrad.language.models.sizes import size
 from psigrad.language.models.towers import freeze_towers, put_back, text_half
 from psigrad.language.models.vision import attach
