@@ -18,8 +18,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from psigrad.errors import UserError, kind_of, reason_of
-from psigrad.language.models.backbone import DTYPES, dropouts_of, read_tokenizer, write
+from psigrad.language.models.backbone import DTYPES, read_tokenizer, write
 from psigrad.language.models.lora import is_adapter, read_adapter_config, without_peft_warning
+from psigrad.language.models.probe import dropouts_of
 from psigrad.paths import find_absolute
 from psigrad.processes.parallel.world import World
 

@@ -30,7 +30,17 @@ from psigrad.language.models.fused.caches import ActivationCache, CacheHit
 from psigrad.language.models.fused.decoder import Decoder
 from psigrad.language.models.lora import Lora, Masks, describe_merging, merge_adapter, text_sums, with_lora
 from psigrad.language.models.packing import ForwardInputs, Groups
-from psigrad.language.models.probe import LENGTH, choose_attention, compose, distance, fuse, shared_prompts
+from psigrad.language.models.probe import (
+    LENGTH,
+    choose_attention,
+    compose,
+    distance,
+    fuse,
+    recompute_activations,
+    set_mode,
+    shared_prompts,
+    switch_dropout_off,
+)
 from psigrad.language.models.sizes import size
 from psigrad.language.models.towers import freeze_towers, put_back, text_half
 from psigrad.language.models.vision import attach
@@ -417,34 +427,6 @@ def _unscaled_lengths(config: Any) -> list[int]:
     return [int(length) for length in lengths if length] or [1 << 31]
 
 
-def dropouts_of(hf: nn.Module) -> list[tuple[nn.Module, str, float]]:
-    """List the dropout probabilities of a model: (module, attribute, value)."""
-    return [
-        (module, name, value)
-        for module in hf.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout)))
-    ]
-
-
-def switch_dropout_off(hf: PreTrainedModel) -> None:
-    """Set all dropout to 0, and evaluation mode. The model's outputs in that mode stay the same."""
-    for module, name, _ in dropouts_of(hf):
-        setattr(module, name, 0.0)
-    hf.eval()
-
-
-def set_mode(network: nn.Module, training: bool) -> None:
-    """Set training or evaluation mode. Routers stay in evaluation mode, where they draw no noise.
-
-    Setting their jitter to 0 would be wrong: in evaluation mode PhiMoE's jitter is a threshold for choosing experts.
-    """
-    network.train(training)
-    for module in network.modules() if training else ():
-        if any("jitter" in name for name in vars(module)):
-            module.training = False
-
-
 def _check_repeatable(model: Pretrained) -> None:
     """Raise `UserError` if two passes in training mode, which checkpointing and dropout need, give different results."""
     with torch.enable_grad():  # training mode is set only when a gradient is enabled
@@ -454,11 +436,6 @@ def _check_repeatable(model: Pretrained) -> None:
             f"{type(model.network).__name__} draws random numbers in training mode that psigrad cannot switch off (two passes "
             f"differ by {gap:.1g}); leave gradient_checkpointing and lora_dropout off."
         )
-
-
-def recompute_activations(hf: PreTrainedModel) -> None:
-    """Enable gradient checkpointing. transformers recomputes only in training mode, which changes no result."""
-    hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def check_whole(missing: Iterable[str]) -> None:

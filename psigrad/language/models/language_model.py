@@ -33,8 +33,8 @@ from psigrad.language.models.lora import Lora, base_of
 from psigrad.language.models.packing import ForwardInputs, Groups, Rows, Targets, lay_out
 from psigrad.language.models.probe import difference, draw_texts
 from psigrad.language.models.sizes import size
-from psigrad.language.models.towers import keep_towers, why_not_text
-from psigrad.language.models.vision import needs_vision, settle_vision
+from psigrad.language.models.towers import keep_towers
+from psigrad.language.models.vision import needs_vision, settle_vision, why_not_text
 from psigrad.objective import PolicyOutputs
 
 if TYPE_CHECKING:

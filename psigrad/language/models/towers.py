@@ -154,23 +154,6 @@ def names_beside(network: Any) -> list[str]:
     return towers_of(network) or sorted({".".join(name.split(".")[: 1 + name.startswith("model.")]) for name in tensors})
 
 
-def why_not_text(config: Any) -> str:
-    """Return advice on a checkpoint of images or sounds whose text half transformers does not load; empty for others."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    parts = [part for part in ("vision_config", "audio_config") if getattr(config, part, None) is not None]
-    if not parts or config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return ""
-    from psigrad.language.models.vision import FAMILIES
-
-    if config.model_type in FAMILIES:
-        return ""
-    return (
-        f"{config.model_type} is a model of images or sounds that psigrad does not train: take a text model of the family, or one "
-        f"of {', '.join(FAMILIES)}"
-    )
-
-
 def lora_exclusion(network: nn.Module, learns: Sequence[str] = ()) -> str | None:
     """Return the regular expression of the modules that get no adapter: the towers but `learns`; None if there are none."""
     names = check_names(towers_of(network), learns)

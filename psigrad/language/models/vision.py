@@ -318,6 +318,21 @@ def always_sees(kind: Any) -> bool:
     return kind in FAMILIES and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
+def why_not_text(config: Any) -> str:
+    """Return advice on a checkpoint of images or sounds whose text half transformers does not load; empty for others."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    parts = [part for part in ("vision_config", "audio_config") if getattr(config, part, None) is not None]
+    if not parts or config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return ""
+    if config.model_type in FAMILIES:
+        return ""
+    return (
+        f"{config.model_type} is a model of images or sounds that psigrad does not train: take a text model of the family, or "
+        f"one of {', '.join(FAMILIES)}"
+    )
+
+
 def settle_vision(tokenizer: Any, network: Any, path: str) -> None:
     """Let prompts contain images exactly if `network`, loaded from `path`, has its tower."""
     if not hasattr(network, "get_image_features"):

@@ -16,8 +16,8 @@ from psigrad.language.loading.model_source import meant
 from psigrad.language.models.backbone import LOADING_ERRORS
 from psigrad.language.models.lora import is_adapted
 from psigrad.language.models.sizes import NAMES, cached_numbers, size
-from psigrad.language.models.towers import towers_of, why_not_text
-from psigrad.language.models.vision import always_sees
+from psigrad.language.models.towers import towers_of
+from psigrad.language.models.vision import always_sees, why_not_text
 
 # The fields that a configuration with other sizes must not have.
 _DROPPED = frozenset(("per_layer_config", "dtype", "torch_dtype", "architectures"))
