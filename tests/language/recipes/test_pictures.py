@@ -78,7 +78,15 @@ RECIPES = {
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_run_with_images_is_killed_and_resumed_bitwise_and_moves_the_tower(name, pictured, tmp_path):
     run, config = RECIPES[name]
-    assert forked(lambda: run(config(pictured, tmp_path / "whole"))) == 0
+
+    def work():
+        seen: list[str] = []
+        dying_at(0, seen)
+        run(config(pictured, tmp_path / "whole"))
+        (tmp_path / "events").write_text("\n".join(seen))
+
+    assert forked(work) == 0
+    events = (tmp_path / "events").read_text().splitlines()
     before, after = (
         AutoModelForImageTextToText.from_pretrained(place).state_dict()
         for place in (pictured / "base", tmp_path / "whole" / "model")
@@ -86,14 +94,19 @@ def test_a_run_with_images_is_killed_and_resumed_bitwise_and_moves_the_tower(nam
     moved = {key for key in before if not before[key].equal(after[key])}
     assert any(".vision_model." in key for key in moved) and any(".connector." in key for key in moved)
 
+    _kill(lambda: run(config(pictured, tmp_path / "killed")), 2 * len(events) // 3)
+    assert list((tmp_path / "killed" / "checkpoints").iterdir())
+    assert forked(lambda: run(config(pictured, tmp_path / "killed"))) == 0
+    assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
+
+
+def _kill(run, event):
     def doomed():
-        dying_at(31)
-        run(config(pictured, tmp_path / "killed"))
+        dying_at(event)
+        run()
 
     status = forked(doomed)
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-    assert forked(lambda: run(config(pictured, tmp_path / "killed"))) == 0
-    assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
 
 
 def test_a_frozen_tower_keeps_its_bits(pictured, tmp_path):
@@ -108,11 +121,8 @@ def test_a_frozen_tower_keeps_its_bits(pictured, tmp_path):
 
 
 def test_a_resume_is_refused_where_an_image_has_changed(pictured, tmp_path):
-    def doomed():
-        dying_at(31)
-        online.run(grpo(pictured, tmp_path / "run"))
-
-    assert os.WIFSIGNALED(forked(doomed))
+    _kill(lambda: online.run(grpo(pictured, tmp_path / "run")), 110)
+    assert list((tmp_path / "run" / "checkpoints").iterdir())
     file, held = pictured / "0-0.png", (pictured / "0-0.png").read_bytes()
     Image.new("RGB", (24, 16), "blue").save(file)
     try:
