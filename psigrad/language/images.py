@@ -232,29 +232,27 @@ def label_of(token: int) -> str:
     return "" if place else label(_by_first.get(token) or f"{(token ^ FIRST) >> _PLACES << 2:012x}")
 
 
-def parts_of(content: str) -> list[dict[str, str]]:
-    """Return a content as the parts that a chat template reads. An image's part also names it, by its SHA-256."""
+def parts_of(content: str) -> list[dict[str, Any]]:
+    """Return a content as the parts that a chat template reads. An image's part has its SHA-256 and its size, too."""
+
+    def part(digest: str) -> dict[str, Any]:
+        known = picture(digest)
+        return {"type": "image", "sha256": digest, "width": known.width, "height": known.height}
+
     pieces = MARK.split(content)
-    parts = [{"type": "image", "sha256": x} if i % 2 else {"type": "text", "text": x} for i, x in enumerate(pieces)]
+    parts = [part(piece) if i % 2 else {"type": "text", "text": piece} for i, piece in enumerate(pieces)]
     return [part for part in parts if part.get("text") != "" or len(parts) == 1]
 
 
 def in_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return messages with images as parts of the content, each with its SHA-256 and its size."""
+    """Return messages with images as parts of the content; see `parts_of`."""
     found = []
     for message in messages:
         content = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(content, str) and "\ufffc" in content and MARK.search(content):
-            parts = [{**part, **size_of(part["sha256"])} if "sha256" in part else part for part in parts_of(content)]
-            message = {**message, "content": parts}
+            message = {**message, "content": parts_of(content)}
         found.append(message)
     return found
-
-
-def size_of(digest: str) -> dict[str, Any]:
-    """Return width and height of a known image."""
-    known = picture(digest)
-    return {"width": known.width, "height": known.height}
 
 
 def recorded(prompt: str | Sequence[Mapping[str, Any]]) -> str | Sequence[Mapping[str, Any]]:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from psigrad.errors import name_reason, several
 from psigrad.language import images
+from psigrad.language.data.chat.messages import Fail
 from psigrad.language.data.dataset_rows import BadRow, Row, RowError, role_of
 from psigrad.language.images import COLUMNS, MARK, Picture
 
@@ -27,8 +28,6 @@ _ANSWERS = ("completion", "chosen", "rejected")
 _KINDS = ("image", "image_url", "input_image")
 _SOURCES = ("image", "image_url", "url", "path", "bytes")
 MOVES = "an animated image is its first frame"
-
-Fail = Callable[[str, str], NoReturn]
 
 
 def with_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mapping[str, Any], list[str]]:

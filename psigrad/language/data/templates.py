@@ -16,7 +16,7 @@ from psigrad.errors import UserError
 from psigrad.language import images
 from psigrad.language.data.chat import dialect
 from psigrad.language.data.chat.messages import Message
-from psigrad.language.data.chat.rendering import check_known, refuse
+from psigrad.language.data.chat.rendering import check_known, refuse, refuse_placeholder
 from psigrad.language.data.chat.turns import OPEN, Context, Talk, between, check_shown, contexts, stop_tokens, turn_form
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.examples import Example
@@ -53,6 +53,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row, *, strict: bool = T
     if row.prompt is None:
         raise UserError(f"{row.source} has no prompt; a row of the form prompt-only or prompt-completion was expected.")
     if isinstance(row.prompt, str):
+        refuse_placeholder(tokenizer, row, row.prompt)
         ids = _encode(tokenizer, row.prompt, special=True)
         if ids and ids[-1] == tokenizer.eos_token_id and not row.prompt.endswith(str(tokenizer.eos_token)):
             raise UserError(
@@ -332,6 +333,7 @@ def _last_cut(tokenizer: PreTrainedTokenizerBase, before: str) -> str:
 def _plain(tokenizer: PreTrainedTokenizerBase, row: Row, completion: str) -> tuple[list[int], list[bool]]:
     if tokenizer.eos_token_id is None:
         raise UserError("The tokenizer has no EOS token, so a model could never learn to stop; set tokenizer.eos_token.")
+    refuse_placeholder(tokenizer, row, completion)
     if row.prompt is None:
         prompt, ids = [], _encode(tokenizer, completion, special=True)
     else:

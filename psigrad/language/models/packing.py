@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from psigrad.errors import UserError
+from psigrad.language.images import FIRST
 from psigrad.language.models.attention import PackedLayout, Pieces, on_device
 from psigrad.language.models.fused.caches import CacheHit
 from psigrad.seeds import permutation
@@ -208,7 +209,8 @@ class _TargetLists:
         self.t += ts
 
     def tensors(self, shape: tuple[int, int], device: torch.device | str) -> Targets:
-        rows, ids, n, t = (on_device(x, device) for x in (self.rows, self.ids, self.n, self.t))
+        known = [0 if token >= FIRST else token for token in self.ids]
+        rows, ids, n, t = (on_device(x, device) for x in (self.rows, known, self.n, self.t))
         return Targets(rows, ids, n, t, shape)
 
 
@@ -262,7 +264,8 @@ def _pack_groups(groups: Groups, device: torch.device | str) -> ForwardInputs:
 
 
 def _targets(found: tuple[np.ndarray, ...], lengths: np.ndarray, device: torch.device | str) -> Targets:
-    rows, ids, n, t = (on_device(x, device) for x in found)
+    # An image that an environment shows is nobody's choice and has no log-prob.
+    rows, ids, n, t = (on_device(x, device) for x in (found[0], np.where(found[1] >= FIRST, 0, found[1]), *found[2:]))
     return Targets(rows, ids, n, t, (len(lengths), int(lengths.max(initial=0))))
 
 

@@ -131,6 +131,10 @@ def test_a_template_that_drops_doubles_or_moves_an_image_is_refused(template, sa
 def test_a_user_s_placeholder_is_refused_by_name(words, parts):
     with pytest.raises(RowError, match="has the text '<image>', which stands for an image"):
         prompt_ids(words, read(prompt=[say(*parts)], images=[RED] * (len(parts) - 1)))
+    bare = tokenizer("")
+    for row in (read(prompt="<image>"), read("sft", text="<image>")):
+        with pytest.raises(RowError, match="has the text '<image>'"):
+            (prompt_ids if row.prompt else examples)(bare, row)
 
 
 def test_a_text_model_refuses_images_and_takes_literal_placeholders():

@@ -127,6 +127,13 @@ def refuse(row: Row, what: str, why: str) -> RowError:
     return RowError(BadRow(row.source, row.place_of(what), why))
 
 
+def refuse_placeholder(tokenizer: PreTrainedTokenizerBase, row: Row, *texts: Any) -> None:
+    """Raise `RowError` if one of the texts contains what stands for an image in rendered text."""
+    sight = images.sight_of(tokenizer)
+    if sight is not None and any(sight.placeholder in str(text) for text in texts):
+        raise refuse(row, "", f"has the text {sight.placeholder!r}, which stands for an image; leave it out")
+
+
 def refusal(row: Row, error: Exception) -> RowError:
     """Return a `RowError` for an error of the template, which is a program and can raise anything."""
     reason = f"{type(error).__name__}: {show(str(error), 200)}"

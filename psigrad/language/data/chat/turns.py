@@ -25,7 +25,15 @@ from psigrad.language.data.chat.dialect import (
     specials_of,
 )
 from psigrad.language.data.chat.messages import REASONING, WEIGHTS, Message, is_trained
-from psigrad.language.data.chat.rendering import arguments_of, generation_blocks, refusal, refuse, render, template_of
+from psigrad.language.data.chat.rendering import (
+    arguments_of,
+    generation_blocks,
+    refusal,
+    refuse,
+    refuse_placeholder,
+    render,
+    template_of,
+)
 from psigrad.language.data.dataset_rows import Row, show
 from psigrad.language.examples import common_prefix
 
@@ -101,9 +109,7 @@ class Talk:
         return found
 
     def _run(self, template: Callable[..., T], messages: Sequence[Message]) -> T:
-        sight = images.sight_of(self.tokenizer)
-        if sight is not None and any(sight.placeholder in str(message.get("content")) for message in messages):
-            raise refuse(self.row, "", f"has the text {sight.placeholder!r}, which stands for an image; leave it out")
+        refuse_placeholder(self.tokenizer, self.row, *(value for message in messages for value in message.values()))
         try:
             spoken, tools = speak(messages, self.arguments["tools"], self.dialect)
             return template(self.tokenizer, {**self.arguments, "tools": tools}, spoken)
