@@ -121,7 +121,7 @@ def save_vision_model(
     )
     tower = {**sizes, "intermediate_size": 2 * hidden, "image_size": pixels, "patch_size": patch}
     image: Any = words.convert_tokens_to_ids(IMAGE)
-    config = Idefics3Config(
+    config = Idefics3Config(  # type: ignore[call-arg]
         text_config=text.to_dict(),
         vision_config=tower,
         image_token_id=image,
