@@ -115,6 +115,7 @@ def prepare(folder: Path, seed: int, progress: bool, *, hidden: int = 96, layers
         words = [f"How many {colour}? Where? {place} {n}" for colour in squares.COLOURS for n, place in enumerate(squares.PLACES)]
         side = squares.CELLS * squares.PIXELS
         with without_bars():
-            tiny.save_vision_model(words, paths["base"], pixels=side, patch=squares.PIXELS, hidden=hidden, layers=layers, seed=seed)
+            sizes = {"pixels": side, "patch": squares.PIXELS, "hidden": hidden, "layers": layers}
+            tiny.save_vision_model(words, paths["base"], **sizes, seed=seed)
         advance()
     return paths
