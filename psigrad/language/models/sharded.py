@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from psigrad import extras
 from psigrad.language.models.backbone import Pretrained, reshard, write
 from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.towers import text_half
 from psigrad.processes.parallel import shards
 from psigrad.processes.parallel.world import Division, World
 
@@ -88,10 +89,10 @@ def _run_inside(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def layers_of(network: Any) -> list[nn.Module]:
-    """Return the blocks that are gathered one at a time."""
-    names = set(getattr(network, "_no_split_modules", None) or ())
-    found = [module for module in network.modules() if type(module).__name__ in names]
-    return found or [m for child in network.modules() if isinstance(child, nn.ModuleList) for m in child]
+    """Return the blocks of the text half, which are gathered one at a time. Towers are gathered with everything else."""
+    names, half = set(getattr(network, "_no_split_modules", None) or ()), text_half(network)
+    found = [module for module in half.modules() if type(module).__name__ in names]
+    return found or [m for child in half.modules() if isinstance(child, nn.ModuleList) for m in child]
 
 
 def named_weights(model: Pretrained) -> dict[str, Tensor]:
