@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from psigrad.errors import kind_of, nearest
+from psigrad.language.images import open_columns
 from psigrad.language.rewards.golds import blank
 from psigrad.language.rollout.scoring import Failure, Preparable, SelfLimited, Unscored, Wrong, transcript_of, turns_of
 from psigrad.processes.workers import unpack
@@ -42,7 +43,7 @@ def service(payload: Sequence[tuple[str, Packed]]) -> Callable[[Any], Iterator[A
 
     def answer(message: Any) -> Iterator[Any]:
         # copies, so that one function's changes to its lists do not reach another
-        jobs = [(*functions[which], copy.deepcopy(samples)) for asked, samples in message for which in asked]
+        jobs = [(*functions[which], open_columns(copy.deepcopy(samples))) for asked, samples in message for which in asked]
         with _together(jobs) as begun:
             for name, function, samples in begun:
                 if isinstance(function, SelfLimited):
