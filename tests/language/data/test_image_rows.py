@@ -38,6 +38,7 @@ def read(form="prompt-only", **row):
 
 
 X, Y = say("x", role="assistant"), say("y", role="assistant")
+CALLS = {"role": "assistant", "content": "", "tool_calls": [{"name": "look", "arguments": {}}]}
 
 
 @pytest.fixture
@@ -81,40 +82,18 @@ def test_openai_parts_pillow_and_null_keys_of_arrow():
     ("form", "row", "wanted"),
     [
         ("prompt-only", {"prompt": "how?", "images": [RED, BLUE]}, {"prompt": f"{R}{B}how?"}),
-        (
-            "prompt-only",
-            {"prompt": [say("be", role="system"), {"role": "user", "content": "a"}], "images": [RED, BLUE]},
-            {"prompt": ["be", f"{R}{B}a"]},
-        ),
+        ("prompt-only", {"prompt": [say("be", role="system"), say("a")], "images": [RED, BLUE]}, {"prompt": ["be", f"{R}{B}a"]}),
         ("prompt-only", {"prompt": [say("a", PART, "b", PART)], "images": [RED, BLUE]}, {"prompt": [f"a{R}b{B}"]}),
-        (
-            "messages",
-            {"messages": [say(PART), X, say(PART, "c"), Y], "images": [RED, BLUE]},
-            {"messages": [R, "x", f"{B}c", "y"]},
-        ),
-        (
-            "sft",
-            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "image": RED},
-            {"messages": [f"{R}a", "b"]},
-        ),
-        (
-            "preference",
-            {"prompt": [say(PART, "a")], "chosen": [say("x", role="assistant")], "rejected": [say("y", role="assistant")],
-             "images": [RED]},
-            {"prompt": [f"{R}a"], "completion": ["x"], "rejected": ["y"]},
-        ),
-        (
-            "preference",
-            {"chosen": [say("a"), X], "rejected": [say("a"), Y], "images": [RED]},
-            {"prompt": [f"{R}a"], "completion": ["x"], "rejected": ["y"]},
-        ),
-        (
-            "prompt-completion",
-            {"prompt": [say("a")], "images": [RED], "completion": [
-                {"role": "assistant", "content": "", "tool_calls": [{"name": "look", "arguments": {}}]}, say(PART, role="tool"),
-                say("x", role="assistant")]},
-            {"prompt": ["a"], "completion": ["", R, "x"]},
-        ),
+        ("messages", {"messages": [say(PART), X, say(PART, "c"), Y], "images": [RED, BLUE]},
+         {"messages": [R, "x", f"{B}c", "y"]}),
+        ("sft", {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "image": RED},
+         {"messages": [f"{R}a", "b"]}),
+        ("preference", {"prompt": [say(PART, "a")], "chosen": [X], "rejected": [Y], "images": [RED]},
+         {"prompt": [f"{R}a"], "completion": ["x"], "rejected": ["y"]}),
+        ("preference", {"chosen": [say("a"), X], "rejected": [say("a"), Y], "images": [RED]},
+         {"prompt": [f"{R}a"], "completion": ["x"], "rejected": ["y"]}),
+        ("prompt-completion", {"prompt": [say("a")], "images": [RED], "completion": [CALLS, say(PART, role="tool"), X]},
+         {"prompt": ["a"], "completion": ["", R, "x"]}),
     ],
 )  # fmt: skip
 def test_images_stand_where_the_parts_say_or_first(form, row, wanted):
