@@ -91,7 +91,7 @@ endif
 	@echo "Installed in $(VENV). Next: . $(VENV)/bin/activate, then psigrad --help"
 
 demo: $(LIGHT)
-	$(RUN) -m psigrad demo
+	$(RUN) -m psigrad demo $(DEMO)
 
 demo-real: $(INSTALLED)
 	$(RUN) examples/sums.py

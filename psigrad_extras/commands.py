@@ -384,7 +384,8 @@ _DEMO = """\
 A language model of 1.3 million parameters learns to spell words backwards: first from demonstrations, of which 60 %
 make the same mistake (SFT), then from rewards that notice it (GRPO). Both are tried on words that are in no training
 data. It takes two to five minutes on two cores, and nothing is downloaded. The same command goes on where it was
-stopped. OUTPUT_DIR/grpo/report.html shows what came of it; `psigrad chat OUTPUT_DIR/grpo` asks the model."""
+stopped. OUTPUT_DIR/grpo/report.html shows what came of it; `psigrad chat OUTPUT_DIR/grpo` asks the model.
+With --vision, a vision-language model learns a game about pictures instead."""
 
 
 _DEMO_STARTS = """\
@@ -393,14 +394,23 @@ It copies demonstrations, 60 % of which contain the same mistake, then unlearns 
 This takes two to five minutes on two idle cores. Ctrl-C saves and stops; the same command resumes."""
 
 
+_VISION_STARTS = """\
+A small vision-language model (0.5 million parameters) learns a game about pictures, on your CPU: how many squares have
+a colour, then where the one is in a second picture. It copies games in which half of the answers are wrong, then unlearns
+that by reinforcement learning. Ctrl-C saves and stops; the same command resumes."""
+
+
 def demo(arguments: list[str]) -> int:
     """Run the demo."""
-    known = {"output_dir": "runs/demo", "seed": 0, "sft_steps": 800, "rl_steps": 500, "progress": True}
+    vision = "--vision" in arguments
+    steps = {"sft_steps": 600, "rl_steps": 200} if vision else {"sft_steps": 800, "rl_steps": 500}
+    known = {"output_dir": "runs/demo-vision" if vision else "runs/demo", "seed": 0, **steps, "progress": True, "vision": False}
     settings = flags.plain("demo", arguments, known, _DEMO)
+    del settings["vision"]
     if settings["progress"]:
-        print(_DEMO_STARTS, flush=True)  # before torch is imported, which takes seconds
+        print(_VISION_STARTS if vision else _DEMO_STARTS, flush=True)  # before torch is imported, which takes seconds
     from psigrad.records.report import terminal
-    from psigrad_extras import demo
+    from psigrad_extras import demo, demo_vision
 
-    terminal.print_result(demo.run(**settings))
+    terminal.print_result((demo_vision if vision else demo).run(**settings))
     return 0

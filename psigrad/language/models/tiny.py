@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GPT2Config,
     GPTNeoXConfig,
+    Idefics3Config,
     LlamaConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -19,6 +22,15 @@ from transformers import (
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+EDGE, WHOLE, IMAGE = "<fake_token_around_image>", "<global-img>", "<image>"
+PARTS_CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['content'] is string %}{{ m['content'] }}"
+    "{% else %}{% for part in m['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<image>' }}{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""ChatML whose contents may have parts, with Idefics 3's word for an image."""
 Architecture = Literal["qwen3", "llama", "gpt2", "gpt_neox"]
 
 
@@ -83,3 +95,44 @@ def model(
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     return model
+
+
+def save_vision_model(
+    corpus: Iterable[str], folder: Path, *, pixels: int, patch: int, hidden: int = 64, layers: int = 2, seed: int = 0
+) -> None:
+    """Save a freshly initialised Idefics 3 with its tokenizer and image processor in `folder`.
+
+    An image of `pixels` × `pixels` has one token for each patch of `patch` × `patch`; larger images are scaled down.
+    """
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    words = tokenizer(corpus, 290)
+    words.add_special_tokens({"additional_special_tokens": [EDGE, WHOLE, IMAGE]})
+    words.eos_token, words.chat_template = "<|im_end|>", PARTS_CHATML
+    sizes: dict[str, Any] = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": 4}
+    ends = {"pad_token_id": 1, "bos_token_id": None, "eos_token_id": words.eos_token_id}
+    text = LlamaConfig(
+        **sizes,
+        **ends,
+        intermediate_size=3 * hidden,
+        vocab_size=len(words),
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    tower = {**sizes, "intermediate_size": 2 * hidden, "image_size": pixels, "patch_size": patch}
+    image: Any = words.convert_tokens_to_ids(IMAGE)
+    config = Idefics3Config(  # type: ignore[call-arg]
+        text_config=text.to_dict(),
+        vision_config=tower,
+        image_token_id=image,
+        scale_factor=1,
+        pad_token_id=1,
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network: Any = AutoModelForImageTextToText.from_config(config)
+    network.generation_config.eos_token_id = words.eos_token_id
+    edge = {"longest_edge": pixels}
+    for part in (network, words, Idefics3ImageProcessorPil(size=edge, max_image_size=edge)):
+        part.save_pretrained(folder)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -31,7 +32,28 @@ if TYPE_CHECKING:
 
 KEPT_BYTES = 1 << 29
 """The most memory that features of images take between passes."""
-_INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
+
+
+Features = tuple[Tensor, ...]
+"""An image's features [n, E], and those that DeepStack adds after the first layers [n, E] each."""
+
+
+class _Kept:
+    """Tensors of images by SHA-256; the longest unused go beyond `KEPT_BYTES`."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, tuple[Tensor, ...]] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, digest: str, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Return the tensors of an image, made now if they are not kept."""
+        if digest not in self._kept:
+            self._kept[digest] = make()
+            self._bytes += sum(x.nbytes for x in self._kept[digest])
+            while self._bytes > KEPT_BYTES and len(self._kept) > 1:
+                self._bytes -= sum(x.nbytes for x in self._kept.popitem(last=False)[1])
+        self._kept.move_to_end(digest)
+        return self._kept[digest]
 
 
 @dataclass
@@ -40,7 +62,7 @@ class _Held:
 
     parameters: list[nn.Parameter]
     versions: list[Version] = field(default_factory=list)
-    features: OrderedDict[str, tuple[Tensor, ...]] = field(default_factory=OrderedDict)
+    features: _Kept = field(default_factory=_Kept)
 
 
 class Vision:
@@ -51,12 +73,17 @@ class Vision:
     """
 
     two_way = axes = False
+    inputs: tuple[str, ...] = ("pixel_values",)
+    """The tower's arguments."""
+    along = 0
+    """The axis of the arguments along which several images are joined."""
 
     def __init__(self, processor: Any, config: Any, tokenizer: Any, files: dict[str, bytes] | None = None) -> None:
         self.processor, self.config, self.tokenizer, self.files = processor, config, tokenizer, files or {}
         self.token_id = int(config.image_token_id)
         self.placeholder = str(tokenizer.convert_ids_to_tokens(self.token_id))
         self._held: WeakKeyDictionary[Any, _Held] = WeakKeyDictionary()
+        self._inputs = _Kept()
 
     @property
     def forbidden(self) -> tuple[int, ...]:
@@ -78,55 +105,60 @@ class Vision:
         """See `Sight`."""
         raise NotImplementedError
 
-    def pixels(self, pictures: list[Picture], device: torch.device) -> dict[str, Tensor]:
-        """Return the tower's inputs for images."""
+    def pixels(self, pictures: Sequence[Picture]) -> tuple[Tensor, ...]:
+        """Return the tower's `inputs` for images, by the processor."""
         made = self.processor(images=[one.open() for one in pictures], return_tensors="pt")
-        return {name: made[name].to(device) for name in _INPUTS if name in made}
+        return tuple(made[name] for name in self.inputs)
 
-    def features(self, network: Any, picture: Picture) -> tuple[Tensor, ...]:
-        """Return an image's features [n, E], and those that DeepStack adds after the first layers [n, E] each.
+    def features(self, network: Any, pictures: Sequence[Picture]) -> list[Features]:
+        """Return the features of each image.
 
-        They are kept until a weight of the tower changes, up to `KEPT_BYTES`. A tower that learns computes them with gradient.
+        Each is computed alone and kept until a weight of the tower changes, up to `KEPT_BYTES`. A tower that learns computes
+        those of a pass together, with their gradient.
         """
         held = self._held.setdefault(network, _Held(tower_parameters(network)))
         if torch.is_grad_enabled() and any(p.requires_grad for p in held.parameters):
-            return self._compute(network, picture)
+            return self._compute(network, pictures)
         if (now := versions(held.parameters)) != held.versions:
-            held.versions, held.features = now, OrderedDict()
-        if picture.digest not in held.features:
-            with torch.no_grad():
-                held.features[picture.digest] = self._compute(network, picture)
-            while len(held.features) > 1 and sum(x.nbytes for one in held.features.values() for x in one) > KEPT_BYTES:
-                held.features.popitem(last=False)
-        held.features.move_to_end(picture.digest)
-        return held.features[picture.digest]
+            held.versions, held.features = now, _Kept()
+        with torch.no_grad():
+            return [held.features.get(one.digest, partial(self._one, network, one)) for one in pictures]
 
-    def _compute(self, network: Any, picture: Picture) -> tuple[Tensor, ...]:
-        made = network.get_image_features(**self.pixels([picture], network.device), return_dict=True)
-        deep = getattr(made, "deepstack_features", None) or ()
-        found = tuple(_rows(x) for x in (made.pooler_output, *deep))
-        if len(found[0]) != self.count(picture):
-            raise UserError(
-                f"The vision tower makes {len(found[0])} features of an image of {picture.width} × {picture.height} pixels, and "
-                f"its prompt has {self.count(picture)} tokens; the processor's files are of another model."
-            )
-        return found
+    def _one(self, network: Any, picture: Picture) -> Features:
+        return self._compute(network, [picture])[0]
+
+    def _compute(self, network: Any, pictures: Sequence[Picture]) -> list[Features]:
+        """Return the features of each image, computed together where their pixels have one shape."""
+        given = [self._inputs.get(one.digest, partial(self.pixels, [one])) for one in pictures]
+        together: dict[Any, list[int]] = {}
+        for i, tensors in enumerate(given):
+            together.setdefault(tensors[0].shape[self.along + 1 :], []).append(i)
+        found: dict[int, Features] = {}
+        for members in together.values():
+            parts = [torch.cat([given[i][k] for i in members], self.along) for k in range(len(self.inputs))]
+            asked = {name: x.to(network.device) for name, x in zip(self.inputs, parts, strict=True)}
+            made = network.get_image_features(**asked, return_dict=True)
+            columns = [_rows(x) for x in (made.pooler_output, *(getattr(made, "deepstack_features", None) or ()))]
+            counts = [self.count(pictures[i]) for i in members]
+            if len(columns[0]) != sum(counts):
+                raise UserError(
+                    f"The vision tower makes {len(columns[0])} features of {len(members)} images, and their prompts have "
+                    f"{sum(counts)} tokens for them; the processor's files are of another model."
+                )
+            found |= dict(zip(members, zip(*(x.split(counts) for x in columns), strict=True), strict=True))
+        return [found[i] for i in range(len(pictures))]
 
     def fill(self, network: Any, embedded: Tensor, ids: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return embeddings [N, E] of ids [N] with the features of image tokens, and DeepStack's features of these tokens."""
         seen = (ids >= FIRST).nonzero()[:, 0]
         if not len(seen):
             return embedded, ()
-        firsts: dict[str, int] = {}
-        held: list[tuple[Tensor, ...]] = []
-        rows, count = [], 0
-        for token in ids[seen].tolist():
-            picture, place = split_id(token)
-            if picture.digest not in firsts:
-                held.append(self.features(network, picture))
-                firsts[picture.digest], count = count, count + len(held[-1][0])
-            rows.append(firsts[picture.digest] + place)
-        index = torch.tensor(rows, device=ids.device)
+        tokens = [split_id(token) for token in ids[seen].tolist()]
+        pictures = list({picture.digest: picture for picture, _ in tokens}.values())
+        held = self.features(network, pictures)
+        ends = np.cumsum([len(one[0]) for one in held])
+        firsts = {one.digest: int(end) - len(of[0]) for one, of, end in zip(pictures, held, ends, strict=True)}
+        index = torch.tensor([firsts[picture.digest] + place for picture, place in tokens], device=ids.device)
         columns = [torch.cat(parts).index_select(0, index) for parts in zip(*held, strict=True)]
         filled = embedded.index_put((seen,), columns[0].to(embedded.dtype))
         return filled, tuple(columns[1:])
@@ -144,7 +176,9 @@ class Vision:
         ids, seen = inputs.input_ids, inputs.input_ids >= FIRST
         found: dict[str, Tensor] = {"input_ids": ids.masked_fill(seen, self.token_id)}
         pictures = [picture for token in ids[seen].tolist() for picture, place in [split_id(token)] if place == 0]
-        return found | (self.pixels(pictures, ids.device) if pictures else {}) | self._kinds(seen)
+        if pictures:
+            found |= {name: x.to(ids.device) for name, x in zip(self.inputs, self.pixels(pictures), strict=True)}
+        return found | self._kinds(seen)
 
     def _kinds(self, seen: Tensor) -> dict[str, Tensor]:
         return {}
@@ -157,6 +191,8 @@ class Vision:
 
 class Tiles(Vision):
     """Idefics 3 and SmolVLM: an image and its tiles, each of the same number of features, between named tokens."""
+
+    inputs, along = ("pixel_values", "pixel_attention_mask"), 1
 
     @property
     def each(self) -> int:
@@ -181,10 +217,10 @@ class Tiles(Vision):
         rows, columns = self._tiles(picture)
         return self.each * (rows * columns + 1)
 
-    def pixels(self, pictures: list[Picture], device: torch.device) -> dict[str, Tensor]:
+    def pixels(self, pictures: Sequence[Picture]) -> tuple[Tensor, ...]:
         """Return the tiles of all images as those of one prompt."""
         made = self.processor(images=[[one.open() for one in pictures]], return_tensors="pt")
-        return {name: made[name].to(device) for name in _INPUTS if name in made}
+        return tuple(made[name] for name in self.inputs)
 
 
 class Blocks(Vision):
@@ -225,6 +261,7 @@ class Grid(Vision):
     """Qwen 3 VL and Qwen 3.5: a grid of features with positions in time, height and width."""
 
     axes = True
+    inputs = ("pixel_values", "image_grid_thw")
 
     def _grid(self, picture: Picture) -> tuple[int, int]:
         """Return the rows and columns of an image's features."""

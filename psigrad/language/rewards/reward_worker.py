@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from psigrad.errors import kind_of, nearest
-from psigrad.language.images import open_columns
+from psigrad.language import images
 from psigrad.language.rewards.golds import blank
 from psigrad.language.rollout.scoring import Failure, Preparable, SelfLimited, Unscored, Wrong, transcript_of, turns_of
 from psigrad.processes.workers import unpack
@@ -43,7 +43,7 @@ def service(payload: Sequence[tuple[str, Packed]]) -> Callable[[Any], Iterator[A
 
     def answer(message: Any) -> Iterator[Any]:
         # copies, so that one function's changes to its lists do not reach another
-        jobs = [(*functions[which], open_columns(copy.deepcopy(samples))) for asked, samples in message for which in asked]
+        jobs = [(*functions[which], images.open_columns(copy.deepcopy(samples))) for asked, samples in message for which in asked]
         with _together(jobs) as begun:
             for name, function, samples in begun:
                 if isinstance(function, SelfLimited):
@@ -236,13 +236,13 @@ GIVEN = frozenset((*_ALWAYS, *_TRAINERS, *_TEXTS))
 
 
 def needed_columns(function: Callable[..., Any]) -> list[str]:
-    """Return the columns that a reward function requires: its parameters without a default."""
+    """Return the columns that a reward function requires: its parameters without a default. A row may have no images."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return []
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty]
-    return [name for name in named if name not in GIVEN]
+    return [name for name in named if name not in (*GIVEN, *images.COLUMNS)]
 
 
 def _part_of(name: str, value: Any) -> Part:

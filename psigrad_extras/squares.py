@@ -1,0 +1,109 @@
+"""A game about pictures that it draws: count the squares of a colour, then find one. For vision-language models on a laptop."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+Row = dict[str, Any]
+COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220)}
+CELLS, PIXELS = 4, 8
+PLACES = [f"{column}{row + 1}" for row in range(CELLS) for column in "abcd"]
+MOST = 5
+"""The most squares of the colour that is asked for."""
+
+
+@dataclass(frozen=True)
+class Board:
+    """Colours by place; the picture has `CELLS` × `CELLS` cells of `PIXELS` pixels."""
+
+    colours: dict[str, str]
+
+    def draw(self) -> Image.Image:
+        """Return the picture, with white lines between the cells."""
+        picture = Image.new("RGB", (CELLS * PIXELS,) * 2, "white")
+        for place, colour in self.colours.items():
+            row, column = divmod(PLACES.index(place), CELLS)
+            corner = (column * PIXELS + 1, row * PIXELS + 1, (column + 1) * PIXELS - 1, (row + 1) * PIXELS - 1)
+            picture.paste(COLOURS[colour], corner)
+        return picture
+
+
+def boards(seed: int) -> tuple[str, Board, Board]:
+    """Return a colour, a board with 0 to `MOST` squares of it, and a board with one."""
+    rng = random.Random(seed)
+    colour = rng.choice(list(COLOURS))
+    others = [name for name in COLOURS if name != colour]
+    made = []
+    for count in (rng.randint(0, MOST), 1):
+        places = rng.sample(PLACES, count + rng.randint(1, 4))
+        made.append(Board({place: colour if i < count else rng.choice(others) for i, place in enumerate(places)}))
+    return colour, *made
+
+
+@dataclass
+class Squares:
+    """Two questions: how many squares have a colour, and where the one is on a second board. Each right answer gives 0.5."""
+
+    where: str = ""
+    count: str = ""
+    second: Board = field(default_factory=lambda: Board({}))
+    asked: int = 0
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        """Start a game with the row's boards."""
+        colour, first, self.second = boards(int(row["seed"]))
+        self.asked, self.count = 0, str(list(first.colours.values()).count(colour))
+        self.where = next(place for place, own in self.second.colours.items() if own == colour)
+
+    def step(self, completion: str) -> tuple[Any, float, bool]:
+        """Judge an answer. After the first, ask for the place on the second board."""
+        self.asked += 1
+        right = completion.strip() == (self.count if self.asked == 1 else self.where)
+        if self.asked == 2:
+            return "", 0.5 * right, True
+        return [{"type": "image", "image": self.second.draw()}, {"type": "text", "text": "Where?"}], 0.5 * right, False
+
+
+def rows(folder: Path, count: int, first_seed: int) -> list[Row]:
+    """Draw the first boards in `folder`, and return rows that ask for the count. Game i has the seed `first_seed` + i."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = []
+    for seed in range(first_seed, first_seed + count):
+        colour, first, _ = boards(seed)
+        first.draw().save(folder / f"{seed}.png")
+        parts = [{"type": "image"}, {"type": "text", "text": f"How many {colour}?"}]
+        images = [str(folder / f"{seed}.png")]
+        made.append({"prompt": [{"role": "user", "content": parts}], "images": images, "seed": seed})
+    return made
+
+
+def demonstrations(given: list[Row], folder: Path, wrong_share: float, seed: int) -> list[Row]:
+    """Return played games. A share of the counts is one too many or too few, and a share of the places one to the side."""
+    rng, made = random.Random(seed), []
+    for row in given:
+        game = Squares()
+        game.reset(row)
+        place, count = PLACES.index(game.where), int(game.count)
+        if rng.random() < wrong_share:
+            count += 1 if count == 0 or rng.random() < 0.5 else -1
+        if rng.random() < wrong_share:
+            place += -1 if place % CELLS else 1
+        file = folder / f"{row['seed']}-second.png"
+        game.second.draw().save(file)
+        talk = [
+            *row["prompt"],
+            _said(str(count)),
+            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Where?"}]},
+        ]
+        made.append({"messages": [*talk, _said(PLACES[place])], "images": [*row["images"], str(file)]})
+    return made
+
+
+def _said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}

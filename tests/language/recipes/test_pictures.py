@@ -1,0 +1,132 @@
+"""Every recipe on rows with images: killed and resumed to the same bits, and refused where an image has changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from dataclasses import replace
+
+import pytest
+import vision_models
+from PIL import Image, ImageDraw
+from resuming import digest, dying_at
+from tiny_jobs import forked, online_config, ppo_config, preference_config, reward_config, sft_config
+from transformers import AutoModelForImageTextToText
+
+from psigrad.errors import UserError
+from psigrad.language.recipes import online, preference, reward, sft
+
+pytestmark = pytest.mark.usefixtures("rewards_here")
+COUNT = 24
+
+
+def digits(completions, answer, images, **_):
+    """The share of an answer's characters that are digits, and a tenth for each image."""
+    said = (c if isinstance(c, str) else c[0]["content"] for c in completions)
+    return [sum(x.isdigit() for x in text) / max(len(text), 1) + len(own) / 10 for text, own in zip(said, images, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def pictured(tmp_path_factory):
+    """A tiny model and rows that ask how many squares an image has; every fourth asks of two, every fourth of none."""
+    folder = tmp_path_factory.mktemp("pictured")
+    vision_models.make("idefics3", folder / "base", hidden=32, layers=1)
+    rng, rows = random.Random(0), []
+    for i in range(COUNT):
+        names = [f"{i}-{k}.png" for k in range((1, 2, 1, 0)[i % 4])]
+        counts = [rng.randint(1, 3) for _ in names]
+        for name, count in zip(names, counts, strict=True):
+            drawn = Image.new("RGB", (24, 16), "white")
+            for k in range(count):
+                ImageDraw.Draw(drawn).rectangle((8 * k + 1, 4, 8 * k + 6, 10), fill=(255, 10 * i, 0))
+            drawn.save(folder / name)
+        parts = [*({"type": "image"} for _ in names), {"type": "text", "text": "How many?"}]
+        prompt, answer = [{"role": "user", "content": parts}], str(sum(counts))
+        said, wrong = ([{"role": "assistant", "content": text}] for text in (answer, "x"))
+        rows.append({"prompt": prompt, "images": names, "answer": answer, "completion": said, "chosen": said, "rejected": wrong})
+    for name, keys in (
+        ("train", ("completion", "answer")),
+        ("held_out", ("completion", "answer")),
+        ("pairs", ("chosen", "rejected")),
+    ):
+        part = rows[:8] if name == "held_out" else rows
+        lines = [{key: row[key] for key in ("prompt", "images", *keys)} for row in part]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def adapted(made):
+    """The tower learns too, and passes hold a prompt with two images and its completions."""
+    return replace(made, model=replace(made.model, trained_towers=("vision_model", "connector")), micro_batch_tokens=128)
+
+
+def grpo(job, output):
+    return adapted(replace(online_config(job, output), num_iterations=2, reward=(digits,)))
+
+
+RECIPES = {
+    "sft": (sft.run, lambda *of: adapted(sft_config(*of))),
+    "grpo": (online.run, grpo),
+    "dpo": (preference.run, lambda *of: adapted(preference_config(*of))),
+    "reward": (reward.run, lambda *of: adapted(reward_config(*of))),
+    "ppo": (online.run, lambda *of: adapted(replace(ppo_config(*of), reward=(digits,)))),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_run_with_images_is_killed_and_resumed_bitwise_and_moves_the_tower(name, pictured, tmp_path):
+    run, config = RECIPES[name]
+
+    def work():
+        seen: list[str] = []
+        dying_at(0, seen)
+        run(config(pictured, tmp_path / "whole"))
+        (tmp_path / "events").write_text("\n".join(seen))
+
+    assert forked(work) == 0
+    events = (tmp_path / "events").read_text().splitlines()
+    before, after = (
+        AutoModelForImageTextToText.from_pretrained(place).state_dict()
+        for place in (pictured / "base", tmp_path / "whole" / "model")
+    )
+    moved = {key for key in before if not before[key].equal(after[key])}
+    assert any(".vision_model." in key for key in moved) and any(".connector." in key for key in moved)
+
+    _kill(lambda: run(config(pictured, tmp_path / "killed")), 2 * len(events) // 3)
+    assert list((tmp_path / "killed" / "checkpoints").iterdir())
+    assert forked(lambda: run(config(pictured, tmp_path / "killed"))) == 0
+    assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
+
+
+def _kill(run, event):
+    def doomed():
+        dying_at(event)
+        run()
+
+    status = forked(doomed)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
+def test_a_frozen_tower_keeps_its_bits(pictured, tmp_path):
+    made = replace(grpo(pictured, tmp_path / "run"), model=replace(grpo(pictured, tmp_path).model, trained_towers=()))
+    online.run(made)
+    before, after = (
+        AutoModelForImageTextToText.from_pretrained(place).state_dict()
+        for place in (pictured / "base", tmp_path / "run" / "model")
+    )
+    moved = {key for key in before if not before[key].equal(after[key])}
+    assert moved and not any(".vision_model." in key or ".connector." in key for key in moved)
+
+
+def test_a_resume_is_refused_where_an_image_has_changed(pictured, tmp_path):
+    _kill(lambda: online.run(grpo(pictured, tmp_path / "run")), 110)
+    assert list((tmp_path / "run" / "checkpoints").iterdir())
+    file, held = pictured / "0-0.png", (pictured / "0-0.png").read_bytes()
+    Image.new("RGB", (24, 16), "blue").save(file)
+    try:
+        with pytest.raises(UserError, match="images?|dataset"):
+            online.run(grpo(pictured, tmp_path / "run"))
+    finally:
+        file.write_bytes(held)
