@@ -121,13 +121,15 @@ def keep(picture: Picture) -> str:
     return f"\ufffc{picture.digest}\ufffc"
 
 
-def keep_in(folder: Path, digests: Iterable[str] = ()) -> None:
-    """Keep a run's images in this folder: those of its rows, `digests`, and all that it reads later.
+def keep_in(folder: Path | None, digests: Iterable[str] = ()) -> None:
+    """Keep a run's images in this folder: those of its rows, `digests`, and all that it reads later. None ends that.
 
     Bytes become files that are named by their SHA-256. Of images that are files already, paths.jsonl has the path. A later start
     of the run, and other processes, find them there.
     """
-    _run[:] = [folder]
+    _run[:] = [] if folder is None else [folder]
+    if folder is None:
+        return
     found = [_album[digest] for digest in dict.fromkeys(digests)]
     _album.update({one.digest: _stored(one, folder) for one in found})
     paths = {one.digest: one for one in found if one.data is None and one.path is not None and one.path.parent != folder}
