@@ -234,7 +234,6 @@ def seen(prompts, completions, images):
 def test_a_written_row_is_read_back(files):
     row = read(prompt=[say("a", PART, PART)], images=[RED, str(files / "blue.png")], answer="3")
     written = json.loads(json.dumps(image_rows.for_file({**row.columns, "prompt": row.prompt, "completion": [X]})))
-    assert written["images"][1] == str(files / "blue.png") or written["images"][1].startswith("data:")
     again = read("prompt-completion", **written)
     assert (again.prompt, again.columns["answer"]) == (row.prompt, "3")
 
