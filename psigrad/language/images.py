@@ -8,6 +8,8 @@ vocabulary ever stands for an image. The embedding (`models/vision.py`) turns th
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import hashlib
 import io
 import json
@@ -119,13 +121,15 @@ def keep(picture: Picture) -> str:
     return f"\ufffc{picture.digest}\ufffc"
 
 
-def keep_in(folder: Path, digests: Iterable[str] = ()) -> None:
-    """Keep a run's images in this folder: those of its rows, `digests`, and all that it reads later.
+def keep_in(folder: Path | None, digests: Iterable[str] = ()) -> None:
+    """Keep a run's images in this folder: those of its rows, `digests`, and all that it reads later. None ends that.
 
     Bytes become files that are named by their SHA-256. Of images that are files already, paths.jsonl has the path. A later start
     of the run, and other processes, find them there.
     """
-    _run[:] = [folder]
+    _run[:] = [] if folder is None else [folder]
+    if folder is None:
+        return
     found = [_album[digest] for digest in dict.fromkeys(digests)]
     _album.update({one.digest: _stored(one, folder) for one in found})
     paths = {one.digest: one for one in found if one.data is None and one.path is not None and one.path.parent != folder}
@@ -267,16 +271,21 @@ def for_rewards(said: Any) -> Any:
     return MARK.sub("", said) if isinstance(said, str) else in_parts(said) if isinstance(said, list) else said
 
 
-def column_for_rewards(name: str, value: Any) -> Any:
-    """Return a column as they receive it: bytes of images are opened by Pillow, as `datasets` does for TRL."""
-    if name not in COLUMNS or value is None:
-        return value
-    if isinstance(value, list):
-        return [column_for_rewards(name, one) for one in value]
-    if isinstance(value, Mapping) and isinstance(path := value.get("path"), str) and value.get("bytes") is None:
-        return _opened(Path(path).read_bytes())
-    data = value.get("bytes") if isinstance(value, Mapping) else value
-    return _opened(data) if isinstance(data, bytes) else value
+def open_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return columns with images opened by Pillow, which TRL's reward functions expect; workers open them, not the trainer."""
+    return {name: _open_all(value) if name in COLUMNS else value for name, value in columns.items()}
+
+
+def _open_all(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_open_all(one) for one in value]
+    given = (value.get("bytes") or value.get("path")) if isinstance(value, Mapping) else value
+    with contextlib.suppress(OSError, ValueError):  # not an image: another column of that name
+        if isinstance(given, str) and given.startswith("data:"):
+            return _opened(base64.b64decode(given.partition(",")[2]))
+        if isinstance(given, bytes | str | os.PathLike):
+            return _opened(given if isinstance(given, bytes) else Path(given).read_bytes())
+    return value
 
 
 def marked(text: str, messages: Iterable[Mapping[str, Any]], sight: Sight | None) -> tuple[str, list[tuple[int, int]]]:

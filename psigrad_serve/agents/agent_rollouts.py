@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, Unpack
 
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.image_rows import row_for_rewards
+from psigrad.language.data.image_rows import for_file
 from psigrad.language.episodes.episodes import settle
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Sampler, SamplingParams, Trajectory
@@ -121,7 +121,7 @@ class Agents:
         return settle(sampler, made, params)
 
     def _place(self, session: Session, name: str) -> Place:
-        row = row_for_rewards(session.row)
+        row = for_file({"prompt": session.row.dataset_prompt, **session.row.columns})
         return Place(row, f"{self.gateway.address}/s/{name}/v1", name, self.gateway.tunnel)
 
     def close(self) -> None:

@@ -7,18 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image
+from vision_models import template
 
 from psigrad.language import images
 from psigrad.language.models import tiny
 
 WRAP, GLOBAL, IMAGE = "<fake_token_around_image>", "<global-img>", "<image>"
-PARTS_CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['content'] is string %}{{ m['content'] }}"
-    "{% else %}{% for part in m['content'] %}"
-    "{% if part['type'] == 'image' %}{{ '<image>' }}{% else %}{{ part['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+PARTS_CHATML = template(IMAGE)
 
 
 @dataclass(frozen=True)
@@ -36,10 +31,10 @@ class Wrapped:
         return -(-picture.width // 8)
 
 
-def tokenizer(template: str = PARTS_CHATML, sight: bool = True) -> Any:
+def tokenizer(chat_template: str = PARTS_CHATML, sight: bool = True) -> Any:
     made = tiny.tokenizer(["how many red squares are there user assistant system tool\n"] * 3, 300)
     made.add_special_tokens({"additional_special_tokens": [WRAP, GLOBAL, IMAGE]})
-    made.chat_template = template
+    made.chat_template = chat_template
     if sight:
         images.see(made, Wrapped(made.convert_tokens_to_ids(IMAGE)))
     return made

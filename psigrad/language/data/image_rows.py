@@ -71,9 +71,13 @@ def with_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mapping
 
 
 def _anchored(given: Any, base: Path) -> Any:
-    """Return an image as it was given; the path of Arrow's image is made absolute, as reward functions run elsewhere."""
-    is_path = isinstance(given, Mapping) and given.get("bytes") is None and isinstance(given.get("path"), str)
-    return {**given, "path": str((base / given["path"]).absolute())} if is_path else given
+    """Return an image as it was given, a path as an absolute one, since reward functions run elsewhere."""
+    path = (given.get("bytes") or given.get("path")) if isinstance(given, Mapping) else given
+    return str(_path(path, base)) if isinstance(path, str | os.PathLike) and not str(path).startswith("data:") else given
+
+
+def _path(text: str | os.PathLike[str], base: Path) -> Path:
+    return (base / Path(os.fspath(text).removeprefix("file://")).expanduser()).absolute()
 
 
 def _put_first(made: dict[str, Any], talks: list[str], marks: str, column: str, fail: Fail) -> None:
@@ -155,7 +159,7 @@ def read(given: Any, base: Path) -> tuple[Picture, bool]:
     if "://" in text[:16] and not text.startswith("file://"):
         raise ValueError(f"is the URL {text[:60]}; images are not downloaded, so save it as a file and give the path")
     try:
-        path = (base / Path(text.removeprefix("file://")).expanduser()).absolute()
+        path = _path(text, base)
         if not path.is_file():
             raise ValueError(f"is {text[:120]!r}, and there is no file {path}")
         found = path.stat()
@@ -233,14 +237,8 @@ def _digests_in(said: Any) -> list[str]:
     return [digest for text in texts if isinstance(text, str) and "\ufffc" in text for digest in MARK.findall(text)]
 
 
-def row_for_rewards(row: Row) -> dict[str, Any]:
-    """Return a row in the form of the dataset, for environments and agents."""
-    columns = {name: images.column_for_rewards(name, value) for name, value in row.columns.items()}
-    return {"prompt": images.for_rewards(row.dataset_prompt), **columns}
-
-
 def for_file(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a raw row with marks in the form that `with_marks` reads: parts, and a column of paths and data URLs."""
+    """Return a raw row with marks in the form that `with_marks` reads, which is JSON: parts, paths and data URLs."""
     texts = [row.get("prompt"), row.get("completion")]
     found = [images.picture(digest) for text in texts for digest in _digests_in(text)]
     if not found:

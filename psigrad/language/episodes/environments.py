@@ -14,6 +14,7 @@ from psigrad import extras
 from psigrad.errors import UserError, nearest
 from psigrad.importing import imported_callable
 from psigrad.language.data.image_rows import has_parts, portable
+from psigrad.language.images import open_columns
 from psigrad.processes.workers.child import reason_for
 
 Message = dict[str, Any]
@@ -205,7 +206,7 @@ class InProcess(Playing):
 def reset(environment: Environment, row: Mapping[str, Any]) -> Observation | Fault | None:
     """Return the result of `reset`, or a `Fault` that says why there is none."""
     try:
-        opening = environment.reset(row)
+        opening = environment.reset(open_columns(row))
     except (Exception, SystemExit) as error:
         return Fault(reason_for("the environment", error))
     if opening is None or _is_observation(opening):

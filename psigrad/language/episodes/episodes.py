@@ -17,7 +17,7 @@ from psigrad import seeds
 from psigrad.errors import UserError
 from psigrad.language import images
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.image_rows import observed, row_for_rewards
+from psigrad.language.data.image_rows import observed
 from psigrad.language.data.templates import Reading, decode, prompt_ids
 from psigrad.language.episodes.environments import Fault, Message, Observation, Playing, Step
 from psigrad.language.episodes.episode_history import EpisodeHistory, as_messages
@@ -285,7 +285,7 @@ def _begin(
     limits: _Limits,
 ) -> list[_Episode]:
     """Start `count` episodes of each prompt. The observation of `reset` follows the prompt and is the same within a group."""
-    shown = [dict(shown) for _, _, row in prompts for shown in [row_for_rewards(row)] for _ in range(count)]
+    shown = [{"prompt": images.for_rewards(row.dataset_prompt), **row.columns} for _, _, row in prompts for _ in range(count)]
     openings_of_all = [_seen(tokenizer, opening) for opening in rules.playing.begin(shown)]
     episodes: list[_Episode] = []
     for place, (index, ids, row) in enumerate(prompts):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import TypeVar
 
 from psigrad import extras
 from psigrad.config import PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.methods import TrainingConfig
+from psigrad.language import images
 from psigrad.language.loading import given_model
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.model_source import check_there
@@ -41,13 +43,13 @@ def run(config: TrainingConfig, given: GivenModel | None = None) -> Result:
     if speaks:
         hub = extras.load("hub")
         hub.check(config.hub, str(config.run.output_dir))
-    if given is None:
-        result = _run(config, None)
-    else:
-        with given.as_it_was():
+    try:
+        with contextlib.nullcontext() if given is None else given.as_it_was():
             result = _run(config, given)
-        if given.network is not None and given.made is None:  # the run had already finished
-            given_model.take_weights(given.network, result.model)
+    finally:
+        images.keep_in(None)
+    if given is not None and given.network is not None and given.made is None:  # the run had already finished
+        given_model.take_weights(given.network, result.model)
     if speaks:
         hub.after_run(config.hub, result.folder)
     return result

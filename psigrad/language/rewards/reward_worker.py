@@ -43,7 +43,7 @@ def service(payload: Sequence[tuple[str, Packed]]) -> Callable[[Any], Iterator[A
 
     def answer(message: Any) -> Iterator[Any]:
         # copies, so that one function's changes to its lists do not reach another
-        jobs = [(*functions[which], copy.deepcopy(samples)) for asked, samples in message for which in asked]
+        jobs = [(*functions[which], images.open_columns(copy.deepcopy(samples))) for asked, samples in message for which in asked]
         with _together(jobs) as begun:
             for name, function, samples in begun:
                 if isinstance(function, SelfLimited):

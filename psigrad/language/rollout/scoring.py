@@ -52,8 +52,7 @@ class Samples:
         own = {name: list(map(images.for_rewards, values)) for name, values in said.items()}
         own |= {"completion_ids": list(self.completion_ids)}
         policy = {"policy_turns": self.policy_turns, "policy_ids": self.policy_ids, "opened_thoughts": self.opened_thoughts}
-        columns = {n: [images.column_for_rewards(n, value) for value in values] for n, values in self.columns.items()}
-        return {**columns, **own, **{name: values for name, values in policy.items() if values is not None}}
+        return {**self.columns, **own, **{name: values for name, values in policy.items() if values is not None}}
 
 
 def join(parts: Sequence[Samples]) -> Samples:

@@ -23,7 +23,7 @@ from psigrad.language.images import FIRST
 RED, WIDE = encoded(draw("red")), encoded(draw("blue", (24, 8)))  # 2 and 3 features
 R, W = (hashlib.sha256(data).hexdigest() for data in (RED, WIDE))
 PART = {"type": "image"}
-ONLY_PARTS = PARTS_CHATML.replace("{% if m['content'] is string %}{{ m['content'] }}{% else %}", "{% if true %}")
+ONLY_PARTS = PARTS_CHATML.replace("message['content'] is string", "false")
 
 
 def say(*parts, role="user"):
@@ -58,9 +58,7 @@ def words(request):
 def test_a_prompt_has_each_image_s_own_ids_in_order(words):
     row = read(prompt=[say("be", role="system"), say("a", PART, "b", PART)], images=[RED, WIDE])
     start, end = "<|im_start|>", "<|im_end|>\n"
-    wanted = by_hand(
-        words, f"{start}system\nbe{end}{start}user\na", (R, 2), "b", (W, 3), f"{end}{start}assistant\n"
-    )  # fmt: skip
+    wanted = by_hand(words, f"{start}system\nbe{end}{start}user\na", (R, 2), "b", (W, 3), f"{end}{start}assistant\n")
     assert prompt_ids(words, row) == wanted
     assert [images.split_id(token)[1] for token in wanted if token >= FIRST] == [0, 1, 0, 1, 2]
     swapped = read(prompt=[say("be", role="system"), say("a", PART, "b", PART)], images=[WIDE, RED])
@@ -94,8 +92,9 @@ def test_later_turns_keep_the_images_of_earlier_ones(words):
 
 
 def test_generation_blocks_are_found_behind_an_image():
-    blocks = PARTS_CHATML.replace("{{ m['content'] }}", "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}")
-    blocks = blocks.replace("{{ '<|im_end|>\n' }}", "{% if m['role'] != 'assistant' %}{{ '<|im_end|>' }}{% endif %}{{ '\n' }}")
+    own = "{% generation %}{{- message['content'] + '<|im_end|>' -}}{% endgeneration %}"
+    end = "{% if message['role'] != 'assistant' %}{{- '<|im_end|>' -}}{% endif %}{{- '\\n' -}}"
+    blocks = PARTS_CHATML.replace("{{- message['content'] -}}", own).replace("{{- '<|im_end|>\\n' -}}", end)
     talk = [say(PART, "a"), {"role": "assistant", "content": "red"}]
     row = read("messages", messages=talk, images=[RED])
     marked, plain = (examples(tokenizer(form), row)[0] for form in (blocks, PARTS_CHATML))
@@ -111,20 +110,17 @@ def test_a_pair_shares_the_image_of_its_prompt(words):
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("old", "new", "said"),
     [
-        (PARTS_CHATML.replace("{{ '<image>' }}", ""), "leaves out an image"),
-        (PARTS_CHATML.replace("{{ '<image>' }}", "{{ '<image><image>' }}"), "writes 2 times"),
-        (
-            PARTS_CHATML.replace("{% for part in m['content'] %}", "{% for part in m['content'] | reverse %}"),
-            "writes it elsewhere than the row",
-        ),
-        (PARTS_CHATML.replace("m['content'] is string", "true"), "chat template"),
+        ("{{- '<image>' -}}", "", "leaves out an image"),
+        ("{{- '<image>' -}}", "{{- '<image><image>' -}}", "writes 2 times"),
+        ("for part in message['content']", "for part in message['content'] | reverse", "writes it elsewhere than the row"),
+        ("message['content'] is string", "true", "chat template"),
     ],
 )
-def test_a_template_that_drops_doubles_or_moves_an_image_is_refused(template, said):
+def test_a_template_that_drops_doubles_or_moves_an_image_is_refused(old, new, said):
     with pytest.raises(RowError, match=said):
-        prompt_ids(tokenizer(template), read(prompt=[say("aa", PART, "bb")], images=[RED]))
+        prompt_ids(tokenizer(PARTS_CHATML.replace(old, new)), read(prompt=[say("aa", PART, "bb")], images=[RED]))
 
 
 @pytest.mark.parametrize("parts", [("<image>",), ("<image>", PART)])

@@ -94,7 +94,7 @@ def test_a_tool_answers_with_a_picture():
 
 
 def test_a_cut_never_tears_a_picture_and_text_never_becomes_one():
-    mark = images.keep(images.Picture("ab" * 32, 8, 8, data=b""))
+    mark = images.keep(images.Picture("ab" * 32, 8, 8, data=encoded(draw("red", (8, 8)))))
     assert [cut(f"abc{mark}d", kept) for kept in (2, 4, 68, 69)] == ["ab…", "abc…", "abc…", f"abc{mark}…"]
 
     class Typing(Gallery):
