@@ -117,7 +117,7 @@ def kl_gradient() -> Case:
     return Case(x, (-27 / 64 * LN2, 13 / 64 * LN2), (1 / 8 - 1 / 2, 1 / 8 - 1 / 64))
 
 
-@exhibit("huggingface/transformers#35352", "huggingface/trl#3750")
+@exhibit("huggingface/transformers#35352", "EleutherAI/gpt-neox#1285")
 def reward_at_end() -> Case:
     """With <eos> as the padding token, a reward model reads a text's score one token before its end.
 

@@ -17,7 +17,21 @@ PAD, EOS, BOS, A, B, C, D, E = range(8)
 BITS = (7, 4, 7, 1, 2, 3, 5, 6)
 LN2 = math.log(2)
 PLAIN = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
-_SIZE: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64}
+_LLAMA = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_LAYERS = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2, "num_experts": 0}
+_SIZES: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA,
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64},
+    "qwen3_next": {**_LLAMA, **_LINEAR, **_LAYERS, "hidden_size": 16, "num_key_value_heads": 2, "head_dim": 8},
+}
+
+
+def _config(kind: str, **settings: Any) -> Any:
+    import transformers
+
+    special = {"vocab_size": 8, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": BOS}
+    return transformers.AutoConfig.for_model(kind, **special, **_SIZES[kind], **settings)
 
 
 def unigram(head: str = "lm_head", uniform: bool = False) -> Any:
@@ -27,17 +41,10 @@ def unigram(head: str = "lm_head", uniform: bool = False) -> Any:
     text is the bits of the token where it is read.
     """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+    import transformers
 
-    special: dict[str, Any] = {
-        "pad_token_id": PAD,
-        "eos_token_id": EOS,
-        "bos_token_id": BOS,
-        "tie_word_embeddings": False,
-        "num_labels": 1,
-    }
-    config = LlamaConfig(vocab_size=8, intermediate_size=8, rms_norm_eps=1e-12, **special, **_SIZE)
-    model: Any = (LlamaForCausalLM if head == "lm_head" else LlamaForSequenceClassification)(config)
+    made = transformers.LlamaForCausalLM if head == "lm_head" else transformers.LlamaForSequenceClassification
+    model: Any = made(_config("llama", rms_norm_eps=1e-12, tie_word_embeddings=False, num_labels=1))
     bits = torch.tensor([0.0] * 8 if uniform else BITS)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -59,20 +66,10 @@ def logit_gradient(weight_gradient: Any) -> list[float]:
 def random_model(kind: str) -> Any:
     """Return a model of random weights: "llama", "gpt2", which has absolute positions, or "qwen3_next", which has a state."""
     import torch
-    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3NextConfig
+    import transformers
 
     torch.manual_seed(0)
-    common: dict[str, Any] = {"vocab_size": 8, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": BOS}
-    if kind == "gpt2":
-        config: Any = GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=64, initializer_range=0.5, **common)
-    elif kind == "llama":
-        config = LlamaConfig(intermediate_size=16, initializer_range=0.5, **common, **_SIZE)
-    else:
-        linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-        sizes = {**_SIZE, **common, "hidden_size": 16, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 16}
-        layers = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2, "num_experts": 0}
-        config = Qwen3NextConfig(**{**sizes, **linear, **layers, "initializer_range": 0.5})
-    return AutoModelForCausalLM.from_config(config).eval()
+    return transformers.AutoModelForCausalLM.from_config(_config(kind, initializer_range=0.5)).eval()
 
 
 def words(template: str | None = PLAIN, *, adds_bos: bool = False, pad: str = "<pad>") -> Any:
