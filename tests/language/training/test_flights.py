@@ -123,15 +123,6 @@ def test_how_many_tasks_an_engine_has_at_once_changes_nothing(overlap, depth):
     assert overlap.digest(found[0]) == overlap.digest(found[1])
 
 
-@pytest.mark.slow
-def test_what_it_is_worth_that_tasks_join_a_flight(overlap):
-    import flights
-
-    shape = overlap.Shape(samplers=2, prompts=128, generations=8, steps=1, mean_tokens=50.0)
-    seconds = {way: flights.run(shape, *way)[0] for way in ((1, 2), (1, 16), (16, 1))}
-    assert seconds[1, 2] > 2.5 * seconds[16, 1] and seconds[1, 16] > 1.2 * seconds[16, 1], seconds
-
-
 WAITS = """
 import os, time
 def waits(completions, **_):
