@@ -17,8 +17,8 @@ from rich.console import Console
 from psigrad.compat.foreign_names import load
 from psigrad.intervals import Interval
 from psigrad_extras.experiments import EXPERIMENTS
-from studies import bias, clip, lag, problems, psi
-from studies.settings import BiasSettings, ClipSettings, LagSettings, PsiSettings
+from studies import bias, clip, problems, psi
+from studies.settings import BiasSettings, ClipSettings, PsiSettings
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "experiments.md").read_text()
@@ -56,11 +56,6 @@ def stored_bias() -> bias.BiasResult:
     )
 
 
-def stored_lag() -> lag.LagResult:
-    found = stored("lag")
-    return lag.LagResult(LagSettings(**found["settings"]), tuple(lag.LagRow(**row) for row in found["rows"]))
-
-
 def test_the_page_shows_what_the_commands_printed():
     assert block("The policy gradient by") == printed(psi.tables(stored_psi()))[: len(block("The policy gradient by"))]
     every = printed(bias.tables(stored_bias()))
@@ -68,7 +63,6 @@ def test_the_page_shows_what_the_commands_printed():
     assert set(shown) <= set(every) and sum(line.startswith("  ") for line in shown) >= 28
     fresh = printed(clip.tables(clip.run(ClipSettings())))
     assert block("Gradient of the surrogate") == fresh[: len(block("Gradient of the surrogate"))]
-    assert block("Sampling and training") == printed(lag.tables(stored_lag()))[: len(block("Sampling and training"))]
 
 
 def test_negative_control_a_changed_figure_is_noticed():
@@ -123,17 +117,10 @@ def test_the_table_of_variants_is_that_of_now():
             assert [cell.removesuffix(" |") for cell in shown] == ["0" if off < 1e-9 else f"{off:.3g}", f"{variance:.4g}"]
 
 
-@pytest.mark.parametrize("name", ["psi", "bias", "clip", "lag"])
+@pytest.mark.parametrize("name", ["psi", "bias", "clip"])
 def test_every_experiment_has_its_command_and_its_picture_on_the_page(name):
     assert f"](images/experiments/{name}.png)" in PAGE and f"`psigrad experiment {name}`" in PAGE
     assert (IMAGES / f"{name}.png").stat().st_size > 20_000
-
-
-def test_the_simulation_of_eight_devices_is_that_of_now():
-    found = stored_lag()
-    assert found.settings == LagSettings(out=found.settings.out)
-    fresh = lag.run(LagSettings(most_devices=8))
-    assert fresh.rows == tuple(row for row in found.rows if row.devices == 8)
 
 
 CLAIMS = [name for name, one in EXPERIMENTS.items() if one.file.startswith("studies.claims.")]
