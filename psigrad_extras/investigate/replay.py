@@ -215,7 +215,7 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
     others = {_label(spec): spec for spec in methods}
     algorithms = {name: _other(config, name, spec) for name, spec in others.items()}
     if lacking := [name for name, one in algorithms.items() if one.needs_critic and not method(config).needs_critic]:
-        raise UserError(f"This run trained no critic, so {', '.join(lacking)} cannot learn from it; name a method without a critic.")
+        raise UserError(f"This run trained no critic, so {', '.join(lacking)} cannot learn from it; name one without.")
     every = itertools.chain.from_iterable(map(read_steps, rollout_files(path)))
     trained = (r for r in every if r.get("kind") == "train" and r["step"] > newest.step)
     rows = {r["seed"]: r for r in trained if {"seed", "completion_ids", "reward", "status", "reason"} <= r.keys()}

@@ -177,7 +177,7 @@ def test_the_command_and_its_page(made, capsys, tmp_path):
     [
         (("--step", "7"), "has no step 7: its metrics.jsonl has steps 1 to 6"),
         (("--step", "6", "--method", "dappo"), "no algorithm 'dappo'"),
-        (("--step", "6", "--method", "vapo", "rloo"), "no critic, so vapo cannot learn from it; name a method without"),
+        (("--step", "6", "--method", "vapo", "rloo"), "no critic, so vapo cannot learn from it; name one without"),
         ((), "takes one run folder and one step"),
     ],
 )

@@ -15,10 +15,11 @@ from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Rows
 from psigrad.language.recipes.online import longest_of
-from psigrad_extras.vllm import vllm_backend, vllm_probe
-from psigrad_extras.vllm.vllm_backend import VLLMSampler, devices_of
+from psigrad_extras.vllm import vllm_probe
+from psigrad_extras.vllm.vllm_backend import VLLMSampler
 from psigrad_extras.vllm.vllm_engine import Engine
 from psigrad_extras.vllm.vllm_probe import exactly, log_probs, written
+from psigrad_extras.vllm.vllm_setup import check_setup, devices_of
 
 
 @pytest.mark.parametrize(
@@ -48,10 +49,10 @@ def test_an_engine_has_no_device_beyond_the_last(monkeypatch, device, count, fit
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     if fits:
-        vllm_backend._check(torch.device(device), count, sleep=False)
+        check_setup(torch.device(device), count, sleep=False)
         return
     with pytest.raises(UserError, match="tensor_parallel_size is 2, and from cuda:1 on this process sees fewer GPUs"):
-        vllm_backend._check(torch.device(device), count, sleep=False)
+        check_setup(torch.device(device), count, sleep=False)
 
 
 class Recorder:

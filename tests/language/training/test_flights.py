@@ -12,7 +12,7 @@ import pytest
 
 from psigrad.language.rewards import RewardPool, Samples, resolve
 from psigrad.language.rollout.types import NextTurn, SamplingParams
-from psigrad.language.training.online.lag import begun_by
+from psigrad.language.training.online.collect import begun_by
 from psigrad.objective import catalog
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
