@@ -25,7 +25,7 @@ help:
 	@echo "make tests      the test suite alone, or a part of it: make tests TESTS='tests/processes/sandbox -k daemon'"
 	@echo "make test-slow  what takes seconds a test, and whose heart a shorter one of make test holds: browsers, several ranks, more seeds"
 	@echo "make test-studio  the tests of the web application alone"
-	@echo "make test-faults  kills, damage, hostile inputs: what happens when things go wrong, as a table"
+	@echo "make test-faults  kills, damage, hostile inputs: what happens when things go wrong"
 	@echo "make test-mutants  plants 1,000 faults in the mathematics, and counts those that a test notices (hours; resumes where it stopped)"
 	@echo "make test-long  the tests that take longer"
 	@echo "make test-cluster  samplers on a Ray cluster, and what happens when parts of it are lost, in an environment of their own, and what several processes do"
