@@ -1,4 +1,4 @@
-"""Consistency checks of the database, for tests and after an accident. Normal operation does not need them."""
+"""Consistency checks of the database of labels."""
 
 from __future__ import annotations
 

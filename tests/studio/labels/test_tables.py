@@ -8,31 +8,26 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from psigrad.errors import UserError
-from psigrad_studio.labels import database, migrate
+from psigrad_studio.labels import database
 
 
-def test_an_empty_database_is_migrated_and_opening_again_changes_nothing(empty):
+def test_an_empty_database_gets_its_tables_and_opening_again_changes_nothing(empty):
     for _ in range(2):
         opened = database.connect(empty)
         with opened.session(write=False) as session:
-            assert session.execute(text("SELECT version_num FROM alembic_version")).all() == [("0001",)]
+            assert session.execute(text("SELECT number FROM label_version")).all() == [(1,)]
         opened.close()
 
 
-def test_servers_that_start_together_migrate_once(empty):
+def test_servers_that_start_together_create_the_tables_once(empty):
     at_once(8, lambda n: database.connect(empty).close())
-
-
-def test_every_migration_has_one_parent_and_there_is_one_head():
-    directory = migrate.scripts()
-    assert len(directory.get_heads()) == 1 and len(directory.get_bases()) == 1
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [("UPDATE alembic_version SET version_num = '9999'", "newer psigrad"), ("DROP TABLE alembic_version", "tables of its own")],
+    [("UPDATE label_version SET number = 2", "another psigrad"), ("DROP TABLE label_version", "tables of its own")],
 )
-def test_a_database_of_a_newer_version_or_another_program_is_refused(empty, change, said):
+def test_a_database_of_another_version_or_another_program_is_refused(empty, change, said):
     opened = database.connect(empty)
     with opened.session(write=True) as session:
         session.execute(text(change))
