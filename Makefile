@@ -25,7 +25,7 @@ help:
 	@echo "make tests      the test suite alone, or a part of it: make tests TESTS='tests/processes/sandbox -k daemon'"
 	@echo "make test-slow  what takes seconds a test, and whose heart a shorter one of make test holds: browsers, several ranks, more seeds"
 	@echo "make test-studio  the tests of the web application alone"
-	@echo "make test-faults  kills, damage, hostile inputs: what happens when things go wrong, as a table"
+	@echo "make test-faults  kills, damage, hostile inputs: what happens when things go wrong"
 	@echo "make test-mutants  plants 1,000 faults in the mathematics, and counts those that a test notices (hours; resumes where it stopped)"
 	@echo "make test-long  the tests that take longer"
 	@echo "make test-cluster  samplers on a Ray cluster, and what happens when parts of it are lost, in an environment of their own, and what several processes do"
@@ -41,7 +41,7 @@ help:
 	@echo "make test-tinker  the client of Tinker against psigrad's server, in an environment of its own"
 	@echo "make test-cookbook  tinker-cookbook's loops and recipes against psigrad's server, in an environment of their own (minutes)"
 	@echo "make test-agents  eight programs that people bring, each against a model that is taught its calls and trained through it (minutes)"
-	@echo "make bench      psigrad beside TRL, Stable-Baselines3 and pymdptoolbox on the same work (an hour)"
+	@echo "make bench      psigrad beside TRL and Stable-Baselines3 on the same work (an hour)"
 	@echo "make bench-real the models and lengths that people train with, beside TRL (hours; resumable)"
 	@echo "make bench-gpu  the same on a CUDA device, with the packages that its Python has"
 	@echo "make test-gpu   the tests of what only runs there, likewise"
@@ -113,7 +113,7 @@ test-machine: $(INSTALLED)
 
 # The loop of a developer, without root and in the light environment: what a small change most often breaks. Chosen by the
 # processor time of each file, so that two quiet cores need at most three minutes.
-QUICK := tests/objective tests/config tests/surface/test_layers.py tests/surface/test_project_files.py \
+QUICK := tests/objective tests/config tests/museum tests/surface/test_layers.py tests/surface/test_project_files.py \
 	$(addprefix tests/language/models/test_,packed_forward.py logprobs.py gradients.py) tests/language/rollout/test_samplers.py \
 	$(addprefix tests/language/rewards/test_,contract.py resolve.py) \
 	$(addprefix tests/language/training/test_,learn.py update.py evaluator.py offline_tasks.py one_file.py)
@@ -273,7 +273,6 @@ test-agents: $(AGENTS_VENV)/.installed
 
 bench: $(INSTALLED)
 	$(RUN) benchmarks/language.py
-	$(RUN) benchmarks/tabular.py
 	$(RUN) benchmarks/control.py
 
 # The models and lengths that people train with, beside TRL (hours; goes on where it was cut off).

@@ -30,12 +30,12 @@ from psigrad.language.models import tiny
 from psigrad.language.rewards import Scored, Scoring
 from psigrad.language.rollout.collectors import Completions, ScoredRollout
 from psigrad.language.rollout.types import Collected, Completion, Prompt, Request, SamplingParams
-from psigrad.language.training.online.lag import next_collection
+from psigrad.language.training.online.collect import next_collection
 from psigrad.language.training.online.online_run import Online
 from psigrad.language.training.state import State
 from psigrad.objective import catalog
 from psigrad.step import Clock
-from psigrad_extras.cluster import actor_pool
+from psigrad_extras.cluster import ray_connection
 from psigrad_extras.cluster.actor_pool import ActorPool
 from psigrad_extras.cluster.ray_sampler import RaySampler, Version
 
@@ -135,12 +135,12 @@ class LengthScorer:
 @contextmanager
 def sampler_of(shape: Shape, versions: Any, prompts_per_task: int = 1, joins: bool = False) -> Iterator[RaySampler]:
     """What samples on stand-ins."""
-    connect, actor_pool._connect = actor_pool._connect, lambda address: Threads()
+    connect, ray_connection.connect = ray_connection.connect, lambda address: Threads()
     try:
         wants: Any = {"name": "sampler", "address": "", "cpus": 1, "minutes": 1.0, "tell": lambda *a, **k: None}
         pool = ActorPool(Engine, (shape,), count=shape.samplers, depth=shape.depth, **wants)
     finally:
-        actor_pool._connect = connect
+        ray_connection.connect = connect
     try:
         weights = lambda: iter([("weight", torch.zeros(1))])  # noqa: E731
         yield RaySampler(pool, weights, versions, exact=True, prompts_per_task=prompts_per_task, joins=joins)

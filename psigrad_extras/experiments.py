@@ -64,7 +64,6 @@ _STUDIES = (
     ("psi", "bias and variance of the gradient for each form of Ψ", "studies.psi"),
     ("bias", "bias and variance of TD, n-step, λ and Monte Carlo targets", "studies.bias"),
     ("clip", "surrogates and their gradients over the ratio", "studies.clip"),
-    ("lag", "what asynchronous sampling buys on many devices (simulated)", "studies.lag"),
     ("methods", "REINFORCE, RLOO, GRPO, PPO, RAFT and DPO at equal samples", "studies.claims.methods"),
     ("lambda", "PPO's λ on a language task and on CartPole", "studies.claims.ppo_lambda"),
     ("noise", "RAFT, RLOO and PPO under noise in the reward and under β", "studies.claims.noise"),
@@ -82,7 +81,6 @@ _STUDIES = (
 EXPERIMENTS = {name: Experiment(name, purpose, module) for name, purpose, module in _STUDIES}
 _GROUPS = {
     "on problems whose answer is known exactly; seconds": ("studies.psi", "studies.bias", "studies.clip"),
-    "simulated; seconds": ("studies.lag",),
     "claims of the literature over seeds; minutes to an hour (docs/claims.md)": ("studies.claims.",),
 }
 

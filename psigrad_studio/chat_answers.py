@@ -11,9 +11,7 @@ from psigrad import seeds
 from psigrad.config import Sampling
 from psigrad.errors import UserError
 from psigrad.language.data.chat.messages import Message
-from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.templates import decode
-from psigrad_studio import template_worker
+from psigrad.language.data.templates import decode, prompt_ids
 from psigrad_studio.chat_question import ChatQuestion
 from psigrad_studio.checkpoint_list import Checkpoint
 from psigrad_studio.model_cache import ModelCache, ModelTurn
@@ -102,8 +100,8 @@ class _Writer:
         from psigrad.language.loading.samplers import sampling_params
         from psigrad_serve.engine.engine import SamplingEngine
 
-        prompt, tokens = template_worker.shared().prompt(answer.checkpoint, question)
-        row, ids = Row("the prompt", prompt=prompt), tuple(tokens)
+        row = question.row(model.tokenizer)
+        ids = tuple(prompt_ids(model.tokenizer, row))
         room = model.max_length - len(ids)
         if room < 1:
             raise UserError(

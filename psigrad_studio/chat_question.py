@@ -38,11 +38,19 @@ class ChatQuestion:
 
 
 def abilities(tokenizer: PreTrainedTokenizerBase) -> tuple[bool, bool]:
-    """Return (True if a tokenizer has a chat template, True if the template supports a system prompt)."""
+    """Return (True if a tokenizer has a chat template, True if the template supports a system prompt).
+
+    Raises `UserError` for a template that exceeds the limits of `chat.limits`.
+    """
+    from psigrad.language.data.chat.limits import TemplateLimit
+    from psigrad.language.data.chat.rendering import render
+
     if not tokenizer.chat_template:
         return False, False
-    talk = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "a"}]
+    talk: list[Message] = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "a"}]
     try:
-        return True, _PROBE in str(tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True))
+        return True, _PROBE in render(tokenizer, {"tools": None}, talk, generation_prompt=True)
+    except TemplateLimit:
+        raise
     except Exception:  # a template is a program and can raise anything
         return True, False

@@ -7,6 +7,7 @@ import json
 import secrets
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -14,9 +15,8 @@ from fastapi.responses import StreamingResponse
 from pydantic import Field
 
 from psigrad.errors import UserError
-from psigrad_studio import template_worker
 from psigrad_studio.chat_answers import ChatAnswer, converse
-from psigrad_studio.chat_question import ChatQuestion
+from psigrad_studio.chat_question import ChatQuestion, abilities
 from psigrad_studio.checkpoint_list import Checkpoint, find
 from psigrad_studio.comparisons import ChatComparisons
 from psigrad_studio.json_api import RequestForm
@@ -90,7 +90,7 @@ def router(settings: StudioSettings, labels: LabelStore, models: ModelCache | No
 
     @routes.post("/about")
     def about(form: AboutForm) -> dict[str, Any]:
-        talks, follows = template_worker.shared().abilities(_known(settings, [form.model])[0])
+        talks, follows = _abilities_of(_known(settings, [form.model])[0])
         return {"template": talks, "system": follows}
 
     @routes.post("/answer")
@@ -129,6 +129,11 @@ def router(settings: StudioSettings, labels: LabelStore, models: ModelCache | No
         return comparisons.undo(form.duel)
 
     return routes
+
+
+@lru_cache(maxsize=256)
+def _abilities_of(checkpoint: Checkpoint) -> tuple[bool, bool]:
+    return abilities(checkpoint.tokenizer())
 
 
 class _Events:

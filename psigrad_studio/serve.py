@@ -20,7 +20,7 @@ from psigrad.errors import UserError
 from psigrad_studio.studio_settings import LOOPBACK, StudioSettings
 
 FIRST_PORT, PORTS = 8420, 20
-NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "zxcvbn")
+NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "zxcvbn")
 _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?(:[0-9]{1,5})?")
 
 

@@ -67,38 +67,6 @@ class ClipSettings(Settings):
 
 
 @dataclass(frozen=True)
-class LagSettings(Settings):
-    """The lengths, devices and assumed durations, and the output folder."""
-
-    completions: int = 8192
-    """Completions of one step."""
-    mean_length: float = 4000.0
-    """Mean tokens of a completion."""
-    spread: float = 1.0
-    """Standard deviation of the logarithm of a length; 0: all equal."""
-    longest: int = 32_768
-    """Length at which completions are cut."""
-    steps: int = 9
-    """Simulated steps; the first third is not counted."""
-    most_devices: int = 1024
-    """Simulate 8, 32, … up to this many devices."""
-    slots: int = 192
-    """Completions that one device decodes at a time."""
-    decode_weights: float = 8e-3
-    """Assumed: seconds that a device takes to read the weights for one token of all its completions."""
-    decode_cache: float = 0.13e-3
-    """Assumed: seconds that each of them adds, to read its keys and values."""
-    train_token: float = 0.16e-3
-    """Assumed: seconds that one device takes to train on a token."""
-    swap: float = 4.0
-    """Assumed: seconds from sampling to training and back if the same devices do both."""
-    publish: float = 1.0
-    """Assumed: seconds until two samplers have new weights; every doubling adds a fifth."""
-    seed: int = 0
-    """The seed of the lengths."""
-
-
-@dataclass(frozen=True)
 class TrialSettings(Settings):
     """The number and length of runs of a small language model, and the output folder."""
 
@@ -279,7 +247,6 @@ SETTINGS: dict[str, type[Any]] = {
     "psi": PsiSettings,
     "bias": BiasSettings,
     "clip": ClipSettings,
-    "lag": LagSettings,
     "methods": MethodsSettings,
     "lambda": LambdaSettings,
     "noise": NoiseSettings,

@@ -1,5 +1,5 @@
-"""Write the tables of docs/chat_templates.md: the cost of turns in contexts of their own, and psigrad's outcome on every chat
-template that TRL ships, compared with transformers' own rendering.
+"""Write the table of docs/chat_templates.md: psigrad's outcome on every chat template that TRL ships, compared with transformers'
+own rendering.
 
 python docs/make/chat_templates.py
 """
@@ -17,12 +17,10 @@ from typing import Any
 from psigrad.errors import UserError
 from psigrad.language.data import templates
 from psigrad.language.data.chat import dialect, rendering
-from psigrad.language.data.dataset_rows import validate
 from psigrad.language.episodes import tools
 from psigrad.language.episodes.environments import InProcess
 from psigrad.language.episodes.episodes import Episodes, play
 from psigrad.language.rollout.types import Completion, Sampler, SamplingParams
-from psigrad.language.training.offline.sft_task import SFTTask
 
 sys.path.append(str(Path(__file__).parent))
 from filled import fill
@@ -350,43 +348,9 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-SHOWS_COST = {"qwen3": "Qwen3", "deepseek_r1_distill": "DeepSeek-R1", "gptoss": "gpt-oss", "glm4moe": "GLM-4.5"}
-SIZES = (
-    ("20, 100 and 40 tokens", (20, 100, 40), tuple(SHOWS_COST)),
-    ("100, none and 20", (100, 0, 20), ("qwen3", "gptoss", "glm4moe")),
-    ("20, none and 40", (20, 0, 40), ("qwen3", "gptoss")),
-)
-
-
-def cost(name: str, question: int, thought: int, answer: int, turns: int) -> tuple[float, float]:
-    """(tokens that are computed, tokens of the texts apart) of a row, as a multiple of one rendering that kept everything."""
-    tokenizer, talk = tokenizer_of(name), []
-    for _ in range(turns):
-        more = {"reasoning_content": ("cat " * thought).strip()} if thought else {}
-        talk += [user(("cat " * question).strip()), bot(("cat " * answer).strip(), **more)]
-    texts = templates.examples(tokenizer, validate({"messages": talk}, "sft", "t.jsonl:1"))
-    # the last text without the answers before it has every question once, and what is trained every thought and answer
-    once = len(texts[-1].ids)
-    if len(texts) > 1:
-        once += sum(sum(text.mask) for text in texts[:-1]) - answer * (turns - 1)
-    computed = SFTTask(None, [texts]).tokens([0])  # type: ignore[arg-type]
-    return computed / once, sum(len(text.ids) for text in texts) / once
-
-
-def costs() -> str:
-    """The table of costs by the sizes of a turn, the template and the number of turns."""
-    lines = ["| questions, thoughts, answers of | template | 2 turns | 4 | 6 | 10 | 10, apart |", "|---" * 7 + "|"]
-    for label, sizes, shown in SIZES:
-        for i, name in enumerate(shown):
-            found = [cost(name, *sizes, turns) for turns in (2, 4, 6, 10)]
-            cells = [f"{number:.2f}" for number in (*(computed for computed, _ in found), found[-1][1])]
-            lines.append(" | ".join(["|" if i else f"| {label}", SHOWS_COST[name], *cells]) + " |")
-    return "\n".join(lines) + "\n"
-
-
 def page(text: str) -> str:
-    """Return the page with its tables."""
-    return fill(text, costs=costs(), table=table())
+    """Return the page with its table."""
+    return fill(text, table=table())
 
 
 if __name__ == "__main__":

@@ -195,7 +195,7 @@ def other_row(name: str, tokenizer: Any) -> str:
 
 
 def ratio(name: str, computed: str) -> str:
-    """TRL's seconds over ours, with the 95 % interval, as `benchmarks/family_ratio.py` wrote them down, and how the model there was
+    """TRL's seconds over ours, with the 95 % interval, as they were measured once, and how the model there was
     computed where that is another way.
     """
     lines = map(json.loads, MEASURED.read_text().splitlines() if MEASURED.exists() else ())

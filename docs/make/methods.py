@@ -1,14 +1,11 @@
-"""Update docs/methods/: the formulas of each page, from `psigrad explain`; the tables; and the measured curves.
+"""Update docs/methods/: the formulas of each page, from `psigrad explain`, and the tables: python docs/make/methods.py
 
-python docs/make/methods.py pages                       the pages and tables; a new method gets a page to be filled in
-python docs/make/methods.py curves SFT_MODEL DATA RUNS  trains every preset from one SFT model (the demo's), then draws docs/images/
-python docs/make/methods.py preferences SFT_MODEL PAIRS RUNS   the same for the preference losses
+A new method gets a page to be filled in.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import re
 import sys
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -95,37 +92,6 @@ def _unwrapped(text: str) -> list[str]:
         else:
             lines.append(line)
     return lines
-
-
-def measure_preferences(model: str, pairs: str, runs: str) -> None:
-    """Train one run per preference loss, and draw the pictures."""
-    import psigrad
-    from psigrad_extras.datasets.preferences import split_pairs
-
-    rows = [json.loads(line) for line in Path(pairs).read_text().splitlines()]
-    for name in LOSSES:
-        if _measured(Path(runs) / name, 100):
-            continue
-        held, train = rows[:200], rows[200:]
-        psigrad.train(
-            name,
-            model=model,
-            dataset=split_pairs(train) if name == "kto" else train,
-            eval_dataset=split_pairs(held)[::2] if name == "kto" else held,
-            metric="similarity",
-            output_dir=f"{runs}/{name}",
-            max_steps=100,
-            learning_rate=1e-4,
-            batch_size=64 if name == "kto" else 32,
-            max_completion_length=12,
-            eval_prompts=200,
-            eval_steps=10,
-            report=False,
-            progress=False,
-        )
-    curves = {name: _accuracy(Path(runs) / name) for name in LOSSES}
-    for name in curves:
-        _picture(name, f"{_title(name)}: the truth over steps", curves)
 
 
 SLOTS = ("psi", "ratio", "surrogate", "aggregate", "kl", "keep", "critic")
@@ -216,93 +182,5 @@ def write_pages() -> None:
     (DOCS / "index.md").write_text(index((DOCS / "index.md").read_text()))
 
 
-# completions have eight tokens here
-SHORT = {"preset": "vapo", "psi": {"part": "whitened", "psi": {"part": "length_gae", "alpha": 2.5}}, "name": "vapo"}
-
-
-def measure(model: str, data: str, runs: str) -> None:
-    """Train one run per preset, and draw the pictures."""
-    import psigrad
-
-    for name in METHODS:
-        if _measured(Path(runs) / name):
-            continue
-        psigrad.train(
-            name,
-            model=model,
-            dataset=f"{data}/prompts.jsonl",
-            eval_dataset=f"{data}/held_out.jsonl",
-            reward="reasoning_gym",
-            metric="exact",
-            output_dir=f"{runs}/{name}",
-            max_steps=200,
-            learning_rate=3e-4,
-            adam_beta2=0.99,
-            warmup_steps=5,
-            prompts_per_step=16,
-            num_generations=8,
-            max_completion_length=12,
-            **({"reference": f"{runs}/opo/model"} if name == "distill" else {}),
-            **({"critic_warmup_steps": 20} if name in ("vc_ppo", "vapo") else {}),
-            **({"algorithm": SHORT} if name == "vapo" else {}),
-            eval_prompts=400,
-            eval_steps=20,
-            report=False,
-            progress=False,
-        )
-    draw(runs)
-
-
-def _measured(folder: Path, steps: int = 200) -> bool:
-    """Return True if a run is finished."""
-    return (folder / "metrics.jsonl").exists() and _accuracy(folder)[0][-1:] == [steps]
-
-
-def draw(runs: str) -> None:
-    """Write docs/images/<preset>.png: this method's held-out accuracy over the others'."""
-    (DOCS / "images").mkdir(exist_ok=True)
-    curves = {name: _accuracy(Path(runs) / name) for name in METHODS}
-    for name in METHODS:
-        _picture(name, f"{_title(name)}: held-out accuracy over steps", curves)
-
-
-def _picture(name: str, title: str, curves: dict[str, tuple[list[float], ...]]) -> None:
-    """Draw one method's curve with its interval over the others'."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.0, 2.6), layout="constrained")
-    axes = figure.add_subplot()
-    for other, (steps, means, _, _) in curves.items():
-        if other != name:
-            axes.plot(steps, means, color="#8a8f98", linewidth=0.7, alpha=0.7)
-    steps, means, lows, highs = curves[name]
-    axes.fill_between(steps, lows, highs, color="#0072B2", alpha=0.18, linewidth=0)
-    axes.plot(steps, means, color="#0072B2", linewidth=2.2)
-    axes.set_title(title, loc="left", fontsize=9, color="#222222")
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.grid(axis="y", color="#8a8f98", alpha=0.25, linewidth=0.6)
-    axes.tick_params(colors="#333333", labelsize=7, length=0)
-    axes.set_ylim(0, 1)
-    axes.margins(x=0.02)
-    figure.savefig(DOCS / "images" / f"{name}.png", dpi=120)
-
-
-def _accuracy(folder: Path) -> tuple[list[float], ...]:
-    """Return steps, means, lows and highs of the held-out accuracy of one run."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    metric = "eval/exact" if any("eval/exact/mean" in row for row in rows) else "eval/similarity"
-    rows = [row for row in rows if f"{metric}/mean" in row]
-    keys = ("step", f"{metric}/mean", f"{metric}/low", f"{metric}/high")
-    return tuple([row[key] for row in rows] for key in keys)
-
-
 if __name__ == "__main__":
-    if sys.argv[1:] == ["pages"]:
-        write_pages()
-    elif len(sys.argv) == 5 and sys.argv[1] == "curves":
-        measure(*sys.argv[2:])
-    elif len(sys.argv) == 5 and sys.argv[1] == "preferences":
-        measure_preferences(*sys.argv[2:])
-    else:
-        sys.exit(__doc__)
+    write_pages()

@@ -38,7 +38,7 @@ PINS = (
     *("dataset", "eval_dataset", "tokenizer", "chat_template", "processor", "date"),
     *("model", "reference", "critic", "reward_model"),
     *CODE,
-    *("kernels", "threads", "device"),
+    *("engine", "kernels", "threads", "device"),
 )
 
 
@@ -135,7 +135,7 @@ def check_pins(folder: Path, before: Mapping[str, Any], now: Mapping[str, str], 
     refused = [change for change in changes if change.name not in set(allow)]
     if refused:
         what = " and ".join(
-            f"{c.name} {c.before} (now {c.now})" if len(c.now) < 16 else f"another {c.name.replace('_', ' ')}" for c in refused
+            f"{c.name} {c.before} (now {c.now})" if len(c.now) < 32 else f"another {c.name.replace('_', ' ')}" for c in refused
         )
         names = " ".join(c.name for c in refused)
         raise UserError(

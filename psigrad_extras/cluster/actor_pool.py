@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import re
-import socket
 import statistics
-import threading
 import time
-import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from psigrad import extras
-from psigrad.errors import UserError, name_reason, reason_of
+from psigrad.errors import UserError, name_reason
 from psigrad.processes.workers.worker_pool import SharedWait
+from psigrad_extras.cluster import ray_connection
 
 # The seconds after which an idle worker takes over another's job: the minimum, and a multiple of the median seconds of a job.
 PATIENCE, TIMES = 60.0, 5.0
@@ -34,8 +30,6 @@ SLICE = 0.05
 LOSSES, NOTICE = 6, 20.0
 # The factor on the seconds between starts if there is no worker. A cluster that has just started may refuse the first.
 SOONER = 0.25
-# The seconds without an answer after which the head of the cluster counts as lost. Ray ends its driver after 60.
-HEAD = 30.0
 # The number of characters kept of the start and of the end of Ray's message about a loss.
 SAID = 600
 _OURS = re.compile(r"/(psigrad\w*|site-packages|dist-packages|lib/python3\.\d+)/|^<")
@@ -101,7 +95,7 @@ class ActorPool:
         tell: Tell,
         greet: Callable[[Any], Any] | None = None,
     ) -> None:
-        self.ray = _connect(address)
+        self.ray = ray_connection.connect(address)
         self._arguments, self._name, self._count, self._cpus, self._gpus = tuple(arguments), name, count, cpus, gpus
         self._spare_cpus, self._depth, self._minutes, self._tell = spare_cpus, depth, minutes, tell
         self._greet = greet or (lambda actor: actor.ready.remote())
@@ -112,7 +106,7 @@ class ActorPool:
         self._closed, self._failed, self._noticed = False, 0, False
         self._alone_since, self._next_start = time.monotonic(), 0.0
         self._broken: UserError | None = None
-        self._head = _Head(self.ray, self._lose_head)
+        self._head = ray_connection.HeadWatch(self.ray, self._lose_head)
         self._seconds: deque[float] = deque(maxlen=64)
         self.entries = {"issued": 0, "again": 0, "twice": 0, "lost": 0}
         """The numbers of issued jobs, of jobs issued again after a loss or a wait, of duplicate answers, and of lost workers."""
@@ -200,7 +194,7 @@ class ActorPool:
                 self._batches.remove(batch)
 
     def _lose_head(self) -> None:
-        said = f"The head of the Ray cluster at {self._head.address} has not answered for {HEAD:.0f} s"
+        said = f"The head of the Ray cluster at {self._head.address} has not answered for {ray_connection.HEAD:.0f} s"
         self._tell("head_lost", f"{said}.", address=self._head.address)
         self._broken = UserError(f"{said}; start a cluster again, and the same command goes on from the newest checkpoint.")
 
@@ -354,31 +348,6 @@ class ActorPool:
         )
 
 
-class _Head(threading.Thread):
-    """A thread that checks if the head of the cluster answers. Ray would end the driver after a minute and only print why."""
-
-    def __init__(self, ray: Any, lost: Callable[[], None]) -> None:
-        super().__init__(name="the cluster's head", daemon=True)
-        self.address, self.silent, self.over = "", False, threading.Event()
-        self._lost = lost
-        with contextlib.suppress(Exception):  # a Ray client has no such address
-            self.address = ray.get_runtime_context().gcs_address
-            self.start()
-
-    def run(self) -> None:
-        """Check every two seconds, until the pool is closed or the head is lost."""
-        answered = time.monotonic()
-        while not self.over.wait(2.0):
-            try:
-                _knock(self.address)
-                self.silent, answered = False, time.monotonic()
-            except UserError:
-                self.silent = True
-            if time.monotonic() - answered > HEAD:
-                self._lost()
-                return
-
-
 class JobBatch:
     """A batch of jobs that belong together, added one by one."""
 
@@ -435,46 +404,3 @@ def _place(trace: str) -> str:
     """Return the last line of a traceback that is in neither psigrad nor an installed package, or ""."""
     lines = [(file, line) for file, line in re.findall(r'File "(.+?)", line (\d+)', trace) if not _OURS.search(file)]
     return f", {lines[-1][0]}, line {lines[-1][1]}" if lines else ""
-
-
-def _connect(address: str) -> Any:
-    """Return Ray, connected to the cluster at `address`; with "auto", to a running cluster or else one of this machine."""
-    try:
-        import ray
-    except ImportError as error:
-        raise extras.not_installed("placement.cluster", error, "cluster") from error
-    if ray.is_initialized():
-        return ray
-    _knock(address)
-    passed = ("PYTHONPATH", "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "PSIGRAD_CACHE", "PSIGRAD_CACHE_GB", "PSIGRAD_NATIVE")
-    variables = {name: os.environ[name] for name in passed if name in os.environ}
-    settings: dict[str, Any] = {
-        "runtime_env": {"env_vars": {**variables, "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}},
-        "logging_level": "ERROR",
-        "log_to_driver": True,
-    }
-    try:
-        ray.init(address=address, **settings)
-    except ConnectionError as error:
-        if "InvalidAuthToken" in "".join(traceback.format_exception(error)):
-            raise UserError(
-                f"The Ray cluster at {address!r} wants its token: set RAY_AUTH_MODE=token, with the token in ~/.ray/auth_token "
-                "or RAY_AUTH_TOKEN, as on the machine that started it."
-            ) from error
-        if address != "auto":
-            raise UserError(
-                f"There is no Ray cluster at {address!r} ({reason_of(error)}); start one with `ray start`."
-            ) from error
-        ray.init(include_dashboard=False, **settings)
-    return ray
-
-
-def _knock(address: str) -> None:
-    """Raise an error at once if nothing listens at the address. Ray itself would try for minutes."""
-    host, colon, port = address.rpartition("://")[2].rpartition(":")
-    if address == "auto" or not colon or not port.isdecimal():
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=10.0).close()
-    except OSError as error:
-        raise UserError(f"There is no Ray cluster at {address!r} ({reason_of(error)}); start one with `ray start`.") from error

@@ -21,8 +21,8 @@ from psigrad.config import OnlineConfig
 from psigrad.errors import UserError, reason_of
 from psigrad.language.loading.teacher import Said, Teacher
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.models.logprobs import Top
 from psigrad.language.models.packing import Groups
+from psigrad.language.models.stats import Top
 from psigrad_extras.connect.endpoint import NoAnswerError, ask, pause
 from psigrad_extras.connect.openai_server import ServedModel
 

@@ -47,7 +47,6 @@ from psigrad.records.run_folder import NullRunFolder, to_line
 from psigrad.runs.journal import Journal
 from psigrad.runs.machine import prepare_torch
 from psigrad.step import Clock, Outcome
-from psigrad_extras.investigate.fitted_values import ASSUMED, FittedValues, fitted
 from psigrad_extras.investigate.what_if import MethodWatch, WatchedOptimizer, remember
 
 Row = dict[str, Any]
@@ -67,8 +66,6 @@ class Replay:
     """The differences from the recorded step, the most informative first."""
     notes: list[str]
     """The differences of this machine or these files from those of the run."""
-    assumed: list[str]
-    """The assumptions made to apply a method to these samples."""
     methods: dict[str, dict[str, Any]]
     """The metrics by method, the run's own method first."""
     groups: list[Row]
@@ -218,7 +215,8 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
     newest = checkpoint.latest(path / "checkpoints", number - 1)
     others = {_label(spec): spec for spec in methods}
     algorithms = {name: _other(config, name, spec) for name, spec in others.items()}
-    fits = [name for name, one in algorithms.items() if one.needs_critic and not method(config).needs_critic]
+    if lacking := [name for name, one in algorithms.items() if one.needs_critic and not method(config).needs_critic]:
+        raise UserError(f"This run trained no critic, so {', '.join(lacking)} cannot learn from it; name one without.")
     every = itertools.chain.from_iterable(map(read_steps, rollout_files(path)))
     trained = (r for r in every if r.get("kind") == "train" and r["step"] > newest.step)
     rows = {r["seed"]: r for r in trained if {"seed", "completion_ids", "reward", "status", "reason"} <= r.keys()}
@@ -259,8 +257,7 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
         figures = {name: one.figures(watch) for name, one in watches.items()}
         groups = group_scored(rewards.found[number], config.num_generations, 1)
         shown = _groups(watches, groups, rows, job.model.tokenizer)[:most_groups]
-        assumed = [ASSUMED.format(", ".join(fits))] if fits else []
-    return Replay(str(path), number, newest.step, differences, own.notes, assumed, figures, shown, seconds)
+    return Replay(str(path), number, newest.step, differences, own.notes, figures, shown, seconds)
 
 
 def _try(
@@ -269,8 +266,6 @@ def _try(
     """Apply a method to the step's completions. If a step is one optimiser step, no weight has to move."""
     made = correct(algorithm, config, job.sampler, job.model, journal)
     critic = job.critic if made.needs_critic else None
-    if isinstance(made, PolicyGradient) and made.needs_critic and not job.algorithm.needs_critic:
-        made = fitted(made, job.model, job.config.micro_batch_tokens)
     watch = MethodWatch(made, WatchedOptimizer(job.optimizer, applies=not job.single_pass), job.single_pass)
     groups = list(group_scored(found, job.config.num_generations, made.min_group_size))
     if not groups:
@@ -279,8 +274,6 @@ def _try(
     before = replace(state, algorithm={**known, **{k: v for k, v in state.algorithm.items() if k in known}})
     job = replace(job, algorithm=made, optimizer=watch.optimizer, token_figures=watch.watch_tokens, critic=critic)  # type: ignore[arg-type]
     watch.metrics = learn(job, groups, before, learning_rate(job.config.optim, state.step, job.total_steps)).metrics
-    if isinstance(made, PolicyGradient) and isinstance(made.psi, FittedValues):
-        watch.metrics = {**watch.metrics, **made.psi.figures}
     return watch
 
 
@@ -385,7 +378,7 @@ def lines_of(found: Replay) -> Iterator[str]:
     back = found.step - found.begun
     origin = f"the checkpoint of step {found.begun}" if found.begun else "the beginning"
     yield f"step {found.step} of {found.run}, from {origin}: {back} step{'s' * (back > 1)} recomputed"
-    yield from (*found.notes, *found.assumed)
+    yield from found.notes
     if not found.differences:
         yield "Its metrics, its gradient and its rows are the recorded ones, bit for bit."
         return

@@ -21,7 +21,7 @@ LEVELS = 4
 
 
 def write(replay: Any, output: str = "") -> Path:
-    """Write the page of a `Replay`, by default to the run's `replays/`, and its content as JSON for the studio.
+    """Write the page of a `Replay`, by default to the run's `replays/`, and its content as JSON.
 
     Raises `UserError` if they cannot be written.
     """

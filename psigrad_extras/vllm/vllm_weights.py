@@ -25,6 +25,7 @@ from psigrad.language.models import lora, sharded
 from psigrad.language.models.coded_linear import CodedLinear
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.processes.parallel import shards
+from psigrad.processes.parallel.world import Ranks
 
 # The size in bytes at which a bucket is closed, at the end of a layer.
 BUCKET = 1 << 29
@@ -192,3 +193,8 @@ def bit_sums(tensors: Sequence[Tensor]) -> list[int]:
     sums = [t.detach().contiguous().view(kinds[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
     found: list[int] = torch.stack(sums).tolist() if sums else []
     return found
+
+
+def changed_anywhere(model: LanguageModel, changed: bool) -> bool:
+    """Return True if weights changed in this process or, for a sharded model, in any process."""
+    return changed if model.root is None else any(Ranks().all_gather(changed))

@@ -12,7 +12,7 @@ import torch
 
 from psigrad.language.models.attention import on_device
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.models.logprobs import upcast
+from psigrad.language.models.stats import upcast
 from psigrad.language.rollout.samplers.cache import KVCache, SharedCache, new_cache, prefill
 from psigrad.language.rollout.samplers.distribution import Drawn, draw
 from psigrad.language.rollout.samplers.transformers_backend import TransformersSampler

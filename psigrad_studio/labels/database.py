@@ -24,7 +24,7 @@ from sqlalchemy.orm import Session
 
 from psigrad import extras
 from psigrad.errors import UserError
-from psigrad_studio.labels import label_backup, migrate
+from psigrad_studio.labels import label_backup, tables
 from psigrad_studio.labels.refusals import Busy, Damaged, Missing
 
 P = ParamSpec("P")
@@ -131,10 +131,9 @@ def _check(connection: Connection, url: URL) -> None:
 
 
 def connect(where: str | Path, clock: Callable[[], int] = wall_clock) -> Database:
-    """Open the database at a path or a URL (`sqlite:///labels.db`, `postgresql://user@host/name`), and migrate it.
+    """Open the database at a path or a URL (`sqlite:///labels.db`, `postgresql://user@host/name`). A new one gets its tables.
 
-    An SQLite database is copied to a file next to it before it is migrated. Raises `UserError` if it cannot be opened, is
-    damaged, or was made by a newer version.
+    Raises `UserError` if it cannot be opened, is damaged, or was made by another version.
     """
     url = _url(where)
     try:
@@ -142,16 +141,14 @@ def connect(where: str | Path, clock: Callable[[], int] = wall_clock) -> Databas
     except ModuleNotFoundError as error:
         raise extras.not_installed("PostgreSQL", error, "postgres") from error
     try:
-        # Usually there is nothing to migrate, and no need to wait for writers.
+        # Usually the tables exist, and there is no need to wait for writers.
         with engine.begin() as connection:
             _check(connection, url)
-            ready, before = migrate.is_current(connection), migrate.version(connection)
+            ready = tables.exist(connection)
         if not ready:
-            if before is not None and migrate.is_known(before) and url.get_backend_name() == "sqlite":
-                label_backup.before_migration(Path(str(url.database)), before)
-            # If eight servers start at the same moment, the last one waits for seven migrations.
+            # If eight servers start at the same moment, the last one waits for seven.
             with engine.execution_options(psigrad_write=True, psigrad_patience=60_000).begin() as connection:
-                migrate.upgrade(connection)
+                tables.create(connection)
             engine.dispose()  # the next connections have the default timeout
     except DBAPIError as error:
         engine.dispose()

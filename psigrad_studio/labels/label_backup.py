@@ -55,8 +55,8 @@ def restore(copy: Path, database: Path) -> Path | None:
         raise UserError(f"There is no backup {copy}; name a file that `psigrad studio --backup` wrote.")
     with _explained(copy), closing(_opened(copy, readonly=True)) as source:
         check(source, copy)
-        tables = {name for (name,) in source.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        if not {"alembic_version", "votes"} <= tables:
+        found = {name for (name,) in source.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        if not {"label_version", "votes"} <= found:
             raise UserError(f"{copy} is no database of labels; name a file that `psigrad studio --backup` wrote.")
         kept = _kept(database) if database.exists() else None
         try:
@@ -81,13 +81,6 @@ def _kept(database: Path) -> Path:
             file = database.with_name(database.name + part)
             if file.exists():
                 file.rename(place.with_name(place.name + part))
-    return place
-
-
-def before_migration(database: Path, version: str) -> Path:
-    """Copy a database of an older version, which is about to be migrated, to a file next to it. Return the path of the copy."""
-    place = database.with_name(f"{database.name}.before-{version}-{time.strftime('%Y%m%d-%H%M%S')}")
-    backup(database, place)
     return place
 
 

@@ -2,7 +2,7 @@
 
 Times are milliseconds since 1970 UTC. Texts by models or people are stored as ASCII JSON (`Document`), so that NUL, lone
 surrogates and everything else are read back unchanged from SQLite and PostgreSQL. `votes` and `audit` are append-only: triggers
-of the database reject changed or deleted rows (see `migrations`).
+of the database reject changed or deleted rows (see `tables`).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from psigrad_studio.json_api import RequestForm, json_response
 from psigrad_studio.label_api.store import LabelStore
 from psigrad_studio.labels import projects
 from psigrad_studio.labels.projects import ProjectSettings
-from psigrad_studio.runs import replays, rollout_views
+from psigrad_studio.runs import rollout_views
 from psigrad_studio.runs.alert_kinds import alert_of
 from psigrad_studio.runs.curves import curves
 from psigrad_studio.runs.rollout_index import RolloutQuery
@@ -94,12 +94,6 @@ class RolloutsForm(RunForm):
     count: Annotated[int, Field(ge=1, le=200)] = 50
 
 
-class ReplayForm(RunForm):
-    """One of a run's replays, by its index among their names."""
-
-    n: Row
-
-
 class GroupForm(RunForm):
     """The group of a rollout. `generation` is that of the list that contained it."""
 
@@ -153,14 +147,6 @@ def router(settings: StudioSettings, labels: LabelStore) -> APIRouter:
     def about(form: RunForm) -> Response:
         with work():
             return json_response(_about(cache, form.run, settings.work_seconds))
-
-    @routes.post("/replay")
-    def replayed(form: ReplayForm) -> Response:
-        with work():
-            found = replays.replay(cache.place(form.run).path, form.n)
-            if not found:
-                raise HTTPException(404)
-            return json_response(found)
 
     @routes.get("/picture")
     def picture(run: str = "") -> Response:
@@ -251,7 +237,6 @@ def _about(cache: RunCache, run: str, seconds: float) -> dict[str, Any]:
         "settings": {key: str(value)[:300] for key, value in flatten(config_of(place.path)).items()},
         "events": [{str(k)[:60]: str(v)[:300] for k, v in event.items()} for event in told[-40:]],
         "first_rows": _first_rows(history.events),
-        "replays": replays.names(place.path),
         "picture": cache.picture(run) is not None,
         "rollouts": len(index),
         "index_generation": index.generation,

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
-import scripts
 import torch
 from timed import inputs, timed_run, timing, workload
 from timed.inputs import prepare, rows, tokenizer
@@ -99,15 +96,6 @@ def test_a_side_that_dies_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(timing.sys, "executable", str(program))
     with pytest.raises(UserError, match="no room left"):
         timing.WorkerProcess(tmp_path, "float32", 1)
-
-
-def test_the_figures_of_performance_are_those_of_its_picture():
-    script = scripts.load("docs/make/performance.py")
-    found = json.loads((ROOT / "docs" / "images" / "performance.json").read_text())
-    drawn = {(line["axis"], line["value"]) for line in found["lines"]}
-    assert drawn == {(axis, value) for axis, (_, values, _) in script.AXES.items() for value in values}
-    assert all(math.isfinite(line["planned_mb"]) and line["ours"]["seconds"] > 0 for line in found["lines"])
-    assert (ROOT / "docs" / "images" / "performance.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_rewards_depend_on_the_text_alone():

@@ -21,7 +21,7 @@ def test_negative_control_another_discount_is_noticed(setting, monkeypatch):
     assert bench.agree("ppo") > 1e-4
 
 
-# PPO as `benchmarks/ppo_seeds.py` runs it.
+# PPO's minibatches of whole epochs: ten passes over 64 steps of each copy.
 TRAINED = {
     "n_steps": 64, "batch_size": 128, "n_epochs": 10, "learning_rate": 1e-3, "gamma": 0.99, "gae_lambda": 0.95, "clip_range": 0.2,
     "ent_coef": 0.0, "vf_coef": 0.5, "max_grad_norm": 0.5,

@@ -20,7 +20,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 
 from psigrad.config.algorithms import resolve
-from psigrad.language.models.logprobs import TokenStatsRequest
+from psigrad.language.models.stats import TokenStatsRequest
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, terminal
 from psigrad.objective.parts.aggregate import fixed_length, token_mean, top_entropy
 from psigrad.objective.parts.critic import bonus

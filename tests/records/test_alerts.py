@@ -29,7 +29,8 @@ def job(tmp_path_factory):
 
 
 def test_every_rule_has_its_entry_and_something_that_gives_it():
-    drawn = set().union(*(run["alerts"] for run in json.loads((ROOT / "docs/make/debugging.json").read_text()).values()))
+    runs = json.loads((ROOT / "docs/images/debugging/debugging.json").read_text())
+    drawn = set().union(*(run["alerts"] for run in runs.values()))
     assert list(texts()) == [rule.name for rule in RULES] and not set(texts()) & set(METHODS)
     for name, entry in texts().items():
         assert set(entry) - {"example", "files"} == {"title", "says", "why", "do"} and all(

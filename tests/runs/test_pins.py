@@ -21,6 +21,7 @@ from psigrad.control import builder
 from psigrad.control import run as control_run
 from psigrad.errors import UserError
 from psigrad.language.recipes import online, preference, sft
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.records import pins, read
 
 pytestmark = pytest.mark.usefixtures("rewards_here")
@@ -188,6 +189,23 @@ def test_a_reward_is_another_also_by_ways_that_no_import_statement_shows(way, tm
     (folder / changed).write_text((folder / changed).read_text().replace(before, now))
     os.utime(folder / changed, (1, 1))
     assert pinned() != first
+
+
+@pytest.mark.parametrize("engine", ["embedded 2", "transformers 9.9"])
+def test_another_engine_or_version_is_refused_by_name_and_taken_when_allowed(engine, job, tmp_path, monkeypatch):
+    config = online_config(job, tmp_path / "run")
+    online.run(config)
+    interrupted(tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "control")
+    monkeypatch.setattr(EmbeddedSampler, "engine", engine)
+    with pytest.raises(UserError, match=rf"was trained with engine embedded 1 \(now {engine}\)\. .* --allow engine,"):
+        online.run(config)
+    online.run(replace(config, run=replace(config.run, allow=("engine",))))
+    (taken,) = events(tmp_path / "run", "allowed")
+    assert (taken["name"], taken["before"], taken["now"]) == ("engine", "embedded 1", engine)
+    monkeypatch.undo()
+    online.run(online_config(job, tmp_path / "control"))
+    assert not events(tmp_path / "control", "allowed"), "negative control: the same engine resumes"
 
 
 @pytest.mark.parametrize("changed", ["reward", "dataset"])

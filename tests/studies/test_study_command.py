@@ -25,10 +25,10 @@ def test_every_study_has_its_settings_and_a_module_that_does_what_is_asked_of_it
 
 
 def test_a_study_runs_and_leaves_its_figures(tmp_path, capsys):
-    assert cli.main(["experiment", "lag", "--most-devices", "8", "--steps", "4", "--out", str(tmp_path)]) == 0
-    assert "Sampling and training" in capsys.readouterr().out
-    found = json.loads((tmp_path / "lag.json").read_text())
-    assert found["settings"]["most_devices"] == 8 and (tmp_path / "lag.png").read_bytes().startswith(b"\x89PNG")
+    assert cli.main(["experiment", "clip", "--low", "0.3", "--out", str(tmp_path)]) == 0
+    assert "Gradient of the surrogate" in capsys.readouterr().out
+    found = json.loads((tmp_path / "clip.json").read_text())
+    assert found["settings"]["low"] == 0.3 and (tmp_path / "clip.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_help_of_a_study_names_its_settings_without_torch():
@@ -38,7 +38,7 @@ def test_the_help_of_a_study_names_its_settings_without_torch():
     assert "--longest" in out and out.endswith("False\n")
 
 
-@pytest.mark.parametrize("arguments", [["lag"], ["loopholes", "--seeds", "2"], ["dpo", "--help"]])
+@pytest.mark.parametrize("arguments", [["clip"], ["loopholes", "--seeds", "2"], ["dpo", "--help"]])
 def test_without_a_checkout_a_study_is_refused_in_a_sentence(arguments, monkeypatch, capsys):
     monkeypatch.setattr(experiments, "find_checkout", lambda: None)
     assert cli.main(["experiment", *arguments]) == 2
@@ -76,10 +76,10 @@ def test_an_installed_package_runs_a_study_in_the_folder_of_a_checkout(tmp_path)
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "psigrad").symlink_to(ROOT / "psigrad")
     code = "import sys; from psigrad.cli import main; sys.exit(main(sys.argv[1:]))"
-    asked = ["experiment", "lag", "--most-devices", "8", "--steps", "4", "--out", str(tmp_path / "out")]
+    asked = ["experiment", "clip", "--out", str(tmp_path / "out")]
     command = [sys.executable, "-P", "-c", code, *asked]
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0 and (tmp_path / "out" / "lag.json").exists(), done.stderr
+    assert done.returncode == 0 and (tmp_path / "out" / "clip.json").exists(), done.stderr
     elsewhere = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert elsewhere.returncode == 2 and "lag is a study" in elsewhere.stderr, elsewhere.stderr
+    assert elsewhere.returncode == 2 and "clip is a study" in elsewhere.stderr, elsewhere.stderr

@@ -17,11 +17,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import label_checks
 import private_postgres
 import pytest
 from sqlalchemy import select
 
-from psigrad_studio.labels import checks, database, intake, invites, passwords, people, projects
+from psigrad_studio.labels import database, intake, invites, passwords, people, projects
 from psigrad_studio.labels.projects import ProjectSettings
 from psigrad_studio.labels.schema import Vote
 
@@ -166,7 +167,7 @@ def check(db: database.Database, project: int, crowd: list[Labeller]) -> int:
     assert acknowledged.items() <= stored.items(), "an acknowledged answer is gone"
     assert stored == acknowledged, "an answer is stored that nobody was told of"
     assert all(sent[key] == action for key, _, action in rows)
-    assert checks.faults(db) == []
+    assert label_checks.faults(db) == []
     assert "vote" in Counter(row[2] for row in rows)
     return len(rows)
 

@@ -28,20 +28,10 @@ FORMS = {
     "/api/runs/about": {"run": "0" * 16},
     "/api/runs/notes": {"run": "0" * 16, "tags": []},
     "/api/runs/table": {"runs": []},
-    "/api/runs/replay": {"run": "0" * 16, "n": 0},
     "/api/runs/rollouts": {"run": "0" * 16},
     "/api/runs/group": {"run": "0" * 16, "n": 0},
     "/api/runs/send": {"run": "0" * 16, "n": 0, "other": 1},
 }
-
-REPLAY = {
-    "differences": ["step 6: grad_norm is 1 in metrics.jsonl, and 2 again"],
-    "assumed": ["This run trained no critic."],
-    "methods": {"grpo (the run's)": {"gradient norm": 0.5}, "dapo": {"gradient norm": "NaN", "clipped tokens": 3}},
-    "groups": [{"row": 4, "prompt": "say <b>a:", "completions": [{"k": 0, "reward": 1.0, "tokens": [" a", "<i>"], "methods": {
-        "grpo (the run's)": {"advantage": [1, 1], "ratio": [1, 1], "clipped": [0, 0], "weight": [0.25, "NaN"]},
-        "dapo": {"advantage": [1, 1], "ratio": [1, 1], "clipped": [1], "weight": [0.25, 0.25]}}}]}],
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -380,27 +370,6 @@ def test_the_first_rows_are_shown_as_the_model_read_them_and_damaged_ones_are_no
     about = studio.post("/api/runs/about", {"run": ident}).json
     assert about["first_rows"] == [{"title": "a.jsonl:1", "pieces": [pieces[0], ["trained", "x" * 4000]]}]
     assert "first_rows" not in {event["kind"] for event in about["events"]}, "they are no line of the table of events"
-
-
-def test_a_replay_is_shown_as_far_as_it_has_its_shape(root, studio):
-    path = make_run(root / "replayed")
-    ident = next(run["id"] for run in studio.ask("GET", "/api/runs").json["runs"] if run["name"] == "replayed")
-    assert studio.post("/api/runs/about", {"run": ident}).json["replays"] == []
-    (path / "replays").mkdir()
-    whole, torn = (path / "replays" / f"step-{n:08d}.json" for n in (6, 7))
-    whole.write_text(json.dumps(REPLAY))
-    torn.write_text('{"methods": 3, "groups": [{"completions": [{"methods": {"a": 5}}, 4]}, 7], "differences": "x"}')
-    os.symlink("/etc/passwd", path / "replays" / "step-00000008.json")
-    assert studio.post("/api/runs/about", {"run": ident}).json["replays"] == ["step-00000006", "step-00000007", "step-00000008"]
-    found = studio.post("/api/runs/replay", {"run": ident, "n": 0}).json
-    assert found["figures"] == [["gradient norm", [0.5, None]], ["clipped tokens", [None, 3.0]]]
-    assert found["assumed"] == ["This run trained no critic."]
-    (group,) = found["groups"]
-    first, second = group["completions"][0]["methods"]
-    assert first["tokens"]["weight"] == [0.25, None] and first["tokens"]["mask"] == [True, False]
-    assert second["tokens"]["clipped"] == [1.0, None], "a list that is too short is filled up"
-    assert studio.post("/api/runs/replay", {"run": ident, "n": 1}).json["methods"] == []
-    assert [studio.post("/api/runs/replay", {"run": ident, "n": n}).status for n in (2, 3)] == [404, 404]
 
 
 def test_alerts_come_by_kind_with_their_first_and_last_step(tmp_path):

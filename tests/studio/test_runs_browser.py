@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import numpy as np
@@ -17,11 +16,6 @@ from timing import until
 from psigrad.records.run_folder import RunFolder
 
 EVIL = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
-
-REPLAY = {"differences": [], "assumed": ["This run trained no critic."], "methods": {"grpo": {"gradient norm": 0.5}},
-          "groups": [{"row": 4, "prompt": EVIL, "completions": [
-    {"k": 0, "reward": 1.0, "tokens": [" a", EVIL], "methods": {"grpo": {
-        "advantage": [1, 1], "ratio": [1, 1], "clipped": [0, 1], "weight": [0.25, -0.125]}}}]}]}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +37,6 @@ def root(tmp_path_factory):
         control / "rollouts.jsonl",
         *({"step": 20, "kind": "episode", "episode": i, "reward": 9.0 + i, "length": 9} for i in range(3)),
     )
-    (root / "rloo" / "replays").mkdir()
-    (root / "rloo" / "replays" / "step-00000006-dapo.json").write_text(json.dumps(REPLAY))
     return root
 
 
@@ -548,21 +540,6 @@ MAIN_COLOURS = """() => {
   }
   return [...found].sort((a, b) => b[1] - a[1]).slice(0, 2).join(" ");
 }"""
-
-
-def test_a_replayed_step_is_read_token_by_token(opened, ids):
-    page = opened(f"runs={ids['rloo']}&tab=about")
-    page.get_by_role("button", name="step-00000006-dapo").click()
-    expect(page.locator(".replay table")).to_contain_text("gradient norm0.5")
-    expect(page.locator(".replay")).to_contain_text("This run trained no critic.")
-    tokens = page.locator(".replay .token")
-    expect(tokens).to_have_text([" a", EVIL])
-    expect(tokens.nth(0)).to_have_class("token up")
-    expect(tokens.nth(1)).to_have_class("token down")
-    page.get_by_label("What colours show").select_option("clipped")
-    expect(tokens.nth(1)).to_have_class("token seen")
-    page.locator(".replay .tokens").press("End")
-    expect(page.locator(".replay [aria-live]")).to_contain_text("weight in the gradient −0.125")
 
 
 # ---- many runs

@@ -57,7 +57,7 @@ def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch, capsys
     assert cli.main(["studio"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("psigrad: The studio needs fastapi, which is not installed. Run `pip install 'fastapi>=")
-    assert " 'alembic>=" in said
+    assert " 'sqlalchemy>=" in said
 
 
 @pytest.mark.parametrize(

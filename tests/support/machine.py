@@ -264,7 +264,7 @@ PACKAGES = {
     "reasoning-gym": ("reasoning_gym",),
     "Gymnasium's Box2D": ("Box2D", "pygame"),
     "the browser": ("playwright", "axe_playwright_python"),
-    "the labels": ("sqlalchemy", "alembic", "zxcvbn", "psycopg"),
+    "the labels": ("sqlalchemy", "zxcvbn", "psycopg"),
     "servers": ("fastapi", "starlette", "uvicorn", "llguidance", "openai", "anthropic", "httpx"),
     "MCP": ("mcp",),
     "the search over settings": ("optuna",),

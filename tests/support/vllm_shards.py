@@ -19,7 +19,7 @@ from psigrad.language.rollout.types import Request, SamplingParams
 from psigrad.processes.parallel.world import World
 from psigrad_extras.cluster.ray_broadcast import Broadcasts
 from psigrad_extras.cluster.ray_sampler import RaySampler
-from psigrad_extras.vllm import vllm_backend, vllm_probe, vllm_weights
+from psigrad_extras.vllm import vllm_probe, vllm_setup, vllm_weights
 from psigrad_extras.vllm.broadcast import unpack
 from psigrad_extras.vllm.vllm_backend import VLLMSampler
 
@@ -30,9 +30,9 @@ PARAMS = SamplingParams(max_tokens=6)
 def samples(world: World, folder: str, rank: str, out: str) -> None:
     """Write `out`: whether what is sampled comes of the weights of now, before and after they changed, on every process."""
     settings, run = Model(path=folder, lora_rank=int(rank)), Run(threads=1)
-    find = vllm_backend.importlib.util.find_spec
+    find = vllm_setup.importlib.util.find_spec
     there = lambda name, *more: True if name == "vllm" else find(name, *more)  # noqa: E731
-    vllm_backend.importlib.util.find_spec = there  # type: ignore[assignment]
+    vllm_setup.importlib.util.find_spec = there  # type: ignore[assignment]
     zeros = lambda model, probe: torch.zeros(sum(map(len, probe)) - len(probe))  # noqa: E731
     vllm_probe.log_probs = zeros  # type: ignore[assignment]
     vllm_weights.in_buckets.__defaults__ = (1,)  # type: ignore[attr-defined]

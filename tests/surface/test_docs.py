@@ -30,6 +30,7 @@ from psigrad.objective.catalog import GRPO, Catalog
 from psigrad.objective.catalog import METHODS as PRESETS
 from psigrad.objective.explain import label
 from psigrad.objective.preferences.preference_catalog import METHODS as LOSSES
+from psigrad.records.warnings import BY_NAME
 from psigrad_extras.defaults import THEIRS, beside
 
 ROOT = Path(__file__).parents[2]
@@ -89,22 +90,23 @@ def test_every_warning_has_its_section_and_a_remedy():
 
 
 def test_the_page_of_faults_shows_what_the_runs_gave():
-    maker = script("debugging")
-    page = (ROOT / "docs" / "debugging.md").read_text()
-    assert page == maker.page(), "run: python docs/make/debugging.py page"
-    curves = {name: run["curves"] for name, run in json.loads(maker.CURVES.read_text()).items()}
-    assert list(curves) == [fault.name for fault in maker.FAULTS] and len(curves) == 11
-    held_out = {name: figures["eval/exact/mean"][1] for name, figures in curves.items()}
-    assert held_out["healthy"][-1] > held_out["healthy"][0] + 0.2
-    for name in set(curves) - {"healthy"}:  # none of the spoilt runs learns as the healthy one does
-        assert held_out[name][-1] < held_out["healthy"][-1] - 0.1, name
-        assert (ROOT / "docs" / "images" / "debugging" / f"{name}.png").exists()
+    page, images = (ROOT / "docs" / "debugging.md").read_text(), ROOT / "docs" / "images" / "debugging"
+    runs = json.loads((images / "debugging.json").read_text())
+    for name, run in runs.items():
+        titles = [BY_NAME[rule].title for rule in run["alerts"]]
+        links = [f"[{title}](#{title.lower().replace(',', '').replace(' ', '-')})" for title in titles]
+        after = page.partition(f"(images/debugging/{name}.png)")[2]
+        assert re.search(r"\*\*Warnings\.\*\* (.*)\.", after)[1] == ", ".join(links or ["none"]), name
+    held_out = {name: run["curves"]["eval/exact/mean"][1] for name, run in runs.items()}
+    assert len(runs) == 11 and held_out["healthy"][-1] > held_out["healthy"][0] + 0.2
+    for name in set(runs) - {"healthy"}:  # none of the spoilt runs learns as the healthy one does
+        assert held_out[name][-1] < held_out["healthy"][-1] - 0.1 and (images / f"{name}.png").exists(), name
 
 
 @repeat_for("name", [*PRESETS, *LOSSES])
 def test_the_page_of_a_method_is_up_to_date_and_names_each_of_its_parts(name, maker):
     page = (ROOT / "docs" / "methods" / f"{name}.md").read_text()
-    assert page == maker.page(name), "run: python docs/make/methods.py pages"
+    assert page == maker.page(name), "run: python docs/make/methods.py"
     assert not page.startswith(f"# {name}\n")  # a heading, an idea and a use of its own
     if name in LOSSES:
         parts = [label(getattr(resolve_loss(name), "link", resolve_loss(name)))]
@@ -126,7 +128,7 @@ def test_a_page_shows_its_measured_curve_or_says_that_there_is_none(name, maker)
 
 def test_the_list_of_methods_is_up_to_date(maker):
     text = (ROOT / "docs" / "index.md").read_text()
-    assert text == maker.index(text), "run: python docs/make/methods.py pages"
+    assert text == maker.index(text), "run: python docs/make/methods.py"
     assert maker.index(text.replace("- [GRPO](methods/grpo.md)\n", "")) == text
     assert all(f"methods/{name}.md" in text for name in [*PRESETS, *LOSSES])
 
@@ -145,7 +147,7 @@ def test_a_method_of_a_stranger_has_a_page_without_words_or_a_trained_model(make
 
 def test_the_table_of_methods_is_up_to_date(maker):
     text = (ROOT / "docs" / "methods" / "table.md").read_text()
-    assert text == maker.table(), "run: python docs/make/methods.py pages"
+    assert text == maker.table(), "run: python docs/make/methods.py"
     assert all(f"[{name}]({name}.md)" in text for name in [*PRESETS, *LOSSES])
     assert "methods/table.md" in (ROOT / "docs" / "index.md").read_text()
 

@@ -247,6 +247,8 @@ class Collector:
         self.observation: Array = np.zeros((envs.count, envs.size), envs.dtype)
         self.resumable = False
         """True if actions are logged, so that a run can resume in the middle of an episode."""
+        self.raw = False
+        """True if rollouts hold observations and rewards as the environment gave them, for a replay buffer."""
         self._played: type = np.float32 if isinstance(envs.distribution, Normal) else np.int64
         # One byte is enough for a choice of at most 256 actions.
         self._logged: type = np.uint8 if self._played is np.int64 and envs.distribution.outputs <= 256 else self._played
@@ -333,7 +335,7 @@ class Collector:
         terminated, truncated = np.array(ends[0]), np.array(ends[1])
         ended = (terminated | truncated) & chosen
         self.normalizer.learn_rewards(reward, ended)
-        rewards = self.normalizer.scale(reward)
+        rewards = reward if self.raw else self.normalizer.scale(reward)
         first = chosen.copy()
         first[1:] &= ~chosen[:-1] | ended[:-1]
         e, t = chosen.T.nonzero()  # environment by environment, in order of time
@@ -348,16 +350,17 @@ class Collector:
             for i, place in enumerate(zip(t_end.tolist(), e_end.tolist(), strict=True)):
                 if place in lasts:
                     after[i] = lasts[place]
-        see, cut = self.normalizer.see, truncated[t_end, e_end] & ~terminated[t_end, e_end]
+        cut = truncated[t_end, e_end] & ~terminated[t_end, e_end]
+        shown, after = (raw[t, e], after) if self.raw else (self.normalizer.see(raw[t, e]), self.normalizer.see(after))
         rollout = Rollout(
-            observation=see(raw[t, e]),
+            observation=shown,
             action=action[t, e],
             reward=rewards[t, e],
             row=row,
             column=column,
             terminated=terminated[t_end, e_end],
             truncated=cut,
-            after=see(after),
+            after=after,
         )
         self.normalizer.learn_observations(raw[:-1][chosen])  # last, so that training and acting see the same values
         return rollout

@@ -7,6 +7,7 @@ Here all three give the same `VectorStep`: the outcome of the action, the end of
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +61,8 @@ class Serial:
         for i, env in enumerate(self.envs):
             observation, reward[i], terminated[i], truncated[i], _ = env.step(actions[i])
             if terminated[i] or truncated[i]:
-                finals[i] = observation
+                # Simulators may return one array each time, which their reset overwrites.
+                finals[i] = copy.deepcopy(observation)
                 observation = _begun(env.reset())
             seen.append(observation)
         return self._stack(seen), reward, terminated, truncated, {"final_obs": finals}

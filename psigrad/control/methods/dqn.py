@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,7 @@ class DQNTrainer(Trainer):
         self.updates = self.since_target = 0
         self.replay = ReplayBuffer(config.dqn.buffer_size, collector.envs.size, collector.observation.dtype)
         self.target = network.flat.detach().clone()
+        collector.raw = True  # statistics change, so transitions are normalised when they are drawn
         super().__init__(config, network, optimizer, collector)
         _check(config, network)
 
@@ -175,6 +176,20 @@ class DQNTrainer(Trainer):
             terminated=terminated,
         )
 
+    def draw(self, count: int, rng: np.random.Generator) -> Transitions:
+        """Sample `count` transitions, with all observations and rewards normalised by the current statistics."""
+        drawn, normalizer = self.replay.sample(count, rng), self.collector.normalizer
+        if not (normalizer.observations or normalizer.rewards):
+            return drawn
+        seen, following = (normalizer.see(x.numpy()) for x in (drawn.observation, drawn.next_observation))
+        reward = normalizer.scale(drawn.reward.numpy())
+        return replace(
+            drawn,
+            observation=torch.from_numpy(seen),
+            next_observation=torch.from_numpy(following),
+            reward=torch.from_numpy(reward),
+        )
+
     def _follow(self, collected: int) -> None:
         """Update the target network when it is due."""
         self.since_target += collected
@@ -191,7 +206,7 @@ class DQNTrainer(Trainer):
             return []
         size, towers, config = self.config.batch_size, self.network.towers, self.config
         double = config.dqn.double_q
-        drawn = self.replay.sample(steps * size, rng)
+        drawn = self.draw(steps * size, rng)
         next_q = towers.with_flat(self.target, drawn.next_observation)[0]
         worth = torch.split(q_learning.back_up(drawn.reward, drawn.terminated, next_q, config.gamma), size)
         shares = torch.split(q_learning.shares(drawn.action, next_q.shape[1], size), size)

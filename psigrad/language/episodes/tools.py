@@ -33,7 +33,7 @@ from psigrad.language.episodes.tool_calls import (
 )
 from psigrad.language.examples import common_prefix
 from psigrad.language.rewards.reward_worker import finish
-from psigrad.processes.workers.worker_pool import pick_variables
+from psigrad.processes.workers.shipping import pick_variables
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import cache
 from pathlib import Path
@@ -54,7 +54,8 @@ def load_model(
     """
     if not settings.path:
         raise UserError("No model was given; name a folder or a hub model with --model (model.path).")
-    whole = _whole(checkpoint)
+    saved = SavedWeights.of(checkpoint)
+    whole = saved.whole
     if given is not None:
         settle_chat(given.tokenizer, settings, checkpoint)
     if given is not None and given.network is not None:
@@ -84,7 +85,7 @@ def load_model(
         _say_once(f"{', '.join(frozen)} of {settings.path} stay frozen; --trained-towers trains those that it names.")
     if value_head:
         model.add_value_head(whole)
-    take_shard(model, world, machine.device(run), checkpoint if whole is None else None)
+    take_shard(model, world, machine.device(run), saved.shards)
     model.attend(settings.attention)
     model.balance = balance_of(model.network, settings.router_aux_loss_coef)
     return model
@@ -95,9 +96,20 @@ def _say_once(text: str) -> None:
     redaction.say(text)
 
 
-def _whole(checkpoint: Path | None) -> Path | None:
-    """Return the checkpoint; None if several processes wrote its weights in shards."""
-    return None if checkpoint is None or shards.written_in(checkpoint) else checkpoint
+@dataclass(frozen=True)
+class SavedWeights:
+    """The folder of a checkpoint's `whole` weights, or of the `shards` that several processes wrote; neither for a new run."""
+
+    whole: Path | None = None
+    shards: Path | None = None
+
+    @classmethod
+    def of(cls, checkpoint: Path | None, part: str = "") -> SavedWeights:
+        """Return the weights in a checkpoint, or those of its `part`: reference or critic."""
+        if checkpoint is None:
+            return cls()
+        place = checkpoint / part
+        return cls(shards=place) if shards.written_in(place) else cls(whole=place)
 
 
 def _prepare_given(
@@ -163,7 +175,8 @@ def load_scalar_model(
     """Load a model as `load_model` does, with a scalar head, which is new if `settings.path` has none."""
     if not settings.path:
         raise UserError("No model was given; name a folder or a hub model with --model (model.path).")
-    whole = _whole(checkpoint)
+    saved = SavedWeights.of(checkpoint)
+    whole = saved.whole
     settings = replace(settings, adapter="merge")  # the adapter of a language model is part of a reward model's initial weights
     if given is not None and given.network is not None:
         if getattr(given.network.config, "num_labels", 0) != 1 or "SequenceClassification" not in type(given.network).__name__:
@@ -187,7 +200,7 @@ def load_scalar_model(
                 **_options(settings, run, world),
             )
     settle_chat(model.tokenizer, settings, checkpoint, model.network)
-    take_shard(model, world, machine.device(run), checkpoint if whole is None else None)
+    take_shard(model, world, machine.device(run), saved.shards)
     model.attend(settings.attention)
     return model
 
@@ -279,13 +292,12 @@ def load_frozen(settings: Model, run: Run, checkpoint: Path | None, world: World
 @without_bars()
 def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World = ALONE) -> ScalarModel:
     """Load a separate critic from its checkpoint, from `critic.path`, or from the policy's initial weights with a zero head."""
-    place = checkpoint / "critic" if checkpoint is not None else None
-    whole = _whole(place)
+    saved = SavedWeights.of(checkpoint, "critic")
     start = replace(config.model, path=config.critic, revision="") if config.critic else config.model
     start = replace(start, quantize_base="")  # only the policy's base is quantised; a critic trains all its weights
     made = scalar_model.load(
-        locate(start) if whole is None else str(whole),
-        fresh_head="zero" if whole is None else "refuse",
+        str(saved.whole or locate(start)),
+        fresh_head="zero" if saved.whole is None else "refuse",
         **_options(config.model, config.run, world),
     )
     if not made.per_token:
@@ -294,7 +306,7 @@ def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | N
         raise UserError(
             f"The critic {config.critic!r} and the policy have different tokenizers; give a critic of the same model family."
         )
-    take_shard(made, world, machine.device(config.run), place if whole is None else None)
+    take_shard(made, world, machine.device(config.run), saved.shards)
     made.attend(config.model.attention)
     return made
 

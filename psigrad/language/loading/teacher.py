@@ -13,8 +13,8 @@ from psigrad.errors import UserError
 from psigrad.language import images
 from psigrad.language.data.templates import encode_after, words_of
 from psigrad.language.models.language_model import Divergence, LanguageModel
-from psigrad.language.models.logprobs import Top
 from psigrad.language.models.packing import Groups
+from psigrad.language.models.stats import Top
 from psigrad.language.training.online.annotators.reference import read_by_reference
 from psigrad.language.training.online.batching import MicroBatch, fill, reference_inputs_of
 from psigrad.language.training.online.online_run import Annotator

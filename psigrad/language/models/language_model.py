@@ -28,11 +28,12 @@ from psigrad.language.models.backbone import (
 from psigrad.language.models.coded_linear import code_linears
 from psigrad.language.models.fused import families
 from psigrad.language.models.fused.caches import ActivationCache, PackedWeights
-from psigrad.language.models.logprobs import TokenStats, TokenStatsRequest, Top, token_stats, upcast
+from psigrad.language.models.logprobs import token_stats
 from psigrad.language.models.lora import Lora, base_of
 from psigrad.language.models.packing import ForwardInputs, Groups, Rows, Targets, lay_out
 from psigrad.language.models.probe import difference, draw_texts
 from psigrad.language.models.sizes import size
+from psigrad.language.models.stats import TokenStats, TokenStatsRequest, Top, upcast
 from psigrad.language.models.towers import keep_towers
 from psigrad.language.models.vision import needs_vision, settle_vision, why_not_text
 from psigrad.objective import PolicyOutputs

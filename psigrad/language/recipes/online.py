@@ -122,6 +122,7 @@ def open_job(
         optimizer, world = optimizer_of(model, config, journal.world), journal.world
         learners = _learners(config, model, optimizer, critic, own_reference)
         fresh, pins = State(algorithm=algorithm.initial_state()), collect_pins(config, model.tokenizer, prepared, setup)
+        pins |= {"engine": sampler.engine} if sampler.engine else {}
         begun = begin(config, journal, learners, pins, checkpoint, fresh, (len(rows), len(held_out)))
         run = Online(
             config=config,

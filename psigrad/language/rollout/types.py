@@ -126,6 +126,9 @@ class Sampler(ABC):
     batch need no extra forward pass first.
     """
 
+    engine: str = ""
+    """The name and version of the program that draws tokens. The same seeds give other tokens under another version."""
+
     central: bool = False
     """True if one process samples for all processes that train together, instead of each sampling its share."""
 
@@ -234,7 +237,7 @@ class ReplicaSampler(Sampler):
     """A sampler that runs a copy of the weights, which `refresh` updates."""
 
     def __init__(self, inner: Sampler, refresh: Callable[[], None]) -> None:
-        self.inner, self.exact, self._refresh = inner, inner.exact, refresh
+        self.inner, self.exact, self.engine, self._refresh = inner, inner.exact, inner.engine, refresh
 
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None

@@ -1,18 +1,32 @@
-"""Sending a user's function to another process: by name if it can be found there, otherwise by value."""
+"""The content of a worker's start: a user's function, by name if the worker can find it, otherwise by value; and variables."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from psigrad import redaction
 from psigrad.errors import UserError
 from psigrad.importing import FILE_MODULE, load_file
 
 # ("name", (module, qualified name)) or ("value", dill's bytes)
 Packed = tuple[str, Any]
+
+
+# Variables that programs need to find their files, without secrets.
+_USUAL = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|TZ|LANG|LANGUAGE|PWD|TMPDIR|TMP|TEMP|(LD|DYLD)_LIBRARY_PATH|VIRTUAL_ENV|CC|CXX"
+    # a worker is not one of torchrun's ranks
+    r"|(LC|PYTHON|CONDA|XDG|OMP|MKL|OPENBLAS|CUDA|NVIDIA|HF|TRANSFORMERS|TORCH(?!ELASTIC)|TOKENIZERS|PSIGRAD)_?\w*"
+    r"|(SSL_CERT|REQUESTS)_?\w*"
+    r"|(https?|no|all)_proxy",
+    re.IGNORECASE,
+)
 
 
 class ShippingError(UserError):
@@ -77,3 +91,16 @@ def load_homes(files: Mapping[str, str]) -> None:
             known = False
         if not known:
             load_file(name, file)
+
+
+def pick_variables(extra: Iterable[str] = ()) -> dict[str, str]:
+    """Return the variables of this process that a worker gets: the usual ones, and those named in `extra`."""
+    names = set(extra)
+    kept = {k: v for k, v in os.environ.items() if k in names or (_USUAL.fullmatch(k) and not redaction.SECRET_NAME.search(k))}
+    path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+    return {**kept, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path}
+
+
+def list_withheld(extra: Iterable[str] = ()) -> list[str]:
+    """Return the names of the variables that a worker does not get."""
+    return sorted(os.environ.keys() - pick_variables(extra).keys())

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import pickle
-import re
 import selectors
 import signal
 import subprocess
@@ -15,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack
@@ -24,7 +23,7 @@ from psigrad import redaction
 from psigrad.errors import UserError
 from psigrad.processes.sandbox import Enclosure, cgroup
 from psigrad.processes.workers import child
-from psigrad.processes.workers.shipping import homes, pack
+from psigrad.processes.workers.shipping import homes, list_withheld, pack, pick_variables
 
 # Seconds in which a worker must have imported the user's code.
 START_LIMIT = 120.0
@@ -32,15 +31,6 @@ START_LIMIT = 120.0
 KEEPER_LIMIT = 10.0
 # Bytes of one worker's output that are printed.
 SHOWN = 1 << 18
-# Variables that programs need to find their files, without secrets.
-_USUAL = re.compile(
-    r"PATH|HOME|USER|LOGNAME|SHELL|TZ|LANG|LANGUAGE|PWD|TMPDIR|TMP|TEMP|(LD|DYLD)_LIBRARY_PATH|VIRTUAL_ENV|CC|CXX"
-    # a worker is not one of torchrun's ranks
-    r"|(LC|PYTHON|CONDA|XDG|OMP|MKL|OPENBLAS|CUDA|NVIDIA|HF|TRANSFORMERS|TORCH(?!ELASTIC)|TOKENIZERS|PSIGRAD)_?\w*"
-    r"|(SSL_CERT|REQUESTS)_?\w*"
-    r"|(https?|no|all)_proxy",
-    re.IGNORECASE,
-)
 _START = "from psigrad.processes.workers.child import main; main()"
 
 
@@ -185,19 +175,6 @@ class Worker:
 def _close(*descriptors: int) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
-
-
-def pick_variables(extra: Iterable[str] = ()) -> dict[str, str]:
-    """Return the variables of this process that a worker gets: the usual ones, and those named in `extra`."""
-    names = set(extra)
-    kept = {k: v for k, v in os.environ.items() if k in names or (_USUAL.fullmatch(k) and not redaction.SECRET_NAME.search(k))}
-    path = os.pathsep.join(p or os.getcwd() for p in sys.path)
-    return {**kept, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path}
-
-
-def list_withheld(extra: Iterable[str] = ()) -> list[str]:
-    """Return the names of the variables that a worker does not get."""
-    return sorted(os.environ.keys() - pick_variables(extra).keys())
 
 
 def _forward(descriptor: int, name: str) -> None:

@@ -25,6 +25,7 @@ from psigrad.language.models.fused import families
 from psigrad.language.models.fused.caches import HEAD_LIMIT
 from psigrad.objective.preferences.preference_loss import KahnemanTversky
 from psigrad.optim.rules import adamw_kernels
+from psigrad_extras.preflight.plan.activations import Terms, terms
 from psigrad_extras.preflight.plan.arithmetic import (
     GUESSED,
     UNPACKED,
@@ -44,7 +45,6 @@ from psigrad_extras.preflight.plan.memory import (
     MemoryItem,
     ModelRole,
     PeakMemory,
-    Terms,
     cache_bytes,
     engine_item,
     forward_and_back,
@@ -55,7 +55,6 @@ from psigrad_extras.preflight.plan.memory import (
     recomputed_gradients,
     roles_of,
     sharded_items,
-    terms,
 )
 from psigrad_extras.preflight.plan.shape import Shape, config_of, shape_of
 

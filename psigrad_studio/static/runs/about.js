@@ -2,7 +2,6 @@
 import { picture as pictureOf, post } from "../api.js";
 import { el, notice } from "../dom.js";
 import { figure, whole } from "./format.js";
-import { replayCard } from "./replay.js";
 
 /** An episode to watch; it moves only while it is open. */
 export function episodePicture(run) {
@@ -58,7 +57,7 @@ export class About {
   draw(run, watch) {
     const picture = run.picture ? episodePicture(run.id) : "";
     if (picture && watch) picture.open = true;
-    this.node.replaceChildren(this.notes(run), picture, this.alerts(run), replayCard(run), this.rows(run), this.events(run), this.settings(run));
+    this.node.replaceChildren(this.notes(run), picture, this.alerts(run), this.rows(run), this.events(run), this.settings(run));
   }
 
   /** Tags and a note of one's own. */

@@ -10,8 +10,6 @@ export const MEASURES = {
   entropy: { title: "entropy", says: "stronger: more undecided" },
   advantage: { title: "advantage", says: "green: encouraged; orange: discouraged", middle: 0 },
   gap: { title: "sampler − trainer", says: "stronger: sampler and trainer disagree more" },
-  weight: { title: "weight in the gradient", says: "green: made likelier; orange: less likely; beside the method's greatest", middle: 0 },
-  clipped: { title: "clipped", says: "marked: the clip took its gradient" },
   mask: { title: "mask", says: "grey: not chosen by the policy, not trained on" },
 };
 

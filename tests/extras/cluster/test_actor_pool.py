@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from psigrad.errors import UserError
-from psigrad_extras.cluster import actor_pool
+from psigrad_extras.cluster import actor_pool, ray_connection
 from psigrad_extras.cluster.actor_pool import ActorPool, Affinity
 
 
@@ -73,7 +73,7 @@ class Ray:
 @pytest.fixture
 def ray(monkeypatch):
     made = Ray()
-    monkeypatch.setattr(actor_pool, "_connect", lambda address: made)
+    monkeypatch.setattr(ray_connection, "connect", lambda address: made)
     return made
 
 
@@ -357,7 +357,7 @@ def test_a_cluster_that_wants_a_token_is_no_missing_cluster(monkeypatch, address
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
     with pytest.raises(UserError, match="set RAY_AUTH_MODE=token"):
-        actor_pool._connect(address)
+        ray_connection.connect(address)
 
 
 def test_without_a_cluster_auto_starts_one(monkeypatch):
@@ -369,7 +369,7 @@ def test_without_a_cluster_auto_starts_one(monkeypatch):
             raise ConnectionError("Could not find any running Ray instance")
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
-    actor_pool._connect("auto")
+    ray_connection.connect("auto")
     assert begun == ["auto", None]
     with pytest.raises(UserError, match="There is no Ray cluster at 'ray-head'"):
-        actor_pool._connect("ray-head")
+        ray_connection.connect("ray-head")

@@ -84,7 +84,7 @@ def test_the_command_says_all_of_it_before_it_loads_a_model(job, tmp_path, monke
     def loads(*given):
         raise UserError("Now a model would be loaded.")
 
-    monkeypatch.setattr("psigrad_extras.preflight.check.load_model", loads)
+    monkeypatch.setattr("psigrad_extras.preflight.check_subject.load_model", loads)
     given = ["check", "--model", f"{job}/base", "--chat-template-path", "chatml.jinja", "--dataset", f"{job}/train.jsonl"]
     (tmp_path / "chatml.jinja").write_text(CHATML)
     start = time.process_time()

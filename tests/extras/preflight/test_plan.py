@@ -27,8 +27,9 @@ from psigrad.optim.rules import adamw_kernels
 from psigrad_extras.preflight import plan
 from psigrad_extras.preflight.plan import memory
 from psigrad_extras.preflight.plan import plan as command
+from psigrad_extras.preflight.plan.activations import Terms, terms
 from psigrad_extras.preflight.plan.arithmetic import work_of
-from psigrad_extras.preflight.plan.memory import REFILLED, SLACK, ModelRole, Terms, cache_bytes, recomputed_gradients, terms
+from psigrad_extras.preflight.plan.memory import REFILLED, SLACK, ModelRole, cache_bytes, recomputed_gradients
 from psigrad_extras.preflight.plan.shape import count_shape
 
 pytestmark = pytest.mark.usefixtures("measured_once")

@@ -7,14 +7,14 @@ import torch
 from engine_samplers import a_model
 
 from psigrad.language.models.lora import Lora
-from psigrad_extras.vllm import vllm_backend, vllm_probe
+from psigrad_extras.vllm import vllm_probe, vllm_setup
 from psigrad_extras.vllm.vllm_backend import VLLMSampler
 
 
 @pytest.fixture
 def engine(monkeypatch, tmp_path):
     """A function that makes a sampler whose engine is the stand-in, with a fault."""
-    find = vllm_backend.importlib.util.find_spec
+    find = vllm_setup.importlib.util.find_spec
     monkeypatch.setattr(vllm_probe, "log_probs", lambda model, probe: torch.zeros(sum(map(len, probe)) - len(probe)))
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: True if name == "vllm" else find(name, *more))
     made: list[VLLMSampler] = []

@@ -32,7 +32,7 @@ from psigrad.language.rollout.types import Completion, Request, SamplingParams
 from psigrad_extras.vllm import broadcast, vllm_backend
 from psigrad_extras.vllm.broadcast import Meeting
 from psigrad_extras.vllm.vllm_backend import VLLMSampler
-from psigrad_extras.vllm.vllm_probe import written
+from psigrad_extras.vllm.vllm_probe import distance, log_probs, written
 from psigrad_extras.vllm.vllm_sources import Delivery
 from psigrad_extras.vllm.vllm_weights import bit_sums, fingerprint, in_buckets, outgoing
 
@@ -48,6 +48,11 @@ SETTINGS = [
     SamplingParams(max_tokens=16, temperature=0),
     SamplingParams(max_tokens=16, stop_token_ids=tuple(range(40))),
 ]
+
+
+def gap(sampler: VLLMSampler, probe: list[list[int]]) -> float:
+    """The mean absolute difference between the engine's and the trainer's log-probs."""
+    return distance(sampler.engine_log_probs(probe), log_probs(sampler.model, probe))
 
 
 def a_model(
@@ -203,7 +208,7 @@ def test_an_update_reaches_every_weight_and_the_next_sample_is_the_new_policys(s
     assert sampler.sample(some_requests(), params) == before and sampler.version == version, "no change, no update"
     for count in (1, 2, 3):
         step(sampler.model)
-        assert sampler.gap(written(sampler.model, 1, 96)) > 0.01, "negative control: the step is large enough to see"
+        assert gap(sampler, written(sampler.model, 1, 96)) > 0.01, "negative control: the step is large enough to see"
         assert worst(sampler, params) < EQUAL and sampler.version == version + count
     assert sampler.sample(some_requests(), params) != before
 
@@ -379,7 +384,7 @@ def test_in_bfloat16_a_missing_weight_is_noticed_and_rounding_is_none(is_tied):
     """A model cast after loading, as trainers have it, in eight layers; steps so small that few entries change."""
     model = a_model("llama", is_tied, dtype=torch.bfloat16, layers=8)
     with closing(VLLMSampler(model, 16, service="vllm_sabotage:service")) as sampler:
-        assert sampler.version == 1 and 0 < sampler.gap(written(sampler.model, 1, 96)) < 0.03
+        assert sampler.version == 1 and 0 < gap(sampler, written(sampler.model, 1, 96)) < 0.03
         for _ in range(3):
             step(model, 1e-4)
             assert sampler._transfer()[1:] == ([], [], 0)

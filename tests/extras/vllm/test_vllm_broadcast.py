@@ -28,8 +28,9 @@ from psigrad.processes.parallel.world import Alone, RankLost
 from psigrad_extras.cluster import ray_broadcast, ray_placement, ray_sampler
 from psigrad_extras.cluster.ray_broadcast import Broadcasts
 from psigrad_extras.cluster.ray_sampler import RaySampler, RolloutWorker
-from psigrad_extras.vllm import broadcast, vllm_backend, vllm_weights
+from psigrad_extras.vllm import broadcast, vllm_weights
 from psigrad_extras.vllm.broadcast import BroadcastLostError, Meeting
+from psigrad_extras.vllm.vllm_setup import EngineLostError
 
 CPU = torch.device("cpu")
 
@@ -341,7 +342,7 @@ def test_an_engine_that_was_not_sent_what_it_waits_for_is_lost_and_its_model_is_
     monkeypatch.setattr(
         sampler, "_heard", lambda: ("answer", ["failed", f"Worker failed: {broadcast.LOST} took longer than 120 s"])
     )
-    with pytest.raises(vllm_backend.EngineLostError, match="took longer than 120 s"):
+    with pytest.raises(EngineLostError, match="took longer than 120 s"):
         list(sampler._hear("load"))
     monkeypatch.setattr(sampler, "_heard", lambda: ("answer", ["failed", "no such weight"]))
     with pytest.raises(UserError, match="vLLM cannot run this model"):

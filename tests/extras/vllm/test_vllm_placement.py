@@ -6,7 +6,6 @@ import importlib.util
 from types import SimpleNamespace
 
 import pytest
-import scripts
 import torch
 
 from psigrad.config import OnlineConfig
@@ -14,11 +13,13 @@ from psigrad.config.sections import Sampling
 from psigrad.errors import UserError
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
+from psigrad.language.models.packing import Rows
 from psigrad.language.recipes.online import longest_of
-from psigrad_extras.vllm import vllm_backend, vllm_probe
-from psigrad_extras.vllm.vllm_backend import VLLMSampler, devices_of
+from psigrad_extras.vllm import vllm_probe
+from psigrad_extras.vllm.vllm_backend import VLLMSampler
 from psigrad_extras.vllm.vllm_engine import Engine
 from psigrad_extras.vllm.vllm_probe import exactly, log_probs, written
+from psigrad_extras.vllm.vllm_setup import check_setup, devices_of
 
 
 @pytest.mark.parametrize(
@@ -48,10 +49,10 @@ def test_an_engine_has_no_device_beyond_the_last(monkeypatch, device, count, fit
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     if fits:
-        vllm_backend._check(torch.device(device), count, sleep=False)
+        check_setup(torch.device(device), count, sleep=False)
         return
     with pytest.raises(UserError, match="tensor_parallel_size is 2, and from cuda:1 on this process sees fewer GPUs"):
-        vllm_backend._check(torch.device(device), count, sleep=False)
+        check_setup(torch.device(device), count, sleep=False)
 
 
 class Recorder:
@@ -96,8 +97,28 @@ def test_the_room_of_a_text_is_the_runs():
 @pytest.mark.needs("compiler")
 @pytest.mark.parametrize("trials", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_an_honest_engine_in_half_precision_passes_and_one_with_a_layer_one_percent_off_does_not(trials):
-    """The engine is the fused kernels, which round elsewhere than transformers' modules; see benchmarks/vllm_probe.py."""
-    found = scripts.load("benchmarks/vllm_probe.py").stand_in(trials, 4 if trials == 1 else 8, 64 if trials == 1 else 128)
+    """The fused kernels stand in for the engine: they round differently from transformers' modules."""
+    layers, hidden = (4, 64) if trials == 1 else (8, 128)
+    found: dict[str, list[float]] = {"honest": [], "noise of 1 %": [], "1 % larger": []}
+    tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
+    for trial in range(trials):
+        network = tiny.model("qwen3", len(tokenizer), hidden=hidden, layers=layers, heads=4, max_length=512, seed=trial)
+        with torch.no_grad():
+            for weight in network.parameters():  # a model with its initial weights attends to everything alike
+                weight.mul_(2.5 if weight.ndim == 2 else 1.0)
+        model = prepare(network.bfloat16(), tokenizer)
+        assert model.decoder is not None, "otherwise nothing stands in for the engine"
+        probe = written(model, vllm_probe.TEXTS, vllm_probe.LENGTH)
+        exact, allowed = exactly(model, probe)
+        rows = Rows(probe, [[False] + [True] * (len(text) - 1) for text in probe])
+        layer, generator = model.network.base_model.layers[trial % layers], torch.Generator().manual_seed(trial)
+        kept = [p.detach().float() for p in layer.parameters()]
+        for kind, shares in found.items():
+            with torch.no_grad():
+                for p, before in zip(layer.parameters(), kept, strict=True):
+                    noise = before.pow(2).mean().sqrt() * torch.randn(before.shape, generator=generator)
+                    p.copy_({"honest": before, "noise of 1 %": before + 0.01 * noise, "1 % larger": 1.01 * before}[kind])
+            shares.append(vllm_probe.distance(model.stats(rows)[0].logp, exact) / (vllm_probe.SPREAD * allowed))
     print(found)
     assert all(share <= 1 for share in found["honest"])
     assert all(share > 1 for share in found["1 % larger"])

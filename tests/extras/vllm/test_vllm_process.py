@@ -29,7 +29,7 @@ from psigrad.language.models.language_model import LanguageModel, prepare
 from psigrad.language.models.lora import Lora
 from psigrad_extras.vllm import vllm_backend, vllm_weights
 from psigrad_extras.vllm.vllm_backend import VLLMSampler
-from psigrad_extras.vllm.vllm_engine import Readback, scaling_of, wrong_in_adapter
+from psigrad_extras.vllm.vllm_readback import Readback, scaling_of, wrong_in_adapter
 
 
 def test_completions_come_group_by_group_from_the_weights_of_now(engine):

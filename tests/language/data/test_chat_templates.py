@@ -51,12 +51,6 @@ def test_the_page_says_what_happens(name: str, page: dict[str, list[str]]) -> No
     assert [maker.SHOWN[cell] for cell in cells] == page[name], "run: python docs/make/chat_templates.py"
 
 
-def test_the_page_says_what_turns_cost() -> None:
-    (label, sizes, _) = maker.SIZES[2]
-    found = [maker.cost("qwen3", *sizes, turns)[0] for turns in (2, 4)]
-    assert f"| {label} | Qwen3 | {found[0]:.2f} | {found[1]:.2f} | " in maker.PAGE.read_text(encoding="utf-8")
-
-
 @pytest.mark.slow
 def test_the_page_says_what_happens_on_every_template() -> None:
     text = maker.PAGE.read_text(encoding="utf-8")

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from psigrad.language.models import logprobs
-from psigrad.language.models.logprobs import TokenStatsRequest, token_stats
+from psigrad.language.models.logprobs import token_stats
+from psigrad.language.models.stats import TokenStatsRequest
 from psigrad.optim import gradients
 from psigrad.optim.gradients import Sums, embedding, in_place
 

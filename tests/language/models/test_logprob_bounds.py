@@ -11,7 +11,8 @@ from torch import nn
 from psigrad.kernels.kernels import STRETCH
 from psigrad.language.models import logprobs
 from psigrad.language.models.fused.caches import CachedLogProbs, version_of
-from psigrad.language.models.logprobs import TokenStatsRequest, token_stats
+from psigrad.language.models.logprobs import token_stats
+from psigrad.language.models.stats import TokenStatsRequest
 
 
 @pytest.fixture
@@ -92,7 +93,7 @@ def test_closed_gradients_have_no_gradient_of_their_own(given, monkeypatch):
 
 def test_what_a_request_asks_for_says_how_it_can_be_computed():
     """On a GPU in closed form, but for an entropy that is learned from, a divergence and a mean over the vocabulary."""
-    ask = logprobs.TokenStatsRequest
+    ask = TokenStatsRequest
     assert ask().closed and ask(accuracy=True).closed and ask(entropy="figure").closed
     assert not (ask(entropy=True).closed or ask(mean_logp=True).closed or ask(reference_head=torch.nn.Identity()).closed)
     with torch.no_grad():
@@ -111,7 +112,7 @@ def test_many_tiles_of_states_and_tokens_have_the_bits_of_one(monkeypatch):
     for elements, rows in ((1 << 20, 4096), (2 * STRETCH, 2)):
         monkeypatch.setattr(logprobs, "TILE_ELEMENTS", elements)
         monkeypatch.setattr(logprobs, "TILE_ROWS", rows)
-        logp = logprobs.token_stats(hidden, ids, head, 2 * STRETCH + 7, logprobs.TokenStatsRequest(0.7)).logp
+        logp = logprobs.token_stats(hidden, ids, head, 2 * STRETCH + 7, TokenStatsRequest(0.7)).logp
         found.append((logp.detach(), *torch.autograd.grad(logp.sum(), [hidden, head.weight])))
     assert torch.equal(found[0][0], found[1][0])
     for one, other in zip(*found, strict=True):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from psigrad.language.models import logprobs
+from psigrad.language.models.stats import TokenStatsRequest
 
 
 def relative(found, right) -> float:
@@ -29,7 +30,7 @@ def test_log_probs_under_a_large_head_have_autograds_gradient(tile, temperature,
     monkeypatch.setattr(logprobs, "checkpoint", None)  # the closed form, or nothing
     sizes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.shape) or t, lambda t: t):
-        logp = logprobs.token_stats(hidden, ids, head, 50, logprobs.TokenStatsRequest(temperature)).logp
+        logp = logprobs.token_stats(hidden, ids, head, 50, TokenStatsRequest(temperature)).logp
     assert not any(50 in s and 12 not in s for s in sizes), "no logits are kept"
     inputs = [hidden, head.weight] if learns else [hidden]
     found = torch.autograd.grad((weights * logp).sum(), inputs)
@@ -53,7 +54,7 @@ def test_figures_beside_them_come_of_the_same_tiles(tile, kind, monkeypatch):
     monkeypatch.setattr(logprobs, "TILE_ROWS", tile[1])
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 100)
     monkeypatch.setattr(logprobs, "checkpoint", None)  # what would keep a table of logits, or make it again
-    wanted = logprobs.TokenStatsRequest(0.7, entropy="figure", accuracy=True)
+    wanted = TokenStatsRequest(0.7, entropy="figure", accuracy=True)
     stats = logprobs.token_stats(hidden, ids, head, 50, wanted)
     log_pi = torch.log_softmax(head(hidden) / 0.7, -1)
     close = {"rtol": 1e-12, "atol": 1e-12} if kind == torch.double else {"rtol": 2e-5, "atol": 2e-5}
@@ -70,7 +71,7 @@ def test_figures_keep_logits_only_where_those_are_few(tile, few, monkeypatch):
     monkeypatch.setattr(logprobs, "TILE_ELEMENTS", tile)
     sizes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.shape) or t, lambda t: t):
-        wanted = logprobs.TokenStatsRequest(entropy="figure", accuracy=True)
+        wanted = TokenStatsRequest(entropy="figure", accuracy=True)
         logprobs.token_stats(hidden, torch.arange(23), head, 50, wanted).logp.sum().backward()
     assert sizes.count(torch.Size([23, 50])) >= 3 if few else torch.Size([23, 50]) not in sizes
 
@@ -80,7 +81,7 @@ def test_the_entropy_of_a_tile_of_two_tokens_by_hand(monkeypatch):
     monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 1)
     head = torch.nn.Linear(1, 3, bias=False).double()
     head.weight.data[:, 0] = torch.tensor([0.0, math.log(3), -math.inf], dtype=torch.double)
-    wanted = logprobs.TokenStatsRequest(entropy="figure", accuracy=True)
+    wanted = TokenStatsRequest(entropy="figure", accuracy=True)
     stats = logprobs.token_stats(torch.ones(1, 1, dtype=torch.double), torch.tensor([1]), head, 3, wanted)
     assert stats.entropy.item() == pytest.approx(math.log(4) - 0.75 * math.log(3), rel=1e-12)
     assert stats.logp.item() == pytest.approx(math.log(0.75), rel=1e-12) and stats.hit.item() == 1
@@ -99,7 +100,7 @@ def test_a_large_head_in_bfloat16_is_as_near_as_autograd(monkeypatch):
         head = torch.nn.Linear(64, 200, bias=False)
         head.load_state_dict(exact.state_dict())
         head.to(dtype)
-        logp = logprobs.token_stats(hidden.to(dtype), ids, head, 200, logprobs.TokenStatsRequest(entropy=not closed)).logp
+        logp = logprobs.token_stats(hidden.to(dtype), ids, head, 200, TokenStatsRequest(entropy=not closed)).logp
         assert logp.dtype == torch.float32
         return torch.autograd.grad(logp.sum(), head.weight)[0].float()
 
@@ -112,11 +113,11 @@ def test_a_token_that_the_head_does_not_have_is_refused(monkeypatch):
     head, hidden = torch.nn.Linear(4, 30, bias=False), torch.randn(8, 4)
     ids = torch.tensor([0, 1, 2, 3, 4, 5, 29, 30])
     with pytest.raises((IndexError, RuntimeError)):
-        logprobs.token_stats(hidden, ids, head, 30, logprobs.TokenStatsRequest())
+        logprobs.token_stats(hidden, ids, head, 30, TokenStatsRequest())
     monkeypatch.setattr(logprobs, "TILE_ELEMENTS", 16)
     with pytest.raises(IndexError, match="token 30; the head has 30"):
-        logprobs.token_stats(hidden, ids, head, 30, logprobs.TokenStatsRequest())
-    logprobs.token_stats(hidden[:7], ids[:7], head, 30, logprobs.TokenStatsRequest())
+        logprobs.token_stats(hidden, ids, head, 30, TokenStatsRequest())
+    logprobs.token_stats(hidden[:7], ids[:7], head, 30, TokenStatsRequest())
 
 
 def test_tiles_of_tokens_that_cannot_come_are_passed_over(monkeypatch):
@@ -125,7 +126,7 @@ def test_tiles_of_tokens_that_cannot_come_are_passed_over(monkeypatch):
     with torch.no_grad():
         head.weight[:20] = -torch.inf
     hidden, ids = torch.ones(2, 1), torch.tensor([25, 39])
-    logp = logprobs.token_stats(hidden, ids, head, 40, logprobs.TokenStatsRequest()).logp
+    logp = logprobs.token_stats(hidden, ids, head, 40, TokenStatsRequest()).logp
     torch.testing.assert_close(logp, torch.log_softmax(head(hidden), -1).gather(1, ids[:, None])[:, 0])
 
 
@@ -136,7 +137,7 @@ def test_logits_too_large_for_exp_are_not(monkeypatch):
     with torch.no_grad():
         head.weight.copy_(torch.linspace(-500.0, 900.0, 40)[:, None])
     hidden, ids = torch.tensor([[1.0], [-1.0]]), torch.tensor([39, 3])
-    logp = logprobs.token_stats(hidden, ids, head, 40, logprobs.TokenStatsRequest()).logp
+    logp = logprobs.token_stats(hidden, ids, head, 40, TokenStatsRequest()).logp
     oracle = torch.log_softmax(head(hidden).double(), -1).gather(1, ids[:, None])[:, 0]
     torch.testing.assert_close(logp.double(), oracle, rtol=1e-5, atol=1e-5)
     assert logp.isfinite().all()
@@ -154,7 +155,7 @@ def test_entropy_and_exact_kl_of_tokens_that_cannot_come_are_those_of_the_others
     ids = torch.arange(5)
 
     def figures(given, ref):
-        wanted = logprobs.TokenStatsRequest(temperature, entropy=True, reference_head=lambda h: h)
+        wanted = TokenStatsRequest(temperature, entropy=True, reference_head=lambda h: h)
         return wanted.of(given, ids, ref)[:3]
 
     for found, expected in zip(figures(barred, reference), figures(fewer, reference[:, :5]), strict=True):

@@ -7,7 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from psigrad.language.models import logprobs
-from psigrad.language.models.logprobs import TokenStatsRequest, token_stats
+from psigrad.language.models.logprobs import token_stats
+from psigrad.language.models.stats import TokenStatsRequest
 from psigrad.optim import gradients
 
 # Views and allocations launch nothing.

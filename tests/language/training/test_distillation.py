@@ -22,8 +22,8 @@ from psigrad.errors import UserError
 from psigrad.language.loading.teacher import Said, Teacher, align, text_ends
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import Divergence, load
-from psigrad.language.models.logprobs import Top
 from psigrad.language.models.packing import Groups
+from psigrad.language.models.stats import Top
 from psigrad.language.recipes import online
 from psigrad.objective import PolicyOutputs
 from psigrad.objective.parts.ratio import span_kl
@@ -178,7 +178,7 @@ def test_the_most_probable_tokens_give_a_lower_bound_that_is_the_divergence_wher
 
 def test_the_rest_counts_as_one_token():
     """π = (½, ¼, ¼), q = (½, ⅜, ⅛), of which the first is known: KL of (½, ½) from (½, ½) is 0; of two, worked by hand."""
-    from psigrad.language.models.logprobs import TokenStatsRequest
+    from psigrad.language.models.stats import TokenStatsRequest
 
     logits, log_q = torch.tensor([[0.5, 0.25, 0.25]]).log(), torch.tensor([[0.5, 0.375, 0.125]]).log()
     wanted = TokenStatsRequest(reference_head=lambda hidden: hidden)
@@ -190,7 +190,7 @@ def test_the_rest_counts_as_one_token():
 @pytest.mark.parametrize(("logits", "theirs"), [([0.0, math.log(3)], [0.0, 0.0, 5.0]), ([0.0, math.log(3), 7.0], [0.0, 0.0])])
 def test_a_teacher_whose_head_has_another_width_is_compared_on_the_tokens_of_both(logits, theirs):
     """Qwen2.5-1.5B has 151,936 rows and the 7B 152,064, for the same tokens. π = (¼, ¾) and q = (½, ½) on those of both."""
-    from psigrad.language.models.logprobs import TokenStatsRequest
+    from psigrad.language.models.stats import TokenStatsRequest
 
     wanted = TokenStatsRequest(reference_head=lambda hidden: hidden)
     kl = wanted.of(torch.tensor([logits]), torch.zeros(1).long(), torch.tensor([theirs]))[2]

@@ -12,7 +12,7 @@ import pytest
 
 from psigrad.language.rewards import RewardPool, Samples, resolve
 from psigrad.language.rollout.types import NextTurn, SamplingParams
-from psigrad.language.training.online.lag import begun_by
+from psigrad.language.training.online.collect import begun_by
 from psigrad.objective import catalog
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
@@ -121,15 +121,6 @@ def test_how_many_tasks_an_engine_has_at_once_changes_nothing(overlap, depth):
     shape = overlap.Shape(prompts=6, generations=2, steps=4, samplers=2, mean_tokens=3.0, token=0.0002)
     found = [overlap.run(replace(shape, depth=deep), 1)[1] for deep in (depth, 4)]
     assert overlap.digest(found[0]) == overlap.digest(found[1])
-
-
-@pytest.mark.slow
-def test_what_it_is_worth_that_tasks_join_a_flight(overlap):
-    import flights
-
-    shape = overlap.Shape(samplers=2, prompts=128, generations=8, steps=1, mean_tokens=50.0)
-    seconds = {way: flights.run(shape, *way)[0] for way in ((1, 2), (1, 16), (16, 1))}
-    assert seconds[1, 2] > 2.5 * seconds[16, 1] and seconds[1, 16] > 1.2 * seconds[16, 1], seconds
 
 
 WAITS = """

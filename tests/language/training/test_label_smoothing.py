@@ -10,7 +10,8 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from psigrad.language.examples import Example
 from psigrad.language.models import language_model
-from psigrad.language.models.logprobs import TokenStatsRequest, token_stats
+from psigrad.language.models.logprobs import token_stats
+from psigrad.language.models.stats import TokenStatsRequest
 from psigrad.language.training.offline.sft_task import SFTTask
 
 TEXTS = [Example([5, 6, 7, 8, 9, 3], [False] * 3 + [True] * 3, False), Example([1, 2, 3, 4], [False, True, False, True], False)]

@@ -96,7 +96,7 @@ def test_exact_divergences_are_from_what_the_reference_says_behind_its_own_promp
 
 
 def test_an_unlikely_token_leaves_the_divergences_and_their_gradients_finite():
-    from psigrad.language.models.logprobs import TokenStatsRequest
+    from psigrad.language.models.stats import TokenStatsRequest
 
     student = torch.tensor([[0.0, -torch.inf, 1.0]], requires_grad=True)
     teacher = torch.tensor([[0.5, -torch.inf, -torch.inf]])

@@ -14,7 +14,8 @@ import pytest
 from psigrad.language.rewards import RewardPool, RewardSpec, Samples, Unscored
 from psigrad.language.rewards.resolve import resolve
 from psigrad.processes.workers import worker_pool as process
-from psigrad.processes.workers.worker_pool import SHOWN, list_withheld, pick_variables
+from psigrad.processes.workers.shipping import list_withheld, pick_variables
+from psigrad.processes.workers.worker_pool import SHOWN
 
 
 def scored(function, texts=("a", "b"), **settings):

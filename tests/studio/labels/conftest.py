@@ -71,8 +71,8 @@ def postgres_server():
 
 
 @pytest.fixture(scope="session")
-def migrated(tmp_path_factory):
-    """A migrated SQLite file to copy."""
+def fresh_file(tmp_path_factory):
+    """An SQLite file with empty tables, to copy."""
     path = tmp_path_factory.mktemp("labels") / "empty.db"
     database.connect(path).close()
     return path
@@ -117,9 +117,9 @@ def empty(request, scratch):
 
 @pytest.fixture(params=DATABASES)
 def where(request, scratch):
-    """A path or URL of a migrated database."""
+    """A path or URL of a database with empty tables."""
     if request.param == "sqlite":
-        path = Path(shutil.copy(request.getfixturevalue("migrated"), scratch / "labels.db"))
+        path = Path(shutil.copy(request.getfixturevalue("fresh_file"), scratch / "labels.db"))
         yield str(path)
         return
     server, administrate = request.getfixturevalue("postgres_server"), request.getfixturevalue("administrate")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 
+import label_checks
 import pytest
 from at_once import at_once
 from scipy.stats import binomtest
 from sqlalchemy import func, select
 
-from psigrad_studio.labels import assignments, checks, database, export, intake, people, projects
+from psigrad_studio.labels import assignments, database, export, intake, people, projects
 from psigrad_studio.labels.assignments import LabelAnswer
 from psigrad_studio.labels.refusals import Conflict, Forbidden, Missing, Refusal
 from psigrad_studio.labels.schema import Assignment, LabelTask, Seat, StoredCompletion, TaskItem, Vote
@@ -18,7 +19,7 @@ from psigrad_studio.labels.schema import Assignment, LabelTask, Seat, StoredComp
 @pytest.fixture(autouse=True)
 def nothing_drifts(db):
     yield
-    assert checks.faults(db) == []
+    assert label_checks.faults(db) == []
 
 
 @pytest.fixture
@@ -493,7 +494,7 @@ def test_negative_control_drift_is_noticed(desks, db):
         table = break_.class_
         with db.session(write=True) as session:
             session.execute(table.__table__.update().values({break_.key: False if mend is True else None}))
-        assert checks.faults(db)
+        assert label_checks.faults(db)
         with db.session(write=True) as session:
             session.execute(table.__table__.update().values({break_.key: mend}))
 

@@ -12,11 +12,12 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import label_checks
 import label_server
 import pytest
 from sqlalchemy import func, select
 
-from psigrad_studio.labels import checks, database, intake, invites, people, projects
+from psigrad_studio.labels import database, intake, invites, people, projects
 from psigrad_studio.labels.projects import ProjectSettings
 from psigrad_studio.labels.schema import Vote
 
@@ -134,7 +135,7 @@ def check(db, project: int, folder: Path, crowd: list[int], wanted: int) -> int:
     # all have come to their end, so what is stored was acknowledged too
     assert stored == acknowledged
     assert all(sent[key] == (user, action) for key, _, user, action in rows)
-    assert checks.faults(db) == []
+    assert label_checks.faults(db) == []
     assert projects.progress(db, people.local(db), project).answered == wanted
     assert Counter(row[3] for row in rows).keys() == {"vote", "skip", "undo"}
     return len(rows)

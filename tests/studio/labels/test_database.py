@@ -18,9 +18,9 @@ from psigrad_studio.labels.schema import LoginFailure, Project
 
 
 @pytest.fixture
-def file(migrated, tmp_path):
+def file(fresh_file, tmp_path):
     path = tmp_path / "labels.db"
-    path.write_bytes(migrated.read_bytes())
+    path.write_bytes(fresh_file.read_bytes())
     return path
 
 

@@ -1,4 +1,4 @@
-"""Backups of labels: made while others write, put back, made before migrations; a damaged database is named."""
+"""Backups of labels: made while others write, put back; a damaged database is named."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from timing import until
 
 from psigrad import cli
 from psigrad.errors import UserError
-from psigrad_studio.labels import database, intake, migrate, people, projects
+from psigrad_studio.labels import database, intake, people, projects
 from psigrad_studio.labels.label_backup import backup, restore
 from psigrad_studio.labels.projects import ProjectSettings
 from psigrad_studio.labels.refusals import Damaged
@@ -156,27 +156,6 @@ def test_what_is_no_backup_is_refused_and_nothing_is_touched(place, tmp_path, co
     assert count(place) == 20 and sorted(file.name for file in tmp_path.iterdir() if "copy" not in file.name) == [
         name for name in before if "copy" not in name
     ]
-
-
-def test_a_database_is_copied_before_it_is_migrated(place, tmp_path, monkeypatch):
-    filled(place)[0].close()
-    assert not list(tmp_path.glob("*before*"))  # a new database needs no copy
-    newer = tmp_path / "migrations"
-    shutil.copytree(migrate.FOLDER, newer)
-    head = migrate.scripts().get_heads()[0]
-    (newer / "v9999_more.py").write_text(
-        f'from alembic import op\nrevision = "9999"\ndown_revision = "{head}"\n'
-        'def upgrade():\n    op.execute("CREATE TABLE more (id INTEGER)")\n'
-    )
-    monkeypatch.setattr(migrate, "FOLDER", newer)
-    database.connect(place).close()
-    (copy,) = tmp_path.glob(f"labels.db.before-{head}-*")
-    monkeypatch.undo()
-    assert count(copy) == 20
-    with pytest.raises(UserError, match="newer psigrad"):
-        database.connect(place)
-    restore(copy, place)
-    assert count(place) == 20
 
 
 def test_the_commands(tmp_path, capsys, monkeypatch):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import label_checks
 import pytest
 from sqlalchemy import select
 
-from psigrad_studio.labels import assignments, checks, export, projects, results
+from psigrad_studio.labels import assignments, export, projects, results
 from psigrad_studio.labels.assignments import LabelAnswer
 from psigrad_studio.labels.questions import Question
 from psigrad_studio.labels.refusals import Refusal
@@ -180,7 +181,7 @@ def test_one_completion_and_only_questions_of_ones_own(desks, db):
     assert [(row["chosen"], row["margin"]) for row in take("weighted")] == [("x", pytest.approx(1.5))]
     with pytest.raises(Refusal, match="only questions of its own; name one: true, short, weighted"):
         take("")
-    assert checks.faults(db) == []
+    assert label_checks.faults(db) == []
     made.undo(made.owner)
     assert assignments.mine(db, made.owner, made.project)["answered"] == 1
 
@@ -330,7 +331,7 @@ def test_the_rate_of_each_labeller_is_shown_and_checks_are_never_exported(desks,
     dumped = [row for row in export.dump(db, made.owner, made.project) if row["known"]]
     assert [row["check"] for row in dumped] == [True] * len(dumped)
     assert len(dumped) == found.gold[""].n and {row["rater"] for row in dumped} == {"Ann", "Blind"}
-    assert checks.faults(db) == []
+    assert label_checks.faults(db) == []
 
 
 def test_a_check_can_be_undone_and_a_higher_overlap_makes_no_ordinary_task_of_it(desks, db):
@@ -372,7 +373,7 @@ def test_without_checks_known_answers_are_ordinary_tasks_and_with_them_none(desk
     assert export.preference(db, made.owner, made.project).left_out["check"] == 3
     assert change(checks=0, overlap=3) == (6 * 3, 1 + others)
     met = sum(work(made, ann, "good")), sum(work(made, bob, "good"))
-    assert met == (2, 3) and checks.faults(db) == []
+    assert met == (2, 3) and label_checks.faults(db) == []
 
 
 def test_a_check_that_somebody_is_at_stays_theirs(desks, db):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from psigrad import seeds
 from psigrad.compiled import kernels
-from psigrad.language.models.logprobs import upcast
+from psigrad.language.models.stats import upcast
 from psigrad.language.rollout.types import SamplingParams
 
 # Tokens per block in which a large vocabulary is summed.

@@ -54,6 +54,8 @@ class EmbeddedSampler(OwnWeights):
     are recorded and replayed if `recorded.fits`. The cache then persists between calls, which must not overlap.
     """
 
+    engine = "embedded 1"
+
     def __init__(
         self,
         model: LanguageModel,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, __version__
 
 from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
@@ -38,6 +38,8 @@ class _Drawer(LogitsProcessor):
 
 class TransformersSampler(OwnWeights):
     """A sampler of left-padded batches of at most `max_batch` sequences by `model.generate`. See `Sampler` for `exact`."""
+
+    engine = f"transformers {__version__}"
 
     def __init__(self, model: LanguageModel, max_batch: int = 256, exact: bool = True) -> None:
         self.model, self.max_batch, self.exact = model, max_batch, exact

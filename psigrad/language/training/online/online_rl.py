@@ -3,7 +3,7 @@
 Read this file first, then the files that it calls in the order of a step. One step, from top to bottom:
 
     state ──▶ next_collection ──▶ Collected ──▶ learn ─────────────────────────────▶ Outcome ──▶ cycle records it
-              lag.py, collect.py    │           to_batch          batching.py                     runs/cycle.py
+              collect.py            │           to_batch          batching.py                     runs/cycle.py
               │        ▲            │           annotators        annotators/   logp_old, logp_ref, value
               ▼        │            │           prepare           objective/    advantages, filters
               sampler ─▶ rewards    │           losses ─▶ step    update.py     once for each share of the batch
@@ -46,7 +46,7 @@ from psigrad.language.training.online.batching import (
     share_of,
     to_batch,
 )
-from psigrad.language.training.online.collect import ISSUED, check_rewards, update_ledger
+from psigrad.language.training.online.collect import ISSUED, check_rewards, next_collection, update_ledger
 from psigrad.language.training.online.figures import (
     WITHIN_GROUPS,
     TokenFigures,
@@ -55,7 +55,6 @@ from psigrad.language.training.online.figures import (
     rollout_rows,
     staleness,
 )
-from psigrad.language.training.online.lag import next_collection
 from psigrad.language.training.online.online_preferences import learn_preferences
 from psigrad.language.training.online.online_run import Online, ValueModel
 from psigrad.language.training.state import State

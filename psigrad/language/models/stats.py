@@ -1,0 +1,135 @@
+"""Statistics of tokens under a model, their request, and their computation from whole logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+# The least probability that a reference of which only the most probable tokens are known gives to all others.
+LEAST_REST = 1e-6
+
+
+@dataclass(frozen=True)
+class TokenStats:
+    """Statistics per token [M]: log pi(a|s), and on request the entropy of pi(.|s) and KL(pi||ref) over the vocabulary (in nats),
+    True if a is the most probable token, the critic's V(s), and the mean of log pi over the vocabulary.
+    """
+
+    logp: Tensor
+    entropy: Tensor | None = None
+    kl: Tensor | None = None
+    hit: Tensor | None = None
+    value: Tensor | None = None
+    mean_logp: Tensor | None = None
+
+    @property
+    def columns(self) -> tuple[Tensor | None, ...]:
+        """All statistics, None for those not requested."""
+        return (self.logp, self.entropy, self.kl, self.hit, self.value, self.mean_logp)
+
+    def detach(self) -> TokenStats:
+        """Return the statistics without gradient."""
+        kept: list[Any] = [x if x is None else x.detach() for x in self.columns]
+        return TokenStats(*kept)
+
+
+def upcast(logits: Tensor) -> Tensor:
+    """Cast half precision to float32; float32 and float64 are unchanged."""
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+
+
+@dataclass(frozen=True)
+class Top:
+    """The k most probable tokens of a reference at M positions: ids and log-probs, [M, k]. Nothing else is known of it."""
+
+    ids: Tensor
+    logp: Tensor
+
+    def __getitem__(self, where: Any) -> Top:
+        return Top(self.ids[where], self.logp[where])
+
+    def beside(self, logits: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor]:
+        """Return [M, k + 1] log π of these tokens and of all others together, from logits [M, V], and the reference's."""
+        log_pi = logits.gather(-1, self.ids) - normaliser[:, None]
+        rest, rest_ref = (torch.full_like(normaliser, -torch.inf) for _ in range(2))
+        if self.ids.shape[-1] < logits.shape[-1]:
+            rest = logits.scatter(-1, self.ids, -torch.inf).logsumexp(-1) - normaliser
+            # A server's rounding to 0 is no reason to avoid a token for ever.
+            rest_ref = torch.log1p(-self.logp.exp().sum(-1).clamp(max=1 - LEAST_REST))
+        return torch.cat([log_pi, rest[:, None]], -1), torch.cat([self.logp, rest_ref[:, None]], -1)
+
+
+@dataclass(frozen=True)
+class TokenStatsRequest:
+    """The statistics to compute for each token, and the softmax temperature. `reference_head` requests the exact divergence:
+    KL(π‖ref) ("exact"), KL(ref‖π) ("exact_forward") or Jensen–Shannon with the share `mixture` of ref ("exact_js"). With only the
+    `Top` of a reference, all other tokens count as one: a lower bound, exact if k = V. An entropy for logging ("figure") may lack
+    a gradient.
+    """
+
+    temperature: float = 1.0
+    entropy: bool | Literal["figure"] = False
+    accuracy: bool = False
+    reference_head: Callable[[Tensor], Tensor] | None = None
+    divergence: str = "exact"
+    mixture: float = 0.5
+    mean_logp: bool = False
+
+    @property
+    def nothing_else(self) -> bool:
+        """True if only log-probs are requested."""
+        return not (self.entropy or self.accuracy or self.mean_logp) and self.reference_head is None
+
+    @property
+    def closed(self) -> bool:
+        """True if everything has a gradient in closed form, given whole rows of logits on a GPU."""
+        slopes = self.entropy is True and torch.is_grad_enabled()
+        return not (slopes or self.mean_logp) and self.reference_head is None
+
+    def of(self, logits: Tensor, ids: Tensor, reference_hidden: Tensor | Top | None) -> tuple[Tensor, ...]:
+        """Return the columns of `TokenStats` from logits [M, V] and ids [M]; those not requested are empty."""
+        raw, logits = logits, upcast(logits)
+        logits = logits if self.temperature == 1.0 else logits / self.temperature
+        normaliser = logits.logsumexp(-1)
+        logp = logits.gather(-1, ids[:, None])[:, 0] - normaliser
+        entropy = kl = hit = mean_logp = raw.new_empty(0)
+        if self.entropy or self.reference_head is not None:
+            pi, log_pi, never = _exp(logits - normaliser[:, None])
+            if self.entropy:
+                entropy = -(pi * log_pi).sum(-1)
+            if isinstance(reference_hidden, Top):
+                own, log_ref = reference_hidden.beside(logits, normaliser)
+                kl = self._divergence(*_exp(own), log_ref)
+            elif self.reference_head is not None and reference_hidden is not None:
+                theirs = upcast(self.reference_head(reference_hidden)) / self.temperature
+                # ids beyond the smaller vocabulary are padding
+                if (both := min(theirs.shape[-1], logits.shape[-1])) < logits.shape[-1]:
+                    pi, log_pi, never = _exp(logits[:, :both].log_softmax(-1))
+                kl = self._divergence(pi, log_pi, never, theirs[:, :both].log_softmax(-1))
+        if self.accuracy:
+            hit = (raw.detach().argmax(-1) == ids).to(logits.dtype)
+        if self.mean_logp:
+            mean_logp = logits.mean(-1) - normaliser
+        return logp, entropy, kl, hit, mean_logp
+
+    def _divergence(self, pi: Tensor, log_pi: Tensor, never: Tensor, log_ref: Tensor) -> Tensor:
+        """Return the divergence [M] from log π [M, V], 0 at the tokens that π `never` takes, and log π_ref, which may be −∞."""
+        if self.divergence == "exact":
+            return (pi * (log_pi - log_ref.masked_fill(never, 0.0))).sum(-1)
+        ref = log_ref.exp()
+        log_ref = log_ref.masked_fill(ref == 0, 0.0)  # 0 · log 0 = 0
+        if self.divergence == "exact_forward":
+            return (ref * (log_ref - log_pi.masked_fill(never & (ref > 0), -torch.inf))).sum(-1)
+        mixed = self.mixture * ref + (1 - self.mixture) * pi
+        log_mixed = mixed.clamp(min=torch.finfo(mixed.dtype).tiny).log()
+        return (self.mixture * ref * (log_ref - log_mixed) + (1 - self.mixture) * pi * (log_pi - log_mixed)).sum(-1)
+
+
+def _exp(log_pi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return π, log π with 0 where π is 0, and the mask of those: 0 · log 0 = 0, and so is its gradient."""
+    pi, never = log_pi.exp(), log_pi.isneginf()
+    return pi, log_pi.masked_fill(never, 0.0), never

@@ -1,0 +1,126 @@
+"""The bytes that a forward pass keeps for its backward pass, counted on a narrow twin of the model with the trainer's code."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from psigrad.language.models import language_model
+from psigrad.language.models.backbone import DTYPES
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.models.lora import Lora
+from psigrad.language.models.packing import Groups
+from psigrad.language.models.sizes import size
+from psigrad_extras.preflight.plan.shape import Shape, count_shape, model_of, resize
+
+# The widest hidden size of a twin. A wider model has all widths divided alike, and the count is multiplied back.
+_WIDE = 512
+_NARROW = 256
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The bytes kept for the backward pass.
+
+    `token` counts per packed token and layer. `prefix` counts per layer for each token of a prompt that a completion carries with
+    it (0 if the attention shares it). `once` counts per packed token outside the layers, and `input` per token for the input of a
+    layer. `fused` is the bytes per number in the fused decoder, 0 if there is none.
+    """
+
+    token: float
+    prefix: float
+    once: float
+    input: float
+    fused: int = 0
+
+    @classmethod
+    def estimate(cls, shape: Shape, width: int) -> Terms:
+        """Estimate the terms of models like Llama in plain PyTorch, with weights of `width` bytes."""
+        kept = 6 * shape.hidden + 4 * shape.query + 3 * shape.key + 4 * shape.inner
+        return cls(width * kept, 2 * width * shape.query, 4 * width * shape.hidden, width * shape.hidden)
+
+    def scale(self, factor: float) -> Terms:
+        """Return the terms multiplied by `factor`."""
+        return Terms(self.token * factor, self.prefix * factor, self.once * factor, self.input * factor, self.fused)
+
+    def bytes_for(self, layers: int, tokens: int, carried: int, *, recompute: bool = False) -> float:
+        """Return the bytes for `tokens` packed tokens; `carried` is the sum of the completions' prompt lengths.
+
+        With gradient checkpointing (`recompute`) each layer keeps only its input, and one layer at a time keeps everything.
+        """
+        layer = self.token * tokens + self.prefix * carried
+        return self.once * tokens + (layers * self.input * tokens + layer if recompute else layers * layer)
+
+
+def terms(config: PreTrainedConfig, dtype: str, lora: bool = False, device: str = "cpu") -> Terms:
+    """Count the terms of an architecture; estimate them as for Llama if it can't be narrowed.
+
+    A GPU runs transformers' modules, which a CPU runs only in float64. For a GPU the twin is counted in float64 and scaled.
+    """
+    kind: Any = type(config)
+    settings = json.dumps(config.to_dict(), sort_keys=True)  # to_json_string writes an infinity that from_dict rejects
+    if device == "cpu":
+        return _terms(kind, settings, dtype, lora)
+    return _terms(kind, settings, "float64", lora).scale(DTYPES[dtype].itemsize / 8)
+
+
+@cache
+def _terms(kind: type[Any], settings: str, dtype: str, lora: bool) -> Terms:
+    config = kind.from_dict(json.loads(settings))
+    shape, width = count_shape(config), DTYPES[dtype].itemsize
+    try:
+        twins = [_twin(config, shape, layers) for layers in (1, 2)]
+        models = [_prepare(twin, dtype, lora) for twin in twins]
+        short, long = ([_count_saved(model, prompt) for model in models] for prompt in (2, 34))
+    except Exception:  # an architecture's code may raise anything at unexpected sizes
+        return Terms.estimate(shape, width)
+    per_layer = [(two - one, tokens, carried) for (one, tokens, carried), (two, _, _) in (short, long)]
+    (a, s, c), (b, t, d) = per_layer
+    prefix = max(0.0, (b * s - a * t) / (d * s - c * t))
+    token = (a - prefix * c) / s
+    once = max(0.0, short[0][0] - a) / s
+    narrowing = shape.hidden / size(twins[0], "hidden")
+    fused = models[0].decoder.dtype.itemsize if models[0].decoder is not None else 0
+    return Terms(token * narrowing, prefix * narrowing, once * narrowing, width * shape.hidden, fused)
+
+
+def _twin(config: PreTrainedConfig, shape: Shape, layers: int) -> PreTrainedConfig:
+    """Return the configuration with few layers, a tiny vocabulary, and all widths in their original proportions."""
+    factor = 1.0 if shape.hidden <= _WIDE else _NARROW / shape.hidden
+    heads = shape.heads if factor == 1 else max(4, round(shape.heads * factor))
+    keys = max(1, round(heads * shape.key_heads / shape.heads))
+    dim = max(8, round(shape.query * factor / heads / 8) * 8)
+    sizes = {"hidden": round(shape.hidden * factor), "inner": round(shape.inner * factor / 8) * 8, "layers": layers}
+    sizes |= {"heads": heads, "key_heads": keys, "vocab_size": 16, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    return resize(config, **sizes, head_dim=dim)
+
+
+def _prepare(config: PreTrainedConfig, dtype: str, lora: bool) -> LanguageModel:
+    """Prepare the twin as the trainer prepares its model."""
+    with torch.random.fork_rng(devices=[]):
+        hf = model_of(config, dtype=DTYPES[dtype])
+        tokenizer: Any = SimpleNamespace(bos_token_id=None, eos_token_id=0)
+        return language_model.prepare(hf, tokenizer, lora=Lora(rank=2) if lora else None)
+
+
+def _count_saved(model: LanguageModel, prompt: int) -> tuple[int, int, int]:
+    """Return (bytes that autograd keeps, packed tokens, prompt tokens that completions carry) of one forward pass."""
+    groups, members, length = 2, 4, 33
+    inputs = Groups([[3] * prompt] * groups, [[[4] * length] * members] * groups)
+    own = {t.untyped_storage().data_ptr() for t in (*model.network.parameters(), *model.network.buffers())}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor  # a reference, so that no other tensor reuses its memory
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.stats(inputs)
+    total = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
+    return total, groups * (prompt + members * (length - 1)), groups * members * prompt

