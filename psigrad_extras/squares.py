@@ -12,9 +12,9 @@ from PIL import Image
 
 Row = dict[str, Any]
 COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220)}
-CELLS, PIXELS = 4, 8
-PLACES = [f"{column}{row + 1}" for row in range(CELLS) for column in "abcd"]
-MOST = 5
+CELLS, PIXELS = 3, 8
+PLACES = [f"{column}{row + 1}" for row in range(CELLS) for column in "abc"]
+MOST = 3
 """The most squares of the colour that is asked for."""
 
 
@@ -39,11 +39,12 @@ def boards(seed: int) -> tuple[str, Board, Board]:
     rng = random.Random(seed)
     colour = rng.choice(list(COLOURS))
     others = [name for name in COLOURS if name != colour]
-    made = []
-    for count in (rng.randint(0, MOST), 1):
+
+    def board(count: int) -> Board:
         places = rng.sample(PLACES, count + rng.randint(1, 4))
-        made.append(Board({place: colour if i < count else rng.choice(others) for i, place in enumerate(places)}))
-    return colour, *made
+        return Board({place: colour if i < count else rng.choice(others) for i, place in enumerate(places)})
+
+    return colour, board(rng.randint(0, MOST)), board(1)
 
 
 @dataclass

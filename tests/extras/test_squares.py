@@ -15,7 +15,7 @@ from psigrad_extras.squares import Board, Squares
 def test_a_board_is_drawn_cell_by_cell():
     """b3 is the second column and the third row: pixels 9 to 14 across, and 17 to 22 down."""
     pixels = Board({"b3": "red"}).draw()
-    coloured = {(x, y) for x, y in itertools.product(range(32), repeat=2) if pixels.getpixel((x, y)) != (255, 255, 255)}
+    coloured = {(x, y) for x, y in itertools.product(range(24), repeat=2) if pixels.getpixel((x, y)) != (255, 255, 255)}
     assert coloured == set(itertools.product(range(9, 15), range(17, 23)))
     assert pixels.getpixel((9, 17)) == (220, 40, 40)
 
@@ -55,4 +55,4 @@ def test_the_demo_runs_to_its_report(tmp_path):
     assert set(files) == {"demonstrations", "right", "games", "held_out", "base"}
     result = demo_vision.run(str(tmp_path / "demo"), sft_steps=2, rl_steps=2, progress=False)
     report = (result.folder / "report.html").read_text()
-    assert "right answers after RL" in report and "[image 32×32" in report
+    assert "right answers after RL" in report and "[image 24×24" in report
