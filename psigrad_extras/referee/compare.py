@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 Step = dict[str, Any]
-TOKENS = {"sampling log-probs": 1.0, "log-probs": 1.0, "reference log-probs": 1.0, "advantages": 0.0, "log-probs of the pass": 1.0,
-          "loss weights": 0.0, "loss slopes": 0.0}  # fmt: skip
+_NATS = ("sampling log-probs", "log-probs", "reference log-probs", "log-probs of the pass")
+TOKENS = {**dict.fromkeys(_NATS, 1.0), "advantages": 0.0, "loss weights": 0.0, "loss slopes": 0.0}
 """The tensors that have a value for each token, and the least scale of each (nats)."""
 COLLECTED = ("batch", "rendered prompt", "prompt ids", "completion ids", "mask", "sampling log-probs", "log-probs",
              "reference log-probs", "rewards", "advantages")  # fmt: skip
@@ -62,12 +62,12 @@ def compare(ours: Sequence[Step], theirs: Sequence[Step], names: tuple[str, str]
         for update, (x, y) in enumerate(zip(a["updates"], b["updates"], strict=False), 1):
             _keep_sound(sound, x["gradient"], y["gradient"])
             for name in UPDATED:
-                pair = [x[name], y[name]]
+                left, right = x[name], y[name]
                 if name == "update":
-                    pair = [{key: t * sound[key] for key, t in side.items() if key in sound} for side in pair]
+                    left, right = ({key: t * sound[key] for key, t in side.items() if key in sound} for side in (left, right))
                 # The loss may be a sum of terms that cancel.
                 scale = sum(abs(slope) for row in y["loss slopes"].values() for slope in row) if name == "loss" else 0.0
-                yield Finding(name, number, update, *judge.judge(name, *pair, scale))
+                yield Finding(name, number, update, *judge.judge(name, left, right, scale))
 
 
 def _keep_sound(sound: dict[str, Tensor], ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
@@ -138,7 +138,7 @@ class _Judge:
         return text + "".join(f", {'function' if name == 'rewards' else 'token'} {n}" for n in column)
 
     def _parameters(self, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[float, tuple[str, ...]]:
-        """Compare by parameter: ‖a − b‖ over the larger norm, or over a thousandth of the whole tensor's norm if that is larger."""
+        """Compare by parameter: ‖a − b‖ over the larger norm, but at least over a thousandth of all parameters' norm."""
         total = math.sqrt(sum(float(t.double().pow(2).sum()) for t in theirs.values()))
         shares: dict[str, float] = {}
         for name in {**theirs, **ours}:

@@ -61,8 +61,8 @@ def settings(about: dict[str, Any], folder: Path) -> tuple[OnlineConfig, list[st
     made = convert(TrlScript("GRPOConfig", values, about["lora"], trainer))
     if made.no_equal:
         raise UserError(
-            f"psigrad has no equal of what the script sets: {' '.join(made.no_equal)} Name psigrad's settings after the script to "
-            "compare anyway."
+            f"psigrad has no equal of what the script sets: {' '.join(made.no_equal)} Name a file of psigrad's settings after "
+            "the script to compare anyway."
         )
     flags = {**made.settings, "data.dataset": str(folder / "rows.jsonl")}
     return load(OnlineConfig, flags=flags, defaults=declaration(made.method).defaults), made.differs

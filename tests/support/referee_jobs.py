@@ -80,7 +80,7 @@ def record_trl(folder: Path, where: Path, job: str, settings: dict[str, Any], tr
             torch.manual_seed(0)
             os.chdir(folder)
             if trl_folder is not None:
-                sys.path.insert(0, str(trl_folder))
+                sys.path.insert(1, str(trl_folder))  # the first entry is the folder of the script
                 sys.dont_write_bytecode = True
                 for name in [name for name in sys.modules if name.partition(".")[0] == "trl"]:
                     del sys.modules[name]

@@ -34,6 +34,8 @@ BASES: dict[str, dict[str, Any]] = {
     "filtered": {"top_p": 0.9, "top_k": 50},
     "chat": {},
 }
+# Settings that have no effect until the changed field is on, and that psigrad has no equal of.
+IDLE = {"adaptive": {"entropy_target": 100.0, "entropy_coef_delta": 0.1}}
 # field -> [(its value on TRL's side, the base, the first tensor that parts)]
 CHANGED: dict[str, list[tuple[Any, str, str]]] = {
     "per_device_train_batch_size": [(4, "plain", "batch")],
@@ -51,9 +53,9 @@ CHANGED: dict[str, list[tuple[Any, str, str]]] = {
     "min_p": [(0.1, "plain", "sampling log-probs")],
     "repetition_penalty": [(1.3, "plain", "sampling log-probs")],
     "generation_kwargs": [({"top_k": 20}, "plain", "sampling log-probs")],
-    "bf16": [(True, "plain", "log-probs")],
+    "bf16": [(True, "plain", "sampling log-probs")],
     "model_init_kwargs": [({"dtype": "bfloat16"}, "plain", "sampling log-probs")],
-    "neftune_noise_alpha": [(5.0, "plain", "log-probs")],
+    "neftune_noise_alpha": [(5.0, "plain", "sampling log-probs")],
     "beta": [(0.0, "plain", "reference log-probs"), (0.2, "plain", "loss slopes")],
     "sync_ref_model": [(True, "no sync", "reference log-probs")],
     "ref_model_sync_steps": [(2, "sync", "reference log-probs")],
@@ -68,19 +70,19 @@ CHANGED: dict[str, list[tuple[Any, str, str]]] = {
     "epsilon": [(0.2, "plain", "loss slopes")],
     "epsilon_high": [(0.2, "plain", "loss slopes")],
     "delta": [(1.04, "plain", "loss slopes")],
-    "sapo_temperature_pos": [(5.0, "sapo", "loss slopes")],
-    "sapo_temperature_neg": [(5.0, "sapo", "loss slopes")],
+    "sapo_temperature_pos": [(5.0, "sapo", "loss")],
+    "sapo_temperature_neg": [(5.0, "sapo", "loss")],
     **{f"vespo_{name}": [(4.0, "vespo", "loss slopes")] for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
     "importance_sampling_level": [("sequence", "plain", "loss slopes")],
     "top_entropy_quantile": [(0.5, "plain", "loss slopes")],
     "off_policy_mask_threshold": [(1e-5, "plain", "loss slopes")],
     "use_bias_correction_kl": [(False, "plain", "loss slopes")],
     "entropy_coef": [(0.05, "plain", "loss")],
-    "use_adaptive_entropy": [(True, "plain", "loss")],
+    "use_adaptive_entropy": [(True, "adaptive", "loss")],
     "learning_rate": [(2e-3, "plain", "learning rate")],
     "lr_scheduler_type": [("cosine", "plain", "learning rate")],
     "lr_scheduler_kwargs": [({"min_lr_rate": 0.5}, "cosine", "learning rate")],
-    "warmup_steps": [(2, "plain", "learning rate")],
+    "warmup_steps": [(2, "linear", "learning rate")],
     "num_train_epochs": [(1, "epochs", "learning rate")],
     "max_steps": [(8, "linear", "learning rate")],
     "optim": [("adafactor", "plain", "update"), ("sgd", "plain", "update")],
@@ -103,11 +105,12 @@ UNSEEN = {
 }
 # Fields by the beginning of their names that change no number of a training step, or only how the same is computed.
 SILENT = (
-    "output_dir average_tokens label_smoothing activation_ bf16_ fp16_ gradient_checkpointing torch_ use_cache auto_find logging_ "
-    "log_ include_ disable_tqdm report_to run_name project trackio eval_ per_device_eval prediction_loss batch_eval save_ enable_jit "
-    "push_to_hub hub_ load_best metric_for greater_is ignore_data restore_ use_cpu accelerator_config parallelism dataloader_ "
-    "remove_unused label_names length_column ddp_ fsdp deepspeed debug skip_memory do_ resume_ local_rank trust_remote "
-    "num_generations_eval ds3_ pad_to cache_implementation vllm_ num_completions use_transformers transformers_"
+    "output_dir average_tokens label_smoothing activation_ bf16_ fp16_ gradient_checkpointing torch_ use_cache auto_find "
+    "logging_ log_ include_ disable_tqdm report_to run_name project trackio eval_ per_device_eval prediction_loss "
+    "batch_eval save_ enable_jit push_to_hub hub_ load_best metric_for greater_is ignore_data restore_ use_cpu "
+    "accelerator_config parallelism dataloader_ remove_unused label_names length_column ddp_ fsdp deepspeed debug "
+    "skip_memory do_ resume_ local_rank trust_remote num_generations_eval ds3_ pad_to cache_implementation vllm_ "
+    "num_completions use_transformers transformers_ "
 )
 
 
@@ -132,8 +135,8 @@ def settings_of(folder: Path, base: str) -> Any:
 
 def first_parted(folder: Path, base: str, name: str, changed: dict[str, Any], trl_folder: Path | None = None) -> compare.Finding:
     """The first finding that parts, or the last one: TRL with the change, psigrad without."""
-    config, where = settings_of(folder, base), folder / name
-    asked = referee_jobs.SETTINGS | BASES[base] | changed
+    config, where = settings_of(folder, "plain" if base in IDLE else base), folder / name
+    asked = referee_jobs.SETTINGS | BASES.get(base, {}) | IDLE.get(base, {}) | changed
     referee_jobs.record_trl(folder, where, base if base == "chat" else "plain", asked, trl_folder)
     about, theirs = json.loads((where / "about.json").read_text()), torch.load(where / "record.pt")
     ours, _ = recording.record(config, where, 2, theirs, about["rows"])
@@ -175,5 +178,5 @@ def test_a_planted_difference_parts_where_it_acts(folder, tmp_path, planted):
     text = file.read_text()
     assert text.count(planted["old"]) == planted.get("count", 1) and text == Path(grpo_trainer.__file__).read_text()
     file.write_text(text.replace(planted["old"], planted["new"]))
-    found = first_parted(folder, "plain", f"planted {planted['name']}", {}, tmp_path)
+    found = first_parted(folder, planted.get("base", "plain"), f"planted {planted['name']}", {}, tmp_path)
     assert (bool(found.parts), found.name) == (True, planted["first"]), found
