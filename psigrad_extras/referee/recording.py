@@ -114,7 +114,8 @@ class _Notes:
     @torch.no_grad()
     def take(self, given: Step, prompts: Sequence[Prompt], order: Sequence[int], version: int) -> list[Trajectory]:
         """Return the handed completions as psigrad's own trajectories, the groups in this order."""
-        model, params, made = self.run.model, self.run.params, []
+        model, params, made = self.run.model, self.run.params, list[Trajectory]()
+        sampling: dict[int, tuple[float, ...]] = {}
         stops = {*params.stop_token_ids, *model.eos_token_ids}
         ended = [_end(ids, stops, params.max_tokens) for ids in given["tokens"]]
         self.step["completion ids"] = [[*ids, end] for ids, end in ended]
@@ -122,12 +123,16 @@ class _Notes:
         for group in order:
             ids, prompt = [ids for ids, _ in ended[group * size :][:size]], prompts[group].ids
             logps = model.evaluate(Groups([prompt], [ids]), temperature=params.temperature).logp.tolist()
-            for k, own in enumerate(ids):
-                row, known = group * size + k, tuple(logps[k][: len(own)])
+            for row, own, each in zip(range(group * size, (group + 1) * size), ids, logps, strict=True):
+                known = tuple(each[: len(own)])
+                sampling[row] = self._sampling(prompt, own) if params.filtered else known
+                finite = tuple(q if math.isfinite(q) else logp for q, logp in zip(sampling[row], known, strict=True))
                 reason: FinishReason = "stop" if ended[row][1] == "stop" else "length"
-                completion = Completion(own, known, self._sampling(prompt, own) if params.filtered else known, reason, row)
-                made.append(Trajectory(prompts[group].index, k, prompt, completion, version, text=decode(model.tokenizer, own)))
+                completion = Completion(own, known, finite, reason, row)
+                text = decode(model.tokenizer, own)
+                made.append(Trajectory(prompts[group].index, row % size, prompt, completion, version, text=text))
                 self.place[row] = row
+        self.step["sampling log-probs"] = [list(sampling[row]) for row in range(len(ended))]
         return made
 
     def _sampling(self, prompt: tuple[int, ...], ids: tuple[int, ...]) -> tuple[float, ...]:
@@ -141,17 +146,16 @@ class _Notes:
         """Record the scored trajectories."""
         self.place = self.place or {t.completion.seed: n for n, t in enumerate(made)}
         ordered = sorted(made, key=lambda t: self.place[t.completion.seed])
-        prompts, names = {prompt.index: prompt for prompt in self.run.prompts}, list(self.run.reward_weights)
+        prompts = {prompt.index: prompt for prompt in self.run.prompts}
         rows = [prompts[t.row].row for t in ordered if t.k == 0]
         self.step.setdefault("completion ids", [[*t.completion.ids, t.completion.finish_reason] for t in ordered])
+        self.step.setdefault("sampling log-probs", [list(t.completion.sampling_logprobs) for t in ordered])
         self.step |= {
             "rows": [{"prompt": row.dataset_prompt, **row.columns} for row in rows],
             "rendered prompt": [self.run.model.tokenizer.decode([*t.prompt_ids]) for t in ordered],
             "prompt ids": [list(t.prompt_ids) for t in ordered],
             "tokens": [list(t.completion.ids) for t in ordered],
-            "sampling log-probs": [list(t.completion.sampling_logprobs) for t in ordered],
             "log-probs": [list(t.completion.logprobs) for t in ordered],
-            "rewards": [[*(_number(t.parts.get(name)) for name in names), _number(t.reward)] for t in ordered],
         }
 
     def rows_of(self, batch: Batch) -> list[int]:
@@ -177,6 +181,10 @@ class _Algorithm(PolicyGradient):
         for name, column in columns.items():  # a row that was dropped has zeros
             found = notes.by_row(batch, column)
             notes.step[name] = [found.get(n, [0.0] * len(ids)) for n, ids in enumerate(notes.step["tokens"])]
+        names, scored = list(notes.run.reward_weights), dict(zip(notes.rows_of(batch), batch.inputs, strict=True))
+        notes.step["rewards"] = {
+            n: [_number(t.parts.get(name)) for name in names] + [_number(t.reward)] for n, t in scored.items()
+        }
         return made
 
     def totals(self, prepared: Prepared, rows: Tensor | None = None) -> Totals:

@@ -58,13 +58,14 @@ def settings(about: dict[str, Any], folder: Path) -> tuple[OnlineConfig, list[st
     if about["settings"]["steps_per_generation"] == about["settings"]["gradient_accumulation_steps"]:
         values = {name: v for name, v in values.items() if name not in ("generation_batch_size", "steps_per_generation")}
     trainer = {"model": str(folder / "model"), "reward_funcs": _place_rewards(about["rewards"], folder)}
-    made = convert(TrlScript("GRPOConfig", values, about["lora"], trainer))
+    made = convert(TrlScript("GRPOConfig", values, trainer=trainer))
     if made.no_equal:
         raise UserError(
             f"psigrad has no equal of what the script sets: {' '.join(made.no_equal)} Name a file of psigrad's settings after "
             "the script to compare anyway."
         )
-    flags = {**made.settings, "data.dataset": str(folder / "rows.jsonl")}
+    adapter = {"model.lora_dropout": about["lora_dropout"]} if about["lora_dropout"] else {}  # model/ is the adapter itself
+    flags = {**made.settings, **adapter, "data.dataset": str(folder / "rows.jsonl")}
     return load(OnlineConfig, flags=flags, defaults=declaration(made.method).defaults), made.differs
 
 

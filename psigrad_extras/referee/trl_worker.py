@@ -59,7 +59,7 @@ def recorded(base: Any, fresh: Any, folder: Path, wanted: int, script: str, step
                 "changed": {name: x for name, x in values.items() if x != getattr(y := getattr(fresh, name, None), "value", y)},
                 "settings": values,
                 "rewards": [_place(one, script) for one in self.reward_funcs],
-                "lora": policy.peft_config["default"].to_dict() if hasattr(policy, "peft_config") else None,
+                "lora_dropout": getattr(getattr(policy, "peft_config", {}).get("default"), "lora_dropout", 0.0),
                 "rows": len(self.train_dataset),
                 "half": bool(args.bf16 or args.fp16) or policy.dtype.itemsize < 4,
             }
@@ -144,10 +144,8 @@ def recorded(base: Any, fresh: Any, folder: Path, wanted: int, script: str, step
         def training_step(self, *given: Any, **named: Any) -> Any:
             made = super().training_step(*given, **named)
             if self.accelerator.sync_gradients:  # before it is clipped
-                known = {name: (p, p.grad) for name, p in self.model.named_parameters() if p.requires_grad}
-                now["gradient"] = {
-                    n: torch.zeros_like(p) if g is None else g.float().cpu().clone() for n, (p, g) in known.items()
-                }
+                known = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in _learned(self.model)}
+                now["gradient"] = {name: gradient.float().cpu().clone() for name, gradient in known.items()}
             return made
 
         def referee_update(self) -> None:
@@ -177,7 +175,12 @@ def recorded(base: Any, fresh: Any, folder: Path, wanted: int, script: str, step
 
 
 def _weights(model: Any) -> dict[str, Any]:
-    return {name: p.detach().float().cpu().clone() for name, p in model.named_parameters() if p.requires_grad}
+    return {name: p.detach().float().cpu().clone() for name, p in _learned(model)}
+
+
+def _learned(model: Any) -> list[tuple[str, Any]]:
+    """Return the trainable parameters by name, without what peft puts before the model's own names."""
+    return [(name.removeprefix("base_model.model."), p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def _ragged(column: Any, lengths: list[int]) -> list[list[float]]:
