@@ -175,7 +175,8 @@ def referee(arguments: list[str]) -> int:
         return 0
     single = ("--trl", "--python", "--steps", "--tolerance")
     paths, listed, rest = flags.parse_lists(arguments, *single)
-    given = {flag: " ".join(listed[flag]) for flag in single}
+    given = {flag: "".join(listed[flag][:1]) for flag in single}
+    paths += [path for flag in single for path in listed[flag][1:]]
     if rest or len(paths) not in ((0, 1) if given["--trl"] else (2,)):
         raise UserError(f"referee takes a script of TRL and at most one file of settings, or two files; the usage is {_REFEREE}.")
     steps = flags.number("--steps", given["--steps"] or "2", int)
@@ -184,9 +185,9 @@ def referee(arguments: list[str]) -> int:
         raise UserError(f"--steps is {steps} and --tolerance {tolerance:g}; expected at least 1 step, and no negative tolerance.")
     from psigrad_extras.referee import referee
 
-    found = referee.run(paths, given["--trl"], given["--python"] or sys.executable, steps, tolerance)
-    print(redaction.escape("\n".join(found.lines())))
-    return 1 if found.parts else 0
+    parts, lines = referee.run(paths, given["--trl"], given["--python"] or sys.executable, steps, tolerance)
+    print(redaction.escape("\n".join(lines)))
+    return int(parts)
 
 
 def export(arguments: list[str]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,32 +18,23 @@ COLLECTED = ("batch", "rendered prompt", "prompt ids", "completion ids", "mask",
              "reference log-probs", "rewards", "advantages")  # fmt: skip
 UPDATED = ("rows of the update", "log-probs of the pass", "loss weights", "loss slopes", "loss", "gradient", "learning rate",
            "update")  # fmt: skip
-SAYS = {
-    "batch": "prompts of a step, completions of each, and updates",
-    "sampling log-probs": "log-probs under the distribution that tokens are drawn from",
-    "log-probs": "log-probs of the policy before the update",
-    "rewards": "of each function, then their weighted sum",
-    "loss weights": "the weight of each token's loss: 1 over the normaliser",
-    "loss slopes": "the derivative of the loss by each token's log-prob",
-}
 TOLERANCE, HALF = 1e-4, 5e-2
 """The share of a tensor's scale by which rounding may move it, in float32, and if both sides compute in half precision."""
 _NOISE = 1e-3
 """An element of a gradient below this share of its root mean square is rounding, which Adam turns into a full step."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The result for one tensor."""
+class Finding(NamedTuple):
+    """The result for one tensor: its largest difference as a share of its scale, and sentences if the sides part.
+
+    `step` and `update` count from 1; `update` is 0 for what is computed once for a collection.
+    """
 
     name: str
     step: int
     update: int
-    """From 1; 0 for what is computed once for a collection."""
     difference: float
-    """The largest difference as a share of the tensor's scale."""
     parts: tuple[str, ...] = ()
-    """Sentences on where the two sides part; empty if they are equal."""
 
     @property
     def place(self) -> str:
@@ -56,7 +47,10 @@ def compare(ours: Sequence[Step], theirs: Sequence[Step], names: tuple[str, str]
     sound: dict[str, Tensor] = {}
     for number, (a, b) in enumerate(zip(ours, theirs, strict=False), 1):
         judge = _Judge(names, tolerance, b)
-        for name in (name for name in COLLECTED if name in a or name in b):
+        for name in COLLECTED:
+            sides = (name in a) + (name in b)
+            if not sides or (sides == 1 and name == "sampling log-probs"):  # not every sampler tells them
+                continue
             yield Finding(name, number, 0, *judge.judge(name, a.get(name), b.get(name)))
         yield Finding("updates", number, 0, *judge.judge("updates", len(a["updates"]), len(b["updates"])))
         for update, (x, y) in enumerate(zip(a["updates"], b["updates"], strict=False), 1):
@@ -89,14 +83,12 @@ class _Judge:
     def judge(self, name: str, ours: Any, theirs: Any, scale: float = 0.0) -> tuple[float, tuple[str, ...]]:
         """Return the largest difference of a tensor as a share of its scale, and sentences if the sides part."""
         if ours is None or theirs is None:
-            if name == "sampling log-probs":  # not every sampler tells them
-                return 0.0, ()
             return math.inf, (f"Only {self.names[ours is None]} has it.",)
         if name in ("gradient", "update"):
             return self._parameters(ours, theirs)
         a, b = (self._table(name, side) for side in (ours, theirs))
         if name == "loss slopes":  # a row without a gradient needs no forward pass
-            a = {**dict.fromkeys(b, 0.0), **a}
+            a, b = ({**dict.fromkeys(other, 0.0), **side} for side, other in ((a, b), (b, a)))
         elif name in ("log-probs of the pass", "loss weights"):
             a, b = ({place: x for place, x in side.items() if place in a.keys() & b.keys()} for side in (a, b))
         places = [*{**b, **a}]
@@ -110,11 +102,8 @@ class _Judge:
         at, count = shares.index(largest), sum(share > self.tolerance for share in shares)
         texts = ["nothing" if x is None else x if isinstance(x, str) else f"{x:.7g}" for x in pairs[at]]
         where = f"{self._where(places[at], name)}: {self.names[0]} has {texts[0]}, {self.names[1]} has {texts[1]}."
-        known = (
-            [torch.tensor(side, dtype=torch.float64) for side in zip(*pairs, strict=True)]
-            if len(numbers) == 2 * len(pairs)
-            else []
-        )
+        sides = zip(*pairs, strict=True) if len(numbers) == 2 * len(pairs) else ()
+        known = [torch.tensor(side, dtype=torch.float64) for side in sides]
         return largest, (where, f"{count} of {len(places)} values part.", *self._factor(*known))
 
     def _table(self, name: str, side: Any) -> dict[tuple[Any, ...], Any]:
@@ -153,9 +142,8 @@ class _Judge:
         if not parted:
             return largest, ()
         name = max(parted, key=lambda name: shares[name])
-        norms = (
-            f"the norm is {float(ours[name].norm()):.6g} in {self.names[0]}, {float(theirs[name].norm()):.6g} in {self.names[1]}"
-        )
+        sizes = [float(side[name].norm()) for side in (ours, theirs)]
+        norms = f"the norm is {sizes[0]:.6g} in {self.names[0]}, {sizes[1]:.6g} in {self.names[1]}"
         known = [torch.cat([side[name].cpu().double().flatten() for name in shares]) for side in (ours, theirs)]
         sentence = f"{name}: {norms}, and the two differ by {shares[name]:.2%}."
         return largest, (sentence, f"{len(parted)} of {len(shares)} parameters part.", *self._factor(*known))
@@ -165,7 +153,7 @@ class _Judge:
         if known and len(known[0]) > 2 and bool(known[0].any()):
             a, b = known
             factor = float(a @ b / (a @ a))
-            if factor and float((b - factor * a).norm()) <= 10 * self.tolerance * float(b.norm()):
+            if abs(factor - 1) > 10 * self.tolerance and float((b - factor * a).norm()) <= 10 * self.tolerance * float(b.norm()):
                 yield f"Everywhere {self.names[1]}'s are {factor:.4g} times {self.names[0]}'s."
 
 

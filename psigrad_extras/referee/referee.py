@@ -4,62 +4,28 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from psigrad_extras.referee import recording, trl_side
-from psigrad_extras.referee.compare import HALF, SAYS, TOLERANCE, Finding, compare
+from psigrad_extras.referee.compare import HALF, TOLERANCE, Finding, compare
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """The findings up to the first tensor where the two sides part."""
-
-    names: tuple[str, str]
-    found: Sequence[Finding]
-    notes: Sequence[str] = ()
-    """Differences that are known from the settings alone."""
-
-    @property
-    def parts(self) -> bool:
-        """True if the sides part."""
-        return bool(self.found[-1].parts)
-
-    def lines(self) -> Iterator[str]:
-        """Yield the report: each tensor with its difference, then the first one where the sides part."""
-        yield from self.notes
-        place, last = "", self.found[-1]
-        for one in self.found:
-            if one.place != place:
-                place = one.place
-                yield place
-            state = "PARTS" if one.parts else "equal" if not one.difference else f"equal to {one.difference:.1e}"
-            about = f"  ({SAYS[one.name]})" if one.name in SAYS and one.step == 1 and one.update < 2 else ""
-            yield f"  {one.name:<24}{state}{about}"
-        if not last.parts:
-            yield f"\n{self.names[0]} and {self.names[1]} never part, up to step {last.step}."
-            return
-        yield f"\nThe first tensor where they part: {last.name}, in {last.place}."
-        yield from (f"  {sentence}" for sentence in last.parts)
-
-
-def run(paths: Sequence[str], script: str, python: str, steps: int, tolerance: float) -> Verdict:
-    """Run both sides for `steps` steps and compare them, up to rounding or a given `tolerance`.
+def run(paths: Sequence[str], script: str, python: str, steps: int, tolerance: float) -> tuple[bool, list[str]]:
+    """Run both sides for `steps` steps. Return True if they part, up to rounding or a given `tolerance`, and the report's lines.
 
     With a `script`, TRL runs it in the interpreter `python`, and psigrad has the settings of the only path or those that the
     script converts to. Without, the two paths are settings of psigrad. Raises `UserError` on mistakes of the user.
     """
     notes: list[str] = []
     with tempfile.TemporaryDirectory(prefix="psigrad-referee-") as made:
-        folder = Path(made)
-        settings = [trl_side.read_settings(path) for path in paths]
+        folder, settings = Path(made), [trl_side.read_settings(path) for path in paths]
         if script:
             about, theirs = trl_side.run(script, python, steps, folder)
             if not settings:
                 converted, notes = trl_side.settings(about, folder)
                 settings = [converted]
-            names, half, rows = ("psigrad", f"TRL {about['version']}"), about["half"], about["rows"]
-            ours, _ = recording.record(settings[0], folder, steps, theirs, rows)
+            names, half = ("psigrad", f"TRL {about['version']}"), about["half"]
+            ours, _ = recording.record(settings[0], folder, steps, theirs, about["rows"])
         else:
             names, half = (paths[0], paths[1]) if paths[0] != paths[1] else ("the first", "the second"), True
             ours, rows = recording.record(settings[0], folder, steps)
@@ -70,4 +36,20 @@ def run(paths: Sequence[str], script: str, python: str, steps: int, tolerance: f
             found.append(one)
             if one.parts:
                 break
-    return Verdict(names, found, notes)
+    return bool(found[-1].parts), [*notes, *_report(found, names)]
+
+
+def _report(found: Sequence[Finding], names: tuple[str, str]) -> Iterator[str]:
+    """Yield each tensor with its difference, then the first one where the sides part."""
+    place, last = "", found[-1]
+    for one in found:
+        if one.place != place:
+            place = one.place
+            yield place
+        state = "PARTS" if one.parts else "equal" if not one.difference else f"equal to {one.difference:.1e}"
+        yield f"  {one.name:<24}{state}"
+    if not last.parts:
+        yield f"\n{names[0]} and {names[1]} never part, up to step {last.step}."
+        return
+    yield f"\nThe first tensor where they part: {last.name}, in {last.place}."
+    yield from (f"  {sentence}" for sentence in last.parts)

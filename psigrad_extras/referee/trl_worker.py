@@ -31,6 +31,7 @@ def recorded(base: Any, fresh: Any, folder: Path, wanted: int, script: str, step
     import torch
     from transformers import TrainerCallback
 
+    draw: Any = torch.multinomial
     passes: list[dict[str, Any]] = []  # the forward passes with gradient since the last update
     draws: list[Any] = []
     now: dict[str, Any] = {}
@@ -72,7 +73,6 @@ def recorded(base: Any, fresh: Any, folder: Path, wanted: int, script: str, step
             raise DoneError
 
         def _generate(self, prompts: list[Any]) -> Any:
-            draw: Any = torch.multinomial
             draws.clear()
 
             def drawn(weights: Any, *given: Any, **named: Any) -> Any:
@@ -225,8 +225,8 @@ def main(folder: Path, wanted: int, arguments: list[str]) -> None:
     except DoneError:
         pass
     except (Exception, SystemExit) as failed:
-        last = (str(failed).strip().splitlines() or [""])[-1]
-        error = f"{script} failed in TRL's process: {type(failed).__name__}: {last}"
+        first = (str(failed).strip().splitlines() or [""])[0]
+        error = f"{script} failed in TRL's process: {type(failed).__name__}: {first}"
     if not error and not any(step["updates"] for step in steps):
         error = f"{script} trained nothing with GRPOTrainer; give a script that calls GRPOTrainer(...).train()."
     if error:

@@ -86,6 +86,7 @@ def test_a_mistake_is_one_sentence(job, capsys):
         ([], "takes a script of TRL"),
         (["--trl", "nowhere.py"], "There is no script"),
         (["--trl", script, "--python", "/nowhere/python"], "cannot be started"),
+        (["--trl", script, broken, broken], "at most one file"),
         (["--trl", script, "--python", str(python)], "has no TRL that can be recorded"),
         ([broken, broken], "nowhere"),
         ([pairs, pairs], "single completions"),
