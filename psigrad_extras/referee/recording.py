@@ -1,6 +1,6 @@
 """psigrad's half of the referee: steps of an online run through the step's own functions, recorded tensor by tensor.
 
-The rows and tokens of a step may be handed over by another side. A handed completion ends where psigrad would have ended it.
+Another side may hand over the rows and tokens of a step. Its completions end where psigrad would have ended them.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from psigrad_extras.referee import recording, trl_side
-from psigrad_extras.referee.compare import HALF, TOLERANCE, Finding, compare
+from psigrad_extras.referee.first_difference import HALF, TOLERANCE, TensorResult, compare
 
 
 def run(paths: Sequence[str], script: str, python: str, steps: int, tolerance: float) -> tuple[bool, list[str]]:
@@ -31,7 +31,7 @@ def run(paths: Sequence[str], script: str, python: str, steps: int, tolerance: f
             ours, rows = recording.record(settings[0], folder, steps)
             theirs, _ = recording.record(settings[1], folder, steps, ours, rows)
         half = half and all(one.model.dtype != "float32" for one in settings)
-        found: list[Finding] = []
+        found: list[TensorResult] = []
         for one in compare(ours, theirs, names, tolerance or (HALF if half else TOLERANCE)):
             found.append(one)
             if one.parts:
@@ -39,7 +39,7 @@ def run(paths: Sequence[str], script: str, python: str, steps: int, tolerance: f
     return bool(found[-1].parts), [*notes, *_report(found, names)]
 
 
-def _report(found: Sequence[Finding], names: tuple[str, str]) -> Iterator[str]:
+def _report(found: Sequence[TensorResult], names: tuple[str, str]) -> Iterator[str]:
     """Yield each tensor with its difference, then the first one where the sides part."""
     place, last = "", found[-1]
     for one in found:

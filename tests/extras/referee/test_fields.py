@@ -16,7 +16,7 @@ import trl
 import yaml
 from trl.trainer import grpo_trainer
 
-from psigrad_extras.referee import compare, recording, trl_side
+from psigrad_extras.referee import first_difference, recording, trl_side
 
 pytestmark = pytest.mark.long
 SINGLE = {"num_iterations": 1}
@@ -133,14 +133,16 @@ def settings_of(folder: Path, base: str) -> Any:
     return trl_side.settings(json.loads((where / "about.json").read_text()), where)[0]
 
 
-def first_parted(folder: Path, base: str, name: str, changed: dict[str, Any], trl_folder: Path | None = None) -> compare.Finding:
+def first_parted(
+    folder: Path, base: str, name: str, changed: dict[str, Any], trl_folder: Path | None = None
+) -> first_difference.TensorResult:
     """The first finding that parts, or the last one: TRL with the change, psigrad without."""
     config, where = settings_of(folder, "plain" if base in IDLE else base), folder / name
     asked = referee_jobs.SETTINGS | BASES.get(base, {}) | IDLE.get(base, {}) | changed
     referee_jobs.record_trl(folder, where, base if base == "chat" else "plain", asked, trl_folder)
     about, theirs = json.loads((where / "about.json").read_text()), torch.load(where / "record.pt")
     ours, _ = recording.record(config, where, 2, theirs, about["rows"])
-    for found in compare.compare(ours, theirs, ("psigrad", "TRL"), compare.TOLERANCE):
+    for found in first_difference.compare(ours, theirs, ("psigrad", "TRL"), first_difference.TOLERANCE):
         if found.parts:
             break
     return found

@@ -10,7 +10,7 @@ import yaml
 from tiny_jobs import make_job
 
 from psigrad import cli
-from psigrad_extras.referee import compare, trl_side
+from psigrad_extras.referee import first_difference, trl_side
 
 PLAIN = {
     "algorithm": {"preset": "grpo", "kl": {"coefficient": 0.05}},
@@ -128,6 +128,10 @@ def step(**changed):
     ids=str,
 )
 def test_rounding_is_no_difference_and_a_difference_has_its_place(changed, first, words):
-    found = [one for one in compare.compare([step()], [step(**changed)], ("psigrad", "TRL"), compare.TOLERANCE) if one.parts]
+    found = [
+        one
+        for one in first_difference.compare([step()], [step(**changed)], ("psigrad", "TRL"), first_difference.TOLERANCE)
+        if one.parts
+    ]
     assert [one.name for one in found[:1]] == ([first] if first else [])
     assert not first or any(words in sentence for sentence in found[0].parts)

@@ -24,7 +24,7 @@ _NOISE = 1e-3
 """An element of a gradient below this share of its root mean square is rounding, which Adam turns into a full step."""
 
 
-class Finding(NamedTuple):
+class TensorResult(NamedTuple):
     """The result for one tensor: its largest difference as a share of its scale, and sentences if the sides part.
 
     `step` and `update` count from 1; `update` is 0 for what is computed once for a collection.
@@ -42,7 +42,7 @@ class Finding(NamedTuple):
         return f"step {self.step}" + (f", update {self.update}" if self.update else "")
 
 
-def compare(ours: Sequence[Step], theirs: Sequence[Step], names: tuple[str, str], tolerance: float) -> Iterator[Finding]:
+def compare(ours: Sequence[Step], theirs: Sequence[Step], names: tuple[str, str], tolerance: float) -> Iterator[TensorResult]:
     """Yield the findings in the order of computation."""
     sound: dict[str, Tensor] = {}
     for number, (a, b) in enumerate(zip(ours, theirs, strict=False), 1):
@@ -51,8 +51,8 @@ def compare(ours: Sequence[Step], theirs: Sequence[Step], names: tuple[str, str]
             sides = (name in a) + (name in b)
             if not sides or (sides == 1 and name == "sampling log-probs"):  # not every sampler tells them
                 continue
-            yield Finding(name, number, 0, *judge.judge(name, a.get(name), b.get(name)))
-        yield Finding("updates", number, 0, *judge.judge("updates", len(a["updates"]), len(b["updates"])))
+            yield TensorResult(name, number, 0, *judge.judge(name, a.get(name), b.get(name)))
+        yield TensorResult("updates", number, 0, *judge.judge("updates", len(a["updates"]), len(b["updates"])))
         for update, (x, y) in enumerate(zip(a["updates"], b["updates"], strict=False), 1):
             _keep_sound(sound, x["gradient"], y["gradient"])
             for name in UPDATED:
@@ -61,7 +61,7 @@ def compare(ours: Sequence[Step], theirs: Sequence[Step], names: tuple[str, str]
                     left, right = ({key: t * sound[key] for key, t in side.items() if key in sound} for side in (left, right))
                 # The loss may be a sum of terms that cancel.
                 scale = sum(abs(slope) for row in y["loss slopes"].values() for slope in row) if name == "loss" else 0.0
-                yield Finding(name, number, update, *judge.judge(name, left, right, scale))
+                yield TensorResult(name, number, update, *judge.judge(name, left, right, scale))
 
 
 def _keep_sound(sound: dict[str, Tensor], ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
