@@ -318,6 +318,11 @@ class SharedCache:
         self._arranged = None
         return torch.from_numpy(order)
 
+    @property
+    def seats(self) -> np.ndarray:
+        """[3, active] what `seat` takes: each row's prompt, number of tokens, and slot."""
+        return np.stack([self.prompt, self.lengths, self.slots])
+
     def seat(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
         """Make these the rows of the next steps, [active] each, with those of one prompt adjacent. The other slots wait."""
         self.prompt, self.lengths, self.slots = prompt, lengths, slots
