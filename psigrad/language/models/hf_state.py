@@ -3,7 +3,8 @@
 transformers lets a program register an attention, but no recurrence. Its mixers call a few global functions, and pass on the
 keyword arguments of the forward call. So a mixer of a loaded model runs the same code with psigrad's functions under these names.
 They read the layout of the packed row from the keywords: state and window begin at zero in each sequence, and those of a prompt
-are computed once for its completions. Without a layout they are transformers' own.
+are computed once for its completions. Without a layout they are transformers' own. On a CPU kernels compute a packed row, with
+its gradient, while the mixer's `Switch` is on.
 """
 
 from __future__ import annotations
