@@ -159,6 +159,37 @@ def replay(arguments: list[str]) -> int:
     return 1 if found.differences else 0
 
 
+_REFEREE = (
+    "psigrad referee --trl 'SCRIPT.py [ARGUMENTS]' [SETTINGS.yaml] | A.yaml B.yaml [--python PYTHON] [--steps 2] [--tolerance X]"
+)
+_REFEREE_HELP = """\
+Train on the same rows and tokens with TRL and psigrad, or with two files of settings, and print the first tensor where
+they part. TRL runs the script in PYTHON, unmodified; psigrad has SETTINGS, or those that the script converts to.
+A step is a collection with all its updates. Nothing is kept, and the exit status is 1 where they part."""
+
+
+def referee(arguments: list[str]) -> int:
+    """Print the first tensor where two implementations part. Return exit status 1 if they part."""
+    if flags.asks_for_help(arguments):
+        print(f"{_REFEREE}\n\n{_REFEREE_HELP}")
+        return 0
+    single = ("--trl", "--python", "--steps", "--tolerance")
+    paths, listed, rest = flags.parse_lists(arguments, *single)
+    given = {flag: "".join(listed[flag][:1]) for flag in single}
+    paths += [path for flag in single for path in listed[flag][1:]]
+    if rest or len(paths) not in ((0, 1) if given["--trl"] else (2,)):
+        raise UserError(f"referee takes a script of TRL and at most one file of settings, or two files; the usage is {_REFEREE}.")
+    steps = flags.number("--steps", given["--steps"] or "2", int)
+    tolerance = flags.number("--tolerance", given["--tolerance"] or "0", float)
+    if steps < 1 or tolerance < 0:
+        raise UserError(f"--steps is {steps} and --tolerance {tolerance:g}; expected at least 1 step, and no negative tolerance.")
+    from psigrad_extras.referee import referee
+
+    parts, lines = referee.run(paths, given["--trl"], given["--python"] or sys.executable, steps, tolerance)
+    print(redaction.escape("\n".join(lines)))
+    return int(parts)
+
+
 def export(arguments: list[str]) -> int:
     """Write a model in a format for other programs."""
     usage = "psigrad export RUN_OR_MODEL --to gguf|merged|adapter [--output FOLDER] [--quantization f16]"

@@ -23,6 +23,7 @@ from psigrad.language.episodes.episodes import Episodes
 from psigrad.language.episodes.players import collector_of
 from psigrad.language.models import language_model, scalar_model
 from psigrad.language.models.experts import balance_of
+from psigrad.language.models.free_memory import ADAPTER, WHOLE, share_for_activations
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.scalar_model import ScalarModel
@@ -117,6 +118,7 @@ def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, d
         num_generations=work.generations,
         num_iterations=work.iterations,
         max_logp_difference=10.0,
+        keep_activations_gb=share_for_activations(path, ADAPTER if work.lora_rank else WHOLE),
     )
     critic = None
     if algorithm.needs_critic:

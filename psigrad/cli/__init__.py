@@ -56,6 +56,7 @@ GROUPS = {
         "compare": Command("compare methods from one checkpoint, over seeds, with equal samples", _extra("compare")),
         "sweep": Command("search any settings of a method with Optuna, over seeds", _extra("sweep")),
         "replay": Command("repeat a step of a run, bit for bit, or with other methods", _extra("replay")),
+        "referee": Command("find the first tensor where TRL and psigrad, or two settings files, part", _extra("referee")),
         "report": Command("draw report.html of a run again, or compare several runs", language.report),
         "export": Command("export a model as GGUF (with a Modelfile for Ollama), merged, or as its adapter", _extra("export")),
         "merge": Command("merge a model's adapter into it: export --to merged", _extra("merge")),

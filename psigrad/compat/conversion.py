@@ -85,6 +85,8 @@ def translated(config: str, values: Mapping[str, Any], *, held_out: bool = False
     """
     method, cls = METHODS[config]
     usual = {**DEFAULTS[config], **FIXED.get(config, {})}
+    if not values.get("sync_ref_model"):
+        values = {name: value for name, value in values.items() if name != "ref_model_sync_steps"}  # TRL reads it with that alone
     given = [Given(name, value, DEFAULT) for name, value in usual.items() if name not in values and value is not None]
     given += [Given(name, value, config) for name, value in values.items() if value is not None]
     translation = translate(cls, declaration(method).defaults, given)
@@ -141,6 +143,16 @@ def _differences(config: str, values: Mapping[str, Any]) -> Iterator[str]:
         yield "Without bf16=False TRL computes in bfloat16, psigrad on a CPU in float32; dtype=bfloat16 comes near it."
     if config == "SFTConfig" and not values.get("assistant_only_loss"):
         yield "Rows of messages teach the assistant's turns alone; TRL teaches every token of them by default."
+    if config == "GRPOConfig" and values.get("entropy_coef"):
+        yield "The entropy bonus is a mean over each micro-batch, psigrad's over the whole step."
+    if values.get("top_entropy_quantile", 1.0) != 1.0:
+        yield "top_entropy_quantile ranks the tokens of a micro-batch in each pass, psigrad those of the whole step once."
+    if values.get("importance_sampling_level") == "sequence" and values.get("beta") and values.get("use_bias_correction_kl"):
+        yield "The KL term is weighted by the ratio of the whole completion, psigrad's by that of each token."
+    if values.get("loss_type") in ("dapo", "cispo", "vespo") and values.get("steps_per_generation", 0) > values.get(
+        "gradient_accumulation_steps", 1
+    ):
+        yield "Each update divides by the mean tokens of all updates of a generation, psigrad's by its own."
     if values.get("loss_type") == "bnpo":
         yield "bnpo divides by the tokens of each micro-batch, psigrad by those of the whole step."
     if config == "CPOConfig" and values["loss_type"] != "simpo":

@@ -283,9 +283,10 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     router_replay: bool = False
     """Train a mixture of experts with the experts that each token used when it was sampled, whatever its routers would choose now
     (R3, arXiv:2510.11370, in verl). It works with the embedded sampler and single completions."""
-    keep_activations_gb: Annotated[PositiveOrZero, RECORDED] = 1.0
+    keep_activations_gb: Annotated[PositiveOrZero | None, RECORDED] = None
     """Memory, in 1e9 bytes, for activations that training reuses from sampling (fused decoder only, not with gradient
-    checkpointing). With 0, or if they need more, training runs its own forward pass."""
+    checkpointing). With 0, or if they need more, training runs its own forward pass. By default a quarter of the memory that is
+    free beside the model, chosen once at the start of the run."""
     max_logp_difference: PositiveOrZero = 0.0
     """Stop if the log-probs of sampler and trainer differ by more than this on average; 0: 1e-3 in float32, 0.1 in bfloat16."""
     record_tokens: Annotated[CountOrZero, RECORDED, LIVE] = 4

@@ -34,6 +34,8 @@ SOURCES = (
     "products_bf16.cpp",
     "decoding.cpp",
     "state.cpp",
+    "chunks.cpp",
+    "convolution.cpp",
     "adamw.cpp",
     "towers.cpp",
 )

@@ -16,6 +16,7 @@ from torch import Tensor
 from psigrad.compiled import AdamWWeight
 from psigrad.kernels.build import bind, library
 from psigrad.kernels.products import Products, TowerKernels, by_pytorch
+from psigrad.kernels.state_kernels import StateKernels
 
 _HALF = {torch.float32: 0, torch.bfloat16: 1}
 # The number of logits of a row whose exponentials are summed together.
@@ -33,6 +34,10 @@ _SIGNATURES = {
     "decode_layers": "tppippppp" + "ii" + "p" * 5 + "i" * 8 + "ffft",
     "delta_step": "p" * 7 + "i" * 6 + "t",
     "mamba2_step": "p" * 7 + "i" * 5 + "t",
+    "scan_chunks": "t" + "p" * 5 + "iii" + "p" * 4 + "i" * 6 + "t",
+    "scan_chunks_gradient": "t" + "p" * 8 + "ii" + "ppp" + "iii" + "p" * 4 + "i" * 6 + "t",
+    "convolve": "tppipppiiiit",
+    "convolve_gradient": "tppppipipppiiiit",
     "prompt_tables": "tppppiippiiit",
     "few_rows": "ppppiiiiiit",
     "pack_matrix": "ppiit",
@@ -136,7 +141,7 @@ class Kernels:
         self.products, self.gradients = Products(self._call), Gradients(self._call)
         self.log_probs = LogProbs(self._call)
         self.half_precision, self.towers = HalfPrecision(self._call), TowerKernels(self._call)
-        self.steps = StateKernels(self._call)
+        self.states = StateKernels(self._call)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """Compute x / sqrt(mean(x²) + eps) · (weight + offset) over the last dimension of x [S, E]."""
@@ -274,31 +279,6 @@ class LogProbs:
         logp = logits.float().clone()
         self._call.log_probs(logp.data_ptr(), sums.data_ptr(), *sums.shape[:2], 1 / temperature, torch.get_num_threads())
         return logp
-
-
-class StateKernels:
-    """One token of layers with state."""
-
-    def __init__(self, call: SimpleNamespace) -> None:
-        self._call = call
-
-    def delta_rule(self, state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """Compute one token [N, ...] of each sequence by the gated delta rule (`hf_state.DeltaRule`), and return [N, H, V].
-
-        All tensors are contiguous float32. The states [slots, H, D, V] of the first N slots change in place.
-        """
-        out, sizes = torch.empty_like(v), (*v.shape[:2], *k.shape[1:], v.shape[2], int(g.dim() == 3))
-        self._call.delta_step(*(x.data_ptr() for x in (out, state, q, k, v, g, beta)), *sizes, torch.get_num_threads())
-        return out
-
-    def mamba2(self, state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
-        """Compute one token [N, ...] of each sequence by Mamba-2 (`hf_state.Mamba2`), and return [N, H, P].
-
-        All tensors are contiguous float32. The states [slots, H, P, states] of the first N slots change in place.
-        """
-        out, sizes = torch.empty_like(x), (*x.shape[:2], B.shape[1], x.shape[2], B.shape[2])
-        self._call.mamba2_step(*(t.data_ptr() for t in (out, state, x, dt, A, B, C)), *sizes, torch.get_num_threads())
-        return out
 
 
 class Gradients:

@@ -51,6 +51,20 @@ def _strict(value: Any) -> Any:
     return value
 
 
+def settings_before(folder: Path) -> dict[str, Any] | None:
+    """Return the settings of the run so far, or those of its newest checkpoint if config.json is damaged or missing.
+
+    Return None if there is no run, or if the checkpoint has none, as in an older psigrad.
+    """
+    file = folder / "config.json"
+    found = parse_row(file.read_bytes()) if file.exists() else None
+    if found is None and (newest := checkpoint.latest(folder / "checkpoints")).path is not None:
+        return newest.manifest.get("settings")
+    if found is None and file.exists():
+        raise RunFolderError(f"{file} is damaged, and there is no checkpoint; restore it, or choose another output_dir.")
+    return found
+
+
 class RunFolder:
     """A run folder whose lock this process holds. Made by `RunFolder.open`."""
 
@@ -123,7 +137,7 @@ class RunFolder:
         file = self.path / "config.json"
         now = self.settings = json.loads(redaction.without(to_line(redaction.hide(config)), redaction.values()))
         changes: list[pins.Change] = []
-        before = self._settings_before(file)
+        before = settings_before(self.path)
         if before is not None:
             pins.check_format(self.path, before)
             if self._has_begun():
@@ -149,18 +163,6 @@ class RunFolder:
 
     def _write_settings(self, settings: Mapping[str, Any]) -> None:
         row_lines.replace_file(self.path / "config.json", [(json.dumps(settings, indent=1) + "\n").encode()])
-
-    def _settings_before(self, file: Path) -> dict[str, Any] | None:
-        """Return the settings of the run so far, or those of its newest checkpoint if config.json is damaged or missing.
-
-        Return None if the checkpoint has none, as in an older psigrad.
-        """
-        found = parse_row(file.read_bytes()) if file.exists() else None
-        if found is None and (newest := checkpoint.latest(self.checkpoints)).path is not None:
-            return newest.manifest.get("settings")
-        if found is None and file.exists():
-            raise RunFolderError(f"{file} is damaged, and there is no checkpoint; restore it, or choose another output_dir.")
-        return found
 
     def _holds_model(self, files: Mapping[str, Any]) -> bool:
         """Return True if the model of a finished run is unchanged.

@@ -20,10 +20,10 @@ from psigrad.config.fields import settings_of, usual_on
 from psigrad.kernels.build import compiler, prebuilt
 from psigrad.kernels.kernels import kernels
 from psigrad.kernels.processor import fast_bfloat16
+from psigrad.language.models.free_memory import available_memory, installed_memory
 from psigrad.processes.sandbox import tier_of_this_machine
 from psigrad.records.report.terminal import show_size
 from psigrad.runs.machine import cores
-from psigrad_extras.preflight.plan.hardware import available_memory, installed_memory
 
 # Extra -> the package that shows if it is installed.
 EXTRAS = {

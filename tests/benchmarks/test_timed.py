@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from timed.workload import Workload, read
 from timed_runs import timed_functions  # noqa: F401 (a fixture)
 from transformers import AutoConfig
 
-from psigrad.config import OnlineConfig
 from psigrad.errors import UserError
 from psigrad.language.models import tiny
 from psigrad_extras.preflight.plan.hardware import Machine
@@ -140,6 +138,6 @@ def test_episodes_of_several_turns_are_timed(tmp_path):
 @pytest.mark.needs("compiler")
 @pytest.mark.usefixtures("timed_functions")
 def test_a_model_whose_activations_are_not_kept_is_timed(tmp_path, monkeypatch):
-    monkeypatch.setattr(timed_run, "OnlineConfig", partial(OnlineConfig, keep_activations_gb=1e-9))
+    monkeypatch.setattr(timed_run, "share_for_activations", lambda model, times: 1e-9)
     inputs.build(replace(SMALL, vocabulary=80, hidden=32, layers=1), tmp_path)
     assert timed_run.build(tmp_path, "float32", "cpu").step()[0] > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from psigrad.kernels.kernels import Heads, Kernels, Slots, Spans
+from psigrad.kernels.state_kernels import Trees
 from psigrad.language.models.fused.caches import PackedWeights
+from psigrad.language.models.segments import Pieces, Wave, trees, waves
 
 SDPA: Any = F.scaled_dot_product_attention
 Tensors = tuple[Tensor, ...]
@@ -76,6 +78,27 @@ class Recurrence(Protocol):
         Without gradient they may be `state` itself, changed in place.
         """
 
+    def scan_trees(self, inputs: Tensors, trees: Trees) -> tuple[Tensor, Tensor] | None:
+        """Return the outputs [S, ...] of a packed row whose inputs are [S, ...], and the states by kernels; None without them."""
+
+
+@dataclass(frozen=True)
+class ShortConvolution:
+    """A convolution along sequences, channel by channel, and what follows it: a token with the K - 1 before it.
+
+    `weight` is [C, K]. `kernel(x, windows)` computes it from x [S, C] and the K rows [S, K] that each token sees (-1: none), or
+    returns None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    activation: Callable[[Tensor], Tensor]
+    kernel: Callable[[Tensor, Tensor], Tensor | None] = lambda x, windows: None
+
+    def finish(self, made: Tensor) -> Tensor:
+        """Return the outputs from the sums over the taps [S, C]."""
+        return self.activation(made if self.bias is None else made + self.bias)
+
 
 class Layout(Protocol):
     """The sequences that the tokens of a forward pass belong to, inside transformers' modules."""
@@ -88,8 +111,8 @@ class Layout(Protocol):
         `how` is `scaled_dot_product_attention` or `softened`.
         """
 
-    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Convolve x [S, C] along each sequence, channel by channel, with `weight` [C, K]: a token with the K - 1 before it."""
+    def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
+        """Convolve x [S, C] along each sequence."""
 
     def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
         """Return the outputs [S, ...] of a recurrence whose inputs are [S, ...]. Its state begins at zero in each sequence."""
@@ -149,39 +172,6 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     if kv_heads == heads:
         return x
     return x[:, :, None].expand(batch, kv_heads, heads // kv_heads, length, dim).reshape(batch, heads, length, dim)
-
-
-class Pieces(NamedTuple):
-    """A packed row in the host's memory: the numbers of tokens of each prefix [B] and, after them, of each sequence [N].
-
-    `prefix` [N] is the prefix that each sequence continues, and `seen` [N] the number of its tokens that the sequence sees.
-    """
-
-    prefixes: np.ndarray
-    sequences: np.ndarray
-    prefix: np.ndarray
-    seen: np.ndarray
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """[B + N] the number of tokens of each piece, in the order of the row."""
-        return np.concatenate([self.prefixes, self.sequences])
-
-    @property
-    def starts(self) -> np.ndarray:
-        """[B + N] the position in the row where each piece starts."""
-        lengths = self.lengths
-        return np.asarray(lengths.cumsum() - lengths)
-
-    @property
-    def before(self) -> np.ndarray:
-        """[B + N] the number of prefix tokens that each piece sees."""
-        return np.concatenate([0 * self.prefixes, self.seen])
-
-    @property
-    def base(self) -> np.ndarray:
-        """[B + N] the position in the row where that prefix starts."""
-        return np.concatenate([0 * self.prefixes, self.starts[self.prefix] if len(self.prefixes) else self.prefix])
 
 
 def on_device(numbers: Any, device: torch.device | str, dtype: torch.dtype = torch.long) -> Tensor:
@@ -312,16 +302,19 @@ class PackedLayout:
         taken: Tensor = _Take.apply(torch.cat(parts), self._inverse, self._order)
         return taken[None]
 
-    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
         """Convolve each sequence after the last tokens of its prefix. Shapes are those of `Layout.convolve`."""
-        rows, own = self._windows(weight.shape[1])
-        wide, count = rows_at(x, rows), len(rows) - weight.shape[1] + 1
-        made = sum((wide[k : k + count] * weight[:, k] for k in range(weight.shape[1])), x.new_zeros(()))
-        return (made if bias is None else made + bias).index_select(0, own)
+        taps = how.weight.shape[1]
+        rows, own, windows = self._windows(taps)
+        if (ready := how.kernel(x, windows)) is not None:
+            return ready
+        wide, count = rows_at(x, rows), len(rows) - taps + 1
+        made = sum((wide[k : k + count] * how.weight[:, k] for k in range(taps)), x.new_zeros(()))
+        return how.finish(made).index_select(0, own)
 
-    def _windows(self, taps: int) -> tuple[Tensor, Tensor]:
-        """Return [E] the row's tokens piece by piece, each piece after the `taps - 1` tokens before it (-1: none), and [S] where
-        the window of each token begins there.
+    def _windows(self, taps: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return [E] the row's tokens piece by piece, each piece after the `taps - 1` tokens before it (-1: none), [S] where
+        the window of each token begins there, and [S, taps] the tokens in that window.
         """
         if taps not in self._taps:
             pieces, before = self.pieces, np.arange(1 - taps, 0)
@@ -330,19 +323,25 @@ class PackedLayout:
             own = np.split(np.arange(self.rows), pieces.starts[1:])
             rows = np.concatenate([part for pair in zip(context, own, strict=True) for part in pair])
             begin = np.arange(self.rows) + (np.arange(len(own)) * (taps - 1)).repeat(pieces.lengths)
-            self._taps[taps] = on_device(rows, self.device), on_device(begin, self.device)
+            tables = (rows, begin, rows[begin[:, None] + np.arange(taps)])
+            self._taps[taps] = tuple(on_device(x, self.device) for x in tables)  # type: ignore[assignment]
         return self._taps[taps]
 
     @cached_property
-    def _taps(self) -> dict[int, tuple[Tensor, Tensor]]:
+    def _taps(self) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
         return {}
 
     def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
         """Run each prefix once, and continue from its state in each of its sequences. Shapes are those of `Layout.scan`."""
-        return self.scan_with_states(recurrence, inputs)[0]
+        return self.scan_with_states(recurrence, inputs, every=False)[0]
 
-    def scan_with_states(self, recurrence: Recurrence, inputs: Tensors) -> tuple[Tensor, Tensor | None]:
-        """Return the outputs of `scan`, and the states [segments, ...] after each segment of `segments`."""
+    def scan_with_states(self, recurrence: Recurrence, inputs: Tensors, every: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Return the outputs of `scan`, and the states [segments, ...] after each segment of `segments`.
+
+        Unless `every` state is wanted, kernels keep only those that another segment continues.
+        """
+        if self.device.type == "cpu" and (ready := recurrence.scan_trees(inputs, self._trees(every))) is not None:
+            return ready
         order, inverse, waves = self.segments
         taken, outputs, states, done = [_Take.apply(x, order, inverse) for x in inputs], [], None, 0
         for shape, source in waves:
@@ -355,30 +354,28 @@ class PackedLayout:
         return made, states
 
     @cached_property
+    def _waves(self) -> list[Wave]:
+        return waves(self.pieces)
+
+    def _trees(self, every: bool) -> Trees:
+        """Return the segments for kernels. The states are those of `every` segment, or of those that others continue."""
+        if every not in self._forests:
+            self._forests[every] = trees(self._waves, every)
+        return self._forests[every]
+
+    @cached_property
+    def _forests(self) -> dict[bool, Trees]:
+        return {}
+
+    @cached_property
     def segments(self) -> tuple[Tensor, Tensor, list[tuple[tuple[int, int], Tensor | None]]]:
         """The row as segments that a recurrence can run side by side, in waves. A segment continues one of an earlier wave.
 
         A prefix is cut where sequences leave it. Returns the packed position of each padded token (-1: padding), its inverse [S],
         and for each wave its shape [segments, longest] and the earlier segment that each continues (-1 or None: none).
         """
-        pieces, count, starts = self.pieces, len(self.pieces.prefixes), self.pieces.starts
-        waves: list[list[tuple[int, int, int]]] = []  # first token, length, and the number of the segment before it
-        ends: dict[tuple[int, int], int] = {}  # the segment that ends after so many tokens of a prefix
-        cuts = [
-            [0, *sorted({*pieces.seen[pieces.prefix == b].tolist(), int(length)} - {0})]
-            for b, length in enumerate(pieces.prefixes)
-        ]
-        for i in range(max((len(cut) - 1 for cut in cuts), default=0)):
-            waves.append([])
-            for b, cut in enumerate(cuts):
-                if i + 1 < len(cut):
-                    waves[-1].append((int(starts[b]) + cut[i], cut[i + 1] - cut[i], ends.get((b, cut[i]), -1)))
-                    ends[b, cut[i + 1]] = len(ends)
-        before = [ends.get((b, seen), -1) if count else -1 for b, seen in zip(pieces.prefix, pieces.seen, strict=True)]
-        waves.append(list(zip(starts[count:].tolist(), pieces.sequences.tolist(), before, strict=True)))
-        waves = [wave for wave in waves if any(length for _, length, _ in wave)]
         tables, shapes = [], []
-        for wave in waves:
+        for wave in self._waves:
             first, lengths, source = np.array(wave).T
             steps = np.arange(lengths.max())
             tables.append(np.where(steps < lengths[:, None], first[:, None] + steps, -1))

@@ -311,7 +311,9 @@ class Pretrained(ABC):
             recompute_activations(hf)
         if not known and not self.why_padded:
             self.decoder, self.why_unfused = fuse(self, self._texts(), gradient_checkpointing)
-            self.parts = None if self.decoder is not None else compose(self, self._texts())
+            if self.decoder is None:
+                self.parts, reason = compose(self, self._texts())
+                self.why_unfused += reason and f"; its layers with state run in PyTorch: {reason}"
         self.train_mode = gradient_checkpointing or self.masks.used
         if self.train_mode and self.decoder is None:
             _check_repeatable(self)

@@ -29,6 +29,7 @@ from psigrad.language.models.attention import (
     Layout,
     PackedLayout,
     Recurrence,
+    ShortConvolution,
     Tensors,
     on_device,
     repeat_heads,
@@ -109,9 +110,9 @@ class _Unpadded:
 
     packed: PackedLayout
 
-    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
         """See `Layout.convolve`."""
-        return self.packed.convolve(layer, x, weight, bias)
+        return self.packed.convolve(layer, x, how)
 
     def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
         """See `Layout.scan`."""

@@ -3,7 +3,8 @@
 transformers lets a program register an attention, but no recurrence. Its mixers call a few global functions, and pass on the
 keyword arguments of the forward call. So a mixer of a loaded model runs the same code with psigrad's functions under these names.
 They read the layout of the packed row from the keywords: state and window begin at zero in each sequence, and those of a prompt
-are computed once for its completions. Without a layout they are transformers' own.
+are computed once for its completions. Without a layout they are transformers' own. On a CPU kernels compute a packed row, with
+its gradient, while the mixer's `Switch` is on.
 """
 
 from __future__ import annotations
@@ -11,36 +12,48 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from psigrad.kernels.kernels import Kernels, kernels
-from psigrad.language.models.attention import Layout, Tensors
+from psigrad.kernels.state_kernels import Trees
+from psigrad.language.models.attention import Layout, ShortConvolution, Tensors
 
 Function = Callable[..., Any]
 
 
 def attach(network: nn.Module) -> None:
-    """Give the mixers of `network` the functions that read layouts, and mark them by `has_state`."""
+    """Give the mixers of `network` the functions that read layouts, and mark them by `has_state`, the switch of their kernels."""
     for module in network.modules():
         own: Any = inspect.unwrap(type(module).forward)
         called = set(getattr(getattr(own, "__code__", None), "co_names", ())) & _MADE.keys()
         index: Any = getattr(module, "layer_idx", None)
         if called and index is not None and isinstance(own, types.FunctionType):
-            made = {name: _MADE[name](own.__globals__[name], index) for name in called}
+            switch = Switch()
+            made = {name: _MADE[name](own.__globals__[name], index, switch) for name in called}
             run = types.FunctionType(own.__code__, {**own.__globals__, **made}, own.__name__, own.__defaults__, own.__closure__)
             run.__kwdefaults__ = own.__kwdefaults__
             mixer: Any = module
-            mixer.has_state = True
+            mixer.has_state = switch
             mixer.forward = types.MethodType(run, module)  # a copy of the model binds it to the copied mixer
 
 
-def _convolution(own: Function, layer: int) -> Function:
+class Switch:
+    """The kernels that scan the packed rows of a mixer, if they are on. A copy of the mixer has its functions, and its switch."""
+
+    native: Kernels | None = None
+
+    def __deepcopy__(self, memo: Any) -> Switch:
+        return self
+
+
+def _convolution(own: Function, layer: int, switch: Switch) -> Function:
     """Return `causal_conv1d_fn` for one layer."""
 
     def convolve(
@@ -55,17 +68,25 @@ def _convolution(own: Function, layer: int) -> Function:
             made: Tensor = own(hidden_states, weight, bias, activation=activation, **given)
             return made
         rows = hidden_states.transpose(1, 2)  # [B, C, S] to the row's [B, S, C]
-        out = layout.convolve(layer, rows.flatten(0, 1).to(weight.dtype), weight, bias)
         act: Any = ACT2FN[activation] if activation is not None else torch.nn.Identity()
-        turned: Tensor = act(out).to(hidden_states.dtype).unflatten(0, rows.shape[:2]).transpose(1, 2)
+
+        def kernel(x: Tensor, windows: Tensor) -> Tensor | None:
+            native = switch.native
+            if native is None or activation not in (None, "silu", "swish") or x.dtype not in native.dtypes:
+                return None
+            made: Tensor = _Convolution.apply(native, x.contiguous(), weight, bias, windows, activation is not None)
+            return made
+
+        out = layout.convolve(layer, rows.flatten(0, 1).to(weight.dtype), ShortConvolution(weight, bias, act, kernel))
+        turned: Tensor = out.to(hidden_states.dtype).unflatten(0, rows.shape[:2]).transpose(1, 2)
         return turned
 
     return convolve
 
 
-def _delta_rule(own: Function, layer: int) -> Function:
+def _delta_rule(own: Function, layer: int, switch: Switch) -> Function:
     """Return `torch_chunk_gated_delta_rule` or `chunk_kimi_delta_attention` for one layer."""
-    rule = DeltaRule(own)
+    rule = DeltaRule(own, switch)
 
     def scan(
         query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, layout: Layout | None = None, **given: Any
@@ -79,7 +100,7 @@ def _delta_rule(own: Function, layer: int) -> Function:
     return scan
 
 
-def _mamba2(own: Function, layer: int) -> Function:
+def _mamba2(own: Function, layer: int, switch: Switch) -> Function:
     """Return `mamba2_chunk_scan` for one layer."""
 
     def scan(
@@ -102,14 +123,14 @@ def _mamba2(own: Function, layer: int) -> Function:
         # made here, so that padding can have a step of 0
         dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
         dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
-        out = layout.scan(layer, Mamba2(own, A, chunk_size), tuple(x.flatten(0, 1) for x in (hidden_states, dt, B, C)))
+        out = layout.scan(layer, Mamba2(own, A, chunk_size, switch), tuple(x.flatten(0, 1) for x in (hidden_states, dt, B, C)))
         out = out.unflatten(0, hidden_states.shape[:2])
         return out if D is None else out + D[:, None] * hidden_states
 
     return scan
 
 
-def _never(own: Function, layer: int) -> Function:
+def _never(own: Function, layer: int, switch: Switch) -> Function:
     """Return `mamba2_split_conv1d_scan_combined` without its kernel, which knows no layout; a mixer then takes the other path."""
 
     def scan(*args: Any, layout: Layout | None = None, **given: Any) -> Any:
@@ -118,7 +139,7 @@ def _never(own: Function, layer: int) -> Function:
     return scan
 
 
-_MADE: dict[str, Callable[[Function, int], Function]] = {
+_MADE: dict[str, Callable[[Function, int, Switch], Function]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule,
@@ -138,6 +159,54 @@ def _plain(inputs: Tensors) -> list[Tensor]:
     return [x.float().contiguous() for x in inputs]
 
 
+class _Convolution(torch.autograd.Function):
+    """The function of `StateKernels.convolve`, with a weight [C, K]."""
+
+    @staticmethod
+    def forward(ctx: Any, native: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None, windows: Tensor, silu: bool) -> Tensor:
+        plain = weight.t().float().contiguous(), None if bias is None else bias.float()
+        ctx.native, ctx.how, ctx.dtype = native, (windows, silu), weight.dtype
+        ctx.save_for_backward(x, *plain)
+        return native.states.convolve(x, *plain, windows, silu)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        dx, dweight, dbias = ctx.native.states.convolve_gradient(dout.contiguous(), *ctx.saved_tensors, *ctx.how)
+        return None, dx, dweight.t().to(ctx.dtype), None if dbias is None else dbias.to(ctx.dtype), None, None
+
+
+class _Scan(torch.autograd.Function):
+    """The function of `StateKernels.chunks`, from states of 0."""
+
+    @staticmethod
+    def forward(ctx: Any, native: Kernels, trees: Trees, delta: bool, states: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.how, ctx.native = (states, trees, delta), native
+        ctx.save_for_backward(*inputs)
+        return native.states.chunks(inputs, states, trees, delta)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        inputs, slopes = ctx.saved_tensors, torch.zeros_like(ctx.how[0])
+        found = ctx.native.states.chunks_gradient(dout.contiguous(), slopes, inputs, *ctx.how)
+        return None, None, None, None, *(d.to(x.dtype) for d, x in zip(found, inputs, strict=True))
+
+
+def _scan(
+    switch: Switch, trees: Trees, delta: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """Compute `StateKernels.chunks` from states of 0. Return None if its kernel is off or does not take such inputs."""
+    native = switch.native
+    if native is None or g.dim() != 2 or v.dtype not in native.dtypes or not q.dtype == k.dtype == v.dtype:
+        return None
+    width = (q.shape[2], v.shape[2]) if delta else (v.shape[2], q.shape[2])
+    states = torch.empty(trees.states, v.shape[1], *width)
+    rows = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v))
+    out: Tensor = _Scan.apply(native, trees, delta, states, *rows, g.float().contiguous(), beta.float().contiguous())
+    return out, states
+
+
 @dataclass(frozen=True)
 class DeltaRule:
     """The gated delta rule (Yang, Kautz & Hatamizadeh 2024, arXiv:2412.06464): S ← e^g S, then S ← S + β k (v - kᵀS), o = qᵀS/√d.
@@ -147,6 +216,13 @@ class DeltaRule:
     """
 
     chunks: Function
+    switch: Switch = field(default_factory=Switch)
+
+    def scan_trees(self, inputs: Tensors, trees: Trees) -> tuple[Tensor, Tensor] | None:
+        """See `Recurrence.scan_trees`. The kernel takes a gate per head, not one per channel."""
+        q, k, v, g, beta = inputs
+        made = _scan(self.switch, trees, True, q, k, v, g, beta)
+        return None if made is None else (made[0].to(q.dtype), made[1])
 
     def scan(self, inputs: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """See `Recurrence.scan`."""
@@ -159,7 +235,7 @@ class DeltaRule:
         """See `Recurrence.step`."""
         native = _native(state)
         if native is not None:
-            return native.steps.delta_rule(state, *_plain(inputs)).to(inputs[0].dtype), state
+            return native.states.delta_rule(state, *_plain(inputs)).to(inputs[0].dtype), state
         return self.step_by_torch(inputs, state)
 
     def step_by_torch(self, inputs: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,6 +260,12 @@ class Mamba2:
     chunks: Function
     A: Tensor
     size: int
+    switch: Switch = field(default_factory=Switch)
+
+    def scan_trees(self, inputs: Tensors, trees: Trees) -> tuple[Tensor, Tensor] | None:
+        """See `Recurrence.scan_trees`."""
+        x, dt, b, c = inputs
+        return _scan(self.switch, trees, False, c, b, x, dt.float() * self.A.float(), dt)
 
     def scan(self, inputs: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """See `Recurrence.scan`."""
@@ -196,7 +278,7 @@ class Mamba2:
         """See `Recurrence.step`."""
         native, (x, dt, *rest) = _native(state), _plain(inputs)
         if native is not None:
-            return native.steps.mamba2(state, x, dt, self.A.detach().float(), *rest), state
+            return native.states.mamba2(state, x, dt, self.A.detach().float(), *rest), state
         return self.step_by_torch(inputs, state)
 
     def step_by_torch(self, inputs: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:

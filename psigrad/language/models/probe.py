@@ -94,13 +94,16 @@ def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, st
 
 
 @torch.no_grad()
-def compose(model: Any, texts: Groups) -> Any:
-    """Return the kernels inside the modules of a packed model if they reproduce these modules, otherwise None."""
+def compose(model: Any, texts: Groups) -> tuple[Any, str]:
+    """Return the kernels inside the modules of a packed model if they reproduce these modules, otherwise None.
+
+    Also switch on the kernels of its layers with state, or return why they are off.
+    """
     from psigrad.language.models.fused.parts import Parts
 
     hf, native = model.network, kernels()
     if isinstance(native, str) or hf.device.type != "cpu" or hf.dtype not in native.dtypes:
-        return None
+        return None, ""
     parts, inputs = Parts(hf, native), lay_out(texts, model.device, packed=True)
     hf.eval()  # a new adapter drops numbers until its model is in evaluation mode
 
@@ -109,12 +112,30 @@ def compose(model: Any, texts: Groups) -> Any:
         hidden: Tensor = model.target_hidden(inputs)
         return hidden
 
+    parts.on = not _why_not(hf, numbers)
+    switches = [module.has_state for module in hf.modules() if getattr(module, "has_state", None)]
+    repeats = max(1, min(8, model.max_length // LENGTH))  # so that there are several chunks
+    longer = [tuple(ids) * repeats for ids in texts.prompts], [[tuple(ids) * repeats for ids in g] for g in texts.completions]
+    inputs_of_chunks = lay_out(Groups(*longer), model.device, packed=True)
+
+    def scanned(on: bool) -> Tensor:
+        for switch in switches:
+            switch.native = native if on else None
+        hidden: Tensor = model.target_hidden(inputs_of_chunks)
+        return hidden
+
+    reason = _why_not(hf, scanned) if switches else ""
+    for switch in switches:
+        switch.native = None if reason else native
+    return parts if parts.on else None, reason
+
+
+def _why_not(hf: PreTrainedModel, numbers: Callable[[bool], Tensor]) -> str:
+    """Return the fault in `numbers(True)`, assuming that `numbers(False)` are right; empty if there is none."""
     try:
-        reason = difference(hf, lambda: numbers(False), lambda: numbers(True))
+        return difference(hf, lambda: numbers(False), lambda: numbers(True))
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-        reason = reason_of(error)
-    parts.on = not reason
-    return parts if parts.on else None
+        return reason_of(error)
 
 
 def difference(hf: PreTrainedModel, own: Numbers, fast: Numbers) -> str:

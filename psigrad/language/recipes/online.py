@@ -30,7 +30,7 @@ from psigrad.language.recipes.finish import finish, note_rows, optimizer_of, sam
 from psigrad.language.recipes.learners import Follower, Keeper, Learner, begin
 from psigrad.language.recipes.loops import train_online
 from psigrad.language.recipes.memory_check import check_online
-from psigrad.language.recipes.online_settings import check, check_following, check_teacher, correct, method, replay
+from psigrad.language.recipes.online_settings import check, check_following, check_teacher, correct, method, replay, settle_kept
 from psigrad.language.recipes.pinned import collect_pins, lasting_pins
 from psigrad.language.recipes.row_encoding import prepare
 from psigrad.language.recipes.scorers import RewardSetup, completion_room, evaluator_for
@@ -71,6 +71,7 @@ def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
     `ValueError` if the algorithm's parts do not fit together.
     """
     check(config, method(config))
+    config = settle_kept(config)
     setup = (RewardSetup.of(config), RewardSetup.of_metric(config))
     with session.open_run(config, "online") as journal:
         if (done := session.load_finished(config, journal, lasting_pins(config, setup))) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from psigrad import paths
 from psigrad.config import OnlineConfig
 from psigrad.config.algorithms import resolve_online
 from psigrad.config.part_trial import try_parts
@@ -12,6 +13,7 @@ from psigrad.errors import UserError, kind_of
 from psigrad.language.loading.samplers import check_sampling
 from psigrad.language.loading.teacher import Teacher, is_address
 from psigrad.language.models.experts import replay_routers
+from psigrad.language.models.free_memory import ADAPTER, WHOLE, share_for_activations
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Sampler
@@ -21,6 +23,7 @@ from psigrad.objective.explain import label
 from psigrad.objective.parts.aggregate import fixed_length
 from psigrad.objective.parts.ratio import truncated_importance
 from psigrad.objective.preferences.preference_loss import OnlinePreference
+from psigrad.records.run_folder import settings_before
 from psigrad.runs.journal import Journal
 
 
@@ -33,6 +36,17 @@ def method(config: OnlineConfig) -> PolicyGradient | OnlinePreference:
     if named and isinstance(algorithm.aggregate, fixed_length):
         return replace(algorithm, aggregate=fixed_length(config.sampling.max_completion_length))
     return algorithm
+
+
+def settle_kept(config: OnlineConfig) -> OnlineConfig:
+    """Return the settings with a number for `keep_activations_gb`: the run's own if it resumes, otherwise by the free memory."""
+    if config.keep_activations_gb is not None:
+        return config
+    before = settings_before(paths.absolute(config.run.output_dir)) if config.run.output_dir else None
+    known = (before or {}).get("keep_activations_gb")
+    if known is None:
+        known = share_for_activations(config.model.path, ADAPTER if config.model.lora_rank else WHOLE)
+    return replace(config, keep_activations_gb=known)
 
 
 def correct(

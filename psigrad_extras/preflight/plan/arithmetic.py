@@ -201,7 +201,7 @@ def _online(config: OnlineConfig, lengths: Lengths, dataset: int) -> Work:
         tensor=tensor,
         keeps=0.0
         if several_turns or not samples_itself(config) or config.model.gradient_checkpointing or config.lag
-        else config.keep_activations_gb * 1e9,
+        else (config.keep_activations_gb or 0.0) * 1e9,
     )
 
 

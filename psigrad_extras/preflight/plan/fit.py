@@ -14,11 +14,12 @@ from psigrad import redaction
 from psigrad.config import OnlineConfig
 from psigrad.config.fields import usual_on
 from psigrad.errors import UserError
+from psigrad.language.models.free_memory import available_memory
 from psigrad.processes.parallel import launch
 from psigrad.records.report.terminal import show_size
 from psigrad.runs.machine import device
 from psigrad_extras.preflight.plan.arithmetic import Config
-from psigrad_extras.preflight.plan.hardware import available_memory, machine
+from psigrad_extras.preflight.plan.hardware import machine
 from psigrad_extras.preflight.plan.memory import KEPT
 from psigrad_extras.preflight.plan.predict import MOST, Plan, filling, lengths_of, predict
 
@@ -95,8 +96,8 @@ def _smaller(config: C, longest: int, kept: float) -> Iterator[C]:
         decoded += [replace(config, sampling=replace(sampling, max_decode_batch=n)) for n in counts]
     one: Any
     for one in decoded:
-        if kept and one.keep_activations_gb and not one.model.gradient_checkpointing:
-            enough = max(one.keep_activations_gb, math.ceil(kept / 1e8) / 10)
+        if kept and one.keep_activations_gb != 0 and not one.model.gradient_checkpointing:
+            enough = max(one.keep_activations_gb or 0.0, math.ceil(kept / 1e8) / 10)
             yield from (replace(one, keep_activations_gb=enough, micro_batch_tokens=budget) for budget in budgets)
             one = replace(one, keep_activations_gb=0.0)  # keeping only a part is useless
         for anew in {config.model.gradient_checkpointing: 0, True: 1}:

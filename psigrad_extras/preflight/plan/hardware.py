@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Callable
@@ -15,12 +14,11 @@ import torch
 from psigrad.errors import UserError
 from psigrad.kernels.kernels import multiply
 from psigrad.language.models.backbone import DTYPES
+from psigrad.language.models.free_memory import available_memory, installed_memory
 from psigrad.runs.machine import default_threads
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-# Most limits of a cgroup are "max". A number above this means no limit either.
-_NO_LIMIT = 1 << 60
 # GB of memory; TFLOP/s of dense products in bfloat16; TB/s of memory bandwidth, from the makers' data sheets. These are peaks,
 # also for the AMD and the PCIe cards. `arithmetic.REACHED` has the share that is reached.
 GPUS = {
@@ -118,31 +116,6 @@ def machine(
         bandwidth = bandwidth or (near[2] * 1e12 if device != "cpu" else tflops * 1e11)
         peak = tflops * 1e12
     return Machine(device, size, peak, bandwidth)
-
-
-def installed_memory() -> int:
-    """Return the bytes of memory of this machine, or of this process's container."""
-    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            limit = int(Path(path).read_text())
-        except (OSError, ValueError):
-            continue
-        if 0 < limit < _NO_LIMIT:
-            size = min(size, limit)
-    return size
-
-
-def available_memory() -> int:
-    """Return the bytes of memory that a new program could use without swapping; all of it if the system does not say."""
-    found = [installed_memory()]
-    try:
-        told = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        found.append(1024 * int(told["MemAvailable"].split()[0]))
-        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    except (OSError, ValueError, KeyError):
-        pass  # not Linux, or a control group without a limit ("max")
-    return max(0, min(found))
 
 
 def last_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:

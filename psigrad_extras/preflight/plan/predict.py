@@ -125,7 +125,7 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
     """
     config = replace(config, model=resolve_for_plan(config.model, local=quick))
     shaped = partial(shape_of, local=quick)
-    policy, whole = shaped(config.model.path), work_of(config, lengths, dataset)
+    policy, whole = shaped(config.model.path), work_of(_keeping(config, machine), lengths, dataset)
     work = share_of(config, whole)
     rank = config.model.lora_rank
     adapter = policy.lora_parameters(rank, config.model.lora_target_modules) if rank else 0
@@ -177,6 +177,13 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
         quick,
         starved,
     )
+
+
+def _keeping(config: Config, machine: Machine) -> Config:
+    """Return the settings with a quarter of the machine's memory for kept activations, unless they say how much."""
+    if not isinstance(config, OnlineConfig) or config.keep_activations_gb is not None:
+        return config
+    return replace(config, keep_activations_gb=machine.memory / 4e9)
 
 
 def _as_kept(config: Config, work: Work, items: list[MemoryItem], estimated: float) -> Work:

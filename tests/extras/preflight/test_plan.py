@@ -302,7 +302,7 @@ def test_a_named_reference_stays_in_memory_and_recorded_log_probs_need_none(fold
 
 
 def test_more_tokens_more_memory_and_ways_that_take_less(folder):
-    config = settings(folder, micro_batch_tokens=16384, prompts_per_step=256)
+    config = settings(folder, micro_batch_tokens=16384, prompts_per_step=256, keep_activations_gb=1.0)
     tight = plan.predict(config, LENGTHS, replace(MACHINE, memory=470 << 20))
     assert not tight.fits
     assert tight.memory.peak > plan.predict(replace(config, micro_batch_tokens=1024), LENGTHS, MACHINE).memory.peak

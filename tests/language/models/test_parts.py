@@ -8,6 +8,7 @@ from hybrid_models import network
 from torch.nn import functional as F
 
 from psigrad.kernels.kernels import Kernels, kernels
+from psigrad.kernels.state_kernels import Trees
 from psigrad.language.models.fused.parts import Parts
 from psigrad.language.models.hf_state import DeltaRule, Mamba2
 from psigrad.language.models.language_model import Lora, prepare
@@ -34,8 +35,12 @@ def test_log_probs_and_gradients_are_those_of_the_modules(name, tokenizer, group
     model = prepare(network(name), tokenizer)
     parameters = list(model.network.parameters())
     found = []
+    switches = [module.has_state for module in model.network.modules() if hasattr(module, "has_state")]
     for on in (True, False):
         model.parts.on = on
+        for switch in switches:
+            assert switch.native is not None or not on
+            switch.native = switch.native if on else None
         logp = model.evaluate(groups).logp
         grads = torch.autograd.grad((logp * logp.detach()).sum(), parameters, allow_unused=True)
         found.append((logp.detach(), [torch.zeros(1) if g is None else g for g in grads]))
@@ -99,6 +104,108 @@ def test_a_step_of_mamba2_is_that_of_torch(width, states):
     with torch.no_grad():
         out, _ = rule.step(given, state[:rows])
     assert torch.allclose(out, right, atol=1e-5) and torch.allclose(state[:rows], after, atol=1e-5)
+
+
+def recurrence(trees, delta, states, q, k, v, g, beta):
+    """The outputs and states of a packed row, token by token in float64."""
+    out, states = [None] * len(v), list(states)
+    if delta:
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        q = q * q.shape[-1] ** -0.5
+    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+    for start, length, before, after in trees.segments.tolist():
+        state = q.new_zeros(v.shape[1], q.shape[2], v.shape[2]) if before < 0 else states[before]
+        for i in range(start, start + length):
+            state = state * g[i].exp()[:, None, None]
+            change = v[i] - (k[i][:, None] @ state)[:, 0] if delta else v[i]
+            state = state + k[i][:, :, None] * (beta[i][:, None] * change)[:, None]
+            out[i] = (q[i][:, None] @ state)[:, 0]
+        if after >= 0:
+            states[after] = state
+    return torch.stack(out), torch.stack(states)
+
+
+# A segment of 35 tokens from a given state, two that continue it, one of none, and a tree of its own of 70.
+TREES = Trees(
+    torch.tensor([[0, 35, 0, 1], [35, 3, 1, 2], [38, 33, 1, -1], [0, 0, 1, 3], [71, 70, -1, 4]]), torch.tensor([0, 4, 5]), 5
+)
+TINY = Trees(torch.tensor([[0, 2, 0, 1], [2, 1, 1, -1], [3, 2, 1, 2]]), torch.tensor([0, 3]), 3)
+
+
+def chunked(trees, rows, heads, key_heads, width, values, delta, dtype=torch.float32):
+    """Inputs of a scan, what the kernel computes from them, and the gradients of a random sum of its outputs and states."""
+    inputs = [draw(rows, key_heads, width), draw(key_heads, rows, width).transpose(0, 1), draw(rows, heads, values)]
+    inputs = [x.contiguous().to(dtype) for x in inputs] + [-F.softplus(draw(rows, heads)), draw(rows, heads).sigmoid()]
+    states = torch.zeros(trees.states, heads, width, values)
+    states[0] = draw(heads, width, values)
+    mine = (states if delta else states.mT).clone(memory_format=torch.contiguous_format)
+    out = kernels().states.chunks(tuple(inputs), mine, trees, delta)
+    dout, slopes = draw(*out.shape), draw(*states.shape)
+    slopes[0] = 0  # of the given state, which no segment writes
+    added = (slopes if delta else slopes.mT).clone(memory_format=torch.contiguous_format)
+    found = kernels().states.chunks_gradient(dout, added, tuple(inputs), mine, trees, delta)
+    turn = (lambda x: x) if delta else (lambda x: x.mT)
+    return (states, *inputs), (out, turn(mine)), (dout, slopes), [turn(added)[0], *found]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("delta", [True, False], ids=["the delta rule", "Mamba-2"])
+@pytest.mark.parametrize(("heads", "key_heads", "width", "values"), [(2, 2, 16, 16), (6, 2, 24, 40), (16, 1, 5, 3)])
+def test_chunks_and_their_gradients_are_those_of_the_recurrence(heads, key_heads, width, values, delta, dtype):
+    given, (out, after), (dout, slopes), found = chunked(TREES, 141, heads, key_heads, width, values, delta, dtype)
+    states, *inputs = (x.double().requires_grad_() for x in given)
+    right, states_after = recurrence(TREES, delta, states, *inputs)
+    assert float((out - right).detach().abs().max()) < 1e-5 * float(right.detach().abs().max())
+    assert float((after - states_after).detach().abs().max()) < 1e-5 * float(states_after.detach().abs().max())
+    wanted = torch.autograd.grad((right * dout).sum() + (states_after * slopes).sum(), (states, *inputs))
+    for ours, theirs in zip(found, (wanted[0][0], *wanted[1:]), strict=True):
+        assert float((ours - theirs).abs().max()) < 1e-5 * float(theirs.abs().max())
+
+
+@pytest.mark.parametrize("delta", [True, False], ids=["the delta rule", "Mamba-2"])
+def test_gradients_of_chunks_are_those_of_finite_differences(delta):
+    given, _, (dout, slopes), found = chunked(TINY, 5, 2, 1, 3, 2, delta)
+    given = [x.double() for x in given]
+
+    def total():
+        out, after = recurrence(TINY, delta, *given)
+        return float((out * dout).sum() + (after * slopes).sum())
+
+    for x, gradient in zip((given[0][0], *given[1:]), found, strict=True):
+        for at in range(x.numel()):
+            flat, sums = x.view(-1), []
+            for step in (1e-6, -2e-6):
+                flat[at] += step
+                sums.append(total())
+            flat[at] += 1e-6
+            assert float(gradient.flatten()[at]) == pytest.approx((sums[0] - sums[1]) / 2e-6, rel=1e-4, abs=1e-5)
+
+
+def test_chunks_have_the_same_bits_with_any_number_of_threads():
+    found, before = [], torch.get_num_threads()
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found.append(chunked(TREES, 141, 6, 1, 16, 16, True))
+    torch.set_num_threads(before)
+    (_, ours, _, grads), (_, others, _, other_grads) = found
+    assert all(torch.equal(a, b) for a, b in zip((*ours, *grads), (*others, *other_grads), strict=True))
+
+
+@pytest.mark.parametrize("silu", [True, False])
+@pytest.mark.parametrize("channels", [5, 300])
+def test_a_convolution_and_its_gradient_are_those_of_torch(channels, silu):
+    """Rows 0 to 5 are a prompt; rows 6 and 7 continue its first four tokens, and 8 all of it but the last."""
+    x, weight, bias, dout = draw(9, channels), draw(channels, 3), draw(channels), draw(9, channels).flip(0)
+    windows = torch.tensor([[-1, -1, 0], [-1, 0, 1], *([i - 2, i - 1, i] for i in range(2, 6)), [2, 3, 6], [3, 6, 7], [3, 4, 8]])
+    given = [t.double().requires_grad_() for t in (x, weight, bias)]
+    seen = torch.cat([given[0], given[0].new_zeros(1, channels)])[windows]
+    right = (seen * given[1].t()).sum(1) + given[2]
+    right = F.silu(right) if silu else right
+    wanted = torch.autograd.grad(right, given, dout.double())
+    mine = (x, weight.t().contiguous(), bias, windows, silu)
+    dx, dweight, dbias = kernels().states.convolve_gradient(dout, *mine)
+    for ours, theirs in zip((kernels().states.convolve(*mine), dx, dweight.t(), dbias), (right, *wanted), strict=True):
+        assert torch.allclose(ours, theirs.float(), atol=1e-5)
 
 
 def test_a_norm_with_an_offset_and_its_gradient_are_those_of_torch():

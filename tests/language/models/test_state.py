@@ -13,10 +13,13 @@ import torch
 from cached import sample
 from hybrid_models import HYBRID, MORE, network
 
-from psigrad.language.models.attention import PackedLayout, Pieces
+from psigrad.kernels.kernels import kernels
+from psigrad.kernels.state_kernels import Trees
+from psigrad.language.models.attention import PackedLayout, ShortConvolution
 from psigrad.language.models.hf_state import DeltaRule, Mamba2
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups, Rows
+from psigrad.language.models.segments import Pieces
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
 
@@ -129,30 +132,52 @@ def test_completions_of_a_prompt_have_probabilities_that_sum_to_one(tokenizer):
 
 def test_a_prompt_runs_once_for_its_completions(models, groups, monkeypatch):
     model, seen = models("qwen3_5_text")[0], Counter()
-    scan = DeltaRule.scan
+    scan, scan_trees = DeltaRule.scan, DeltaRule.scan_trees
     monkeypatch.setattr(
         DeltaRule, "scan", lambda self, given, state: seen.update([tuple(given[0].shape[:2])]) or scan(self, given, state)
     )
     model.evaluate(groups)
     layers = model.network.config.layer_types.count("linear_attention")
+    tokens = sum(map(len, groups.prompts)) + sum(len(c) - 1 for group in groups.completions for c in group)
+    assert not seen, "a kernel scans"
+    monkeypatch.setattr(
+        DeltaRule,
+        "scan_trees",
+        lambda self, given, trees: seen.update([int(trees.segments[:, 1].sum())]) or scan_trees(self, given, trees),
+    )
+    model.evaluate(groups)
+    assert seen == {tokens: layers}
+    monkeypatch.setattr(DeltaRule, "scan_trees", lambda self, given, trees: None)
+    seen.clear()
+    model.evaluate(groups)
     assert seen == {(3, 9): layers, (6, 11): layers}  # the longest of three prompts, and of six completions but its last token
 
 
 def test_segments_by_hand():
     """A prompt of 5 that sequences leave after 2 and 5 tokens, and one of 1: its first 2 tokens, the other 3, the sequences."""
     pieces = Pieces(np.array([5, 1]), np.array([2, 1, 1]), np.array([0, 0, 1]), np.array([2, 5, 0]))
-    order, inverse, waves = PackedLayout(pieces, torch.device("cpu")).segments
+    layout = PackedLayout(pieces, torch.device("cpu"))
+    order, inverse, waves = layout.segments
     assert order.tolist() == [0, 1, 5, -1, 2, 3, 4, 6, 7, 8, -1, 9, -1]
     assert inverse.tolist() == [0, 1, 4, 5, 6, 2, 7, 8, 9, 11]
     shapes = [(tuple(shape), None if source is None else source.tolist()) for shape, source in waves]
     assert shapes == [((2, 2), None), ((1, 3), [0]), ((3, 2), [0, 2, -1])]
+    trees = layout._trees(every=False)
+    assert trees.segments.tolist() == [[0, 2, -1, 0], [2, 3, 0, 1], [6, 2, 0, -1], [8, 1, 1, -1], [5, 1, -1, -1], [9, 1, -1, -1]]
+    assert trees.first.tolist() == [0, 4, 5, 6] and trees.states == 2
+    assert layout._trees(every=True).segments[:, 2:].tolist() == [[-1, 0], [0, 2], [0, 3], [2, 4], [-1, 1], [-1, 5]]
 
 
-def test_a_convolution_by_hand():
+@pytest.mark.parametrize("native", [False, True])
+def test_a_convolution_by_hand(native):
     """Weights 100, 10, 1. The first sequence continues the prompt 1, 2, 3, and the second its first two tokens."""
     layout = PackedLayout(Pieces(np.array([3]), np.array([2, 1]), np.array([0, 0]), np.array([3, 2])), torch.device("cpu"))
-    x = torch.tensor([1.0, 2, 3, 4, 5, 6])[:, None]
-    found = layout.convolve(0, x, torch.tensor([[100.0, 10, 1]]), torch.tensor([0.5]))
+    x, weight, bias = torch.tensor([1.0, 2, 3, 4, 5, 6])[:, None], torch.tensor([[100.0, 10, 1]]), torch.tensor([0.5])
+
+    def kernel(x, windows):
+        return kernels().states.convolve(x, weight.t().contiguous(), bias, windows, False) if native else None
+
+    found = layout.convolve(0, x, ShortConvolution(weight, bias, lambda made: made, kernel))
     assert found[:, 0].tolist() == [1.5, 12.5, 123.5, 234.5, 345.5, 126.5]
 
 
@@ -180,7 +205,7 @@ def _without_reset(self):
 
 def _with_neighbours(self, taps):
     rows = torch.cat([torch.full((taps - 1,), -1), torch.arange(self.rows)])
-    return rows, torch.arange(self.rows)
+    return rows, torch.arange(self.rows), rows.unfold(0, taps, 1).contiguous()
 
 
 @pytest.mark.parametrize(
@@ -195,3 +220,17 @@ def _with_neighbours(self, taps):
 def test_negative_control_a_leak_is_noticed_before_training(name, part, wrong, tokenizer, monkeypatch):
     monkeypatch.setattr(PackedLayout, part, wrong)
     assert "numbers differ by" in prepare(network(name), tokenizer).why_padded
+
+
+@pytest.mark.parametrize(
+    ("part", "wrong"),
+    [
+        ("_trees", lambda self, every: Trees(torch.tensor([[0, self.rows, -1, 0]]), torch.tensor([0, 1]), 1)),
+        ("_windows", lambda self, taps, own=PackedLayout._windows: (*own(self, taps)[:2], _with_neighbours(self, taps)[2])),
+    ],
+)
+def test_negative_control_kernels_that_leak_are_left_off(part, wrong, tokenizer, monkeypatch):
+    assert "run in PyTorch" not in prepare(network("qwen3_5_text"), tokenizer).slower
+    monkeypatch.setattr(PackedLayout, part, wrong)
+    model = prepare(network("qwen3_5_text"), tokenizer)
+    assert not model.why_padded and "its layers with state run in PyTorch: in float32 its numbers differ" in model.slower

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from hybrid_models import network
 
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
@@ -20,15 +21,21 @@ PARAMS = SamplingParams(max_tokens=6, stop_token_ids=tuple(range(200, 264)))
 PROMPTS = [(5, 6, 7), (5, 6, 7), (5, 6, 7), (9, 8), (9, 8), tuple(range(20, 44))]
 
 
-@pytest.fixture(scope="module")
-def model():
+@pytest.fixture(scope="module", params=["fused", "with states"])
+def model(request):
     tokenizer = tiny.tokenizer(["say a: b"], 270)
-    made = prepare(tiny.model("qwen3", len(tokenizer), hidden=32, layers=2, heads=4, max_length=512), tokenizer)
+    plain = request.param == "fused"
+    hf = (
+        tiny.model("qwen3", len(tokenizer), hidden=32, layers=2, heads=4, max_length=512)
+        if plain
+        else network("qwen3_5_text", 270)
+    )
+    made = prepare(hf, tokenizer)
     with torch.no_grad():
-        for p in made.network.parameters():
+        for p in made.network.parameters() if plain else ():
             if p.dim() == 2:
                 p.mul_(3)
-    assert made.decoder is not None
+    assert (made.decoder is not None) == plain and not made.why_padded
     return made
 
 
@@ -155,5 +162,3 @@ def test_other_samplers_and_crowds_begin_anew(model):
 
     assert isinstance(Other().dialogue(PROMPTS, PARAMS), RestartedDialogue)
     assert isinstance(EmbeddedSampler(model, max_batch=5).dialogue(PROMPTS, PARAMS), RestartedDialogue)
-    plain = prepare(tiny.model("gpt2", 270, max_length=64), model.tokenizer)
-    assert isinstance(EmbeddedSampler(plain).dialogue(PROMPTS, PARAMS), RestartedDialogue)

@@ -7,12 +7,14 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 from in_memory import make
 from safetensors.torch import load_file
 from tiny_jobs import episodes_config, online_config
 
 from psigrad.errors import UserError
-from psigrad.language.models import tiny
+from psigrad.language.models import free_memory, tiny
+from psigrad.language.models.free_memory import ADAPTER, WHOLE, share_for_activations
 from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.recipes import online
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
@@ -57,6 +59,36 @@ def test_a_run_learns_the_same_with_and_without(job, tmp_path, found, minibatche
     moved = sum(float((other[name] - before[name]).norm() ** 2) for name in other) ** 0.5
     apart = sum(float((other[name] - kept[name]).norm() ** 2) for name in other) ** 0.5
     assert moved > 0.1 and apart < 1e-3 * moved
+
+
+def test_a_quarter_of_the_memory_beside_the_model_is_for_activations(tmp_path, monkeypatch):
+    monkeypatch.setattr(free_memory, "available_memory", lambda: 9 * 10**9)
+    assert share_for_activations("", WHOLE) == 2.2
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(10**9)
+    assert share_for_activations(str(tmp_path), ADAPTER) == 2.0 and share_for_activations(str(tmp_path), WHOLE) == 0.2
+    monkeypatch.setattr(free_memory, "available_memory", lambda: 10**9)
+    assert share_for_activations(str(tmp_path), WHOLE) == 0.0
+
+
+@pytest.mark.needs("compiler")
+def test_the_share_of_activations_is_chosen_once_and_stays_when_a_run_resumes(job, tmp_path, monkeypatch):
+    def run(folder, free, steps, **given):
+        monkeypatch.setattr(free_memory, "available_memory", lambda: free)
+        config = online_config(job, tmp_path / folder, max_steps=steps, save_steps=1, extend=True)
+        online.run(replace(config, num_minibatches=1, **given))
+        (saved,) = (tmp_path / folder / "checkpoints").glob(f"step-*{steps}")
+        settings = [json.loads((tmp_path / folder / "config.json").read_text())]
+        settings.append(json.loads((saved / "manifest.json").read_text())["settings"])
+        return {one["keep_activations_gb"] for one in settings}
+
+    assert run("chosen", 8 * 10**9, 1) == {1.9}, "its own weights take a little"
+    assert run("chosen", 80 * 10**9, 3) == {1.9}
+    assert run("given", 80 * 10**9, 3, keep_activations_gb=1.9) == {1.9}
+    assert "keep_activations_gb" not in (tmp_path / "chosen" / "events.jsonl").read_text()
+    assert run("other", 80 * 10**9, 1) == {19.9}
+    ours, others = weights(tmp_path / "chosen"), weights(tmp_path / "given")
+    assert all(torch.equal(ours[name], others[name]) for name in ours)
 
 
 @pytest.mark.needs("compiler")

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from psigrad.kernels.kernels import Heads, Slots, table_sizes
-from psigrad.language.models.attention import SDPA, Attending, PackedLayout, Recurrence, Tensors, on_device, rows_at
+from psigrad.language.models.attention import (
+    SDPA,
+    Attending,
+    PackedLayout,
+    Recurrence,
+    ShortConvolution,
+    Tensors,
+    on_device,
+    rows_at,
+)
 from psigrad.language.models.fused.caches import ActivationCache, PackedWeights
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Ids, pack
@@ -142,14 +151,14 @@ class Prefill(_OnePass):
         self._keep(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
         return self.prompts.attend(layer, q, k, v, scale, window, how)
 
-    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
         """Store the last tokens of each prompt, then convolve as the prompts' layout does."""
-        pieces, before = self.prompts.pieces, np.arange(1 - weight.shape[1], 0)
+        pieces, before = self.prompts.pieces, np.arange(1 - how.weight.shape[1], 0)
         last = pieces.lengths[:, None] + before
         rows = np.where(last >= 0, pieces.starts[:, None] + last, -1)
         windows = rows_at(x, on_device(rows.ravel(), x.device)).unflatten(0, rows.shape)
         self.cache.keep(self.next_call("convolution", layer), self.first, windows[self.copies])
-        return self.prompts.convolve(layer, x, weight, bias)
+        return self.prompts.convolve(layer, x, how)
 
     def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
         """Run the recurrence as the prompts' layout does, and store the state after each prompt."""
@@ -205,13 +214,14 @@ class Decode(_OnePass):
         out = how(queries, keys, values, attn_mask=self.mask(window), scale=scale)
         return out.reshape(batch, 1, heads, v.shape[3])
 
-    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
         """Convolve each new token [active, C] with the stored window, and move the window by one token."""
         window = self.cache.states[self.next_call("convolution", layer)][: len(x)]
         wide = torch.cat([window, x[:, None]], 1)
         window.copy_(wide[:, 1:])
-        made = (wide * weight.t()).sum(1)
-        return made if bias is None else made + bias
+        rows = torch.arange(wide.shape[0] * wide.shape[1], device=x.device).view(wide.shape[:2])
+        ready = how.kernel(wide.flatten(0, 1), rows)
+        return how.finish((wide * how.weight.t()).sum(1)) if ready is None else ready
 
     def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
         """Run the recurrence by one token from the stored states, and store those after it."""
@@ -318,6 +328,11 @@ class SharedCache:
         self.prompts = {number: prompt for number, prompt in self.prompts.items() if number in alive}
         self._arranged = None
         return torch.from_numpy(order)
+
+    @property
+    def seats(self) -> np.ndarray:
+        """[3, active] what `seat` takes: each row's prompt, number of tokens, and slot."""
+        return np.stack([self.prompt, self.lengths, self.slots])
 
     def seat(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
         """Make these the rows of the next steps, [active] each, with those of one prompt adjacent. The other slots wait."""

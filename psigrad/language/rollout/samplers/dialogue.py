@@ -1,4 +1,4 @@
-"""Episodes whose keys and values stay cached between turns, so that only the new tokens of a turn are computed."""
+"""Episodes whose keys, values and states stay cached between turns, so that only the new tokens of a turn are computed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 from psigrad.language.images import FIRST
 from psigrad.language.models.attention import on_device
-from psigrad.language.models.fused.decoder import Decoder
+from psigrad.language.models.fused.caches import PackedWeights
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.rollout.samplers.cache import SharedCache, prefill
+from psigrad.language.rollout.samplers.cache import KVCache, SharedCache, prefill
 from psigrad.language.rollout.samplers.distribution import draw
 from psigrad.language.rollout.types import Completion, Dialogue, NextTurn, SamplingParams
 
@@ -19,21 +19,60 @@ from psigrad.language.rollout.types import Completion, Dialogue, NextTurn, Sampl
 STEP = 8
 
 
+class SeatedCache(KVCache):
+    """A `KVCache` whose slots have numbers. A turn decodes some of them, which move to the front; the others wait behind."""
+
+    def __init__(self, slots: int, longest: int, packed_weights: PackedWeights | None = None) -> None:
+        """Create empty slots. `longest` is the capacity of a slot, in tokens."""
+        super().__init__(slots, longest, packed_weights)
+        self._numbers = np.arange(slots)
+        """[slots] the number of the slot in each row."""
+        self._shifts = torch.zeros(slots, dtype=torch.long)
+        """[slots] the shift of each slot, by its number."""
+
+    @property
+    def seats(self) -> np.ndarray:
+        """[3, active] what `seat` takes: 0, as each slot holds its own prompt, each row's number of tokens, and its slot."""
+        self._shifts[torch.from_numpy(self._numbers[: self.active])] = self.shifts
+        return np.stack([0 * self._numbers[: self.active], self.lengths.numpy(), self._numbers[: self.active]])
+
+    def seat(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
+        """Make these slots the rows of the next steps, with so many tokens each. The other slots wait."""
+        numbers, rows = self._numbers.copy(), np.arange(self.slots)
+        for row, slot in enumerate(slots):
+            here = int(np.flatnonzero(numbers == slot)[0])
+            for table in (numbers, rows):
+                table[[row, here]] = table[[here, row]]
+        moved = np.flatnonzero(rows != np.arange(self.slots))
+        to, source = torch.from_numpy(moved), torch.from_numpy(rows[moved])
+        for x in (*(x for pair in self.layers.values() for x in pair), *self.states.values()):
+            x[to] = x[source]
+        self._numbers, self.lengths = numbers, torch.from_numpy(lengths.copy())
+        self.shifts = self._shifts[torch.from_numpy(slots.copy())]
+
+    def keep_waiting(self, prompt: np.ndarray, slots: np.ndarray) -> None:
+        """Remove all rows from the next steps, and keep these waiting slots. The others are filled again."""
+        self.seat(prompt, self._numbers[:0], np.setdiff1d(self._numbers, slots))
+
+
 class CachedDialogue(Dialogue):
-    """The embedded sampler's `Dialogue` with the fused decoder.
+    """The embedded sampler's `Dialogue` on a CPU.
 
     The first turn prefills each prompt once for its group. In later turns, the environment's tokens go through decoding steps,
     together with the policy's tokens in episodes that have fewer to read. If the environment's text is so long that a full
     prefill is cheaper, the episodes restart with all their tokens as their prompt.
     """
 
-    def __init__(
-        self, model: LanguageModel, decoder: Decoder, prompts: Sequence[tuple[int, ...]], params: SamplingParams
-    ) -> None:
-        self.model, self.decoder, self.params = model, decoder, params
+    def __init__(self, model: LanguageModel, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> None:
+        self.model, self.params = model, params
         self.contexts = [list(prompt) for prompt in prompts]
         self.stops = np.array(sorted({*model.eos_token_ids, *params.stop_token_ids}))
-        self.cache = SharedCache(len(prompts), model.max_length, len(decoder.layers), decoder.heads, decoder.dtype)
+        room = (len(prompts), model.max_length)
+        self.cache: SharedCache | SeatedCache
+        if (decoder := model.decoder) is None:
+            self.cache = SeatedCache(*room, None if model.parts is None else PackedWeights())
+        else:
+            self.cache = SharedCache(*room, len(decoder.layers), decoder.heads, decoder.dtype)
         self.held = np.zeros(len(prompts), dtype=bool)
         """True for the episodes in the cache."""
         # For each episode: its prompt in the cache, the number of cached tokens after it, and its slot.
@@ -73,7 +112,7 @@ class CachedDialogue(Dialogue):
         waiting = np.setdiff1d(np.flatnonzero(self.held), live)
         self.cache.keep_waiting(self.prompt[waiting], self.slots[waiting])
         logits = prefill(self.model, self.cache, prompts, copies, None)
-        self.prompt[live], self.slots[live], self.lengths[live] = self.cache.prompt, self.cache.slots, 0
+        self.prompt[live], self.lengths[live], self.slots[live] = self.cache.seats
         self.held[live] = True
         self.prefilled += sum(map(len, prompts))
         return logits
@@ -91,7 +130,7 @@ class _Turn:
         self.logprobs: dict[int, list[float]] = {i: [] for i in live}
         self.sampling_logprobs: dict[int, list[float]] = {i: [] for i in live}
 
-    def decode(self, cache: SharedCache, unread: dict[int, list[int]]) -> Iterator[tuple[int, Completion]]:
+    def decode(self, cache: SharedCache | SeatedCache, unread: dict[int, list[int]]) -> Iterator[tuple[int, Completion]]:
         """Decode token by token: first the unread tokens, then the policy's, until every row has ended its turn."""
         model = self.dialogue.model
         yield from self._pop_ended()
@@ -121,8 +160,9 @@ class _Turn:
         if ended.any():
             cache, order = dialogue.cache, np.flatnonzero(~ended)
             self.ended += self.rows[ended].tolist()
-            dialogue.lengths[self.rows[ended]] = cache.lengths[ended]
-            cache.seat(cache.prompt[order], cache.lengths[order], cache.slots[order])
+            seats = cache.seats
+            dialogue.lengths[self.rows[ended]] = seats[1, ended]
+            cache.seat(*seats.take(order, axis=1))
             self.rows = self.rows[order]
 
     def _pop_ended(self) -> list[tuple[int, Completion]]:

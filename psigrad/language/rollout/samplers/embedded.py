@@ -90,11 +90,13 @@ class EmbeddedSampler(OwnWeights):
         batch.name_rows()
 
     def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
-        """See `Sampler`. With the fused decoder and a slot for every episode, keys and values stay cached between turns."""
-        if self.model.decoder is None or len(prompts) > self.max_batch:
+        """See `Sampler`. On a CPU with a slot for every episode, keys, values and states stay cached between turns."""
+        model = self.model
+        restarts = model.decoder is None and (model.device.type != "cpu" or model.routing is not None or model.root is not None)
+        if restarts or len(prompts) > self.max_batch:
             return super().dialogue(prompts, params)
-        check_room(self.model, [Request(prompt, (0,)) for prompt in prompts], params, images=True)
-        return CachedDialogue(self.model, self.model.decoder, prompts, _without_placeholders(self.model, params))
+        check_room(model, [Request(prompt, (0,)) for prompt in prompts], params, images=True)
+        return CachedDialogue(model, prompts, _without_placeholders(model, params))
 
     def _recording(self, requests: list[Request], params: SamplingParams) -> RecordedDecoding | None:
         """Return recorded steps for these requests, those of the last call if they fit; None if steps are not recorded."""

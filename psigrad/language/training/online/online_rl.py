@@ -130,19 +130,26 @@ def activation_cache(run: Online) -> ActivationCache | None:
     # An episode is sampled turn by turn, and another process or a later step may train on these completions.
     if run.config.model.gradient_checkpointing or run.rollout.collector.plays or run.world.size > 1 or run.config.lag:
         return None
-    return run.model.new_cache(run.config.keep_activations_gb * 1e9) if run.config.keep_activations_gb else None
+    limit = kept_limit(run)
+    return run.model.new_cache(limit) if limit else None
+
+
+def kept_limit(run: Online) -> float:
+    """Return the bytes for activations of sampling: 1e9 if the settings leave it open, which a recipe does not."""
+    limit = run.config.keep_activations_gb
+    return 1e9 if limit is None else limit * 1e9
 
 
 def note_overflow(run: Online, cache: ActivationCache | None, sampled: Sequence[Trajectory]) -> dict[str, str]:
     """Return a note if sampling computed more than the cache may keep, with the setting that would keep it."""
-    limit, decoder = run.config.keep_activations_gb, run.model.decoder
-    if cache is None or decoder is None or cache.bytes <= limit * 1e9:
+    limit, decoder = kept_limit(run), run.model.decoder
+    if cache is None or decoder is None or cache.bytes <= limit:
         return {}
     tokens = sum(map(len, {t.prompt_ids for t in sampled})) + sum(len(t.completion.ids) for t in sampled)
     needed = math.ceil(tokens * decoder.parts.row_bytes / 1e8) / 10
     text = (
         f"Training recomputes what sampling has computed, which takes about a sixth of a step: activations of {tokens:,} tokens "
-        f"take {needed:g} GB and keep_activations_gb is {limit:g}. --keep-activations-gb {needed:g} keeps them."
+        f"take {needed:g} GB and keep_activations_gb is {limit / 1e9:g}. --keep-activations-gb {needed:g} keeps them."
     )
     return {"forward_again": text}
 

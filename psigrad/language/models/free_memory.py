@@ -1,0 +1,57 @@
+"""The memory of this machine, and the share of it for activations that training reuses from sampling."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+
+# Most limits of a cgroup are "max". A number above this means no limit either.
+_NO_LIMIT = 1 << 60
+WHOLE, ADAPTER = 8, 1
+"""The memory of training all weights (bfloat16, with float32 masters and moments), or an adapter, as multiples of the files."""
+
+
+def share_for_activations(model: str, times: int) -> float:
+    """Return a quarter of the memory that is free beside a model, in 1e9 bytes, rounded down to a tenth.
+
+    `model` is its folder or hub name. Training takes `times` the size of its weights' files; one that is not here counts nothing.
+    """
+    files = list(Path(model).glob("*.safetensors")) if model and Path(model).is_dir() else []
+    if model and not files and isinstance(cached := _cached(model), str):
+        files = list(Path(cached).parent.glob("*.safetensors"))
+    free = available_memory() - times * sum(file.stat().st_size for file in files)
+    return max(0, free // 4) // 10**8 / 10
+
+
+def _cached(name: str) -> object:
+    try:
+        return try_to_load_from_cache(name, "config.json")
+    except ValueError:  # neither a folder nor a hub name
+        return None
+
+
+def installed_memory() -> int:
+    """Return the bytes of memory of this machine, or of this process's container."""
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limit = int(Path(path).read_text())
+        except (OSError, ValueError):
+            continue
+        if 0 < limit < _NO_LIMIT:
+            size = min(size, limit)
+    return size
+
+
+def available_memory() -> int:
+    """Return the bytes of memory that a new program could use without swapping; all of it if the system does not say."""
+    found = [installed_memory()]
+    try:
+        told = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        found.append(1024 * int(told["MemAvailable"].split()[0]))
+        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    except (OSError, ValueError, KeyError):
+        pass  # not Linux, or a control group without a limit ("max")
+    return max(0, min(found))

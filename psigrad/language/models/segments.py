@@ -1,0 +1,81 @@
+"""A packed row as pieces, and as segments in which a recurrence runs: each continues at most one other."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from psigrad.kernels.state_kernels import Trees
+
+Wave = list[tuple[int, int, int]]
+"""Segments that can run side by side: the first token, the length, and the number of the segment before it (-1: none)."""
+
+
+class Pieces(NamedTuple):
+    """A packed row in the host's memory: the numbers of tokens of each prefix [B] and, after them, of each sequence [N].
+
+    `prefix` [N] is the prefix that each sequence continues, and `seen` [N] the number of its tokens that the sequence sees.
+    """
+
+    prefixes: np.ndarray
+    sequences: np.ndarray
+    prefix: np.ndarray
+    seen: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[B + N] the number of tokens of each piece, in the order of the row."""
+        return np.concatenate([self.prefixes, self.sequences])
+
+    @property
+    def starts(self) -> np.ndarray:
+        """[B + N] the position in the row where each piece starts."""
+        lengths = self.lengths
+        return np.asarray(lengths.cumsum() - lengths)
+
+    @property
+    def before(self) -> np.ndarray:
+        """[B + N] the number of prefix tokens that each piece sees."""
+        return np.concatenate([0 * self.prefixes, self.seen])
+
+    @property
+    def base(self) -> np.ndarray:
+        """[B + N] the position in the row where that prefix starts."""
+        return np.concatenate([0 * self.prefixes, self.starts[self.prefix] if len(self.prefixes) else self.prefix])
+
+
+def waves(pieces: Pieces) -> list[Wave]:
+    """Return the segments of a row, numbered through all waves. A segment continues one of an earlier wave.
+
+    A prefix is cut where sequences leave it.
+    """
+    count, starts = len(pieces.prefixes), pieces.starts
+    found: list[Wave] = []
+    ends: dict[tuple[int, int], int] = {}  # the segment that ends after so many tokens of a prefix
+    cuts = [
+        [0, *sorted({*pieces.seen[pieces.prefix == b].tolist(), int(length)} - {0})] for b, length in enumerate(pieces.prefixes)
+    ]
+    for i in range(max((len(cut) - 1 for cut in cuts), default=0)):
+        found.append([])
+        for b, cut in enumerate(cuts):
+            if i + 1 < len(cut):
+                found[-1].append((int(starts[b]) + cut[i], cut[i + 1] - cut[i], ends.get((b, cut[i]), -1)))
+                ends[b, cut[i + 1]] = len(ends)
+    before = [ends.get((b, seen), -1) if count else -1 for b, seen in zip(pieces.prefix, pieces.seen, strict=True)]
+    found.append(list(zip(starts[count:].tolist(), pieces.sequences.tolist(), before, strict=True)))
+    return [wave for wave in found if any(length for _, length, _ in wave)]
+
+
+def trees(each: list[Wave], every: bool) -> Trees:
+    """Return the segments for kernels. The states are those of `every` segment, or of those that others continue."""
+    flat, root = [segment for wave in each for segment in wave], list[int]()
+    for i, (_, _, before) in enumerate(flat):
+        root.append(i if before < 0 else root[before])
+    kept = range(len(flat)) if every else sorted({before for _, _, before in flat} - {-1})
+    rows = {segment: row for row, segment in enumerate(kept)}
+    table = [(start, length, rows.get(before, -1), rows.get(i, -1)) for i, (start, length, before) in enumerate(flat)]
+    order = np.argsort(root, kind="stable")
+    first = [*np.flatnonzero(np.diff(np.array(root)[order], prepend=-1)), len(flat)]
+    return Trees(torch.tensor(table)[order], torch.tensor(first), len(rows))
