@@ -1,4 +1,4 @@
-"""Update the verdicts, figures and printed tables of docs/claims.md from the stored figures in docs/images/.
+"""Update the verdicts and figures of docs/claims.md from the stored figures in docs/images/.
 
 python docs/make/claims.py
 python docs/make/claims.py pictures    draws the pictures of the experiments again from their figures
@@ -6,7 +6,6 @@ python docs/make/claims.py pictures    draws the pictures of the experiments aga
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter
-from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -171,15 +169,6 @@ def figures_of(name: str) -> Any:
     return json.loads((IMAGES / f"{name}.json").read_text())
 
 
-def printed(name: str) -> str:
-    """Return the tables that the command prints, in 80 columns, without the verdicts, which the page's first table has."""
-    console = Console(file=io.StringIO(), width=80)
-    for part in EXPERIMENTS[name].module.tables(stored(name)):
-        console.print(part)
-    text = "\n".join(line.rstrip() for line in console.file.getvalue().strip("\n").splitlines())  # type: ignore[attr-defined]
-    return re.split(r"\n\n(?=(?:holds|undecided|does not hold): |start\n)", text)[0]
-
-
 def exact() -> Iterator[ClaimVerdict]:
     """Yield the claims that other pages compute exactly, from their figures."""
     rows = {(row["name"], row["critic"]): row for row in figures_of("psi")["rows"]}
@@ -256,12 +245,10 @@ def cells(claim: str, found: dict[tuple[str, str], ClaimVerdict]) -> str:
 
 
 def page() -> str:
-    """Return docs/claims.md with the verdicts, figures and printed tables of the stored figures."""
+    """Return docs/claims.md with the verdicts and figures of the stored results."""
     text, found = PAGE.read_text(), findings()
     for claim in ROWS:
         text = _put(text, rf"(^\| {re.escape(claim)} \(.*?\) \| ).*?( \| [^|]* \| \[[^|]*\|$)", cells(claim, found))
-    for name in claims():
-        text = _put(text, rf"(experiments/{name}\.png\)\n\n```text\n)[^`]*(\n```)", printed(name))
     return text
 
 
