@@ -110,13 +110,13 @@ def counted(rows: tuple[Row, ...], reports: list[Path]) -> dict[int, Outcome]:
 
 def table(rows: tuple[Row, ...], found: dict[int, Outcome]) -> str:
     """The rows as Markdown."""
-    lines = ["| | fault | what must be so | tests | faults | lost |", "|---|---|---|---|---|---|"]
+    lines = ["| | fault | tests | faults | lost |", "|---|---|---|---|---|"]
     for r in rows:
         outcome = found[r.number]
         verdict = "0" if outcome.tests and not outcome.failed else f"**fell short** ({outcome.failed} of {outcome.tests})"
-        lines.append(f"| {r.number} | {r.fault} | {r.holds} | {outcome.tests} | {outcome.faults:,} | {verdict} |")
+        lines.append(f"| {r.number} | {r.fault} | {outcome.tests} | {outcome.faults:,} | {verdict} |")
     total = [sum(getattr(found[r.number], name) for r in rows) for name in ("tests", "faults", "failed")]
-    lines.append(f"| | **all** | | {total[0]:,} | {total[1]:,} | {total[2]} |")
+    lines.append(f"| | **all** | {total[0]:,} | {total[1]:,} | {total[2]} |")
     return "\n".join(lines)
 
 
