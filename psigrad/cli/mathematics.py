@@ -31,7 +31,7 @@ def explain(arguments: list[str]) -> int:
         print(f"{usage}\n\nThe formula that NAME optimises, part by part, or how OTHER differs from it.")
         print("NAME may also be that of a warning, as a run prints it: psigrad explain dead_groups")
         print("psigrad explain defaults shows the defaults that differ from those of TRL and Stable-Baselines3.")
-        print("Changes stand behind the name that they change: psigrad explain grpo algorithm.kl=null")
+        print("Write changes after the name: psigrad explain grpo algorithm.kl=null")
         return 0
     if arguments == ["defaults"]:
         return command("psigrad_extras", "defaults")([])

@@ -62,7 +62,7 @@ def columns_of(given: str | Mapping[str, str]) -> dict[str, str]:
         raise UserError(f"columns has {wrong[0]!r}; expected pairs such as question=prompt,answer=answer.")
     names = [name.strip() for name, _, _ in pairs]
     if twice := next((name for name in names if names.count(name) > 1), ""):
-        raise UserError(f"columns has {twice!r} twice; leave one of them out.")
+        raise UserError(f"columns has {twice!r} twice; remove one of them.")
     return {name: new.replace("\\n", "\n") for name, (_, _, new) in zip(names, pairs, strict=True)}
 
 

@@ -88,11 +88,11 @@ _WITHOUT_EQUAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "reset_num_timesteps": ((True, False), "steps are always counted on; for a fresh start make a new agent"),
     "callback": ((None,), "return_episode_rewards=True gives every episode"),
     "render": ((False,), "psigrad control --video draws an episode"),
-    "save_vecnormalize": ((True, False), "a saved policy holds what was normalised"),
+    "save_vecnormalize": ((True, False), "a saved policy includes the normalisation"),
     "warn": ((True, False), ""),
     "custom_objects": ((None,), "nothing in a saved policy is code"),
     "print_system_info": ((False,), "psigrad doctor prints what the machine offers"),
-    "force_reset": ((True,), "episodes always begin anew"),
+    "force_reset": ((True,), "episodes always restart"),
 }
 
 
@@ -188,7 +188,7 @@ _ATTRIBUTES = {
     "logger": "a callback of learn is given every figure; psigrad control --report-to writes them to a tracker",
     "set_logger": "a callback of learn is given every figure; psigrad control --report-to writes them to a tracker",
     "device": "control always runs on the CPU",
-    "get_vec_normalize_env": "what was normalised is part of the agent, and saved with it",
+    "get_vec_normalize_env": "the normalisation is part of the agent, and saved with it",
     "get_parameters": "save writes the weights as model.safetensors",
     "set_parameters": "load reads what save wrote",
     "set_random_seed": "the seed is a setting: seed=0",

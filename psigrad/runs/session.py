@@ -124,7 +124,10 @@ def load_finished(config: Any, journal: Journal, lasting: Mapping[str, str]) -> 
     pins.check_pins(folder, journal.folder.lasting, lasting, config.run.allow)
     if journal.world.rank == 0:
         length = find_marked(type(config), LENGTH)[0].rpartition(".")[2]
-        print(f"{folder} is finished; nothing was done. To train on, give a larger {length} with --extend.", file=sys.stderr)
+        print(
+            f"{folder} is finished; nothing was done. To continue training, give a larger {length} with --extend.",
+            file=sys.stderr,
+        )
     before, after = evaluations(folder)
     report = folder / "report.html"
     return Result(folder, folder / "model", report if report.exists() else None, before, after)

@@ -49,7 +49,7 @@ def adapt(environment: Mapping[str, Any] | Callable[[], Any], call_family: str =
     """
     known = [family.name for family in FAMILIES]
     if call_family and call_family not in known:
-        raise UserError(f"There is no form of calls {call_family!r}; expected {', '.join(known)}{nearest(call_family, known)}")
+        raise UserError(f"There is no call family {call_family!r}; expected {', '.join(known)}{nearest(call_family, known)}")
     given = staticmethod(environment) if callable(environment) else environment
     return type("VerifiersEpisode", (VerifiersEpisode,), {"environment": given, "form": CallForm(call_family)})
 

@@ -19,8 +19,8 @@ from psigrad.objective.parts.advantage import whitened
 _PARTS, _MOST_DIRECTIONS = 8, 256
 
 ASSUMED = (
-    "This run trained no critic. For {}, values are fitted to this step's returns, those of each prompt on other prompts', from "
-    "the policy's hidden states; the loss of a critic is no part of the gradient."
+    "This run trained no critic. For {}, values are fitted to this step's returns from the policy's hidden states, "
+    "each prompt from the other prompts; the gradient does not include a critic's loss."
 )
 
 

@@ -289,7 +289,7 @@ def _settings(path: Path, number: int) -> OnlineConfig:
     if found is None or kind_of(found) != "online":
         lacks = "it has no config.json" if path.is_dir() else "it is not there"
         says = f"its config.json says {kind_of(found)}" if found else lacks
-        raise UserError(f"{path} is no run of online RL: {says}; a replay draws completions again.")
+        raise UserError(f"{path} is not a run of online RL: {says}; a replay samples completions again.")
     check_format(path, found)
     for later in sorted((path / "checkpoints").glob("step-*/manifest.json")):
         if (checkpoint.step_of(later.parent) or 0) >= number and (manifest := parse_row(later.read_bytes())):

@@ -58,11 +58,15 @@ def test_the_example_raises_the_alert_and_the_line_names_its_entry(name, job, tm
 def test_explain_prints_an_alert(capsys):
     assert cli.main(["explain", "dead_groups"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("In more than 80 %") and "Do:  Use rows" in said and "A command that raises it: psigrad grpo --model base" in said
+    assert (
+        said.startswith("In more than 80 %")
+        and "Do:  Use rows" in said
+        and "A command that raises it: psigrad grpo --model base" in said
+    )
     assert said.endswith("same.py:\n  def same(completions, **columns):\n      return [0.5] * len(completions)\n")
     assert cli.main(["explain", "dead-groups"]) == 0 and capsys.readouterr().out == said
     assert cli.main(["explain", "longer"]) == 0
-    assert "This gives it" not in capsys.readouterr().out
+    assert "A command that raises it" not in capsys.readouterr().out
 
 
 def test_negative_control_a_name_that_is_none_is_refused(capsys):

@@ -444,7 +444,7 @@ def test_trust_reaches_the_code_of_a_reference(kind, job, copied, tmp_path):
 
 def test_a_revision_of_a_folder_is_refused(job, tmp_path):
     config = sft_config(job, tmp_path / "run")
-    with pytest.raises(UserError, match=r"model\.revision is 'v1' and .* is on this disk"):
+    with pytest.raises(UserError, match=r"model\.revision is 'v1', but .* is a local folder"):
         sft.run(replace(config, model=replace(config.model, revision="v1")))
 
 

@@ -128,8 +128,8 @@ def check_held_out(count: int, total: int) -> None:
     """Raise `UserError` if no row is left to train on."""
     if not 0 <= count < total:
         raise UserError(
-            f"Holding out {count} of {total} rows is not possible; set eval_prompts (--eval-prompts) to fewer, 0 for no "
-            "evaluation, or give held-out rows of their own (--eval-dataset)."
+            f"Cannot hold out {count} of {total} rows; lower eval_prompts (--eval-prompts), set it to 0 for no evaluation, or "
+            "name held-out rows with --eval-dataset."
         )
 
 
@@ -247,9 +247,11 @@ def parse_mixture(dataset: object) -> list[Share]:
     weighted = [share for share in shares if share.weight is not None]
     if weighted and len(weighted) < len(shares):
         bare = next(share.dataset for share in shares if share.weight is None)
-        raise UserError(f"Some datasets have a weight and {bare!r} has none; give each one, as {bare}:0.5, or none at all.")
+        raise UserError(
+            f"Some datasets have a weight, but {bare!r} has none; give every dataset one, such as {bare}:0.5, or none."
+        )
     if any(share.weight == 0 for share in weighted):
-        raise UserError(f"A dataset has weight 0 in {', '.join(map(str, dataset))}; leave it out.")
+        raise UserError(f"A dataset has weight 0 in {', '.join(map(str, dataset))}; remove it.")
     return shares
 
 

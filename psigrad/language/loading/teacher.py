@@ -74,8 +74,8 @@ class Teacher:
         if self.spans and kind != "span":
             raise UserError(
                 f"The teacher {self.where} has another tokenizer than the model, so {algorithm.name or 'the method'} cannot "
-                f"compare them token by token (estimator={kind!r}). Compare them by the pieces of text at whose ends both have a "
-                "token's end: algorithm.kl.estimator=span."
+                f"compare them token by token (estimator={kind!r}). Set algorithm.kl.estimator=span, which compares pieces of "
+                "text at whose ends both tokenizers end a token."
             )
 
     def log_probs(self, groups: Groups, temperature: float) -> Tensor:

@@ -437,7 +437,7 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _check_ids(ids: Tensor, count: int) -> None:
     if _on_gpu(ids):  # without waiting for it
-        return torch._assert_async(((ids >= 0) & (ids < count)).all(), "A target is no token of the head.")
+        return torch._assert_async(((ids >= 0) & (ids < count)).all(), "A target is not a token of the head.")
     low, high = torch.stack(torch.aminmax(ids)).tolist()
     if low < 0 or high >= count:
         raise IndexError(f"A target is token {high}; the head has {count} tokens: the tokenizer belongs to another model.")

@@ -154,12 +154,12 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         kind, _ = held["peft_type"], held["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{folder / CONFIG} is no adapter's configuration ({reason_of(error)}); save the adapter again."
+            f"{folder / CONFIG} is not the configuration of an adapter ({reason_of(error)}); save the adapter again."
         ) from error
     if kind != "LORA":
         raise UserError(
-            f"The adapter {str(folder)!r} is of the kind {kind}; psigrad goes on with LORA. With model.adapter=merge it is added "
-            "to its base, where it can be."
+            f"The adapter {str(folder)!r} has the type {kind}, but psigrad continues only LORA. Set model.adapter=merge to merge "
+            "it into its base, if its type allows that."
         )
     return held
 

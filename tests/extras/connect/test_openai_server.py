@@ -200,7 +200,7 @@ def test_the_command_line_takes_a_server_and_says_what_it_cannot(tmp_path, capsy
     with standing_in(counts) as (url, _):
         assert main(["eval", "--server", url, "--dataset", sums(tmp_path), "--reward", "exact", "--eval-temperature", "0"]) == 0
     assert "exact/mean" in capsys.readouterr().out
-    for more, said in ((["--environment", "guess"], "need a model here"), (["--eval-kl"], "There is no flag --eval-kl")):
+    for more, said in ((["--environment", "guess"], "need a local model"), (["--eval-kl"], "There is no flag --eval-kl")):
         given = ["eval", "--server", "http://127.0.0.1:9", "--dataset", sums(tmp_path), "--reward", "exact", *more]
         assert main(given) != 0 and said in capsys.readouterr().err
     assert not EvalConfig().server and Model().path == ""
