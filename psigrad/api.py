@@ -55,7 +55,7 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
 ) -> Result:
     """Train `model` on `dataset` and return the `Result` (folder, model path, figures before and after).
 
-    - `method` is a name of `psigrad --help` ("sft", "grpo", "dpo", "reward", …), a mapping that changes a preset's parts, or a
+    - `method` is a name of `psigrad --all` ("sft", "grpo", "dpo", "reward", …), a mapping that changes a preset's parts, or a
       `PolicyGradient`.
     - `model` is a folder, a hub name, or a transformers model. An object is trained in place, as in TRL: afterwards it holds the
       trained weights, with any adapter merged in. Its initial weights are saved in `start/` of the run folder.

@@ -53,7 +53,7 @@ def declaration(name: str) -> Declaration:
             "control is not a method for language models; from Python use psigrad.control.PPO('CartPole-v1').learn()."
         )
     if name not in list_declarations():
-        raise UserError(f"There is no method {name!r}; `psigrad --help` lists them{nearest(name, list_declarations()) or '.'}")
+        raise UserError(f"There is no method {name!r}; `psigrad --all` lists them{nearest(name, list_declarations()) or '.'}")
     return list_declarations()[name]
 
 

@@ -342,13 +342,13 @@ def test_a_template_and_an_eos_are_taken_from_the_settings(build: Build, tmp_pat
         (Model(chat_template_path="no.jinja"), "no file"),
         (Model(chat_template_path=str(tmp_path / "latin.jinja")), "cannot be read"),
         (Model(eos_token="<|im_ende|>"), "not a token.*im_end"),
-        (Model(chat_template_kwargs="{a"), "no JSON"),
+        (Model(chat_template_kwargs="{a"), "not JSON"),
         (Model(chat_template_kwargs="[1]"), "an object"),
         (
             Model(chat_template_kwargs='{"mesages": []}'),
             "'mesages'.*does not read.*did you mean 'messages'",
         ),
-        (Model(chat_template_path=str(tmp_path / "broken.jinja")), r"no Jinja \(line 2"),
+        (Model(chat_template_path=str(tmp_path / "broken.jinja")), r"not valid Jinja \(line 2"),
     ):
         with pytest.raises(UserError, match=why):
             settle_chat(tokenizer, wrong)
