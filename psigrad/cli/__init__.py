@@ -113,7 +113,9 @@ def _status_of(arguments: list[str]) -> int:
         if error.errno not in (errno.EMFILE, errno.ENFILE) or os.environ.get("PSIGRAD_TRACEBACK"):
             raise
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        print(f"psigrad: {error.strerror}: this process may open {most} files; raise the limit (ulimit -n 1024).", file=sys.stderr)
+        print(
+            f"psigrad: {error.strerror}: this process may open {most} files; raise the limit (ulimit -n 1024).", file=sys.stderr
+        )
         return 2
     except ValueError as error:
         # UserError comes from anywhere, ValueError only from objective/, whose messages are also for users. A bug in psigrad must
