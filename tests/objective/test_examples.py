@@ -23,7 +23,7 @@ WITHOUT = {
     "OnlinePreference",
     "Preference",
 }
-WITHOUT |= {"mean_log_ratio", "log_ratio", "mean_logp", "nca_pair", "bco_pair"}
+WITHOUT |= {"mean_log_ratio", "log_ratio", "mean_logp", "nca_pair", "bco_pair", "kl_of_mismatched"}
 
 
 def failures(text: str, name: str = "text") -> int:
