@@ -225,7 +225,8 @@ _ROWS = (
     # Names that change nothing in psigrad.
     *_needless("sequences are packed without padding, within micro_batch_tokens",
         "per_device_eval_batch_size eval_accumulation_steps padding_free auto_find_batch_size"),
-    *_needless("completions are in rollouts.jsonl and in the report", "log_completions num_completions_to_print"),
+    *_needless("completions are in rollouts.jsonl and in the report; show_completions prints some",
+        "log_completions num_completions_to_print"),
     *_needless("every step is in metrics.jsonl", "logging_first_step logging_strategy log_level"),
     *_needless("every column reaches the reward functions", "remove_unused_columns"),
     *_needless(_READ_ONCE,

@@ -292,6 +292,8 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     """Prompts of each step whose completions are written to rollouts.jsonl token by token: log-probs, entropy, advantage."""
     record_prompts: Annotated[CountOrZero, RECORDED, LIVE] = 0
     """Prompts of each step whose completions are written to rollouts.jsonl; 0: all."""
+    show_completions: Annotated[CountOrZero, RECORDED] = 0
+    """Print this many completions of a step with their rewards, every logging_steps steps; 0: none. TRL: log_completions."""
     record_rows: Annotated[CountOrZero, RECORDED] = 0
     """Keep about this many rows of completions. A new rollouts.jsonl starts at every gigabyte. The oldest of the previous files
     are deleted while the remaining ones hold more rows than that. 0: keep all."""
