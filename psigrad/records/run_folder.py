@@ -386,7 +386,7 @@ def _must_be_own(place: Path, is_right: Callable[[Path], bool], kind: str) -> No
     if place.is_symlink():
         raise RunFolderError(f"{place} is a link; a run folder holds its own files, so remove the link.")
     if place.exists() and not is_right(place):
-        raise RunFolderError(f"{place} is no {kind}; remove it, or choose another output_dir.")
+        raise RunFolderError(f"{place} is not a {kind}; remove it, or choose another output_dir.")
 
 
 def lock_folder(path: Path) -> BinaryIO:

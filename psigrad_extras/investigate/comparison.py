@@ -185,7 +185,7 @@ def _check_code(folder: Path, method: str, seed: int, code: Mapping[str, str]) -
         changed = ", ".join(name for name in pins.CODE if before.get(name) != code.get(name))
         raise UserError(
             f"{folder} holds a result of {method}, seed {seed}, from other code (changed: {changed}), and runs of different code "
-            "are no seeds of one method; name another folder with --output-dir, or put the code back."
+            "are not seeds of one method; name another folder with --output-dir, or restore the code."
         )
 
 

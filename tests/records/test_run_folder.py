@@ -141,7 +141,7 @@ def test_the_advice_names_every_setting_that_differs(tmp_path):
         folder.event("started", step=0)
     other = {**changed("optim.learning_rate", 2e-3), "recipe": "sft"}
     with (
-        pytest.raises(UserError, match=r"--allow optim\.learning_rate recipe goes on with the changes"),
+        pytest.raises(UserError, match=r"--allow optim\.learning_rate recipe accepts the changes"),
         RunFolder.open(tmp_path / "run", other),
     ):
         pass

@@ -109,7 +109,7 @@ def _peft_targets(targets: Sequence[str]) -> str | list[str]:
     try:
         re.compile(patterns[0] if patterns else "")
     except re.error as error:
-        raise UserError(f"lora_target_modules is {targets[0]!r}, which is no regular expression ({error}).") from error
+        raise UserError(f"lora_target_modules is {targets[0]!r}, which is not a regular expression ({error}).") from error
     return targets[0] if patterns or tuple(targets) == ("all-linear",) else list(targets)
 
 

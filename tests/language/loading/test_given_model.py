@@ -120,7 +120,7 @@ def test_peft_config_is_the_lora_settings_and_ends_merged_in_the_module(objects,
     assert digest(made.folder) == digest(named.folder)
     assert weights_digest(model) == weights_digest(AutoModelForCausalLM.from_pretrained(made.model))
     assert all(p.requires_grad for p in model.parameters()) and (made.model / "adapter" / "adapter_config.json").exists()
-    with pytest.raises(UserError, match="peft_config is given and lora_rank too"):
+    with pytest.raises(UserError, match="peft_config and lora_rank are both given"):
         psigrad.train("grpo", model=model, peft_config=config, lora_rank=2, **online)
 
 
