@@ -129,7 +129,9 @@ def _written(value: Any) -> str:
 
 def _commands(recipes: tuple[str, ...]) -> str:
     """Return the commands that have a setting, in words."""
-    return "Not control" if len(recipes) == len(RECIPES) - 1 and "control" not in recipes else f"Only {', '.join(recipes)}"
+    if recipes == tuple(RECIPES)[:4]:
+        return "Only training"
+    return "Not control" if recipes == tuple(RECIPES)[:6] else f"Only {', '.join(recipes)}"
 
 
 def _row(name: str, uses: dict[str, Setting], only: tuple[str, ...] = tuple(RECIPES)) -> str:
