@@ -230,7 +230,7 @@ class Guard:
         if scope["method"] != "GET":
             raise Refused(405, "method", "This method is not served.")
         if _header(scope, "host") not in self.settings.own_hosts:
-            raise Refused(403, "key", "The key opens the studio on its own machine only; elsewhere ask for an invite.")
+            raise Refused(403, "key", "The key opens the studio on its own machine only; on another machine use an invite.")
         values = [part[4:] for part in scope["query_string"].split(b"&") if part.startswith(b"key=")]
         if len(values) != 1 or not self.sessions.admits(values[0].decode("latin-1")):
             raise Refused(403, "key", "The key is not the one of this studio; open the address that it printed.")

@@ -72,7 +72,7 @@ def settings(entry: Path, files: tuple[Path, Path], model: str, output: Path, se
         if name == "model":  # an adapter, and the precision, are an entry's choice
             free = replace(free, dtype=mine.dtype, lora_rank=mine.lora_rank, lora_alpha=mine.lora_alpha)
         if mine != free:
-            raise UserError(f"{entry.name} sets {name}, which the rules fix; leave it out.")
+            raise UserError(f"{entry.name} sets {name}, which the rules fix; remove it.")
     data = replace(asked.data, dataset=str(files[0]), eval_dataset=str(files[1]))
     evaluation = replace(asked.evaluation, eval_steps=EVERY, eval_prompts=HELD_OUT * len(TASKS))
     run = replace(

@@ -182,7 +182,7 @@ _ROWS = (
     _is("resume_from_checkpoint", {True: {}, False: {"run.resume": "never"}},
         "the same command goes on from its newest checkpoint"),
     _is("use_liger_kernel", {False: {}}, "the log-probs are computed in chunks by kernels of psigrad's own"),
-    _is("packing", {False: {}}, "sequences are always packed and never attend to each other; leave it out, and give the "
+    _is("packing", {False: {}}, "sequences are always packed and never attend to each other; remove it, and give the "
         "rows of a step as batch_size, since TRL counts packs of max_length tokens"),
     _is(f"{_ROLLOUT}.name", {"vllm": {"sampling.sampler": "vllm"}, "hf": {"sampling.sampler": "transformers"}},
         "the sampler is sampler=embedded, transformers or vllm", "verl"),

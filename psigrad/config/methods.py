@@ -18,7 +18,7 @@ TrainingConfig = SFTConfig | RewardConfig | PreferenceConfig | OnlineConfig
 
 
 class Declaration(NamedTuple):
-    """The declaration of a method for the settings."""
+    """A method as a command: its settings class, its defaults and its one-line summary."""
 
     summary: str
     settings: type[Any]

@@ -202,7 +202,7 @@ class ActorPool:
     def _lose_head(self) -> None:
         said = f"The head of the Ray cluster at {self._head.address} has not answered for {HEAD:.0f} s"
         self._tell("head_lost", f"{said}.", address=self._head.address)
-        self._broken = UserError(f"{said}; start a cluster again, and the same command goes on from the newest checkpoint.")
+        self._broken = UserError(f"{said}; start a cluster again, and repeat the command to resume from the newest checkpoint.")
 
     def _note_absence(self) -> None:
         if self._head.silent:
@@ -458,8 +458,8 @@ def _connect(address: str) -> Any:
     except ConnectionError as error:
         if "InvalidAuthToken" in "".join(traceback.format_exception(error)):
             raise UserError(
-                f"The Ray cluster at {address!r} wants its token: set RAY_AUTH_MODE=token, with the token in ~/.ray/auth_token "
-                "or RAY_AUTH_TOKEN, as on the machine that started it."
+                f"The Ray cluster at {address!r} requires its token: set RAY_AUTH_MODE=token, with the token in "
+                "~/.ray/auth_token or RAY_AUTH_TOKEN, as on the machine that started it."
             ) from error
         if address != "auto":
             raise UserError(

@@ -167,7 +167,7 @@ def _check_same(comparison: Comparison, folder: Path, method: str, seed: int) ->
         what = "; ".join(f"{name} was {before.get(name, 'usual')!r} and is {now.get(name, 'usual')!r}" for name in other[:5])
         raise UserError(
             f"{folder} holds results of {method}, seed {seed}, with other settings ({what}); name another folder with "
-            "--output-dir, or set them back."
+            "--output-dir, or restore them."
         )
 
 

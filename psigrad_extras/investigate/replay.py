@@ -307,7 +307,7 @@ def _settings(path: Path, number: int) -> OnlineConfig:
 def _other(config: OnlineConfig, name: str, spec: Any) -> Method:
     found = method(replace(config, algorithm=spec))
     if isinstance(found, OnlinePreference) and config.asks:
-        raise UserError(f"{name} compares two completions of one prompt, and sessions of an agent ask prompts of their own; name "
+        raise UserError(f"{name} compares two completions of one prompt, but an agent writes its own prompts; name "
                         "a policy gradient.")  # fmt: skip
     return found
 

@@ -242,7 +242,7 @@ MISTAKES = {
     "unknown slot": (["grpo", "--reward", "exact", "algorithm.surogate=clip"], "'surogate'.*did you mean 'surrogate'"),
     "another method in the file": (
         ["rloo", "--reward", "exact", "--config", str(ROOT / "examples" / "grpo.yaml")],
-        "The command is rloo and the settings name the algorithm grpo; type `psigrad grpo`",
+        "The command is rloo, but the settings name the algorithm grpo; run `psigrad grpo`",
     ),
     "unknown preset": (["explain", "grop"], "There is no method 'grop'.*did you mean 'grpo'"),
 }

@@ -148,7 +148,7 @@ class TeacherReference(Annotator):
     gives_reference = True
 
     def columns(self, run: Online, batch: Batch, step: int, cache: Any) -> Batch:
-        """Add `logp_ref` if the KL term reads sampled tokens. If it reads pieces of text, request their log-probs."""
+        """Add `logp_ref` if the KL term reads sampled tokens. If the term reads pieces of text, request the teacher's log-probs of them."""
         algorithm, budget, temperature = run.algorithm, run.config.micro_batch_tokens, run.params.temperature
         self.teacher.forget()
         if not isinstance(algorithm, PolicyGradient):

@@ -260,7 +260,7 @@ class _Figures:
 
 
 class _RowLogProbs(torch.autograd.Function):
-    """`_ChosenLogProbs` for a GPU, with so many states at once that each step of a chunk is one kernel over whole rows of logits.
+    """The form of `_ChosenLogProbs` for a GPU. Chunks are so large that each operation is one kernel over full rows of logits.
     They also give the most probable token, if `best`, and the entropy, if `mixed`; neither has a gradient.
     """
 

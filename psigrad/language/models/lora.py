@@ -228,8 +228,8 @@ def check_untied(network: Any) -> None:
     one, other = (getattr(base_of(layer), "weight", None) for layer in ends)
     if one is other:
         raise UserError(
-            "The adapter is on the embedding or the head, and these are one matrix in this model (tie_word_embeddings), so that "
-            "it could not be merged; leave them out of lora_target_modules, or train them whole with lora_modules_to_save."
+            "The adapter is on the embedding or the head, which are one matrix in this model (tie_word_embeddings), so it "
+            "could not be merged; leave them out of lora_target_modules, or train them in full with lora_modules_to_save."
         )
 
 

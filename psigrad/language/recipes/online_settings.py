@@ -51,8 +51,8 @@ def correct(
         return algorithm
     if stated and config.lag:
         raise UserError(
-            f"lag is {config.lag} and the algorithm corrects for nothing, so it would take older weights' completions for its "
-            "own; give algorithm.correction a part such as truncated_importance, or leave it out to get that."
+            f"lag is {config.lag}, but the algorithm has no correction for completions of older weights; set "
+            "algorithm.correction to a part such as truncated_importance, or remove the setting to use that."
         )
     if stated or (is_exact(sampler, model) and not config.lag):
         return algorithm
@@ -78,8 +78,8 @@ def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) ->
         try_parts(algorithm)
     if config.asks and isinstance(algorithm, OnlinePreference):
         raise UserError(
-            f"{algorithm.name or 'The algorithm'} compares two completions of one prompt, and the sessions of an agent ask "
-            "prompts of their own; choose a policy gradient, such as grpo."
+            f"{algorithm.name or 'The algorithm'} compares two completions of one prompt, but an agent writes its own "
+            "prompts; choose a policy gradient, such as grpo."
         )
     check_sampling(config.sampling)
     if config.router_replay:

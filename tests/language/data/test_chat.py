@@ -153,7 +153,7 @@ def test_a_system_column_moves_no_weight() -> None:
         ({"loss_mask": [1, 1]}, r"'messages\[0\].loss_mask' is 1 in the turn of another role"),
         ({"loss_mask": [0, 0], "messages": [USER, {**BOT, "loss_mask": 1}]}, "'loss_mask' is a column, and a field of"),
         ({"weight": 0.5}, "'weight' is 0.5; rows are trained alike.*--columns weight=other"),
-        ({"train": False}, "'train' is False; rows are trained alike, so leave out"),
+        ({"train": False}, "'train' is False; all rows are trained alike, so remove"),
         ({"loss_mask": "0"}, "'loss_mask' is '0'"),
         ({"assistant_masks": [0, 1]}, "'assistant_masks' would be a mask of tokens.*--columns assistant_masks=other"),
         ({"messages": None, "text": "a b", "loss_mask": [0, 1]}, "'loss_mask' would be a mask of tokens"),
