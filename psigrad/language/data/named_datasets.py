@@ -23,7 +23,7 @@ _network = {"missing": False}
 
 
 def read_named(dataset: str, split: str, *, streaming: bool = False, single: Sequence[str] = SINGLE) -> Records:
-    """Return the records of a split, or of a slice of it. A source without splits is its own, and those of `single`.
+    """Return the records of a split, or of a slice of it. A source without splits counts as each split in `single`.
 
     Raise `UserError` for a name or a split that does not exist.
     """

@@ -148,7 +148,7 @@ class TeacherReference(Annotator):
     gives_reference = True
 
     def columns(self, run: Online, batch: Batch, step: int, cache: Any) -> Batch:
-        """Add `logp_ref` if the KL term reads sampled tokens. If the term reads pieces of text, request the teacher's log-probs of them."""
+        """Add `logp_ref` if the KL term reads sampled tokens. For pieces of text, request the teacher's log-probs."""
         algorithm, budget, temperature = run.algorithm, run.config.micro_batch_tokens, run.params.temperature
         self.teacher.forget()
         if not isinstance(algorithm, PolicyGradient):
@@ -208,7 +208,7 @@ def text_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[s
 
 
 def align(own: Sequence[int], others: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the token counts of both at every position of the text where a token of each ends."""
+    """Return (tokens of `own`, tokens of `others`) up to every position of the text where a token of both ends."""
     mine, theirs = ({end: i + 1 for i, end in enumerate(ends) if end > 0} for ends in (own, others))
     return [(mine[end], theirs[end]) for end in sorted(mine.keys() & theirs.keys())]
 
