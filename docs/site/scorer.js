@@ -11,7 +11,7 @@ const shareInTitle = (words, title) => {
   const all = words.split(/\s+/);
   return all.filter((word) => title.toLowerCase().includes(word)).length / all.length;
 };
-const PLACES = [["settings", 3], ["debugging", 2], ["first_grpo", 1], ["course/", -3], ["api/", -2]];
+const PLACES = [["families", 3], ["debugging", 2], ["first_grpo", 1], ["course/", -3], ["api/", -2]];
 var Scorer = {
   score: ([page, title, anchor, description, score]) => {
     const words = asked();
