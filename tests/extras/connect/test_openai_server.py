@@ -142,7 +142,7 @@ def test_a_server_that_is_not_there_or_hangs_or_serves_several_models_is_said_to
 @pytest.mark.parametrize("told", [[], "ok", None, {"data": None}, {"data": ["small"]}])
 def test_a_server_that_tells_of_its_models_in_another_form_is_said_too(told, monkeypatch):
     monkeypatch.setattr(module, "ask", lambda url, **how: told)
-    with pytest.raises(UserError, match="tells of 0 models; name the one that you mean with --model"):
+    with pytest.raises(UserError, match="serves 0 models; name one with --model"):
         asked("http://127.0.0.1:9")
 
 
