@@ -1,5 +1,5 @@
 // How pages are ranked by a search. The name of a setting, in any spelling, leads to the settings. Otherwise a page comes first whose
-// title has the words; guides come before chapters of the course, and those before the reference.
+// title has the words, and first of all a heading that equals them; guides come before chapters of the course, and those before the reference.
 const asked = () => (new URLSearchParams(location.search).get("q") || "").toLowerCase().trim();
 const isSetting = (words) => {
   if (words.includes("_") || words.startsWith("--")) return true; // to which the page of settings answers only if it has the words
@@ -16,7 +16,8 @@ var Scorer = {
   score: ([page, title, anchor, description, score]) => {
     const words = asked();
     const place = PLACES.reduce((sum, [place, more]) => (page.startsWith(place) ? sum + more : sum), 0);
-    return score + place + (page === "settings" && isSetting(words) ? 40 : 0) + 20 * shareInTitle(words, title.split(" > ").pop()) ** 2;
+    const heading = title.split(" > ").pop().toLowerCase() === words ? 50 : 0;
+    return score + place + heading + (page === "settings" && isSetting(words) ? 40 : 0) + 20 * shareInTitle(words, title.split(" > ").pop()) ** 2;
   },
   objNameMatch: 11,
   objPartialMatch: 6,

@@ -20,7 +20,7 @@ def outcomes(*rewards: float, steps: int | Sequence[int] = 1, **columns: Any) ->
     """
     length_N = torch.tensor([steps] * len(rewards) if isinstance(steps, int) else list(steps))
     mask = torch.arange(int(length_N.max())) < length_N[:, None]
-    fields = {"logp_old": torch.zeros(mask.shape), "group": torch.zeros(len(rewards), dtype=torch.long)}
+    fields: dict[str, Any] = {"logp_old": torch.zeros(mask.shape), "group": torch.zeros(len(rewards), dtype=torch.long)}
     fields |= {name: torch.tensor(numbers) for name, numbers in columns.items()}
     return Batch(mask=mask, reward=terminal(torch.tensor([float(reward) for reward in rewards]), mask), **fields)
 
