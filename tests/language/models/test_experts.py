@@ -233,7 +233,7 @@ def test_what_cannot_be_followed_is_refused_by_name(tokenizer):
         if type(module).__name__ == "MixtralTopKRouter":
             made = (torch.ones(1, 4), torch.full((1, 2), 0.5), torch.tensor([[0, 1]]))
             module.forward = lambda x, made=made: tuple(part.expand(len(x), -1) for part in made)
-    with pytest.raises(UserError, match="router_replay cannot set the choices of MixtralForCausalLM.s routers"):
+    with pytest.raises(UserError, match=r"router_replay cannot set the choices of MixtralForCausalLM.s routers"):
         replay_routers(model)
     assert model.routing is None
 
