@@ -45,7 +45,7 @@ help:
 	@echo "make bench-real the models and lengths that people train with, beside TRL (hours; resumable)"
 	@echo "make bench-gpu  the same on a CUDA device, with the packages that its Python has"
 	@echo "make test-gpu   the tests of what only runs there, likewise"
-	@echo "make lint       ruff"
+	@echo "make lint       ruff, and the English of docstrings, messages and pages"
 	@echo "make types      mypy --strict"
 	@echo "make docs       the documentation site, into build/docs"
 	@echo "make size       lines of code in each room, and the files that one online step passes through"
@@ -302,6 +302,7 @@ test-gpu:
 lint: $(LIGHT)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) tools/english.py
 
 types: $(INSTALLED)
 	$(RUN) -m mypy psigrad psigrad_extras psigrad_studio psigrad_serve studies

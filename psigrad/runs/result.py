@@ -77,7 +77,7 @@ class Result:
 
         config, adapter = self.model / "config.json", self.model / "adapter_config.json"
         if not config.exists() and not adapter.exists():
-            raise UserError(f"{self.model} holds no language model; an agent of control is loaded by its class: PPO.load.")
+            raise UserError(f"{self.model} is not a language model; load an agent of control by its class, such as PPO.load.")
         kinds = json.loads(config.read_text()).get("architectures") or [""] if config.exists() else [""]
         kind: Any = AutoModelForSequenceClassification if "SequenceClassification" in kinds[0] else AutoModelForCausalLM
         model: PreTrainedModel = kind.from_pretrained(self.model, **options)

@@ -289,7 +289,7 @@ def _begin(
         heard = [opening for opening in openings if not isinstance(opening, Fault)]
         if any(opening != heard[0] for opening in heard):
             raise UserError(
-                f"{row.source}: reset() said different things for one row; an environment may depend only on the row."
+                f"{row.source}: reset() returned different texts for one row; an environment may depend only on the row."
             )
         cuts: list[Cut] = []
         opened = row

@@ -39,7 +39,7 @@ def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Jo
     """
     given = [name for name in ("environment", "tools", "agent", "agent_command") if getattr(config, name)]
     if len(given) > 1:
-        raise UserError(f"Both {given[0]} and {given[1]} are given; each says who answers the policy, so leave one of them out.")
+        raise UserError(f"Both {given[0]} and {given[1]} are given, but only one can answer the policy; remove one of them.")
     if not given:
         yield None
         return
