@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ from psigrad.config import OnlineConfig
 from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.posted_forms import Tell
 from psigrad.language.data.reward_view import reward_view
+from psigrad.language.episodes.games import Games
 from psigrad.language.episodes.players import Player, collector_of
 from psigrad.language.episodes.tools import schemas
 from psigrad.language.loading.given_model import GivenModel
-from psigrad.language.loading.load_model import load_critic, load_model, load_own_reference
+from psigrad.language.loading.load_model import load_critic, load_model, load_own_reference, load_start
 from psigrad.language.loading.samplers import sampling_params
 from psigrad.language.loading.teacher import Teacher, TeacherReference
 from psigrad.language.models.language_model import LanguageModel
@@ -38,6 +39,7 @@ from psigrad.language.rollout.collectors import ScoredRollout
 from psigrad.language.rollout.scoring import Scorer
 from psigrad.language.rollout.types import Prompts, Sampler
 from psigrad.language.training.online.annotators.old_log_probs import OldEntropy, OldLogProbs
+from psigrad.language.training.online.annotators.past_selves import PastSelves
 from psigrad.language.training.online.annotators.reference import Reference
 from psigrad.language.training.online.annotators.values import Values
 from psigrad.language.training.online.online_run import Annotator, Online, ValueModel
@@ -120,8 +122,12 @@ def open_job(
         critic = _critic(config, model, checkpoint, journal.world) if algorithm.needs_critic and not value_head else None
         row_limits.check_positions(longest or model.max_length, reference=own_reference, critic=critic and critic.model)
         optimizer, world = optimizer_of(model, config, journal.world), journal.world
+        past = _past_selves(config, model, checkpoint, journal.world)
         learners = _learners(config, model, optimizer, critic, own_reference)
+        learners += [Follower(one, f"past-{n}") for n, one in enumerate(past.models if past else ())]
         fresh, pins = State(algorithm=algorithm.initial_state()), collect_pins(config, model.tokenizer, prepared, setup)
+        if isinstance(player, Games):  # an evaluation plays against itself
+            player = replace(player, opponents=past)
         begun = begin(config, journal, learners, pins, checkpoint, fresh, (len(rows), len(held_out)))
         run = Online(
             config=config,
@@ -132,7 +138,7 @@ def open_job(
             params=sampling_params(config.sampling, model, (prompt.row for prompt in prompts)),
             total_steps=config.run.steps(len(prompts), config.prompts_per_step),
             rollout=_rollout(config, model, sampler, scorer, player, world),
-            annotators=annotators_of(own_reference),
+            annotators=[*annotators_of(own_reference), *([past] if past else [])],
             critic=critic,
             executor=stack.enter_context(executor_of(config, sampler, world)),
             world=world,
@@ -157,6 +163,15 @@ def _learners(
     if isinstance(reference, LanguageModel) and config.ref_model_sync_steps:
         learners.append(Follower(reference, "reference"))
     return learners
+
+
+def _past_selves(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World) -> PastSelves | None:
+    """Return the opponents from the past, those of the checkpoint if there is one."""
+    if not config.past_opponents:
+        return None
+    places = [checkpoint and checkpoint / f"past-{n}" for n in range(config.past_kept)]
+    models = [load_start(config, model, checkpoint, world, saved=place) for place in places]
+    return PastSelves(models, config.past_every, config.past_opponents, config.sampling.max_decode_batch)
 
 
 def _rollout(
