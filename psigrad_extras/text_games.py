@@ -18,7 +18,7 @@ from psigrad.language.data.sources import from_rows
 from psigrad.language.data.templates import decode
 from psigrad.language.episodes.episode_history import EpisodeHistory
 from psigrad.language.episodes.episodes import Episode, Limits
-from psigrad.language.episodes.games import Table
+from psigrad.language.episodes.games import Entries, Table
 from psigrad.language.episodes.tools import CallForm
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.samplers.distribution import filter_logits
@@ -110,27 +110,30 @@ class WithForfeits:
         return position._replace(actions=(*position.actions, ILLEGAL)) if position.seat >= 0 else position
 
 
-def exploitability(model: LanguageModel, game: type[TextGame], params: SamplingParams) -> tuple[float, float]:
+def exploitability(
+    model: LanguageModel, game: type[TextGame], params: SamplingParams, prompt: Any = None
+) -> tuple[float, float]:
     """Return the exact exploitability of a model in a game, and its mean probability of an illegal turn in an information set.
 
     The illegal turn is an action as any other. See `GameTree.exploitability`.
     """
     tree = GameTree(WithForfeits(game.game, game.stake))
-    policy = text_policy(model, game, params)
+    policy = text_policy(model, game, params, prompt)
     return tree.exploitability(policy), float(np.mean([p[-1] for p in policy.values()]))
 
 
 @torch.no_grad()
 def text_policy(
-    model: LanguageModel, game: type[TextGame], params: SamplingParams, max_observation_length: int = 0
+    model: LanguageModel, game: type[TextGame], params: SamplingParams, prompt: Any = None
 ) -> dict[Information, FloatArray]:
     """Return the probabilities of each action in each information set, and last of the illegal turn.
 
-    They are sums over all texts that `params` can sample, so they are exact. If a seat's earlier action can be written in several
+    `prompt` is that of the dataset's rows; None: the game's rules. The probabilities are sums over all texts that `params` can
+    sample, so they are exact. If a seat's earlier action can be written in several
     ways, each way counts by its probability.
     """
-    (row,), _ = for_model(model.tokenizer, (from_rows(game.rows(1, 0), "prompt-only", "game").rows, []), False)
-    limits = Limits(params.max_tokens, max_observation_length, 0, model.max_length, 1 << 30)
+    (row,), _ = for_model(model.tokenizer, (from_rows([{"prompt": prompt or game.rules}], "prompt-only", "game").rows, []), False)
+    entries = Entries(model.tokenizer, Limits(params.max_tokens, 0, 0, model.max_length, 1 << 30))
     ways: dict[Information, list[tuple[float, Episode]]] = {}
     policy: dict[Information, FloatArray] = {}
     written: dict[Information, list[list[tuple[str, tuple[int, ...], float]]]] = {}
@@ -139,7 +142,7 @@ def text_policy(
         """Return the seat in this position with the probability of each way that its last action was written."""
         if position.seat not in before:
             history = EpisodeHistory(model.tokenizer, row, CallForm(), [], "")
-            return [(1.0, _turned(Episode(0, 0, row, (), 0, history, seat=position.seat), position, model, limits))]
+            return [(1.0, _turned(Episode(0, 0, row, (), 0, history, seat=0), position, entries))]
         earlier, action = before[position.seat]
         found = []
         for (weight, episode), texts in zip(ways[earlier], written[earlier], strict=True):
@@ -150,7 +153,7 @@ def text_policy(
                     own = replace(own, policy_turns=[*own.policy_turns], messages=[*own.messages], branches=[*own.branches])
                     own = replace(own, logprobs=[*own.logprobs], sampling_logprobs=[*own.sampling_logprobs])
                     own.say(Completion(ids, (0.0,) * len(ids), (0.0,) * len(ids), finish, 0), text)
-                    found.append((weight * chance, _turned(own, position, model, limits)))
+                    found.append((weight * chance, _turned(own, position, entries)))
         return found
 
     def walk(history: tuple[str, ...], before: Mapping[int, tuple[Information, str]]) -> None:
@@ -174,8 +177,8 @@ def text_policy(
     return policy
 
 
-def _turned(episode: Episode, position: Position, model: LanguageModel, limits: Limits) -> Episode:
-    Table([episode], [], None).turn_to(0, position.information, model.tokenizer, limits)
+def _turned(episode: Episode, position: Position, entries: Entries) -> Episode:
+    Table([episode], [], None).turn_to(0, position.information, entries)
     return episode
 
 

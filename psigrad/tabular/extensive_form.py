@@ -54,7 +54,7 @@ class MatchingPennies:
     def position(self, history: tuple[str, ...]) -> Position:
         """See `Game`."""
         if len(history) < 2:
-            return Position(len(history), "", ("h", "t"))
+            return Position(len(history), "AB"[len(history)], ("h", "t"))
         won = (self.heads if history[0] == "h" else 1.0) if history[0] == history[1] else -1.0
         return Position(END, payoffs=(won, -won))
 

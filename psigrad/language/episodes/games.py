@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from psigrad.language.episodes.environments import Fault, Observation, Opening, 
 from psigrad.language.episodes.episode_history import EpisodeHistory, as_messages
 from psigrad.language.episodes.episodes import Episode, Episodes, Limits, episode_trajectory, opened_row, render_opening, settle
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.rollout.types import NextTurn, Sampler, SamplingParams, Trajectory
+from psigrad.language.rollout.types import Cut, NextTurn, Sampler, SamplingParams, Trajectory
 
 
 class Opponents(Protocol):
@@ -69,8 +69,9 @@ class Games:
                     seed = seed_of(place, k) if learner is None else seeds.derive(seed_of(place, k), "learner", learner)
                     seats = [self._seat(index, k, row, ids, seed, seat, model.tokenizer) for seat in range(self.seats)]
                     games.append(Table(seats, samplers, learner))
-        self._begin(games, model.tokenizer, limits)
-        self._play(games, params, model.tokenizer, limits)
+        entries = Entries(model.tokenizer, limits)
+        self._begin(games, entries)
+        self._play(games, params, entries)
         trajectories = []
         for start in range(0, len(games), num_generations):
             group = games[start : start + num_generations]
@@ -86,7 +87,7 @@ class Games:
         history = EpisodeHistory(tokenizer, row, self.rules.form, [], "")
         return Episode(index, k, row, ids, seeds.derive(seed, "seat", seat), history, seat=seat)
 
-    def _begin(self, games: Sequence[Table], tokenizer: Any, limits: Limits) -> None:
+    def _begin(self, games: Sequence[Table], entries: Entries) -> None:
         """Start all games, which begin alike within a group."""
         rows = [game.seats[0].row for game in games]
         openings = self.playing.begin([{"prompt": row.dataset_prompt, **row.columns} for row in rows])
@@ -100,9 +101,9 @@ class Games:
                     f"{row.source}: reset() said different things for one row; an environment may depend only on the row."
                 )
             else:
-                game.turn_to(opening.seat, opening.observation, tokenizer, limits)
+                game.turn_to(opening.seat, opening.observation, entries)
 
-    def _play(self, games: Sequence[Table], params: SamplingParams, tokenizer: Any, limits: Limits) -> None:
+    def _play(self, games: Sequence[Table], params: SamplingParams, entries: Entries) -> None:
         """Play all games to their end. Ready seats of one sampler take their turns together."""
         owned: dict[int, tuple[Sampler, list[tuple[int, int]]]] = {}
         for number, game in enumerate(games):
@@ -122,15 +123,38 @@ class Games:
                 }
                 for i, completion in dialogue.turns(wanted) if wanted else ():
                     number, seat = places[i]
-                    text = decode(tokenizer, completion.ids)
+                    text = decode(entries.tokenizer, completion.ids)
                     games[number].seats[seat].say(completion, text)
                     self.playing.ask({number: text})
                     waiting += 1
             answers = self.playing.wait(waiting, math.inf if self.rules.together else 0.02)
             for number, answer in answers.items():
-                games[number].hear(answer, tokenizer, limits)
+                games[number].hear(answer, entries)
             waiting -= len(answers)
             ready = {number for number in answers if not games[number].over}
+
+
+class Entries:
+    """The first observations of seats as prompts. Seats that read the same share one rendering."""
+
+    def __init__(self, tokenizer: Any, limits: Limits) -> None:
+        self.tokenizer, self.limits = tokenizer, limits
+        self._known: dict[tuple[int, str], Episode] = {}
+
+    def enter(self, seat: Episode, said: Observation) -> None:
+        """Give a seat its first observation. Without room for it, the seat is over."""
+        key = (id(seat.row), repr(said))
+        if key not in self._known:
+            cuts: list[Cut] = []
+            fitted = self.limits.fit(partial(render_opening, self.tokenizer, seat.row), said, 0, 0, cuts)
+            ids, shown = fitted or ((), said)
+            history = EpisodeHistory.of(self.tokenizer, opened_row(seat.row, shown), seat.history.form)
+            messages = as_messages(shown)
+            self._known[key] = replace(seat, prompt=tuple(ids), history=history, messages=messages, cuts=cuts, over=fitted is None)
+        known = self._known[key]
+        seat.prompt = seat.heard = known.prompt
+        seat.anew, seat.over, seat.history = True, known.over, known.history.copy()
+        seat.messages, seat.cuts = [*known.messages], [*known.cuts]
 
 
 @dataclass
@@ -147,7 +171,7 @@ class Table:
         """True if no seat acts any more."""
         return self.seats[0].over
 
-    def hear(self, answer: Step | Fault, tokenizer: Any, limits: Limits) -> None:
+    def hear(self, answer: Step | Fault, entries: Entries) -> None:
         """Give every seat its reward, and the next one its observation. The environment judges a turn that was cut."""
         if isinstance(answer, Fault):
             self.end(reason=answer.reason)
@@ -159,22 +183,15 @@ class Table:
         if answer.done:
             self.end(done=True)
         else:
-            self.turn_to(answer.seat, answer.observation, tokenizer, limits)
+            self.turn_to(answer.seat, answer.observation, entries)
 
-    def turn_to(self, number: int, said: Observation, tokenizer: Any, limits: Limits) -> None:
+    def turn_to(self, number: int, said: Observation, entries: Entries) -> None:
         """Let a seat read and act. Without room for its turn, or after its last one, the game ends as truncated."""
         self.acting, seat = number, self.seats[number]
         if seat.policy_turns:
-            seat.observe(said, limits)
+            seat.observe(said, entries.limits)
         else:
-            fitted = limits.fit(partial(render_opening, tokenizer, seat.row), said, 0, 0, seat.cuts)
-            if fitted is None:
-                seat.over = True
-            else:
-                seat.prompt, seat.anew, opened = tuple(fitted[0]), True, opened_row(seat.row, fitted[1])
-                seat.heard = seat.prompt
-                seat.messages += as_messages(fitted[1])
-                seat.history = EpisodeHistory.of(tokenizer, opened, seat.history.form)
+            entries.enter(seat, said)
         if seat.over:
             self.end()
 
