@@ -18,8 +18,10 @@ import psigrad
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import load
 from psigrad.language.rollout.types import SamplingParams
+from psigrad.records.report.plots import COLOURS, GREY
 from psigrad.tabular.extensive_form import GameTree, KuhnPoker, fictitious_play, self_play
 from psigrad_extras.text_games import Kuhn, exploitability
+from studies import drawing
 
 ALGORITHM = {"preset": "rloo", "ratio": "none", "surrogate": "score", "aggregate": "sequence_sum"}
 KL = {"where": "loss", "estimator": "exact", "coefficient": 0.5}
@@ -29,8 +31,7 @@ RULES: dict[str, dict[str, Any]] = {
         "ref_model_sync_steps": 1,
         "ref_model_mixup_alpha": 0.03,
     },
-    "fixed reference": {"algorithm": {**ALGORITHM, "kl": {**KL, "coefficient": 0.2}}},
-    "plain": {"algorithm": {**ALGORITHM, "kl": None}},
+    "plain": {"algorithm": {**ALGORITHM, "kl": None}, "max_steps": 200},
 }
 EVERY = 50
 
@@ -56,7 +57,7 @@ def write_start(folder: Path, seed: int, text: str = ":JQKpb") -> Path:
     return folder
 
 
-def train(rule: str, seed: int, folder: Path, steps: int = 400, games: int = 32) -> list[tuple[int, float]]:
+def train(rule: str, seed: int, folder: Path, steps: int = 500, games: int = 32) -> list[tuple[int, float]]:
     """Train by a rule, and return (step, exploitability) of the start and of every `EVERY` steps."""
     start, output = folder / f"start-{seed}", folder / f"{rule.replace(' ', '-')}-{seed}"
     if not start.exists():
@@ -69,7 +70,7 @@ def train(rule: str, seed: int, folder: Path, steps: int = 400, games: int = 32)
         **RULES[rule],
     }
     psigrad.train(given.pop("algorithm"), model=start, **given)
-    saved = {int(path.name[5:]): path for path in (output / "checkpoints").glob("step-*")} | {0: start, steps: output / "model"}
+    saved = {int(path.name[5:]): path for path in (output / "checkpoints").glob("step-*")} | {0: start}
     return [(n, exploitability(load(str(path)), Kuhn, SamplingParams(1), ":")[0]) for n, path in sorted(saved.items())]
 
 
@@ -89,3 +90,40 @@ def exact(updates: int = 1000) -> dict[str, list[float]]:
         ]
         for name, (made, average) in plays.items()
     }
+
+
+def draw(found: dict[str, dict[str, list[tuple[int, float]]]], tables: dict[str, list[float]], path: Path) -> None:
+    """Draw the exact rules on tables, and the language model's curves of every seed."""
+    figure, (left, right) = drawing.new_figure(9.5, 3.4, 1, 2, sharey=True)
+    for colour, (name, values) in zip(COLOURS, tables.items(), strict=False):
+        left.plot([10 * (n + 1) for n in range(len(values))], values, color=colour, label=name)
+    for colour, (name, seeds) in zip(COLOURS, found.items(), strict=False):
+        for n, curve in enumerate(seeds.values()):
+            right.plot(*zip(*curve, strict=True), color=colour, label=name if not n else None)
+    for axes, title in ((left, "exact updates of tables"), (right, "language model, games sampled")):
+        axes.set_yscale("log")
+        axes.axhline(0.05, color=GREY, linewidth=0.8)
+        axes.legend(frameon=False, fontsize=7)
+        drawing.tidy(axes, f"Exploitability: {title}", "y")
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Run the study, write its figures, and print the last ones."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path("runs/self_play"))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--rules", nargs="+", default=[*RULES], choices=[*RULES])
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    found: dict[str, dict[str, list[tuple[int, float]]]] = {rule: {} for rule in given.rules}
+    for seed, rule in itertools.product(range(given.seeds), given.rules):
+        found[rule][str(seed)] = train(rule, seed, given.folder, given.steps)
+        print(f"{rule:18} seed {seed}  exploitability {found[rule][str(seed)][-1][1]:.3f}", flush=True)
+    (given.folder / "figures.json").write_text(json.dumps(found, indent=1) + "\n")
+    draw(found, exact(), Path("docs/images/self_play.png"))
+
+
+if __name__ == "__main__":
+    main()
