@@ -110,9 +110,7 @@ class WithForfeits:
         return position._replace(actions=(*position.actions, ILLEGAL)) if position.seat >= 0 else position
 
 
-def exploitability(
-    model: LanguageModel, game: type[TextGame], params: SamplingParams, prompt: Any = None
-) -> tuple[float, float]:
+def exploitability(model: LanguageModel, game: type[TextGame], params: SamplingParams, prompt: Any = None) -> tuple[float, float]:
     """Return the exact exploitability of a model in a game, and its mean probability of an illegal turn in an information set.
 
     The illegal turn is an action as any other. See `GameTree.exploitability`.
@@ -163,11 +161,11 @@ def text_policy(
             ways[key] = read(before, position)
             written[key] = [completions(model, one.context, position.actions, params) for _, one in ways[key]]
             total = sum(weight for weight, _ in ways[key])
-            legal = [
-                sum(weight * chance for (weight, _), texts in zip(ways[key], written[key], strict=True) for text, _, chance in texts
-                    if text == action)
-                for action in position.actions
-            ]  # fmt: skip
+            found = dict.fromkeys(position.actions, 0.0)
+            for (weight, _), texts in zip(ways[key], written[key], strict=True):
+                for text, _, chance in texts:
+                    found[text] += weight * chance
+            legal = list(found.values())
             chances = np.array(legal) / total if total else np.full(len(legal), 1 / len(legal))
             policy[key] = np.append(chances, max(0.0, 1 - chances.sum()))
         for action in position.actions:

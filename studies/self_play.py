@@ -64,9 +64,20 @@ def train(rule: str, seed: int, folder: Path, steps: int = 500, games: int = 32)
         write_start(start, seed)
     given: dict[str, Any] = {
         "dataset": [{"prompt": ":", "nature": [deal]} for deal in KuhnPoker.deals],
-        **{"environment": "kuhn", "max_completion_length": 1, "prompts_per_step": 6, "num_generations": games},
-        **{"learning_rate": 0.01, "max_steps": steps, "seed": seed, "eval_prompts": 0, "record_prompts": 1},
-        **{"save_steps": EVERY, "save_total_limit": 1000, "progress": False, "report": False, "output_dir": str(output)},
+        "environment": "kuhn",
+        "max_completion_length": 1,
+        "prompts_per_step": 6,
+        "num_generations": games,
+        "learning_rate": 0.01,
+        "max_steps": steps,
+        "seed": seed,
+        "eval_prompts": 0,
+        "record_prompts": 1,
+        "save_steps": EVERY,
+        "save_total_limit": 1000,
+        "progress": False,
+        "report": False,
+        "output_dir": str(output),
         **RULES[rule],
     }
     psigrad.train(given.pop("algorithm"), model=start, **given)
@@ -85,9 +96,7 @@ def exact(updates: int = 1000) -> dict[str, list[float]]:
         "fictitious, average": (fictitious_play(tree), True),
     }
     return {
-        name: [
-            tree.exploitability(play.average if average else play.last) for play in itertools.islice(made, 9, updates, 10)
-        ]
+        name: [tree.exploitability(play.average if average else play.last) for play in itertools.islice(made, 9, updates, 10)]
         for name, (made, average) in plays.items()
     }
 

@@ -249,8 +249,8 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     """Share of the policy in the moved reference, which becomes this · policy + (1 - this) · reference. 1 copies the policy; a
     small share after every step is an exponential moving average."""
     past_opponents: Share = 0.0
-    """In games of several seats: share of the prompts that are played against a frozen past self. Each seat then learns in its own
-    games, and the past self has the others. 0: the policy plays all seats, and all of them learn."""
+    """In games of several seats: share of the prompts that are played against a frozen past self. Each seat then learns in its
+    own games. 0: the policy plays all seats, and all of them learn."""
     past_every: Annotated[Count, Needs("past_opponents")] = 50
     """Steps between two past selves. The first is the start of the run."""
     past_kept: Annotated[Count, Needs("past_opponents")] = 1

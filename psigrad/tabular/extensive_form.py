@@ -139,7 +139,7 @@ class GameTree:
         return walk(self._root, np.ones(self.seats + 1)), found
 
     def best_response(self, policy: GamePolicy, seat: int) -> tuple[float, dict[Information, FloatArray]]:
-        """Return the greatest expected payoff of a seat against the policy of the others, and a policy of the seat that has it."""
+        """Return a seat's greatest expected payoff against the policy of the others, and a policy that earns it."""
         members: dict[Information, list[tuple[float, _Node]]] = {}
         best: dict[Information, FloatArray] = {}
 
@@ -238,9 +238,7 @@ def fictitious_play(tree: GameTree) -> Iterator[Play]:
     reach = {key: one.own for key, one in tree.values(average)[1].items()}
     sums = {key: reach[key] * p for key, p in average.items()}
     while True:
-        last = tree.uniform() | {
-            key: p for seat in range(tree.seats) for key, p in tree.best_response(average, seat)[1].items()
-        }
+        last = tree.uniform() | {key: p for seat in range(tree.seats) for key, p in tree.best_response(average, seat)[1].items()}
         for key, one in tree.values(last)[1].items():
             sums[key] = sums[key] + one.own * last[key]
         average = {key: x / x.sum() for key, x in sums.items()}

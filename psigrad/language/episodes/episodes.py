@@ -325,6 +325,7 @@ def _begin(
 
 
 def render_opening(tokenizer: Any, row: Row, opening: Observation) -> list[int]:
+    """Return the tokens of a row's prompt with the environment's opening."""
     return prompt_ids(tokenizer, opened_row(row, opening))
 
 
@@ -339,6 +340,7 @@ def opened_row(row: Row, opening: Observation) -> Row:
 
 
 def episode_trajectory(episode: Episode, version: int, tokenizer: Any) -> Trajectory:
+    """Return what a finished episode yields."""
     completion = Completion(
         ids=tuple(episode.ids),
         logprobs=tuple(episode.logprobs),

@@ -7,7 +7,7 @@ group of an advantage is a seat's trajectories in the games of one row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -150,7 +150,9 @@ class Entries:
             ids, shown = fitted or ((), said)
             history = EpisodeHistory.of(self.tokenizer, opened_row(seat.row, shown), seat.history.form)
             messages = as_messages(shown)
-            self._known[key] = replace(seat, prompt=tuple(ids), history=history, messages=messages, cuts=cuts, over=fitted is None)
+            self._known[key] = replace(
+                seat, prompt=tuple(ids), history=history, messages=messages, cuts=cuts, over=fitted is None
+            )
         known = self._known[key]
         seat.prompt = seat.heard = known.prompt
         seat.anew, seat.over, seat.history = True, known.over, known.history.copy()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
 from dataclasses import replace
-from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -102,7 +103,9 @@ def test_each_seat_is_a_trajectory_of_what_it_read_and_said():
     assert (first.step_return, second.step_return) == (-2, 2)
     assert first.completion.finish_reason == second.completion.finish_reason == "stop"
     alone = EmbeddedSampler(MODEL).log_probs(first.prompt_ids, [first.completion.ids], SamplingParams(1))[0]
-    assert [p for p, own in zip(alone, first.mask, strict=True) if own] == pytest.approx([first.completion.logprobs[i] for i in (0, 4)])
+    assert [p for p, own in zip(alone, first.mask, strict=True) if own] == pytest.approx(
+        [first.completion.logprobs[i] for i in (0, 4)]
+    )
 
 
 def test_an_illegal_turn_loses_the_stake_and_a_seat_that_never_acts_is_not_trained():
@@ -131,7 +134,9 @@ def test_the_policy_that_is_solved_is_the_one_that_plays():
     for deal in KuhnPoker.deals:
         for t in play(EmbeddedSampler(MODEL), count=20, nature=[deal]):
             known = decode(MODEL.tokenizer, t.prompt_ids)[1:]
-            for text, logp in zip(t.policy_turns, [p for p, own in zip(t.completion.logprobs, t.mask, strict=True) if own], strict=True):
+            for text, logp in zip(
+                t.policy_turns, [p for p, own in zip(t.completion.logprobs, t.mask, strict=True) if own], strict=True
+            ):
                 if text in "pb" and text:
                     assert logp == pytest.approx(math.log(policy[t.seat, known]["pb".index(text)]), abs=1e-4)
                     turns += 1
@@ -142,9 +147,12 @@ def test_the_policy_that_is_solved_is_the_one_that_plays():
 @torch.no_grad()
 def test_several_ways_to_write_an_action_count_together():
     one, two = (text_policy(MODEL, Kuhn, SamplingParams(n, temperature=0.7), ":") for n in (1, 2))
-    hidden = torch.tensor([[*MODEL.tokenizer(":J").input_ids]])
-    first = (MODEL.network(hidden).logits[0, -1].double() / 0.7).softmax(-1)
-    after = lambda token: (MODEL.network(torch.cat([hidden, torch.tensor([[token]])], 1)).logits[0, -1].double() / 0.7).softmax(-1)  # noqa: E731
+
+    def after(*ids):
+        logits = MODEL.network(torch.tensor([[*MODEL.tokenizer(":J").input_ids, *ids]])).logits[0, -1].double()
+        return (logits / 0.7).softmax(-1)
+
+    first = after()
     p, end, pad = (MODEL.tokenizer.convert_tokens_to_ids(token) for token in ("p", "<eos>", "<pad>"))
     assert one[0, "J"][0] == pytest.approx(float(first[p]), rel=1e-4)
     both = first[p] * (after(p)[end] + after(p)[pad]) + first[pad] * after(pad)[p]
@@ -186,16 +194,24 @@ def test_the_expected_gradient_at_a_fixed_opponent_is_the_exact_one(seat, monkey
     assert [t.seat for t in made] == [0, 1]
     acts = [pair for pair, t in games.items() if t.completion.ids]  # seat 1 does not act after an illegal turn
     weight = {(a, b): float(own[a] * theirs[b]) for a, b in acts}
-    groups = [
-        [replace(games[x], k=k, reward=games[x].step_return * weight[i] * weight[j] * 1e3, step_rewards=()) for k, x in enumerate((i, j))]
-        for i in acts for j in acts
-    ]  # fmt: skip
+    groups = []
+    for i, j in itertools.product(acts, acts):
+        share = weight[i] * weight[j] * 1e3
+        group = [replace(games[x], k=k, reward=games[x].step_return * share, step_rewards=()) for k, x in enumerate((i, j))]
+        groups.append(group)
     algorithm = {"preset": "rloo", "kl": None, "ratio": "none", "surrogate": "score", "aggregate": "sequence_sum"}
     config = OnlineConfig(algorithm=algorithm, run=Run(max_steps=1, progress=False), optim=Optim(learning_rate=0.1))
     method = resolve_online(algorithm)
     parts = {"prompts": [Prompt(0, (2,), Row("x", prompt=":"))], "params": SamplingParams(1), "total_steps": 1, "annotators": []}
     rollout = rollout_of(EmbeddedSampler(learner), learner, None)
-    run = Online(config=config, algorithm=method, model=learner, optimizer=Optimizer(learner.trainable(), config.optim), rollout=rollout, **parts)
+    run = Online(
+        config=config,
+        algorithm=method,
+        model=learner,
+        optimizer=Optimizer(learner.trainable(), config.optim),
+        rollout=rollout,
+        **parts,
+    )
     monkeypatch.setattr(online_rl, "step_together", lambda optimizers, losses: [one().backward() for one in losses] and {})
     monkeypatch.setattr(online_rl.LossSums, "end_step", lambda self, norms: None)
     online_rl.learn(run, groups, State(algorithm={}), 0.1)
@@ -238,7 +254,7 @@ def test_settings_that_cannot_work_are_refused(config, why):
 
 
 def test_a_missing_textarena_is_named(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "textarena", None)
-    monkeypatch.delitem(__import__("sys").modules, "psigrad_extras.connect.textarena_environment", raising=False)
+    monkeypatch.setitem(sys.modules, "textarena", None)
+    monkeypatch.delitem(sys.modules, "psigrad_extras.connect.textarena_environment", raising=False)
     with pytest.raises(UserError, match="pip install 'textarena"):
-        partial(resolve, "textarena:KuhnPoker-v0")()
+        resolve("textarena:KuhnPoker-v0")
