@@ -17,8 +17,8 @@ from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.sources import from_rows
 from psigrad.language.data.templates import decode
 from psigrad.language.episodes.episode_history import EpisodeHistory
-from psigrad.language.episodes.episodes import Episode, Limits
-from psigrad.language.episodes.games import Entries, Table
+from psigrad.language.episodes.episodes import EpisodeLimits, LiveEpisode
+from psigrad.language.episodes.seats import Entries, SeatedGame
 from psigrad.language.episodes.tools import CallForm
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.samplers.distribution import filter_logits
@@ -131,16 +131,16 @@ def text_policy(
     ways, each way counts by its probability.
     """
     (row,), _ = for_model(model.tokenizer, (from_rows([{"prompt": prompt or game.rules}], "prompt-only", "game").rows, []), False)
-    entries = Entries(model.tokenizer, Limits(params.max_tokens, 0, 0, model.max_length, 1 << 30))
-    ways: dict[Information, list[tuple[float, Episode]]] = {}
+    entries = Entries(model.tokenizer, EpisodeLimits(params.max_tokens, 0, 0, model.max_length, 1 << 30))
+    ways: dict[Information, list[tuple[float, LiveEpisode]]] = {}
     policy: dict[Information, FloatArray] = {}
     written: dict[Information, list[list[tuple[str, tuple[int, ...], float]]]] = {}
 
-    def read(before: Mapping[int, tuple[Information, str]], position: Position) -> list[tuple[float, Episode]]:
+    def read(before: Mapping[int, tuple[Information, str]], position: Position) -> list[tuple[float, LiveEpisode]]:
         """Return the seat in this position with the probability of each way that its last action was written."""
         if position.seat not in before:
             history = EpisodeHistory(model.tokenizer, row, CallForm(), [], "")
-            return [(1.0, _turned(Episode(0, 0, row, (), 0, history, seat=0), position, entries))]
+            return [(1.0, _turned(LiveEpisode(0, 0, row, (), 0, history, seat=0), position, entries))]
         earlier, action = before[position.seat]
         found = []
         for (weight, episode), texts in zip(ways[earlier], written[earlier], strict=True):
@@ -175,8 +175,8 @@ def text_policy(
     return policy
 
 
-def _turned(episode: Episode, position: Position, entries: Entries) -> Episode:
-    Table([episode], [], None).turn_to(0, position.information, entries)
+def _turned(episode: LiveEpisode, position: Position, entries: Entries) -> LiveEpisode:
+    SeatedGame([episode], [], None).turn_to(0, position.information, entries)
     return episode
 
 

@@ -256,7 +256,7 @@ def step(environment: Any, text: str) -> Step | Fault:
             seat, observation, rewards, done = given
             rewards = tuple(rewards)
         else:
-            observation, reward, done = given
+            observation, reward, done = given[:3] if isinstance(given, Step) else given
     except (Exception, SystemExit) as error:
         return Fault(reason_for("the environment", error))
     if not _is_observation(observation):

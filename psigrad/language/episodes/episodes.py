@@ -57,11 +57,11 @@ class Episodes:
     form: CallForm = field(default_factory=CallForm)
     """The form of the policy's tool calls."""
 
-    def limits(self, params: SamplingParams, max_length: int) -> tuple[Limits, SamplingParams]:
+    def limits(self, params: SamplingParams, max_length: int) -> tuple[EpisodeLimits, SamplingParams]:
         """Return the limits of episodes with at most `max_length` tokens each, and the sampling parameters of one turn."""
         total = params.max_tokens if self.max_turn_length else 0
         params = replace(params, max_tokens=min(self.max_turn_length or params.max_tokens, params.max_tokens))
-        return Limits(params.max_tokens, self.max_observation_length, total, max_length, self.max_turns), params
+        return EpisodeLimits(params.max_tokens, self.max_observation_length, total, max_length, self.max_turns), params
 
     def play(
         self,
@@ -78,7 +78,7 @@ class Episodes:
 
 
 @dataclass
-class Episode:
+class LiveEpisode:
     """One episode under way. `ids` are all tokens after the prompt, and `mask` is True for those that the policy chose."""
 
     index: int
@@ -133,7 +133,7 @@ class Episode:
         self.policy_turns.append(text)
         self.messages.append({"role": "assistant", "content": text})
 
-    def hear(self, answer: Step | Fault, limits: Limits) -> None:
+    def hear(self, answer: Step | Fault, limits: EpisodeLimits) -> None:
         """Add the environment's answer to the turn. A turn that was cut, or that leaves no room, is the last."""
         was_cut, self.finish_reason = self.finish_reason == "length", "length"
         if isinstance(answer, Fault):
@@ -145,7 +145,7 @@ class Episode:
             return
         self.observe(answer.observation, limits)
 
-    def observe(self, observation: Observation, limits: Limits) -> None:
+    def observe(self, observation: Observation, limits: EpisodeLimits) -> None:
         """Read an observation before the next turn. Without room for both, the episode is over."""
         bare = self.history.read(cut(observation, 0))
         used, past = (0, len(bare.ids)) if bare.anew else (self.used, 0)
@@ -178,7 +178,7 @@ class Episode:
 
 
 @dataclass(frozen=True)
-class Limits:
+class EpisodeLimits:
     """The limits: tokens of a turn, of an answer (0: any), of all turns together (0: any), of the context; and turns."""
 
     turn: int
@@ -293,12 +293,12 @@ def _begin(
     count: int,
     seed_of: Callable[[int, int], int],
     tokenizer: Any,
-    limits: Limits,
-) -> list[Episode]:
+    limits: EpisodeLimits,
+) -> list[LiveEpisode]:
     """Start `count` episodes of each prompt. The observation of `reset` follows the prompt and is the same within a group."""
     shown = [{"prompt": row.dataset_prompt, **row.columns} for _, _, row in prompts for _ in range(count)]
     openings_of_all = rules.playing.begin(shown)
-    episodes: list[Episode] = []
+    episodes: list[LiveEpisode] = []
     for place, (index, ids, row) in enumerate(prompts):
         openings = openings_of_all[place * count : (place + 1) * count]
         heard = [opening for opening in openings if not isinstance(opening, Fault)]
@@ -309,7 +309,7 @@ def _begin(
         cuts: list[Cut] = []
         opened = row
         if heard and heard[0] is not None:
-            assert not isinstance(heard[0], Opening)  # `games.py` plays those
+            assert not isinstance(heard[0], Opening)  # `seats.py` plays those
             fitted = limits.fit(partial(render_opening, tokenizer, row), heard[0], 0, 0, cuts)
             if fitted is None:
                 openings = [Fault(f"there is no room for what reset() said ({cuts[0].reason})")] * count
@@ -317,7 +317,7 @@ def _begin(
                 ids, opened = tuple(fitted[0]), opened_row(row, fitted[1])
         history = EpisodeHistory.of(tokenizer, opened, rules.form)
         for k, opening in enumerate(openings):
-            episode = Episode(index, k, row, ids, seed_of(place, k), history.copy(), cuts=list(cuts))
+            episode = LiveEpisode(index, k, row, ids, seed_of(place, k), history.copy(), cuts=list(cuts))
             if isinstance(opening, Fault):
                 episode.over, episode.reason = True, opening.reason
             episodes.append(episode)
@@ -339,7 +339,7 @@ def opened_row(row: Row, opening: Observation) -> Row:
     return replace(row, prompt=[*(prompt or []), *as_messages(opening)])
 
 
-def episode_trajectory(episode: Episode, version: int, tokenizer: Any) -> Trajectory:
+def episode_trajectory(episode: LiveEpisode, version: int, tokenizer: Any) -> Trajectory:
     """Return what a finished episode yields."""
     completion = Completion(
         ids=tuple(episode.ids),

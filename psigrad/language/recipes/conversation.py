@@ -19,8 +19,8 @@ from psigrad.language.episodes import environments
 from psigrad.language.episodes.environment_pool import EnvironmentPool
 from psigrad.language.episodes.environments import InProcess, Playing
 from psigrad.language.episodes.episodes import Episodes
-from psigrad.language.episodes.games import Games
 from psigrad.language.episodes.players import Player
+from psigrad.language.episodes.seats import Games
 from psigrad.language.episodes.tools import CallForm, Tool, ToolBoxes, call_form_of, resolve, schemas
 from psigrad.runs.journal import Journal
 

@@ -14,8 +14,8 @@ from psigrad.config import OnlineConfig
 from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.posted_forms import Tell
 from psigrad.language.data.reward_view import reward_view
-from psigrad.language.episodes.games import Games
 from psigrad.language.episodes.players import Player, collector_of
+from psigrad.language.episodes.seats import Games
 from psigrad.language.episodes.tools import schemas
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_critic, load_model, load_own_reference, load_start
@@ -123,11 +123,8 @@ def open_job(
         row_limits.check_positions(longest or model.max_length, reference=own_reference, critic=critic and critic.model)
         optimizer, world = optimizer_of(model, config, journal.world), journal.world
         past = _past_selves(config, model, checkpoint, journal.world)
-        learners = _learners(config, model, optimizer, critic, own_reference)
-        learners += [Follower(one, f"past-{n}") for n, one in enumerate(past.models if past else ())]
+        learners = _learners(config, model, optimizer, critic, own_reference, past)
         fresh, pins = State(algorithm=algorithm.initial_state()), collect_pins(config, model.tokenizer, prepared, setup)
-        if isinstance(player, Games):  # an evaluation plays against itself
-            player = replace(player, opponents=past)
         begun = begin(config, journal, learners, pins, checkpoint, fresh, (len(rows), len(held_out)))
         run = Online(
             config=config,
@@ -137,8 +134,8 @@ def open_job(
             prompts=prompts,
             params=sampling_params(config.sampling, model, (prompt.row for prompt in prompts)),
             total_steps=config.run.steps(len(prompts), config.prompts_per_step),
-            rollout=_rollout(config, model, sampler, scorer, player, world),
-            annotators=[*annotators_of(own_reference), *([past] if past else [])],
+            rollout=_rollout(config, model, sampler, scorer, player, world, past),
+            annotators=annotators_of(own_reference, past),
             critic=critic,
             executor=stack.enter_context(executor_of(config, sampler, world)),
             world=world,
@@ -155,6 +152,7 @@ def _learners(
     optimizer: Optimizer,
     critic: ValueModel | None,
     reference: LanguageModel | Teacher | None,
+    past: PastSelves | None,
 ) -> list[Learner | Follower]:
     """Return everything whose weights a checkpoint stores."""
     learners: list[Learner | Follower] = [Learner(model, optimizer)]
@@ -162,7 +160,7 @@ def _learners(
         learners.append(Learner(critic.model, critic.optimizer, "critic"))
     if isinstance(reference, LanguageModel) and config.ref_model_sync_steps:
         learners.append(Follower(reference, "reference"))
-    return learners
+    return learners + [Follower(one, f"past-{n}") for n, one in enumerate(past.models if past else ())]
 
 
 def _past_selves(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World) -> PastSelves | None:
@@ -175,8 +173,16 @@ def _past_selves(config: OnlineConfig, model: LanguageModel, checkpoint: Path | 
 
 
 def _rollout(
-    config: OnlineConfig, model: LanguageModel, sampler: Sampler, scorer: Scorer | None, player: Player | None, world: World
+    config: OnlineConfig,
+    model: LanguageModel,
+    sampler: Sampler,
+    scorer: Scorer | None,
+    player: Player | None,
+    world: World,
+    past: PastSelves | None,
 ) -> ScoredRollout:
+    if isinstance(player, Games):  # evaluations play without past selves
+        player = replace(player, opponents=past)
     collector = collector_of(sampler, model, player, needs_reward=scorer is None)
     return ScoredRollout(
         collector,
@@ -187,13 +193,13 @@ def _rollout(
     )
 
 
-def annotators_of(reference: LanguageModel | Teacher | None) -> list[Annotator]:
+def annotators_of(reference: LanguageModel | Teacher | None, past: PastSelves | None = None) -> list[Annotator]:
     """Return the annotators of a run. Each adds its column only if the algorithm reads it."""
     if reference is None:
         first: list[Annotator] = []
     else:
         first = [TeacherReference(reference) if isinstance(reference, Teacher) else Reference(reference)]
-    return [*first, OldLogProbs(), OldEntropy(), Values()]
+    return [*first, OldLogProbs(), OldEntropy(), Values(), *([] if past is None else [past])]
 
 
 @contextlib.contextmanager

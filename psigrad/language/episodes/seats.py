@@ -18,7 +18,15 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import decode
 from psigrad.language.episodes.environments import Fault, Observation, Opening, Playing, Step
 from psigrad.language.episodes.episode_history import EpisodeHistory, as_messages
-from psigrad.language.episodes.episodes import Episode, Episodes, Limits, episode_trajectory, opened_row, render_opening, settle
+from psigrad.language.episodes.episodes import (
+    EpisodeLimits,
+    Episodes,
+    LiveEpisode,
+    episode_trajectory,
+    opened_row,
+    render_opening,
+    settle,
+)
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Cut, NextTurn, Sampler, SamplingParams, Trajectory
 
@@ -60,7 +68,7 @@ class Games:
         self it plays that many games for each seat, in which only this seat learns.
         """
         limits, params = self.rules.limits(params, model.max_length)
-        games: list[Table] = []
+        games: list[SeatedGame] = []
         for place, (index, ids, row) in enumerate(prompts):
             opponent = None if self.opponents is None else self.opponents.pick(seed_of(place, 0), version)
             for learner in (None,) if opponent is None else range(self.seats):
@@ -68,7 +76,7 @@ class Games:
                 for k in range(num_generations):
                     seed = seed_of(place, k) if learner is None else seeds.derive(seed_of(place, k), "learner", learner)
                     seats = [self._seat(index, k, row, ids, seed, seat, model.tokenizer) for seat in range(self.seats)]
-                    games.append(Table(seats, samplers, learner))
+                    games.append(SeatedGame(seats, samplers, learner))
         entries = Entries(model.tokenizer, limits)
         self._begin(games, entries)
         self._play(games, params, entries)
@@ -83,11 +91,11 @@ class Games:
                 ]
         return settle(sampler, trajectories, params) if self.playing.paced and not self.rules.together else trajectories
 
-    def _seat(self, index: int, k: int, row: Row, ids: tuple[int, ...], seed: int, seat: int, tokenizer: Any) -> Episode:
+    def _seat(self, index: int, k: int, row: Row, ids: tuple[int, ...], seed: int, seat: int, tokenizer: Any) -> LiveEpisode:
         history = EpisodeHistory(tokenizer, row, self.rules.form, [], "")
-        return Episode(index, k, row, ids, seeds.derive(seed, "seat", seat), history, seat=seat)
+        return LiveEpisode(index, k, row, ids, seeds.derive(seed, "seat", seat), history, seat=seat)
 
-    def _begin(self, games: Sequence[Table], entries: Entries) -> None:
+    def _begin(self, games: Sequence[SeatedGame], entries: Entries) -> None:
         """Start all games, which begin alike within a group."""
         rows = [game.seats[0].row for game in games]
         openings = self.playing.begin([{"prompt": row.dataset_prompt, **row.columns} for row in rows])
@@ -103,7 +111,7 @@ class Games:
             else:
                 game.turn_to(opening.seat, opening.observation, entries)
 
-    def _play(self, games: Sequence[Table], params: SamplingParams, entries: Entries) -> None:
+    def _play(self, games: Sequence[SeatedGame], params: SamplingParams, entries: Entries) -> None:
         """Play all games to their end. Ready seats of one sampler take their turns together."""
         owned: dict[int, tuple[Sampler, list[tuple[int, int]]]] = {}
         for number, game in enumerate(games):
@@ -137,11 +145,11 @@ class Games:
 class Entries:
     """The first observations of seats as prompts. Seats that read the same share one rendering."""
 
-    def __init__(self, tokenizer: Any, limits: Limits) -> None:
+    def __init__(self, tokenizer: Any, limits: EpisodeLimits) -> None:
         self.tokenizer, self.limits = tokenizer, limits
-        self._known: dict[tuple[int, str], Episode] = {}
+        self._known: dict[tuple[int, str], LiveEpisode] = {}
 
-    def enter(self, seat: Episode, said: Observation) -> None:
+    def enter(self, seat: LiveEpisode, said: Observation) -> None:
         """Give a seat its first observation. Without room for it, the seat is over."""
         key = (id(seat.row), repr(said))
         if key not in self._known:
@@ -160,10 +168,10 @@ class Entries:
 
 
 @dataclass
-class Table:
+class SeatedGame:
     """A game under way. `learner` is the only seat that yields a trajectory; None: all do."""
 
-    seats: list[Episode]
+    seats: list[LiveEpisode]
     samplers: list[Sampler]
     learner: int | None
     acting: int = 0

@@ -20,7 +20,7 @@ from psigrad.language.data.templates import decode
 from psigrad.language.episodes.environment_pool import EnvironmentPool
 from psigrad.language.episodes.environments import InProcess, resolve
 from psigrad.language.episodes.episodes import Episodes
-from psigrad.language.episodes.games import Games
+from psigrad.language.episodes.seats import Games
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.tiny import model as tiny_model
 from psigrad.language.recipes.online_settings import check
