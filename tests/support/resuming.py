@@ -82,9 +82,9 @@ def lagging_config(job: Path, output: Path, **run):
 
 
 def past_config(job: Path, output: Path, **run):
-    """A game of two seats against two past selves, a new one after every second step."""
+    """A game of two seats against three past selves, a new one after every second step."""
     made = replace(online_config(job, output, **run), environment="kuhn", data=Data(), prompts_per_step=2, num_generations=3)
-    return replace(made, past_opponents=0.5, past_every=2, past_kept=2)
+    return replace(made, past_opponents=0.5, past_every=2, past_kept=3)
 
 
 def dropping(config, job: Path, output: Path, **run):
@@ -131,8 +131,8 @@ def digest(folder: Path) -> dict[str, str]:
         "critic": newest / "critic" / "model.safetensors",
         "critic's optimizer": newest / "critic" / "optimizer.safetensors",
         "reference": newest / "reference" / "model.safetensors",
-        "past self": newest / "past-0" / "model.safetensors",
-        "other past self": newest / "past-1" / "model.safetensors",
+        "past self": newest / "past-1" / "model.safetensors",
+        "other past self": newest / "past-2" / "model.safetensors",
         "sampled ahead": newest / "pending.jsonl",
         "value head": newest / "value_head.safetensors",
     }
