@@ -115,7 +115,8 @@ class EpisodeSettings:
 
     environment: Annotated[str | Callable[..., Any], MAIN] = ""
     """Text environment that answers each turn: guess, calculator, grid, or module:Class with reset(row) and step(text). Those of
-    other libraries are openenv:ADDRESS, verifiers:TASKSET, and an MCP server as "mcp:COMMAND" or mcp:http://…"""
+    other libraries are openenv:ADDRESS, verifiers:TASKSET, textarena:GAME, and an MCP server as "mcp:COMMAND" or mcp:http://…
+    Games of several seats, all played by the policy, are kuhn and pennies."""
     tools: Annotated[tuple[str | Callable[..., Any], ...], MAIN] = ()
     """Tools that the policy may call, offered through the chat template: typed Python functions as module:function, and all
     tools of an MCP server as "mcp:COMMAND" or mcp:http://…"""
@@ -244,6 +245,13 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     ref_model_mixup_alpha: Annotated[Share, Needs("ref_model_sync_steps")] = 0.6
     """Share of the policy in the moved reference, which becomes this · policy + (1 - this) · reference. 1 copies the policy; a
     small share after every step is an exponential moving average."""
+    past_opponents: Share = 0.0
+    """In games of several seats: share of the prompts that are played against a frozen past self. Each seat then learns in its
+    own games. 0: the policy plays all seats, and all of them learn."""
+    past_every: Annotated[Count, Needs("past_opponents")] = 50
+    """Steps between two past selves. The first is the start of the run."""
+    past_kept: Annotated[Count, Needs("past_opponents")] = 1
+    """Number of newest past selves to draw from. Each stays in memory in full."""
     teacher_prompt: str = ""
     """Column of the dataset with the prompt that the reference reads instead of the policy's, such as one with the solution
     (self-distillation); empty: both read the same prompt."""

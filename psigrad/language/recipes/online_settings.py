@@ -15,6 +15,7 @@ from psigrad.language.loading.teacher import Teacher, is_address
 from psigrad.language.models.experts import replay_routers
 from psigrad.language.models.free_memory import ADAPTER, WHOLE, share_for_activations
 from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.recipes.conversation import count_seats
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Sampler
 from psigrad.language.training.online.online_run import is_exact
@@ -96,6 +97,7 @@ def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) ->
             "prompts; choose a policy gradient, such as grpo."
         )
     check_sampling(config.sampling)
+    _check_seats(config, algorithm)
     if config.router_replay:
         _check_replay(config, algorithm)
     _check_reference(config, algorithm, needs_reward)
@@ -117,6 +119,26 @@ def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) ->
             f"num_minibatches is {config.num_minibatches} and a step has {config.prompts_per_step} groups; a minibatch takes "
             "whole groups, so give at most as many minibatches as prompts_per_step."
         )
+
+
+def _check_seats(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
+    if count_seats(config) > 1 and isinstance(algorithm, OnlinePreference):
+        raise UserError(
+            f"{algorithm.name or 'The algorithm'} compares two completions of one prompt, and the seats of a game read different "
+            "ones; choose a policy gradient, such as rloo."
+        )
+    if not config.past_opponents:
+        return
+    reasons = {
+        "the environment has one seat": count_seats(config) == 1,
+        "with LoRA a past self would be another adapter; train without it (lora_rank 0)": config.model.lora_rank > 0,
+        f"sampling.sampler is {config.sampling.sampler!r}; use embedded": config.sampling.sampler != "embedded",
+        "placement.strategy=fsdp samples from a copy": config.placement.strategy == "fsdp",
+        "placement.cluster samples elsewhere": bool(config.placement.cluster),
+        "with a lag past selves would be older than the step says": config.lag > 0,
+    }
+    if why := next((why for why, holds in reasons.items() if holds), ""):
+        raise UserError(f"past_opponents lets past selves play, and {why}; or leave it out.")
 
 
 def _check_replay(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
