@@ -15,7 +15,7 @@ TESTED := dev,types,peers,browser,docs,studio,serve,postgres,mcp,sweep,ifeval,ta
 # Bytecode is kept, also where the environment says otherwise: tests start processes by the thousand, and each would compile anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quick demo demo-real test tests suite test-machine lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm bench-vllm test-lm-eval test-tiers test-amx test-llama-cpp bench-llama-cpp test-verifiers test-openenv test-tinker test-cookbook test-agents bench lint types docs size install clean
+.PHONY: help quick demo demo-real test tests suite test-machine lock test-studio test-faults test-mutants test-long test-cluster bench-cluster test-vllm bench-vllm test-lm-eval test-tiers test-amx test-llama-cpp bench-llama-cpp test-verifiers test-openenv test-textarena self-play test-tinker test-cookbook test-agents bench lint types docs size install clean
 
 help:
 	@echo "make demo       install, then train a small language model by SFT and GRPO and show what came of it (minutes)"
@@ -38,6 +38,8 @@ help:
 	@echo "make test-llama-cpp  exported GGUF files in llama.cpp, in an environment of its own: a download of 90 MB"
 	@echo "make test-verifiers  the tests of environments of verifiers, in an environment of their own"
 	@echo "make test-openenv  the tests of environments of OpenEnv, in an environment of their own"
+	@echo "make test-textarena  the tests of textarena's games, in an environment of their own"
+	@echo "make self-play  a tiny model in Kuhn poker from random weights, five seeds of each rule, and docs/images/self_play.png (a quarter of an hour; resumable)"
 	@echo "make test-tinker  the client of Tinker against psigrad's server, in an environment of its own"
 	@echo "make test-cookbook  tinker-cookbook's loops and recipes against psigrad's server, in an environment of their own (minutes)"
 	@echo "make test-agents  eight programs that people bring, each against a model that is taught its calls and trained through it (minutes)"
@@ -45,7 +47,7 @@ help:
 	@echo "make bench-real the models and lengths that people train with, beside TRL (hours; resumable)"
 	@echo "make bench-gpu  the same on a CUDA device, with the packages that its Python has"
 	@echo "make test-gpu   the tests of what only runs there, likewise"
-	@echo "make lint       ruff"
+	@echo "make lint       ruff, and the English of docstrings, messages and pages"
 	@echo "make types      mypy --strict"
 	@echo "make docs       the documentation site, into build/docs"
 	@echo "make size       lines of code in each room, and the files that one online step passes through"
@@ -238,6 +240,19 @@ $(OPENENV_VENV)/.installed: $(INSTALLED)
 test-openenv: $(OPENENV_VENV)/.installed
 	PYTHONPATH=. $(OPENENV_VENV)/bin/python -m pytest -m openenv tests/extras/openenv
 
+TEXTARENA_VENV ?= .venv-textarena
+$(TEXTARENA_VENV)/.installed: $(INSTALLED)
+	$(PYTHON) -m venv $(TEXTARENA_VENV)
+	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(TEXTARENA_VENV)/lib/python3*/site-packages)/psigrad.pth
+	$(TEXTARENA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check textarena==0.7.4
+	@touch $(TEXTARENA_VENV)/.installed
+
+test-textarena: $(TEXTARENA_VENV)/.installed
+	PYTHONPATH=. $(TEXTARENA_VENV)/bin/python -m pytest -m textarena tests/extras/test_textarena.py
+
+self-play: $(INSTALLED)
+	$(RUN) -m studies.self_play
+
 $(TINKER_VENV)/.installed: $(INSTALLED)
 	$(PYTHON) -m venv $(TINKER_VENV)
 	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(TINKER_VENV)/lib/python3*/site-packages)/psigrad.pth
@@ -302,6 +317,7 @@ test-gpu:
 lint: $(LIGHT)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) tools/english.py
 
 types: $(INSTALLED)
 	$(RUN) -m mypy psigrad psigrad_extras psigrad_studio psigrad_serve studies

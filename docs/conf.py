@@ -125,7 +125,7 @@ def chapter(source: str, folder: Path, page: str) -> str:
 def docstring(lines: list[str]) -> list[str]:
     """reStructuredText of a docstring: `code` becomes a literal, indented lines a block or a formula, "- " begins an item."""
     out: list[str] = []
-    lines = formulas(lines)
+    lines = examples(formulas(lines))
     before = "blank"  # what the line above was: blank, text, item or block
     for line in lines:
         indented = line.startswith(" ")
@@ -145,6 +145,15 @@ def docstring(lines: list[str]) -> list[str]:
             out.append("")
         out.append(f"    {line}" if kind == "block" else marked(line))
         before = kind
+    return out
+
+
+def examples(lines: list[str]) -> list[str]:
+    """The docstring with each example, ">>> code" and its output, as an indented block."""
+    out: list[str] = []
+    for line in lines:
+        inside = line.startswith(">>> ") or (line.strip() and bool(out) and out[-1].startswith("    >>> "))
+        out.append(f"    {line}" if inside else line)
     return out
 
 

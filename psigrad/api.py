@@ -56,7 +56,7 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
 ) -> Result:
     """Train `model` on `dataset` and return the `Result` (folder, model path, figures before and after).
 
-    - `method` is a name of `psigrad --help` ("sft", "grpo", "dpo", "reward", …), a mapping that changes a preset's parts, or a
+    - `method` is a name of `psigrad --all` ("sft", "grpo", "dpo", "reward", …), a mapping that changes a preset's parts, or a
       `PolicyGradient`.
     - `model` is a folder, a hub name, or a transformers model. An object is trained in place, as in TRL: afterwards it holds the
       trained weights, with any adapter merged in. Its initial weights are saved in `start/` of the run folder.
@@ -78,7 +78,7 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
     declared = of_spec(method)
     processing = settings.pop("processing_class", None)
     if tokenizer is not None and processing is not None:
-        raise UserError("tokenizer and processing_class are the same, and both are given; give one of them.")
+        raise UserError("tokenizer and processing_class are two names of one argument; give one of them.")
     tokenizer = processing if tokenizer is None else tokenizer
     own = {"model.path": model, "data.dataset": dataset, "data.eval_dataset": eval_dataset, "reward": reward}
     named = resolve_names(declared.settings, {name: value for name, value in own.items() if value is not None} | settings)
@@ -109,7 +109,7 @@ def _of_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: bo
     converted = convert_object(args)
     if method not in (converted.trainer, converted.method):
         raise UserError(
-            f"args is {kind_of(args)}, which is for {converted.trainer}, and the method is {method!r}; give "
+            f"args is {kind_of(args)}, which is for {converted.trainer}, but the method is {method!r}; call "
             f'psigrad.train("{converted.method}", …).'
         )
     for difference in converted.differs:
@@ -125,15 +125,13 @@ def _of_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: bo
 def _in_memory(objects: GivenModel, named: Mapping[str, Any], recipe: str) -> dict[str, Any]:
     """Return the settings for a model given as an object: its output folder, the path of its initial weights, its precision."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not named.get("run.output_dir"):
-        raise UserError(
-            "The model is an object and several processes train it; give output_dir, which all of them must agree on."
-        )
+        raise UserError("The model is an object and several processes train it; give output_dir, the same for all of them.")
     folder = Path(named.get("run.output_dir") or new_folder(recipe))
     start = TypedPath(str(absolute(folder / START)), str(folder / START))
     if named.get("model.dtype", objects.dtype) != objects.dtype:
         raise UserError(
-            f"The model's weights are {objects.dtype} and dtype is {named['model.dtype']!r}; leave dtype out, or convert "
-            "the model before it is given."
+            f"The model's weights are {objects.dtype} but dtype is {named['model.dtype']!r}; remove dtype, or convert "
+            "the model first."
         )
     return {"run.output_dir": folder, "model.path": start, "model.dtype": objects.dtype}
 
@@ -146,7 +144,7 @@ def _adapter(config: peft.LoraConfig | None, named: Mapping[str, Any]) -> dict[s
 
     meant = {f"model.{name}": value for name, value in settings_of(config).items()}
     if twice := sorted(meant.keys() & named.keys()):
-        raise UserError(f"peft_config is given and {twice[0].partition('.')[2]} too; say it in one of them.")
+        raise UserError(f"peft_config and {twice[0].partition('.')[2]} are both given; remove one of them.")
     return meant
 
 
@@ -203,11 +201,11 @@ def _rows(dataset: Dataset, split: str = "train", setting: str = "split", usual:
     if isinstance(dataset, Mapping):
         if name not in dataset:
             raise UserError(
-                f"The dataset has the splits {', '.join(map(str, dataset))} and none is {name!r}; name one of them as {setting}."
+                f"The dataset has the splits {', '.join(map(str, dataset))} but not {name!r}; set {setting} to one of them."
             )
         dataset = dataset[name]
     elif name != usual:
-        raise UserError(f"{setting} is {split!r}, and the rows that are given have no splits; leave it out.")
+        raise UserError(f"{setting} is {split!r}, but the given rows have no splits; remove it.")
     if not isinstance(dataset, Iterable):
         raise UserError(f"The dataset is {dataset!r}; expected the name of a file, folder or hub dataset, or rows.")
     return list(encoded(unformatted(dataset)))

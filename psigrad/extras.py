@@ -47,6 +47,8 @@ BESIDE = {
     "sandbox": Beside("psigrad_extras.connect.remote_sandbox", "A sandbox service"),
     "server": Beside("psigrad_extras.connect.openai_server", "--server"),
     "teacher": Beside("psigrad_extras.connect.teacher_server", "A teacher behind a server"),
+    "textarena": Beside("psigrad_extras.connect.textarena_environment", "An environment of textarena", "textarena"),
+    "text games": Beside("psigrad_extras.text_games", "A game of several seats"),
     "trackers": Beside("psigrad_extras.connect.trackers", "report_to"),
     "verifiers": Beside("psigrad_extras.connect.verifiers_environment", "An environment of verifiers", "verifiers"),
     "vllm": Beside("psigrad_extras.vllm.vllm_backend", "sampler=vllm", "vllm"),

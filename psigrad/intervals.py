@@ -130,7 +130,8 @@ def detectable_gain(values: Sequence[float]) -> float:
     Formula: g = 2.8·√((v(m) + v(m + g))/n), v the variance of a row at that mean, and at least 5.5/n of the values' range
              (6.7/n below `LARGE`), with which four (five) rows turn in 80 % of cases
 
-    Rows count as drawn anew, so that the true gain is smaller if rows differ in difficulty. Raises ValueError without values.
+    The second evaluation counts as a new draw, so the true gain is smaller if rows differ in difficulty.
+    Raises ValueError without values.
     """
     n, mean, error = _moments(values)
     within = all(0 <= value <= 1 for value in values)

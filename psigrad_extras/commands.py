@@ -234,7 +234,7 @@ def sweep(arguments: list[str]) -> int:
     )
     if flags.asks_for_help(arguments):
         print(f"{usage}\n\nTrials over any settings, chosen by Optuna. Each is trained once for each seed and judged by its mean")
-        print("held-out figure. The same command resumes the study. METHOD is one of `psigrad --help`, or: control ppo.")
+        print("held-out figure. The same command resumes the study. METHOD is one of `psigrad --all`, or: control ppo.")
         return 0
     single = ("--trials", "--metric", "--direction", "--output-dir")
     names, listed, rest = flags.parse_lists(arguments, "--search", "--seeds", *single)

@@ -93,14 +93,14 @@ def calculate(expression: str) -> int:
                 return _OPERATIONS[type(op)](value(left), value(right))
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -value(operand)
-        raise ValueError(f"{expression!r} is no sum, difference or product of whole numbers")
+        raise ValueError(f"{expression!r} is not a sum, difference or product of whole numbers")
 
     if len(expression) > 100:
         raise ValueError("the expression is longer than 100 characters")
     try:
         return value(ast.parse(expression.strip(), mode="eval").body)
     except SyntaxError as error:
-        raise ValueError(f"{expression!r} is no expression") from error
+        raise ValueError(f"{expression!r} is not an expression") from error
 
 
 @dataclass

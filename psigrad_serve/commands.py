@@ -21,10 +21,10 @@ def serve(arguments: list[str]) -> int:
         print(f"{usage}\n       [--sampler embedded|vllm] [--dtype float32|bfloat16] [--device D] [--threads N]")
         print("       [--chat-template-path FILE] [--trust-remote-code]")
         print("       [--state FOLDER]\n       psigrad serve MODEL --tinker [--state FOLDER]\n")
-        print("The model behind the APIs of OpenAI (chat completions, completions, responses) and Anthropic (messages).")
-        print("With --state the responses that a request may go on from are there after a restart too, and else in memory.")
-        print("With --tinker it is the Tinker API: its client trains adapters of the model here, kept in --state.")
-        print("It binds this machine only, and asks for the token that it prints, or that PSIGRAD_SERVE_TOKEN has.")
+        print("Serve a model through the APIs of OpenAI (chat completions, completions, responses) and Anthropic (messages).")
+        print("--state stores responses on disk, so that requests can continue them after a restart.")
+        print("--tinker serves the Tinker API: its client trains adapters of the model, stored in --state.")
+        print("The server listens on this machine only and requires a token: the printed one, or PSIGRAD_SERVE_TOKEN.")
         return 0
     models, listed, rest = flags.parse_lists(arguments, "--name")
     mine: dict[str, Any] = {"port": 0, "host": "127.0.0.1", "token": "", "tinker": False, "state": ""}
@@ -33,7 +33,7 @@ def serve(arguments: list[str]) -> int:
     path = _only("serve", models, usage)
     names = tuple(listed["--name"]) or (path.rstrip("/"),)
     if tinker and len(names) > 1:
-        raise UserError(f"--tinker got the names {', '.join(names)}; its client knows a model by one, so give one --name.")
+        raise UserError(f"--tinker got the names {', '.join(names)}; its client uses a single name, so give one --name.")
     from psigrad_serve import serving
 
     listening = serving.listen(host, port)

@@ -121,7 +121,7 @@ def read_form(form: type[F], body: Mapping[str, Any]) -> F:
     for name, values in NEUTRAL.items():
         if name in given and name not in form.model_fields and given[name] not in values:
             raise ApiError(
-                f"{name} is {json.dumps(given[name])[:80]}, which this server can't do; leave it out.",
+                f"{name} is {json.dumps(given[name])[:80]}, which this server can't do; remove it.",
                 param=name, code="unsupported_parameter",
             )  # fmt: skip
     kept = {name: value for name, value in given.items() if name in form.model_fields or name not in {*IDLE, *NEUTRAL}}

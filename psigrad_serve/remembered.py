@@ -35,7 +35,7 @@ class Remembered:
             ):
                 self._held.execute(line)
         except (OSError, sqlite3.Error) as error:
-            raise UserError(f"Responses cannot be kept in {file} ({error}); name another folder as --state.") from error
+            raise UserError(f"Responses cannot be stored in {file} ({error}); name another folder as --state.") from error
 
     def add(self, name: str, messages: list[dict[str, Any]]) -> None:
         """Store a conversation."""

@@ -264,7 +264,7 @@ def _characters(value: Any) -> int:
 
 
 def _needs_embedded(name: str) -> ApiError:
-    why = f"{name} needs the embedded sampler, and this server has another; leave it out."
+    why = f"{name} needs the embedded sampler, and this server has another; remove it."
     return ApiError(why, param=name, code="unsupported_parameter")
 
 

@@ -91,7 +91,7 @@ def talk(
             text = asyncio.run(_answer(served, call, say))
         except ApiError as error:
             said.pop()
-            say(f"{error.message} /new begins another conversation.\n")
+            say(f"{error.message} /new starts another conversation.\n")
             continue
         except KeyboardInterrupt:
             text = "…"

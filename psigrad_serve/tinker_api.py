@@ -86,7 +86,7 @@ class TinkerServer:
             if given[flag] != usual:
                 raise UserError(
                     f"--tinker does not take --{flag.replace('_', '-')} {given[flag]}: the client writes the prompts, and the "
-                    "embedded sampler draws; leave it out."
+                    "embedded sampler draws; remove it."
                 )
         run = from_dict(Run, {"device": given["device"], "threads": given["threads"]}, "")
         machine.prepare_torch(run)
@@ -219,7 +219,7 @@ class TinkerServer:
             raise ApiError(f"There is no sampling session {session!r}.", status=404)
         for wanted in ("topk_prompt_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k", "topk_sample_logprobs"):
             if body.get(wanted):
-                raise ApiError(f"{wanted} can't be had here; leave it out.")
+                raise ApiError(f"{wanted} can't be had here; remove it.")
         path = self.samplers[session] if session else body.get("model_path") or ""
         name = f"{session}:{body['seq_id']}" if session and body.get("seq_id") is not None else secrets.token_hex(8)
         if name not in self.futures:
@@ -234,7 +234,7 @@ class TinkerServer:
             raise ApiError("A prompt has something else than text, which this model does not read.")
         stop = asked.get("stop")
         if stop == []:
-            raise ApiError("stop is [], and this sampler ends at EOS; leave it out.")
+            raise ApiError("stop is [], and this sampler ends at EOS; remove it.")
         words = [stop] if isinstance(stop, str) else [each for each in stop or () if isinstance(each, str)]
         ids = tuple(each for each in stop or () if isinstance(each, int))
         room = engine.model.max_length - len(prompt)

@@ -183,7 +183,7 @@ class _Events:
 def _question(form: AnswerForm) -> ChatQuestion:
     roles = [said.role for said in form.messages]
     if any(role != ("user", "assistant")[i % 2] for i, role in enumerate(roles)) or len(roles) % 2 == 0:
-        raise UserError("A conversation goes user, assistant, user, and ends with the user; start a new one.")
+        raise UserError("A conversation alternates user and assistant and ends with the user; start a new one.")
     if not form.messages[-1].content:
         raise UserError("The message is empty; say something.")
     if sum(len(said.content) for said in form.messages) + len(form.system) > LONGEST_TALK:

@@ -27,7 +27,7 @@ from psigrad_studio.labels.refusals import Conflict
 from psigrad_studio.labels.schema import LabelTask, StoredPrompt
 
 PROJECT = "Chat comparisons"
-INSTRUCTIONS = "Which answer is better? These pairs were asked for on the chat page, by two checkpoints that it kept unnamed."
+INSTRUCTIONS = "Which answer is better? These pairs come from the chat page, from two unnamed checkpoints."
 MOST_OPEN = 200
 
 

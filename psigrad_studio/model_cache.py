@@ -105,7 +105,9 @@ class ModelCache:
             if self._held() + wanted.bytes > self.most_bytes and old not in in_use:
                 del self._loaded[old]
         if self._held() + wanted.bytes > self.most_bytes:
-            raise UserError(f"There is no memory for {wanted.name} beside the models in use; try again when they have answered.")
+            raise UserError(
+                f"There is not enough memory for {wanted.name} and the models in use; try again when they have answered."
+            )
         return before - len(self._loaded)
 
     def _held(self) -> int:

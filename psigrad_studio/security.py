@@ -230,7 +230,7 @@ class Guard:
         if scope["method"] != "GET":
             raise Refused(405, "method", "This method is not served.")
         if _header(scope, "host") not in self.settings.own_hosts:
-            raise Refused(403, "key", "The key opens the studio on its own machine only; elsewhere ask for an invite.")
+            raise Refused(403, "key", "The key opens the studio on its own machine only; on another machine use an invite.")
         values = [part[4:] for part in scope["query_string"].split(b"&") if part.startswith(b"key=")]
         if len(values) != 1 or not self.sessions.admits(values[0].decode("latin-1")):
             raise Refused(403, "key", "The key is not the one of this studio; open the address that it printed.")
@@ -290,7 +290,7 @@ class Guard:
         if _header(scope, "content-encoding") not in (None, "identity"):
             raise Refused(415, "encoding", "Compressed bodies are refused.")
         if length is not None and (not re.fullmatch("[0-9]{1,12}", length) or int(length) > most):
-            raise Refused(413, "size", f"What was sent is too long; at most {most // 1024} KB are read.")
+            raise Refused(413, "size", f"The request is too large; the limit is {most // 1024} KB.")
         has_body = length not in (None, "0") or _header(scope, "transfer-encoding") is not None
         if has_body and scope["method"] in SAFE:
             raise Refused(400, "body", "This method takes no body.")
@@ -309,7 +309,7 @@ class Guard:
                 raise Refused(408, "slow", "The body took too long to arrive.") from None
             seen += len(message.get("body", b""))
             if seen > most:
-                raise Refused(413, "size", f"What was sent is too long; at most {most // 1024} KB are read.")
+                raise Refused(413, "size", f"The request is too large; the limit is {most // 1024} KB.")
             whole = not message.get("more_body", False)
             return message
 

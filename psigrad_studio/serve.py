@@ -50,13 +50,13 @@ def studio(
         raise UserError(f"The runs folder {runs!r} does not exist; name the folder that holds your runs, or none for `runs`.")
     for folder in checkpoints:
         if not Path(folder).is_dir():
-            raise UserError(f"The checkpoint {folder!r} is no folder; name one that holds a model.")
+            raise UserError(f"The checkpoint {folder!r} is not a folder; name one with a model.")
     if not 0 < model_memory < 1e6:
         raise UserError(f"model_memory is {model_memory}; expected gigabytes above 0.")
     for name in allow_host:
         if not _HOST.fullmatch(name):
             raise UserError(
-                f"The host {name!r} is no name in small letters; expected one as in labels.example.org, without http://."
+                f"The host {name!r} is not a name in small letters; expected one such as labels.example.org, without http://."
             )
     if database:
         _try(database)

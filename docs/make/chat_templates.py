@@ -312,8 +312,7 @@ COLUMNS: dict[str, Callable[[Case], None]] = {
     "date": printed_date,
 }
 
-SHOWN = {"yes": "✓", "dropped": "dropped", "refused": "refused", "wrong": "**wrong**"}
-RIGHT = ("yes", "dropped")
+OUTCOMES = ("dropped", "refused", "wrong")
 
 
 def writes_calls(name: str) -> bool:
@@ -337,14 +336,14 @@ def outcome(name: str, column: str) -> str:
 
 
 def table() -> str:
-    """The table, a template a row, and how many are right in each column."""
-    found = {name: [outcome(name, column) for column in COLUMNS] for name in names()}
-    lines = ["| template | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
-    lines += [f"| {name} | " + " | ".join(SHOWN[cell] for cell in row) + " |" for name, row in found.items()]
-    calling = [row for name, row in found.items() if writes_calls(name)]
-    for rows, of in ((list(found.values()), ""), (calling, " that write calls")):
-        right = [sum(row[i] in RIGHT for row in rows) for i in range(len(COLUMNS))]
-        lines += [f"| right of {len(rows)}{of} | " + " | ".join(map(str, right)) + " |"]
+    """The templates that are right in every column, and for the others the columns that are not."""
+    found = {name: {column: outcome(name, column) for column in COLUMNS} for name in names()}
+    right = [f"`{name}`" for name, cells in found.items() if set(cells.values()) == {"yes"}]
+    lines = [f"{len(right)} of {len(found)} pass all {len(COLUMNS)} checks: {', '.join(right)}.", "", "The others:", ""]
+    lines += [f"| template | {' | '.join(OUTCOMES)} |", "|---" * (len(OUTCOMES) + 1) + "|"]
+    for name, cells in found.items():
+        by = [", ".join(column for column, cell in cells.items() if cell == one) or "–" for one in OUTCOMES]
+        lines += [] if set(by) == {"–"} else [f"| `{name}` | {' | '.join(by)} |"]
     return "\n".join(lines) + "\n"
 
 

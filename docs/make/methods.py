@@ -24,6 +24,7 @@ DOCS = Path(__file__).parents[1]
 TABLE = DOCS / "methods" / "table.md"
 
 SLOT_NAMES = {*MEANING.values(), "score", "link"}
+COUNTED = "over the chosen steps t of the kept trajectories i; "  # said once, in table.md
 COMMON = ("ratio", "aggregate", "KL")  # slots whose parts many methods share: their formula is enough
 UNMEASURED = "No curve has been measured yet."
 
@@ -46,10 +47,8 @@ def _template(name: str) -> str:
 
 def _formula(name: str) -> str:
     """Return the formula that a method minimises, part by part. `psigrad explain` prints the same with each part's source."""
-    papers = _papers(name)
-    cited = f" Papers: {', '.join(f'arXiv:{paper}' for paper in papers)}." if papers else ""
-    more = f"`psigrad explain {name}` prints the source of each part.{cited}"
-    return f"## Formula\n\n{_sections(algorithms.explain(name))}\n\n{more}"
+    papers = ", ".join(f"arXiv:{paper}" for paper in _papers(name))
+    return f"## Formula\n\n{_sections(algorithms.explain(name))}" + (f"\n\nPapers: {papers}." if papers else "")
 
 
 def _sections(explained: str) -> str:
@@ -58,7 +57,7 @@ def _sections(explained: str) -> str:
     shift = 0  # how far the lines of a part inside a part are moved to the right
     common = False
     for line in _unwrapped(explained):
-        indent, text = len(line) - len(line.lstrip()), line.strip()
+        indent, text = len(line) - len(line.lstrip()), line.strip().removeprefix(COUNTED)
         slot, colon, part = text.partition(": ")
         if not text or text.startswith(("Source: ", "agents (--agent)")):
             continue

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_origin
 from psigrad.compat.table import TABLE
 from psigrad.compat.trl import AGGREGATES, LINKS, LOSSES
 from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
-from psigrad.config.fields import Mark, Setting, flag_of, help_of, settings_of
+from psigrad.config.fields import Mark, Setting, help_of, settings_of
 from psigrad.config.methods import list_declarations
 from psigrad.config.shortcuts import SHORTCUTS, find_places
 from psigrad.control.settings import ControlConfig
@@ -31,7 +31,7 @@ RECIPES = {
     "control": ControlConfig,
 }
 
-# The text of each mark in the column "may change".
+# The word of each mark, in italics after the meaning.
 CHANGES = {
     Mark.FREE: "resume",
     Mark.RECORDED: "recorded",
@@ -39,7 +39,7 @@ CHANGES = {
     Mark.LIVE: "callback",
 }
 
-COLUMNS = "flag | type | default | may change | meaning"
+COLUMNS = "type | default | meaning"
 
 
 def _beside() -> str:
@@ -62,12 +62,12 @@ def page() -> str:
         parts += [f"## `{section}.…`" if section else "## Settings without a section", ""]
         large = {recipes: names for recipes, names in groups.items() if len(names) >= 5}
         for recipes, names in large.items():
-            parts += [] if len(recipes) == len(RECIPES) else [f"Of {', '.join(recipes)}:", ""]
+            parts += [] if len(recipes) == len(RECIPES) else [f"{_commands(recipes)}:", ""]
             parts += _table("setting", COLUMNS, [_row(name, found[name]) for name in names])
         rest = {name: recipes for recipes, names in groups.items() if recipes not in large for name in names}
         if rest:
             parts += ["Others:", ""] if large else []
-            rows = [_row(name, found[name], f" Only {', '.join(recipes)}.") for name, recipes in rest.items()]
+            rows = [_row(name, found[name], recipes) for name, recipes in rest.items()]
             parts += _table("setting", COLUMNS, rows)
     return fill(PAGE.read_text(), settings="\n".join(parts), defaults=_beside(), parts=_parts(), names=_others())
 
@@ -94,17 +94,17 @@ def _others() -> str:
     for row in TABLE.values():
         if row.means:
             names.setdefault(row.means, []).append(f"`{row.name}`")
-    meant = [
-        f"| `{row.name}={_written(value)}` | {', '.join(f'`{n}={_written(v)}`' for n, v in new.items())} |"
-        for row in TABLE.values()
-        for value, new in row.values.items()
-        if new
-    ]
-    meant += [f"| `loss_type={loss}`, online | `aggregate={how}` |" for loss, how in AGGREGATES.items()]
-    meant += [
-        f"| `loss_type={loss}`, preference | {f'`loss.link={loss}`' if loss in LINKS else f'`psigrad {method}`'} |"
-        for loss, method in LOSSES.items()
-    ]
+    meant: dict[str, list[str]] = {}
+    for row in TABLE.values():
+        for value, new in row.values.items():
+            if new and value is not None:  # null is the default
+                given = f"`{row.name}={_written(value)}`"
+                meant.setdefault(", ".join(f"`{n}={_written(v)}`" for n, v in new.items()), []).append(given)
+    for loss, how in AGGREGATES.items():
+        meant.setdefault(f"`aggregate={how}`", []).append(f"`loss_type={loss}`")
+    for loss, method in LOSSES.items():
+        link = f"`loss.link={loss}`" if loss in LINKS else f"`psigrad {method}`"
+        meant.setdefault(link, []).append(f"`loss_type={loss}`")
     computed: dict[str, list[str]] = {}
     for row in TABLE.values():
         if row.rule:
@@ -112,7 +112,7 @@ def _others() -> str:
     return "\n".join(
         [
             *_table("names", "setting", [f"| {', '.join(given)} | `{means}` |" for means, given in names.items()]),
-            *_table("name and value", "setting", meant),
+            *_table("name and value", "setting", [f"| {', '.join(given)} | {means} |" for means, given in meant.items()]),
             *_table("names", "are converted into", [f"| {', '.join(given)} | {rule} |" for rule, given in computed.items()]),
         ]
     )
@@ -127,16 +127,22 @@ def _written(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else "[]" if value == () else value
 
 
-def _row(name: str, uses: dict[str, Setting], only: str = "") -> str:
-    """Return one line of a table. If the default differs between commands, the line names them."""
+def _commands(recipes: tuple[str, ...]) -> str:
+    """Return the commands that have a setting, in words."""
+    if recipes == tuple(RECIPES)[:4]:
+        return "Only training"
+    return "Not control" if recipes == tuple(RECIPES)[:6] else f"Only {', '.join(recipes)}"
+
+
+def _row(name: str, uses: dict[str, Setting], only: tuple[str, ...] = tuple(RECIPES)) -> str:
+    """Return one line of a table. If the default differs between commands, the line names those with another than the first."""
     recipe, first = next(iter(uses.items()))
-    same = all(one.default == first.default for one in uses.values())
-    default = _default(first.default) if same else ", ".join(f"{_default(one.default)} ({r})" for r, one in uses.items())
-    flag = flag_of(name)
-    flag = f"`{flag}`, `--no-{flag[2:]}`" if first.type is bool else f"`{flag}`"
-    changes = "; ".join(words for mark, words in CHANGES.items() if mark in first.marks) or "–"
+    others = [f"{_default(one.default)} ({r})" for r, one in uses.items() if one.default != first.default]
+    default = ", ".join([_default(first.default), *others])
     about = help_of(RECIPES[recipe], name).replace("<", "&lt;")
-    return f"| `{name}` | {flag} | {_kind(first.annotated)} | {default} | {changes} | {about}{only} |"
+    about += "" if len(only) == len(RECIPES) else f" {_commands(only)}."
+    about += "".join(f" *{word}*" for mark, word in CHANGES.items() if mark in first.marks)
+    return f"| `{name}` | {_kind(first.annotated)} | {default} | {about} |"
 
 
 def _kind(hint: Any) -> str:
@@ -154,7 +160,7 @@ def _kind(hint: Any) -> str:
     if type(None) in values:
         return f"{_kind(values[0])} or null"
     if values and all(isinstance(value, str | bool) for value in values):
-        return " or ".join(f"`{json.dumps(value) if isinstance(value, bool) else value}`" for value in values)
+        return ", ".join(f"`{json.dumps(value) if isinstance(value, bool) else value}`" for value in values)
     words = {bool: "bool", str: "str", int: "int", float: "float"}
     return words.get(hint, "str or mapping" if str in values else "any" if hint is not Any else "str or mapping")
 

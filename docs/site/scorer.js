@@ -1,5 +1,5 @@
 // How pages are ranked by a search. The name of a setting, in any spelling, leads to the settings. Otherwise a page comes first whose
-// title has the words; guides come before chapters of the course, and those before the reference.
+// title has the words, and first of all a heading that equals them; guides come before chapters of the course, and those before the reference.
 const asked = () => (new URLSearchParams(location.search).get("q") || "").toLowerCase().trim();
 const isSetting = (words) => {
   if (words.includes("_") || words.startsWith("--")) return true; // to which the page of settings answers only if it has the words
@@ -11,12 +11,13 @@ const shareInTitle = (words, title) => {
   const all = words.split(/\s+/);
   return all.filter((word) => title.toLowerCase().includes(word)).length / all.length;
 };
-const PLACES = [["settings", 3], ["debugging", 2], ["first_grpo", 1], ["course/", -3], ["api/", -2]];
+const PLACES = [["families", 3], ["debugging", 2], ["first_grpo", 1], ["course/", -3], ["api/", -2]];
 var Scorer = {
   score: ([page, title, anchor, description, score]) => {
     const words = asked();
     const place = PLACES.reduce((sum, [place, more]) => (page.startsWith(place) ? sum + more : sum), 0);
-    return score + place + (page === "settings" && isSetting(words) ? 40 : 0) + 20 * shareInTitle(words, title.split(" > ").pop()) ** 2;
+    const heading = title.split(" > ").pop().toLowerCase() === words ? 50 : 0;
+    return score + place + heading + (page === "settings" && isSetting(words) ? 40 : 0) + 20 * shareInTitle(words, title.split(" > ").pop()) ** 2;
   },
   objNameMatch: 11,
   objPartialMatch: 6,

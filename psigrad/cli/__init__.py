@@ -77,17 +77,25 @@ GROUPS = {
 COMMANDS: dict[str, Command] = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 
-def help_text() -> str:
-    """Return the text of `psigrad --help`."""
-    width = max(map(len, COMMANDS))
+# The commands of `psigrad --help`; `psigrad --all` lists the others too.
+_COMMON = {
+    "commands": "demo init check plan eval chat serve studio",
+    "methods": "sft grpo dr_grpo dapo rloo ppo distill dpo kto simpo orpo reward",
+}
+
+
+def help_text(every: bool = False) -> str:
+    """Return the text of `psigrad --help`: the most used commands, or `every` command."""
+    groups = {title: list(group) for title, group in GROUPS.items()} if every else {t: n.split() for t, n in _COMMON.items()}
+    width = max(len(name) for names in groups.values() for name in names)
     lines = [
         "psigrad: reinforcement learning from a grid world to the post-training of language models",
         "",
         "usage: psigrad COMMAND [arguments]     psigrad COMMAND --help     psigrad --version",
     ]
-    for title, group in GROUPS.items():
-        lines += ["", f"{title}:", *(f"  {name:<{width}}  {command.purpose}" for name, command in group.items())]
-    return "\n".join(lines)
+    for title, names in groups.items():
+        lines += ["", f"{title}:", *(f"  {name:<{width}}  {COMMANDS[name].purpose}" for name in names)]
+    return "\n".join(lines if every else [*lines, "", f"psigrad --all lists all {len(COMMANDS)} commands and methods."])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,7 +114,9 @@ def _status_of(arguments: list[str]) -> int:
         if error.errno not in (errno.EMFILE, errno.ENFILE) or os.environ.get("PSIGRAD_TRACEBACK"):
             raise
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        print(f"psigrad: {error.strerror}: this process may have {most}; allow more (ulimit -n 1024).", file=sys.stderr)
+        print(
+            f"psigrad: {error.strerror}: this process may open {most} files; raise the limit (ulimit -n 1024).", file=sys.stderr
+        )
         return 2
     except ValueError as error:
         # UserError comes from anywhere, ValueError only from objective/, whose messages are also for users. A bug in psigrad must
@@ -127,8 +137,8 @@ def _status_of(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(help_text())
+    if not arguments or arguments[0] in ("-h", "--help", "help", "--all"):
+        print(help_text("--all" in arguments))
         return 0
     if arguments[0] in ("-V", "--version"):
         print(f"psigrad {__version__}")
@@ -138,7 +148,7 @@ def _run(arguments: list[str]) -> int:
         word = name.lower().replace("_", "-")
         if said := next((said for words, said in _PEERS.items() if word in words.split()), ""):
             raise UserError(f"There is no command {name!r}: {said}.")
-        raise UserError(f"There is no command {name!r}; `psigrad --help` lists them{nearest(name, COMMANDS) or '.'}")
+        raise UserError(f"There is no command {name!r}; `psigrad --all` lists them{nearest(name, COMMANDS) or '.'}")
     return COMMANDS[name].run(rest)
 
 

@@ -30,7 +30,7 @@ def init(arguments: list[str]) -> int:
         raise UserError(f"init takes a kind ({', '.join(KINDS)}) and a folder; for example: psigrad init verifiable my-project.")
     kind, folder = names[0], absolute(names[-1])
     if kind not in KINDS:
-        raise UserError(f"There is no kind of project {kind!r}; expected {', '.join(KINDS)}{nearest(kind, KINDS) or '.'}")
+        raise UserError(f"There is no project kind {kind!r}; expected {', '.join(KINDS)}{nearest(kind, KINDS) or '.'}")
     files = ", ".join(write(kind, folder))
     tests = "python -m pytest      # the project's own tests; pip install pytest brings it"
     print(f"{folder}: {files}\n\n  cd {folder}\n  {tests}\n  {KINDS[kind][1]}")

@@ -206,7 +206,7 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
     parser = _Parser(
         prog=f"psigrad {command}",
         description=inspect.getdoc(cls),
-        epilog="Settings may also stand in a YAML file (--config) or be given by dotted name: optim.learning_rate=1e-5. "
+        epilog="Settings may also be in a YAML file (--config) or be given by dotted name: optim.learning_rate=1e-5. "
         "Where defaults are not TRL's or Stable-Baselines3's: psigrad explain defaults.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
         usage=f"psigrad {command} [--config FILE] [name.of.setting=value ...] [flags]",

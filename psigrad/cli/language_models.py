@@ -68,7 +68,7 @@ def score(arguments: list[str]) -> int:
            "timeout": given["reward_timeout"], **{name: given[name] for name in ("split", "columns", "bad_rows")}}  # fmt: skip
     if given.get("attack"):
         if given["tokenizer"]:
-            raise UserError("score --attack counts no tokens; leave out --tokenizer, and rewards of lengths alone.")
+            raise UserError("score --attack counts no tokens; remove --tokenizer, and rewards that only read lengths.")
         return _attack(rewards, dataset, given["output"], max_rows=given["max_rows"], **how)
     from psigrad.language.recipes import score_rows
 
@@ -129,8 +129,8 @@ def agree(preset: str, given: Any, setting: str = "algorithm") -> None:
     named = given.get("preset", preset) if isinstance(given, dict) else given
     if isinstance(named, str) and named != preset and named in list_declarations():
         raise UserError(
-            f"The command is {preset} and the settings name the {setting} {named}; type `psigrad {named}`, or take the name out "
-            "of the settings."
+            f"The command is {preset}, but the settings name the {setting} {named}; run `psigrad {named}`, or remove the "
+            "name from the settings."
         )
 
 

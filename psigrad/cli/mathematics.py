@@ -18,7 +18,7 @@ def describe_warning(name: str) -> str:
 
     if (entry := texts().get(name.replace("-", "_"))) is None:
         return ""
-    example = f"\n\nThis gives it: psigrad {entry['example']}" if "example" in entry else ""
+    example = f"\n\nA command that raises it: psigrad {entry['example']}" if "example" in entry else ""
     for file, text in entry.get("files", {}).items():
         example += f"\n\n{file}:\n{textwrap.indent(text.rstrip(), '  ')}"
     return f"{entry['says']}\n\nWhy: {entry['why']}\nDo:  {entry['do']}{example}"
@@ -31,7 +31,7 @@ def explain(arguments: list[str]) -> int:
         print(f"{usage}\n\nThe formula that NAME optimises, part by part, or how OTHER differs from it.")
         print("NAME may also be that of a warning, as a run prints it: psigrad explain dead_groups")
         print("psigrad explain defaults shows the defaults that differ from those of TRL and Stable-Baselines3.")
-        print("Changes stand behind the name that they change: psigrad explain grpo algorithm.kl=null")
+        print("Write changes after the name: psigrad explain grpo algorithm.kl=null")
         return 0
     if arguments == ["defaults"]:
         return command("psigrad_extras", "defaults")([])

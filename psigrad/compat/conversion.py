@@ -74,7 +74,7 @@ def convert_object(args: Any) -> Conversion:
         values = {option: value for option, value in values.items() if option not in _DERIVED}
     made = without_usual(translated(name, values))
     if made.no_equal:
-        raise UserError(f"args asks for what psigrad has no equal of: {' '.join(made.no_equal)} Leave it out of {name}.")
+        raise UserError(f"args has options without an equivalent in psigrad: {' '.join(made.no_equal)} Remove them from {name}.")
     return made
 
 

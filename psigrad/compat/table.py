@@ -65,7 +65,7 @@ _MEMORY = "memory is bounded by micro_batch_tokens, which changes no gradient"
 _TRACKERS = "trackers are report_to=wandb, tensorboard, trackio, mlflow or swanlab"
 _PRECISION = "the precision is dtype=bfloat16 or dtype=float32"
 _REWARDS = "rewards are for what samples and scores, as grpo, ppo and eval do; other methods learn from the rows of their dataset"
-_CHECKPOINTS = "checkpoints are asked for by save_steps and save_minutes"
+_CHECKPOINTS = "save_steps and save_minutes set when checkpoints are written"
 _TORCHRUN = "on several machines torchrun or SLURM starts the processes"
 _ONLINE = "it changes the algorithm of an online method"
 _COLUMNS = "a dataset has TRL's columns, such as prompt or messages; rename or make them in the rows"
@@ -159,14 +159,14 @@ _ROWS = (
     _is("fp16", {False: {}}, _PRECISION),
     _is("use_cpu", {True: {"run.device": "cpu"}, False: {}}),
     _is("tf32", {True: {}, False: {}}),
-    _is("use_vllm", {True: {"sampling.sampler": "vllm"}, False: {}}, "vLLM is asked for by sampler=vllm"),
+    _is("use_vllm", {True: {"sampling.sampler": "vllm"}, False: {}}, "sampler=vllm samples with vLLM"),
     _is("use_peft", {True: {"model.lora_rank": 16, "model.lora_alpha": 32.0, "model.lora_dropout": 0.05}, False: {}},
-        "an adapter is asked for by lora_rank=16"),
+        "lora_rank=16 adds an adapter"),
     _is("sync_ref_model", {True: {"ref_model_sync_steps": 512}, False: {}},
         "the reference follows the policy with ref_model_sync_steps=512"),
     _is("disable_tqdm", {True: {"run.progress": False}, False: {}}),
     # YAML reads `no` as False.
-    _is("eval_strategy", {"steps": {}, "no": _NO_EVALUATION, False: _NO_EVALUATION}, "evaluation is asked for by eval_steps"),
+    _is("eval_strategy", {"steps": {}, "no": _NO_EVALUATION, False: _NO_EVALUATION}, "eval_steps sets when to evaluate"),
     _is("save_strategy", {"steps": {}, "no": _NO_CHECKPOINTS, False: _NO_CHECKPOINTS},
         f"{_CHECKPOINTS}; the last step is always kept"),
     _is("optim", {
@@ -182,7 +182,7 @@ _ROWS = (
     _is("resume_from_checkpoint", {True: {}, False: {"run.resume": "never"}},
         "the same command goes on from its newest checkpoint"),
     _is("use_liger_kernel", {False: {}}, "the log-probs are computed in chunks by kernels of psigrad's own"),
-    _is("packing", {False: {}}, "sequences are always packed and never attend to each other; leave it out, and give the "
+    _is("packing", {False: {}}, "sequences are always packed and never attend to each other; remove it, and give the "
         "rows of a step as batch_size, since TRL counts packs of max_length tokens"),
     _is(f"{_ROLLOUT}.name", {"vllm": {"sampling.sampler": "vllm"}, "hf": {"sampling.sampler": "transformers"}},
         "the sampler is sampler=embedded, transformers or vllm", "verl"),
@@ -205,7 +205,7 @@ _ROWS = (
     Entry("loss_type", "trl", rule="aggregate, the surrogate, or the loss", why=METHOD),
     Entry("warmup_ratio", "trl", why="it is a share of max_steps, from 0 to 1; warmup_steps counts steps"),
     Entry("dataset_config", "trl", rule="data.dataset=NAME:CONFIGURATION",
-        why="a configuration stands behind the dataset's name: dataset=openai/gsm8k:main"),
+        why="a configuration follows the dataset's name: dataset=openai/gsm8k:main"),
     Entry("ddp_timeout", "trl", rule="timeout_minutes", why="how long processes wait for one another is timeout_minutes"),
     Entry("model_init_kwargs", "trl", rule="model.dtype and model.revision",
         why="a model is loaded by dtype and revision, and psigrad chooses the rest"),
@@ -225,7 +225,8 @@ _ROWS = (
     # Names that change nothing in psigrad.
     *_needless("sequences are packed without padding, within micro_batch_tokens",
         "per_device_eval_batch_size eval_accumulation_steps padding_free auto_find_batch_size"),
-    *_needless("completions are in rollouts.jsonl and in the report", "log_completions num_completions_to_print"),
+    *_needless("completions are in rollouts.jsonl and in the report; show_completions prints some",
+        "log_completions num_completions_to_print"),
     *_needless("every step is in metrics.jsonl", "logging_first_step logging_strategy log_level"),
     *_needless("every column reaches the reward functions", "remove_unused_columns"),
     *_needless(_READ_ONCE,
@@ -272,7 +273,7 @@ _ROWS = (
     *_no_equal("trackio runs locally", trackio_space_id=None, trackio_bucket_id=None, trackio_static_space_id=None),
     *_no_equal("the model is evaluated before its first step and then every eval_steps", eval_delay=0),
     *_no_equal("a checkpoint holds all that a resume needs", save_only_model=False),
-    *_no_equal("the token is read from HF_TOKEN or `hf auth login`, so that it stands in no file", hub_token=None),
+    *_no_equal("the token is read from HF_TOKEN or `hf auth login`, so that no file contains it", hub_token=None),
     *_no_equal(_PUSHED_ONCE, hub_always_push=False),
     *_no_equal("one seed derives all others", data_seed=None),
     *_no_equal("it is dp_replicate_size, tp_size and cp_size of the section placement", parallelism_config=None),
@@ -314,12 +315,12 @@ _ROWS = (
     *_no_equal("the loss is the method's, whose parts may be your own: algorithm.psi=mine.py:my_advantage",
         compute_loss_func=None),
     *_no_equal("a figure of held-out prompts is metric=module:function, which has the form of a reward", compute_metrics=None),
-    *_no_equal("psigrad packs the rows, and what is learned of one follows from its columns", data_collator=None),
+    *_no_equal("psigrad packs the rows, and its columns determine what is learned", data_collator=None),
     *_no_equal("the model is given as model=", model_init=None),
     *_no_equal("episodes of several turns have environment= or tools=, and a sampler of your own is sampler=module:Class",
         rollout_func=None),
     *_no_equal("it is environment=module:Class with reset(row) and step(text)", environment_factory=None),
-    *_no_equal("an adapter is asked for by lora_rank=16; psigrad.train takes a LoraConfig as peft_config", peft_config=None),
+    *_no_equal("lora_rank=16 adds an adapter; psigrad.train takes a LoraConfig as peft_config", peft_config=None),
     *_no_equal("the tokenizer is the model's; psigrad.train takes another one as tokenizer", processing_class=None,
         tokenizer=None),
     # Names with a replacement.
@@ -342,7 +343,7 @@ _ROWS = (
     *_instead(_TRACKERS, "trainer.logger", "verl"),
     *_instead("an optimizer has learning_rate, weight_decay and, AdamW, adam_beta1, adam_beta2 and adam_epsilon", "optim_args"),
     *_instead("psigrad.train takes a configuration of TRL; in a file or as flags settings are given one by one", "args"),
-    *_instead("a run goes on from its newest checkpoint; for a fresh one give another output_dir", "overwrite_output_dir"),
+    *_instead("a run resumes from its newest checkpoint; for a new one give another output_dir", "overwrite_output_dir"),
     *_instead("passes over a batch are num_iterations", "n_epochs", "sb3"),
     *_instead("completions are drawn from the policy as it is; temperature, top_p, top_k and min_p shape it",
         "repetition_penalty"),
@@ -354,17 +355,17 @@ _ROWS = (
     *_instead("there is no gSDE; the first deviation of real actions is log_std_init", "sde_sample_freq", "sb3"),
     *_instead("hyperparameters are settings one by one, as learning_rate=1e-3",
         "hyperparams hyperparameters hyperparameter", "sb3"),
-    *_instead("evaluation is asked for by eval_steps", "eval_freq", "sb3"),
+    *_instead("eval_steps sets when to evaluate", "eval_freq", "sb3"),
     *_instead(_CHECKPOINTS, "save_freq", "sb3"),
     *_instead(_TRACKERS, "track tensorboard_log", "sb3"),
     *_instead("write net_arch: [64, 64], activation: relu and log_std_init: -2 as settings", "policy_kwargs", "sb3"),
     *_instead("wrappers are wrappers: [module:Class]", "env_wrapper frame_stack", "sb3"),
-    *_instead("settings are --config FILE, and a run goes on by the same --output-dir", "conf_file trained_agent", "sb3"),
+    *_instead("settings are --config FILE, and a run resumes with the same --output-dir", "conf_file trained_agent", "sb3"),
     *_instead("there is no search for hyperparameters: call psigrad.control from Optuna", "optimize n_trials", "sb3"),
     *_instead("how copies of an environment are stepped is vectorization=serial, sync or async", "vec_env", "sb3"),
 )
 # fmt: on
 TABLE: Mapping[str, Entry] = MappingProxyType({row.name: row for row in _ROWS})
-assert len(TABLE) == len(_ROWS), "a name stands there twice"
+assert len(TABLE) == len(_ROWS), "a name occurs twice"
 NOTHING = Entry("")
 """The entry of an unknown name."""

@@ -348,7 +348,7 @@ def _generation_batch(theirs: Mapping[str, int], at_once: int, accumulated: int,
         sum_of = f"{at_once} completions at once × {rounds} = {completions} a step"
     if completions % group:
         raise UserError(
-            f"The batch sizes make {sum_of}, which is no multiple of num_generations {group}; change one of them, or give "
+            f"The batch sizes make {sum_of}, which is not a multiple of num_generations {group}; change one of them, or give "
             "prompts_per_step, the prompts of a step over all devices."
         )
     if completions % update:

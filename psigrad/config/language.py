@@ -81,9 +81,8 @@ class PackingSettings:
     """The size of a forward pass."""
 
     micro_batch_tokens: Annotated[CountOrZero, RECORDED, MAIN, On(cuda=0)] = 4096
-    """Tokens per forward pass; a step is split to fit, which changes no gradient. On a CPU a few thousand are fastest, since
-    their activations fit in the processor's caches. 0: as many as fit in the device's free memory by the arithmetic of
-    `psigrad plan`, which on a GPU also switches gradient_checkpointing off if training is faster without it."""
+    """Tokens per forward pass; a step is split to fit, which changes no gradient. On a CPU a few thousand are fastest. 0: as many
+    as fit in the device's free memory; on a GPU this also switches gradient_checkpointing off if that is faster."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,8 @@ class EpisodeSettings:
 
     environment: Annotated[str | Callable[..., Any], MAIN] = ""
     """Text environment that answers each turn: guess, calculator, grid, or module:Class with reset(row) and step(text). Those of
-    other libraries are openenv:ADDRESS, verifiers:TASKSET, and an MCP server as "mcp:COMMAND" or mcp:http://…"""
+    other libraries are openenv:ADDRESS, verifiers:TASKSET, textarena:GAME, and an MCP server as "mcp:COMMAND" or mcp:http://…
+    Games of several seats, all played by the policy, are kuhn and pennies."""
     tools: Annotated[tuple[str | Callable[..., Any], ...], MAIN] = ()
     """Tools that the policy may call, offered through the chat template: typed Python functions as module:function, and all
     tools of an MCP server as "mcp:COMMAND" or mcp:http://…"""
@@ -125,8 +125,8 @@ class EpisodeSettings:
     environment_workers: Annotated[Count, RECORDED, _PLAYED] = 1
     """Number of processes that run environments and tools."""
     environment_sandbox: Annotated[bool, RECORDED, _ENCLOSED] = False
-    """Run environments, tools and agents in bubblewrap: no network, and write access to a temporary folder only. They can read
-    Python, the working folder and the folders that they are imported from. An agent can still reach the policy."""
+    """Run environments, tools and agents in bubblewrap: no network, write access to a temporary folder only, and read access to
+    Python, the working folder and their own folders. An agent can still reach the policy."""
     environment_files: Annotated[tuple[str, ...], PATH, RECORDED, Needs("environment_sandbox")] = ()
     """With environment_sandbox: extra files and folders that they may read."""
     max_turns: Annotated[Count, _PLAYED] = 8
@@ -138,9 +138,7 @@ class EpisodeSettings:
     """Maximum tokens of one answer of an environment or tool. A longer answer is cut. 0: as many as leave room for another
     turn."""
     turns_together: Annotated[bool, RECORDED, _PLAYED] = False
-    """Let each turn wait for the answers of all episodes. It is slower, but no batch depends on how long an answer took. In half
-    precision, and with top_p, top_k or min_p, a run repeats bitwise only with this.
-    """
+    """Let each turn wait for the answers of all episodes. It is slower, but no batch depends on how long an answer took."""
     agent: Annotated[str | Callable[..., Any], MAIN] = ""
     """A custom agent that calls the policy over HTTP: module:function or file.py:function, which takes the row and a client or a
     base_url. It returns its reward, or None to leave the reward to the reward functions."""
@@ -247,6 +245,13 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     ref_model_mixup_alpha: Annotated[Share, Needs("ref_model_sync_steps")] = 0.6
     """Share of the policy in the moved reference, which becomes this · policy + (1 - this) · reference. 1 copies the policy; a
     small share after every step is an exponential moving average."""
+    past_opponents: Share = 0.0
+    """In games of several seats: share of the prompts that are played against a frozen past self. Each seat then learns in its
+    own games. 0: the policy plays all seats, and all of them learn."""
+    past_every: Annotated[Count, Needs("past_opponents")] = 50
+    """Steps between two past selves. The first is the start of the run."""
+    past_kept: Annotated[Count, Needs("past_opponents")] = 1
+    """Number of newest past selves to draw from. Each stays in memory in full."""
     teacher_prompt: str = ""
     """Column of the dataset with the prompt that the reference reads instead of the policy's, such as one with the solution
     (self-distillation); empty: both read the same prompt."""
@@ -273,16 +278,16 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     num_minibatches: Annotated[Count, LIVE] = 1
     """Optimiser steps per pass; each takes an equal share of the groups."""
     lag: CountOrZero = 0
-    """Train each step on completions sampled with the weights of this many steps ago, so that sampling and training can overlap.
-    It needs a correction (algorithm.correction). 0: each step trains on completions of its own weights."""
+    """Train each step on completions of the weights of this many steps ago, so that sampling and training overlap. It needs a
+    correction (algorithm.correction). 0: each step trains on completions of its own weights."""
     max_refills: Annotated[CountOrZero, LIVE] = 4
     """With dynamic sampling: extra collections per step before training continues with the groups that have signal."""
     filter_metric: str = ""
     """With dynamic sampling: the reward function whose values must differ in a group (verl's filter_groups.metric); empty: the
     sum of all rewards but soft_overlong."""
     router_replay: bool = False
-    """Train a mixture of experts with the experts that each token used when it was sampled, whatever its routers would choose now
-    (R3, arXiv:2510.11370, in verl). It works with the embedded sampler and single completions."""
+    """Train a mixture of experts with the experts that each token used when it was sampled (R3, arXiv:2510.11370). It works with
+    the embedded sampler and single completions."""
     keep_activations_gb: Annotated[PositiveOrZero | None, RECORDED] = None
     """Memory, in 1e9 bytes, for activations that training reuses from sampling (fused decoder only, not with gradient
     checkpointing). With 0, or if they need more, training runs its own forward pass. By default a quarter of the memory that is
@@ -293,9 +298,11 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     """Prompts of each step whose completions are written to rollouts.jsonl token by token: log-probs, entropy, advantage."""
     record_prompts: Annotated[CountOrZero, RECORDED, LIVE] = 0
     """Prompts of each step whose completions are written to rollouts.jsonl; 0: all."""
+    show_completions: Annotated[CountOrZero, RECORDED] = 0
+    """Print this many completions of a step with their rewards, every logging_steps steps; 0: none. TRL: log_completions."""
     record_rows: Annotated[CountOrZero, RECORDED] = 0
-    """Keep about this many rows of completions. A new rollouts.jsonl starts at every gigabyte. The oldest of the previous files
-    are deleted while the remaining ones hold more rows than that. 0: keep all."""
+    """Keep about this many rows of completions: rollouts.jsonl is split at every gigabyte, and the oldest files are deleted. 0:
+    keep all."""
 
 
 @dataclass(frozen=True)
@@ -385,8 +392,8 @@ class SampleConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetti
     keep: Annotated[Literal["all", "best", "pairs"], MAIN] = "all"
     """Completions to write: all, the best of each prompt, or the best against the worst."""
     bradley_terry: Annotated[PositiveOrZero, Needs("keep=pairs")] = 0.0
-    """With keep=pairs: compare two completions of each prompt and draw the winner with probability σ(this · difference of
-    rewards), like a noisy human judge; 0: the best against the worst, without noise."""
+    """With keep=pairs: draw the winner of two completions with probability σ(this · difference of rewards), like a noisy human
+    judge; 0: the best against the worst."""
     output: Annotated[str, WRITTEN, MAIN] = ""
     """JSONL file for the rows."""
 

@@ -163,8 +163,8 @@ def _without_unread(cls: type[Any], values: Mapping[str, Any], where: str) -> di
         if not instead and value is False:  # disabling a feature that this command never uses is harmless
             continue
         if not instead or made.get(of, {}).get(own, value) != value:
-            what = f"stands for {instead}, which is given too" if instead else "is read by nothing here"
-            raise UserError(f"{where}{name} is {value!r} and {what}; leave it out.")
+            what = f"means {instead}, which is also given" if instead else "has no effect here"
+            raise UserError(f"{where}{name} is {value!r} and {what}; remove it.")
         put(made, instead, value, where)
     return made
 

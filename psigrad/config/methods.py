@@ -18,7 +18,7 @@ TrainingConfig = SFTConfig | RewardConfig | PreferenceConfig | OnlineConfig
 
 
 class Declaration(NamedTuple):
-    """The declaration of a method for the settings."""
+    """A method as a command: its settings class, its defaults and its one-line summary."""
 
     summary: str
     settings: type[Any]
@@ -49,9 +49,11 @@ def list_declarations() -> dict[str, Declaration]:
 def declaration(name: str) -> Declaration:
     """Return the method of that name. Raises `UserError` with the nearest name if there is none."""
     if name == "control":
-        raise UserError("control is no method of a language model; from Python it is psigrad.control.PPO('CartPole-v1').learn().")
+        raise UserError(
+            "control is not a method for language models; from Python use psigrad.control.PPO('CartPole-v1').learn()."
+        )
     if name not in list_declarations():
-        raise UserError(f"There is no method {name!r}; `psigrad --help` lists them{nearest(name, list_declarations()) or '.'}")
+        raise UserError(f"There is no method {name!r}; `psigrad --all` lists them{nearest(name, list_declarations()) or '.'}")
     return list_declarations()[name]
 
 

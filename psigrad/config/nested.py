@@ -37,7 +37,7 @@ def put(values: dict[str, Any], name: str, value: Any, source: str) -> None:
         elif first in ("algorithm", "loss") and (inner is None or isinstance(inner, str)):
             inner = values[parent] = {} if inner is None else {"part": inner}
         if not isinstance(inner, dict):
-            raise UserError(f"The {source} goes into {parent!r}, which is {inner!r} and has no fields.")
+            raise UserError(f"The {source} sets a field of {parent!r}, which is {inner!r} and has no fields.")
         values = inner
     values[leaf] = deepcopy(value) if isinstance(value, dict) else value  # the caller's object must not change
 
@@ -116,7 +116,7 @@ def read_value(text: str, hint: Any = None, name: str = "a value") -> Any:
         try:
             return json.loads(text)
         except ValueError as error:
-            raise UserError(f"{name} is {text!r}, which begins as a JSON object and is none ({error}); mend it.") from None
+            raise UserError(f"{name} is {text!r}, which starts like a JSON object but is not valid ({error}); fix it.") from None
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError:

@@ -128,11 +128,11 @@ def _result(slot: str, part: Any, call: Callable[[], Any]) -> Any:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(PACKAGE)]
         own = [frame for frame in frames if frame.filename == _file_of(part)]
         place = f"{own[-1].filename}, line {own[-1].lineno}" if own else _place_of(part)
-        raise UserError(f"The part {slot}, {_name(part)}, raised {name_reason(error)} on a made batch ({place}).") from error
+        raise UserError(f"The part {slot}, {_name(part)}, raised {name_reason(error)} on a test batch ({place}).") from error
 
 
 def _check(slot: str, part: Any, found: Any, shapes: tuple[tuple[int, ...], ...], dtype: Any = None) -> None:
-    """Raise `UserError` if a part's result is no tensor of one of these shapes."""
+    """Raise `UserError` if a part's result is not a tensor of one of these shapes."""
     names = {1: "[N]", 2: "[N, T]"}
     expected = " or ".join(f"{names[len(shape)]} = {list(shape)}" for shape in shapes)
     kind = "a boolean tensor" if dtype is not None else "a tensor"

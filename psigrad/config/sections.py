@@ -62,7 +62,7 @@ def columns_of(given: str | Mapping[str, str]) -> dict[str, str]:
         raise UserError(f"columns has {wrong[0]!r}; expected pairs such as question=prompt,answer=answer.")
     names = [name.strip() for name, _, _ in pairs]
     if twice := next((name for name in names if names.count(name) > 1), ""):
-        raise UserError(f"columns has {twice!r} twice; leave one of them out.")
+        raise UserError(f"columns has {twice!r} twice; remove one of them.")
     return {name: new.replace("\\n", "\n") for name, (_, _, new) in zip(names, pairs, strict=True)}
 
 
@@ -88,9 +88,8 @@ class Model:
     """Precision of the weights and of the forward pass, as in TRL on a GPU. The optimiser updates float32 masters of bfloat16
     weights. On a GPU, float32 products use TF32."""
     quantize_base: Literal["", "nf4", "int8", "gguf"] = ""
-    """Quantise the layers below a LoRA adapter: to 4 bits (nf4, as in QLoRA, blocks of 64), to 8 bits (int8, blocks of 32), or in
-    the types of a GGUF file (gguf: Q4_0, Q4_K, Q6_K, Q8_0). lora_save=both then saves the adapter only. TRL: load_in_4bit,
-    load_in_8bit."""
+    """Quantise the base of a LoRA adapter: to 4 bits (nf4, as in QLoRA), to 8 bits (int8), or in the types of a GGUF file (gguf).
+    TRL: load_in_4bit, load_in_8bit."""
     adapter: Literal["continue", "merge"] = "continue"
     """Use of an adapter that is given as the model: continue to train it, or merge it into its base and train all weights. With
     lora_rank it is merged, and a new adapter is added."""
@@ -111,9 +110,8 @@ class Model:
     lora_modules_to_save: Annotated[tuple[str, ...], _ADAPTER] = ()
     """Modules to train in full besides the adapter, and to save with it, such as lm_head."""
     lora_save: Annotated[Literal["both", "merged", "adapter"], RECORDED] = "adapter"
-    """Contents of the run's model/ at the end: the adapter only, the full model with the adapter merged in, or both, with the
-    adapter in model/adapter. `psigrad export --to merged` makes the full model from the adapter. A reward model is always saved
-    in full."""
+    """Contents of model/ at the end: the adapter, the full model with the adapter merged in, or both, with the adapter in
+    model/adapter. A reward model is always saved in full."""
     vision: bool = False
     """Load the vision tower of a checkpoint whose text half is a model of its own (Qwen 3.5), for rows with images. Gemma 3 and
     SmolVLM always have theirs."""
@@ -121,15 +119,15 @@ class Model:
     """Modules outside the text half that learn too, such as connector or vision_model. Otherwise they are frozen. With lora_rank
     their linear layers get adapters."""
     router_aux_loss_coef: PositiveOrZero | None = None
-    """Weight of the auxiliary loss that balances the load of a mixture of experts, in every method but reward models; empty: that
-    of the model's configuration, as in TRL. 0: none."""
+    """Weight of the loss that balances the load of a mixture of experts, in every method but reward models; empty: that of the
+    model's configuration. 0: none."""
     attention: Annotated[Literal["auto", "sdpa", "varlen", "flex"], RECORDED] = "auto"
     """Attention over packed sequences outside the fused decoder. On a GPU, "varlen" (torch's kernel, or flash-attn's) and "flex"
-    (compiled FlexAttention) compute only the scores that are needed, while "sdpa" pads. "auto" takes the first that runs and
-    gives the same numbers as "sdpa". On a CPU it is "sdpa"."""
+    (FlexAttention) compute only the scores that are needed; "sdpa" pads. "auto" takes the first that runs and equals "sdpa". On a
+    CPU it is "sdpa"."""
     gradient_checkpointing: Annotated[bool, RECORDED, On(cuda=True)] = False
-    """Recompute activations in the backward pass, and a large float32 head's gradient when it is needed. It saves memory and
-    takes a third more time; with a vocabulary of 150,000 on a small model, nearly twice the time. TRL: on."""
+    """Recompute activations in the backward pass. It saves memory and takes a third more time; with a vocabulary of 150,000 on a
+    small model, nearly twice the time. TRL: on."""
 
 
 @dataclass(frozen=True)
@@ -218,24 +216,23 @@ class Sampling:
     """Sampler of the completions: embedded (psigrad's), transformers (its generate), vllm (its engine, in a separate process), or
     a custom module:Class."""
     vllm_memory: Annotated[float, Gt(0), Lt(1), RECORDED, Needs("sampling.sampler=vllm")] = 0.4
-    """With sampler=vllm: share of the GPU's memory for vLLM's weights and cache. A sampler of a cluster does not share its GPU:
-    there it is 0.8 unless a value other than 0.4 is given."""
+    """With sampler=vllm: share of the GPU's memory for vLLM's weights and cache. In a cluster, whose samplers share no GPU, the
+    default is 0.8."""
     vllm_sleep: Annotated[bool, RECORDED] = False
-    """With sampler=vllm on the GPU that trains: vLLM frees its memory while the run trains. It drops its weights (sleep level 2),
-    which are sent again. Under an adapter and in shards the host keeps them (level 1)."""
+    """With sampler=vllm on the GPU that trains: vLLM frees its memory while the run trains."""
     vllm_device: Annotated[str, RECORDED, Needs("sampling.sampler=vllm")] = ""
     """With sampler=vllm: the engine's first GPU, such as cuda:1; empty: the GPU that trains. With a lag, a run of one process
     then samples while it trains."""
     vllm_readback: Annotated[bool, RECORDED, Needs("sampling.sampler=vllm")] = True
-    """With sampler=vllm: after each update, compare the weights in the engine with those that were sent, bit for bit. All weights
-    are read again, and without a GPU they stay in the host's memory until then. Off: compare only log-probs at the start."""
+    """With sampler=vllm: after each update, compare the engine's weights bit for bit with those that were sent. Off: compare only
+    log-probs at the start."""
     tensor_parallel_size: Annotated[Count, RECORDED] = 1
     """With sampler=vllm: number of devices over which each engine splits the model."""
     max_decode_batch: Annotated[Count, RECORDED] = 256
     """Sequences decoded at once. The others wait and enter as sequences finish."""
     cuda_graphs: bool = True
-    """With sampler=embedded on a GPU: record a decoding step once per batch size and replay it, several tokens at a time. The
-    cache then stays in memory. If it would take more than a fifth of the GPU's memory, steps are not recorded."""
+    """With sampler=embedded on a GPU: record decoding steps once per batch size and replay them, unless that takes more than a
+    fifth of the GPU's memory."""
 
     def vllm_memory_alone(self, gpus: float = 1.0) -> float:
         """Return the memory share of a vLLM engine that does not share its `gpus`."""
@@ -297,8 +294,8 @@ class Placement:
     """With fsdp: number of processes that split the tokens of every row, and the heads in attention (context parallelism,
     Ulysses)."""
     reduce_once: Annotated[bool, RECORDED, Needs("placement.strategy=fsdp")] = False
-    """With fsdp: sum gradients over the processes in the last pass of an optimiser step, instead of in each. It saves messages,
-    and each process then has the whole gradient, in float32. With a separate critic there is a sum in each pass."""
+    """With fsdp: sum gradients over the processes once per optimiser step, instead of in each pass. It saves messages, but each
+    process holds the whole float32 gradient."""
     timeout_minutes: Annotated[Positive, RECORDED] = 30.0
     """Minutes that a process waits for another one before it ends."""
     cluster: Annotated[str, RECORDED] = ""
@@ -311,8 +308,8 @@ class Placement:
     sampler_gpus: Annotated[PositiveOrZero, RECORDED, _CLUSTER] = 0.0
     """With a cluster: GPUs per sampling process; below 1, several share one."""
     weight_transfer: Annotated[Literal["auto", "object_store", "nccl", "gloo"], RECORDED, _CLUSTER] = "auto"
-    """With a cluster: transfer of weights to vLLM's engines: a broadcast from the trainer's GPU to theirs (nccl), one between
-    CPUs (gloo), or Ray's object_store; auto: nccl if both have GPUs. Other samplers always get them from the object store."""
+    """With a cluster: transfer of weights to vLLM's engines: between GPUs (nccl), between CPUs (gloo), or by Ray's object_store;
+    auto: nccl if both have GPUs."""
     parcel_prompts: Annotated[Count, RECORDED, _CLUSTER] = 2
     """With a cluster: prompts that are sent to a process together. Their completions are decoded in one batch."""
     scorers: Annotated[CountOrZero, RECORDED] = 0
@@ -362,8 +359,8 @@ class Run:
     watchdog_minutes: Annotated[PositiveOrZero, RECORDED] = 30.0
     """Report a phase of the run that lasts longer than this many minutes, and write all stacks to stacks.txt; 0: never."""
     async_save: Annotated[bool, RECORDED, On(cuda=True)] = False
-    """Copy the contents of a checkpoint to the host's memory, and write them in a thread while training continues. It has no
-    effect with callbacks, since they receive a finished checkpoint."""
+    """Write checkpoints in a thread while training continues. It has no effect with callbacks, since they receive a finished
+    checkpoint."""
     save_total_limit: Annotated[Count, RECORDED] = 2
     """Number of checkpoints to keep. The newest one that verifies is never deleted."""
     resume: Annotated[Literal["auto", "never", "must"], FREE] = "auto"
@@ -383,8 +380,8 @@ class Run:
     device: Annotated[str, MACHINE] = "auto"
     """Device to compute on. auto: cuda if available, else cpu."""
     max_memory: Annotated[str, MACHINE] = ""
-    """Memory limit, such as 8GB. To stay below it, micro-batches are made smaller and activations are recomputed, as the
-    arithmetic of `psigrad plan` requires. Empty: as the settings say."""
+    """Memory limit, such as 8GB: micro-batches are made smaller and activations are recomputed until the run fits. Empty: as the
+    settings say."""
     progress: Annotated[bool, FREE] = True
     """Show progress bars and tables."""
     report: Annotated[bool, FREE] = True

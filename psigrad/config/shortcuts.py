@@ -151,10 +151,7 @@ def expand(
             continue
         root = describe_method(stated[setting])
         if root is None:
-            raise UserError(
-                f"{one.name} changes a part of a method that psigrad knows, and {setting} is {stated[setting]!r}; set the part "
-                "there."
-            )
+            raise UserError(f"{one.name} changes a part of a preset, but {setting} is {stated[setting]!r}; set the part there.")
         places = short[one.name].find(root)
         if not places and not needless(one):
             lacking.append((one, _lacking(one.name, short[one.name], stated[setting])))

@@ -341,4 +341,4 @@ class DQN(Agent):
         try:
             self._trainer.replay.take(checkpoint.load_tensors(file))
         except ValueError as error:
-            raise UserError(f"{file} is no replay buffer of this agent: {error}.") from error
+            raise UserError(f"{file} is not a replay buffer of this agent: {error}.") from error

@@ -88,11 +88,11 @@ _WITHOUT_EQUAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "reset_num_timesteps": ((True, False), "steps are always counted on; for a fresh start make a new agent"),
     "callback": ((None,), "return_episode_rewards=True gives every episode"),
     "render": ((False,), "psigrad control --video draws an episode"),
-    "save_vecnormalize": ((True, False), "a saved policy holds what was normalised"),
+    "save_vecnormalize": ((True, False), "a saved policy includes the normalisation"),
     "warn": ((True, False), ""),
     "custom_objects": ((None,), "nothing in a saved policy is code"),
     "print_system_info": ((False,), "psigrad doctor prints what the machine offers"),
-    "force_reset": ((True,), "episodes always begin anew"),
+    "force_reset": ((True,), "episodes always restart"),
 }
 
 
@@ -107,18 +107,18 @@ def drop_foreign(settings: Mapping[str, Any]) -> dict[str, Any]:
         rest["adam_epsilon"] = rest.pop("rms_prop_eps")
     if isinstance(frequency := rest.get("train_freq"), tuple | list) and len(frequency) == 2:
         if frequency[1] != "step":
-            raise UserError(f"train_freq is {frequency!r}; expected a number of steps, as 4 or (4, 'step').")
+            raise UserError(f"train_freq is {frequency!r}; expected a number of steps, such as 4 or (4, 'step').")
         rest["train_freq"] = frequency[0]
     for name, (idle, advice) in _WITHOUT_EQUAL.items():
         if name in rest and (value := rest.pop(name)) not in idle:
-            raise UserError(f"{name} is {value!r}, which has no equal here: {advice}; leave it out.")
+            raise UserError(f"{name} is {value!r}, which has no equivalent here: {advice}; remove it.")
     for name, schedule in (("learning_rate", "lr_scheduler_type"), ("clip_range", "clip_range_schedule")):
         if callable(rest.get(name)):
             raise UserError(f"{name} is a function; expected its first value, and {schedule}='linear' to let it fall to 0.")
     asked = str(rest.pop("device", "auto"))
     if asked not in ("auto", "cpu"):
         raise UserError(
-            f"device is {asked!r}, and control runs on the CPU, which is faster for networks of this size; leave it out."
+            f"device is {asked!r}, but control runs on the CPU, which is faster for networks of this size; remove it."
         )
     return rest
 
@@ -188,7 +188,7 @@ _ATTRIBUTES = {
     "logger": "a callback of learn is given every figure; psigrad control --report-to writes them to a tracker",
     "set_logger": "a callback of learn is given every figure; psigrad control --report-to writes them to a tracker",
     "device": "control always runs on the CPU",
-    "get_vec_normalize_env": "what was normalised is part of the agent, and saved with it",
+    "get_vec_normalize_env": "the normalisation is part of the agent, and saved with it",
     "get_parameters": "save writes the weights as model.safetensors",
     "set_parameters": "load reads what save wrote",
     "set_random_seed": "the seed is a setting: seed=0",
@@ -215,13 +215,13 @@ def check_place(folder: Path) -> None:
     config = folder / "config.json"
     held = parse_row(config.read_bytes()) if config.is_file() else None
     if "normalizer" not in (held or {}) and (config.exists() or (folder / "model.safetensors").exists()):
-        raise UserError(f"{folder} holds another model than a policy of psigrad. Choose another path.")
+        raise UserError(f"{folder} holds a model that is not a policy of psigrad. Choose another path.")
 
 
 def strip_zip(path: Path) -> Path:
     """Return the folder of a policy that is named like a .zip file of Stable-Baselines3. Raises `UserError` for such a file."""
     if path.is_file():
-        raise UserError(f"{path} is a file, and a policy of psigrad is a folder; one of Stable-Baselines3 can't be read here.")
+        raise UserError(f"{path} is a file, and a policy of psigrad is a folder; those of Stable-Baselines3 cannot be read.")
     return path.with_suffix("") if path.suffix == ".zip" and not path.exists() else path
 
 

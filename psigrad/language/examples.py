@@ -22,7 +22,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Answer:
-    """What follows a prompt: `ids`, and the `mask` of those that the assistant wrote (its end of turn included).
+    """The text after a prompt: `ids`, and the `mask` of those that the assistant wrote (its end of turn included).
 
     Turns that the template rewrites once others follow are `apart`, each in its own context behind the same prompt.
     """

@@ -69,7 +69,7 @@ class Method(Generic[A]):
     name: str
     """The method's name on the command line and in Python."""
     summary: str
-    """One line for `psigrad --help`."""
+    """One line for `psigrad --all`."""
     algorithm: A
     """The method's mathematics."""
     defaults: Mapping[str, Any]

@@ -62,7 +62,7 @@ def check_format(place: Path, held: Mapping[str, Any]) -> None:
     if not isinstance(form, int) or form > FORMAT:
         raise UserError(
             f"{place} has format {form!r} and this psigrad reads formats up to {FORMAT}: a newer version wrote it; "
-            "update psigrad to read it or to go on with the run."
+            "update psigrad to read it or to resume the run."
         )
 
 
@@ -88,18 +88,18 @@ def check_settings(
     if now.get("run", {}).get("extend"):
         for change in longer:
             if change.before and (change.now or 0) < change.before:
-                raise UserError(f"{change}; run.extend goes on beyond the end, so give more than {change.before}.")
+                raise UserError(f"{change}; run.extend trains beyond the end, so give more than {change.before}.")
         refused = [c for c in refused if not c.is_length]
     if refused:
         # a mistyped model or data setting explains the rest
         refused.sort(key=lambda change: not change.name.startswith(("model.", "data.")))
         more = f"; and {len(refused) - 5} more" if len(refused) > 5 else ""
-        advice = "set them back to go on with it, or choose another output_dir"
+        advice = "restore them to resume it, or choose another output_dir"
         if refused == longer:
-            advice = "the learning rate's schedule depends on it: give --extend to go on to the new end, or set it back"
+            advice = "the learning rate's schedule depends on it: give --extend to train to the new end, or restore it"
         else:
             every = " ".join(change.name for change in refused)
-            advice += f"; --allow {every} goes on with the change{'s' if len(refused) > 1 else ''}"
+            advice += f"; --allow {every} accepts the change{'s' if len(refused) > 1 else ''}"
         raise UserError(f"{folder} is a run with other settings ({'; '.join(map(str, refused[:5]))}{more}); {advice}.")
     return changes
 
@@ -139,8 +139,8 @@ def check_pins(folder: Path, before: Mapping[str, Any], now: Mapping[str, str], 
         )
         names = " ".join(c.name for c in refused)
         raise UserError(
-            f"{folder} was trained with {what}. Put it back to go on with this run, go on all the same with --allow {names}, or "
-            "choose another output_dir."
+            f"{folder} was trained with {what}. Restore it to resume this run, resume anyway with --allow {names}, or choose "
+            "another output_dir."
         )
     return changes
 

@@ -114,12 +114,14 @@ class RolloutRow(TypedDict):
     """Turns of the policy, in episodes of several."""
     mask: NotRequired[list[int]]
     """In episodes of several turns: 1 for tokens that the policy chose."""
+    seat: NotRequired[int]
+    """The seat whose turns it holds, in a game of several seats."""
     cuts: NotRequired[list[dict[str, Any]]]
     """Answers of the environment that were cut, or dropped, which ends the episode: {"turn", "kind", "reason"}."""
     contexts: NotRequired[list[tuple[int, list[int]]]]
     """(place, prompt): from this token on the policy read this prompt instead of the previous text.
 
-    Present for agents, and for episodes whose chat template rewrites earlier turns.
+    Present for agents, for seats, and for episodes whose chat template rewrites earlier turns.
     """
     step_rewards: NotRequired[list[list[float]]]
     """(place, reward) of rewards before the end."""

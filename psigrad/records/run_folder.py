@@ -158,8 +158,8 @@ class RunFolder:
         self.finished = not longer and last.get("kind") == "finished" and self._holds_model(last.get("model") or {})
         self.lasting = last.get("pins") or {}
         if damaged:
-            known = "" if before is not None else " No checkpoint knows the settings of before; those of now are taken."
-            self._warn("config_damaged", f"config.json was damaged or gone and is written anew.{known}")
+            known = "" if before is not None else " No checkpoint has the earlier settings, so the current ones are used."
+            self._warn("config_damaged", f"config.json was damaged or missing and is written again.{known}")
 
     def _write_settings(self, settings: Mapping[str, Any]) -> None:
         row_lines.replace_file(self.path / "config.json", [(json.dumps(settings, indent=1) + "\n").encode()])
@@ -388,7 +388,7 @@ def _must_be_own(place: Path, is_right: Callable[[Path], bool], kind: str) -> No
     if place.is_symlink():
         raise RunFolderError(f"{place} is a link; a run folder holds its own files, so remove the link.")
     if place.exists() and not is_right(place):
-        raise RunFolderError(f"{place} is no {kind}; remove it, or choose another output_dir.")
+        raise RunFolderError(f"{place} is not a {kind}; remove it, or choose another output_dir.")
 
 
 def lock_folder(path: Path) -> BinaryIO:
@@ -401,8 +401,8 @@ def lock_folder(path: Path) -> BinaryIO:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in NO_LOCKS:
-            where = f"{path} lies on a file system without locks"
-            redaction.say(f"{where}; see to it yourself that no other run writes there.")
+            where = f"{path} is on a file system without locks"
+            redaction.say(f"{where}; make sure that no other run writes there.")
             return stream
         if not isinstance(error, BlockingIOError):
             raise

@@ -60,6 +60,6 @@ class Best(Callback):
         known = [key.removeprefix("eval/") for key in metrics if key.startswith("eval/")]
         if found is None and step and not self.figure and (name or not known):
             near = nearest(name.removeprefix("eval_"), known) or f", which has {', '.join(known) or 'none'}."
-            raise UserError(f"metric_for_best_model is {name!r} and no figure of this run's evaluation{near}")
+            raise UserError(f"metric_for_best_model is {name!r}, which is not a figure of this run's evaluation{near}")
         self.figure, value, greater = found or (self.figure, math.nan, True)
         return value, greater

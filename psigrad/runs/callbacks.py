@@ -328,11 +328,11 @@ def check_change(config: Any, name: str, value: Any) -> tuple[str, Any]:
     if dotted not in known:
         parts = " and ".join(f"numbers in {part}" for part in PARTS if hasattr(config, part))
         raise UserError(
-            f"{name} cannot be changed during a run; what can is {', '.join(known)}{', ' if parts else ''}{parts}"
+            f"{name} cannot be changed during a run; expected {', '.join(known)}{', ' if parts else ''}{parts}"
             f"{nearest(name, [*known, *(own.rpartition('.')[2] for own in known)]) or '.'}"
         )
     if dotted.startswith("sampling.") and getattr(config, "lag", False):
-        raise UserError(f"{name} cannot be changed in a run with a lag: completions of the steps to come are drawn already.")
+        raise UserError(f"{name} cannot be changed in a run with a lag: completions of later steps are already sampled.")
     try:
         return dotted, TypeAdapter(settings_of(type(config))[dotted].annotated).validate_python(value)
     except ValidationError as error:
@@ -388,7 +388,7 @@ def resolve(given: Any) -> Any:
         found = found["callback"]
     if isinstance(found, str):
         if ":" not in found:
-            raise UserError(f"The callback {found!r} is no name of a class; write module:Class or file.py:Class.")
+            raise UserError(f"The callback {found!r} is not the name of a class; write module:Class or file.py:Class.")
         found = imported_callable(found, "callback")
     if inspect.isclass(found) or inspect.isfunction(found):
         try:
@@ -396,7 +396,7 @@ def resolve(given: Any) -> Any:
         except TypeError as error:
             raise UserError(f"The callback {given!r} cannot be made: {error}.") from error
     if not any(hasattr(found, event) for event in EVENTS):
-        raise UserError(f"The callback {given!r} has none of the methods {', '.join(EVENTS[1:])}; give it one.")
+        raise UserError(f"The callback {given!r} has none of the methods {', '.join(EVENTS[1:])}; define at least one.")
     return found
 
 

@@ -116,7 +116,7 @@ class _Saves(Generic[S]):
             return self.keep(state)
         if not state.nonfinite and (reason := self.journal.disk_low()):
             self.keep(state)
-            raise UserError(f"{reason} The run is saved at step {state.step}: make room, and the same command goes on.")
+            raise UserError(f"{reason} The run is saved at step {state.step}; free some space, and repeat the command to resume.")
         return state
 
     def step(self, state: S) -> Outcome[S]:

@@ -47,6 +47,31 @@ class Tracker(Protocol):
         ...
 
 
+class CompletionPrinter:
+    """A tracker that prints `count` completions of a step, spread over its prompts, every `every` steps."""
+
+    def __init__(self, count: int, every: int) -> None:
+        self._count, self._every, self._next = count, every, 0
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print no figures: the progress bar has them."""
+
+    def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Print a line for each: its reward, the end of its prompt, and its text."""
+        trained = [row for row in rows if row["kind"] == "train"]
+        if step < self._next or not trained:
+            return
+        self._next = step + self._every
+        for row in trained[:: -(-len(trained) // self._count)]:
+            prompt = row["prompt"] if isinstance(row["prompt"], str) else str(row["prompt"][-1]["content"])
+            reward = "unscored" if row["reward"] is None else f"{row['reward']:.3g}"
+            said = " ".join(row["completion"].split())
+            redaction.say(f"step {step}  reward {reward}  …{' '.join(prompt.split())[-60:]} → {said[:120]}")
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 class Announcer:
     """The warnings of a run: each rule of `psigrad.records.warnings` is reported once, on stderr and as an event.
 

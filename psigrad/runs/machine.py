@@ -110,13 +110,15 @@ def check_device(run: Run) -> None:
     try:
         there = torch.device(run.device)
     except RuntimeError:
-        raise UserError(f"device is {run.device!r}; expected auto, cpu, cuda or one of several, as cuda:1.") from None
+        raise UserError(f"device is {run.device!r}; expected auto, cpu, cuda, or one device such as cuda:1.") from None
     if there.type == "cuda" and not torch.cuda.is_available():
         raise UserError(
-            f"device is {run.device!r} and this torch sees no CUDA device; use device=cpu or install a CUDA build of torch."
+            f"device is {run.device!r}, but this torch finds no CUDA device; use device=cpu or install a CUDA build of torch."
         )
     if there.type == "cuda" and (there.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"device is {run.device!r} and there are {torch.cuda.device_count()} CUDA devices, from cuda:0 on.")
+        raise UserError(
+            f"device is {run.device!r}, but there are {torch.cuda.device_count()} CUDA devices, numbered from cuda:0."
+        )
 
 
 @contextlib.contextmanager

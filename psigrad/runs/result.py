@@ -78,7 +78,7 @@ class Result:
 
         config, adapter = self.model / "config.json", self.model / "adapter_config.json"
         if not config.exists() and not adapter.exists():
-            raise UserError(f"{self.model} holds no language model; an agent of control is loaded by its class: PPO.load.")
+            raise UserError(f"{self.model} is not a language model; load an agent of control by its class, such as PPO.load.")
         held = json.loads(config.read_text()) if config.exists() else {}
         kind: Any = AutoModelForCausalLM
         if "SequenceClassification" in (held.get("architectures") or [""])[0]:

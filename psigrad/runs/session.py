@@ -26,7 +26,7 @@ from psigrad.records.run_folder import NullRunFolder, RunFolder
 from psigrad.runs import callbacks, machine
 from psigrad.runs.best import Best
 from psigrad.runs.callbacks import Callbacks
-from psigrad.runs.journal import Announcer, Journal, Watchdog
+from psigrad.runs.journal import Announcer, CompletionPrinter, Journal, Watchdog
 from psigrad.runs.machine import device, prepared_torch
 from psigrad.runs.progress import readers_may_leave
 from psigrad.runs.result import Result
@@ -68,6 +68,8 @@ def _open_as(world: World, path: Path, config: Any, recipe: str) -> Iterator[Jou
         world.broadcast(folder.finished)
         names = () if folder.finished else config.run.report_to
         trackers = extras.load("trackers").open_trackers(names, folder.path, folder.settings) if names else []
+        if count := getattr(config, "show_completions", 0):
+            trackers = [*trackers, CompletionPrinter(count, max(config.run.logging_steps, 1))]
         watchdog = Watchdog(
             60 * config.run.watchdog_minutes, path, lambda phase, s: folder.event("hanging", phase=phase, seconds=s)
         )
@@ -124,7 +126,10 @@ def load_finished(config: Any, journal: Journal, lasting: Mapping[str, str]) -> 
     pins.check_pins(folder, journal.folder.lasting, lasting, config.run.allow)
     if journal.world.rank == 0:
         length = find_marked(type(config), LENGTH)[0].rpartition(".")[2]
-        print(f"{folder} is finished; nothing was done. To train on, give a larger {length} with --extend.", file=sys.stderr)
+        print(
+            f"{folder} is finished; nothing was done. To continue training, give a larger {length} with --extend.",
+            file=sys.stderr,
+        )
     before, after = evaluations(folder)
     report = folder / "report.html"
     return Result(folder, folder / "model", report if report.exists() else None, before, after)

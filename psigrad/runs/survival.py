@@ -86,8 +86,8 @@ def exits_are_errors() -> Iterator[None]:
     except SystemExit as error:
         code = "" if error.code is None else error.code
         raise UserError(
-            f"sys.exit({code}) was called before the run was finished: an environment or a callback of yours ends the program. "
-            "Let it return, or raise an exception that says why."
+            f"sys.exit({code}) was called before the run was finished, by an environment or a callback. "
+            "Return instead, or raise an exception with the reason."
         ) from error
 
 

@@ -132,6 +132,6 @@ def is_finished(sweep: Sweep, epsilon: float | None, slack: float) -> bool:
     if sweep.residual <= slack and epsilon > 0:
         raise ValueError(
             f"epsilon is {epsilon:g} and sweeps in float64 prove no more than {sweep.error_bound:.1e} here; give a larger "
-            "epsilon, or 0 to go on until nothing changes."
+            "epsilon, or 0 to continue until nothing changes."
         )
     return sweep.residual == 0

@@ -196,7 +196,7 @@ class ActorPool:
     def _lose_head(self) -> None:
         said = f"The head of the Ray cluster at {self._head.address} has not answered for {ray_connection.HEAD:.0f} s"
         self._tell("head_lost", f"{said}.", address=self._head.address)
-        self._broken = UserError(f"{said}; start a cluster again, and the same command goes on from the newest checkpoint.")
+        self._broken = UserError(f"{said}; start a cluster again, and repeat the command to resume from the newest checkpoint.")
 
     def _note_absence(self) -> None:
         if self._head.silent:

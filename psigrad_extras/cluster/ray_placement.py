@@ -118,7 +118,7 @@ def agreed_transfer(config: SFTConfig | OnlineConfig | PreferenceConfig, model: 
     kind: Kind = "gloo" if wish == "gloo" else "nccl"
     why = world.broadcast(_why_not(kind, config, model))
     if why and wish != "auto":
-        raise UserError(f"placement.weight_transfer={wish} can't be: {why}; leave it out.")
+        raise UserError(f"placement.weight_transfer={wish} is not possible: {why}; remove it.")
     return None if why else kind
 
 

@@ -90,8 +90,8 @@ def check_name(repository: str) -> None:
         validate_repo_id(repository)
     except HFValidationError as error:
         raise UserError(
-            f"{repository!r} is no name of a repository on the hub ({reason_of(error).rstrip('.')}); expected user/name, as in "
-            "--hub-model-id user/name."
+            f"{repository!r} is not a valid repository name on the hub ({reason_of(error).rstrip('.')}); expected user/name, "
+            "as in --hub-model-id user/name."
         ) from error
 
 

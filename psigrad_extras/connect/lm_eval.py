@@ -191,7 +191,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         unknown = sorted(set(wanted) - _SAMPLED - {"until", "max_gen_toks"})
         if unknown:
             raise UserError(
-                f"The task asks for {', '.join(unknown)}, which psigrad's sampler does not know; it knows "
+                f"The task asks for {', '.join(unknown)}, which psigrad's sampler does not support; expected "
                 f"{', '.join(sorted(_SAMPLED))}."
             )
         sampled = bool(wanted.get("do_sample"))

@@ -91,7 +91,7 @@ class OpenEnvEpisode:
         except Exception as error:
             _run(client.close())
             full = "; it takes no more sessions: start it with a larger max_concurrent_envs" if "CAPACITY" in str(error) else ""
-            raise UserError(f"The OpenEnv server at {self.url} does not begin an episode ({reason_of(error)}){full}.") from error
+            raise UserError(f"The OpenEnv server at {self.url} does not start an episode ({reason_of(error)}){full}.") from error
         self._client = client
         return found
 

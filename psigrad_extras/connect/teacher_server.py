@@ -53,13 +53,13 @@ class TeacherServer:
         try:
             told = found["choices"][0]["logprobs"]
             if [_id(name) for name in told["tokens"][place]] != list(ids):
-                raise ValueError("the tokens told of are not those that were sent")
+                raise ValueError("the returned tokens are not those that were sent")
             logp = torch.tensor([float(value) for value in told["token_logprobs"][place]])
             best = [_best(one, top) for one in told["top_logprobs"][place]] if top else []
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise UserError(
-                f"{self.url} does not tell the log-probs of a prompt's tokens as a teacher must ({error}); "
-                "it needs a server that takes echo, logprobs and return_tokens_as_token_ids in /v1/completions, as vLLM and "
+                f"{self.url} does not return the log-probs of a prompt's tokens, as a teacher must ({error}); "
+                "use a server that supports echo, logprobs and return_tokens_as_token_ids in /v1/completions, as vLLM and "
                 "psigrad serve do."
             ) from error
         if not top:

@@ -49,7 +49,7 @@ def adapt(environment: Mapping[str, Any] | Callable[[], Any], call_family: str =
     """
     known = [family.name for family in FAMILIES]
     if call_family and call_family not in known:
-        raise UserError(f"There is no form of calls {call_family!r}; expected {', '.join(known)}{nearest(call_family, known)}")
+        raise UserError(f"There is no call family {call_family!r}; expected {', '.join(known)}{nearest(call_family, known)}")
     given = staticmethod(environment) if callable(environment) else environment
     return type("VerifiersEpisode", (VerifiersEpisode,), {"environment": given, "form": CallForm(call_family)})
 
@@ -111,7 +111,7 @@ class VerifiersEpisode:
         # The policy's text counts as it was written, whatever the form in which the harness returns it.
         for said, now in itertools.zip_longest(before, self._said[: len(before)]):
             if now is None or said["role"] != now["role"] or (said != now and said["role"] != "assistant"):
-                raise ValueError("the harness rewrote its conversation; take one that only adds to it, such as psigrad-chat")
+                raise ValueError("the harness rewrote its conversation; use one that only adds to it, such as psigrad-chat")
         return self._said[len(before) :], 0.0, False
 
     def __del__(self) -> None:
@@ -132,7 +132,7 @@ class VerifiersEpisode:
             talk.close()
         head = asked[: max(0, len(asked) - len(_prompt(tasks[0])))]
         if not asked or asked != [*head, *_prompt(tasks[0])]:
-            raise UserError("The harness asks something else than its task's prompt; take another, such as psigrad-chat.")
+            raise UserError("The harness does not send its task's prompt; use another, such as psigrad-chat.")
         more = {"tools": tools} if tools else {}
         return [{"prompt": [*head, *_prompt(task)], TASK: number, **more} for number, task in enumerate(tasks)]
 

@@ -283,7 +283,7 @@ def _settings(path: Path, number: int) -> OnlineConfig:
     if found is None or kind_of(found) != "online":
         lacks = "it has no config.json" if path.is_dir() else "it is not there"
         says = f"its config.json says {kind_of(found)}" if found else lacks
-        raise UserError(f"{path} is no run of online RL: {says}; a replay draws completions again.")
+        raise UserError(f"{path} is not a run of online RL: {says}; a replay samples completions again.")
     check_format(path, found)
     for later in sorted((path / "checkpoints").glob("step-*/manifest.json")):
         if (checkpoint.step_of(later.parent) or 0) >= number and (manifest := parse_row(later.read_bytes())):
@@ -301,7 +301,7 @@ def _settings(path: Path, number: int) -> OnlineConfig:
 def _other(config: OnlineConfig, name: str, spec: Any) -> Method:
     found = method(replace(config, algorithm=spec))
     if isinstance(found, OnlinePreference) and config.asks:
-        raise UserError(f"{name} compares two completions of one prompt, and sessions of an agent ask prompts of their own; name "
+        raise UserError(f"{name} compares two completions of one prompt, but an agent writes its own prompts; name "
                         "a policy gradient.")  # fmt: skip
     return found
 

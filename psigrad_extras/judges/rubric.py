@@ -158,7 +158,7 @@ class Rubric(Judge, Preparable):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.probabilities and (self.scale > 9 or not self.base_url):
-            raise UserError(f"rubric: probabilities are asked of a base_url, on a scale of at most 9; it is {self.scale}.")
+            raise UserError(f"rubric: probabilities need a base_url and a scale of at most 9; it is {self.scale}.")
         if not 1 <= self.scale <= 100:
             raise UserError(f"rubric: scale is {self.scale}; expected a scale from 1 to 100.")
 

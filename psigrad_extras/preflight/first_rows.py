@@ -74,7 +74,7 @@ def try_rewards(config: OnlineConfig) -> list[tuple[str, str]]:
     lines = []
     for found, (row, text) in zip(score(config.reward, asked, tokenizer=tokenizer_path(config.model), **how), said, strict=True):
         if isinstance(found.result, Unscored):
-            raise UserError(f"The reward cannot judge {row.source}: {found.result.reason.rstrip('.')}.")
+            raise UserError(f"The reward cannot score {row.source}: {found.result.reason.rstrip('.')}.")
         lines.append((f"reward {show_number(found.result.value)} for the answer {text[:60]!r} to {row.source}", ""))
     if text := hidden_from_rewards(config, load_tokenizer(tokenizer_path(config.model))):
         lines.append((text, "yellow"))
@@ -102,7 +102,7 @@ def try_turns(config: OnlineConfig) -> list[tuple[str, str]]:
     lines = []
     for (name, (_, shown)), answer in zip(turns.items(), answers, strict=True):
         if isinstance(answer, Fault):
-            raise UserError(f"On {row.source} {name} gives no answer to {shown}: {answer.reason.rstrip('.')}.")
+            raise UserError(f"On {row.source}, {name} did not answer {shown}: {answer.reason.rstrip('.')}.")
         said = observed(answer.observation)
         text = said if isinstance(said, str) else "\n".join(str(message.get("content", "")) for message in said)
         reward = "" if called else f" and the reward {show_number(answer.reward)}"

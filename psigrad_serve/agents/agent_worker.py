@@ -51,7 +51,7 @@ class AgentCommand:
 
     def __post_init__(self) -> None:
         if not self.arguments:
-            raise UserError("agent_command is empty; give the command line of a program, as 'python my_agent.py'.")
+            raise UserError("agent_command is empty; give the command line of a program, such as 'python my_agent.py'.")
 
     @property
     def arguments(self) -> list[str]:
@@ -59,7 +59,7 @@ class AgentCommand:
         try:
             return shlex.split(self.line)
         except ValueError as error:
-            raise UserError(f"agent_command {self.line!r} is no command line: {error}.") from error
+            raise UserError(f"agent_command {self.line!r} cannot be split into words: {error}.") from error
 
     def __call__(self, row: Mapping[str, Any]) -> float | None:
         """Run the program. Raises `RuntimeError` if it fails, or if its last line is not a reward."""
@@ -107,15 +107,15 @@ def check_agent(agent: Callable[..., Any]) -> None:
     """Raise an error if a function has a parameter that agents are not given."""
     if isinstance(agent, AgentCommand):
         if which(program := agent.arguments[0]) is None:
-            raise UserError(f"agent_command: there is no program {program!r} here; give one by its path, or one that PATH finds.")
+            raise UserError(f"agent_command: the program {program!r} was not found; give its path, or add its folder to PATH.")
         return
     if "client" in inspect.signature(agent).parameters and find_spec("openai") is None:
-        raise UserError("The agent asks for a client, which needs openai, and that is not installed. Run `pip install openai`.")
+        raise UserError("The agent takes a client, which needs the package openai. Run `pip install openai`.")
     for name, parameter in inspect.signature(agent).parameters.items():
         optional = parameter.default is not parameter.empty or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if not optional and (name not in GIVEN or parameter.kind is parameter.POSITIONAL_ONLY):
             shown = getattr(agent, "__name__", "the agent")
-            raise UserError(f"The agent {shown} asks for {name!r}; an agent is given {', '.join(GIVEN)}, by these names.")
+            raise UserError(f"The agent {shown} has the parameter {name!r}; expected one of {', '.join(GIVEN)}.")
 
 
 def service(payload: Packed) -> Callable[[Any], Iterator[Any]]:

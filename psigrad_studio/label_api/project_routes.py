@@ -158,7 +158,7 @@ def add_routes(routes: APIRouter, store: LabelStore) -> None:
         person = store.asking(request)
         must_administer(store.db, person)
         if (folder := _runs(store.settings.runs).get(form.run)) is None:
-            raise UserError(f"There is no run {form.run!r} with rollouts in the runs folder; take one of the list.")
+            raise UserError(f"There is no run {form.run!r} with rollouts in the runs folder; choose one from the list.")
         last = 10**9 if form.last is None else form.last
         steps = None if form.first is None and form.last is None else range(form.first or 0, last + 1)
         with store.slowly():

@@ -46,7 +46,7 @@ def of_aspect(labels: ProjectLabels, aspect: str = "") -> ProjectLabels:
         raise Refusal(f"There is no question {aspect[:60]!r} in this project{nearest(aspect, names(labels))}.")
     question = asked[aspect]
     if question.kind == "text":
-        raise Refusal(f"{aspect!r} is answered by free texts, which can't be counted; they stand in the export of all votes.")
+        raise Refusal(f"{aspect!r} is answered by free texts, which cannot be counted; the export of all votes has them.")
     if question.kind == "choice":
         return _turned(
             labels, "choice", 0, lambda answer: _plain(answer, rating=question.options.index(_of(answer, aspect)["value"]))

@@ -327,7 +327,7 @@ def _finish(session: Session, person: Person, project: Project, assignment: Assi
 def _lost(assignment: Assignment) -> Conflict:
     if assignment.vote_id is not None:
         return Conflict("You have answered or skipped this task; undo that first.")
-    return Conflict("The time for this task ran out and it went to somebody else; go on with the next.")
+    return Conflict("The time for this task ran out and it went to somebody else; continue with the next one.")
 
 
 def _repeated(session: Session, person: Person, key: str, digest: str) -> Receipt | None:

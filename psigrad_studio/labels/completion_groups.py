@@ -132,7 +132,7 @@ def _answers(row: Any, place: str) -> list[tuple[Any, str | None]]:
 def _listed(row: Mapping[str, Any], place: str) -> list[tuple[Any, str | None]]:
     completions, samplers = row["completions"], row.get("samplers")
     if not isinstance(completions, list) or not completions:
-        raise RowError(BadRow(place, "completions", f"is {show(completions)}; it must be a list with a completion or more"))
+        raise RowError(BadRow(place, "completions", f"is {show(completions)}; it must be a list of at least one completion"))
     if samplers is None:
         samplers = [None] * len(completions)
     if not isinstance(samplers, list) or len(samplers) != len(completions):
@@ -193,7 +193,7 @@ def rollouts(folder: Path, kind: str | None, steps: range | None, damaged: list[
         answer = [{"role": "assistant", "content": text}] if talk else text
         yield place, {**row, "completion": answer, "sampler": f"step {row['step']}"}
     if none and damaged:
-        raise UserError(f"{damaged[0]} is no rollout; expected step, prompt and completion.")
+        raise UserError(f"{damaged[0]} is not a rollout; expected step, prompt and completion.")
 
 
 def by_step(rows: Iterable[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:

@@ -190,7 +190,7 @@ def local_file(where: str | Path) -> Path:
 def _sqlite(url: URL) -> Engine:
     path = url.database or ""
     if path in ("", ":memory:"):
-        raise UserError("The labels need a file: name one, as in labels.db.")
+        raise UserError("The labels need a file; name one such as labels.db.")
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # the file contains password hashes

@@ -85,7 +85,7 @@ def pending(session: Session, person: Person, project_id: int) -> list[dict[str,
 
 @writes
 def revoke(session: Session, person: Person, invite_id: int) -> None:
-    """Revoke a link. Raises `Missing` if there is no link of that number, or `person` may not revoke it."""
+    """Revoke a link. Raises `Missing` if no link has that number, or `person` may not revoke it."""
     row = session.get(Invite, invite_id)
     if row is None:
         raise Missing(f"There is no invite {invite_id}.")

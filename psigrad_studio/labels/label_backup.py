@@ -57,7 +57,7 @@ def restore(copy: Path, database: Path) -> Path | None:
         check(source, copy)
         found = {name for (name,) in source.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         if not {"label_version", "votes"} <= found:
-            raise UserError(f"{copy} is no database of labels; name a file that `psigrad studio --backup` wrote.")
+            raise UserError(f"{copy} is not a database of labels; name a file that `psigrad studio --backup` wrote.")
         kept = _kept(database) if database.exists() else None
         try:
             database.parent.mkdir(parents=True, exist_ok=True)

@@ -82,7 +82,7 @@ def require_admin(session: Session, person: Person) -> None:
     """Raise `Forbidden` unless `person` is an administrator of the studio."""
     user = session.get(User, person.id)
     if user is None or user.disabled_at is not None or not user.admin or person.role != "admin" or person.project_id is not None:
-        raise Forbidden(f"{person.name!r} is no administrator of this studio; ask one.")
+        raise Forbidden(f"{person.name!r} is not an administrator of this studio; ask one.")
 
 
 def note(session: Session, person: Person | None, project_id: int | None, action: str, **about: object) -> None:
@@ -323,7 +323,7 @@ def tokens(session: Session, person: Person) -> list[dict[str, object]]:
 
 @writes
 def revoke_token(session: Session, person: Person, token_id: int) -> None:
-    """End one of the person's own API tokens. Raises `Missing` if there is no token of that number."""
+    """End one of the person's own API tokens. Raises `Missing` if no token has that number."""
     row = session.get(ApiToken, token_id)
     if row is None or row.user_id != person.id:
         raise Missing(f"{person.name!r} has no token {token_id}.")

@@ -110,7 +110,7 @@ def _check(i: Whole, j: Whole, y: Floats, n: int, prior_sd: float | None) -> Non
     if min(i.min(), j.min()) < 0 or max(i.max(), j.max()) >= n or (i == j).any():
         raise ValueError(f"A comparison is of competitors outside 0 to {n - 1}, or of one with itself.")
     if not np.isin(y, (WIN, LOSS, TIE)).all():
-        raise ValueError("An outcome is none of 1 (first), 0 (second) and 0.5 (tie).")
+        raise ValueError("An outcome must be 1 (first), 0 (second) or 0.5 (tie).")
     if prior_sd is not None and not 0 < prior_sd < np.inf:
         raise ValueError(f"prior_sd is {prior_sd}; expected a number above 0.")
 

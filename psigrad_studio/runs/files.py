@@ -23,7 +23,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as stream:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise FileNotFoundError(f"{path} is no regular file")
+            raise FileNotFoundError(f"{path} is not a regular file")
         yield stream
 
 

@@ -205,7 +205,10 @@ def test_offline_batch_sizes_are_computed():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"per_device_train_batch_size": 3}, "3 completions at once × 1 = 3 a step, which is no multiple of num_generations 8"),
+        (
+            {"per_device_train_batch_size": 3},
+            "3 completions at once × 1 = 3 a step, which is not a multiple of num_generations 8",
+        ),
         ({"generation_batch_size": 24, "gradient_accumulation_steps": 2}, "24 completions a step and 16 an update"),
         ({"per_device_train_batch_size": 8, "prompts_per_step": 2}, "both say how large a step is"),
         ({"per_device_train_batch_size": "many"}, "expected a whole number"),

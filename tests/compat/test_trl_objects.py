@@ -77,5 +77,5 @@ def test_what_cannot_be_is_a_sentence():
         match=r"optim='sgd': the optimiser is optimizer=adamw, adamw_8bit, muon or adafactor\. Leave it out of GRPOConfig",
     ):
         psigrad.train("grpo", model="m", dataset="d", args=args)
-    with pytest.raises(UserError, match=r'GRPOConfig, which is for grpo, and the method is \'dpo\'; give psigrad.train\("grpo"'):
+    with pytest.raises(UserError, match=r'GRPOConfig, which is for grpo, but the method is \'dpo\'; call psigrad.train\("grpo"'):
         psigrad.train("dpo", model="m", dataset="d", args=trl.GRPOConfig(use_cpu=True, bf16=False))

@@ -38,7 +38,18 @@ def test_every_method_is_a_command_with_its_summary():
     assert {name: cli.COMMANDS[name].purpose for name in list_declarations()} == {
         n: m.summary for n, m in list_declarations().items()
     }
-    assert max(len(line) for line in cli.help_text().splitlines()) <= 120
+    assert max(len(line) for line in cli.help_text(every=True).splitlines()) <= 120
+
+
+def test_help_lists_what_people_use_and_all_lists_the_rest(capsys):
+    lines = {}
+    for arguments in ([], ["--help"], ["--all"], ["--help", "--all"]):
+        assert cli.main(arguments) == 0
+        lines[*arguments] = capsys.readouterr().out.splitlines()
+    named = {key: [line.split()[0] for line in found if line.startswith("  ")] for key, found in lines.items()}
+    assert named[()] == named["--help",] and len(named[()]) == 20 and set(named[()]) < set(cli.COMMANDS)
+    assert named["--all",] == named["--help", "--all"] == list(cli.COMMANDS)
+    assert lines[()][-1] == f"psigrad --all lists all {len(cli.COMMANDS)} commands and methods."
 
 
 def as_trained(monkeypatch: pytest.MonkeyPatch, method: Any, **settings: Any) -> OnlineConfig:

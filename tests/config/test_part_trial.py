@@ -1,4 +1,4 @@
-"""Custom parts are called on a made batch before a run loads anything, and a wrong one is named with its line."""
+"""Custom parts are called on a test batch before a run loads anything, and a wrong one is named with its line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WRONG = {
     "psi": (lambda batch: batch.reward.sum(1), r"returned a tensor of shape \[16\]; expected a tensor \[N, T\] = \[16, 3\]"),
     "ratio": (lambda logp, old, mask: 1.0, "returned a float; expected a tensor"),
     "surrogate": (lambda logp, log_ratio, advantage: logp.mean(), r"returned a tensor of shape \[\]"),
-    "aggregate": (lambda mask: mask, "raised TypeError: .* takes 1 positional argument but 2 were given on a made batch"),
+    "aggregate": (lambda mask: mask, "raised TypeError: .* takes 1 positional argument but 2 were given on a test batch"),
     "keep": ((lambda batch: batch.sequence_reward,), r"expected a boolean tensor \[N\] = \[16\] or \[N, T\] = \[16, 3\]"),
     "correction": (lambda batch: batch.mean(), "raised AttributeError: 'Batch' object has no attribute 'mean'"),
 }

@@ -59,11 +59,15 @@ def test_the_example_raises_the_alert_and_the_line_names_its_entry(name, job, tm
 def test_explain_prints_an_alert(capsys):
     assert cli.main(["explain", "dead_groups"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("More than 80 %") and "Do:  Take rows" in said and "This gives it: psigrad grpo --model base" in said
+    assert (
+        said.startswith("In more than 80 %")
+        and "Do:  Use rows" in said
+        and "A command that raises it: psigrad grpo --model base" in said
+    )
     assert said.endswith("same.py:\n  def same(completions, **columns):\n      return [0.5] * len(completions)\n")
     assert cli.main(["explain", "dead-groups"]) == 0 and capsys.readouterr().out == said
     assert cli.main(["explain", "longer"]) == 0
-    assert "This gives it" not in capsys.readouterr().out
+    assert "A command that raises it" not in capsys.readouterr().out
 
 
 def test_negative_control_a_name_that_is_none_is_refused(capsys):
@@ -110,7 +114,7 @@ def told(folder, given, capsys):
 @pytest.mark.parametrize("held_out", [True, False])
 def test_a_run_that_solved_its_task_ends_without_warnings(held_out, tmp_path, capsys):
     line, said = told(tmp_path, rows(0.3, 0.97, held_out), capsys)
-    assert line.endswith("no warnings; the task is solved, which explains: Dead groups, Entropy is gone") and said == []
+    assert line.endswith("no warnings; the task is solved, which explains: Dead groups, Entropy collapsed") and said == []
 
 
 @pytest.mark.parametrize(
@@ -118,20 +122,20 @@ def test_a_run_that_solved_its_task_ends_without_warnings(held_out, tmp_path, ca
 )
 def test_negative_control_else_the_same_figures_are_two_warnings(first, last, why, tmp_path, capsys):
     line, said = told(tmp_path, rows(first, last), capsys)
-    assert line.endswith("2 warnings: Dead groups, Entropy is gone"), why
+    assert line.endswith("2 warnings: Dead groups, Entropy collapsed"), why
     assert sorted(said) == ["dead_groups", "entropy"]
 
 
 def test_what_a_solved_task_does_not_explain_is_still_told(tmp_path, capsys):
     line, said = told(tmp_path, [{**row, "completions/clipped_ratio": 0.9} for row in rows(0.3, 0.97)], capsys)
-    assert line.endswith("1 warning: Cut completions; the task is solved, which explains: Dead groups, Entropy is gone")
+    assert line.endswith("1 warning: Cut completions; the task is solved, which explains: Dead groups, Entropy collapsed")
     assert said == ["truncated"]
 
 
 def test_a_run_that_falls_back_from_its_solution_is_told_then(tmp_path, capsys):
     falls = [row | {"reward": 0.5} for row in rows(0.3, 0.97, held_out=False)[80:]]
     line, said = told(tmp_path, [*rows(0.3, 0.97, held_out=False)[:80], *falls], capsys)
-    assert line.endswith("2 warnings: Dead groups, Entropy is gone") and sorted(said) == ["dead_groups", "entropy"]
+    assert line.endswith("2 warnings: Dead groups, Entropy collapsed") and sorted(said) == ["dead_groups", "entropy"]
 
 
 def test_rewards_above_one_are_no_score():

@@ -204,7 +204,7 @@ def test_a_pipe_in_a_run_folder_is_refused_and_hangs_nobody(name, tmp_path):
         place.rmdir()
     place.unlink(missing_ok=True)
     os.mkfifo(place)
-    with pytest.raises(RunFolderError, match=f"{name} is no (regular file|folder)"), RunFolder.open(tmp_path / "run", CONFIG):
+    with pytest.raises(RunFolderError, match=f"{name} is not a (regular file|folder)"), RunFolder.open(tmp_path / "run", CONFIG):
         pass
 
 

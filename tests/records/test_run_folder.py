@@ -89,7 +89,7 @@ def test_a_file_system_without_locks_is_said_and_used(number, tmp_path, monkeypa
     with RunFolder.open(tmp_path / "run", CONFIG) as folder:
         folder.metrics({"step": 1})
     assert rows(tmp_path / "run") == [{"step": 1}]
-    assert f"{tmp_path / 'run'} lies on a file system without locks; see to it yourself" in capsys.readouterr().err
+    assert f"{tmp_path / 'run'} is on a file system without locks; make sure" in capsys.readouterr().err
 
 
 def test_negative_control_a_lock_that_breaks_otherwise_is_no_such_file_system(tmp_path, monkeypatch):
@@ -141,7 +141,7 @@ def test_the_advice_names_every_setting_that_differs(tmp_path):
         folder.event("started", step=0)
     other = {**changed("optim.learning_rate", 2e-3), "recipe": "sft"}
     with (
-        pytest.raises(UserError, match=r"--allow optim\.learning_rate recipe goes on with the changes"),
+        pytest.raises(UserError, match=r"--allow optim\.learning_rate recipe accepts the changes"),
         RunFolder.open(tmp_path / "run", other),
     ):
         pass

@@ -57,6 +57,18 @@ def test_a_leap_of_the_gradient_is_told_when_it_comes_again_and_again(leaps, tmp
         for step in range(1, 200):
             journal.metrics(step, {"reward": 0.5, "reward_std": 0.3, "grad_norm": 30.0 if step in at else 1.0})
     told = [(event["rule"], event["step"]) for event in events(tmp_path / "run")]
-    assert told == ([("grad_norm", 150)] if leaps == 3 else []) and ("leap" in capsys.readouterr().err) == (leaps == 3)
+    assert told == ([("grad_norm", 150)] if leaps == 3 else []) and ("spike" in capsys.readouterr().err) == (leaps == 3)
     run = load(tmp_path / "run", rollouts=False)
     assert [alert.rule for alert in watched(run).alerts()] == ["grad_norm"] * leaps, "the report has every time"
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_completions_are_printed_every_logging_steps_if_asked(count, job, tmp_path, capsys):
+    config = online_config(job, tmp_path / "run", max_steps=3)
+    done = online.run(replace(config, reward=(constant,), show_completions=count, run=replace(config.run, logging_steps=2)))
+    lines = [line for line in capsys.readouterr().err.splitlines() if " → " in line and "reward" in line]
+    assert [line.split()[2] for line in lines] == [step for step in ("1", "3") for _ in range(count)]
+    texts = [
+        " ".join(json.loads(line)["completion"].split()) for line in (done.folder / "rollouts.jsonl").read_text().splitlines()
+    ]
+    assert all(any(text[:120] in line for text in texts) for line in lines)

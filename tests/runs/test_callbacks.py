@@ -252,12 +252,12 @@ def test_the_beta_of_a_preference_loss_can_change(job, tmp_path):
 
 
 REFUSED = [
-    ({"num_generations": 2}, "num_generations cannot be changed during a run; what can is"),
+    ({"num_generations": 2}, "num_generations cannot be changed during a run; expected"),
     ({"learning_rat": 1}, "did you mean 'optim.learning_rate'|did you mean 'learning_rate'"),
     ({"learning_rate": -1.0}, "learning_rate is changed to -1.0; expected at least 0"),
     ({"algorithm.kl.coefficient": "x"}, "is changed to 'x'; expected a number"),
     ({"algorithm.kl.coeficient": 0.1}, "there is no 'coeficient'; did you mean 'coefficient'"),
-    ({"algorithm.kl.estimator": 1.0}, "it is 'k3.*' and no number"),
+    ({"algorithm.kl.estimator": 1.0}, "it is 'k3.*' and not a number"),
 ]
 
 
@@ -283,7 +283,7 @@ def test_what_cannot_be_changed_is_refused_by_name_and_the_run_is_saved(job, tmp
 def test_a_kl_coefficient_needs_the_reference_that_the_run_began_with(job, tmp_path):
     config = replace(online_config(job, tmp_path / "run", {"preset": "grpo", "kl": {"coefficient": 0.0, "where": "loss"}}))
     config = replace(config, evaluation=replace(config.evaluation, eval_kl=False))
-    with pytest.raises(UserError, match="the run has no reference; begin with a coefficient above 0"):
+    with pytest.raises(UserError, match="the run has no reference; start the run with a coefficient above 0"):
         online.run(with_callbacks(config, Schedule()))
 
 

@@ -64,10 +64,10 @@ def test_a_model_is_saved_and_loaded_without_bars_that_are_shown_again_behind_it
 
 
 def test_a_device_that_is_none_is_refused_in_one_sentence(monkeypatch):
-    with pytest.raises(UserError, match=r"device is 'nope'; expected auto, cpu, cuda or one of several, as cuda:1\."):
+    with pytest.raises(UserError, match=r"device is 'nope'; expected auto, cpu, cuda, or one device such as cuda:1\."):
         machine.prepare_torch(Run(device="nope"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     machine.prepare_torch(Run(device="cuda:1"))
-    with pytest.raises(UserError, match="'cuda:2' and there are 2 CUDA devices, from cuda:0 on"):
+    with pytest.raises(UserError, match="'cuda:2', but there are 2 CUDA devices, numbered from cuda:0"):
         machine.prepare_torch(Run(device="cuda:2"))

@@ -324,9 +324,9 @@ def test_a_changed_part_of_an_algorithm_is_told_and_not_that_it_has_no_name_now(
 def test_what_is_advised_is_taken_also_where_a_setting_came_or_went(settings, plain, changed, names, tmp_path):
     one, other = (to_dict(load(settings, flags={**plain, **more})) for more in ({}, changed))
     for before, now in ((one, other), (other, one)):
-        with pytest.raises(UserError, match=f"{names} was .*--allow .*{names} goes on") as refused:
+        with pytest.raises(UserError, match=f"{names} was .*--allow .*{names} accepts") as refused:
             pins.check_settings(tmp_path, before, now, settings)
-        advised = str(refused.value).partition("--allow ")[2].partition(" goes on")[0].split()
+        advised = str(refused.value).partition("--allow ")[2].partition(" accepts")[0].split()
         now = now | {"run": now["run"] | {"allow": advised}}
         assert [change.name for change in pins.check_settings(tmp_path, before, now, settings)] == advised
 
@@ -462,7 +462,7 @@ def test_trust_reaches_the_code_of_a_reference(kind, job, copied, tmp_path):
 
 def test_a_revision_of_a_folder_is_refused(job, tmp_path):
     config = sft_config(job, tmp_path / "run")
-    with pytest.raises(UserError, match=r"model\.revision is 'v1' and .* is on this disk"):
+    with pytest.raises(UserError, match=r"model\.revision is 'v1' but .* is a local folder"):
         sft.run(replace(config, model=replace(config.model, revision="v1")))
 
 

@@ -57,7 +57,7 @@ def test_the_oldest_are_forgotten_and_a_file_that_is_none_is_said(tmp_path, monk
     assert again.find("resp_4") == [{"role": "user", "content": "4 \ud800 é"}]
     (tmp_path / "responses.db").write_text("no database at all")
     for folder in (tmp_path, tmp_path / "responses.db"):
-        with pytest.raises(UserError, match=r"Responses cannot be kept in .*; name another folder as --state"):
+        with pytest.raises(UserError, match=r"Responses cannot be stored in .*; name another folder as --state"):
             Remembered(str(folder))
 
 

@@ -167,7 +167,7 @@ def test_the_desks_database_and_the_command(tmp_path, capsys):
     project = projects.create(db, me, ProjectSettings("taste", instructions="Which is better?"))
     intake.add_pair(db, me, project, "p", {"completion": "a+"}, {"completion": "b"})
     assert votes_of(str(tmp_path / "labels.db"), "taste") == []
-    with pytest.raises(UserError, match="is no database"):
+    with pytest.raises(UserError, match="is not a database"):
         votes_of(str(tmp_path / "label.db"), "taste")
     with pytest.raises(UserError, match="no project 'tast'; expected one of taste"):
         votes_of(str(tmp_path / "labels.db"), "tast")
@@ -188,4 +188,4 @@ def test_the_desks_database_and_the_command(tmp_path, capsys):
     assert main(["judge-report", str(file), "--model", "j"]) == 2
     assert "no judge was given" in capsys.readouterr().err
     assert main(["judge-report", str(tmp_path / "none"), "--model", "j", "--base-url", "http://x"]) == 2
-    assert "is no JSONL file of votes" in capsys.readouterr().err
+    assert "is not a JSONL file of votes" in capsys.readouterr().err

@@ -69,7 +69,7 @@ def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch, capsys
         (["--port", "x"], "invalid int value"),
         (["--opne"], "no flag --opne"),
         (["--allow-host", "http://labels.example.org"], "without http://"),
-        (["--allow-host", "a b"], "is no name"),
+        (["--allow-host", "a b"], "is not a name"),
         (["--database", "mysql://x"], "postgresql://"),
     ],
 )

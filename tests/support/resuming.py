@@ -21,6 +21,7 @@ from tiny_jobs import (
     sft_config,
 )
 
+from psigrad.config import Data
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.recipes import online, preference, reward, sft
@@ -80,6 +81,12 @@ def lagging_config(job: Path, output: Path, **run):
     return replace(online_config(job, output, **run), lag=2)
 
 
+def past_config(job: Path, output: Path, **run):
+    """A game of two seats against three past selves, a new one after every second step."""
+    made = replace(online_config(job, output, **run), environment="kuhn", data=Data(), prompts_per_step=2, num_generations=3)
+    return replace(made, past_opponents=0.5, past_every=2, past_kept=3)
+
+
 def dropping(config, job: Path, output: Path, **run):
     """An adapter whose dropout draws in every layer, and whose policy gradient passes twice over what was sampled."""
     made = config(job, output, **run)
@@ -93,6 +100,7 @@ MORE_RECIPES = {
     "ppo shared": (online.run, partial(ppo_config, critic_shared=True)),
     "following reference": (online.run, following_config),
     "episodes": (online.run, episodes_config),
+    "past selves": (online.run, past_config),
     "lag": (online.run, lagging_config),
     "agent": (online.run, agent_config),
     "dpo": (preference.run, preference_config),
@@ -123,6 +131,8 @@ def digest(folder: Path) -> dict[str, str]:
         "critic": newest / "critic" / "model.safetensors",
         "critic's optimizer": newest / "critic" / "optimizer.safetensors",
         "reference": newest / "reference" / "model.safetensors",
+        "past self": newest / "past-1" / "model.safetensors",
+        "other past self": newest / "past-2" / "model.safetensors",
         "sampled ahead": newest / "pending.jsonl",
         "value head": newest / "value_head.safetensors",
     }

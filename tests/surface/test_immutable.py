@@ -18,7 +18,18 @@ ROOT = Path(__file__).parents[2] / "psigrad"
 PACKAGES = ("psigrad", "psigrad_extras", "psigrad_serve")
 # models that are trained or attended by flex, and what one owner keeps the books with
 CHANGING = {
-    *("Pretrained", "LanguageModel", "ScalarModel", "Subject", "Memory", "_Standing", "_Place", "_Episode", "_Worker"),
+    *(
+        "Pretrained",
+        "LanguageModel",
+        "ScalarModel",
+        "Subject",
+        "Memory",
+        "_Standing",
+        "_Place",
+        "LiveEpisode",
+        "SeatedGame",
+        "_Worker",
+    ),
     *("_TargetLists", "GuessNumber", "Calculator", "TextGrid", "Weight"),
     *(
         "Callbacks",

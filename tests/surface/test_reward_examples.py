@@ -89,7 +89,7 @@ def judge(reply: str) -> str:
 
 def test_part_marks_are_those_of_the_page():
     replies = rows_of("rubric")
-    assert len(replies) == 10 and all(judge(reply) == reward for reply, reward in replies)
+    assert len(replies) == 7 and all(judge(reply) == reward for reply, reward in replies)
     for task, gold, text, reward in rows_of("reasoning_gym"):
         (found,) = score("reasoning_gym", (gold, text), task=[task], metadata=[METADATA.get(task, {})])
         assert f"{float(found or 0):.4g}" == reward, (task, text)

@@ -331,7 +331,7 @@ class Collector:
         """Return the trajectories, environment by environment."""
         for name, values in (("reward", reward), ("observation", raw)):
             if not np.isfinite(values).all():
-                raise UserError(f"The environment gave a {name} that is NaN or infinite; mend its step and reset.")
+                raise UserError(f"The environment gave a {name} that is NaN or infinite; fix its step and reset.")
         terminated, truncated = np.array(ends[0]), np.array(ends[1])
         ended = (terminated | truncated) & chosen
         self.normalizer.learn_rewards(reward, ended)

@@ -76,7 +76,7 @@ def observations(space: Space) -> tuple[int, Callable[[Any], Array]]:
         return sum(size for size, _ in flattened), lambda o: np.concatenate([_scale(make(o[key])) for key, make in makers], 1)
     raise UserError(
         f"The observation space is {space}; expected Discrete, MultiDiscrete, MultiBinary, a Box of numbers or an image, or a "
-        "Dict or Tuple of such; wrap the environment, for example (wrappers=…) with gymnasium.wrappers.FlattenObservation or "
+        "Dict or Tuple of these; wrap the environment, for example (wrappers=…) with gymnasium.wrappers.FlattenObservation or "
         "minigrid.wrappers:ImgObsWrapper."
     )
 
@@ -130,7 +130,7 @@ def batch_of(space: Space, observation: Any) -> tuple[Any, bool]:
         return stack(space, [observation]), True
     for found, shape in shapes:
         if found[1:] != shape or len(found) != len(shape) + 1:
-            raise UserError(f"The observation has shape {found}; expected {shape}, or a batch of such.")
+            raise UserError(f"The observation has shape {found}; expected {shape}, or a batch of them.")
     return observation, False
 
 

@@ -275,7 +275,7 @@ def make(
     if isinstance(env, gym.Env):
         if count != 1:
             raise UserError(
-                f"One environment object was given and {count} are wanted; give a function that makes one, or n_envs=1."
+                f"One environment object was given, but n_envs is {count}; give a function that makes one, or n_envs=1."
             )
         return _serial([env], limit)
     if callable(env):
@@ -414,5 +414,5 @@ def _mode(vector: Any) -> AutoresetMode:
     except (ValueError, AttributeError) as error:
         raise UserError(
             f"The vector environment's metadata has autoreset_mode={mode!r}; expected one of Gymnasium's AutoresetMode: without "
-            "it psigrad cannot tell which steps the policy chose."
+            "it psigrad cannot know which steps the policy chose."
         ) from error

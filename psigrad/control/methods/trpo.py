@@ -23,7 +23,9 @@ class TRPOTrainer(OnPolicyTrainer):
         self._taken = 0
         super().__init__(*given)
         if self.network.shared:
-            raise UserError("TRPO's critic needs layers of its own: fitting it would move the policy; set critic to separate.")
+            raise UserError(
+                "TRPO's critic needs separate layers, since fitting shared ones would move the policy; set critic to separate."
+            )
 
     @property
     def moves(self) -> int:

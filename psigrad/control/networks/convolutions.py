@@ -56,7 +56,7 @@ def layers_for(kind: Kind, image: Image | None) -> tuple[Convolution, ...]:
     if image is None:
         if kind in ("nature", "small"):
             raise UserError(
-                f"cnn is {kind!r}, and the observations are no images: expected a Box of three dimensions; set cnn=auto."
+                f"cnn is {kind!r}, but the observations are not images; expected a Box of three dimensions; set cnn=auto."
             )
         return ()
     if kind == "none":

@@ -23,7 +23,7 @@ _network = {"missing": False}
 
 
 def read_named(dataset: str, split: str, *, streaming: bool = False, single: Sequence[str] = SINGLE) -> Records:
-    """Return the records of a split, or of a slice of it. A source without splits is its own, and those of `single`.
+    """Return the records of a split, or of a slice of it. A source without splits counts as each split in `single`.
 
     Raise `UserError` for a name or a split that does not exist.
     """
@@ -41,7 +41,7 @@ def read_named(dataset: str, split: str, *, streaming: bool = False, single: Seq
     if is_folder:
         return part.take(_folder(path, part, single))
     if exists and not path.is_file():  # a pipe or a device may never end
-        raise UserError(f"The dataset {show(dataset)} is no regular file; give a file, a folder or a hub name.")
+        raise UserError(f"The dataset {show(dataset)} is not a regular file; give a file, a folder or a hub name.")
     if exists:
         _check_single(part, path.name, split_of(path.stem), single)
         return part.take(read_file(path, path.name))
@@ -52,8 +52,8 @@ def read_named(dataset: str, split: str, *, streaming: bool = False, single: Seq
     file, _, behind = dataset.partition(":")
     if kind_of_file(file):
         raise UserError(
-            f"The dataset {show(dataset)} has {show(behind)} behind a file's name. A weight stands there, a number, and only "
-            "beside other datasets: --dataset a.jsonl:0.7 b.jsonl:0.3."
+            f"The dataset {show(dataset)} has {show(behind)} after the file's name; expected a weight, which is a number "
+            "and needs several datasets: --dataset a.jsonl:0.7 b.jsonl:0.3."
         )
     return _hub(dataset, split, streaming)
 
@@ -62,7 +62,7 @@ def _check_single(part: SplitSlice, name: str, own: str, single: Sequence[str]) 
     """Raise `UserError` for a split that a source without splits does not have."""
     if usual_split(part.name) not in (own, *single):
         cut = f"{own or single[0]}[:90%]"
-        raise UserError(f"{name} has no split {part.name!r}, for it has no splits; leave the split out, or give a slice: {cut}.")
+        raise UserError(f"{name} has no split {part.name!r}: it has no splits; remove the split, or give a slice: {cut}.")
 
 
 def _neighbour(path: Path) -> str:
@@ -78,11 +78,11 @@ def _folder(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
     names = [name for name in names if not any(word.startswith((".", "dataset_info")) for word in name.split("/"))]
     read = [name for name in names if kind_of_file(name)]
     if not read:
-        raise UserError(f"The folder {path} holds no {', '.join(READERS)} file; put the data there or name another folder.")
+        raise UserError(f"The folder {path} has no {', '.join(READERS)} file; put the data there or name another folder.")
     if unread := next(
         (name for name in names if name not in read and _UNREAD.intersection(Path(name.lower()).suffixes[-2:])), ""
     ):
-        raise UserError(f"The folder {path} holds {read[0]} and {unread}, which is not read; convert it or move it elsewhere.")
+        raise UserError(f"The folder {path} has {read[0]} and {unread}, which cannot be read; convert it or move it elsewhere.")
     splits = {name: split_of(name.rsplit(".", 1)[0]) for name in read}
     if not any(splits.values()):
         _check_single(part, f"The folder {path}", "", single)
@@ -90,10 +90,10 @@ def _folder(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
         read = [name for name in read if splits[name] == usual_split(part.name)]
         found = ", ".join(sorted({found for found in splits.values() if found}))
         if not read:
-            raise UserError(f"The folder {path} holds no files of the split {part.name!r}; it has {found}. Name one of these.")
+            raise UserError(f"The folder {path} has no files of the split {part.name!r}; it has {found}. Name one of these.")
         if other := next((name for name, own in splits.items() if not own), ""):
             raise UserError(
-                f"The folder {path} has files of the splits {found}, and {other} says none; rename it, or move it elsewhere."
+                f"The folder {path} has files of the splits {found}, but {other} names none; rename it or move it elsewhere."
             )
     for name in read:
         yield from read_file(path / name, name)

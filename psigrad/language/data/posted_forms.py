@@ -61,10 +61,10 @@ def map_columns(raw: Mapping[str, Any], columns: Mapping[str, str], source: str)
 
     renamed = {name: new for name, new in columns.items() if not is_template(new)}
     if len(twice := [name for name, new in renamed.items() if list(columns.values()).count(new) > 1]) > 1:
-        raise UserError(f"The columns {', '.join(twice)} are all renamed {columns[twice[0]]}; rename one of them.")
+        raise UserError(f"The columns {', '.join(twice)} are all renamed to {columns[twice[0]]}; rename one of them.")
     if both := next((name for name, new in renamed.items() if is_template(columns.get(new, ""))), ""):
         new = columns[both]
-        raise UserError(f"columns makes {new!r} twice, of {both!r} and by the template {columns[new]!r}; leave one of them out.")
+        raise UserError(f"columns makes {new!r} twice, from {both!r} and from the template {columns[new]!r}; remove one of them.")
     asked = [*renamed, *(name for text in columns.values() if is_template(text) for name in _FIELD.findall(text) if name)]
     if absent := [name for name in asked if at(name) is _MISSING]:
         name, wanted = absent[0], renamed.get(absent[0], "")
@@ -191,7 +191,7 @@ def _same_kind(row: dict[str, Any], form: str, source: str) -> str:
     lead = _common_lead(lists)
     users = [_said(turn, source) for turn in lists[0] if isinstance(turn, Mapping) and role_of(turn) == "user"]
     if users and prompt.strip() not in users:
-        _fail(source, "prompt", f"is text and {names[0]} does not hold it as a user's turn; leave the column out, or mend it")
+        _fail(source, "prompt", f"is text and {names[0]} does not have it as a user's turn; remove the column, or fix it")
     row["prompt"] = lead if users else [*lead, _turn("user", prompt)]
     row |= {name: turns[len(lead) :] for name, turns in zip(names, lists, strict=True)}
     return "the prompt is text and the answers are conversations"

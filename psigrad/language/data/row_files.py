@@ -54,7 +54,7 @@ def read_file(path: Path, name: str) -> Records:
     try:
         yield from READERS[kind](path, name)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise UserError(f"{path} can't be read ({error}); check that it is a whole, readable {path.suffix} file.") from error
+        raise UserError(f"{path} can't be read ({error}); check that it is a complete, readable {path.suffix} file.") from error
 
 
 def kind_of_file(name: str) -> str:
@@ -110,7 +110,7 @@ def _json_lines(path: Path, name: str) -> Records:
             if size > MAX_LINE_BYTES:
                 while not line.endswith(b"\n") and (line := file.readline(MAX_LINE_BYTES)):
                     size += len(line)
-                yield BadRow(f"{name}:{number}", "", f"is a line of {size} bytes; the most is {MAX_LINE_BYTES}")
+                yield BadRow(f"{name}:{number}", "", f"is a line of {size} bytes; the limit is {MAX_LINE_BYTES}")
             elif line.strip():
                 yield _json_line(line.rstrip(b"\r\n"), f"{name}:{number}")
 
@@ -217,7 +217,7 @@ def _parquet(path: Path, name: str) -> Records:
     except UserError:
         raise
     except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
-        raise UserError(f"{path} is not a whole Parquet file ({name_reason(error)}); write or copy it again.") from error
+        raise UserError(f"{path} is not a complete Parquet file ({name_reason(error)}); write or copy it again.") from error
 
 
 def _batch(batch: Any, name: str, number: int) -> Records:

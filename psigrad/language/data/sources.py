@@ -131,8 +131,8 @@ def check_held_out(count: int, total: int) -> None:
     """Raise `UserError` if no row is left to train on."""
     if not 0 <= count < total:
         raise UserError(
-            f"Holding out {count} of {total} rows is not possible; set eval_prompts (--eval-prompts) to fewer, 0 for no "
-            "evaluation, or give held-out rows of their own (--eval-dataset)."
+            f"Cannot hold out {count} of {total} rows; lower eval_prompts (--eval-prompts), set it to 0 for no evaluation, or "
+            "name held-out rows with --eval-dataset."
         )
 
 
@@ -231,9 +231,9 @@ def _summary(name: str, form: str, total: int, bad: list[BadRow], fits: str, hin
         shown = f"{bad[0]}" + ("; the others likewise" if total > 1 else "")
     else:
         shown = "; ".join(str(row) for row in bad[:_SHOWN]) + (f"; and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else "")
-    cure = "mend them, or leave them out with --bad-rows skip"
+    cure = "fix them, or skip them with --bad-rows skip"
     if len(bad) == total:
-        cure = f"none is left for the form {form}; " + (f"they fit the form {fits} (docs/data.md)" if fits else "mend them")
+        cure = f"none is left for the form {form}; " + (f"they fit the form {fits} (docs/data.md)" if fits else "fix them")
     return f"{name} has {len(bad)} malformed of {total} rows ({shown}); {cure}{hint}."
 
 
@@ -255,9 +255,11 @@ def parse_mixture(dataset: object) -> list[Share]:
     weighted = [share for share in shares if share.weight is not None]
     if weighted and len(weighted) < len(shares):
         bare = next(share.dataset for share in shares if share.weight is None)
-        raise UserError(f"Some datasets have a weight and {bare!r} has none; give each one, as {bare}:0.5, or none at all.")
+        raise UserError(
+            f"Some datasets have a weight, but {bare!r} has none; give every dataset one, such as {bare}:0.5, or none."
+        )
     if any(share.weight == 0 for share in weighted):
-        raise UserError(f"A dataset has weight 0 in {', '.join(map(str, dataset))}; leave it out.")
+        raise UserError(f"A dataset has weight 0 in {', '.join(map(str, dataset))}; remove it.")
     return shares
 
 

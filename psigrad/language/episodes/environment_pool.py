@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 from psigrad.errors import UserError
-from psigrad.language.episodes.environments import Answer, EpisodeCall, Factory, Fault, InProcess, Playing, Step
+from psigrad.language.episodes.environments import Answer, EpisodeCall, Factory, Fault, InProcess, Opening, Playing, Step
 from psigrad.processes.sandbox import enclosure_of_workers
 from psigrad.processes.workers import Lost, PoolLimits, WorkerPool, unpack
 from psigrad.processes.workers.child import reason_for
@@ -116,7 +116,7 @@ def encode(answer: Answer) -> Any:
     """Encode an answer as JSON."""
     if isinstance(answer, Fault):
         return {"fault": answer.reason}
-    found = answer._asdict() if isinstance(answer, Step) else {"observation": answer}
+    found = answer._asdict() if isinstance(answer, Step | Opening) else {"observation": answer}
     try:
         json.dumps(found, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -131,8 +131,12 @@ def decode(call: EpisodeCall | None, content: Any) -> Any:
             return Fault(reason)
         case {"rows": rows} if call is None:
             return rows
-        case {"observation": observation, "reward": float() | int() as reward, "done": bool(done)} if call and call.turns:
-            return Step(observation, float(reward), done)
+        case {
+            "observation": said, "reward": float() | int() as reward, "done": bool(done), "seat": int(seat), "rewards": [*each],
+        } if call and call.turns:  # fmt: skip
+            return Step(said, float(reward), done, seat, tuple(map(float, each)))
+        case {"observation": observation, "seat": int(seat)} if call and not call.turns:
+            return Opening(seat, observation)
         case {"observation": observation} if call and not call.turns:
             return observation
     raise ValueError(f"{content!r} is no answer")

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 from psigrad import extras
 from psigrad.errors import UserError, nearest
@@ -19,7 +19,7 @@ from psigrad.processes.workers.child import reason_for
 
 Message = dict[str, Any]
 # Environments of other libraries: the prefix before the colon, and the module's name in `psigrad.extras`.
-LIBRARIES = {"openenv": "openenv", "verifiers": "verifiers", "mcp": "mcp environment"}
+LIBRARIES = {"openenv": "openenv", "verifiers": "verifiers", "mcp": "mcp environment", "textarena": "textarena"}
 # The policy's next input: text (a user turn if the prompt is a conversation), or messages with their own roles. An environment
 # may also give Pillow's image or a list of content parts, which become text with marks (`image_rows.observed`).
 Observation = str | list[Message]
@@ -34,6 +34,17 @@ class Step(NamedTuple):
     """The reward of this turn."""
     done: bool
     """True if the episode is over."""
+    seat: int = 0
+    """The seat that acts next and reads the observation, in a game of several seats."""
+    rewards: tuple[float, ...] = ()
+    """The reward of each seat, in such a game."""
+
+
+class Opening(NamedTuple):
+    """The start of a game of several seats: the seat that acts first, and what it reads."""
+
+    seat: int
+    observation: Observation
 
 
 class Environment(Protocol):
@@ -51,7 +62,26 @@ class Environment(Protocol):
         ...
 
 
-Factory = Callable[[], Environment]
+class SeatedEnvironment(Protocol):
+    """One game of several seats. Otherwise as `Environment`.
+
+    Rewards may sum to 0 (opponents), be equal (a team), or neither. Most games give them with the last turn, and zeros before.
+    """
+
+    seats: ClassVar[int]
+
+    def reset(self, row: Mapping[str, Any]) -> tuple[int, Observation]:
+        """Start the game. Return the seat that acts first, and what it reads after the prompt."""
+        ...
+
+    def step(self, completion: str) -> tuple[int, Observation, Sequence[float], bool]:
+        """Answer the acting seat's turn. Return the seat that acts next, what that seat reads (all since its own last turn),
+        the reward of every seat, and True if the game is over.
+        """
+        ...
+
+
+Factory = Callable[[], Environment | SeatedEnvironment]
 
 
 @dataclass(frozen=True)
@@ -78,7 +108,7 @@ class EpisodeCall:
 
 
 # The answer of an environment: an observation or None to an opening, a `Step` to a turn, or a fault.
-Answer = Observation | Step | Fault | None
+Answer = Observation | Opening | Step | Fault | None
 
 
 class Playing(ABC):
@@ -89,7 +119,7 @@ class Playing(ABC):
     _batch = 0
     _episodes: dict[int, EpisodeCall]
 
-    def begin(self, rows: Sequence[Mapping[str, Any]]) -> list[Observation | Fault | None]:
+    def begin(self, rows: Sequence[Mapping[str, Any]]) -> list[Observation | Opening | Fault | None]:
         """Replace all episodes by new ones 0, 1, … on these rows, and return what each `reset` returned."""
         self._batch += 1
         self._episodes = {number: EpisodeCall(self._batch, number, row) for number, row in enumerate(rows)}
@@ -157,7 +187,7 @@ class InProcess(Playing):
     def __init__(self, factory: Factory) -> None:
         self._factory = factory
         self._said: dict[int, Answer] = {}
-        self._played: dict[int, tuple[tuple[str, ...], Environment]] = {}
+        self._played: dict[int, tuple[tuple[str, ...], Any]] = {}
         self._played_batch = 0
 
     def submit(self, calls: Sequence[EpisodeCall]) -> None:
@@ -203,23 +233,35 @@ class InProcess(Playing):
         return list(make(count, seed)) if callable(make) else None
 
 
-def reset(environment: Environment, row: Mapping[str, Any]) -> Observation | Fault | None:
+def reset(environment: Any, row: Mapping[str, Any]) -> Observation | Opening | Fault | None:
     """Return the result of `reset`, or a `Fault` that says why there is none."""
+    seats = seats_of(environment)
     try:
         opening = environment.reset(open_columns(row))
+        if seats > 1:
+            seat, said = opening
+            opening = Opening(seat, said)
     except (Exception, SystemExit) as error:
         return Fault(reason_for("the environment", error))
-    if opening is None or _is_observation(opening):
-        found: Observation | Fault | None = _without_objects(opening)
-        return found
-    return Fault(f"the environment's reset() returned {_shorten(opening)}")
+    said = opening.observation if isinstance(opening, Opening) else opening
+    known = _is_observation(said) or (said is None and seats == 1)
+    if not known or (seats > 1 and opening.seat not in range(seats)):
+        return Fault(f"the environment's reset() returned {_shorten(opening)}")
+    plain: Any = _without_objects(said)
+    return plain if seats == 1 or isinstance(plain, Fault) else Opening(opening.seat, plain)
 
 
-def step(environment: Environment, text: str) -> Step | Fault:
+def step(environment: Any, text: str) -> Step | Fault:
     """Return the result of `step`, or a `Fault` that says why there is none."""
+    seats, seat, reward = seats_of(environment), 0, 0.0
+    rewards: Sequence[Any] = ()
     try:
         given = environment.step(text)
-        observation, reward, done = given
+        if seats > 1:
+            seat, observation, rewards, done = given
+            rewards = tuple(rewards)
+        else:
+            observation, reward, done = given[:3] if isinstance(given, Step) else given
     except (Exception, SystemExit) as error:
         return Fault(reason_for("the environment", error))
     observation = _without_objects(observation)
@@ -227,11 +269,21 @@ def step(environment: Environment, text: str) -> Step | Fault:
         return observation
     if not _is_observation(observation):
         return Fault(f"the environment's step() returned {_shorten(observation)} as its observation; expected text or messages")
+    if seats > 1 and (len(rewards) != seats or seat not in range(seats)):
+        return Fault(f"the environment's step() returned seat {seat} and rewards {_shorten(rewards)}; it has {seats} seats")
     try:
-        number = float(reward)
+        number, each = float(reward), tuple(float(one) for one in rewards)
     except (TypeError, ValueError):
-        return Fault(f"the environment's step() returned {_shorten(reward)} as its reward; expected a number")
-    return Step(observation, number, bool(done)) if math.isfinite(number) else Fault(f"the environment's reward is {number}")
+        wrong = rewards if seats > 1 else reward
+        return Fault(f"the environment's step() returned {_shorten(wrong)} as its reward; expected a number")
+    if wrong := [one for one in (number, *each) if not math.isfinite(one)]:
+        return Fault(f"the environment's reward is {wrong[0]}")
+    return Step(observation, number, bool(done), seat, each)
+
+
+def seats_of(environment: Any) -> int:
+    """Return the number of seats of an environment or of its class."""
+    return int(getattr(environment, "seats", 1))
 
 
 def _is_observation(value: object) -> bool:
@@ -264,13 +316,13 @@ def library_of(environment: str | Factory) -> str:
 
 
 def resolve(environment: str | Factory) -> Factory:
-    """Return the factory of an environment: a built-in name, "openenv:ADDRESS", "verifiers:TASKSET", "mcp:COMMAND",
-    "module:Class", or a class. Raise `UserError` if there is none.
+    """Return the factory of an environment: a built-in name, "openenv:ADDRESS", "verifiers:TASKSET", "textarena:GAME",
+    "mcp:COMMAND", "module:Class", or a class. Raise `UserError` if there is none.
     """
     if not isinstance(environment, str):
         return environment
     if is_ours(environment):
-        games: Mapping[str, Factory] = extras.load("games").GAMES
+        games: Mapping[str, Factory] = extras.load("games").GAMES | extras.load("text games").GAMES
         if environment not in games:
             known, hint = ", ".join(games), nearest(environment, games) or "."
             raise UserError(f"There is no environment {environment!r}; expected one of {known} or module:Class{hint}")

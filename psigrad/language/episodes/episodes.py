@@ -19,7 +19,7 @@ from psigrad.language import images
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.image_rows import observed
 from psigrad.language.data.templates import Reading, decode, prompt_ids
-from psigrad.language.episodes.environments import Fault, Message, Observation, Playing, Step
+from psigrad.language.episodes.environments import Fault, Message, Observation, Opening, Playing, Step
 from psigrad.language.episodes.episode_history import EpisodeHistory, as_messages
 from psigrad.language.episodes.tools import CallForm
 from psigrad.language.models.language_model import LanguageModel
@@ -59,6 +59,12 @@ class Episodes:
     form: CallForm = field(default_factory=CallForm)
     """The form of the policy's tool calls."""
 
+    def limits(self, params: SamplingParams, max_length: int) -> tuple[EpisodeLimits, SamplingParams]:
+        """Return the limits of episodes with at most `max_length` tokens each, and the sampling parameters of one turn."""
+        total = params.max_tokens if self.max_turn_length else 0
+        params = replace(params, max_tokens=min(self.max_turn_length or params.max_tokens, params.max_tokens))
+        return EpisodeLimits(params.max_tokens, self.max_observation_length, total, max_length, self.max_turns), params
+
     def play(
         self,
         sampler: Sampler,
@@ -74,7 +80,7 @@ class Episodes:
 
 
 @dataclass
-class _Episode:
+class LiveEpisode:
     """One episode under way. `ids` are all tokens after the prompt, and `mask` is True for those that the policy chose."""
 
     index: int
@@ -95,6 +101,7 @@ class _Episode:
     over: bool = False
     reason: str = ""
     branches: list[Branch] = field(default_factory=list)
+    seat: int | None = None
     heard: tuple[int, ...] = ()
     """The tokens that the policy reads before its next turn. They extend its context, or replace it if the next field is True."""
     anew: bool = False
@@ -104,6 +111,12 @@ class _Episode:
         """The input from which the policy's next turn is sampled."""
         turn = len(self.policy_turns)
         return NextTurn(self.heard, self.seed if turn == 0 else seeds.derive(self.seed, "turn", turn), self.anew)
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """The tokens that the policy reads before its next turn."""
+        start, prompt = self.branches[-1] if self.branches else (0, self.prompt)
+        return (*prompt, *self.ids[start:])
 
     @property
     def used(self) -> int:
@@ -122,7 +135,7 @@ class _Episode:
         self.policy_turns.append(text)
         self.messages.append({"role": "assistant", "content": text})
 
-    def hear(self, answer: Step | Fault, limits: _Limits) -> None:
+    def hear(self, answer: Step | Fault, limits: EpisodeLimits) -> None:
         """Add the environment's answer to the turn. A turn that was cut, or that leaves no room, is the last."""
         was_cut, self.finish_reason = self.finish_reason == "length", "length"
         if isinstance(answer, Step):
@@ -134,7 +147,11 @@ class _Episode:
         if answer.done or was_cut:
             self.over, self.finish_reason = True, "stop" if answer.done else "length"
             return
-        bare = self.history.read(cut(answer.observation, 0))
+        self.observe(answer.observation, limits)
+
+    def observe(self, observation: Observation, limits: EpisodeLimits) -> None:
+        """Read an observation before the next turn. Without room for both, the episode is over."""
+        bare = self.history.read(cut(observation, 0))
         used, past = (0, len(bare.ids)) if bare.anew else (self.used, 0)
         turn = len(self.policy_turns)
         readings: list[Reading] = []
@@ -143,7 +160,7 @@ class _Episode:
             readings.append(self.history.read(said))
             return readings[-1].ids
 
-        fitted = limits.fit(render, answer.observation, used, turn, self.cuts, past)
+        fitted = limits.fit(render, observation, used, turn, self.cuts, past)
         if fitted is None:
             self.over = True
             return
@@ -165,7 +182,7 @@ class _Episode:
 
 
 @dataclass(frozen=True)
-class _Limits:
+class EpisodeLimits:
     """The limits: tokens of a turn, of an answer (0: any), of all turns together (0: any), of the context; and turns."""
 
     turn: int
@@ -216,10 +233,8 @@ def play(
     the engine supports it, while other environments work. A turn cut by the length limit, `max_turns` and `max_length` end an
     episode as truncated. An answer is cut if it leaves no room for another turn. Each turn's reward is placed on its last token.
     """
-    playing, turn = rules.playing, rules.max_turn_length
-    total = params.max_tokens if turn else 0
-    params = replace(params, max_tokens=min(turn or params.max_tokens, params.max_tokens))
-    limits = _Limits(params.max_tokens, rules.max_observation_length, total, max_length, rules.max_turns)
+    playing = rules.playing
+    limits, params = rules.limits(params, max_length)
     episodes = _begin(rules, prompts, num_generations, seed_of, tokenizer, limits)
     dialogue = sampler.dialogue([e.prompt for e in episodes], params)
     ready, waiting = [i for i, e in enumerate(episodes) if not e.over], set[int]()
@@ -241,7 +256,7 @@ def play(
             waiting.add(i)
         linger = 0.0 if dialogue.joins else max(LINGER[0] * (time.monotonic() - started), LINGER[1])
         ready = hear(playing.wait(len(waiting), math.inf if rules.together else linger))
-    trajectories = [_trajectory(e, version, tokenizer) for e in episodes]
+    trajectories = [episode_trajectory(e, version, tokenizer) for e in episodes]
     return settle(sampler, trajectories, params) if playing.paced and not rules.together else trajectories
 
 
@@ -282,30 +297,31 @@ def _begin(
     count: int,
     seed_of: Callable[[int, int], int],
     tokenizer: Any,
-    limits: _Limits,
-) -> list[_Episode]:
+    limits: EpisodeLimits,
+) -> list[LiveEpisode]:
     """Start `count` episodes of each prompt. The observation of `reset` follows the prompt and is the same within a group."""
     shown = [{"prompt": images.for_rewards(row.dataset_prompt), **row.columns} for _, _, row in prompts for _ in range(count)]
     openings_of_all = [_seen(tokenizer, opening) for opening in rules.playing.begin(shown)]
-    episodes: list[_Episode] = []
+    episodes: list[LiveEpisode] = []
     for place, (index, ids, row) in enumerate(prompts):
         openings = openings_of_all[place * count : (place + 1) * count]
         heard = [opening for opening in openings if not isinstance(opening, Fault)]
         if any(opening != heard[0] for opening in heard):
             raise UserError(
-                f"{row.source}: reset() said different things for one row; an environment may depend only on the row."
+                f"{row.source}: reset() returned different texts for one row; an environment may depend only on the row."
             )
         cuts: list[Cut] = []
         opened = row
         if heard and heard[0] is not None:
-            fitted = limits.fit(partial(_render_opening, tokenizer, row), heard[0], 0, 0, cuts)
+            assert not isinstance(heard[0], Opening)  # `seats.py` plays those
+            fitted = limits.fit(partial(render_opening, tokenizer, row), heard[0], 0, 0, cuts)
             if fitted is None:
                 openings = [Fault(f"there is no room for what reset() said ({cuts[0].reason})")] * count
             else:
-                ids, opened = tuple(fitted[0]), _opened(row, fitted[1])
+                ids, opened = tuple(fitted[0]), opened_row(row, fitted[1])
         history = EpisodeHistory.of(tokenizer, opened, rules.form)
         for k, opening in enumerate(openings):
-            episode = _Episode(index, k, row, ids, seed_of(place, k), history.copy(), cuts=list(cuts))
+            episode = LiveEpisode(index, k, row, ids, seed_of(place, k), history.copy(), cuts=list(cuts))
             if isinstance(opening, Fault):
                 episode.over, episode.reason = True, opening.reason
             episodes.append(episode)
@@ -324,11 +340,12 @@ def _seen(tokenizer: Any, said: Any, step: Step | None = None) -> Any:
     return read if step is None else step._replace(observation=read)
 
 
-def _render_opening(tokenizer: Any, row: Row, opening: Observation) -> list[int]:
-    return prompt_ids(tokenizer, _opened(row, opening))
+def render_opening(tokenizer: Any, row: Row, opening: Observation) -> list[int]:
+    """Return the tokens of a row's prompt with the environment's opening."""
+    return prompt_ids(tokenizer, opened_row(row, opening))
 
 
-def _opened(row: Row, opening: Observation) -> Row:
+def opened_row(row: Row, opening: Observation) -> Row:
     """Return the row with the environment's opening, which is joined to a prompt that is text in the dataset."""
     prompt: Any = row.prompt
     if isinstance(prompt, str):
@@ -338,7 +355,8 @@ def _opened(row: Row, opening: Observation) -> Row:
     return replace(row, prompt=[*(prompt or []), *as_messages(opening)])
 
 
-def _trajectory(episode: _Episode, version: int, tokenizer: Any) -> Trajectory:
+def episode_trajectory(episode: LiveEpisode, version: int, tokenizer: Any) -> Trajectory:
+    """Return what a finished episode yields."""
     completion = Completion(
         ids=tuple(episode.ids),
         logprobs=tuple(episode.logprobs),
@@ -356,6 +374,7 @@ def _trajectory(episode: _Episode, version: int, tokenizer: Any) -> Trajectory:
         reason=episode.reason,
         mask=tuple(episode.mask),
         step_rewards=tuple(episode.rewards),
+        seat=episode.seat,
         turns=len(episode.policy_turns),
         messages=() if isinstance(episode.row.prompt, str) else tuple(episode.messages),
         cuts=tuple(episode.cuts),

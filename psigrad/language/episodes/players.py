@@ -30,7 +30,8 @@ class Player(Protocol):
         needs_reward: bool,
     ) -> list[Trajectory]:
         """Return `num_generations` trajectories for each (index, prompt ids, row), in order. `seed_of(i, k)` seeds the k-th of
-        the i-th. With `needs_reward`, the player's own reward is the only one.
+        the i-th. A game of several seats has that many trajectories of each seat, seat by seat. With `needs_reward`, the player's
+        own reward is the only one.
         """
         ...
 
@@ -66,7 +67,8 @@ class PlayerCollector:
             version=version,
             needs_reward=self.needs_reward,
         )
-        yield [(i, made[i * num_generations : (i + 1) * num_generations]) for i in range(len(prompts))]
+        count = len(made) // len(prompts)
+        yield [(i, made[i * count : (i + 1) * count]) for i in range(len(prompts))]
 
     def snapshot(self) -> PlayerCollector:
         """See `TrajectoryCollector`."""

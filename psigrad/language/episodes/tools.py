@@ -89,7 +89,7 @@ def resolve(tools: Sequence[str | Callable[..., Any]], variables: Sequence[str] 
             found.append(imported_callable(tool, "tool") if isinstance(tool, str) else tool)
     names = [name_of(tool) for tool in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"There are two tools of the name {twice!r}; a call could not tell them apart, so rename one.")
+        raise UserError(f"Two tools are named {twice!r}; rename one, since a call gives only the name.")
     return found
 
 

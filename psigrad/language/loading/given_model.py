@@ -80,8 +80,8 @@ class GivenModel:
             world.all_gather(None)  # wait until the folder is written
         elif known["class"] != now["class"] or (known != now and _TRAINED.get(network) != folder.resolve() and not allowed):
             raise UserError(
-                f"The run in {folder.parent} began with another model than the one that was given (a copy of its own is in "
-                f"{folder}); give that one to go on, go on all the same with allow=['model'], or choose another output_dir."
+                f"The run in {folder.parent} started from another model (its copy is in "
+                f"{folder}); give that one to resume, resume anyway with allow=['model'], or choose another output_dir."
             )
         elif known != now:
             take_weights(network, folder)

@@ -152,7 +152,7 @@ def _options(settings: Model, run: Run, world: World) -> dict[str, Any]:
 
 def _check_shards(settings: Model, lora: Lora | None, world: World) -> None:
     if world.lockstep and settings.quantize_base and lora is not None:
-        raise UserError("quantize_base keeps a base in codes, which placement.strategy=fsdp cannot shard; use ddp.")
+        raise UserError("placement.strategy=fsdp cannot shard a quantised base (quantize_base); use ddp.")
     if world.lockstep and lora is not None and (lora.dora or lora.modules_to_save):
         raise UserError(
             "The adapter has use_dora or lora_modules_to_save, which placement.strategy=fsdp cannot merge; use ddp, or a plain "
@@ -320,7 +320,7 @@ def settle_chat(tokenizer: PreTrainedTokenizerBase, settings: Model, checkpoint:
         words = tokenizer.get_vocab()
         if settings.eos_token not in words:
             near = nearest(settings.eos_token, words) or "."
-            raise UserError(f"eos_token {settings.eos_token!r} is no token of the model's tokenizer{near}")
+            raise UserError(f"eos_token {settings.eos_token!r} is not a token of the model's tokenizer{near}")
         tokenizer.eos_token = settings.eos_token
     if settings.chat_template_path:
         tokenizer.chat_template = _read_template(settings.chat_template_path)
@@ -345,7 +345,7 @@ def template_kwargs(given: str | Mapping[str, Any]) -> dict[str, Any]:
     try:
         kwargs = json.loads(given or "{}") if isinstance(given, str) else given
     except ValueError as error:
-        raise UserError(f"chat_template_kwargs {given!r} is no JSON ({error}); {wanted}.") from None
+        raise UserError(f"chat_template_kwargs {given!r} is not JSON ({error}); {wanted}.") from None
     if not isinstance(kwargs, Mapping):
         raise UserError(f"chat_template_kwargs is {kind_of(kwargs)}; {wanted}.")
     return dict(kwargs)

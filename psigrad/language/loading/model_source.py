@@ -113,8 +113,8 @@ def lora_of(settings: Model) -> Lora | None:
     found = find_adapter(settings)
     if found is None and settings.quantize_base:
         raise UserError(
-            f"quantize_base is {settings.quantize_base}, which keeps what lies below a LoRA adapter in codes, and every weight "
-            "is to learn; give lora_rank=16, or leave quantize_base out."
+            f"quantize_base is {settings.quantize_base}, which quantises the base of a LoRA adapter, but every weight is "
+            "trained; set lora_rank=16, or remove quantize_base."
         )
     return None if found is None else found.lora
 
@@ -240,7 +240,7 @@ def _is_model(folder: Path) -> bool:
 
 def _download(path: str, revision: str) -> Path:
     if Path(path).exists():
-        raise UserError(f"model.revision is {revision!r} and {path!r} is on this disk; leave the revision out.")
+        raise UserError(f"model.revision is {revision!r} but {path!r} is a local folder; remove the revision.")
     from huggingface_hub import snapshot_download
 
     try:
@@ -308,7 +308,7 @@ def _without_weights(path: str) -> Path:
         return place
     found = [place] if place.suffix == ".gguf" else sorted(place.glob("*.gguf"))
     if len(found) != 1:
-        raise UserError(f"quantize_base is gguf, and the model is {path!r}; give a GGUF file, or take quantize_base=nf4.")
+        raise UserError(f"quantize_base is gguf, but the model is {path!r}; give a GGUF file, or set quantize_base=nf4.")
     folder = Path(_convert_once(_identity(found, "without weights"), found[0], _convert_words))
     if not (link := folder / WEIGHTS).exists() or not link.samefile(found[0]):
         link.unlink(missing_ok=True)

@@ -42,8 +42,8 @@ def make(
         raise UserError(f"There is no sampler {name!r}; expected one of {', '.join(NAMES)} or module:Class{nearest(name, NAMES)}")
     if name != "vllm" and (sampling.vllm_sleep or sampling.tensor_parallel_size > 1):
         raise UserError(
-            f"sampling.vllm_sleep and sampling.tensor_parallel_size are vLLM's and the sampler is {name}; leave them out, or "
-            "sample with sampler=vllm."
+            f"sampling.vllm_sleep and sampling.tensor_parallel_size are settings of vLLM, but the sampler is {name}; "
+            "remove them, or set sampler=vllm."
         )
     if name == "vllm":
         vllm_sampler: Sampler = extras.load("vllm").VLLMSampler(

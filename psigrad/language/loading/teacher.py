@@ -75,8 +75,8 @@ class Teacher:
         if self.spans and kind != "span":
             raise UserError(
                 f"The teacher {self.where} has another tokenizer than the model, so {algorithm.name or 'the method'} cannot "
-                f"compare them token by token (estimator={kind!r}). Compare them by the pieces of text at whose ends both have a "
-                "token's end: algorithm.kl.estimator=span."
+                f"compare them token by token (estimator={kind!r}). Set algorithm.kl.estimator=span, which compares pieces of "
+                "text at whose ends both tokenizers end a token."
             )
 
     def log_probs(self, groups: Groups, temperature: float) -> Tensor:
@@ -149,7 +149,7 @@ class TeacherReference(Annotator):
     gives_reference = True
 
     def columns(self, run: Online, batch: Batch, step: int, cache: Any) -> Batch:
-        """Add `logp_ref` if the KL term reads sampled tokens. If it reads pieces of text, request their log-probs."""
+        """Add `logp_ref` if the KL term reads sampled tokens. For pieces of text, request the teacher's log-probs."""
         algorithm, budget, temperature = run.algorithm, run.config.micro_batch_tokens, run.params.temperature
         self.teacher.forget()
         if not isinstance(algorithm, PolicyGradient):
@@ -209,7 +209,7 @@ def text_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[s
 
 
 def align(own: Sequence[int], others: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the token counts of both at every position of the text where a token of each ends."""
+    """Return (tokens of `own`, tokens of `others`) up to every position of the text where a token of both ends."""
     mine, theirs = ({end: i + 1 for i, end in enumerate(ends) if end > 0} for ends in (own, others))
     return [(mine[end], theirs[end]) for end in sorted(mine.keys() & theirs.keys())]
 

@@ -70,7 +70,7 @@ def balance_of(network: Any, coefficient: float | None) -> Balance | None:
         if coefficient:
             raise UserError(
                 f"router_aux_loss_coef is {coefficient:g}, and {type(network).__name__} has no routers whose load transformers "
-                "tells; leave it out."
+                "reports; remove it."
             )
         return None
     wanted = (own or 0.0) if coefficient is None else coefficient
@@ -207,10 +207,10 @@ def replay_routers(model: Any) -> Routing:
     hf = model.network
     name = type(hf).__name__
     if model.why_padded:
-        raise UserError(f"router_replay needs a model that runs packed ({model.why_padded}); leave it out.")
+        raise UserError(f"router_replay needs a model that runs packed ({model.why_padded}); remove it.")
     routing = Routing(hf)
     if not routing.routers or not routing.chosen:
-        raise UserError(f"router_replay is for models of experts, and transformers knows no routers of {name}; leave it out.")
+        raise UserError(f"router_replay is for models of experts, but transformers knows no routers of {name}; remove it.")
     inputs = lay_out(model.texts, model.device, packed=True)
     model.routing = routing
     try:
@@ -227,5 +227,5 @@ def replay_routers(model: Any) -> Routing:
             raise ValueError("other experts than its own are not followed")
     except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
         model.routing = None
-        raise UserError(f"router_replay cannot set what the routers of {name} choose ({error}); leave it out.") from error
+        raise UserError(f"router_replay cannot set the choices of {name}'s routers ({error}); remove it.") from error
     return routing

@@ -137,7 +137,7 @@ class _Figures:
 
 
 class _RowLogProbs(torch.autograd.Function):
-    """`_ChosenLogProbs` for a GPU, with so many states at once that each step of a chunk is one kernel over whole rows of logits.
+    """The form of `_ChosenLogProbs` for a GPU. Chunks are so large that each operation is one kernel over full rows of logits.
     They also give the most probable token, if `best`, and the entropy, if `mixed`; neither has a gradient.
     """
 
@@ -314,7 +314,7 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _check_ids(ids: Tensor, count: int) -> None:
     if _on_gpu(ids):  # without waiting for it
-        return torch._assert_async(((ids >= 0) & (ids < count)).all(), "A target is no token of the head.")
+        return torch._assert_async(((ids >= 0) & (ids < count)).all(), "A target is not a token of the head.")
     low, high = torch.stack(torch.aminmax(ids)).tolist()
     if low < 0 or high >= count:
         raise IndexError(f"A target is token {high}; the head has {count} tokens: the tokenizer belongs to another model.")

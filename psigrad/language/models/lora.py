@@ -109,7 +109,7 @@ def _peft_targets(targets: Sequence[str]) -> str | list[str]:
     try:
         re.compile(patterns[0] if patterns else "")
     except re.error as error:
-        raise UserError(f"lora_target_modules is {targets[0]!r}, which is no regular expression ({error}).") from error
+        raise UserError(f"lora_target_modules is {targets[0]!r}, which is not a regular expression ({error}).") from error
     return targets[0] if patterns or tuple(targets) == ("all-linear",) else list(targets)
 
 
@@ -154,12 +154,12 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         kind, _ = held["peft_type"], held["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{folder / CONFIG} is no adapter's configuration ({reason_of(error)}); save the adapter again."
+            f"{folder / CONFIG} is not the configuration of an adapter ({reason_of(error)}); save the adapter again."
         ) from error
     if kind != "LORA":
         raise UserError(
-            f"The adapter {str(folder)!r} is of the kind {kind}; psigrad goes on with LORA. With model.adapter=merge it is added "
-            "to its base, where it can be."
+            f"The adapter {str(folder)!r} has the type {kind}, but psigrad continues only LORA. Set model.adapter=merge to merge "
+            "it into its base, if its type allows that."
         )
     return held
 
@@ -231,8 +231,8 @@ def check_untied(network: Any) -> None:
     one, other = (getattr(base_of(layer), "weight", None) for layer in ends)
     if one is other:
         raise UserError(
-            "The adapter is on the embedding or the head, and these are one matrix in this model (tie_word_embeddings), so that "
-            "it could not be merged; leave them out of lora_target_modules, or train them whole with lora_modules_to_save."
+            "The adapter is on the embedding or the head, which are one matrix in this model (tie_word_embeddings), so it "
+            "could not be merged; leave them out of lora_target_modules, or train them in full with lora_modules_to_save."
         )
 
 

@@ -20,6 +20,7 @@ from psigrad.language.episodes.environment_pool import EnvironmentPool
 from psigrad.language.episodes.environments import InProcess, Playing
 from psigrad.language.episodes.episodes import Episodes
 from psigrad.language.episodes.players import Player
+from psigrad.language.episodes.seats import Games
 from psigrad.language.episodes.tools import CallForm, Tool, ToolBoxes, call_form_of, resolve, schemas
 from psigrad.runs.journal import Journal
 
@@ -39,7 +40,7 @@ def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Jo
     """
     given = [name for name in ("environment", "tools", "agent", "agent_command") if getattr(config, name)]
     if len(given) > 1:
-        raise UserError(f"Both {given[0]} and {given[1]} are given; each says who answers the policy, so leave one of them out.")
+        raise UserError(f"Both {given[0]} and {given[1]} are given, but only one can answer the policy; remove one of them.")
     if not given:
         yield None
         return
@@ -61,8 +62,8 @@ def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Jo
         yield _episodes(config, stack.enter_context(actors), form)
 
 
-def _episodes(config: Played, playing: Playing, form: CallForm) -> Episodes:
-    return Episodes(
+def _episodes(config: Played, playing: Playing, form: CallForm) -> Episodes | Games:
+    rules = Episodes(
         playing,
         config.max_turns,
         config.max_turn_length,
@@ -70,6 +71,15 @@ def _episodes(config: Played, playing: Playing, form: CallForm) -> Episodes:
         together=config.turns_together,
         form=form,
     )
+    seats = count_seats(config)
+    return rules if seats == 1 else Games(rules, seats)
+
+
+def count_seats(config: Played) -> int:
+    """Return the number of seats of the environment."""
+    if not config.environment or environments.library_of(config.environment) not in ("", "textarena"):
+        return 1
+    return environments.seats_of(environments.resolve(config.environment))
 
 
 def playing_for(config: Played, form: CallForm) -> Playing:
@@ -112,7 +122,7 @@ def rows_for(config: OnlineConfig, episodes: Player | None, tokenizer: Any, tell
 
 def own_rows(config: Played, episodes: Player | None) -> list[Row] | None:
     """Return the environment's own rows if no dataset was given."""
-    if not isinstance(episodes, Episodes) or config.data.dataset:
+    if not isinstance(episodes, Episodes | Games) or config.data.dataset:
         return None
     asked = config.evaluation.eval_prompts
     made = episodes.playing.rows(OWN_ROWS + (HELD_OUT if asked is None else asked), config.run.seed)

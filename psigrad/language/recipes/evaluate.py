@@ -91,10 +91,12 @@ def run(config: EvalConfig) -> Report:
         )
     if config.likelihood and (config.server or config.best_of > 1 or config.evaluation.num_generations_eval > 1):
         raise UserError(
-            "likelihood reads a model here, once for each question; leave out --server, best_of and num_generations_eval."
+            "likelihood needs a local model and one answer per question; remove --server, best_of and num_generations_eval."
         )
     if config.best_of > 1 and not rewards:
-        raise UserError("best_of chooses by a reward and only a metric was given; name a reward with --reward or --reward-model.")
+        raise UserError(
+            "best_of chooses by a reward, but only a metric was given; name a reward with --reward or --reward-model."
+        )
     found = sample_and_score(config, True)
     if found.trajectories and all(t.reward is None for t in found.trajectories):
         raise UserError(f"{found.unscored} Fix the reward function or the dataset.")
@@ -178,9 +180,9 @@ def _by_server(
 ) -> tuple[dict[str, Any], list[Trajectory], Sequence[Row]]:
     """Sample `size` completions of each prompt from a server and score them, with the seeds that a local model would use."""
     if config.plays:
-        raise UserError("Episodes and agents need a model here; leave out --server, or environment, tools and agent.")
+        raise UserError("Episodes and agents need a local model; remove --server, or environment, tools and agent.")
     if config.evaluation.eval_kl:
-        raise UserError("eval_kl needs the model's own distribution, which a server does not tell; leave it out.")
+        raise UserError("eval_kl needs the model's own distribution, which a server does not return; remove it.")
     rows = rewards.judgeable(_rows(config, None, None), redaction.tell)
     for row in rows:
         if row.prompt is None:
@@ -261,5 +263,5 @@ def _benchmark_rows(config: EvalConfig) -> list[Row]:
     else:
         shots, rows = rows[:count], rows[count:]
     if len(shots) < count or not rows:
-        raise UserError(f"num_fewshot is {count}, for which there are too few rows ({len(shots) + len(rows)}); give more rows.")
+        raise UserError(f"num_fewshot is {count}, but there are only {len(shots) + len(rows)} rows; give more rows, or lower it.")
     return as_prompts(config.benchmark, rows, shots[:count])

@@ -75,7 +75,7 @@ def _trial(optimizers: Sequence[Optimizer]) -> Iterator[None]:
             yield
     except torch.OutOfMemoryError as error:
         raise UserError(
-            "The longest samples of this run do not fit the device's memory; `psigrad plan` shows what takes less."
+            "The longest samples of this run do not fit the device's memory; `psigrad plan` shows which settings need less."
         ) from error
     finally:
         for optimizer in optimizers:

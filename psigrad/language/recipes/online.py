@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.posted_forms import Tell
 from psigrad.language.data.reward_view import reward_view
 from psigrad.language.episodes.players import Player, collector_of
+from psigrad.language.episodes.seats import Games
 from psigrad.language.episodes.tools import schemas
 from psigrad.language.loading.given_model import GivenModel
-from psigrad.language.loading.load_model import load_critic, load_model, load_own_reference
+from psigrad.language.loading.load_model import load_critic, load_model, load_own_reference, load_start
 from psigrad.language.loading.samplers import sampling_params
 from psigrad.language.loading.teacher import Teacher, TeacherReference
 from psigrad.language.models.language_model import LanguageModel
@@ -38,6 +39,7 @@ from psigrad.language.rollout.collectors import ScoredRollout
 from psigrad.language.rollout.scoring import Scorer
 from psigrad.language.rollout.types import Prompts, Sampler
 from psigrad.language.training.online.annotators.old_log_probs import OldEntropy, OldLogProbs
+from psigrad.language.training.online.annotators.past_selves import PastSelves
 from psigrad.language.training.online.annotators.reference import Reference
 from psigrad.language.training.online.annotators.values import Values
 from psigrad.language.training.online.online_run import Annotator, Online, ValueModel
@@ -121,7 +123,8 @@ def open_job(
         critic = _critic(config, model, checkpoint, journal.world) if algorithm.needs_critic and not value_head else None
         row_limits.check_positions(longest or model.max_length, reference=own_reference, critic=critic and critic.model)
         optimizer, world = optimizer_of(model, config, journal.world), journal.world
-        learners = _learners(config, model, optimizer, critic, own_reference)
+        past = _past_selves(config, model, checkpoint, journal.world)
+        learners = _learners(config, model, optimizer, critic, own_reference, past)
         fresh, pins = State(algorithm=algorithm.initial_state()), collect_pins(config, model.tokenizer, prepared, setup)
         pins |= {"engine": sampler.engine} if sampler.engine else {}
         begun = begin(config, journal, learners, pins, checkpoint, fresh, (len(rows), len(held_out)))
@@ -133,8 +136,8 @@ def open_job(
             prompts=prompts,
             params=sampling_params(config.sampling, model, (prompt.row for prompt in prompts)),
             total_steps=config.run.steps(len(prompts), config.prompts_per_step),
-            rollout=_rollout(config, model, sampler, scorer, player, world),
-            annotators=annotators_of(own_reference),
+            rollout=_rollout(config, model, sampler, scorer, player, world, past),
+            annotators=annotators_of(own_reference, past),
             critic=critic,
             executor=stack.enter_context(executor_of(config, sampler, world)),
             world=world,
@@ -151,6 +154,7 @@ def _learners(
     optimizer: Optimizer,
     critic: ValueModel | None,
     reference: LanguageModel | Teacher | None,
+    past: PastSelves | None,
 ) -> list[Learner | Follower]:
     """Return everything whose weights a checkpoint stores."""
     learners: list[Learner | Follower] = [Learner(model, optimizer)]
@@ -158,12 +162,29 @@ def _learners(
         learners.append(Learner(critic.model, critic.optimizer, "critic"))
     if isinstance(reference, LanguageModel) and config.ref_model_sync_steps:
         learners.append(Follower(reference, "reference"))
-    return learners
+    return learners + [Follower(one, f"past-{n}") for n, one in enumerate(past.models if past else ())]
+
+
+def _past_selves(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World) -> PastSelves | None:
+    """Return the opponents from the past, those of the checkpoint if there is one."""
+    if not config.past_opponents:
+        return None
+    places = [checkpoint and checkpoint / f"past-{n}" for n in range(config.past_kept)]
+    models = [load_start(config, model, checkpoint, world, saved=place) for place in places]
+    return PastSelves(models, config.past_every, config.past_opponents, config.sampling.max_decode_batch)
 
 
 def _rollout(
-    config: OnlineConfig, model: LanguageModel, sampler: Sampler, scorer: Scorer | None, player: Player | None, world: World
+    config: OnlineConfig,
+    model: LanguageModel,
+    sampler: Sampler,
+    scorer: Scorer | None,
+    player: Player | None,
+    world: World,
+    past: PastSelves | None,
 ) -> ScoredRollout:
+    if isinstance(player, Games):  # evaluations play without past selves
+        player = replace(player, opponents=past)
     collector = collector_of(sampler, model, player, needs_reward=scorer is None)
     return ScoredRollout(
         collector,
@@ -174,13 +195,13 @@ def _rollout(
     )
 
 
-def annotators_of(reference: LanguageModel | Teacher | None) -> list[Annotator]:
+def annotators_of(reference: LanguageModel | Teacher | None, past: PastSelves | None = None) -> list[Annotator]:
     """Return the annotators of a run. Each adds its column only if the algorithm reads it."""
     if reference is None:
         first: list[Annotator] = []
     else:
         first = [TeacherReference(reference) if isinstance(reference, Teacher) else Reference(reference)]
-    return [*first, OldLogProbs(), OldEntropy(), Values()]
+    return [*first, OldLogProbs(), OldEntropy(), Values(), *([] if past is None else [past])]
 
 
 @contextlib.contextmanager

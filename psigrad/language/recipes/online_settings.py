@@ -15,6 +15,7 @@ from psigrad.language.loading.teacher import Teacher, is_address
 from psigrad.language.models.experts import replay_routers
 from psigrad.language.models.free_memory import ADAPTER, WHOLE, share_for_activations
 from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.recipes.conversation import count_seats
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Sampler
 from psigrad.language.training.online.online_run import is_exact
@@ -65,8 +66,8 @@ def correct(
         return algorithm
     if stated and config.lag:
         raise UserError(
-            f"lag is {config.lag} and the algorithm corrects for nothing, so it would take older weights' completions for its "
-            "own; give algorithm.correction a part such as truncated_importance, or leave it out to get that."
+            f"lag is {config.lag}, but the algorithm has no correction for completions of older weights; set "
+            "algorithm.correction to a part such as truncated_importance, or remove the setting to use that."
         )
     if stated or (is_exact(sampler, model) and not config.lag):
         return algorithm
@@ -92,10 +93,11 @@ def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) ->
         try_parts(algorithm)
     if config.asks and isinstance(algorithm, OnlinePreference):
         raise UserError(
-            f"{algorithm.name or 'The algorithm'} compares two completions of one prompt, and the sessions of an agent ask "
-            "prompts of their own; choose a policy gradient, such as grpo."
+            f"{algorithm.name or 'The algorithm'} compares two completions of one prompt, but an agent writes its own "
+            "prompts; choose a policy gradient, such as grpo."
         )
     check_sampling(config.sampling)
+    _check_seats(config, algorithm)
     if config.router_replay:
         _check_replay(config, algorithm)
     _check_reference(config, algorithm, needs_reward)
@@ -119,16 +121,36 @@ def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) ->
         )
 
 
+def _check_seats(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
+    if count_seats(config) > 1 and isinstance(algorithm, OnlinePreference):
+        raise UserError(
+            f"{algorithm.name or 'The algorithm'} compares two completions of one prompt, and the seats of a game read different "
+            "ones; choose a policy gradient, such as rloo."
+        )
+    if not config.past_opponents:
+        return
+    reasons = {
+        "the environment has one seat": count_seats(config) == 1,
+        "with LoRA a past self would be another adapter; train without it (lora_rank 0)": config.model.lora_rank > 0,
+        f"sampling.sampler is {config.sampling.sampler!r}; use embedded": config.sampling.sampler != "embedded",
+        "placement.strategy=fsdp samples from a copy": config.placement.strategy == "fsdp",
+        "placement.cluster samples elsewhere": bool(config.placement.cluster),
+        "with a lag past selves would be older than the step says": config.lag > 0,
+    }
+    if why := next((why for why, holds in reasons.items() if holds), ""):
+        raise UserError(f"past_opponents lets past selves play, and {why}; or leave it out.")
+
+
 def _check_replay(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
     reasons = {
         f"{algorithm.name} trains on pairs": isinstance(algorithm, OnlinePreference),
         "episodes and agents have completions that are not sampled whole": config.plays,
-        f"sampling.sampler is {config.sampling.sampler!r}, which tells no experts": config.sampling.sampler != "embedded",
+        f"sampling.sampler is {config.sampling.sampler!r}, which records no experts": config.sampling.sampler != "embedded",
         "placement.strategy=fsdp samples from a copy": config.placement.strategy == "fsdp",
         "placement.cluster samples elsewhere": bool(config.placement.cluster),
     }
     if why := next((why for why, holds in reasons.items() if holds), ""):
-        raise UserError(f"router_replay trains with the experts that the embedded sampler recorded, and {why}; leave it out.")
+        raise UserError(f"router_replay trains with the experts that the embedded sampler recorded, but {why}; remove it.")
 
 
 def replay(config: OnlineConfig, model: LanguageModel, sampler: Sampler) -> Sampler:
@@ -136,7 +158,7 @@ def replay(config: OnlineConfig, model: LanguageModel, sampler: Sampler) -> Samp
     if not config.router_replay:
         return sampler
     if not isinstance(sampler, EmbeddedSampler):
-        raise UserError(f"router_replay needs the embedded sampler, and this model has {kind_of(sampler)}; leave it out.")
+        raise UserError(f"router_replay needs the embedded sampler, but this model has {kind_of(sampler)}; remove it.")
     replay_routers(model)
     return sampler
 
@@ -161,34 +183,34 @@ def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePre
     if not needs_reward and not (config.reference or config.teacher_prompt):
         raise UserError(
             f"{name} learns from a teacher and none was given; name a model with --reference, or with --teacher-prompt the "
-            "column with what the model itself is told when it is the teacher."
+            "column with the prompts that the teacher reads."
         )
     if config.teacher_prompt and (isinstance(algorithm, OnlinePreference) or not algorithm.needs_reference):
         raise UserError(f"The settings name a teacher_prompt, but {name} has no KL term to a reference; set algorithm.kl.")
     if config.teacher_prompt and config.plays:
-        raise UserError("teacher_prompt is for single completions and the settings have episodes or agents; remove one of them.")
+        raise UserError("teacher_prompt needs single completions, but the settings have episodes or agents; remove one of them.")
     if (config.agent or config.agent_command) and config.placement.environment_actors:
-        raise UserError("placement.environment_actors are for environments and tools; agents have agent_workers.")
+        raise UserError("placement.environment_actors are for environments and tools; for agents set agent_workers.")
     served, plain = ("reference_model", "reference_tokenizer", "reference_top_k"), OnlineConfig()
     away = [setting for setting in served if getattr(config, setting) != getattr(plain, setting)]
     if away and not is_address(config.reference):
         raise UserError(
-            f"{' and '.join(away)} {'is' if len(away) == 1 else 'are'} for a reference behind a server, and reference is "
-            f"{config.reference!r}; give the server's address, such as http://localhost:8000/v1, or leave out what is for it."
+            f"{' and '.join(away)} {'is' if len(away) == 1 else 'are'} for a reference server, but reference is "
+            f"{config.reference!r}; give the server's address, such as http://localhost:8000/v1, or remove {' and '.join(away)}."
         )
     if is_address(config.reference) and config.sampling.temperature != 1:
         raise UserError(
-            f"temperature is {config.sampling.temperature:g}, and the server {config.reference} tells its log-probs at "
-            "temperature 1; sample at temperature 1."
+            f"temperature is {config.sampling.temperature:g}, but the server {config.reference} returns log-probs at "
+            "temperature 1; set temperature to 1."
         )
     check_following(config, config.model.lora_rank > 0)
     if config.ref_model_sync_steps and config.reference:
         raise UserError(
-            "ref_model_sync_steps lets the reference follow the policy, and the settings name another model as reference; "
-            "remove one."
+            "ref_model_sync_steps lets the reference follow the policy, but the settings name another model as reference; "
+            "remove one of them."
         )
     if config.reference_dtype and config.model.lora_rank and not config.reference:
-        raise UserError("reference_dtype is set and with LoRA the reference is the model itself; remove it.")
+        raise UserError("reference_dtype has no effect with LoRA, where the reference is the model itself; remove it.")
 
 
 def check_teacher(reference: object, config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
@@ -197,15 +219,15 @@ def check_teacher(reference: object, config: OnlineConfig, algorithm: PolicyGrad
     if not isinstance(reference, Teacher):
         if spans and reference is not None:
             raise UserError(
-                "algorithm.kl.estimator is span, which compares by pieces of text, and the reference has the model's own tokens; "
-                "set exact, or k1+, which is the same by tokens."
+                "algorithm.kl.estimator is span, which compares pieces of text, but the reference has the model's tokenizer; "
+                "set exact, or k1+, which is the same for tokens."
             )
         return
     if isinstance(algorithm, OnlinePreference) or config.plays or config.evaluation.eval_kl:
         what = "eval_kl" if config.evaluation.eval_kl else "an environment or agent" if config.plays else "a preference method"
         raise UserError(
-            f"The reference {reference.where} is a server or has another tokenizer, and {what} needs one in this process "
-            "with the model's own tokens; remove one of them."
+            f"The reference {reference.where} is a server or has another tokenizer, but {what} needs a local reference with "
+            "the model's tokenizer; remove one of them."
         )
     reference.check(algorithm)
 
@@ -214,8 +236,8 @@ def check_following(config: OnlineConfig, adapter: bool) -> None:
     """Raise `UserError` if the reference follows a policy that trains an adapter."""
     if config.ref_model_sync_steps and adapter:
         raise UserError(
-            "ref_model_sync_steps moves the reference's weights, and with LoRA the reference is the model without its adapter; "
-            "train without LoRA (lora_rank 0), or leave the reference as it is."
+            "ref_model_sync_steps moves the reference's weights, but with LoRA the reference is the model without its adapter; "
+            "train without LoRA (lora_rank 0), or remove ref_model_sync_steps."
         )
 
 
@@ -227,17 +249,17 @@ def _check_critic(config: OnlineConfig, algorithm: PolicyGradient | OnlinePrefer
         )
     if config.critic_shared and (config.critic or config.critic_learning_rate):
         raise UserError(
-            "critic_shared puts the critic on the policy's own backbone, so it has no model (critic) or critic_learning_rate of "
-            "its own; take them out or set critic_shared to false."
+            "critic_shared puts the critic on the policy's backbone, so critic and critic_learning_rate have no effect; remove "
+            "them, or set critic_shared to false."
         )
     if config.critic_shared and config.critic_warmup_steps:
         raise UserError(
-            "critic_warmup_steps lets the critic learn before the policy moves, and with critic_shared the two are one model; "
-            "take one of them out."
+            "critic_warmup_steps trains the critic before the policy, but with critic_shared the two are one model; remove one "
+            "of them."
         )
     adapts = isinstance(algorithm, PolicyGradient) and algorithm.adapts
     if adapts and config.num_iterations * config.num_minibatches == 1:
         raise UserError(
-            f"{algorithm.name or 'The algorithm'} adapts its penalty to how far several optimiser steps move the policy, and a "
-            "single one is taken per batch; give num_iterations or num_minibatches above 1."
+            f"{algorithm.name or 'The algorithm'} adapts its penalty to how far several optimiser steps move the policy, but a "
+            "batch gets only one; set num_iterations or num_minibatches above 1."
         )

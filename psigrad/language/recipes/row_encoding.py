@@ -97,10 +97,10 @@ def encode_rows(
         refused, counts = [bad for _, some, _ in found for bad in some], sum((more for _, _, more in found), Counter[str]())
     if refused and (data.bad_rows == "stop" or len(refused) == len(rows)):
         more = f" (and {len(refused) - 1} more of {len(rows)})" if len(refused) > 1 else ""
-        raise UserError(f"{str(refused[0]).rstrip('.')}{more}; or leave such rows out with --bad-rows skip.")
+        raise UserError(f"{str(refused[0]).rstrip('.')}{more}; or skip such rows with --bad-rows skip.")
     if refused and tell is not None:
         kept = len(rows) - len(refused)
-        text = f"{len(refused)} of {len(rows)} rows are refused and left out; the first: {refused[0]}."
+        text = f"{len(refused)} of {len(rows)} rows were rejected and skipped; the first: {refused[0]}."
         tell("rows_refused", text, count=len(refused), kept=kept, reasons=[str(bad) for bad in refused[:5]])
     return made, counts
 
@@ -120,7 +120,7 @@ def _batches(rows: Sequence[Any], encoder: Encoder[Any], wanted: int) -> Iterato
             yield from pool.map(_encode_span, spans)
     except BrokenProcessPool:
         raise UserError(
-            f"One of {count} processes that encode rows has ended, for want of memory perhaps; set num_proc to fewer, 1 for none."
+            f"One of {count} processes that encode rows ended, perhaps for lack of memory; lower num_proc (1: no extra process)."
         ) from None
 
 

@@ -51,9 +51,9 @@ def encode_prompts(rows: Sequence[Row], model: LanguageModel, data: Data, comple
         tell_translations(model.tokenizer, rows, tell)
     if faults and (data.bad_rows == "stop" or not made):
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise UserError(f"{next(iter(faults))}, or leave such rows out with --bad-rows skip{more}.")
+        raise UserError(f"{next(iter(faults))}, or skip such rows with --bad-rows skip{more}.")
     if faults and tell is not None:
-        text = f"{len(faults)} of {len(rows)} prompts have too many tokens and are left out."
+        text = f"{len(faults)} of {len(rows)} prompts have too many tokens and were skipped."
         tell("rows_left_out", text, longer_than_max_length=len(faults), kept=len(made))
     return Prompts(rows, made)
 

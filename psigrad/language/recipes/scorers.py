@@ -148,11 +148,11 @@ class RewardSetup:
             more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
             (row, fault), cure = (
                 bad[0],
-                "mend it, leave its answer empty where the reward does not apply, or leave it out with --bad-rows skip",
+                "fix it, leave its answer empty if the reward does not apply, or skip it with --bad-rows skip",
             )
             raise UserError(f"{row.source}: {fault.rstrip('.')}; {cure}{more}.")
         if bad and tell is not None:
-            text = f"{len(bad)} of {len(rows)} rows can't be judged by the rewards and are left out, such as {bad[0][0].source}."
+            text = f"{len(bad)} of {len(rows)} rows cannot be scored by the rewards and were skipped, such as {bad[0][0].source}."
             tell("rows_left_out", text, unjudged=len(bad), kept=len(rows) - len(bad))
         return [row for row, fault in zip(rows, faults, strict=True) if not fault] if bad else rows
 
@@ -168,7 +168,7 @@ class RewardSetup:
         for spec, name in ((spec, name) for spec, own in zip(self.specs, self.needs, strict=True) for name in own):
             if name not in there and (new := renamed.get(name, "")):
                 raise UserError(
-                    f"{spec.name} needs the column {name!r}, which columns renames to {new!r}. A rename takes the old name away; "
+                    f"{spec.name} needs the column {name!r}, which columns renames to {new!r}. A rename removes the old name; "
                     f"{new}={{{name}}} copies it."
                 )
         missing = missing_golds(self.specs, list(self.weights.values()), (row.columns for row in rows), there)

@@ -156,7 +156,7 @@ class _Reader:
                 self.names["_agree"] = values.agree
                 self._check(call, statement.lineno)
             case _:
-                raise ValueError(f"line {statement.lineno} can't be taken apart: {ast.unparse(statement)[:200]}")
+                raise ValueError(f"line {statement.lineno} cannot be separated: {ast.unparse(statement)[:200]}")
 
     def call_check(self, candidate: ast.expr) -> None:
         """Read the body of `check` for this function of the program."""
@@ -274,7 +274,7 @@ class _Apart:
                 return type(node)([self.visit(part) for part in parts])
             case ast.ListComp(element, [loop]) | ast.GeneratorExp(element, [loop]) | ast.SetComp(element, [loop]):
                 return self._unroll(element, loop)
-        raise ValueError(f"it can't be taken apart: {ast.unparse(node)[:200]}")
+        raise ValueError(f"it cannot be separated: {ast.unparse(node)[:200]}")
 
     def _unroll(self, element: ast.expr, loop: ast.comprehension) -> ast.expr:
         reader, parts = self._reader, list[ast.expr]()

@@ -178,7 +178,7 @@ def _read_printed(given: Any, expected: Any) -> Printed:
 def _read_call(name: str, arguments: Any, expected: Any) -> Evaluated:
     """Return the check of a call of a function, or of a method of LeetCode's class Solution."""
     if not name.isidentifier():
-        raise ValueError(f"fn_name {name!r} is no name of a function")
+        raise ValueError(f"fn_name {name!r} is not the name of a function")
     if isinstance(arguments, str):  # APPS and LiveCodeBench: one JSON value a line
         arguments = [json.loads(line) for line in arguments.split("\n") if line.strip()]
     values = ", ".join(map(repr, arguments))

@@ -118,7 +118,7 @@ class ScoredRollout:
         clock: Clock | None = None,
         cache: ActivationCache | None = None,
     ) -> list[Trajectory]:
-        """Return `num_generations` scored trajectories of each prompt, in order. `version` is the policy's step.
+        """Return `num_generations` scored trajectories of each prompt and seat, in order. `version` is the policy's step.
 
         `clock` counts "time/sample", and as "time/score" the wait for rewards after sampling has ended.
         """
@@ -133,8 +133,9 @@ class ScoredRollout:
             each = spread(world, found, whole=self.complete)
         if central:
             return each[0]
-        parts = [(each[i % world.size], i // world.size * num_generations) for i in range(len(prompts))]
-        return [t for made, at in parts for t in made[at : at + num_generations]]
+        count = sum(map(len, each)) // len(prompts)
+        parts = [(each[i % world.size], i // world.size * count) for i in range(len(prompts))]
+        return [t for made, at in parts for t in made[at : at + count]]
 
     def _collect(
         self,
@@ -208,7 +209,8 @@ def add_reward(trajectory: Trajectory, result: Result) -> Trajectory:
     steps = (*trajectory.step_rewards, *getattr(result, "steps", ()))
     parts = dict(result.parts)
     if trajectory.step_rewards:
-        parts["environment" if trajectory.answer is None else "agent"] = trajectory.step_return
+        seat = "environment" if trajectory.seat is None else f"seat_{trajectory.seat}"
+        parts[seat if trajectory.answer is None else "agent"] = trajectory.step_return
     total = float(result.value) + math.fsum(reward for _, reward in steps)
     failed = isinstance(result, Failed)
     return replace(

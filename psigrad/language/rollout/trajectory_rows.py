@@ -40,7 +40,9 @@ def rollout_row(
     }
     if trajectory.mask:
         row |= {"turns": trajectory.turns, "mask": [int(m) for m in trajectory.mask]}
-    if trajectory.answer is not None or trajectory.branches:
+    if trajectory.seat is not None:
+        row["seat"] = trajectory.seat
+    if trajectory.answer is not None or trajectory.branches or trajectory.seat is not None:
         row["contexts"] = [(context.start, list(context.prompt_ids)) for context in trajectory.contexts]
     if trajectory.cuts:
         row["cuts"] = [cut._asdict() for cut in trajectory.cuts]

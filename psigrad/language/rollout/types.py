@@ -323,6 +323,8 @@ class Trajectory:
 
     Empty: all tokens follow the prompt.
     """
+    seat: int | None = None
+    """The seat whose turns it holds, in a game of several seats."""
     answer: str | None = None
     """The last answer of such a session, which rewards receive if the prompt is text; None: `text`."""
     holders: tuple[int, ...] = ()

@@ -92,6 +92,9 @@ def ones(batch: Batch) -> Tensor:
     Formula: A_t = 1
 
     Source: Dong et al. 2023, RAFT, arXiv:2304.06767.
+
+    >>> show(ones(outcomes(1, 0)))
+    [[1.0], [1.0]]
     """
     return batch.mask.to(batch.reward.dtype)
 
@@ -102,6 +105,9 @@ def no_reward(batch: Batch) -> Tensor:
     Formula: A_t = 0
 
     Source: Agarwal et al. 2024, GKD, arXiv:2306.13649.
+
+    >>> show(no_reward(outcomes(1, 0)))
+    [[0.0], [0.0]]
     """
     return torch.zeros_like(batch.reward)
 
@@ -113,6 +119,9 @@ class total_return:
     Formula: A_t = R(τ) = Σ_u γ^u · r_u
 
     Source: Williams 1992, REINFORCE; Schulman et al. 2016, arXiv:1506.02438, form 1 of Ψ.
+
+    >>> show(total_return(gamma=0.5)(outcomes(1, steps=3)))
+    [[0.25, 0.25, 0.25]]
     """
 
     gamma: float = 1.0
@@ -131,6 +140,9 @@ class reward_to_go:
     Formula: A_t = G_t = Σ_{u≥t} γ^(u−t) · r_u
 
     Source: Sutton et al. 2000; Schulman et al. 2016, arXiv:1506.02438, form 2 of Ψ.
+
+    >>> show(reward_to_go(gamma=0.5)(outcomes(1, steps=3)))
+    [[0.25, 0.5, 1.0]]
     """
 
     gamma: float = 1.0
@@ -149,6 +161,9 @@ def batch_mean(batch: Batch) -> Tensor:
     The mean contains R_i, so the expected gradient is (N − 1)/N of the true one, in the right direction.
 
     Source: Williams 1992; Ahmadian et al. 2024, arXiv:2402.14740.
+
+    >>> show(batch_mean(outcomes(1, 0, 0, 0)))
+    [[0.75], [-0.25], [-0.25], [-0.25]]
     """
     return over_steps(centre(batch.sequence_reward, batch.present.long()), batch)
 
@@ -162,6 +177,9 @@ class moving_average(StatefulPsi):
     b is 0 on the first batch. It never contains R_i, so the expected gradient is unchanged.
 
     Source: Williams 1992 (reinforcement comparison); Ahmadian et al. 2024, arXiv:2402.14740.
+
+    >>> show(moving_average()(outcomes(1, 0), {"reward_average": 0.05, "reward_batches": 1})[0])
+    [[0.5], [-0.5]]
     """
 
     decay: float = 0.9
@@ -193,6 +211,9 @@ def leave_one_out(batch: Batch) -> Tensor:
     Formula: A_t = R_i − (1/(K−1))·Σ_{j≠i} R_j = K/(K−1) · (R_i − mean(R))
 
     Source: Kool et al. 2019, Buy 4 REINFORCE samples; Ahmadian et al. 2024, RLOO, arXiv:2402.14740.
+
+    >>> show(leave_one_out(outcomes(1, 0, 0)))
+    [[1.0], [-0.5], [-0.5]]
     """
     size_N = group_size(batch.group)
     scaled_N = centre(batch.sequence_reward, batch.group) * size_N / (size_N - 1).clamp(min=1)
@@ -208,6 +229,9 @@ class group_mean:
     The standard deviation is the unbiased one (G − 1). A group with equal returns has advantage exactly 0.
 
     Source: Shao et al. 2024, GRPO, arXiv:2402.03300, section 4.1; std off: Liu et al. 2025, Dr. GRPO, arXiv:2503.20783.
+
+    >>> show(group_mean()(outcomes(1, 0, 0, 0)))
+    [[1.5], [-0.5], [-0.5], [-0.5]]
     """
 
     std: bool = True
@@ -236,6 +260,9 @@ def best_of_group(batch: Batch) -> Tensor:
     Formula: A_t = 1 if R_i is the greatest of its group, else 0
 
     Source: Dong et al. 2023, RAFT, arXiv:2304.06767.
+
+    >>> show(best_of_group(outcomes(0.2, 0.9, 0.9)))
+    [[0.0], [1.0], [0.0]]
     """
     best_N = rank_in_group(batch.sequence_reward, batch.group) == 0
     return over_steps(best_N.to(batch.reward.dtype), batch)
@@ -248,6 +275,9 @@ def action_value(batch: Batch) -> Tensor:
     Formula: A_t = Q(s_t, a_t)
 
     Source: Sutton et al. 2000; Schulman et al. 2016, arXiv:1506.02438, form 4 of Ψ.
+
+    >>> show(action_value(outcomes(1, action_value=[[0.4]])))
+    [[0.4]]
     """
     if batch.action_value is None:
         raise ValueError(
@@ -264,6 +294,9 @@ def action_advantage(batch: Batch) -> Tensor:
     Formula: A_t = Q(s_t, a_t) − V(s_t)
 
     Source: Schulman et al. 2016, arXiv:1506.02438, form 5 of Ψ.
+
+    >>> show(action_advantage(outcomes(1, value=[[0.5]], action_value=[[0.9]])))
+    [[0.4]]
     """
     if batch.value is None:
         raise ValueError("The batch has no `value`, which the advantage Q − V reads; give the critic's values.")
@@ -277,6 +310,9 @@ class td_residual:
     Formula: A_t = δ_t = r_t + γ·V(s_{t+1}) − V(s_t)
 
     Source: Schulman et al. 2016, arXiv:1506.02438, form 6 of Ψ.
+
+    >>> show(td_residual()(outcomes(1, steps=2, value=[[0.5, 0.8]])))
+    [[0.3, 0.2]]
     """
 
     gamma: float = 1.0
@@ -295,6 +331,9 @@ class k_step:
     Formula: A_t = Σ_{l<k} γ^l · δ_{t+l} = Σ_{l<k} γ^l · r_{t+l} + γ^k · V(s_{t+k}) − V(s_t)
 
     Source: Schulman et al. 2016, GAE, arXiv:1506.02438, eq. 14; Mnih et al. 2016, A3C, arXiv:1602.01783.
+
+    >>> show(k_step(k=2)(outcomes(1, steps=2, value=[[0.5, 0.8]])))
+    [[0.5, 0.2]]
     """
 
     k: int = 5
@@ -323,6 +362,9 @@ class gae:
     Formula: A_t = Σ_l (γ·λ)^l · δ_{t+l}
 
     Source: Schulman et al. 2016, GAE, arXiv:1506.02438, eq. 16.
+
+    >>> show(gae(lam=0.5)(outcomes(1, steps=2, value=[[0.5, 0.8]])))
+    [[0.4, 0.2]]
     """
 
     gamma: float = 1.0
@@ -343,6 +385,9 @@ class length_gae:
     Formula: A_t = Σ_l (γ·λ_i)^l · δ_{t+l}, λ_i = max(0, 1 − 1/(α·|y_i|))
 
     Source: Yue et al. 2025, VAPO, arXiv:2504.05118, section 4.2.
+
+    >>> show(length_gae(alpha=1)(outcomes(1, steps=2, value=[[0.5, 0.8]])))
+    [[0.4, 0.2]]
     """
 
     alpha: float = 0.05
@@ -371,6 +416,9 @@ class whitened:
     Formula: A_t = (Ψ_t − mean(Ψ)) / (std(Ψ) + eps), over the whole batch
 
     Source: Hu et al. 2025, REINFORCE++, arXiv:2501.03262; Andrychowicz et al. 2021, arXiv:2006.05990.
+
+    >>> show(whitened(total_return())(outcomes(1, 0)))
+    [[0.707], [-0.707]]
     """
 
     psi: Callable[[Batch], Tensor] = reward_to_go()

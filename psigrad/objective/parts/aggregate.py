@@ -28,6 +28,9 @@ def token_mean(mask: Tensor, totals: Totals) -> Tensor:
     Formula: w_t = 1 / (number of steps in all sequences)
 
     Source: Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.3; TRL loss_type "dapo".
+
+    >>> show(token_mean(outcomes(1, 0, steps=[3, 1]).mask, Totals(sequences=2, tokens=4)))
+    [[0.25, 0.25, 0.25], [0.25, 0.0, 0.0]]
     """
     return mask.to(torch.float64) / max(totals.tokens, 1)
 
@@ -38,6 +41,9 @@ def sequence_mean(mask: Tensor, totals: Totals) -> Tensor:
     Formula: w_t = 1 / (|y| · number of sequences)
 
     Source: Shao et al. 2024, GRPO, arXiv:2402.03300, eq. 3; TRL loss_type "grpo".
+
+    >>> show(sequence_mean(outcomes(1, 0, steps=[3, 1]).mask, Totals(sequences=2, tokens=4)))
+    [[0.167, 0.167, 0.167], [0.5, 0.0, 0.0]]
     """
     return mask.to(torch.float64) / mask.sum(1, keepdim=True).clamp(min=1) / max(totals.sequences, 1)
 
@@ -48,6 +54,9 @@ def sequence_sum(mask: Tensor, totals: Totals) -> Tensor:
     Formula: w_t = 1 / (number of sequences)
 
     Source: Williams 1992; Ahmadian et al. 2024, Back to Basics, arXiv:2402.14740.
+
+    >>> show(sequence_sum(outcomes(1, 0, steps=[3, 1]).mask, Totals(sequences=2, tokens=4)))
+    [[0.5, 0.5, 0.5], [0.5, 0.0, 0.0]]
     """
     return mask.to(torch.float64) / max(totals.sequences, 1)
 
@@ -59,6 +68,9 @@ class fixed_length:
     Formula: w_t = 1 / (n · number of sequences)
 
     Source: Liu et al. 2025, Dr. GRPO, arXiv:2503.20783, section 3.2; TRL loss_type "dr_grpo", where n is max_completion_length.
+
+    >>> show(fixed_length(n=4)(outcomes(1, 0, steps=[3, 1]).mask, Totals(sequences=2, tokens=4)))
+    [[0.125, 0.125, 0.125], [0.125, 0.0, 0.0]]
     """
 
     n: int = 1024
@@ -87,6 +99,9 @@ def has_signal(batch: Batch) -> Tensor:
     correctness: with a length penalty, a group of right answers would differ and teach length alone.
 
     Source: Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2 (dynamic sampling).
+
+    >>> has_signal(outcomes(1, 1)).tolist()
+    [False, False]
     """
     return ~all_equal(batch.sequence_reward if batch.metric is None else batch.metric, batch.group)
 
@@ -97,6 +112,9 @@ def not_truncated(batch: Batch) -> Tensor:
     Formula: keep i  ⇔  trajectory i ended by itself
 
     Source: Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.4 (overlong filtering); TRL mask_truncated_completions.
+
+    >>> not_truncated(outcomes(1, 0, truncated=[False, True])).tolist()
+    [True, False]
     """
     if batch.truncated is None:
         raise ValueError("The batch has no `truncated`, which the filter not_truncated reads; give it or leave the filter out.")
@@ -110,6 +128,9 @@ class top_k:
     Formula: keep i  ⇔  R_i is among the k greatest of its group
 
     Source: Dong et al. 2023, RAFT, arXiv:2304.06767.
+
+    >>> top_k(k=1)(outcomes(0.2, 0.9)).tolist()
+    [False, True]
     """
 
     k: int = 1
@@ -131,6 +152,9 @@ class top_entropy:
     Formula: keep t  ⇔  H(π_old(·|s_t)) is at least the (1 − share) quantile of all steps
 
     Source: Wang et al. 2025, Beyond the 80/20 rule, arXiv:2506.01939; TRL top_entropy_quantile.
+
+    >>> top_entropy(share=0.5)(outcomes(1, steps=2, entropy=[[0.1, 2.0]])).tolist()
+    [[False, True]]
     """
 
     share: float = 0.2
@@ -163,6 +187,9 @@ class clip_covariance:
     The draw is by a hash of the log-probs: the same batch in any order drops the same steps.
 
     Source: Cui et al. 2025, Clip-Cov, arXiv:2505.22617; verl's clip_cov (which recomputes C_t for every micro-batch).
+
+    >>> clip_covariance(share=0.5)(outcomes(1, 0, logp_old=[[-0.1], [-3.0]]), row(2, -2).T).tolist()
+    [[True], [False]]
     """
 
     share: float = 2e-4

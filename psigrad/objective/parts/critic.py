@@ -17,6 +17,9 @@ class value_loss:
     Formula: c_V · ½·(V(s_t) − R_t)², and with clip ε: c_V · ½·max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²)
 
     Source: Schulman et al. 2017, PPO, arXiv:1707.06347, eq. 9; the clip is that of OpenAI's baselines.
+
+    >>> show(value_loss(clip=0.2)(row(1), row(0), row(2)))
+    [[1.62]]
     """
 
     coefficient: float = 0.1

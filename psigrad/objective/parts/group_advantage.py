@@ -31,6 +31,9 @@ class group_mean_batch_std:
     Easy and hard prompts are not scaled up, unlike with the standard deviation of their own group.
 
     Source: Hu et al. 2025, REINFORCE++, arXiv:2501.03262 (global normalisation); TRL scale_rewards "batch".
+
+    >>> show(group_mean_batch_std()(outcomes(1, 0, 0, 0)))
+    [[1.5], [-0.5], [-0.5], [-0.5]]
     """
 
     eps: float = 1e-4
@@ -54,6 +57,9 @@ def length_weighted_mean(batch: Batch) -> Tensor:
     The baseline contains R_i, so the expected gradient is not exactly that of the reward, as with the plain mean.
 
     Source: Hao et al. 2025, OPO, arXiv:2505.23585.
+
+    >>> show(length_weighted_mean(outcomes(1, 0, steps=[3, 1])))
+    [[0.25, 0.25, 0.25], [-0.75, 0.0, 0.0]]
     """
     least_N = group_min(batch.sequence_reward, batch.group)  # first, so that equal returns leave exact zeros
     above_N, length_N = batch.sequence_reward - least_N, batch.mask.sum(1).to(batch.reward.dtype)
@@ -71,6 +77,9 @@ def over_group_mean(batch: Batch) -> Tensor:
     success rate. Rewards must not be negative.
 
     Source: Tajwar et al. 2026, MaxRL, arXiv:2602.02710.
+
+    >>> show(over_group_mean(outcomes(1, 0, 0, 0)))
+    [[3.0], [-1.0], [-1.0], [-1.0]]
     """
     reward_N = batch.sequence_reward
     if bool((reward_N < 0).any()):
@@ -93,6 +102,9 @@ class pass_at_k:
     A group is rewarded for one right answer among k, not for repeating it.
 
     Source: Chen et al. 2025, Pass@k training, arXiv:2508.10751, section 2.4 (the analytical form).
+
+    >>> show(pass_at_k(k=2)(outcomes(1, 0, 0, 0)))
+    [[1.0], [-0.333], [-0.333], [-0.333]]
     """
 
     k: int = 4
@@ -131,6 +143,9 @@ class decoupled_group_mean:
     to a completion adds nothing to its S. A KL penalty in the reward is ignored.
 
     Source: Liu et al. 2026, GDPO, arXiv:2601.05242; TRL multi_objective_aggregation "normalize_then_sum".
+
+    >>> show(decoupled_group_mean()(outcomes(1, 1, 0, parts=[[1, 0], [0.5, 0.5], [0, 0]])))
+    [[0.299], [0.816], [-1.115]]
     """
 
     eps: float = 1e-4
@@ -166,6 +181,9 @@ class process_group_mean:
     With rewards at the end of each turn of an episode, these are per-turn advantages.
 
     Source: Shao et al. 2024, DeepSeekMath (GRPO), arXiv:2402.03300, section 4.1.3.
+
+    >>> show(process_group_mean()(outcomes(1, 0, steps=2, rewarded=[[True, True], [True, True]])))
+    [[1.0, 1.5], [-1.0, -0.5]]
     """
 
     std: bool = True

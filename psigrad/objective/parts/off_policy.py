@@ -30,6 +30,9 @@ class symmetric_mask(SamplerWeighted):
     gradient would bring it back.
 
     Source: INTELLECT Policy Optimization (IPO), the default loss of prime-rl since August 2026, PR 3418 and docs/ipo.md.
+
+    >>> show(symmetric_mask()(row(-0.5, -3), row(0, 0), row(1, 1), row(-1.5, -3)))
+    [[0.0, -1.0]]
     """
 
     delta: float = 0.3
@@ -57,6 +60,9 @@ class gamma_weight(SamplerWeighted):
     ±20 per step, and log W to [log 1e-8, 20].
 
     Source: Shen et al. 2026, VESPO, arXiv:2602.10693; TRL loss_type "vespo".
+
+    >>> show(gamma_weight()(row(-1, -1), row(0, 0), row(1, 1), row(1, 1) > 0, row(-1, -1)))
+    [[1.0, 1.0]]
     """
 
     k_positive: float = 2.0

@@ -57,6 +57,9 @@ def none(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
     Formula: ρ_t = 1
 
     Source: Williams 1992, REINFORCE.
+
+    >>> show(none(row(-1, -2), row(-1.5, -3), row(1, 1) > 0))
+    [[0.0, 0.0]]
     """
     return torch.zeros_like(logp)
 
@@ -67,6 +70,9 @@ def token(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
     Formula: ρ_t = π(a_t|s_t) / π_old(a_t|s_t)
 
     Source: Schulman et al. 2017, PPO, arXiv:1707.06347, section 3.
+
+    >>> show(token(row(-1, -2), row(-1.5, -3), row(1, 1) > 0))
+    [[0.5, 1.0]]
     """
     return logp - logp_old
 
@@ -80,6 +86,9 @@ def sequence(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
     sequence ratio; with per-step advantages each step keeps its own.
 
     Source: Zheng et al. 2025, GSPO, arXiv:2507.18071 (the form GSPO-token).
+
+    >>> show(sequence(row(-1, -2), row(-1.5, -3), row(1, 1) > 0))
+    [[0.75, 0.75]]
     """
     length_N = mask.sum(1, keepdim=True).clamp(min=1)
     mean_N = ((logp - logp_old).sum(1, keepdim=True) / length_N).detach()
@@ -92,6 +101,9 @@ def trajectory(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
     Formula: ρ_t = Π_u π(a_u|s_u) / π_old(a_u|s_u)
 
     Source: Ahmadian et al. 2024, Back to Basics, arXiv:2402.14740 (bandit form); TRL RLOOTrainer.
+
+    >>> show(trajectory(row(-1, -2), row(-1.5, -3), row(1, 1) > 0))
+    [[1.5, 1.5]]
     """
     return (logp - logp_old).sum(1, keepdim=True).expand(logp.shape)
 
@@ -138,6 +150,9 @@ class truncated_importance:
 
     Source: Yao et al. 2025, Your efficient RL framework secretly brings you off-policy RL training (TIS); TRL "token_truncate",
     "sequence_truncate".
+
+    >>> show(truncated_importance()(outcomes(1, steps=2, logp_old=[[-1.0, -1.0]], logp_sampler=[[-3.0, -1.0]])))
+    [[3.0, 1.0]]
     """
 
     cap: float = 3.0
@@ -166,6 +181,9 @@ class masked_importance:
 
     Source: Liu et al. 2025, When speed kills stability (MIS); TRL "token_mask", "sequence_mask" (TRL's default). Ling team 2025,
     Every step evolves, arXiv:2510.18855 (IcePop).
+
+    >>> show(masked_importance(level="token")(outcomes(1, logp_old=[[-1.0]], logp_sampler=[[-3.0]])))
+    [[0.0]]
     """
 
     cap: float = 3.0
@@ -194,6 +212,9 @@ class divergence_rejection:
     product of ratios.
 
     Source: verl, rollout correction (rejection by k3 over a sequence); Schulman 2020, Approximating KL divergence.
+
+    >>> show(divergence_rejection()(outcomes(1, logp_old=[[-1.0]], logp_sampler=[[-3.0]])))
+    [[0.0]]
     """
 
     limit: float = 0.01
@@ -263,6 +284,9 @@ class adaptive:
     Formula: β ← β · (1 + clip(KL/target − 1, −0.2, 0.2) · sequences/horizon)
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
+
+    >>> round(adaptive(target=6).update(0.05, sequence_kl=12, sequences=1000), 4)
+    0.051
     """
 
     initial: float = 0.05
@@ -302,6 +326,9 @@ class KL:
 
     Source: Ziegler et al. 2019, arXiv:1909.08593 (reward); Shao et al. 2024, GRPO, arXiv:2402.03300 (loss, k3); Schulman 2020,
     Approximating KL divergence; DeepSeek-V3.2, arXiv:2512.02556 (importance-weighted k3).
+
+    >>> show(KL(estimator="k3").per_step(row(-1), row(-1), row(-1.5)))
+    [[0.107]]
     """
 
     where: Literal["reward", "loss"] = "loss"

@@ -53,6 +53,9 @@ def score(logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
     Formula: L_t = −A_t · log π(a_t|s_t)
 
     Source: Williams 1992, REINFORCE; Sutton et al. 2000, policy gradient theorem.
+
+    >>> show(score(row(-1, -2), row(0, 0), row(1, -1)))
+    [[1.0, -2.0]]
     """
     return -advantage * logp
 
@@ -63,6 +66,9 @@ def unclipped(logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
     Formula: L_t = −ρ_t · A_t
 
     Source: Schulman et al. 2015, TRPO, arXiv:1502.05477.
+
+    >>> show(unclipped(row(-1, -1), row(0.5, -0.5), row(1, 1)))
+    [[-1.649, -0.607]]
     """
     return -exp_ratio(log_ratio) * advantage
 
@@ -74,6 +80,9 @@ class clip(RatioSurrogate):
     Formula: L_t = −min(ρ_t·A_t, clip(ρ_t, 1 − low, 1 + high)·A_t)
 
     Source: Schulman et al. 2017, PPO, arXiv:1707.06347, eq. 7; Yu et al. 2025, DAPO, arXiv:2503.14476 (low ≠ high).
+
+    >>> show(clip()(row(-1, -1), row(0.5, 0.5), row(1, -1)))
+    [[-1.2, 1.649]]
     """
 
     low: float = 0.2
@@ -104,6 +113,9 @@ class dual_clip(clip):
              L_t = −max(min(ρ_t·A_t, clip(ρ_t, 1 − low, 1 + high)·A_t), bound·A_t) where A_t < 0
 
     Source: Ye et al. 2020, arXiv:1912.09729; the `delta` of TRL's GRPO.
+
+    >>> show(dual_clip()(row(-1, -1), row(2, 2), row(1, -1)))
+    [[-1.2, 3.0]]
     """
 
     bound: float = 3.0
@@ -128,6 +140,9 @@ class truncated_weight(SilentSurrogate):
 
     Source: MiniMax 2025, CISPO, arXiv:2506.13585 (no lower bound, as they run it); cap 5 as in ScaleRL,
     arXiv:2510.13786, and TRL.
+
+    >>> show(truncated_weight()(row(-1, -1), row(0, 2), row(1, 1)))
+    [[1.0, 5.0]]
     """
 
     cap: float = 5.0
@@ -183,6 +198,9 @@ class soft_clip(RatioSurrogate):
     At ρ = 1 the gradient is that of ρ_t·A_t.
 
     Source: Gao et al. 2025, SAPO, arXiv:2511.20347; TRL loss_type "sapo".
+
+    >>> show(soft_clip()(row(-1, -1), row(0, 3), row(1, 1)))
+    [[-2.0, -4.0]]
     """
 
     positive: float = 1.0
@@ -211,6 +229,9 @@ class divergence_mask(SilentSurrogate):
     may grow by a large factor, a likely one only by a small share.
 
     Source: Qi et al. 2026, DPPO (binary TV), arXiv:2602.04879; verl's dppo_tv.
+
+    >>> show(divergence_mask()(row(-0.5, -3), row(0.5, 2), row(1, 1)))
+    [[0.0, 22.167]]
     """
 
     delta: float = 0.15
@@ -240,6 +261,9 @@ class geometric_clip(RatioSurrogate):
     With the sequence_mean aggregate the loss of a sequence is −A times the geometric mean.
 
     Source: Zhao et al. 2025, GMPO, arXiv:2507.20673; TRL's GMPOTrainer.
+
+    >>> show(geometric_clip()(row(-1, -1), row(1, 0.2), row(1, 1), row(1, 1) > 0))
+    [[-1.35, -1.35]]
     """
 
     low: float = 0.4
@@ -402,6 +426,9 @@ class kl_penalty:
     state.
 
     Source: Schulman et al. 2017, PPO, arXiv:1707.06347, section 4.
+
+    >>> show(kl_penalty(2)(row(-1, -1), row(0.5, 0), row(1, 1)))
+    [[-1.351, -1.0]]
     """
 
     coefficient: float = 1.0

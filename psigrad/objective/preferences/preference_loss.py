@@ -85,8 +85,8 @@ def _check_rows(of: Pairs | Labelled, but: tuple[str, ...] = ()) -> None:
     for name, tensor in given.items():
         if tensor.shape != shape or tensor.dim() != 1:
             raise ValueError(
-                f"{type(of).__name__}.{name} has shape {tuple(tensor.shape)} beside {tuple(shape)}; expected [N], one number for "
-                "each row."
+                f"{type(of).__name__}.{name} has shape {tuple(tensor.shape)}, the others {tuple(shape)}; expected [N], one "
+                "number for each row."
             )
 
 
@@ -126,6 +126,9 @@ def log_odds(logp: Tensor, ref: Tensor | None, tokens: Tensor) -> Tensor:
     Formula: log p − log(1 − p), p = exp(log π(y|x) / |y|)
 
     Source: Hong et al. 2024, ORPO, arXiv:2403.07691.
+
+    >>> show(log_odds(row(-2), None, row(2)))
+    [[-0.541]]
     """
     mean = logp / tokens
     # log(1 − e^m) as written loses all digits near m = 0. At m = 0 (a certain completion) it has no gradient at all.
@@ -145,6 +148,9 @@ class logistic:
     Formula: −(1 − ε)·log σ(h_w − h_l) − ε·log σ(h_l − h_w)
 
     Source: Rafailov et al. 2023, DPO, arXiv:2305.18290; ε > 0: Mitchell 2023, conservative DPO.
+
+    >>> show(logistic()(row(2), row(0), 0.1))
+    [[0.127]]
     """
 
     label_smoothing: float = 0.0
@@ -166,6 +172,9 @@ class robust:
     Formula: −((1 − ε)·log σ(h_w − h_l) − ε·log σ(h_l − h_w)) / (1 − 2ε)
 
     Source: Chowdhury et al. 2024, robust DPO, arXiv:2403.00409.
+
+    >>> show(robust()(row(2), row(0), 0.1))
+    [[-0.123]]
     """
 
     label_smoothing: float = 0.1
@@ -186,6 +195,9 @@ def hinge(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
     Formula: max(0, 1 − (h_w − h_l))
 
     Source: Zhao et al. 2023, SLiC-HF, arXiv:2305.10425; Liu et al. 2024, RSO, arXiv:2309.06657.
+
+    >>> show(hinge(row(0.5), row(0), 0.1))
+    [[0.5]]
     """
     return torch.relu(1 - (chosen - rejected))
 
@@ -196,6 +208,9 @@ def squared(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
     Formula: ((h_w − h_l)/β − 1/(2β))²
 
     Source: Azar et al. 2023, IPO, arXiv:2310.12036, eq. 17.
+
+    >>> show(squared(row(0.5), row(0), 0.1))
+    [[0.0]]
     """
     return ((chosen - rejected - 0.5) / beta) ** 2
 
@@ -206,6 +221,9 @@ def apo_zero(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
     Formula: 1 − σ(h_w) + σ(h_l)
 
     Source: D'Oosterlinck et al. 2024, APO, arXiv:2408.06266, eq. 7.
+
+    >>> show(apo_zero(row(2), row(0), 0.1))
+    [[0.619]]
     """
     return 1 - torch.sigmoid(chosen) + torch.sigmoid(rejected)
 
@@ -216,6 +234,9 @@ def apo_down(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
     Formula: σ(h_w) + 1 − σ(h_w − h_l)
 
     Source: D'Oosterlinck et al. 2024, APO, arXiv:2408.06266, eq. 8.
+
+    >>> show(apo_down(row(2), row(0), 0.1))
+    [[1.0]]
     """
     return torch.sigmoid(chosen) + 1 - torch.sigmoid(chosen - rejected)
 
@@ -246,6 +267,9 @@ def sppo_hard(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
     Formula: (h_w/β − 1/(2β))² + (h_l/β + 1/(2β))²
 
     Source: Wu et al. 2024, SPPO, arXiv:2405.00675, eq. 4.7 with P = 1 and P = 0; TRL loss_type "sppo_hard".
+
+    >>> show(sppo_hard(row(0.5), row(-0.5), 0.1))
+    [[0.0]]
     """
     return ((chosen - 0.5) / beta) ** 2 + ((rejected + 0.5) / beta) ** 2
 

@@ -55,7 +55,7 @@ def plain(value: object, depth: int = 0) -> object:
         return plain(value.tolist(), depth + 1)
     if hasattr(value, "__next__") or type(value).__name__ in ("dict_keys", "dict_values", "dict_items"):
         return {"iterator": [plain(v, depth + 1) for v in itertools.islice(value, 100_000)]}  # type: ignore[call-overload]
-    raise TypeError("a " + type(value).__name__ + " is no plain value")
+    raise TypeError("a " + type(value).__name__ + " is not a plain value")
 
 
 def main() -> None:

@@ -60,8 +60,8 @@ def what_is_kept(folder: Path) -> str:
         return ""
     alone = f" (the adapter alone is {show_size(adapter)}: --lora-save adapter)" if adapter else ""
     return (
-        f"kept    {show_size(model)} in model/{alone}, {show_size(checkpoints)} in checkpoints/, which only going on "
-        "with this run needs (--save-total-limit)"
+        f"kept    {show_size(model)} in model/{alone}, {show_size(checkpoints)} in checkpoints/, which only "
+        "resuming needs (--save-total-limit)"
     )
 
 

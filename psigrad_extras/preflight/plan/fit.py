@@ -64,8 +64,8 @@ def fit(config: C) -> C:
     least = min(plans, key=lambda plan: plan.memory.peak)
     way = next((name for name, other in least.ways if other.fits), "a smaller model")
     raise UserError(
-        f"max_memory is {config.run.max_memory} and the run needs about {show_size(least.memory.peak * (1 + FREE))} with the "
-        f"smallest micro-batches; give that much, or try {way}."
+        f"max_memory is {config.run.max_memory} but the run needs about {show_size(least.memory.peak * (1 + FREE))} with the "
+        f"smallest micro-batches; raise it, or try {way}."
     )
 
 
@@ -108,7 +108,7 @@ def _smaller(config: C, longest: int, kept: float) -> Iterator[C]:
 def _say(config: Config, plan: Plan) -> None:
     if launch.first():
         chosen = [f"micro-batches of {config.micro_batch_tokens} tokens"]
-        chosen += ["activations computed anew"] if config.model.gradient_checkpointing else []
+        chosen += ["recomputed activations"] if config.model.gradient_checkpointing else []
         sampling = getattr(config, "sampling", None)
         chosen += [f"{sampling.max_decode_batch} sequences decoded at once"] if sampling else []
         if any(item.name == KEPT for item in plan.memory.items):

@@ -68,7 +68,7 @@ def parse_bytes(text: str) -> int:
 def named_gpu(name: str, dtype: str) -> Machine:
     """Return a GPU of the table. Products of float32, computed in TF32, take twice as long."""
     if name.lower() not in GPUS:
-        raise UserError(f"gpu is {name!r}; known are {', '.join(GPUS)}. For another give --memory and --tflops.")
+        raise UserError(f"gpu is {name!r}; expected one of {', '.join(GPUS)}. For another GPU give --memory and --tflops.")
     memory, tflops, bandwidth = GPUS[name.lower()]
     return Machine("cuda", memory * 10**9, tflops * 1e12 / (1 if dtype == "bfloat16" else 2), bandwidth * 1e12)
 
@@ -97,7 +97,7 @@ def machine(
     """
     here = device == "cpu" or torch.cuda.is_available()
     if not here and not memory:
-        raise UserError("The plan is for a GPU and this machine has none; give its memory, for example --memory 80GB.")
+        raise UserError("The plan is for a GPU, but this machine has none; give its memory, for example --memory 80GB.")
     if memory:
         size = parse_bytes(memory)
     elif device == "cpu":
@@ -106,7 +106,7 @@ def machine(
         try:
             size = int(torch.cuda.get_device_properties(device).total_memory)
         except (RuntimeError, AssertionError) as error:  # such as cuda:7 with two devices
-            raise UserError(f"device is {device!r} and this machine has {torch.cuda.device_count()} CUDA devices.") from error
+            raise UserError(f"device is {device!r}, but this machine has {torch.cuda.device_count()} CUDA devices.") from error
     if not measure:
         return Machine(device, size, *(nominal(torch.cuda.get_device_name(device), dtype) if device != "cpu" and here else ()))
     peak, bandwidth = _speed(device, dtype, threads, roughly) if here else (0.0, 0.0)

@@ -37,7 +37,7 @@ def run(config: Config, asked: PlanConfig) -> str:
     device = device_of(config.run)
     if asked.gpu:
         if device == "cpu":
-            raise UserError(f"gpu is {asked.gpu} and the run is on the CPU; give --device cuda too, for a GPU's defaults.")
+            raise UserError(f"gpu is {asked.gpu}, but the run is on the CPU; add --device cuda to use a GPU's defaults.")
         found = named_gpu(asked.gpu, config.model.dtype)
     else:
         found = machine(device, config.model.dtype, config.run.threads, asked.memory, asked.tflops)
@@ -77,7 +77,7 @@ def refuse_copies(plan: Plan) -> None:
     least = sum(item.bytes for item in plan.memory.items if item.phase == "weights")
     if copy and least > plan.machine.memory:
         raise UserError(
-            f"Each process samples with a whole copy of the model: {show_size(copy)} beside its shard, and a device has "
+            f"Each process samples with a whole copy of the model: {show_size(copy)} beside its shard, but a device has "
             f"{show_size(plan.machine.memory)}. Use sampling.sampler=vllm with sampling.tensor_parallel_size."
         )
 
@@ -118,8 +118,8 @@ def foretell(config: Config, ask: Callable[[str], str] | None = None) -> None:
     default = type(config)().run
     unsaid = (config.run.max_steps, config.run.num_train_epochs) == (default.max_steps, default.num_train_epochs)
     long = unsaid and made.seconds * work.steps > HOUR
-    if ask is not None and long and not ask("Begin? --max-steps makes it shorter. [y/N] ").strip().lower().startswith("y"):
-        raise UserError("Nothing was begun; give --max-steps, or --num-train-epochs to have it as long as this.")
+    if ask is not None and long and not ask("Start? --max-steps makes it shorter. [y/N] ").strip().lower().startswith("y"):
+        raise UserError("The run was not started; give --max-steps or --num-train-epochs to confirm its length.")
 
 
 def _instructions(config: Config) -> str:

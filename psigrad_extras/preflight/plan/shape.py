@@ -87,7 +87,7 @@ def shape_of(path: str, *, local: bool = False) -> Shape:
     except UserError:
         raise
     except LOADING_ERRORS as error:  # for sizes that no tensor can have
-        raise UserError(f"The configuration of {path!r} describes no model ({reason_of(error)}).") from error
+        raise UserError(f"The configuration of {path!r} does not describe a model ({reason_of(error)}).") from error
 
 
 @cache
@@ -110,7 +110,7 @@ def count_shape(config: PreTrainedConfig) -> Shape:
         model: Any = _built(config)
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or table is None:
-        raise UserError(f"{type(config).__name__} describes no causal language model; give the folder of one.")
+        raise UserError(f"{type(config).__name__} is not the configuration of a causal language model; give the folder of one.")
     tied = head.weight is table.weight
     towers = tuple(f"{name}." for name in towers_of(model))
     text = [(name, module) for name, module in model.named_modules() if not f"{name}.".startswith(towers)]
@@ -153,7 +153,7 @@ def _built(config: PreTrainedConfig) -> Any:
         return model_of(config)
     except Exception as error:  # the code of an architecture may raise anything for unexpected sizes
         what = why_not_text(config) or "give the folder of one"
-        raise UserError(f"{type(config).__name__} describes no causal language model; {what}.") from error
+        raise UserError(f"{type(config).__name__} is not the configuration of a causal language model; {what}.") from error
 
 
 def model_of(config: PreTrainedConfig, **options: Any) -> Any:

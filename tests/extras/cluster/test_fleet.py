@@ -254,7 +254,7 @@ def test_a_head_that_no_longer_answers_is_told_before_ray_ends_the_driver(job, t
     said = finish(run, status=1)
     assert f"psigrad: {sentence}." in said and "head_lost" in kinds(out)
     reason = events(out)[-1]["reason"]
-    assert f"{sentence}; start a cluster again, and the same command goes on from the newest checkpoint." in reason
+    assert f"{sentence}; start a cluster again, and repeat the command to resume from the newest checkpoint." in reason
 
 
 def test_workers_that_are_ended_because_memory_is_short_are_told_as_that(job, tmp_path, monkeypatch):

@@ -318,7 +318,7 @@ def test_a_share_of_warm_up_is_counted_where_the_steps_are_known(here):
         ("a.py", "GRPOConfig(learning_rat=1)", "has no field 'learning_rat'; did you mean 'learning_rate'"),
         ("a.yaml", "num_processes: 2\ndistributed_type: FSDP", "configuration of accelerate; .* --processes 2 --strategy fsdp"),
         ("a.yaml", "learning_rate: 1", "does not say which trainer it is for; add --trainer"),
-        ("a.py", "GRPOConfig(num_generations=7)", "is no multiple of num_generations 7"),
+        ("a.py", "GRPOConfig(num_generations=7)", "is not a multiple of num_generations 7"),
     ],
 )
 def test_what_cannot_be_converted_is_one_sentence(name, text, sentence, here, capsys):

@@ -180,8 +180,8 @@ def test_branches_and_private_repositories(result, hub, capsys):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("a/b/c", "is no name of a repository"),
-        ("no spaces", "is no name of a repository"),
+        ("a/b/c", "is not a valid repository name"),
+        ("no spaces", "is not a valid repository name"),
         ("bob/letters", "may not write there; give a name of your own"),
         ("bob/theirs", "may not write there; give a name of your own"),
     ],
@@ -237,9 +237,9 @@ def test_a_push_that_fails_loses_nothing_and_the_same_run_pushes_again(job, tmp_
 
 
 def test_what_cannot_be_pushed_is_refused_before_the_first_step(job, tmp_path, hub, monkeypatch, capsys):
-    with pytest.raises(UserError, match="is no name of a repository"):
+    with pytest.raises(UserError, match="is not a valid repository name"):
         running.run(replace(sft_config(job, tmp_path / "a"), hub=Hub(push_to_hub=True, hub_model_id="a/b/c")))
-    with pytest.raises(UserError, match="'my run' is no name of a repository"):
+    with pytest.raises(UserError, match="'my run' is not a valid repository name"):
         running.run(replace(sft_config(job, tmp_path / "my run"), hub=Hub(push_to_hub=True)))
     with pytest.raises(UserError, match="compare trains many models and pushes none"):
         made = online_config(job, tmp_path / "compare")

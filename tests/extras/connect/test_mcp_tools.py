@@ -170,7 +170,7 @@ def test_what_is_no_server_is_refused_in_one_sentence():
 
 
 def test_two_tools_of_one_name_are_refused():
-    with pytest.raises(UserError, match="two tools of the name 'add'"):
+    with pytest.raises(UserError, match="Two tools are named 'add'"):
         resolve([add, add])
 
 

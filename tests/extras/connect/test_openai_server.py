@@ -142,7 +142,7 @@ def test_a_server_that_is_not_there_or_hangs_or_serves_several_models_is_said_to
 @pytest.mark.parametrize("told", [[], "ok", None, {"data": None}, {"data": ["small"]}])
 def test_a_server_that_tells_of_its_models_in_another_form_is_said_too(told, monkeypatch):
     monkeypatch.setattr(module, "ask", lambda url, **how: told)
-    with pytest.raises(UserError, match="tells of 0 models; name the one that you mean with --model"):
+    with pytest.raises(UserError, match="serves 0 models; name one with --model"):
         asked("http://127.0.0.1:9")
 
 
@@ -200,7 +200,7 @@ def test_the_command_line_takes_a_server_and_says_what_it_cannot(tmp_path, capsy
     with standing_in(counts) as (url, _):
         assert main(["eval", "--server", url, "--dataset", sums(tmp_path), "--reward", "exact", "--eval-temperature", "0"]) == 0
     assert "exact/mean" in capsys.readouterr().out
-    for more, said in ((["--environment", "guess"], "need a model here"), (["--eval-kl"], "There is no flag --eval-kl")):
+    for more, said in ((["--environment", "guess"], "need a local model"), (["--eval-kl"], "There is no flag --eval-kl")):
         given = ["eval", "--server", "http://127.0.0.1:9", "--dataset", sums(tmp_path), "--reward", "exact", *more]
         assert main(given) != 0 and said in capsys.readouterr().err
     assert not EvalConfig().server and Model().path == ""

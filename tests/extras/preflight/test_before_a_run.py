@@ -62,8 +62,8 @@ def test_tools_are_called_and_the_environment_is_played_once_on_a_real_row(job, 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"tools": (price, deadly)}, r"tool deadly gives no answer to \(kind='\?'\): the environment: its process died"),
-        ({"environment": WrongDoors}, "the environment gives no answer to '\\?': the environment raised AttributeError"),
+        ({"tools": (price, deadly)}, r"tool deadly did not answer \(kind='\?'\): the environment: its process died"),
+        ({"environment": WrongDoors}, "the environment did not answer '\\?': the environment raised AttributeError"),
     ],
     ids=["tool", "environment"],
 )
@@ -125,7 +125,7 @@ def test_a_long_run_that_nobody_asked_for_is_begun_on_a_yes_alone(job, tmp_path,
     assert not asked, "it is short"
     monkeypatch.setattr(plan, "HOUR", 0)
     plan.foretell(unsaid, answer("y"))
-    with pytest.raises(UserError, match="Nothing was begun"):
+    with pytest.raises(UserError, match="The run was not started"):
         plan.foretell(unsaid, answer(""))
     assert len(asked) == 2
     plan.foretell(unsaid)  # no terminal, no question

@@ -274,7 +274,7 @@ def test_rows_that_the_template_cannot_say_are_named_as_in_the_file_or_left_out_
         check.load_subject(config(tmp_path, data=data))
     subject = check.load_subject(config(tmp_path, data=replace(data, bad_rows="skip")))
     assert [prompt.row.source[-1] for prompt in subject.dataset] == ["1", "3"] and check.check_data(subject).verdict == "ok"
-    assert "1 of 3 rows are refused and left out; the first: talks.jsonl:2: column 'messages[0].name'" in capsys.readouterr().err
+    assert "1 of 3 rows were rejected and skipped; the first: talks.jsonl:2: column 'messages[0].name'" in capsys.readouterr().err
 
 
 def test_a_chat_template_that_does_not_open_the_turn_is_found(models, tmp_path):

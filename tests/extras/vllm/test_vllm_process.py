@@ -108,7 +108,7 @@ def test_settings_that_cannot_be_are_refused_at_once(engine):
     with pytest.raises(UserError, match="vllm_sleep frees a GPU's memory and the model is on cpu"):
         engine(sleep=True)
     for wrong in ({"tensor_parallel_size": 2}, {"vllm_sleep": True}):
-        with pytest.raises(UserError, match="are vLLM's and the sampler is embedded"):
+        with pytest.raises(UserError, match="are settings of vLLM, but the sampler is embedded"):
             samplers.make(Sampling(**wrong), a_model())
 
 

@@ -250,12 +250,12 @@ def nested(roles: list[str]) -> Callable[[Path], None]:
 
 
 PARQUET: list[tuple[str, Callable[[Path], object], tuple[str, ...]]] = [
-    ("truncated early", cut(0.01), ("not a whole Parquet file", "copy it again")),
-    ("truncated in the middle", cut(0.5), ("not a whole Parquet file",)),
-    ("truncated by a byte", cut(0.9999), ("not a whole Parquet file",)),
-    ("empty file", lambda path: path.write_bytes(b""), ("not a whole Parquet file",)),
-    ("text in disguise", lambda path: path.write_text(GOOD), ("not a whole Parquet file",)),
-    ("wrong magic", wrong_magic, ("not a whole Parquet file",)),
+    ("truncated early", cut(0.01), ("not a complete Parquet file", "copy it again")),
+    ("truncated in the middle", cut(0.5), ("not a complete Parquet file",)),
+    ("truncated by a byte", cut(0.9999), ("not a complete Parquet file",)),
+    ("empty file", lambda path: path.write_bytes(b""), ("not a complete Parquet file",)),
+    ("text in disguise", lambda path: path.write_text(GOOD), ("not a complete Parquet file",)),
+    ("wrong magic", wrong_magic, ("not a complete Parquet file",)),
     ("no rows", lambda path: write(path, prompt=pa.array([], pa.string())), ("no rows",)),
     ("missing column", lambda path: write(path, question=["a"]), ("my.parquet:1", "'prompt'", "found: question")),
     ("null cell", lambda path: write(path, prompt=["a", None]), ("my.parquet:2", "'prompt'", "null")),

@@ -97,7 +97,7 @@ def test_a_turn_of_weight_0_is_context(name: str, plain_chatml: PreTrainedTokeni
     assert texts(plain_chatml, row) == ["there<|im_end|>"]
     (built,) = examples(plain_chatml, row)
     assert plain_chatml.decode(built.ids).startswith(START + "the cat<|im_end|>\n"), "the weight is in no text"
-    with pytest.raises(RowError, match=r"my.jsonl:7: column 'messages' has no assistant turn that is trained"):
+    with pytest.raises(RowError, match=r"my.jsonl:7: column 'messages' has no trained assistant turn"):
         example(plain_chatml, sft(USER, {**BOT, name: 0}))
 
 
@@ -153,7 +153,7 @@ def test_a_system_column_moves_no_weight() -> None:
         ({"loss_mask": [1, 1]}, r"'messages\[0\].loss_mask' is 1 in the turn of another role"),
         ({"loss_mask": [0, 0], "messages": [USER, {**BOT, "loss_mask": 1}]}, "'loss_mask' is a column, and a field of"),
         ({"weight": 0.5}, "'weight' is 0.5; rows are trained alike.*--columns weight=other"),
-        ({"train": False}, "'train' is False; rows are trained alike, so leave out"),
+        ({"train": False}, "'train' is False; all rows are trained alike, so remove"),
         ({"loss_mask": "0"}, "'loss_mask' is '0'"),
         ({"assistant_masks": [0, 1]}, "'assistant_masks' would be a mask of tokens.*--columns assistant_masks=other"),
         ({"messages": None, "text": "a b", "loss_mask": [0, 1]}, "'loss_mask' would be a mask of tokens"),
@@ -180,7 +180,7 @@ def test_thoughts_a_template_has_no_field_for_stand_in_tags(plain_chatml: PreTra
     for name in ("reasoning_content", "reasoning", "thinking"):
         row = sft(USER, {**BOT, name: "two"})
         assert texts(plain_chatml, row) == ["<think>\ntwo\n</think>\n\nthe cat<|im_end|>"]
-        assert said_otherwise(plain_chatml, row) == ["thoughts stand in <think> tags before the answer"]
+        assert said_otherwise(plain_chatml, row) == ["thoughts are in <think> tags before the answer"]
 
 
 def test_calls_that_a_template_does_not_show_are_written_in_hermes_form(plain_chatml: PreTrainedTokenizerFast) -> None:
@@ -341,14 +341,14 @@ def test_a_template_and_an_eos_are_taken_from_the_settings(build: Build, tmp_pat
     for wrong, why in (
         (Model(chat_template_path="no.jinja"), "no file"),
         (Model(chat_template_path=str(tmp_path / "latin.jinja")), "cannot be read"),
-        (Model(eos_token="<|im_ende|>"), "no token.*im_end"),
-        (Model(chat_template_kwargs="{a"), "no JSON"),
+        (Model(eos_token="<|im_ende|>"), "not a token.*im_end"),
+        (Model(chat_template_kwargs="{a"), "not JSON"),
         (Model(chat_template_kwargs="[1]"), "an object"),
         (
             Model(chat_template_kwargs='{"mesages": []}'),
             "'mesages'.*does not read.*did you mean 'messages'",
         ),
-        (Model(chat_template_path=str(tmp_path / "broken.jinja")), r"no Jinja \(line 2"),
+        (Model(chat_template_path=str(tmp_path / "broken.jinja")), r"not valid Jinja \(line 2"),
     ):
         with pytest.raises(UserError, match=why):
             settle_chat(tokenizer, wrong)
@@ -361,10 +361,10 @@ MOODS = "{{ mood | default('calm') }}{% if loud %}!{% endif %}{{ extra }}" + PLA
 @pytest.mark.parametrize(
     ("template", "kwargs", "said"),
     [
-        (THINKS, {"enable_thinking": "fals"}, "enable_thinking = 'fals', and the chat template takes true or false"),
-        (THINKS, {"enable_thinking": 0}, "enable_thinking = 0, and the chat template takes true or false"),
-        (MOODS, {"mood": True}, "mood = True, and the chat template takes a string"),
-        (MOODS, {"loud": "false"}, "loud = 'false', and the chat template takes true or false"),
+        (THINKS, {"enable_thinking": "fals"}, "enable_thinking = 'fals'; the chat template expects true or false"),
+        (THINKS, {"enable_thinking": 0}, "enable_thinking = 0; the chat template expects true or false"),
+        (MOODS, {"mood": True}, "mood = True; the chat template expects a string"),
+        (MOODS, {"loud": "false"}, "loud = 'false'; the chat template expects true or false"),
         (MOODS, {"lout": True}, "'lout', which the chat template does not read.*did you mean 'loud'"),
         (MOODS, {"m": "a"}, "'m', which the chat template does not read"),  # a name that the template sets itself
         (THINKS, {"enable_thinking": False}, ""),
@@ -420,10 +420,10 @@ def test_the_eos_stops_where_the_template_shows_no_end(build: Build) -> None:
     tell_translations(tokenizer, [row], lambda kind, text, **_: told.append(text))
     tell_translations(build(PLAIN), [row], lambda kind, text, **_: told.append(text))
     assert told == [
-        "The chat template has no words for some of my.jsonl:7: turns have no end of their own, so that only the EOS "
+        "The chat template has no words for some of my.jsonl:7: turns have no end token, so only the EOS "
         "(and --stop-token-ids) ends a completion."
     ], "what the fallback costs, once, and nothing where there is an end"
-    with pytest.raises(RowError, match="shows no end of the assistant's turn"):
+    with pytest.raises(RowError, match="does not end the assistant's turn"):
         observation_ids(tokenizer, Row("x", prompt=[USER]), "4")
 
 
@@ -442,7 +442,7 @@ def test_an_answer_begun_with_more_than_words_is_refused(more: Any, plain_chatml
     """Only words can be continued: a thought or a call beside them would be nowhere in the prompt."""
     begun = {"prompt": [USER, {**BOT, **more}]}
     with pytest.raises(
-        RowError, match=rf"my.jsonl:7: column 'prompt\[1\].{next(iter(more))}' is in a turn that the answer goes on"
+        RowError, match=rf"my.jsonl:7: column 'prompt\[1\].{next(iter(more))}' is in a turn that the answer continues"
     ):
         prompt_ids(plain_chatml, validate(begun, "prompt-only", "my.jsonl:7"))
     with pytest.raises(RowError, match=r"prompt\[1\]"):
@@ -457,7 +457,7 @@ def test_the_first_row_that_is_said_otherwise_is_told(plain_chatml: PreTrainedTo
         [sft(USER, BOT), sft(USER, BOT, chat_template_kwargs={"nothing": 1}), replace(thought, source="my.jsonl:8"), thought],
         lambda kind, text, **more: told.append(text),
     )
-    assert len(told) == 1 and "some of my.jsonl:8: thoughts stand in <think> tags" in told[0]
+    assert len(told) == 1 and "some of my.jsonl:8: thoughts are in <think> tags" in told[0]
 
 
 def test_sampling_stops_at_the_end_of_a_call_where_only_later_rows_offer_tools(build: Build) -> None:

@@ -166,5 +166,5 @@ def test_a_small_dataset_of_much_weight_is_not_held_out_whole(sizes, weights, he
     train, kept = read_rows(data, "prompt-only", None, seed=0)
     assert shares(row.prompt for row in kept) == held and not {row.prompt for row in train} & {row.prompt for row in kept}
     if weights:
-        with pytest.raises(UserError, match=rf"of {sizes[0]} rows is not possible; set eval_prompts"):
+        with pytest.raises(UserError, match=rf"of {sizes[0]} rows; lower eval_prompts"):
             read_rows(data, "prompt-only", 64, seed=0)

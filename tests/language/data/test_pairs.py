@@ -75,7 +75,7 @@ def test_a_comparison_with_an_unreadable_margin_is_left_out_when_asked(tokenizer
     encoder, told = Encoder(tokenizer, partial(pairs.encode_pair, tokenizer)), []
     made, _ = encode_rows(rows, encoder, Data(bad_rows="skip"), lambda kind, text, **more: told.append(text))
     assert len(made) == 1 and len(told) == 1 and "x:2: column 'margin' is '0.5'; expected a number" in told[0]
-    with pytest.raises(UserError, match=r"x:2: column 'margin' .* leave such rows out with --bad-rows skip"):
+    with pytest.raises(UserError, match=r"x:2: column 'margin' .* skip such rows with --bad-rows skip"):
         encode_rows(rows, encoder, Data())
 
 

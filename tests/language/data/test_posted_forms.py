@@ -373,7 +373,7 @@ def test_only_rows_that_are_read_are_counted_as_recognised() -> None:
 
 
 def test_two_columns_cannot_have_one_name() -> None:
-    with pytest.raises(UserError, match="The columns a, b are all renamed prompt; rename one of them"):
+    with pytest.raises(UserError, match="The columns a, b are all renamed to prompt; rename one of them"):
         from_rows([{"a": "1", "b": "2"}], "prompt-only", columns={"a": "prompt", "b": "prompt"})
     assert map_columns({"a": 1, "b": 2}, {"a": "b", "b": "a"}, "x:1") == {"a": 2, "b": 1}, "two may change places"
 
@@ -411,7 +411,7 @@ def test_a_fault_is_named_where_the_row_has_it(form: str, raw: dict[str, Any], a
     [
         (
             {"question": "prompt", "prompt": "{answer}"},
-            r"columns makes 'prompt' twice, of 'question' and by the template '\{answer\}'",
+            r"columns makes 'prompt' twice, from 'question' and from the template '\{answer\}'",
         ),
         ("question=prompt,prompt={answer}", "columns makes 'prompt' twice"),
         ("prompt={question},prompt={answer}", "columns has 'prompt' twice"),

@@ -150,7 +150,7 @@ def test_a_folder_is_read_in_name_order_and_by_split(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no files of the split 'validation'; it has test, train"):
         load(str(tmp_path / "split"), form="prompt-only", split="validation")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"holds no \.jsonl"):
+    with pytest.raises(UserError, match=r"has no \.jsonl"):
         load(str(tmp_path / "empty"), form="prompt-only")
 
 
@@ -194,14 +194,14 @@ def test_a_folder_with_data_that_is_not_read_is_refused(name: str, tmp_path: Pat
     jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}])
     (tmp_path / "sub").mkdir()
     (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(UserError, match=f"holds a.jsonl and {name}, which is not read"):
+    with pytest.raises(UserError, match=f"has a.jsonl and {name}, which cannot be read"):
         load(str(tmp_path), form="prompt-only")
 
 
 def test_a_file_of_no_split_beside_files_of_splits_is_refused(tmp_path: Path) -> None:
     for name in ("train", "test", "extra"):
         jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}])
-    with pytest.raises(UserError, match=r"files of the splits test, train, and extra\.jsonl says none"):
+    with pytest.raises(UserError, match=r"files of the splits test, train, but extra\.jsonl names none"):
         load(str(tmp_path), form="prompt-only")
 
 
@@ -259,7 +259,7 @@ def test_a_file_without_splits_trains_as_train_and_evaluates_as_test_too(tmp_pat
     path = str(jsonl(tmp_path / "d.jsonl", RECORDS))
     rows, held = read_rows(Data(dataset=path, eval_dataset=path), "prompt-only", None, 0)
     assert len(rows) == len(held) == 5
-    with pytest.raises(UserError, match=r"d\.jsonl has no split 'test', for it has no splits"):
+    with pytest.raises(UserError, match=r"d\.jsonl has no split 'test': it has no splits"):
         read_rows(Data(dataset=path, split="test"), "prompt-only", 0, 0)
     own = str(jsonl(tmp_path / "test.jsonl", RECORDS))
     assert len(read_rows(Data(dataset=own, split="test[:2]"), "prompt-only", 0, 0)[0]) == 2
@@ -340,14 +340,14 @@ def test_rows_of_another_form_are_told_once_with_the_form_that_they_fit(tmp_path
     said = str(caught.value)
     assert said.count("column 'completion' is missing") == 1 and "7 malformed of 7 rows" in said
     assert "they fit the form preference" in said
-    with pytest.raises(UserError, match="none is left for the form preference; mend them"):
+    with pytest.raises(UserError, match="none is left for the form preference; fix them"):
         load(str(jsonl(tmp_path / "odd.jsonl", [{"question": "a"}])), form="preference")
 
 
 @pytest.mark.parametrize("name", ["prompts.jsonl:0.5", "prompts.csv:x"])
 def test_what_stands_behind_a_file_name_is_not_asked_of_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("the hub was asked"))
-    with pytest.raises(UserError, match="A weight stands there, a number, and only beside other datasets"):
+    with pytest.raises(UserError, match="expected a weight, which is a number and needs several datasets"):
         load(name, form="prompt-only")
 
 
@@ -388,7 +388,7 @@ def test_held_out_rows_are_drawn_by_the_seed() -> None:
     assert hold_out(rows, 2) == (train, held) and min(drawn.values()) > 50, "each of the five is held out in about 80 of 200"
     assert hold_out(rows, 0) == (rows, [])
     for n in (-1, 5, 6):
-        with pytest.raises(UserError, match=rf"Holding out {n} of 5.*--eval-prompts"):
+        with pytest.raises(UserError, match=rf"Cannot hold out {n} of 5.*--eval-prompts"):
             hold_out(rows, n)
 
 
@@ -485,7 +485,7 @@ def test_no_more_than_a_tenth_is_held_out_unless_it_is_asked_for() -> None:
     assert [held(n, "preference") for n in (39, 5000)] == [3, 256]
     assert [held(20, asked=n) for n in (0, 8, 19)] == [0, 8, 19]
     assert held(9, eval_dataset=[{"prompt": f"q{i}"} for i in range(50)]) == 50, "rows of their own are not taken from any"
-    with pytest.raises(UserError, match="Holding out 20 of 20"):
+    with pytest.raises(UserError, match="Cannot hold out 20 of 20"):
         held(20, asked=20)
 
 

@@ -199,7 +199,7 @@ def test_other_adapters_and_lost_bases_are_sentences(base, tmp_path, monkeypatch
     with pytest.raises(UserError, match="any command on the GGUF file or adapter that it was made of converts it again"):
         load_model(Model(path=str(tmp_path / "adapter"), adapter="merge"), Run(), None)
     file.write_text(json.dumps({**held, "peft_type": "IA3"}))
-    with pytest.raises(UserError, match=r"is of the kind IA3; psigrad goes on with LORA"):
+    with pytest.raises(UserError, match=r"has the type IA3, but psigrad continues only LORA"):
         load_model(Model(path=str(tmp_path / "adapter")), Run(), None)
 
 
@@ -270,7 +270,7 @@ def test_target_modules_have_pefts_meaning(named, base):
 
 
 @pytest.mark.parametrize(
-    ("targets", "said"), [((r".*\.q_proj", "v_proj"), "give it alone"), (("(q_proj",), "no regular expression")]
+    ("targets", "said"), [((r".*\.q_proj", "v_proj"), "give it alone"), (("(q_proj",), "not a regular expression")]
 )
 def test_a_regular_expression_of_targets_is_sound_and_alone(targets, said, base):
     with pytest.raises(UserError, match=said):

@@ -48,4 +48,4 @@ def test_a_dataset_that_never_ends_is_a_sentence(job, tmp_path, capsys):
     for name in ("rows.jsonl", "zero.jsonl"):
         asked = ["sft", "--model", str(job / "base"), "--dataset", str(tmp_path / name), "--max-steps", "1"]
         assert cli.main([*asked, "--output-dir", str(tmp_path / "run")]) == 2
-        assert "is no regular file" in capsys.readouterr().err
+        assert "is not a regular file" in capsys.readouterr().err

@@ -116,7 +116,7 @@ def test_what_cannot_be_converted_is_a_sentence_and_leaves_nothing(tmp_path, cac
     with pytest.raises(UserError, match=r"several GGUF files \(a.gguf, b.gguf\); name one of them"):
         plain_folder(str(tmp_path / "two"))
     assert not list(cache.iterdir())
-    with pytest.raises(UserError, match="on this disk; leave the revision out"):
+    with pytest.raises(UserError, match="is a local folder; remove the revision"):
         model_source.locate(Model(path=str(tmp_path / "broken.gguf"), revision="main"))
 
 

@@ -222,7 +222,7 @@ def test_a_run_trains_an_adapter_over_codes_and_leaves_it(tokenizer, tmp_path):
 
 def test_codes_without_an_adapter_are_refused():
     """Codes do not learn; told as a setting without effect, a model of 4 bits would be trained whole."""
-    with pytest.raises(UserError, match=r"quantize_base is nf4, .* every weight is to learn; give lora_rank=16, or leave"):
+    with pytest.raises(UserError, match=r"quantize_base is nf4, .* every weight is trained; set lora_rank=16, or remove"):
         lora_of(Model(path="no/such", quantize_base="nf4"))
     assert lora_of(Model(path="no/such", quantize_base="nf4", lora_rank=2)).rank == 2
     assert lora_of(Model(path="no/such")) is None
@@ -231,7 +231,7 @@ def test_codes_without_an_adapter_are_refused():
 def test_a_model_whose_rows_are_no_whole_blocks_is_refused():
     """Rows of 32 are half a block of nf4, and one of int8."""
     network = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(32, 4)))
-    with pytest.raises(UserError, match="quantize_base is nf4, and no layer of the model has rows of whole blocks"):
+    with pytest.raises(UserError, match="quantize_base is nf4, but no layer of the model has rows that its blocks divide"):
         code_linears(network, "nf4")
     code_linears(network, "int8")
     assert isinstance(network[0][0], CodedLinear)

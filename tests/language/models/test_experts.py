@@ -233,7 +233,7 @@ def test_what_cannot_be_followed_is_refused_by_name(tokenizer):
         if type(module).__name__ == "MixtralTopKRouter":
             made = (torch.ones(1, 4), torch.full((1, 2), 0.5), torch.tensor([[0, 1]]))
             module.forward = lambda x, made=made: tuple(part.expand(len(x), -1) for part in made)
-    with pytest.raises(UserError, match="router_replay cannot set what the routers of MixtralForCausalLM choose"):
+    with pytest.raises(UserError, match=r"router_replay cannot set the choices of MixtralForCausalLM.s routers"):
         replay_routers(model)
     assert model.routing is None
 
@@ -291,7 +291,7 @@ def test_grpo_follows_the_experts_of_sampling(folder, tmp_path, monkeypatch):
     assert runs[0] == runs[1], "no tie: what is recorded is what would be chosen"
     assert followed and all(choices is not None for choices in followed)
     assert "aux_loss" in runs[0][0]
-    with pytest.raises(UserError, match="router_replay trains with the experts that the embedded sampler recorded, and sampling"):
+    with pytest.raises(UserError, match="router_replay trains with the experts that the embedded sampler recorded, but sampling"):
         psigrad.train(
             "grpo", model=folder, dataset=rows, output_dir=tmp_path / "x", router_replay=True, sampler="transformers",
             **SHORT, **online,
@@ -305,7 +305,7 @@ TOLD = {
     "tools": (replace(ONLINE, tools=["m:tool"]), "episodes and agents have completions that are not sampled whole"),
     "sampler": (
         replace(ONLINE, sampling=replace(ONLINE.sampling, sampler="transformers")),
-        "sampling.sampler is 'transformers', which tells no experts",
+        "sampling.sampler is 'transformers', which records no experts",
     ),
     "fsdp": (
         replace(ONLINE, placement=replace(ONLINE.placement, strategy="fsdp")),
@@ -318,7 +318,7 @@ TOLD = {
 @pytest.mark.parametrize("case", TOLD)
 def test_where_no_experts_are_recorded_replay_is_refused_by_name(case):
     config, why = TOLD[case]
-    with pytest.raises(UserError, match=re.escape(f"the embedded sampler recorded, and {why}; leave it out.")):
+    with pytest.raises(UserError, match=re.escape(f"the embedded sampler recorded, but {why}; remove it.")):
         online_settings.check(config, online_settings.method(config))
     without = replace(config, router_replay=False)
     online_settings.check(without, online_settings.method(without))  # the control: nothing else is refused

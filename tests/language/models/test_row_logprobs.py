@@ -101,7 +101,7 @@ def test_what_a_model_never_says_adds_nothing(as_on_a_gpu):
 
 
 def test_a_token_that_the_head_does_not_have_is_refused(as_on_a_gpu):
-    with pytest.raises(RuntimeError, match="A target is no token of the head"):
+    with pytest.raises(RuntimeError, match="A target is not a token of the head"):
         token_stats(torch.randn(2, 4), torch.tensor([0, 30]), torch.nn.Linear(4, 30, bias=False), 30, TokenStatsRequest())
 
 

@@ -61,7 +61,7 @@ def test_such_rows_are_left_out_and_counted_when_asked(job, tmp_path, narrow, ca
     config = with_rows(online_config(job, tmp_path / "run"), written(tmp_path / "rows.jsonl", rows), narrow, bad_rows="skip")
     done = online.run(config)
     assert events(done.folder, "rows_left_out")[0]["longer_than_max_length"] == 1
-    assert f"1 of {len(rows)} prompts have too many tokens and are left out." in capsys.readouterr().err
+    assert f"1 of {len(rows)} prompts have too many tokens and were skipped." in capsys.readouterr().err
     assert all(row["prompt"] != LONG for row in rows_of(done.folder / "rollouts.jsonl"))
 
 

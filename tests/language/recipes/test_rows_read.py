@@ -176,7 +176,7 @@ def test_an_environments_few_tasks_are_trained_on(count: int, asked: int | None,
 
 
 def test_an_environment_of_which_all_is_held_out_is_refused(chat: Path) -> None:
-    with pytest.raises(UserError, match=r"Holding out 64 of 30 rows is not possible; set eval_prompts"):
+    with pytest.raises(UserError, match=r"Cannot hold out 64 of 30 rows; lower eval_prompts"):
         rows_of_environment(chat, 30, 64)
 
 

@@ -109,7 +109,7 @@ def test_a_row_whose_gold_is_not_read_whole_is_unscored_and_says_why():
     ]
     odd, time, none = score(["numeric"], rows)
     assert isinstance(odd.result, Unscored)
-    assert odd.row()["reason"] == r"numeric: the answer '2\\sqrt{3}' is more than a number; take the reward math for expressions"
+    assert odd.row()["reason"] == r"numeric: the answer '2\\sqrt{3}' is more than a number; use the reward math for expressions"
     assert time.row()["reward"] == 1.0 and time.row()["reason" if "reason" in time.row() else "parts"] == {"numeric": 1.0}
     assert "no reward function applies" in none.row()["reason"]
     wrong, *_ = score(["math"], rows[:1])
@@ -128,7 +128,7 @@ def test_score_leaves_malformed_rows_out_as_its_message_advises(tmp_path, capsys
     file = tmp_path / "rows.csv"
     file.write_text("prompt,completion,answer\na,b,b\n,b,b\nc,,d\n")
     command = ["score", "--reward", "exact", "--dataset", str(file)]
-    assert cli.main(command) == 2 and "leave them out with --bad-rows skip" in capsys.readouterr().err
+    assert cli.main(command) == 2 and "skip them with --bad-rows skip" in capsys.readouterr().err
     assert cli.main([*command, "--bad-rows", "skip"]) == 0
     found = capsys.readouterr()
     assert json.loads(found.out)["source"] == "rows.csv:2"

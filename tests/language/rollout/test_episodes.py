@@ -221,7 +221,7 @@ def test_tools_are_called_by_type_and_their_mistakes_are_answers():
     assert "valid integer" in box.step('{"name": "add", "arguments": {"a": "x", "b": 1}}').observation[0]["content"]
     assert "no tool 'sub'" in box.step('{"name": "sub", "arguments": {}}').observation[0]["content"]
     assert "must be an object" in box.step('{"name": "add", "arguments": [1]}').observation[0]["content"]
-    assert box.step("the answer is 5") == ("", 0.0, True)
+    assert box.step("the answer is 5")[:3] == ("", 0.0, True)
     two = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 1}}</tool_call>' * 2
     assert len(box.step(two).observation) == 2
     for answer in ("{not json}", "[1]", '{"name": "Rome", "people": 3}'):

@@ -277,7 +277,7 @@ def test_a_reward_model_and_a_reward_function_are_mixed_by_weight(job, tmp_path)
     ("change", "said"),
     [
         ({"algorithm": "grpo", "critic_shared": True}, "has none"),
-        ({"critic_shared": True, "critic": "x"}, "take them out"),
+        ({"critic_shared": True, "critic": "x"}, "remove them"),
         ({"critic_shared": True, "critic_warmup_steps": 2}, "the two are one model"),
         ({"algorithm": "grpo", "critic_warmup_steps": 2}, "has none"),
         ({"algorithm": "ppo_penalty", "num_iterations": 1, "num_minibatches": 1}, "above 1"),

@@ -200,7 +200,7 @@ def test_a_program_s_last_line_is_its_reward(program, reward):
 
 def test_an_agent_that_asks_for_what_it_is_not_given_is_refused_at_once():
     check_agent(sample_agents.sub_agents)
-    with pytest.raises(UserError, match="asks for 'llm'; an agent is given row, client, base_url, api_key"):
+    with pytest.raises(UserError, match="has the parameter 'llm'; expected one of row, client, base_url, api_key"):
         check_agent(lambda row, llm: 0)
     with pytest.raises(UserError, match="agent_command is empty"):
         AgentCommand(" ")
@@ -209,7 +209,7 @@ def test_an_agent_that_asks_for_what_it_is_not_given_is_refused_at_once():
     with pytest.raises(UserError, match=r"'my_agent.py' says where, and not what; write my_agent.py:name"):
         imported_callable("my_agent.py", "agent")
     check_agent(AgentCommand(f"{sys.executable} my_agent.py"))
-    with pytest.raises(UserError, match="there is no program 'pyhton' here"):
+    with pytest.raises(UserError, match="the program 'pyhton' was not found"):
         check_agent(AgentCommand("pyhton my_agent.py"))
 
 

@@ -315,7 +315,7 @@ def test_a_folder_that_is_no_online_run_is_refused(desks, db, tmp_path):
     with pytest.raises(UserError, match=r"no rollouts.jsonl"):
         intake.add_run(db, made.owner, made.project, tmp_path)
     (tmp_path / "rollouts.jsonl").write_text('{"prompt": "p", "completion": "x"}\n')
-    with pytest.raises(UserError, match=r"rollouts.jsonl:1 is no rollout"):
+    with pytest.raises(UserError, match=r"rollouts.jsonl:1 is not a rollout"):
         intake.add_run(db, made.owner, made.project, tmp_path)
 
 

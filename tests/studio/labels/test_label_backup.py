@@ -149,7 +149,7 @@ def test_what_is_no_backup_is_refused_and_nothing_is_touched(place, tmp_path, co
     filled(place)[0].close()
     (tmp_path / "copy.db").write_bytes(content)
     before = sorted(file.name for file in tmp_path.iterdir())
-    with pytest.raises(UserError, match=r"copy\.db is (damaged|no database of labels)"):
+    with pytest.raises(UserError, match=r"copy\.db is (damaged|not a database of labels)"):
         restore(tmp_path / "copy.db", place)
     with pytest.raises(UserError, match="There is no backup"):
         restore(tmp_path / "nothing.db", place)

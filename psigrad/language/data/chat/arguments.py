@@ -34,11 +34,11 @@ def check_arguments(templates: Sequence[str], kwargs: Mapping[str, Any]) -> None
     for name, value in kwargs.items():
         if name not in names:
             near = nearest(name, sorted(names)) or "."
-            raise UserError(f"chat_template_kwargs has {name!r}, which the chat template does not read; leave it out{near}")
+            raise UserError(f"chat_template_kwargs has {name!r}, which the chat template does not read; remove it{near}")
         kinds = {kind for one in read for kind in one.get(name, ())}
         if kinds and kinds <= _WORDS.keys() and value is not None and type(value) not in kinds:
             wanted = " or ".join(sorted({_WORDS[kind] for kind in kinds}))
-            raise UserError(f"chat_template_kwargs has {name} = {value!r}, and the chat template takes {wanted} for it.")
+            raise UserError(f"chat_template_kwargs has {name} = {value!r}; the chat template expects {wanted}.")
 
 
 @functools.lru_cache(maxsize=64)
@@ -48,7 +48,9 @@ def _kinds_read(template: str) -> dict[str, set[type]]:
         environment: Environment = compiled(template).environment
     except TemplateSyntaxError as error:
         where = f"line {error.lineno}: {error.message}"
-        raise UserError(f"The chat template is no Jinja ({where}); mend it, or set chat_template_path to another.") from None
+        raise UserError(
+            f"The chat template is not valid Jinja ({where}); fix it, or set chat_template_path to another one."
+        ) from None
     tree = environment.parse(template)
     found: dict[str, set[type]] = {name: set() for name in meta.find_undeclared_variables(tree)}
     above = {id(child): node for node in tree.find_all(nodes.Node) for child in node.iter_child_nodes()}

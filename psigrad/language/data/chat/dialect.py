@@ -270,11 +270,11 @@ def said_otherwise(messages: Sequence[Message], tools: Any, dialect: Dialect) ->
     notes = {
         "tools are offered in Hermes' form, in the system prompt": tools and not dialect.tools,
         "tool calls are written in Hermes' form": (tools or calls) and dialect.calls == "hermes",
-        "tools' answers are turns of the user": (tools or "tool" in roles) and not dialect.answers,
-        "the developer's turn is a system prompt": "developer" in roles and not dialect.developer,
-        "the system prompt stands before the first turn of the user": "system" in roles and not dialect.system,
-        "thoughts stand in <think> tags before the answer": thoughts and dialect.reasoning == "content",
-        "turns have no end of their own, so that only the EOS (and --stop-token-ids) ends a completion": not dialect.turn_end,
+        "tools' answers are user turns": (tools or "tool" in roles) and not dialect.answers,
+        "the developer's message is a system prompt": "developer" in roles and not dialect.developer,
+        "the system prompt is before the user's first turn": "system" in roles and not dialect.system,
+        "thoughts are in <think> tags before the answer": thoughts and dialect.reasoning == "content",
+        "turns have no end token, so only the EOS (and --stop-token-ids) ends a completion": not dialect.turn_end,
     }
     return [note for note, holds in notes.items() if holds]
 

@@ -70,7 +70,7 @@ def weigh_turns(talk: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
             continue
         other = f"or rename the column where it is none: --columns {name}=other"
         if not isinstance(given, list):
-            fail(name, f"is {given!r}; rows are trained alike, so leave out those that are not to be trained, {other}")
+            fail(name, f"is {given!r}; all rows are trained alike, so remove those that should not be trained, {other}")
         if name not in WEIGHTS or not isinstance(talk, list):
             fail(name, f"would be a mask of tokens, which are made here; give messages, each with a weight of 0 or 1, {other}")
         if (count := len(given) - given.count(None)) != len(talk):

@@ -43,9 +43,9 @@ def check_known(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
     rows = getattr(tokenizer, SETTLED, Settled()).rows
     if rows and (worst := max((token for token in ids if token < images.FIRST), default=0)) >= rows:
         raise UserError(
-            f"The token {tokenizer.convert_ids_to_tokens(worst)!r} has the id {worst}, and the model's embedding {rows} rows: "
-            "the tokenizer was given tokens that the model was not. Call model.resize_token_embeddings(len(tokenizer)) and save "
-            "both, or take the model's own tokenizer and template."
+            f"The token {tokenizer.convert_ids_to_tokens(worst)!r} has the id {worst}, but the model's embedding {rows} rows: "
+            "tokens were added to the tokenizer only. Call model.resize_token_embeddings(len(tokenizer)) and save "
+            "both, or use the model's own tokenizer and template."
         )
 
 
@@ -137,7 +137,7 @@ def refuse_placeholder(tokenizer: PreTrainedTokenizerBase, row: Row, *texts: Any
 def refusal(row: Row, error: Exception) -> RowError:
     """Return a `RowError` for an error of the template, which is a program and can raise anything."""
     reason = f"{type(error).__name__}: {show(str(error), 200)}"
-    return refuse(row, "", f"the chat template can't render the row ({reason}); mend the row or the template")
+    return refuse(row, "", f"the chat template can't render the row ({reason}); fix the row or the template")
 
 
 def _set_clock(tokenizer: PreTrainedTokenizerBase, template: str) -> None:

@@ -95,7 +95,7 @@ class Talk:
         if last["role"] != "assistant":
             return self.render(messages, generation_prompt=True)
         for name in last.keys() - {"role", "content", *WEIGHTS}:
-            why = "is in a turn that the answer goes on with, of which the content alone is read; write it there, or leave it out"
+            why = "is in a turn that the answer continues, where only the content is read; write it there, or remove it"
             raise refuse(self.row, f"prompt[{len(before)}].{name}", why)
         return self.render(before, generation_prompt=True) + str(last["content"])
 
@@ -163,7 +163,7 @@ def contexts(talk: Talk, *, empty_thinking: bool = False) -> list[Context]:
         ended, closed, _ = text.rpartition(closing) if closing and closing in text[spans[-1][0] :] else (text, "", "")
         texts[i], known = text[len(before) :], (ended + closed).rstrip()
     if not made:
-        raise refuse(row, "messages", "has no assistant turn that is trained; check weights and the template's generation blocks")
+        raise refuse(row, "messages", "has no trained assistant turn; check weights and the template's generation blocks")
     whole = talk.render(messages)
     if whole.startswith(made[-1].text.rstrip()):
         made[-1] = Context(whole, made[-1].spans)
@@ -197,7 +197,7 @@ def _turn(talk: Talk, messages: Sequence[Message], empty_thinking: bool) -> tupl
         text += talk.dialect.call_next if said.get("tool_calls") else talk.dialect.turn_next
     start = len(before)
     if thought and said.get("tool_calls") and thought in text[text.find(said["tool_calls"][0]["function"]["name"], start) :]:
-        raise refuse(talk.row, "", "is a thought that the chat template writes behind the call; use another template")
+        raise refuse(talk.row, "", "is a thought that the chat template writes after the call; use another template")
     if not empty_thinking and not _EMPTY.match(str(said.get("content", ""))):
         empty = (_CLOSE if OPEN.search(before) else _EMPTY).match(text, start)
         start = empty.end() if empty else start
@@ -406,7 +406,7 @@ def between(talk: Talk, observation: Sequence[Message]) -> tuple[str, str]:
         if found and first is not None:
             return first.group(), behind[first.end() :]
     raise refuse(
-        talk.row, "prompt", "is a conversation whose template shows no end of the assistant's turn; use another template"
+        talk.row, "prompt", "is a conversation, but the template does not end the assistant's turn; use another template"
     )
 
 

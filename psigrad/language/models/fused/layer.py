@@ -212,8 +212,8 @@ class Layer:
         return given + [weight for adapter in self.adapters.values() for weight in adapter.weights]
 
     def reread(self) -> None:
-        """Read the modules' current parameters. Sharded models gather whole ones, which are other tensors with unchanged
-        versions.
+        """Read the modules' current parameters again. A sharded model gathers new tensors, whose version counters do not show the
+        change.
         """
         self.weights = Weights(self._read_weights())
 

@@ -138,7 +138,7 @@ def inverse(weights: Tensor, u: Tensor) -> Tensor:
 
 
 def _first_above(weights: Tensor, target: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the first index whose cumulative weight exceeds target(total) [B, 1], at most the last with any weight."""
+    """Return the first index whose cumulative weight exceeds `target`(total), at most the last index with a weight."""
     # In float32, a sum over a large vocabulary would make rare tokens unreachable.
     sums = weights.double().cumsum(-1)
     ids = torch.searchsorted(sums, target(sums[:, -1:]), right=True)[:, 0]

@@ -103,7 +103,7 @@ def collect(run: Online, cursor: int, version: int, clock: Clock, cache: Activat
     groups: list[list[Trajectory]] = []
     entries: Counter[str] = Counter()
     for _ in range(1 + (config.max_refills if run.refills else 0)):
-        wanted = pick_prompts(run.prompts, config.run.seed, cursor, config.prompts_per_step - len(groups))
+        wanted = pick_prompts(run.prompts, config.run.seed, cursor, config.prompts_per_step - entries[TRAINED])
         seed_of = partial(seed_at, config.run.seed, cursor)
         fresh = run.rollout(wanted, run.params, config.num_generations, seed_of, version, clock, cache)
         if config.missing_eos_penalty:
@@ -114,9 +114,11 @@ def collect(run: Online, cursor: int, version: int, clock: Clock, cache: Activat
         scored = list(group_scored(fresh, config.num_generations, run.algorithm.min_group_size))
         useful = [g for g in scored if not run.refills or len({metric_of(t, config.filter_metric) for t in g}) > 1]
         groups += useful
-        dropped = {UNSCORED: len(wanted) - len(scored), NO_SIGNAL: len(scored) - len(useful)}
-        entries += Counter({ISSUED: len(wanted), TRAINED: len(useful), **dropped})
-        if len(groups) == config.prompts_per_step:
+        place = {id(t): n * len(wanted) // len(fresh) for n, t in enumerate(fresh)}  # a prompt has a group for each seat
+        judged, trained = ({place[id(group[0])] for group in found} for found in (scored, useful))
+        dropped = {UNSCORED: len(wanted) - len(judged), NO_SIGNAL: len(judged) - len(trained)}
+        entries += Counter({ISSUED: len(wanted), TRAINED: len(trained), **dropped})
+        if entries[TRAINED] == config.prompts_per_step:
             break
     return Collected(trajectories, groups, cursor, dict(entries))
 

@@ -1,0 +1,110 @@
+"""How many times as fast as TRL psigrad trains each family of models: `python benchmarks/family_ratio.py [llama gemma2 …]`.
+
+GRPO steps of a small model of the family with random weights: equal loss and gradient first, then steps of both in turn. A line
+of --json is written as each family ends, and one that has a line is not measured again. `docs/make/families.py` shows the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from beside_trl import beside
+from real import interval
+from timed.inputs import prepare
+from timed.workload import Workload
+
+from psigrad.errors import UserError
+from psigrad.language.models import language_model
+from psigrad.runs.machine import provenance
+
+sys.path.append(str(Path(__file__).parents[1] / "docs" / "make"))
+import families
+
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "vocab_size": 4096,
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),  # TRL drops out by default
+}
+WORK = Workload(
+    "",
+    "4 prompts of about 32 tokens × 8 completions of at most 32",
+    prompts=4,
+    prompt_tokens=32,
+    completion_tokens=32,
+    spread=0.4,
+)
+
+
+def make(name: str, work: Workload, folder: Path) -> None:
+    """The files of a workload on a model of this family."""
+    source = folder / "source"
+    source.mkdir()
+    families.config(name, **SIZES).save_pretrained(source)
+    prepare(work, str(source), folder)
+
+
+def measure(name: str, dtype: str, threads: int, pairs: int, work: Workload = WORK) -> dict[str, Any]:
+    """A family's pairs (seconds for a token of ours and TRL's), or why there are none."""
+    work, taken = replace(work, name=name, steps=pairs), list[dict[str, Any]]()
+    with tempfile.TemporaryDirectory() as folder:
+        make(name, work, Path(folder))
+        way = families.way(language_model.load(str(Path(folder) / "model"), dtype=dtype))
+    try:
+        beside(work, dtype, threads, make=partial(make, name), keep=taken.append)
+    except (UserError, ValueError, TypeError, RuntimeError, AttributeError) as error:
+        return {"way": way, "why": str(error).strip().splitlines()[-1]}
+    return {
+        "way": way,
+        "pairs": [[pair["ours"], pair["trl"]] for pair in taken],
+        "seconds": [[pair["ours_seconds"], pair["trl_seconds"]] for pair in taken],
+        "mb": [max(pair[f"{who}_mb"] for pair in taken) for who in ("ours", "trl")],
+    }
+
+
+def said(found: dict[str, Any]) -> str:
+    """A family's line for people."""
+    if "why" in found:
+        return f"{found['family']} ({found['way']}): not compared: {found['why']}"
+    middle, low, high = interval([theirs / ours for ours, theirs in found["pairs"]])
+    share = found["mb"][0] / found["mb"][1]
+    return f"{found['family']} ({found['way']}): {middle:.2f} times as fast [{low:.2f}, {high:.2f}], {share:.2f} of its memory"
+
+
+def main() -> None:
+    """Measure what was asked for and is missing."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", help=f"of {', '.join(families.FAMILIES)}; all of them where none is named")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--json", type=Path, default=families.MEASURED)
+    given = parser.parse_args()
+    if odd := [name for name in given.families if name not in families.FAMILIES]:
+        raise UserError(f"{odd[0]} is none of {', '.join(families.FAMILIES)}.")
+    where = {"dtype": given.dtype, "threads": given.threads, "processor": provenance("cpu")["processor"]}
+    lines = given.json.read_text().splitlines() if given.json.exists() else []
+    before = {line["family"]: line for line in map(json.loads, lines) if where.items() <= line.items()}
+    for name in given.families or families.FAMILIES:
+        if name not in before:
+            before[name] = {"family": name, **measure(name, given.dtype, given.threads, given.pairs), **where}
+            with given.json.open("a") as stream:
+                stream.write(json.dumps(before[name]) + "\n")
+        print(said(before[name]), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(str(error))

@@ -1,0 +1,41 @@
+"""Frozen past selves of the policy, against which it plays games of several seats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from psigrad import seeds
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
+from psigrad.language.rollout.types import Sampler
+from psigrad.language.training.online.annotators.reference import follow
+from psigrad.language.training.online.online_run import Annotator, Online
+
+
+class PastSelves(Annotator):
+    """The policy's weights at its last `len(models)` multiples of `every` steps, the start included.
+
+    Snapshot n, taken after n · every steps, is in place n mod len(models). So the step alone says which places are filled. A
+    prompt is played against a snapshot with probability `share`, each with equal probability.
+
+    Source: Bansal et al. 2018, Emergent Complexity via Multi-Agent Competition, arXiv:1710.03748 (opponents from the past).
+    """
+
+    def __init__(self, models: Sequence[LanguageModel], every: int, share: float, max_batch: int = 256) -> None:
+        self.models, self.every, self.share = models, every, share
+        self._samplers = [EmbeddedSampler(model, max_batch) for model in models]
+
+    def pick(self, seed: int, version: int) -> Sampler | None:
+        """Return the opponent of the prompt with this seed after `version` steps; None for a game against itself."""
+        drawn = np.array([seeds.derive(seed, "opponent")], dtype=np.uint64)
+        if seeds.uniform(drawn, 0)[0] >= self.share:
+            return None
+        filled = min(len(self.models), 1 + version // self.every)
+        return self._samplers[int(seeds.uniform(drawn, 1)[0] * filled)]
+
+    def after_step(self, run: Online, number: int) -> None:
+        """Replace the oldest snapshot every `every` steps."""
+        if number % self.every == 0:
+            follow(self.models[number // self.every % len(self.models)], run.model, 1.0)

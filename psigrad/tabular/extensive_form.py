@@ -1,0 +1,250 @@
+"""Games of several seats with hidden information, solved exactly: best responses, exploitability, and self-play by enumeration.
+
+A policy maps an information set, the pair (seat, what the seat knows), to the probabilities of its actions. Seats remember what
+they knew and did (perfect recall).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from psigrad.tabular.mdp import FloatArray
+
+CHANCE, END = -1, -2
+Information = tuple[int, str]
+GamePolicy = Mapping[Information, FloatArray]
+
+
+class Position(NamedTuple):
+    """A position of a game: `seat` acts next (`CHANCE`: nature; `END`: nobody) and knows only `information`."""
+
+    seat: int
+    information: str = ""
+    actions: tuple[str, ...] = ()
+    probabilities: tuple[float, ...] = ()
+    """Of nature's actions."""
+    payoffs: tuple[float, ...] = ()
+    """Of each seat, at the end."""
+
+
+class Game(Protocol):
+    """A finite game with perfect recall."""
+
+    seats: int
+
+    def position(self, history: tuple[str, ...]) -> Position:
+        """Return the position after these actions."""
+        ...
+
+
+class MatchingPennies:
+    """Both seats show heads or tails without seeing the other. Seat 0 gets 1 if they match and loses 1 if not.
+
+    `heads` is its gain if both show heads. At equilibrium seat 0 shows heads with probability 2/(3 + heads), and so does seat 1.
+    """
+
+    seats = 2
+
+    def __init__(self, heads: float = 1.0) -> None:
+        self.heads = heads
+
+    def position(self, history: tuple[str, ...]) -> Position:
+        """See `Game`."""
+        if len(history) < 2:
+            return Position(len(history), "AB"[len(history)], ("h", "t"))
+        won = (self.heads if history[0] == "h" else 1.0) if history[0] == history[1] else -1.0
+        return Position(END, payoffs=(won, -won))
+
+
+class KuhnPoker:
+    """Two seats pay 1 and get one card each of J, Q, K. They may bet 1 more (`b`) or pass (`p`); after a bet, `b` calls and `p`
+    folds.
+
+    The value for seat 0 is −1/18. At equilibrium it bets J with some probability α ≤ 1/3, and K with 3α.
+
+    Source: Kuhn 1950, A simplified two-person poker.
+    """
+
+    seats = 2
+    deals = ("JQ", "JK", "QJ", "QK", "KJ", "KQ")
+
+    def position(self, history: tuple[str, ...]) -> Position:
+        """See `Game`."""
+        if not history:
+            return Position(CHANCE, actions=self.deals, probabilities=(1 / 6,) * 6)
+        cards, moves = history[0], "".join(history[1:])
+        if moves in ("", "p", "b", "pb"):
+            seat = len(moves) % 2
+            return Position(seat, cards[seat] + moves, ("p", "b"))
+        stake = 2.0 if moves.endswith("bb") else 1.0
+        won = {"bp": True, "pbp": False}.get(moves, "JQK".index(cards[0]) > "JQK".index(cards[1]))
+        return Position(END, payoffs=(stake, -stake) if won else (-stake, stake))
+
+
+class _Node(NamedTuple):
+    position: Position
+    children: tuple[_Node, ...]
+
+
+class GameTree:
+    """The tree of a game, with exact values of policies for all its seats.
+
+    `sets` has the actions of each information set. Time is proportional to the number of positions.
+    """
+
+    def __init__(self, game: Game) -> None:
+        self.seats = game.seats
+        self.sets: dict[Information, tuple[str, ...]] = {}
+        self._root = self._grow(game, ())
+
+    def _grow(self, game: Game, history: tuple[str, ...]) -> _Node:
+        position = game.position(history)
+        if position.seat >= 0:
+            known = self.sets.setdefault((position.seat, position.information), position.actions)
+            if known != position.actions:
+                raise ValueError(
+                    f"Seat {position.seat} knows {position.information!r} both with actions {known} and {position.actions}; "
+                    "expected one set of actions."
+                )
+        return _Node(position, tuple(self._grow(game, (*history, action)) for action in position.actions))
+
+    def uniform(self) -> dict[Information, FloatArray]:
+        """Return the policy that takes all actions with equal probability."""
+        return {key: np.full(len(actions), 1 / len(actions)) for key, actions in self.sets.items()}
+
+    def values(self, policy: GamePolicy) -> tuple[FloatArray, dict[Information, Counterfactual]]:
+        """Return the expected payoff of each seat [seats], and the values of actions in each information set."""
+        found = {key: Counterfactual(np.zeros(len(actions)), 0.0, 0.0) for key, actions in self.sets.items()}
+
+        def walk(node: _Node, reach: FloatArray) -> FloatArray:
+            seat, position = node.position.seat, node.position
+            if seat == END:
+                return np.array(position.payoffs)
+            key = (seat, position.information)
+            chances = position.probabilities if seat == CHANCE else policy[key]
+            below = []
+            for chance, child in zip(chances, node.children, strict=True):
+                further = reach.copy()
+                further[seat] *= chance  # nature is the last entry
+                below.append(walk(child, further))
+            if seat != CHANCE:
+                others, before = float(np.delete(reach, seat).prod()), found[key]
+                values = before.values + others * np.array([one[seat] for one in below])
+                found[key] = Counterfactual(values, float(reach[seat]), before.others + others)
+            return np.asarray(sum(chance * one for chance, one in zip(chances, below, strict=True)))
+
+        return walk(self._root, np.ones(self.seats + 1)), found
+
+    def best_response(self, policy: GamePolicy, seat: int) -> tuple[float, dict[Information, FloatArray]]:
+        """Return a seat's greatest expected payoff against the policy of the others, and a policy that earns it."""
+        members: dict[Information, list[tuple[float, _Node]]] = {}
+        best: dict[Information, FloatArray] = {}
+
+        def collect(node: _Node, reach: float) -> None:
+            position = node.position
+            key = (position.seat, position.information)
+            chances = position.probabilities if position.seat == CHANCE else policy.get(key, ())
+            if position.seat == seat:
+                members.setdefault(key, []).append((reach, node))
+                chances = (1.0,) * len(node.children)
+            for chance, child in zip(chances, node.children, strict=True):
+                collect(child, reach * chance)
+
+        def value(node: _Node) -> float:
+            position = node.position
+            key = (position.seat, position.information)
+            if position.seat == END:
+                return position.payoffs[seat]
+            if position.seat == seat and key not in best:
+                totals = [sum(reach * value(one.children[a]) for reach, one in members[key]) for a in range(len(node.children))]
+                best[key] = np.eye(len(totals))[int(np.argmax(totals))]
+            chances = best[key] if position.seat == seat else position.probabilities or policy[key]
+            return float(sum(chance * value(child) for chance, child in zip(chances, node.children, strict=True) if chance))
+
+        collect(self._root, 1.0)
+        return value(self._root), best
+
+    def exploitability(self, policy: GamePolicy) -> float:
+        """Return the mean gain of a seat from a best response, 0 at an equilibrium.
+
+        Formula: 1/n · Σ_i (max_{π'_i} u_i(π'_i, π_−i) − u_i(π)), which is NashConv / n
+
+        Source: Lanctot et al. 2017, arXiv:1711.00832.
+        """
+        payoffs, _ = self.values(policy)
+        return float(np.mean([self.best_response(policy, seat)[0] - payoffs[seat] for seat in range(self.seats)]))
+
+
+class Counterfactual(NamedTuple):
+    """The values of actions in an information set, and the probabilities of reaching it.
+
+    `values[a]` is Σ_h (reach of h by the others and nature) · (the seat's payoff after a). `own` is the seat's reach, `others` is
+    Σ_h of the others' reach.
+    """
+
+    values: FloatArray
+    own: float
+    others: float
+
+
+class Play(NamedTuple):
+    """The policies of self-play after an update: the last one, and the average of all, weighted by their own reach."""
+
+    last: dict[Information, FloatArray]
+    average: dict[Information, FloatArray]
+
+
+def self_play(
+    tree: GameTree, *, rate: float, kl: float = 0.0, reset_every: int = 0, seed: int = 0, scale: float = 0.3
+) -> Iterator[Play]:
+    """Yield the play of all seats that follow the exact policy gradient together, from random logits of deviation `scale`.
+
+    Formula: θ ← θ + rate · ∇_θ (u_i(π_θ) − kl · Σ_I P(I) · KL(π_θ(I)‖ρ(I))), without the gradient of the reach P(I)
+
+    The reference ρ is the first policy. With `reset_every`, it becomes the current policy every so many updates: then the last
+    policy converges in zero-sum games, where plain self-play (kl = 0) circles around the equilibrium.
+
+    Source: Sokota et al. 2023, A unified approach to RL, QREs and two-player zero-sum games, arXiv:2206.05825 (magnet).
+    """
+    rng = np.random.default_rng(seed)
+    logits = {key: rng.normal(0, scale, len(actions)) for key, actions in tree.sets.items()}
+    reference, last = logits, {key: _softmax(x) for key, x in logits.items()}
+    sums = {key: np.zeros(len(x)) for key, x in logits.items()}
+    count = 0
+    while True:
+        moved: dict[Information, FloatArray] = {}
+        for key, (values, own, others) in tree.values(last)[1].items():
+            p, apart = last[key], logits[key] - reference[key]  # log(p/ρ) up to a constant
+            sums[key] = sums[key] + own * p
+            gain = own * (values - p @ values) - kl * own * others * (apart - p @ apart)
+            moved[key] = logits[key] + rate * p * gain
+        logits, count = moved, count + 1
+        last = {key: _softmax(x) for key, x in logits.items()}
+        if reset_every and count % reset_every == 0:
+            reference = logits
+        yield Play(last, {key: x / x.sum() if x.sum() else last[key] for key, x in sums.items()})
+
+
+def fictitious_play(tree: GameTree) -> Iterator[Play]:
+    """Yield the play of seats that answer the average policy of the others with a best response; the average converges in
+    zero-sum games.
+
+    Source: Brown 1951; Heinrich et al. 2015, Fictitious self-play in extensive-form games.
+    """
+    average = tree.uniform()
+    reach = {key: one.own for key, one in tree.values(average)[1].items()}
+    sums = {key: reach[key] * p for key, p in average.items()}
+    while True:
+        last = tree.uniform() | {key: p for seat in range(tree.seats) for key, p in tree.best_response(average, seat)[1].items()}
+        for key, one in tree.values(last)[1].items():
+            sums[key] = sums[key] + one.own * last[key]
+        average = {key: x / x.sum() for key, x in sums.items()}
+        yield Play(last, average)
+
+
+def _softmax(x: FloatArray) -> FloatArray:
+    weights = np.exp(x - x.max())
+    return np.asarray(weights / weights.sum())

@@ -1,0 +1,94 @@
+"""Games of textarena: `--environment textarena:KuhnPoker-v0`, or `textarena:NAME:PLAYERS` for another number of players.
+
+Each player is a seat. A seat reads the game's messages to it since its own last turn, without a wrapper's summary of the past.
+
+Source: https://github.com/LeonGuertler/TextArena.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import textarena
+
+from psigrad.errors import UserError, nearest
+from psigrad.seeds import derive
+
+MOST_PLAYERS = 16
+
+
+def adapt_named(given: str) -> type:
+    """Return the environment of `textarena:NAME` or `textarena:NAME:PLAYERS` as a class. Raises `UserError` if there is none."""
+    name, _, players = given.partition(":")
+    known = textarena.envs.registration.ENV_REGISTRY
+    if name not in known:
+        raise UserError(f"textarena has no game {name!r}; expected one of its names{nearest(name, known) or '.'}")
+    counts = [int(players)] if players.isdigit() else [2, 1, *range(3, MOST_PLAYERS + 1)]
+    seats = next((count for count in counts if _starts(name, count)), 0)
+    if not seats or (players and not players.isdigit()):
+        raise UserError(f"textarena's {name} does not start with {players or 'up to 16'} players; give their number: {name}:3.")
+    return type("TextArenaGame", (TextArenaGame,), {"name": name, "seats": seats})
+
+
+class TextArenaGame:
+    """A game with the row's seed. `adapt_named` makes a class of it."""
+
+    name: ClassVar[str] = ""
+    seats: ClassVar[int] = 2
+
+    def reset(self, row: Mapping[str, Any]) -> Any:
+        """Start the game. Return the first seat and what it reads; with one player, what it reads."""
+        self._random = random.Random(int(row["seed"])).getstate()
+        with self._own_random():
+            self._game = textarena.make(self.name)
+            self._game.reset(num_players=self.seats, seed=int(row["seed"]))
+            seat, said = self._observe()
+        return (seat, said) if self.seats > 1 else said
+
+    def step(self, completion: str) -> Any:
+        """Play the completion. Rewards are those of the game, at its end."""
+        with self._own_random():
+            done, _ = self._game.step(action=completion)
+            seat, said = (0, "") if done else self._observe()
+            given = (self._game.close()[0] or {}) if done else {}
+        rewards = tuple(float(given.get(player, 0.0)) for player in range(self.seats))
+        return (seat, said, rewards, bool(done)) if self.seats > 1 else (said, rewards[0], bool(done))
+
+    @classmethod
+    def rows(cls, count: int, seed: int) -> list[dict[str, Any]]:
+        """Return rows with a seed each."""
+        return [{"prompt": f"You play {cls.name}.\n", "seed": derive(seed, "textarena", n) % 2**31} for n in range(count)]
+
+    def _observe(self) -> tuple[int, str]:
+        """Return the seat to act and its messages, without its own turns, which it has in its context."""
+        game = self._game
+        while isinstance(game, textarena.Wrapper):
+            game = game.env
+        seat, messages = game.get_observation()
+        own = textarena.ObservationType.PLAYER_ACTION
+        return int(seat), "\n".join(text for player, text, kind in messages if (player, kind) != (seat, own))
+
+    @contextmanager
+    def _own_random(self) -> Iterator[None]:
+        """Give the game its own state of Python's generator, which textarena seeds and draws from."""
+        outer = random.getstate()
+        random.setstate(self._random)
+        try:
+            yield
+        finally:
+            self._random = random.getstate()
+            random.setstate(outer)
+
+
+def _starts(name: str, players: int) -> bool:
+    outer = random.getstate()
+    try:
+        textarena.make(name).reset(num_players=players, seed=0)
+        return True
+    except (AssertionError, ValueError, KeyError, IndexError, TypeError):
+        return False
+    finally:
+        random.setstate(outer)

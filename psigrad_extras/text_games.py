@@ -1,0 +1,202 @@
+"""Games of two seats as text, and the exact exploitability of a language model that plays them.
+
+A turn is one action, such as `b`. Any other text loses the game at the highest stake.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from psigrad.language.data.posted_forms import for_model
+from psigrad.language.data.sources import from_rows
+from psigrad.language.data.templates import decode
+from psigrad.language.episodes.episode_history import EpisodeHistory
+from psigrad.language.episodes.episodes import EpisodeLimits, LiveEpisode
+from psigrad.language.episodes.seats import Entries, SeatedGame
+from psigrad.language.episodes.tools import CallForm
+from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.rollout.samplers.distribution import filter_logits
+from psigrad.language.rollout.types import Completion, SamplingParams
+from psigrad.tabular.extensive_form import CHANCE, END, Game, GameTree, Information, KuhnPoker, MatchingPennies, Position
+from psigrad.tabular.mdp import FloatArray
+
+ILLEGAL = "illegal"
+
+
+class TextGame:
+    """A game of `psigrad.tabular` in which each seat reads its information set and writes an action."""
+
+    seats: ClassVar[int] = 2
+    game: ClassVar[Game]
+    rules: ClassVar[str]
+    stake: ClassVar[float]
+    """The payoff that a seat loses to the others by an illegal turn."""
+
+    def reset(self, row: Mapping[str, Any]) -> tuple[int, str]:
+        """Start with the row's actions of nature."""
+        self.history: tuple[str, ...] = ()
+        self.nature = list(row.get("nature", ()))
+        position = self._advance()
+        return position.seat, position.information
+
+    def step(self, completion: str) -> tuple[int, str, tuple[float, ...], bool]:
+        """Take the action, or end the game."""
+        position = self.game.position(self.history)
+        action = completion.strip()
+        if action not in position.actions:
+            return 0, "", forfeit(self.seats, position.seat, self.stake), True
+        self.history = (*self.history, action)
+        position = self._advance()
+        if position.seat == END:
+            return 0, "", position.payoffs, True
+        return position.seat, position.information, (0.0,) * self.seats, False
+
+    def _advance(self) -> Position:
+        while (position := self.game.position(self.history)).seat == CHANCE:
+            self.history = (*self.history, self.nature.pop(0))
+        return position
+
+    @classmethod
+    def rows(cls, count: int, seed: int) -> list[dict[str, Any]]:
+        """Return rows whose first actions of nature follow each other, so that all are equally frequent."""
+        first = cls.game.position(())
+        deals = list(first.actions) if first.seat == CHANCE else []
+        random.Random(seed).shuffle(deals)
+        nature = [[deals[n % len(deals)]] if deals else [] for n in range(count)]
+        return [{"prompt": cls.rules, "nature": one} for one in nature]
+
+
+class Kuhn(TextGame):
+    """Kuhn poker. A turn is `p` (pass) or `b` (bet or call)."""
+
+    game = KuhnPoker()
+    rules = "Kuhn poker: p or b?"
+    stake = 2.0
+
+
+class Pennies(TextGame):
+    """Matching pennies with a stake of 3 on two heads, so that seat 0 should show heads with probability 1/3."""
+
+    game = MatchingPennies(3.0)
+    rules = "Pennies: h or t?"
+    stake = 3.0
+
+
+GAMES: dict[str, Any] = {"kuhn": Kuhn, "pennies": Pennies}
+
+
+def forfeit(seats: int, loser: int, stake: float) -> tuple[float, ...]:
+    """Return rewards by which one seat pays `stake` to the others, in equal parts."""
+    return tuple(-stake if seat == loser else stake / (seats - 1) for seat in range(seats))
+
+
+class WithForfeits:
+    """The game that is really played: in every position there is also the illegal turn, by which the acting seat pays `stake`."""
+
+    def __init__(self, game: Game, stake: float) -> None:
+        self.game, self.stake, self.seats = game, stake, game.seats
+
+    def position(self, history: tuple[str, ...]) -> Position:
+        """See `Game`."""
+        if history and history[-1] == ILLEGAL:
+            return Position(END, payoffs=forfeit(self.seats, self.game.position(history[:-1]).seat, self.stake))
+        position = self.game.position(history)
+        return position._replace(actions=(*position.actions, ILLEGAL)) if position.seat >= 0 else position
+
+
+def exploitability(model: LanguageModel, game: type[TextGame], params: SamplingParams, prompt: Any = None) -> tuple[float, float]:
+    """Return the exact exploitability of a model in a game, and its mean probability of an illegal turn in an information set.
+
+    The illegal turn is an action as any other. See `GameTree.exploitability`.
+    """
+    tree = GameTree(WithForfeits(game.game, game.stake))
+    policy = text_policy(model, game, params, prompt)
+    return tree.exploitability(policy), float(np.mean([p[-1] for p in policy.values()]))
+
+
+@torch.no_grad()
+def text_policy(
+    model: LanguageModel, game: type[TextGame], params: SamplingParams, prompt: Any = None
+) -> dict[Information, FloatArray]:
+    """Return the probabilities of each action in each information set, and last of the illegal turn.
+
+    `prompt` is that of the dataset's rows; None: the game's rules. The probabilities are sums over all texts that `params` can
+    sample, so they are exact. If a seat's earlier action can be written in several
+    ways, each way counts by its probability.
+    """
+    (row,), _ = for_model(model.tokenizer, (from_rows([{"prompt": prompt or game.rules}], "prompt-only", "game").rows, []), False)
+    entries = Entries(model.tokenizer, EpisodeLimits(params.max_tokens, 0, 0, model.max_length, 1 << 30))
+    ways: dict[Information, list[tuple[float, LiveEpisode]]] = {}
+    policy: dict[Information, FloatArray] = {}
+    written: dict[Information, list[list[tuple[str, tuple[int, ...], float]]]] = {}
+
+    def read(before: Mapping[int, tuple[Information, str]], position: Position) -> list[tuple[float, LiveEpisode]]:
+        """Return the seat in this position with the probability of each way that its last action was written."""
+        if position.seat not in before:
+            history = EpisodeHistory(model.tokenizer, row, CallForm(), [], "")
+            return [(1.0, _turned(LiveEpisode(0, 0, row, (), 0, history, seat=0), position, entries))]
+        earlier, action = before[position.seat]
+        found = []
+        for (weight, episode), texts in zip(ways[earlier], written[earlier], strict=True):
+            for text, ids, chance in texts:
+                if text == action:
+                    finish: Any = "stop" if ids[-1] in model.eos_token_ids else "length"
+                    own = replace(episode, history=episode.history.copy(), ids=[*episode.ids], mask=[*episode.mask])
+                    own = replace(own, policy_turns=[*own.policy_turns], messages=[*own.messages], branches=[*own.branches])
+                    own = replace(own, logprobs=[*own.logprobs], sampling_logprobs=[*own.sampling_logprobs])
+                    own.say(Completion(ids, (0.0,) * len(ids), (0.0,) * len(ids), finish, 0), text)
+                    found.append((weight * chance, _turned(own, position, entries)))
+        return found
+
+    def walk(history: tuple[str, ...], before: Mapping[int, tuple[Information, str]]) -> None:
+        position = game.game.position(history)
+        key = (position.seat, position.information)
+        if position.seat >= 0 and key not in policy:
+            ways[key] = read(before, position)
+            written[key] = [completions(model, one.context, position.actions, params) for _, one in ways[key]]
+            total = sum(weight for weight, _ in ways[key])
+            found = dict.fromkeys(position.actions, 0.0)
+            for (weight, _), texts in zip(ways[key], written[key], strict=True):
+                for text, _, chance in texts:
+                    found[text] += weight * chance
+            legal = list(found.values())
+            chances = np.array(legal) / total if total else np.full(len(legal), 1 / len(legal))
+            policy[key] = np.append(chances, max(0.0, 1 - chances.sum()))
+        for action in position.actions:
+            walk((*history, action), before if position.seat < 0 else {**before, position.seat: (key, action)})
+
+    walk((), {})
+    return policy
+
+
+def _turned(episode: LiveEpisode, position: Position, entries: Entries) -> LiveEpisode:
+    SeatedGame([episode], [], None).turn_to(0, position.information, entries)
+    return episode
+
+
+def completions(
+    model: LanguageModel, context: Sequence[int], actions: Sequence[str], params: SamplingParams
+) -> list[tuple[str, tuple[int, ...], float]]:
+    """Return (action, tokens, probability) for every completion of the context that is an action."""
+    found: list[tuple[str, tuple[int, ...], float]] = []
+    begun: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
+    stops = {*model.eos_token_ids, *params.stop_token_ids}
+    while begun:
+        ids, chance = begun.pop()
+        logits = model.network(torch.tensor([[*context, *ids]], device=model.device)).logits[:, -1].double()
+        drawn = filter_logits(logits / params.temperature, params).softmax(-1)[0].tolist()
+        for token, share in enumerate(drawn):
+            longer = (*ids, token)
+            text = decode(model.tokenizer, longer).strip()
+            if token in stops or len(longer) == params.max_tokens:
+                if text in actions:
+                    found.append((text, longer, chance * share))
+            elif any(action.startswith(text) for action in actions):
+                begun.append((longer, chance * share))
+    return found
