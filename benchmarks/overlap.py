@@ -29,10 +29,9 @@ from psigrad.language.data.templates import decode
 from psigrad.language.models import tiny
 from psigrad.language.rewards import Scored, Scoring
 from psigrad.language.rollout.collectors import Completions, ScoredRollout
-from psigrad.language.rollout.types import Collected, Completion, Prompt, Request, SamplingParams
+from psigrad.language.rollout.types import Collected, Completion, Prompt, Request, SamplingParams, State
 from psigrad.language.training.online.collect import next_collection
 from psigrad.language.training.online.online_run import Online
-from psigrad.language.training.state import State
 from psigrad.objective import catalog
 from psigrad.step import Clock
 from psigrad_extras.cluster import ray_connection

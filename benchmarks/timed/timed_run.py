@@ -31,7 +31,7 @@ from psigrad.language.recipes.online import annotators_of
 from psigrad.language.rewards import Result, Samples, Scored, Scoring
 from psigrad.language.rollout.collectors import ScoredRollout
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.language.rollout.types import Prompt, SamplingParams
+from psigrad.language.rollout.types import Prompt, SamplingParams, State
 from psigrad.language.training.offline import offline
 from psigrad.language.training.offline.offline import Task
 from psigrad.language.training.offline.preference_task import PreferenceTask, reference_logps
@@ -39,7 +39,6 @@ from psigrad.language.training.offline.reward_task import RewardTask
 from psigrad.language.training.offline.sft_task import SFTTask
 from psigrad.language.training.online import online_rl as online
 from psigrad.language.training.online.online_run import Online, ValueModel
-from psigrad.language.training.state import State
 from psigrad.objective import PolicyGradient
 from psigrad.objective.preferences.preference_catalog import DPO
 from psigrad.objective.preferences.reward_model import BradleyTerry

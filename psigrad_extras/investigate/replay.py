@@ -30,11 +30,10 @@ from psigrad.language.recipes.online import open_job
 from psigrad.language.recipes.online_settings import correct, method
 from psigrad.language.recipes.scorers import RewardSetup
 from psigrad.language.rollout.collectors import ScoredRollout
-from psigrad.language.rollout.types import Branch, Completion, Sampler, SamplingParams, Trajectory
+from psigrad.language.rollout.types import Branch, Completion, Sampler, SamplingParams, State, Trajectory
 from psigrad.language.training.online.collect import group_scored
 from psigrad.language.training.online.online_rl import learn, step
 from psigrad.language.training.online.online_run import Online
-from psigrad.language.training.state import State
 from psigrad.objective import PolicyGradient
 from psigrad.objective.preferences.preference_loss import OnlinePreference
 from psigrad.optim import learning_rate

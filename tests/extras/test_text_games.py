@@ -25,12 +25,11 @@ from psigrad.language.models.language_model import prepare
 from psigrad.language.models.tiny import model as tiny_model
 from psigrad.language.recipes.online_settings import check
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.language.rollout.types import Completion, Prompt, Sampler, SamplingParams
+from psigrad.language.rollout.types import Completion, Prompt, Sampler, SamplingParams, State
 from psigrad.language.training.online import online_rl
 from psigrad.language.training.online.annotators.past_selves import PastSelves
 from psigrad.language.training.online.collect import group_scored
 from psigrad.language.training.online.online_run import Online
-from psigrad.language.training.state import State
 from psigrad.optim import Optimizer
 from psigrad.tabular.extensive_form import KuhnPoker, MatchingPennies
 from psigrad_extras.text_games import Kuhn, Pennies, WithForfeits, text_policy

@@ -14,10 +14,9 @@ from psigrad.language.models.hf_attention import unpad
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups, pack
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.language.rollout.types import Request, SamplingParams
+from psigrad.language.rollout.types import Request, SamplingParams, State
 from psigrad.language.training.online.collect import collect
 from psigrad.language.training.online.online_rl import learn
-from psigrad.language.training.state import State
 from psigrad.optim import Optimizer
 from psigrad.step import Clock
 

@@ -22,7 +22,7 @@ from psigrad.language.models import tiny
 from psigrad.language.models.language_model import Lora, prepare
 from psigrad.language.recipes import learners, online, sft
 from psigrad.language.recipes.learners import Learner
-from psigrad.language.training.state import State
+from psigrad.language.rollout.types import State
 from psigrad.optim import Optimizer
 from psigrad.processes.parallel.world import ALONE
 from psigrad.records import checkpoint

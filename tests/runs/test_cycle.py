@@ -19,8 +19,8 @@ from psigrad.errors import UserError
 from psigrad.language.recipes import online
 from psigrad.language.recipes.loops import LESS_MEMORY
 from psigrad.language.rewards import RewardError
+from psigrad.language.rollout.types import State
 from psigrad.language.training.online import online_rl as training
-from psigrad.language.training.state import State
 from psigrad.optim import NonFiniteError
 from psigrad.processes.parallel.world import ALONE
 from psigrad.records import checkpoint

@@ -24,7 +24,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes import learners as saved
 from psigrad.language.recipes import running
 from psigrad.language.recipes.learners import Learner
-from psigrad.language.training.state import State
+from psigrad.language.rollout.types import State
 from psigrad.optim import Optimizer
 from psigrad.processes.parallel import shards
 from psigrad.processes.parallel import world as worlds

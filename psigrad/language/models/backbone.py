@@ -43,7 +43,6 @@ from psigrad.language.models.probe import (
 )
 from psigrad.language.models.sizes import size
 from psigrad.language.models.towers import freeze_towers, put_back, text_half
-from psigrad.language.models.vision import attach
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -69,6 +68,8 @@ def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
     found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     if not set(found.get_vocab()) - set(found.all_special_tokens):
         raise ValueError("it has no tokenizer: save one there by tokenizer.save_pretrained, or copy its files from the original")
+    from psigrad.language.models.vision import attach  # imported here, since few models have images
+
     attach(found, os.fspath(path))
     return found
 

@@ -35,7 +35,6 @@ from psigrad.language.models.probe import difference, draw_texts
 from psigrad.language.models.sizes import size
 from psigrad.language.models.stats import TokenStats, TokenStatsRequest, Top, upcast
 from psigrad.language.models.towers import keep_towers
-from psigrad.language.models.vision import needs_vision, settle_vision, why_not_text
 from psigrad.objective import PolicyOutputs
 
 if TYPE_CHECKING:
@@ -355,6 +354,8 @@ def load(
     text half could be loaded alone is loaded with its vision tower; `towers` names the modules outside the text half that learn.
     Raises `UserError` if nothing loads from `path`.
     """
+    from psigrad.language.models.vision import needs_vision, settle_vision
+
     kind = base or None if lora is not None else None
     plain = (lora is None or kind is not None) and device == "cpu"
     try:
@@ -407,6 +408,8 @@ def prepare(
 
 def _why_no_text(path: str) -> str:
     """Return `why_not_text` of the checkpoint at `path`; empty if its configuration cannot be read."""
+    from psigrad.language.models.vision import why_not_text
+
     try:
         return why_not_text(AutoConfig.from_pretrained(path))
     except LOADING_ERRORS:

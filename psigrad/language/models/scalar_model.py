@@ -30,7 +30,6 @@ from psigrad.language.models.lora import Lora, text_sums
 from psigrad.language.models.packing import ForwardInputs, Groups, Ids, Rows, lay_out
 from psigrad.language.models.sizes import size
 from psigrad.language.models.towers import read_tensor
-from psigrad.language.models.vision import needs_vision, settle_vision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -139,6 +138,8 @@ def load(
     acceptable. `tokenizer` replaces its own. `for_shards`, `base` and `towers` are those of `language_model.load`. Raises
     `UserError` if nothing loads from `path`.
     """
+    from psigrad.language.models.vision import settle_vision
+
     try:
         kind = base or None if lora is not None else None
         plain = (lora is None or kind is not None) and device == "cpu"
@@ -168,6 +169,8 @@ def load(
 
 def _by_transformers(path: str, dtype: torch.dtype, trust: bool) -> tuple[PreTrainedModel, list[str]]:
     """Return transformers' model, and the names of its head's weights if they are new."""
+    from psigrad.language.models.vision import needs_vision
+
     with _quiet():
         if needs_vision(path):
             return _with_tower(path, dtype)

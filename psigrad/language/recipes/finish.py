@@ -30,10 +30,9 @@ from psigrad.language.recipes.loops import Generated, train_offline
 from psigrad.language.recipes.memory_check import check_offline
 from psigrad.language.recipes.pinned import collect_pins
 from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
-from psigrad.language.rollout.types import ReplicaSampler, Sampler
+from psigrad.language.rollout.types import ReplicaSampler, Sampler, State
 from psigrad.language.training.offline import offline
 from psigrad.language.training.offline.offline import Task
-from psigrad.language.training.state import State
 from psigrad.optim import Optimizer
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.runs import session

@@ -17,8 +17,7 @@ from torch import nn
 
 from psigrad.config.load import to_dict
 from psigrad.language.models import sharded
-from psigrad.language.rollout.types import Collected
-from psigrad.language.training.state import State
+from psigrad.language.rollout.types import Collected, State
 from psigrad.optim import Optimizer
 from psigrad.optim.optimizer import STATE_FILE, check_weights
 from psigrad.processes.parallel import shards

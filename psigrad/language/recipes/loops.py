@@ -12,12 +12,11 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes.changes import apply_changes, with_changes
 from psigrad.language.recipes.evaluator import Evaluator
 from psigrad.language.recipes.learners import Keeper
-from psigrad.language.rollout.types import Sampler
+from psigrad.language.rollout.types import Sampler, State
 from psigrad.language.training.offline import offline
 from psigrad.language.training.offline.offline import Offline
 from psigrad.language.training.online import online_rl
 from psigrad.language.training.online.online_run import Online
-from psigrad.language.training.state import State
 from psigrad.runs.cycle import Loop, cycle
 from psigrad.runs.journal import Journal
 from psigrad.step import Clock

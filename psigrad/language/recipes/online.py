@@ -37,13 +37,12 @@ from psigrad.language.recipes.row_encoding import prepare
 from psigrad.language.recipes.scorers import RewardSetup, completion_room, evaluator_for
 from psigrad.language.rollout.collectors import ScoredRollout
 from psigrad.language.rollout.scoring import Scorer
-from psigrad.language.rollout.types import Prompts, Sampler
+from psigrad.language.rollout.types import Prompts, Sampler, State
 from psigrad.language.training.online.annotators.old_log_probs import OldEntropy, OldLogProbs
 from psigrad.language.training.online.annotators.past_selves import PastSelves
 from psigrad.language.training.online.annotators.reference import Reference
 from psigrad.language.training.online.annotators.values import Values
 from psigrad.language.training.online.online_run import Annotator, Online, ValueModel
-from psigrad.language.training.state import State
 from psigrad.optim import Optimizer
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.records.pins import hash_code

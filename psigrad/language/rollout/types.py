@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, overload
 
+from psigrad.step import RunState
+
 if TYPE_CHECKING:
     from psigrad.language.models.fused.caches import ActivationCache
 
@@ -412,3 +414,19 @@ def trajectory_of(held: dict[str, Any]) -> Trajectory:
     branches = held.get("branches", ())
     fields["branches"] = tuple(Branch(start, tuple(ids) if isinstance(ids, list) else ids) for start, ids in branches)
     return Trajectory(**fields)
+
+
+@dataclass(frozen=True)
+class State(RunState):
+    """The numbers of a run that change from step to step, besides weights and moments of the optimiser."""
+
+    cursor: int = 0
+    """The number of prompts (online) or rows (SFT) drawn from the endless sequence of shuffled epochs."""
+    algorithm: dict[str, float] = field(default_factory=dict)
+    """The `PolicyGradient`'s own state: a moving-average baseline, an adaptive KL coefficient."""
+    ledger: dict[str, int] = field(default_factory=dict)
+    """The fate of the prompts drawn so far, in online runs; see `online/collect.py`."""
+    pending: tuple[Pending, ...] = ()
+    """The collections for later steps, in runs with a lag."""
+    unscored: list[list[int]] = field(default_factory=list)
+    """[faults of rewards, completions] of each of the last steps; see `rollout.scoring.check_unscored`."""

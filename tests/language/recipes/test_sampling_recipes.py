@@ -21,11 +21,10 @@ from psigrad.language.recipes import evaluate, online, reward
 from psigrad.language.recipes.model_scorer import Mixture, ModelScorer, step_ends
 from psigrad.language.recipes.online_settings import method
 from psigrad.language.rewards import Failed, Samples, Scored, Scoring, Unscored
-from psigrad.language.rollout.types import SamplingParams
+from psigrad.language.rollout.types import SamplingParams, State
 from psigrad.language.training.offline.reward_task import step_values
 from psigrad.language.training.online.collect import collect
 from psigrad.language.training.online.online_preferences import pick
-from psigrad.language.training.state import State
 from psigrad.objective.catalog import GRPO
 from psigrad.objective.preferences.preference_loss import OnlinePreference
 from psigrad.step import Clock

@@ -153,4 +153,5 @@ TRAJECTORY = {
     **dict.fromkeys(("row", "k", "text", "reward", "parts", "status", "reason", "version", "answer")),
     **dict.fromkeys(("mask", "branches", "cuts", "step_rewards"), ()),
     "completion": SimpleNamespace(ids=(), finish_reason="stop", seed=0),
+    "seat": None,
 }

@@ -16,9 +16,8 @@ from psigrad.language.data.reward_view import reward_view
 from psigrad.language.models import tiny
 from psigrad.language.recipes import loops
 from psigrad.language.rollout import collectors
-from psigrad.language.rollout.types import Completion, Prompt, Trajectory
+from psigrad.language.rollout.types import Completion, Prompt, State, Trajectory
 from psigrad.language.training.online.batching import LENGTH_PENALTY, metric_of, to_batch
-from psigrad.language.training.state import State
 from psigrad.optim import learning_rate
 
 

@@ -20,10 +20,10 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.recipes import online, reward
 from psigrad.language.recipes.online import critic_rate
+from psigrad.language.rollout.types import State
 from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.annotators import values as critic_module
 from psigrad.language.training.online.online_run import ValueModel
-from psigrad.language.training.state import State
 from psigrad.objective.batch import explained_variance
 from psigrad.objective.parts.surrogate import PENALTY_KEY
 from psigrad.optim import Optimizer, step_together

@@ -21,9 +21,9 @@ from rank_gradients import CASES, distance, gradient, make_models
 from psigrad.language.models import hf_attention, logprobs, tiny
 from psigrad.language.models.lora import Lora
 from psigrad.language.rollout.samplers import recorded
+from psigrad.language.rollout.types import State
 from psigrad.language.training.online.collect import collect
 from psigrad.language.training.online.online_rl import learn
-from psigrad.language.training.state import State
 from psigrad.processes.parallel.world import ALONE
 from psigrad.step import Clock
 

@@ -15,9 +15,8 @@ from psigrad.errors import UserError
 from psigrad.language.models import tiny
 from psigrad.language.recipes import online
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.language.rollout.types import Collected, Sampler, SamplingParams
+from psigrad.language.rollout.types import Collected, Sampler, SamplingParams, State
 from psigrad.language.training.online import online_rl
-from psigrad.language.training.state import State
 from psigrad.objective.parts.ratio import truncated_importance
 from psigrad.processes.parallel.world import ALONE
 

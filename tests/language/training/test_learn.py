@@ -19,13 +19,12 @@ from psigrad.language.models.language_model import LanguageModel, Lora, prepare
 from psigrad.language.recipes import online_settings
 from psigrad.language.rewards import resolve as reward
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.language.rollout.types import Completion, SamplingParams, Trajectory
+from psigrad.language.rollout.types import Completion, SamplingParams, State, Trajectory
 from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.annotators.old_log_probs import Gap
 from psigrad.language.training.online.batching import metric_of, minibatches, rows_of, to_batch
 from psigrad.language.training.online.collect import collect, group_scored, pick_prompts
 from psigrad.language.training.online.online_run import Online
-from psigrad.language.training.state import State
 from psigrad.objective.catalog import METHODS as PRESETS
 from psigrad.objective.parts.advantage import group_mean
 from psigrad.objective.parts.surrogate import clip, off_policy_mask

@@ -9,9 +9,8 @@ from in_memory import advance, log_of, make, with_reference
 
 from psigrad.config import Optim
 from psigrad.language.models import tiny
-from psigrad.language.rollout.types import SamplingParams
+from psigrad.language.rollout.types import SamplingParams, State
 from psigrad.language.training.online.online_run import Online
-from psigrad.language.training.state import State
 from psigrad.objective.catalog import METHODS as PRESETS
 
 STEPS = 100

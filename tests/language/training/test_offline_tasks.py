@@ -25,13 +25,13 @@ from psigrad.language.models import language_model, scalar_model
 from psigrad.language.models.lora import Lora, Masks
 from psigrad.language.models.packing import Rows
 from psigrad.language.recipes import preference, reward
+from psigrad.language.rollout.types import State
 from psigrad.language.training.offline import offline
 from psigrad.language.training.offline import preference_task as task_module
 from psigrad.language.training.offline.offline import Offline
 from psigrad.language.training.offline.preference_task import KTOTask, PreferenceTask, answer_logps, mismatch, reference_logps
 from psigrad.language.training.offline.reward_task import ProcessRewardTask, RewardTask
 from psigrad.language.training.offline.sft_task import SFTTask, bundle
-from psigrad.language.training.state import State
 from psigrad.objective import Loss
 from psigrad.objective.preferences.preference_catalog import METHODS as LOSSES
 from psigrad.objective.preferences.reward_model import BradleyTerry

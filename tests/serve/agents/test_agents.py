@@ -22,10 +22,9 @@ from psigrad.importing import imported_callable
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import CHATML, prompt_ids
 from psigrad.language.models import tiny
-from psigrad.language.rollout.types import Prompt
+from psigrad.language.rollout.types import Prompt, State
 from psigrad.language.training.online.collect import seed_at
 from psigrad.language.training.online.online_run import Online
-from psigrad.language.training.state import State
 from psigrad.processes.sandbox import enclosure_of_workers
 from psigrad_serve.agents.agent_gateway import open_gateway
 from psigrad_serve.agents.agent_rollouts import AgentPool, Agents

@@ -48,7 +48,7 @@ class SeatedCache(KVCache):
         for x in (*(x for pair in self.layers.values() for x in pair), *self.states.values()):
             x[to] = x[source]
         self._numbers, self.lengths = numbers, torch.from_numpy(lengths.copy())
-        self.shifts = self._shifts[torch.from_numpy(slots.copy())]
+        self.shifts = self._shifts[torch.from_numpy(slots[: len(lengths)].copy())]
 
     def keep_waiting(self, prompt: np.ndarray, slots: np.ndarray) -> None:
         """Remove all rows from the next steps, and keep these waiting slots. The others are filled again."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from psigrad.language.models.backbone import Pretrained
 from psigrad.language.models.experts import balanced
 from psigrad.language.models.packing import batch_at
+from psigrad.language.rollout.types import State
 from psigrad.language.training.loss_sums import LossSums, within_memory
-from psigrad.language.training.state import State
 from psigrad.objective import Loss
 from psigrad.optim import Optimizer, learning_rate
 from psigrad.processes.parallel.world import ALONE, World, shard, shares_of

@@ -20,10 +20,9 @@ from psigrad import seeds
 from psigrad.language.models.packing import order
 from psigrad.language.rollout.scoring import check_unscored
 from psigrad.language.rollout.spread import spread_collected
-from psigrad.language.rollout.types import ELSEWHERE, Collected, Pending, Prompt, Trajectory
+from psigrad.language.rollout.types import ELSEWHERE, Collected, Pending, Prompt, State, Trajectory
 from psigrad.language.training.online.batching import metric_of
 from psigrad.language.training.online.online_run import Online
-from psigrad.language.training.state import State
 from psigrad.step import Clock
 
 if TYPE_CHECKING:

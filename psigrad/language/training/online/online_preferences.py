@@ -13,13 +13,12 @@ from psigrad.errors import UserError
 from psigrad.language.examples import Example, Pair, pair_of
 from psigrad.language.models.experts import balanced
 from psigrad.language.rollout.spread import bring
-from psigrad.language.rollout.types import Trajectory
+from psigrad.language.rollout.types import State, Trajectory
 from psigrad.language.training.loss_sums import LossSums
 from psigrad.language.training.offline.preference_task import PreferenceTask, reference_logps
 from psigrad.language.training.online.batching import minibatches
 from psigrad.language.training.online.figures import UpdateResult
 from psigrad.language.training.online.online_run import Online
-from psigrad.language.training.state import State
 from psigrad.objective.preferences.preference_loss import Preference
 from psigrad.optim import step_together
 from psigrad.processes.parallel.world import ALONE, World, shard, shares_of

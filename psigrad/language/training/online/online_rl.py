@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from psigrad.language.rollout.types import Trajectory
+from psigrad.language.rollout.types import State, Trajectory
 from psigrad.language.training.loss_sums import LossSums, within_memory
 from psigrad.language.training.online.annotators.old_log_probs import log_probs
 from psigrad.language.training.online.batching import (
@@ -57,7 +57,6 @@ from psigrad.language.training.online.figures import (
 )
 from psigrad.language.training.online.online_preferences import learn_preferences
 from psigrad.language.training.online.online_run import Online, ValueModel
-from psigrad.language.training.state import State
 from psigrad.objective import PolicyGradient, PolicyOutputs, Prepared, Totals
 from psigrad.optim import learning_rate, step_together
 from psigrad.step import Clock, Outcome
