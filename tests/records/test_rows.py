@@ -10,7 +10,7 @@ from typing import NotRequired, get_origin, get_type_hints
 import pytest
 from run_folders import TOKENS, make_run, rollout
 
-from psigrad.language.rollout.trajectory_rows import rollout_row
+from psigrad.language.rollout.collectors import rollout_row
 from psigrad.language.rollout.types import Completion, Trajectory
 from psigrad.records.read import load
 from psigrad.records.rows import RolloutFigures, RolloutRow, figures, parse_step, rollout_figures

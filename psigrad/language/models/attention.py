@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from psigrad.kernels.kernels import Heads, Kernels, Slots, Spans
 from psigrad.kernels.state_kernels import Trees
 from psigrad.language.models.fused.caches import PackedWeights
-from psigrad.language.models.segments import Pieces, Wave, trees, waves
+from psigrad.language.models.segments import Wave, trees, waves
 
 SDPA: Any = F.scaled_dot_product_attention
 Tensors = tuple[Tensor, ...]
@@ -172,6 +172,39 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     if kv_heads == heads:
         return x
     return x[:, :, None].expand(batch, kv_heads, heads // kv_heads, length, dim).reshape(batch, heads, length, dim)
+
+
+class Pieces(NamedTuple):
+    """A packed row in the host's memory: the numbers of tokens of each prefix [B] and, after them, of each sequence [N].
+
+    `prefix` [N] is the prefix that each sequence continues, and `seen` [N] the number of its tokens that the sequence sees.
+    """
+
+    prefixes: np.ndarray
+    sequences: np.ndarray
+    prefix: np.ndarray
+    seen: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[B + N] the number of tokens of each piece, in the order of the row."""
+        return np.concatenate([self.prefixes, self.sequences])
+
+    @property
+    def starts(self) -> np.ndarray:
+        """[B + N] the position in the row where each piece starts."""
+        lengths = self.lengths
+        return np.asarray(lengths.cumsum() - lengths)
+
+    @property
+    def before(self) -> np.ndarray:
+        """[B + N] the number of prefix tokens that each piece sees."""
+        return np.concatenate([0 * self.prefixes, self.seen])
+
+    @property
+    def base(self) -> np.ndarray:
+        """[B + N] the position in the row where that prefix starts."""
+        return np.concatenate([0 * self.prefixes, self.starts[self.prefix] if len(self.prefixes) else self.prefix])
 
 
 def on_device(numbers: Any, device: torch.device | str, dtype: torch.dtype = torch.long) -> Tensor:

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from psigrad.errors import UserError
 from psigrad.language.images import FIRST
-from psigrad.language.models.attention import PackedLayout, on_device
+from psigrad.language.models.attention import PackedLayout, Pieces, on_device
 from psigrad.language.models.fused.caches import CacheHit
-from psigrad.language.models.segments import Pieces
 from psigrad.seeds import permutation
 
 

@@ -1,8 +1,8 @@
-"""A packed row as pieces, and as segments in which a recurrence runs: each continues at most one other."""
+"""A packed row as segments in which a recurrence runs: each continues at most one other."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,41 +13,8 @@ Wave = list[tuple[int, int, int]]
 """Segments that can run side by side: the first token, the length, and the number of the segment before it (-1: none)."""
 
 
-class Pieces(NamedTuple):
-    """A packed row in the host's memory: the numbers of tokens of each prefix [B] and, after them, of each sequence [N].
-
-    `prefix` [N] is the prefix that each sequence continues, and `seen` [N] the number of its tokens that the sequence sees.
-    """
-
-    prefixes: np.ndarray
-    sequences: np.ndarray
-    prefix: np.ndarray
-    seen: np.ndarray
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """[B + N] the number of tokens of each piece, in the order of the row."""
-        return np.concatenate([self.prefixes, self.sequences])
-
-    @property
-    def starts(self) -> np.ndarray:
-        """[B + N] the position in the row where each piece starts."""
-        lengths = self.lengths
-        return np.asarray(lengths.cumsum() - lengths)
-
-    @property
-    def before(self) -> np.ndarray:
-        """[B + N] the number of prefix tokens that each piece sees."""
-        return np.concatenate([0 * self.prefixes, self.seen])
-
-    @property
-    def base(self) -> np.ndarray:
-        """[B + N] the position in the row where that prefix starts."""
-        return np.concatenate([0 * self.prefixes, self.starts[self.prefix] if len(self.prefixes) else self.prefix])
-
-
-def waves(pieces: Pieces) -> list[Wave]:
-    """Return the segments of a row, numbered through all waves. A segment continues one of an earlier wave.
+def waves(pieces: Any) -> list[Wave]:
+    """Return the segments of a row of `attention.Pieces`, numbered through all waves. A segment continues one of an earlier wave.
 
     A prefix is cut where sequences leave it.
     """

@@ -16,9 +16,8 @@ from psigrad.language.episodes.players import Player, collector_of
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.rewards import Scorer
-from psigrad.language.rollout.collectors import ScoredRollout
+from psigrad.language.rollout.collectors import ScoredRollout, rollout_row
 from psigrad.language.rollout.spread import bring, to_writer
-from psigrad.language.rollout.trajectory_rows import rollout_row
 from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams, Trajectory
 from psigrad.processes.parallel.world import ALONE, World, each_once, shard
 from psigrad.records.rows import PARTS

@@ -1,4 +1,5 @@
-"""From prompts to scored trajectories: a `TrajectoryCollector` makes them, and a `ScoredRollout` has them scored meanwhile.
+"""From prompts to scored trajectories: a `TrajectoryCollector` makes them, a `ScoredRollout` has them scored meanwhile, and
+`rollout_row` writes them down.
 
 `Completions` are single answers. Episodes, sessions of agents and recorded completions are collectors outside the core.
 """
@@ -9,17 +10,20 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
+from psigrad.language import images
 from psigrad.language.rollout.scoring import Failed, Result, Samples, Scored, Scorer, Unscored
 from psigrad.language.rollout.spread import spread
-from psigrad.language.rollout.types import Prompt, Request, Sampler, SamplingParams, Trajectory
+from psigrad.language.rollout.types import Completion, Prompt, Request, Sampler, SamplingParams, Trajectory
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.step import Clock
 
 if TYPE_CHECKING:
     from psigrad.language.models.fused.caches import ActivationCache
 
+DIGITS = 4
+"""Decimal digits of figures per token."""
 SeedOf = Callable[[int, int], int]
 """(place of the prompt, number of the completion) -> the seed of that completion."""
 Show = Callable[[Sequence[Trajectory]], Samples]
@@ -221,3 +225,54 @@ def add_reward(trajectory: Trajectory, result: Result) -> Trajectory:
         parts=parts,
         step_rewards=steps,
     )
+
+
+def rollout_row(
+    trajectory: Trajectory,
+    step: int,
+    kind: Literal["train", "eval"],
+    prompt: str | Sequence[dict[str, Any]],
+    advantage: float | None = None,
+) -> dict[str, Any]:
+    """Return one line of rollouts.jsonl; `records.rows.RolloutRow` documents its keys."""
+    completion = trajectory.completion
+    row: dict[str, Any] = {
+        "step": step,
+        "kind": kind,
+        "row": trajectory.row,
+        "k": trajectory.k,
+        "prompt": images.recorded(prompt),
+        "completion": trajectory.text,
+        "completion_ids": list(completion.ids),
+        "reward": trajectory.reward,
+        "parts": trajectory.parts,
+        "status": trajectory.status,
+        "reason": trajectory.reason,
+        "advantage": advantage,
+        "finish_reason": completion.finish_reason,
+        "seed": completion.seed,
+        "version": trajectory.version,
+    }
+    if trajectory.mask:
+        row |= {"turns": trajectory.turns, "mask": [int(m) for m in trajectory.mask]}
+    if trajectory.seat is not None:
+        row["seat"] = trajectory.seat
+    if trajectory.answer is not None or trajectory.branches or trajectory.seat is not None:
+        row["contexts"] = [(context.start, list(context.prompt_ids)) for context in trajectory.contexts]
+    if trajectory.cuts:
+        row["cuts"] = [cut._asdict() for cut in trajectory.cuts]
+    if trajectory.step_rewards:
+        row["step_rewards"] = [list(pair) for pair in trajectory.step_rewards]
+    return row
+
+
+def log_probs_of(completion: Completion) -> dict[str, list[float]]:
+    """Return `logprobs` under the policy, and `sampling_logprobs` if a filter such as top-k changed the distribution."""
+    same = completion.logprobs == completion.sampling_logprobs
+    sampling = {} if same else {"sampling_logprobs": round_all(completion.sampling_logprobs)}
+    return {"logprobs": round_all(completion.logprobs), **sampling}
+
+
+def round_all(values: Sequence[float]) -> list[float]:
+    """Return the values rounded to `DIGITS`."""
+    return [round(float(value), DIGITS) for value in values]

@@ -15,11 +15,10 @@ from hybrid_models import HYBRID, MORE, network
 
 from psigrad.kernels.kernels import kernels
 from psigrad.kernels.state_kernels import Trees
-from psigrad.language.models.attention import PackedLayout, ShortConvolution
+from psigrad.language.models.attention import PackedLayout, Pieces, ShortConvolution
 from psigrad.language.models.hf_state import DeltaRule, Mamba2
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups, Rows
-from psigrad.language.models.segments import Pieces
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
 

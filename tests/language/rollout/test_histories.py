@@ -16,8 +16,8 @@ from psigrad.language.episodes.tools import ToolBoxes
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups
+from psigrad.language.rollout.collectors import rollout_row
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.language.rollout.trajectory_rows import rollout_row
 from psigrad.language.rollout.types import Completion, Sampler, SamplingParams
 from psigrad.language.training.online.batching import inputs_of, to_batch
 from psigrad.language.training.online.online_preferences import pick

@@ -17,8 +17,8 @@ from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes.scorers import completion_room
+from psigrad.language.rollout.collectors import rollout_row
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.language.rollout.trajectory_rows import rollout_row
 from psigrad.language.rollout.types import Collected, Cut, SamplingParams
 from psigrad.language.training.online.figures import collection_metrics
 

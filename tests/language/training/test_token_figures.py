@@ -10,7 +10,7 @@ from in_memory import advance, log_of, make
 
 from psigrad.language.models import tiny
 from psigrad.language.models.packing import Groups
-from psigrad.language.rollout.trajectory_rows import round_all
+from psigrad.language.rollout.collectors import round_all
 from psigrad.language.rollout.types import State
 from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.annotators.old_log_probs import Gap

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from psigrad.language.rollout.collectors import log_probs_of, rollout_row, round_all
 from psigrad.language.rollout.spread import to_writer
-from psigrad.language.rollout.trajectory_rows import log_probs_of, rollout_row, round_all
 from psigrad.language.rollout.types import Collected, Prompt, Trajectory
 from psigrad.language.training.online.batching import to_host
 from psigrad.objective import PolicyOutputs, Prepared
