@@ -73,7 +73,7 @@ class EmbeddedSampler(OwnWeights):
         Raises `UserError` if a prompt leaves no room for `max_tokens`.
         """
         check_room(self.model, requests, params, images=True)
-        params = _without_placeholders(self.model, params)
+        params = without_placeholders(self.model, params)
         self.model.switch(training=False)
         batch = _Batch(self.model, requests, params, self.max_batch, self._recording(requests, params), self.model.usable(cache))
         yield batch.pop_complete()
@@ -92,7 +92,7 @@ class EmbeddedSampler(OwnWeights):
         if self.model.decoder is None or len(prompts) > self.max_batch:
             return super().dialogue(prompts, params)
         check_room(self.model, [Request(prompt, (0,)) for prompt in prompts], params, images=True)
-        return CachedDialogue(self.model, self.model.decoder, prompts, _without_placeholders(self.model, params))
+        return CachedDialogue(self.model, self.model.decoder, prompts, without_placeholders(self.model, params))
 
     def _recording(self, requests: list[Request], params: SamplingParams) -> RecordedDecoding | None:
         """Return recorded steps for these requests, those of the last call if they fit; None if steps are not recorded."""
@@ -118,7 +118,7 @@ class EmbeddedSampler(OwnWeights):
         return self._recorded
 
 
-def _without_placeholders(model: LanguageModel, params: SamplingParams) -> SamplingParams:
+def without_placeholders(model: LanguageModel, params: SamplingParams) -> SamplingParams:
     """Forbid the placeholders of a model with images."""
     return params if model.vision is None else replace(params, forbidden=model.vision.forbidden)
 
