@@ -13,7 +13,7 @@ from psigrad.errors import UserError
 from psigrad.language import images
 from psigrad.language.data import rendered_rows
 from psigrad.language.data.dataset_rows import Row, show
-from psigrad.language.data.image_rows import observed, row_for_rewards
+from psigrad.language.data.image_rows import for_file, observed, row_for_rewards
 from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.rendered_rows import Rendered
 from psigrad.language.data.sources import form_of, from_rows, read_dataset
@@ -66,8 +66,8 @@ def try_rewards(config: OnlineConfig) -> list[tuple[str, str]]:
         return []
     said = [(row, text) for row in _tried_rows(config) for text in dict.fromkeys((str(row.columns.get("answer") or "?"), "?"))]
     asked = [
-        {**row.columns, "prompt": row.prompt,
-         "completion": text if isinstance(row.prompt, str) else [{"role": "assistant", "content": text}]}
+        for_file({**row.columns, "prompt": row.prompt,
+                  "completion": text if isinstance(row.prompt, str) else [{"role": "assistant", "content": text}]})
         for row, text in said
     ]  # fmt: skip
     how: dict[str, Any] = {"weights": config.reward_weights, "timeout": config.reward_timeout}

@@ -1,4 +1,4 @@
-"""Requests with images: the three APIs read the same tokens, refuse what they do not read by name, and show no client another's."""
+"""Requests with images: the APIs read the same tokens, refuse what they do not read, and show no client the images of another."""
 
 from __future__ import annotations
 
