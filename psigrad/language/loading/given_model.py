@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from psigrad.errors import UserError, kind_of, reason_of
 from psigrad.language.models.backbone import DTYPES, read_tokenizer, write
 from psigrad.language.models.lora import is_adapter, read_adapter_config, without_peft_warning
 from psigrad.language.models.probe import dropouts_of
+from psigrad.language.models.vision import settle_vision, tokenizer_of
 from psigrad.paths import find_absolute
 from psigrad.processes.parallel.world import World
 
@@ -182,8 +183,14 @@ def take_objects(model: Any, tokenizer: Any) -> GivenModel | None:
                 f"No tokenizer could be loaded from {os.fspath(tokenizer)!r} ({reason_of(error)}); give tokenizer= as an "
                 "object, a folder or a hub name."
             ) from error
+    if isinstance(tokenizer, ProcessorMixin):
+        tokenizer = tokenizer_of(tokenizer, AutoConfig.from_pretrained(find_absolute(os.fspath(model))) if named else model.config)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise UserError(f"tokenizer is {kind_of(tokenizer)}; expected a tokenizer of transformers, a folder or a hub name.")
+        raise UserError(
+            f"tokenizer is {kind_of(tokenizer)}; expected a tokenizer or processor of transformers, a folder or a hub name."
+        )
+    if not named:
+        settle_vision(tokenizer, model, getattr(model.config, "_name_or_path", ""))
     return GivenModel(None if named else model, tokenizer)
 
 
