@@ -13,11 +13,13 @@ from psigrad.compat.foreign_names import load, resolve_names
 from psigrad.config import EvalConfig, Reward, RewardConfig
 from psigrad.config.methods import of_spec
 from psigrad.errors import UserError, kind_of
+from psigrad.language import images
 from psigrad.language.data.named_datasets import encoded
 from psigrad.language.data.sources import unformatted
 from psigrad.language.data.splits import parse_split
 from psigrad.language.loading import given_model
 from psigrad.language.loading.given_model import START, GivenModel
+from psigrad.language.models.vision import always_sees
 from psigrad.language.recipes import running
 from psigrad.objective import PolicyGradient
 from psigrad.paths import TypedPath, absolute, find_absolute
@@ -135,7 +137,9 @@ def _in_memory(objects: GivenModel, named: Mapping[str, Any], recipe: str) -> di
             f"The model's weights are {objects.dtype} and dtype is {named['model.dtype']!r}; leave dtype out, or convert "
             "the model before it is given."
         )
-    return {"run.output_dir": folder, "model.path": start, "model.dtype": objects.dtype}
+    network: Any = objects.network
+    sees = {} if images.sight_of(objects.tokenizer) is None or always_sees(network.config.model_type) else {"model.vision": True}
+    return {"run.output_dir": folder, "model.path": start, "model.dtype": objects.dtype, **sees}
 
 
 def _adapter(config: peft.LoraConfig | None, named: Mapping[str, Any]) -> dict[str, Any]:

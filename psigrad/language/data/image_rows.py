@@ -239,16 +239,23 @@ def row_for_rewards(row: Row) -> dict[str, Any]:
     return {"prompt": images.for_rewards(row.dataset_prompt), **columns}
 
 
-def row_for_agents(row: Row, *, as_json: bool = False) -> dict[str, Any]:
-    """Return a row whose messages an agent can send as they are: in OpenAI's form, with images as data URLs.
-
-    If `as_json`, images of columns are data URLs or paths too.
-    """
+def in_data_urls(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Return messages with their images in OpenAI's form, as data URLs."""
 
     def part(one: Mapping[str, Any]) -> Mapping[str, Any]:
         if "sha256" not in one:
             return one
         return {"type": "image_url", "image_url": {"url": _data_url(images.picture(one["sha256"]).read())}}
+
+    talk = [(m, m.get("content")) for m in messages]
+    return [{**m, "content": list(map(part, said))} if isinstance(said, list) else m for m, said in talk]
+
+
+def row_for_agents(row: Row, *, as_json: bool = False) -> dict[str, Any]:
+    """Return a row whose messages an agent can send as they are: in OpenAI's form, with images as data URLs.
+
+    If `as_json`, images of columns are data URLs or paths too.
+    """
 
     def plain(value: Any) -> Any:
         if isinstance(value, list | tuple):
@@ -257,8 +264,7 @@ def row_for_agents(row: Row, *, as_json: bool = False) -> dict[str, Any]:
 
     made = row_for_rewards(row)
     if isinstance(made["prompt"], list):
-        talk = [(m, m.get("content")) for m in made["prompt"]]
-        made["prompt"] = [{**m, "content": list(map(part, said))} if isinstance(said, list) else m for m, said in talk]
+        made["prompt"] = in_data_urls(made["prompt"])
     return made | {name: plain(made[name]) for name in COLUMNS if as_json and name in made}
 
 

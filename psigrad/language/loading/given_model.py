@@ -107,7 +107,8 @@ class GivenModel:
             yield
             return
         own = network.config._attn_implementation
-        mode, padding, recomputes = network.training, network.config.pad_token_id, _recomputes(network)
+        # The configurations of some vision-language models have none.
+        mode, padding, recomputes = network.training, getattr(network.config, "pad_token_id", None), _recomputes(network)
         dropouts = dropouts_of(network)
         learns = {name: p.requires_grad for name, p in network.named_parameters()}
         try:
@@ -117,7 +118,8 @@ class GivenModel:
                 adapter: Any = self.made.adapter
                 adapter.merge_and_unload()
             network.set_attn_implementation(own)
-            network.config.pad_token_id = padding
+            if hasattr(network.config, "pad_token_id"):
+                network.config.pad_token_id = padding
             if _recomputes(network) and not recomputes:
                 network.gradient_checkpointing_disable()
             for module, attribute, p in dropouts:
