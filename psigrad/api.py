@@ -62,7 +62,7 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
       `PolicyGradient`.
     - `model` is a folder, a hub name, or a transformers model. An object is trained in place, as in TRL: afterwards it holds the
       trained weights, with any adapter merged in. Its initial weights are saved in `start/` of the run folder.
-    - `tokenizer` is a transformers tokenizer or processor, or a name. The default is the tokenizer that the model was loaded with.
+    - `tokenizer` is a transformers tokenizer or processor, or a name. The default is that with which the model was loaded.
     - `dataset` and `eval_dataset` are a file, folder or hub name, or rows: a list of dicts, a `datasets.Dataset`, a DataFrame.
     - `peft_config` puts a LoRA adapter on the model, as the `lora_…` settings do.
     - `settings` are those of the command line, with the same defaults. Pass them by leaf name (learning_rate=1e-5) or by dotted

@@ -186,7 +186,9 @@ def take_objects(model: Any, tokenizer: Any) -> GivenModel | None:
                 "object, a folder or a hub name."
             ) from error
     if isinstance(tokenizer, ProcessorMixin):
-        tokenizer = tokenizer_of(tokenizer, AutoConfig.from_pretrained(find_absolute(os.fspath(model))) if named else model.config)
+        tokenizer = tokenizer_of(
+            tokenizer, AutoConfig.from_pretrained(find_absolute(os.fspath(model))) if named else model.config
+        )
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise UserError(
             f"tokenizer is {kind_of(tokenizer)}; expected a tokenizer or processor of transformers, a folder or a hub name."

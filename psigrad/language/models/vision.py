@@ -361,7 +361,7 @@ def attach(tokenizer: Any, path: str, config: Any = None) -> None:
 
 
 def tokenizer_of(processor: Any, config: Any) -> Any:
-    """Return the tokenizer of a transformers processor, with its chat template and its image processor for a model of `config`."""
+    """Return a processor's tokenizer with its chat template, and with its image processor for a model of `config`."""
     tokenizer = processor.tokenizer
     if getattr(processor, "chat_template", None) and not tokenizer.chat_template:
         tokenizer.chat_template = processor.chat_template

@@ -120,7 +120,7 @@ def test_a_run_is_killed_and_resumed_bitwise_with_pictures_that_only_the_episode
 
     assert forked(lambda: work("whole")) == 0
     events = (tmp_path / "events").read_text().splitlines()
-    drawn = [file for file in (tmp_path / "whole" / "images").glob("*.png")]
+    drawn = list((tmp_path / "whole" / "images").glob("*.png"))
     lines = [json.loads(line) for line in (tmp_path / "whole" / "rollouts.jsonl").read_text().splitlines()]
     assert name == "an agent" or {line["turns"] for line in lines} >= {3}
     assert len(drawn) > 4 and all(line["reward"] is not None for line in lines), [line["reason"] for line in lines]

@@ -126,7 +126,7 @@ def test_a_resume_is_refused_where_an_image_has_changed(pictured, tmp_path):
     file, held = pictured / "0-0.png", (pictured / "0-0.png").read_bytes()
     Image.new("RGB", (24, 16), "blue").save(file)
     try:
-        with pytest.raises(UserError, match="images?|dataset"):
+        with pytest.raises(UserError, match=r"images?|dataset"):
             online.run(grpo(pictured, tmp_path / "run"))
     finally:
         file.write_bytes(held)
