@@ -13,11 +13,13 @@ from psigrad.compat.foreign_names import load, resolve_names
 from psigrad.config import EvalConfig, Reward, RewardConfig
 from psigrad.config.methods import of_spec
 from psigrad.errors import UserError, kind_of
+from psigrad.language import images
 from psigrad.language.data.named_datasets import encoded
 from psigrad.language.data.sources import unformatted
 from psigrad.language.data.splits import parse_split
 from psigrad.language.loading import given_model
 from psigrad.language.loading.given_model import START, GivenModel
+from psigrad.language.models.vision import always_sees
 from psigrad.language.recipes import running
 from psigrad.objective import PolicyGradient
 from psigrad.paths import TypedPath, absolute, find_absolute
@@ -26,7 +28,7 @@ from psigrad.runs.session import new_folder
 
 if TYPE_CHECKING:
     import peft
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
     from psigrad.language.recipes import typed_settings as typed
     from psigrad.language.recipes.score_rows import RowScore
@@ -48,7 +50,7 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
     *,
     model: str | os.PathLike[str] | PreTrainedModel | None = None,
     dataset: Dataset | None = None,
-    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
+    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | ProcessorMixin | None = None,
     eval_dataset: Dataset | None = None,
     reward: Reward | Iterable[Reward] | None = None,
     peft_config: peft.LoraConfig | None = None,
@@ -60,7 +62,7 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
       `PolicyGradient`.
     - `model` is a folder, a hub name, or a transformers model. An object is trained in place, as in TRL: afterwards it holds the
       trained weights, with any adapter merged in. Its initial weights are saved in `start/` of the run folder.
-    - `tokenizer` is a transformers tokenizer or a name. The default is the tokenizer that the model was loaded with.
+    - `tokenizer` is a transformers tokenizer or processor, or a name. The default is that with which the model was loaded.
     - `dataset` and `eval_dataset` are a file, folder or hub name, or rows: a list of dicts, a `datasets.Dataset`, a DataFrame.
     - `peft_config` puts a LoRA adapter on the model, as the `lora_…` settings do.
     - `settings` are those of the command line, with the same defaults. Pass them by leaf name (learning_rate=1e-5) or by dotted
@@ -133,7 +135,9 @@ def _in_memory(objects: GivenModel, named: Mapping[str, Any], recipe: str) -> di
             f"The model's weights are {objects.dtype} but dtype is {named['model.dtype']!r}; remove dtype, or convert "
             "the model first."
         )
-    return {"run.output_dir": folder, "model.path": start, "model.dtype": objects.dtype}
+    network: Any = objects.network
+    sees = {} if images.sight_of(objects.tokenizer) is None or always_sees(network.config.model_type) else {"model.vision": True}
+    return {"run.output_dir": folder, "model.path": start, "model.dtype": objects.dtype, **sees}
 
 
 def _adapter(config: peft.LoraConfig | None, named: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from psigrad_serve.served import Served, ServedAnswer, ServedChoice, ServedPiece
 from psigrad_serve.steering import chosen_tool, json_grammar
 
 _BLOCKS = {
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
 }
@@ -169,9 +169,9 @@ def _turns(role: str, blocks: Sequence[Mapping[str, Any]], place: str) -> Iterat
             )
     for i, block in enumerate(blocks):
         if block["type"] == "tool_result":
-            content = _text(block.get("content") or "", f"{place}[{i}].content")
+            content = _content(block.get("content") or "", f"{place}[{i}].content")
             yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
-    text = _text([block for block in blocks if block["type"] == "text"], place)
+    text = _content(blocks, place, ("text", "image"))
     made: dict[str, Any] = {"role": role, "content": text}
     if thought := "".join(str(block.get("thinking", "")) for block in blocks if block["type"] == "thinking"):
         made["reasoning_content"] = thought
@@ -183,6 +183,27 @@ def _turns(role: str, blocks: Sequence[Mapping[str, Any]], place: str) -> Iterat
         ]
     if text or used or not any(block["type"] == "tool_result" for block in blocks):
         yield made
+
+
+def _content(content: str | Sequence[Mapping[str, Any]], place: str, of: Sequence[str] = ()) -> Any:
+    """Return a content's text, or its parts in OpenAI's format if it has an image. With `of`, other blocks are left out."""
+    blocks = [(i, block) for i, block in enumerate(() if isinstance(content, str) else content) if not of or block["type"] in of]
+    if not any(block.get("type") == "image" for _, block in blocks):
+        return _text(content if isinstance(content, str) else [block for _, block in blocks], place)
+    return [
+        _image(block.get("source"), f"{place}[{i}].source") if block.get("type") == "image"
+        else {"type": "text", "text": _text([block], f"{place}[{i}]")}
+        for i, block in blocks
+    ]  # fmt: skip
+
+
+def _image(source: Any, place: str) -> dict[str, Any]:
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    if kind not in ("base64", "url"):
+        why = f"{place} is of type {kind!r}; this server reads images of type 'base64', whose data is the file."
+        raise ApiError(why, param=place)
+    url = source.get("url") if kind == "url" else f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return {"type": "image_url", "image_url": url, "at": place}
 
 
 def _text(content: str | Sequence[Mapping[str, Any]], place: str) -> str:

@@ -11,7 +11,7 @@ from psigrad.cli import flags
 from psigrad.errors import UserError
 
 _TEXTS = {"dtype": "float32", "device": "auto", "sampler": "embedded", "chat_template_path": ""}
-_MODEL: dict[str, Any] = {**_TEXTS, "threads": 0, "max_batch": 64, "trust_remote_code": False}
+_MODEL: dict[str, Any] = {**_TEXTS, "threads": 0, "max_batch": 64, "trust_remote_code": False, "vision": False}
 
 
 def serve(arguments: list[str]) -> int:
@@ -19,9 +19,10 @@ def serve(arguments: list[str]) -> int:
     usage = "psigrad serve MODEL_OR_RUN [--name NAME ...] [--port N] [--host ADDRESS] [--token TOKEN] [--max-batch N]"
     if flags.asks_for_help(arguments):
         print(f"{usage}\n       [--sampler embedded|vllm] [--dtype float32|bfloat16] [--device D] [--threads N]")
-        print("       [--chat-template-path FILE] [--trust-remote-code]")
+        print("       [--chat-template-path FILE] [--trust-remote-code] [--vision]")
         print("       [--state FOLDER]\n       psigrad serve MODEL --tinker [--state FOLDER]\n")
         print("Serve a model through the APIs of OpenAI (chat completions, completions, responses) and Anthropic (messages).")
+        print("Vision-language models read images as data URLs; --vision loads the tower of Qwen 3.5.")
         print("--state stores responses on disk, so that requests can continue them after a restart.")
         print("--tinker serves the Tinker API: its client trains adapters of the model, stored in --state.")
         print("The server listens on this machine only and requires a token: the printed one, or PSIGRAD_SERVE_TOKEN.")
@@ -57,6 +58,7 @@ def chat(arguments: list[str]) -> int:
     usage = "psigrad chat MODEL_OR_RUN [--system TEXT] [--temperature T] [--max-tokens N] [--seed N]"
     if flags.asks_for_help(arguments):
         print(f"{usage}\n\nA conversation with a model on the terminal. An empty line or Ctrl-D ends it; /new starts another.")
+        print("/image FILE shows a vision-language model an image, about which the next line asks.")
         print("--max-tokens is 512 by default. A model without a chat template stops after as many tokens as in its training.")
         return 0
     models, _, rest = flags.parse_lists(arguments)

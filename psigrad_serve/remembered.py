@@ -10,8 +10,8 @@ from typing import Any
 
 from psigrad.errors import UserError
 
-MOST = 1000
-"""The number of conversations stored; the oldest are dropped first."""
+MOST, MOST_BYTES = 1000, 1 << 30
+"""The number of conversations stored, and their bytes together; the oldest are dropped first."""
 
 
 class Remembered:
@@ -29,9 +29,10 @@ class Remembered:
             weakref.finalize(self, self._held.close)
             for line in (
                 "PRAGMA journal_mode = WAL",
-                "CREATE TABLE IF NOT EXISTS said (number INTEGER PRIMARY KEY, name TEXT UNIQUE, messages TEXT)",
+                "CREATE TABLE IF NOT EXISTS said (number INTEGER PRIMARY KEY, name TEXT UNIQUE, size INTEGER, messages TEXT)",
                 "CREATE TRIGGER IF NOT EXISTS forget AFTER INSERT ON said BEGIN "
-                f"DELETE FROM said WHERE number <= new.number - {MOST}; END",
+                f"DELETE FROM said WHERE number <= new.number - {MOST} OR number IN (SELECT number FROM "
+                f"(SELECT number, sum(size) OVER (ORDER BY number DESC) AS held FROM said) WHERE held > {MOST_BYTES}); END",
             ):
                 self._held.execute(line)
         except (OSError, sqlite3.Error) as error:
@@ -39,7 +40,8 @@ class Remembered:
 
     def add(self, name: str, messages: list[dict[str, Any]]) -> None:
         """Store a conversation."""
-        self._held.execute("INSERT INTO said (name, messages) VALUES (?, ?)", (name, json.dumps(messages)))
+        text = json.dumps(messages)
+        self._held.execute("INSERT INTO said (name, size, messages) VALUES (?, ?, ?)", (name, len(text), text))
 
     def find(self, name: str) -> list[dict[str, Any]] | None:
         """Return the conversation, or None if it is unknown or was dropped."""

@@ -204,7 +204,7 @@ def _turns(given: str | Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
             yield said
             said = None
         if kind == "message":
-            turn = {"role": item.get("role"), "content": _text(item.get("content"), f"input[{i}].content")}
+            turn = {"role": item.get("role"), "content": _content(item.get("content"), f"input[{i}].content")}
             if turn["role"] == "assistant":  # calls may follow
                 said = turn
             else:
@@ -215,8 +215,8 @@ def _turns(given: str | Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
             said.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})
         elif kind == "function_call_output":
             output = item.get("output")
-            text = output if isinstance(output, str) else _text(output, f"input[{i}].output")
-            yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": text}
+            content = _content(output, f"input[{i}].output")
+            yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
         elif kind != "reasoning":
             kinds = "message, function_call, function_call_output, reasoning"
             raise ApiError(f"input[{i}] is of type {kind!r}; this server reads {kinds}.", param=f"input[{i}].type")
@@ -224,12 +224,18 @@ def _turns(given: str | Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
         yield said
 
 
-def _text(content: Any, place: str) -> Any:
-    """Return the text of a content; an invalid content is rejected later, with the messages."""
+def _content(content: Any, place: str) -> Any:
+    """Return the text of a content, or its parts if it has an image; an invalid one is rejected later, with the messages."""
     if not isinstance(content, list):
         return content
+    parts: list[dict[str, Any]] = []
     for i, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") not in ("input_text", "output_text", "text"):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ApiError(f"{place}[{i}] is of type {kind!r}; this model reads text.", param=f"{place}[{i}]")
-    return "".join(str(part.get("text", "")) for part in content)
+        kind, where = part.get("type") if isinstance(part, dict) else type(part).__name__, f"{place}[{i}]"
+        if kind == "input_image" and not part.get("file_id"):
+            parts.append({"type": "image_url", "image_url": part.get("image_url"), "at": where})
+        elif kind in ("input_text", "output_text", "text"):
+            parts.append({"type": "text", "text": str(part.get("text", ""))})
+        else:
+            what = "an image by its file_id" if kind == "input_image" else f"of type {kind!r}"
+            raise ApiError(f"{where} is {what}; this server reads text, and images as data URLs.", param=where)
+    return parts if any(part["type"] != "text" for part in parts) else "".join(part["text"] for part in parts)

@@ -21,10 +21,12 @@ from psigrad.language.data.dataset_rows import Row, RowError, validate
 from psigrad.language.data.templates import prompt_ids, stop_token_ids
 from psigrad.language.episodes.tool_calls import ToolCall
 from psigrad.language.episodes.tools import CallForm, call_form_of
+from psigrad.language.images import without_images
 from psigrad.language.rollout.types import DrawnToken, SamplingParams
 from psigrad_serve.api_errors import ApiError
 from psigrad_serve.engine.engine import SamplingEngine
 from psigrad_serve.engine.streams import Steer
+from psigrad_serve.pictures import Pictures
 from psigrad_serve.remembered import Remembered
 from psigrad_serve.steering import Forms, Wish, call_grammar
 from psigrad_serve.writer import Offered, Writer
@@ -120,7 +122,7 @@ class Served:
     ) -> None:
         self.engine, self.names, self.recorder = engine, tuple(names), recorder or Recorder()
         self.tokenizer, self.forms = engine.model.tokenizer, Forms(engine.model)
-        self.kept = Remembered(state)
+        self.kept, self.pictures = Remembered(state), Pictures(engine)
         self.longest = max(map(len, self.tokenizer.get_vocab()), default=1)
         self._forms: dict[str, CallForm] = {}
 
@@ -136,6 +138,7 @@ class Served:
         self, messages: list[Any], tools: Any, arguments: Any = None, *, single: bool = False
     ) -> tuple[Row, Offered | None]:
         """Convert messages in OpenAI's format to a row. If `single`, the answer has one call at most."""
+        messages = self.pictures.marked(messages, {"tools": tools, "chat_template_kwargs": arguments})
         check_size(self, *([m.get("content"), m.get("tool_calls")] for m in messages), tools)
         messages = order_answers(messages)
         columns = {"tools": tools, "chat_template_kwargs": arguments}
@@ -146,6 +149,7 @@ class Served:
         except RowError as error:
             place = error.bad.column.replace("prompt", "messages", 1)
             raise ApiError(f"{place or 'The request'} {error.bad.reason}.", param=place or None) from None
+        self.pictures.hold(row)
         if not tools:
             return row, None
         key = json.dumps(arguments, sort_keys=True)
@@ -188,8 +192,9 @@ class Served:
         try:
             return tuple(prompt_ids(self.tokenizer, row, strict=False))
         except RowError as error:
-            where = error.bad.column.replace("prompt", place, 1)
-            reason = f"{where} {error.bad.reason}" if where else f"{error.bad.reason[:1].upper()}{error.bad.reason[1:]}"
+            where, why = error.bad.column.replace("prompt", place, 1), error.bad.reason
+            where = where or (place if why.startswith("has ") else "")
+            reason = f"{where} {why}" if where else f"{why[:1].upper()}{why[1:]}"
             raise ApiError(f"{reason}.", param=place) from None
         except UserError as error:
             raise ApiError(str(error), param=place) from None
@@ -237,6 +242,11 @@ class Served:
             )  # fmt: skip
         params = replace(call.params, max_tokens=min(call.params.max_tokens, room))
         return replace(call, params=params)
+
+    def shown_ids(self, ids: Sequence[int]) -> list[int]:
+        """Return a prompt's tokens as clients get them: ids of the vocabulary, with the placeholder in place of image tokens."""
+        sight = self.pictures.sight
+        return list(ids) if sight is None else without_images(ids, sight.token_id)
 
     def text_of(self, token: int) -> str:
         """Decode one token."""

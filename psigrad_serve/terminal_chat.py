@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TextIO
 from psigrad import seeds
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
+from psigrad.language.data.image_rows import portable
 from psigrad.records.row_lines import last_event
 from psigrad_serve.api_errors import ApiError
 from psigrad_serve.engine.engine import SamplingEngine
@@ -75,6 +76,7 @@ def talk(
         say(f"{introduce(training)}\n")
     max_tokens = max_tokens or (not talks and training.max_tokens) or MAX_TOKENS
     said: list[dict[str, Any]] = list(opening)
+    seen: list[dict[str, Any]] = []
     asked = {"temperature": temperature, "max_tokens": max_tokens}
     for turn in range(2**31):
         say("> ")
@@ -82,9 +84,13 @@ def talk(
         if not line:
             return say("\n")
         if line == "/new":
-            said = list(opening)
+            said, seen = list(opening), []
             continue
-        said.append({"role": "user", "content": line})
+        if line.startswith("/image "):
+            seen += _image(line.removeprefix("/image ").strip(), served.pictures.refusal, say)
+            continue
+        said.append({"role": "user", "content": [*seen, {"type": "text", "text": line}] if seen else line})
+        seen = []
         try:
             row = served.conversation(said, None)[0] if talks else Row("the line", prompt=line)
             call = served.call({}, row, None, asked | {"seed": seeds.derive(seed, "chat", turn)})
@@ -97,6 +103,19 @@ def talk(
             text = "…"
         say("\n")
         said.append({"role": "assistant", "content": text})
+
+
+def _image(path: str, refusal: str, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Return the part of an image that the next line asks about; none, after saying why, if it cannot be read."""
+    try:
+        if refusal:
+            raise ValueError(f"is {refusal}")
+        part: dict[str, Any] = portable([{"type": "image", "path": path}])[0]
+    except (OSError, ValueError) as error:
+        say(f"{path} {error}.\n")
+        return []
+    say("The next line is asked about it.\n")
+    return [part]
 
 
 async def _answer(served: Served, call: Any, say: Callable[[str], None]) -> str:

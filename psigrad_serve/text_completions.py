@@ -16,6 +16,7 @@ from psigrad.language.rollout.types import DrawnToken
 from psigrad_serve.api_errors import ApiError
 from psigrad_serve.chat_completions import StreamOptions, event, unique, usage
 from psigrad_serve.forms import MOST_CHOICES, MOST_TOP, PenaltyForm, Whole, read_form, read_stop
+from psigrad_serve.pictures import refuse_marks
 from psigrad_serve.served import Call, Served, ServedAnswer, ServedChoice, ServedPiece, check_size
 from psigrad_serve.writer import Writer
 
@@ -107,6 +108,7 @@ class TextCompletions:
         many = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
         for prompt in many:
             if isinstance(prompt, str):
+                refuse_marks({"prompt": prompt})
                 check_size(self.served, prompt)
                 yield Row("the request", prompt=prompt), None
             else:

@@ -82,6 +82,8 @@ class TinkerServer:
     @classmethod
     def of(cls, path: str, name: str, folder: str, given: Mapping[str, Any]) -> TinkerServer:
         """Create the server from the options of `psigrad serve`. Raises `UserError` for options that are unsupported here."""
+        if given["vision"]:
+            raise UserError("--tinker does not take --vision: its clients train on text alone here; leave it out.")
         for flag, usual in (("sampler", "embedded"), ("chat_template_path", "")):
             if given[flag] != usual:
                 raise UserError(

@@ -121,6 +121,17 @@ def keep(picture: Picture) -> str:
     return f"\ufffc{picture.digest}\ufffc"
 
 
+def is_known(digest: str) -> bool:
+    """Return True if this process has the image."""
+    return digest in _album
+
+
+def forget(digest: str) -> None:
+    """Let go of an image that nothing refers to any more."""
+    if (held := _album.pop(digest, None)) is not None:
+        _by_first.pop(first_id(held.digest), None)
+
+
 def keep_in(folder: Path | None, digests: Iterable[str] = ()) -> None:
     """Keep a run's images in this folder: those of its rows, `digests`, and all that it reads later. None ends that.
 
@@ -384,6 +395,12 @@ def inspect(data: bytes) -> tuple[tuple[int, int], bool]:
     upright(data, small=True)
     with _opened(data) as image:
         return _size_of(image), image.format != "MPO" and bool(getattr(image, "is_animated", False))
+
+
+def media_type(data: bytes) -> str:
+    """Return the media type of an encoded image, such as image/png."""
+    with _opened(data) as image:
+        return f"image/{str(image.format).lower()}"
 
 
 def _size_of(image: Image) -> tuple[int, int]:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, Unpack
 
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.image_rows import for_file
+from psigrad.language.data.image_rows import row_for_agents
 from psigrad.language.episodes.episodes import settle
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Sampler, SamplingParams, Trajectory
 from psigrad.processes.workers import Lost, PoolLimits, WorkerPool
 from psigrad_serve.agents.agent_session import Session
-from psigrad_serve.agents.agent_worker import Place, check_agent, decode
+from psigrad_serve.agents.agent_worker import AgentCommand, Place, check_agent, decode
 from psigrad_serve.agents.token_tree import TokenTree
 
 
@@ -42,6 +42,7 @@ class AgentPool:
 
     def __init__(self, agent: Callable[..., Any], **limits: Unpack[PoolLimits]) -> None:
         check_agent(agent)
+        self.is_program = isinstance(agent, AgentCommand)
         service = "psigrad_serve.agents.agent_worker:service"
         all_limits = PoolLimits(timeout=600.0, workers=4) | limits
         self.workers: WorkerPool[int] = WorkerPool.of(service, agent, decode, kind="agent", **all_limits)
@@ -121,7 +122,7 @@ class Agents:
         return settle(sampler, made, params)
 
     def _place(self, session: Session, name: str) -> Place:
-        row = for_file({"prompt": session.row.dataset_prompt, **session.row.columns})
+        row = row_for_agents(session.row, as_json=self.pool.is_program)
         return Place(row, f"{self.gateway.address}/s/{name}/v1", name, self.gateway.tunnel)
 
     def close(self) -> None:

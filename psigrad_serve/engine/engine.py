@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from psigrad.errors import UserError
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.rollout.samplers.embedded import EmbeddedSampler, check_room
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler, check_room, without_placeholders
 from psigrad.language.rollout.samplers.transformers_backend import TransformersSampler
 from psigrad.language.rollout.types import Request, Sampler, SamplingParams
 from psigrad_serve.engine.live_batch import Decoding, LiveBatch, SamplerBatch, StepwiseBatch
@@ -69,7 +69,8 @@ class SamplingEngine:
         `UserError` if the prompt leaves no room for `max_tokens`.
         """
         request = Request(tuple(prompt_ids), (seed,))
-        check_room(self.model, [request], params)
+        check_room(self.model, [request], params, images=self.steers)
+        params = without_placeholders(self.model, params) if self.steers else params
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:

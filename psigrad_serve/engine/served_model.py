@@ -26,6 +26,7 @@ def opened_engine(
     max_batch: int = 64,
     chat_template_path: str = "",
     trust_remote_code: bool = False,
+    vision: bool = False,
 ) -> Iterator[SamplingEngine]:
     """Open the engine of a model: a folder, a hub name, an adapter (which is merged), or a run. Of a run it is the trained model,
     or that of the newest checkpoint. Raises `UserError` if it can't be loaded.
@@ -33,7 +34,7 @@ def opened_engine(
     run = from_dict(Run, {"device": device, "threads": threads}, "")
     machine.prepare_torch(run)
     named = {"path": path, "dtype": dtype, "chat_template_path": chat_template_path}
-    settings = from_dict(Model, {**named, "adapter": "merge", "trust_remote_code": trust_remote_code}, "")
+    settings = from_dict(Model, {**named, "adapter": "merge", "trust_remote_code": trust_remote_code, "vision": vision}, "")
     sampling = replace(from_dict(Sampling, {"sampler": sampler}, ""), max_decode_batch=max_batch)
     model = load_model(settings, run, None)
     made = samplers.make(sampling, model)

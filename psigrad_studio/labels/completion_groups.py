@@ -11,6 +11,7 @@ from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import BadRow, RowError, show, validate
+from psigrad.language.images import COLUMNS
 from psigrad.records.row_lines import read_lines, rollout_files
 from psigrad.records.rows import parse_step
 
@@ -117,6 +118,8 @@ def _answers(row: Any, place: str) -> list[tuple[Any, str | None]]:
     """Return the checked completions of a row, each with its sampler's name if the row gives one for each."""
     if not isinstance(row, Mapping):
         raise RowError(BadRow(place, "", f"is {show(row)}; a row must be an object with named columns"))
+    if column := next((name for name in COLUMNS if row.get(name)), ""):
+        raise RowError(BadRow(place, column, "has an image, and labelling shows text alone; leave such rows out"))
     try:
         digest(row)
     except (ValueError, TypeError, RecursionError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from PIL import Image
@@ -11,6 +11,7 @@ from vision_models import template
 
 from psigrad.language import images
 from psigrad.language.models import tiny
+from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 
 WRAP, GLOBAL, IMAGE = "<fake_token_around_image>", "<global-img>", "<image>"
 PARTS_CHATML = template(IMAGE)
@@ -72,3 +73,29 @@ def look(width: int) -> Any:
         width: How far to look.
     """
     return ["seen:", draw("blue", (width, 8))] if width else "nothing"
+
+
+class Painter:
+    """Opens with a picture, and answers a turn with one whose colour depends on what was said; for two turns."""
+
+    def reset(self, row: Any) -> Any:
+        self.turn = 0
+        return draw("yellow", (20, 12))
+
+    def step(self, completion: str) -> tuple[Any, float, bool]:
+        self.turn += 1
+        drawn = draw((sum(map(ord, completion)) % 256, 40 * self.turn, 9), (12 + 8 * self.turn, 20))
+        return ["you painted ", drawn], sum(c in "abcdefgh \n" for c in completion) / 8, self.turn == 3
+
+
+class Brief(EmbeddedSampler):
+    """Ends a turn at every second token of the vocabulary: a random model hardly ever draws the end of a turn."""
+
+    def __init__(self, model: Any, settings: Any = None) -> None:
+        super().__init__(model, 8)
+
+    def steps(self, requests: Any, params: Any, cache: Any = None) -> Any:
+        return super().steps(requests, replace(params, stop_token_ids=tuple(range(0, 290, 2))), cache)
+
+    def dialogue(self, prompts: Any, params: Any) -> Any:
+        return super().dialogue(prompts, replace(params, stop_token_ids=tuple(range(0, 290, 2))))

@@ -48,7 +48,7 @@ def with_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mapping
     held = list(held) if several_given else [held]
     talks = [name for name in (*_ASKED, *_ANSWERS) if _is_talk(raw.get(name))]
     has_images = bool(held) or any(is_image(part) for name in talks for turn in raw[name] for part in _parts(turn))
-    _refuse_marks(raw, fail, "\ufffc" if has_images else "")
+    refuse_marks(raw, fail, "\ufffc" if has_images else "")
     if not has_images:
         return raw, []
     reader = _Reader(base, fail)
@@ -237,6 +237,35 @@ def _digests_in(said: Any) -> list[str]:
     return [digest for text in texts if isinstance(text, str) and "\ufffc" in text for digest in MARK.findall(text)]
 
 
+def in_data_urls(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Return messages with their images in OpenAI's form, as data URLs."""
+
+    def part(one: Mapping[str, Any]) -> Mapping[str, Any]:
+        if "sha256" not in one:
+            return one
+        return {"type": "image_url", "image_url": {"url": _data_url(images.picture(one["sha256"]).read())}}
+
+    talk = [(m, m.get("content")) for m in messages]
+    return [{**m, "content": list(map(part, said))} if isinstance(said, list) else m for m, said in talk]
+
+
+def row_for_agents(row: Row, *, as_json: bool = False) -> dict[str, Any]:
+    """Return a row whose messages an agent can send as they are: in OpenAI's form, with images as data URLs.
+
+    If `as_json`, images of columns are data URLs or paths too.
+    """
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return list(map(plain, value))
+        return value if value is None or isinstance(value, str) else _data_url(read(value, Path())[0].read())
+
+    made = {"prompt": images.for_rewards(row.dataset_prompt), **row.columns}
+    if isinstance(made["prompt"], list):
+        made["prompt"] = in_data_urls(made["prompt"])
+    return made | {name: plain(made[name]) for name in COLUMNS if as_json and name in made}
+
+
 def for_file(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a raw row with marks in the form that `with_marks` reads, which is JSON: parts, paths and data URLs."""
     texts = [row.get("prompt"), row.get("completion")]
@@ -249,7 +278,7 @@ def for_file(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _data_url(data: bytes) -> str:
-    return f"data:;base64,{base64.b64encode(data).decode()}"
+    return f"data:{images.media_type(data)};base64,{base64.b64encode(data).decode()}"
 
 
 def _is_talk(value: Any) -> bool:
@@ -287,7 +316,7 @@ def _text(part: Any) -> Any:
     return part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) and "role" not in part else None
 
 
-def _refuse_marks(raw: Mapping[str, Any], fail: Fail, further: str) -> None:
+def refuse_marks(raw: Mapping[str, Any], fail: Fail, further: str) -> None:
     """Reject a text that would be taken for an image. Use a stack, since rows may be nested as deep as JSON allows."""
     stack: list[tuple[str, Any]] = list(raw.items())
     while stack:

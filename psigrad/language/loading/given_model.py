@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from psigrad.errors import UserError, kind_of, reason_of
 from psigrad.language.models.backbone import DTYPES, read_tokenizer, write
 from psigrad.language.models.lora import is_adapter, read_adapter_config, without_peft_warning
 from psigrad.language.models.probe import dropouts_of
+from psigrad.language.models.vision import settle_vision, tokenizer_of
 from psigrad.paths import find_absolute
 from psigrad.processes.parallel.world import World
 
@@ -106,7 +107,8 @@ class GivenModel:
             yield
             return
         own = network.config._attn_implementation
-        mode, padding, recomputes = network.training, network.config.pad_token_id, _recomputes(network)
+        # The configurations of some vision-language models have none.
+        mode, padding, recomputes = network.training, getattr(network.config, "pad_token_id", None), _recomputes(network)
         dropouts = dropouts_of(network)
         learns = {name: p.requires_grad for name, p in network.named_parameters()}
         try:
@@ -116,7 +118,8 @@ class GivenModel:
                 adapter: Any = self.made.adapter
                 adapter.merge_and_unload()
             network.set_attn_implementation(own)
-            network.config.pad_token_id = padding
+            if hasattr(network.config, "pad_token_id"):
+                network.config.pad_token_id = padding
             if _recomputes(network) and not recomputes:
                 network.gradient_checkpointing_disable()
             for module, attribute, p in dropouts:
@@ -182,8 +185,16 @@ def take_objects(model: Any, tokenizer: Any) -> GivenModel | None:
                 f"No tokenizer could be loaded from {os.fspath(tokenizer)!r} ({reason_of(error)}); give tokenizer= as an "
                 "object, a folder or a hub name."
             ) from error
+    if isinstance(tokenizer, ProcessorMixin):
+        tokenizer = tokenizer_of(
+            tokenizer, AutoConfig.from_pretrained(find_absolute(os.fspath(model))) if named else model.config
+        )
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise UserError(f"tokenizer is {kind_of(tokenizer)}; expected a tokenizer of transformers, a folder or a hub name.")
+        raise UserError(
+            f"tokenizer is {kind_of(tokenizer)}; expected a tokenizer or processor of transformers, a folder or a hub name."
+        )
+    if not named:
+        settle_vision(tokenizer, model, getattr(model.config, "_name_or_path", ""))
     return GivenModel(None if named else model, tokenizer)
 
 

@@ -7,6 +7,7 @@ tower they are computed once and kept. The text half then runs as for text: pack
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -378,18 +379,34 @@ def settle_vision(tokenizer: Any, network: Any, path: str) -> None:
         attach(tokenizer, path)
 
 
-def attach(tokenizer: Any, path: str) -> None:
-    """Let prompts of this tokenizer contain images if the model at `path` is of `FAMILIES` and has an image processor."""
+def attach(tokenizer: Any, path: str, config: Any = None) -> None:
+    """Let prompts of this tokenizer contain images if the model at `path` is of `FAMILIES` and has an image processor.
+
+    With a model's `config`, only the processor is read from `path`.
+    """
     from transformers import AutoConfig, AutoImageProcessor, PreTrainedConfig
 
     try:
-        kind = PreTrainedConfig.get_config_dict(path)[0].get("model_type")
+        kind = PreTrainedConfig.get_config_dict(path)[0].get("model_type") if config is None else config.model_type
         if kind not in FAMILIES:
             return
         processor = AutoImageProcessor.from_pretrained(path, backend="pil")
-        images.see(tokenizer, FAMILIES[kind](processor, AutoConfig.from_pretrained(path), tokenizer, processor_files(path)))
+        config = config or AutoConfig.from_pretrained(path)
+        images.see(tokenizer, FAMILIES[kind](processor, config, tokenizer, processor_files(path)))
     except (OSError, ValueError, KeyError, ImportError):
         return  # a checkpoint without the processor's files reads text alone
+
+
+def tokenizer_of(processor: Any, config: Any) -> Any:
+    """Return a processor's tokenizer with its chat template, and with its image processor for a model of `config`."""
+    tokenizer = processor.tokenizer
+    if getattr(processor, "chat_template", None) and not tokenizer.chat_template:
+        tokenizer.chat_template = processor.chat_template
+    if getattr(processor, "image_processor", None) is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            processor.image_processor.save_pretrained(folder)
+            attach(tokenizer, folder, config)
+    return tokenizer
 
 
 def _rows(features: Any) -> Tensor:

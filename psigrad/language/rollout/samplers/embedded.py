@@ -75,7 +75,7 @@ class EmbeddedSampler(OwnWeights):
         Raises `UserError` if a prompt leaves no room for `max_tokens`.
         """
         check_room(self.model, requests, params, images=True)
-        params = _without_placeholders(self.model, params)
+        params = without_placeholders(self.model, params)
         self.model.switch(training=False)
         batch = _Batch(self.model, requests, params, self.max_batch, self._recording(requests, params), self.model.usable(cache))
         yield batch.pop_complete()
@@ -96,7 +96,7 @@ class EmbeddedSampler(OwnWeights):
         if restarts or len(prompts) > self.max_batch:
             return super().dialogue(prompts, params)
         check_room(model, [Request(prompt, (0,)) for prompt in prompts], params, images=True)
-        return CachedDialogue(model, prompts, _without_placeholders(model, params))
+        return CachedDialogue(model, prompts, without_placeholders(model, params))
 
     def _recording(self, requests: list[Request], params: SamplingParams) -> RecordedDecoding | None:
         """Return recorded steps for these requests, those of the last call if they fit; None if steps are not recorded."""
@@ -122,7 +122,7 @@ class EmbeddedSampler(OwnWeights):
         return self._recorded
 
 
-def _without_placeholders(model: LanguageModel, params: SamplingParams) -> SamplingParams:
+def without_placeholders(model: LanguageModel, params: SamplingParams) -> SamplingParams:
     """Forbid the placeholders of a model with images."""
     return params if model.vision is None else replace(params, forbidden=model.vision.forbidden)
 

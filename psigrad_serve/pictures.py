@@ -1,0 +1,115 @@
+"""Images of requests: data URLs in content parts, read within bounds and put into the text as marks (`language.images`)."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from psigrad.language import images
+from psigrad.language.data import image_rows
+from psigrad.language.data.dataset_rows import Row
+from psigrad_serve.api_errors import ApiError
+from psigrad_serve.engine.engine import SamplingEngine
+
+MOST_PIXELS = 4 * images.MOST_PIXELS
+"""The most pixels of a request's images together."""
+KEPT_BYTES = 1 << 30
+"""The bytes of images beyond which those that no request has are dropped, the oldest first."""
+
+
+class Pictures:
+    """The images of a server's requests. One is decoded at a time, so that their memory does not add up."""
+
+    def __init__(self, engine: SamplingEngine) -> None:
+        self.engine, self.sight = engine, images.sight_of(engine.model.tokenizer)
+        self._decoding = threading.Lock()
+        self._own: dict[str, int] = {}
+        """The bytes of each image that this server has kept, the oldest first."""
+        self._used: Counter[str] = Counter()
+
+    @property
+    def refusal(self) -> str:
+        """The reason why no image is read here; empty if images are read."""
+        if self.sight is None:
+            return (
+                "an image, and this model reads text alone; leave it out, or serve a vision-language model (Qwen 3.5: --vision)"
+            )
+        return "" if self.engine.steers else "an image, and this server's sampler reads text alone; serve with --sampler embedded"
+
+    def marked(self, messages: Sequence[Any], rest: Mapping[str, Any]) -> list[Any]:
+        """Return messages in OpenAI's format with marks in place of image parts. A part may name its place in the body as "at".
+
+        Raises `ApiError` for an image that is not read here, for images beyond the bounds, and for a mark in a text of the
+        messages or of the `rest` of the request, which would show another client's image.
+        """
+        refuse_marks({"messages": messages, **rest})
+        made, left = list(messages), [MOST_PIXELS, self.engine.model.max_length]
+        for i, message in enumerate(made):
+            content = message.get("content")
+            if not isinstance(content, list) or not any(map(image_rows.is_image, content)):
+                continue
+            if message.get("role") == "assistant":
+                where = f"messages[{i}].content"
+                raise ApiError(f"{where} has an image in the assistant's turn; this model writes text alone.", param=where)
+            made[i] = {
+                **message,
+                "content": [self._part(part, f"messages[{i}].content[{k}]", left) for k, part in enumerate(content)],
+            }
+        return made
+
+    def _part(self, part: Any, place: str, left: list[int]) -> Any:
+        if not image_rows.is_image(part):
+            return part
+        place, given = str(part.get("at", place)), image_rows.source_of(part)
+        if self.refusal:
+            raise ApiError(f"{place} is {self.refusal}.", param=place)
+        if not isinstance(given, str) or not given.startswith("data:"):
+            what = f"the URL {given[:60]}" if isinstance(given, str) else "no URL"
+            why = f"{place} is an image with {what}; nothing is downloaded here: send a data URL, data:image/png;base64,…"
+            raise ApiError(f"{why}.", param=place, code="invalid_image_url")
+        with self._decoding:
+            try:
+                picture, _ = image_rows.read(given, Path())
+            except ValueError as error:
+                raise ApiError(f"{place} {error}.", param=place, code="invalid_image") from None
+        left[0] -= picture.width * picture.height
+        left[1] -= self.sight.count(picture)
+        if left[0] < 0:
+            why = f"The request's images have more than {MOST_PIXELS:,} pixels; send smaller ones, or fewer."
+            raise ApiError(why, param=place, code="image_too_large")
+        if left[1] < 0:
+            most = self.engine.model.max_length
+            why = f"The request's images have more tokens than this model's {most} positions; send smaller ones, or fewer."
+            raise ApiError(why, param=place, code="context_length_exceeded")
+        if picture.digest in self._own or not images.is_known(picture.digest):
+            self._own[picture.digest] = self._own.pop(picture.digest, len(picture.data or b""))
+        return {"type": "text", "text": images.keep(picture)}
+
+    def hold(self, row: Row) -> None:
+        """Keep a request's images as long as its row."""
+        if digests := image_rows.digests_of(row):
+            self._used.update(digests)
+            weakref.finalize(row, self._used.subtract, digests)
+            self._drop()
+
+    def _drop(self) -> None:
+        held = sum(self._own.values())
+        for digest, size in list(self._own.items()):
+            if held <= KEPT_BYTES:
+                break
+            if self._used[digest] <= 0:
+                held -= self._own.pop(digest, size)
+                images.forget(digest)
+
+
+def refuse_marks(texts: Mapping[str, Any]) -> None:
+    """Raise `ApiError` for the mark of an image in one of a request's texts."""
+
+    def fail(place: str, reason: str) -> NoReturn:
+        raise ApiError(f"{place} {reason}.", param=place)
+
+    image_rows.refuse_marks(texts, fail, "")
