@@ -19,6 +19,7 @@ import machine
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from workers import pytest_addoption, pytest_runtestloop  # noqa: F401 (pytest finds them here)
 
 torch.set_num_threads(1)
 # Processes are killed here and no machine is: what was written is there in either case, and a run waits for the disk fifty times.
@@ -41,11 +42,6 @@ def rewards_here(monkeypatch: pytest.MonkeyPatch) -> None:
     from inline_scorer import PoolHere
 
     monkeypatch.setattr("psigrad.language.recipes.scorers.RewardPool", PoolHere)
-
-
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One more than processors: some tests wait, for a program, a deadline or a disk."""
-    return len(os.sched_getaffinity(0)) + 1
 
 
 LONGEST = (

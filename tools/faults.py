@@ -76,7 +76,7 @@ def outcomes(rows: tuple[Row, ...], long: bool) -> dict[int, Outcome]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         limit = "3600" if long else "300"  # of one test, in seconds, as `make test-long` and `make test` have it
-        start = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--timeout", limit]
+        start = [sys.executable, "-m", "pytest", "-q", "--workers", "2", "--timeout", limit]
         command = [*CLUSTER, "-q", "-m", "cluster", "--timeout", "900"] if alone[1] else start
         command += ["-o", "faulthandler_timeout=3700"]  # a hang that no signal ends: after the longest of these limits
         command += [f"--junitxml={report}", *files]

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from cases import repeat_for
 from tiny_jobs import online_config
+from warm import warm
 
 from psigrad import cli
 from psigrad.cli import flags
@@ -35,7 +36,8 @@ def compared(request, job, tmp_path_factory):
     """An online method and one on pairs, on the tiny job, one seed."""
     folder = tmp_path_factory.mktemp("lab")
     comparison = Comparison(request.param, config(job, folder), (0,), str(job / "pairs.jsonl"))
-    return comparison, compare.run(comparison)
+    with warm():
+        return comparison, compare.run(comparison)
 
 
 def test_every_method_is_measured_on_the_same_held_out_prompts(compared):
