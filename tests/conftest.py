@@ -45,9 +45,9 @@ def rewards_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 LONGEST = (
-    *("training/test_learning.py", "parallel/test_rank_runs.py", "parallel/test_rank_gradients.py", "cli/test_obeyed.py"),
-    "models/test_tiers.py",
-    *("sandbox/test_hostile.py", "labels/test_chaos.py", "runs/test_resume.py", "sandbox/test_user_tier.py"),
+    *("models/test_tiers.py", "runs/test_resume.py", "training/test_learning.py", "runs/test_memory.py", "course/test_course.py"),
+    *("control/test_saving.py", "models/test_probe.py", "sandbox/test_hostile.py", "cli/test_obeyed.py", "labels/test_chaos.py"),
+    *("parallel/test_rank_runs.py", "parallel/test_rank_gradients.py", "sandbox/test_user_tier.py"),
 )
 """The files that take longest."""
 NEEDED = "needs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
@@ -21,25 +22,26 @@ from psigrad.kernels import kernels
 
 
 class WarmPopen(subprocess.Popen):
-    """Forks for `[sys.executable, "-m", "psigrad…", …]`; any other command is started as it is."""
+    """Forks for `[sys.executable, "-m", MODULE, …]` and `[sys.executable, "FILE.py", …]`; any other runs as it is."""
 
     def _execute_child(self, args: Any, *given: Any) -> None:
-        if not isinstance(args, list) or args[:2] != [sys.executable, "-m"] or not args[2].startswith("psigrad"):
+        if not isinstance(args, list) or args[0] != sys.executable or not (args[1] == "-m" or args[1].endswith(".py")):
             return super()._execute_child(args, *given)
         preexec, (cwd, env), pipes, session = given[1], given[4:6], given[9:15], given[20]
         sys.stdout.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            _become(args[2:], (pipes[0], pipes[3], pipes[5]), preexec, cwd, env, session)
+            _become(args[1:], (pipes[0], pipes[3], pipes[5]), preexec, cwd, env, session)
         self._child_created = True
         self._close_pipe_fds(*pipes)
         return None
 
 
 def _become(words: list[str], pipes: tuple[int, ...], preexec: Any, cwd: Any, env: Any, session: bool) -> NoReturn:
-    """Be `python -m words` with these pipes as standard input, output and error."""
+    """Be `python words` with these pipes as standard input, output and error."""
     code = 1
     try:
+        atexit._clear()  # what the tests' process does at its end
         for stream, pipe in enumerate(pipes):
             if pipe != -1:
                 os.dup2(pipe, stream)
@@ -61,8 +63,14 @@ def _become(words: list[str], pipes: tuple[int, ...], preexec: Any, cwd: Any, en
         torch.set_num_threads(1)
         for kept in (kernels.kernels, kernels.library):
             kept.cache_clear()  # which an environment may switch off
-        sys.argv = [words[0], *words[1:]]
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            sys.path.insert(0, os.path.dirname(words[0]))
+            runpy.run_path(words[0], run_name="__main__")
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
@@ -73,6 +81,7 @@ def _become(words: list[str], pipes: tuple[int, ...], preexec: Any, cwd: Any, en
     finally:
         with contextlib.suppress(Exception):
             threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)

@@ -26,8 +26,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def count(asked: str) -> int:
-    """Return the number of workers; auto: one more than processors, as some tests wait for a program, a deadline or a disk."""
-    return min(len(os.sched_getaffinity(0)) + 1, 8) if asked == "auto" else int(asked)
+    """Return the number of workers; auto: two more than processors, as some tests wait for a program, a deadline or a disk."""
+    return min(len(os.sched_getaffinity(0)) + 2, 8) if asked == "auto" else int(asked)
 
 
 class Files:

@@ -217,7 +217,7 @@ def test_without_steps_there_are_no_equal_samples(job, tmp_path):
 def test_a_run_that_fails_is_named_with_its_reason(job, tmp_path):
     made = config(job, tmp_path)
     broken = replace(made, model=replace(made.model, path=str(tmp_path / "nowhere")))
-    with pytest.raises(UserError, match="grpo, seed 0, failed: There is no folder"):
+    with warm(), pytest.raises(UserError, match="grpo, seed 0, failed: There is no folder"):
         compare.run(Comparison(("grpo",), broken, (0,)))
 
 
