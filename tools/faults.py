@@ -55,7 +55,7 @@ def run(rows: tuple[Row, ...], long: bool) -> int:
     if all(alone):
         return max(run(part, long) for part in alone)
     limit = "3600" if long else "300"  # of one test, in seconds, as `make test-long` and `make test` have it
-    start = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--timeout", limit]
+    start = [sys.executable, "-m", "pytest", "-q", "--workers", "2", "--timeout", limit]
     command = [*CLUSTER, "-q", "-m", "cluster", "--timeout", "900"] if alone[1] else start
     command += ["-o", "faulthandler_timeout=3700"]  # a hang that no signal ends: after the longest of these limits
     command += sorted({file for r in rows for file, _ in r.tests})

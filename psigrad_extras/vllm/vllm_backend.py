@@ -30,8 +30,7 @@ from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers.embedded import check_room
 from psigrad.language.rollout.types import Completion, Dialogue, Request, Sampler, SamplingParams
 from psigrad.processes.parallel.world import RankLost
-from psigrad.processes.workers import Worker, WorkerGone
-from psigrad.processes.workers.worker_pool import SharedWait
+from psigrad.processes.workers.worker_pool import SharedWait, Worker, WorkerGone
 from psigrad_extras.vllm import vllm_weights
 from psigrad_extras.vllm.broadcast import LOST
 from psigrad_extras.vllm.flight import Flight, Snapshot, Ticket, numbers, settings_of

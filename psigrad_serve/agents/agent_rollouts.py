@@ -13,7 +13,7 @@ from psigrad.language.data.image_rows import row_for_agents
 from psigrad.language.episodes.episodes import settle
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Sampler, SamplingParams, Trajectory
-from psigrad.processes.workers import Lost, PoolLimits, WorkerPool
+from psigrad.processes.workers.worker_pool import Lost, PoolLimits, WorkerPool
 from psigrad_serve.agents.agent_session import Session
 from psigrad_serve.agents.agent_worker import AgentCommand, Place, check_agent, decode
 from psigrad_serve.agents.token_tree import TokenTree

@@ -18,9 +18,8 @@ from shutil import which
 from typing import IO, Any
 
 from psigrad.errors import UserError
-from psigrad.processes.workers import unpack
 from psigrad.processes.workers.child import reason_for
-from psigrad.processes.workers.shipping import Packed
+from psigrad.processes.workers.shipping import Packed, unpack
 from psigrad_serve.agents.tunnel import through
 
 # The parameter names that an agent's function may have.

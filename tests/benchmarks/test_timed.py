@@ -12,6 +12,7 @@ from timed.inputs import prepare, rows, tokenizer
 from timed.workload import Workload, read
 from timed_runs import timed_functions  # noqa: F401 (a fixture)
 from transformers import AutoConfig
+from warm import warm
 
 from psigrad.errors import UserError
 from psigrad.language.models import tiny
@@ -32,7 +33,8 @@ def configuration(tmp_path_factory):
 
 def timed(configuration, **changed):
     work = replace(SMALL, **changed)
-    return timing.alone(work, "float32", 1, make=lambda work, folder: prepare(work, str(configuration), folder))
+    with warm():
+        return timing.alone(work, "float32", 1, make=lambda work, folder: prepare(work, str(configuration), folder))
 
 
 def test_a_configuration_alone_is_timed_and_its_phases_add_up(configuration):

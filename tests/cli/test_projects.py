@@ -59,7 +59,7 @@ def run_its_tests(folder: Path) -> tuple[bool, str]:
                 del sys.modules[name]
         sys.path.insert(0, str(folder))
         # faulthandler waits for a thread that a fork does not have
-        without = [f"-pno:{plugin}" for plugin in ("cacheprovider", "xdist", "timeout", "faulthandler")]
+        without = [f"-pno:{plugin}" for plugin in ("cacheprovider", "timeout", "faulthandler")]
         assert pytest.main(["-q", *without, "--rootdir", str(folder), str(folder)]) == 0
 
     passed = forked(work) == 0

@@ -15,6 +15,7 @@ import time
 import gymnasium as gym
 import psutil
 import pytest
+from warm import warm
 
 from psigrad.__main__ import start
 from psigrad.control import builder, run
@@ -175,7 +176,8 @@ def test_a_callback_that_leaves_the_command_line_does_not_end_it_well(way, tmp_p
     (tmp_path / "leaves.py").write_text(callback.format(way=way or "pass"))
     small = "--n-steps 16 --n-envs 1 --total-timesteps 32 --batch-size 16 --eval-episodes 0 --no-report --env CartPole-v1"
     words = ["control", "ppo", *small.split(), "--callbacks", "leaves.py:Leaves", "--output-dir", "run"]
-    done = subprocess.run([sys.executable, "-m", "psigrad", *words], cwd=tmp_path, capture_output=True, timeout=300, check=False)
+    with warm():
+        done = subprocess.run([sys.executable, "-m", "psigrad", *words], cwd=tmp_path, capture_output=True, timeout=300)
     assert (done.returncode == 0) == (way == "") == (tmp_path / "run" / "model").is_dir(), done.stderr
 
 

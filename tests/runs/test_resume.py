@@ -12,6 +12,8 @@ from resuming import MORE_RECIPES, RECIPES, digest, dying_at
 from tiny_jobs import forked
 
 SLOW, LONG = pytest.mark.slow, pytest.mark.long
+SHORT = {"max_steps": 4}
+"""Two checkpoints, and an evaluation between them."""
 
 
 @pytest.fixture(scope="module", params=RECIPES)
@@ -36,7 +38,7 @@ def whole(run, config, job, folder):
     def work():
         seen: list[str] = []
         dying_at(0, seen)
-        run(config(job, folder / "run"))
+        run(config(job, folder / "run", **SHORT))
         counter.write_text("\n".join(seen))
 
     assert forked(work) == 0
@@ -50,11 +52,11 @@ def killed_then_resumed(run, config, job, output: Path, points: list[int]) -> No
 
         def doomed(point=point):
             dying_at(point)
-            run(config(job, output))
+            run(config(job, output, **SHORT))
 
         status = forked(doomed)
         assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"the kill at event {point} did not land"
-    assert forked(lambda: run(config(job, output))) == 0
+    assert forked(lambda: run(config(job, output, **SHORT))) == 0
 
 
 @pytest.mark.parametrize("index", [0, 1, *(pytest.param(i, marks=SLOW if i < 5 else LONG) for i in range(2, 10))])
@@ -68,7 +70,7 @@ def test_a_killed_run_resumes_bitwise(index, uninterrupted, job, tmp_path):
 @pytest.mark.parametrize("index", [0, *(pytest.param(i, marks=SLOW) for i in range(1, 4))])
 def test_every_recipe_resumes_bitwise(index, another, job, tmp_path):
     run, config, expected, events = another
-    point = random.Random(index).randrange(len(events) // 3, len(events))  # behind the first checkpoint
+    point = random.Random(index).randrange(len(events) // 2, len(events))  # behind the first checkpoint
     killed_then_resumed(run, config, job, tmp_path / "run", [point])
     assert digest(tmp_path / "run") == expected, f"killed at event {point}: {events[point - 1]}"
 
@@ -92,6 +94,6 @@ def test_a_run_killed_again_and_again_resumes_bitwise(uninterrupted, job, tmp_pa
 
 def test_negative_control_another_seed_gives_another_digest(uninterrupted, job, tmp_path):
     run, config, expected, _ = uninterrupted
-    assert forked(lambda: run(config(job, tmp_path / "run", seed=1))) == 0
+    assert forked(lambda: run(config(job, tmp_path / "run", seed=1, **SHORT))) == 0
     other = digest(tmp_path / "run")
     assert all(other[name] != expected[name] for name in ("metrics", "rollouts", "weights", "optimizer"))

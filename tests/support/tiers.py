@@ -52,7 +52,7 @@ def run(tier: str, tests: Sequence[str], *options: str, **given: object) -> subp
     """Run tests in a process that sees a processor of this tier."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", processor.SWITCH))}
     if tier == AMX and AMX not in processor.levels():
-        options = (*options, "-p", "amx", "--numprocesses", "0")
+        options = (*options, "-p", "amx")
         environment |= {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/support"}
     else:
         environment |= processor.environment_of(tier)
@@ -77,7 +77,7 @@ def main(asked: list[str]) -> int:
             sys.exit(f"{tier} is none of the tiers that this processor can stand in for: {', '.join(possible)}")
         emulated = tier == AMX and AMX not in processor.levels()
         print(f"{tier}{' (emulated)' if emulated else ''}:", flush=True)
-        split = () if emulated else ("--numprocesses", "auto", "--maxprocesses", "8", "--dist", "loadfile")
+        split = () if emulated else ("--workers", "auto")
         status[tier] = run(tier, EMULATED if emulated else KERNELS, *split).returncode
     lacking = [tier for tier in processor.LEVELS.get(platform.machine(), {}) if tier not in possible]
     print("; ".join(f"{tier} {'failed' if code else 'passed'}" for tier, code in status.items()))

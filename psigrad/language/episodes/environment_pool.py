@@ -9,10 +9,9 @@ from typing import Any, Unpack
 from psigrad.errors import UserError
 from psigrad.language.episodes.environments import Answer, EpisodeCall, Factory, Fault, InProcess, Opening, Playing, Step
 from psigrad.processes.sandbox import enclosure_of_workers
-from psigrad.processes.workers import Lost, PoolLimits, WorkerPool, unpack
 from psigrad.processes.workers.child import reason_for
-from psigrad.processes.workers.shipping import Packed
-from psigrad.processes.workers.worker_pool import START_LIMIT
+from psigrad.processes.workers.shipping import Packed, unpack
+from psigrad.processes.workers.worker_pool import START_LIMIT, Lost, PoolLimits, WorkerPool
 
 
 class EnvironmentPool(Playing):

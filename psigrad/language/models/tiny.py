@@ -13,7 +13,6 @@ from transformers import (
     AutoModelForImageTextToText,
     GPT2Config,
     GPTNeoXConfig,
-    Idefics3Config,
     LlamaConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -104,6 +103,7 @@ def save_vision_model(
 
     An image of `pixels` × `pixels` has one token for each patch of `patch` × `patch`; larger images are scaled down.
     """
+    from transformers.models.idefics3.configuration_idefics3 import Idefics3Config
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
     words = tokenizer(corpus, 290)
@@ -123,7 +123,7 @@ def save_vision_model(
     )
     tower = {**sizes, "intermediate_size": 2 * hidden, "image_size": pixels, "patch_size": patch}
     image: Any = words.convert_tokens_to_ids(IMAGE)
-    config = Idefics3Config(  # type: ignore[call-arg]
+    config = Idefics3Config(
         text_config=text.to_dict(),
         vision_config=tower,
         image_token_id=image,

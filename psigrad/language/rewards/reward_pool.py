@@ -26,8 +26,8 @@ from psigrad.language.rollout.scoring import (
     Unscored,
     pick,
 )
-from psigrad.processes.workers import Lost, ShippingError, WorkerPool, homes, pack
-from psigrad.processes.workers.worker_pool import SharedWait
+from psigrad.processes.workers.shipping import ShippingError, homes, pack
+from psigrad.processes.workers.worker_pool import Lost, SharedWait, WorkerPool
 
 # Seconds after which a thread that waits for answers checks for groups that other threads have added.
 SLICE = 0.05

@@ -16,9 +16,8 @@ from psigrad.errors import kind_of, nearest
 from psigrad.language import images
 from psigrad.language.rewards.golds import blank
 from psigrad.language.rollout.scoring import Failure, Preparable, SelfLimited, Unscored, Wrong, transcript_of, turns_of
-from psigrad.processes.workers import unpack
 from psigrad.processes.workers.child import message_of, reason_for
-from psigrad.processes.workers.shipping import Packed
+from psigrad.processes.workers.shipping import Packed, unpack
 
 
 class Malformed(ValueError):

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from cases import repeat_for
 from tiny_jobs import online_config
+from warm import warm
 
 from psigrad import cli
 from psigrad.cli import flags
@@ -35,7 +36,8 @@ def compared(request, job, tmp_path_factory):
     """An online method and one on pairs, on the tiny job, one seed."""
     folder = tmp_path_factory.mktemp("lab")
     comparison = Comparison(request.param, config(job, folder), (0,), str(job / "pairs.jsonl"))
-    return comparison, compare.run(comparison)
+    with warm():
+        return comparison, compare.run(comparison)
 
 
 def test_every_method_is_measured_on_the_same_held_out_prompts(compared):
@@ -215,7 +217,7 @@ def test_without_steps_there_are_no_equal_samples(job, tmp_path):
 def test_a_run_that_fails_is_named_with_its_reason(job, tmp_path):
     made = config(job, tmp_path)
     broken = replace(made, model=replace(made.model, path=str(tmp_path / "nowhere")))
-    with pytest.raises(UserError, match="grpo, seed 0, failed: There is no folder"):
+    with warm(), pytest.raises(UserError, match="grpo, seed 0, failed: There is no folder"):
         compare.run(Comparison(("grpo",), broken, (0,)))
 
 

@@ -93,10 +93,17 @@ def spoil_fused(monkeypatch, seed):
     monkeypatch.setattr(Pretrained, "target_hidden", spoilt)
 
 
+# of the families that are not fused each precision once, whole or with an adapter
+HONEST = [
+    pytest.param(family, dtype, lora, marks=() if family in FUSED or (dtype == "float32") == (lora is None) else pytest.mark.slow)
+    for family in CONFIGS
+    for dtype in PRECISIONS
+    for lora in (None, Lora(2))
+]
+
+
 @pytest.mark.needs("compiler")
-@pytest.mark.parametrize("lora", [None, Lora(2)], ids=["whole", "lora"])
-@pytest.mark.parametrize("dtype", PRECISIONS)
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(("family", "dtype", "lora"), HONEST)
 def test_an_honest_model_keeps_the_fast_path(family, dtype, lora, tokenizer):
     model = prepare(network(family, PRECISIONS[dtype]), tokenizer, lora=lora)
     assert not model.why_padded

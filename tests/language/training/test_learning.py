@@ -124,5 +124,5 @@ def test_negative_control_tokens_that_are_sure_learn_nothing_where_the_others_ar
 
 
 def test_negative_control_an_unrelated_reward_teaches_it_nothing(tokenizer):
-    shares = trained("grpo", 0, worth_nothing, tokenizer)
-    assert len(shares) == STEPS and lasting(shares) < 0.6
+    shares = trained("grpo", 0, worth_nothing, tokenizer, last=LAST[0])
+    assert len(shares) == LAST[0] and lasting(shares) < 0.6

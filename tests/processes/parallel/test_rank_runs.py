@@ -16,6 +16,7 @@ import ranks
 import torch
 from rank_gradients import make_models
 from safetensors.torch import load_file
+from warm import warm
 
 from psigrad.processes.parallel.world import RankLost
 from psigrad.records import checkpoint
@@ -231,16 +232,16 @@ def started(job: Path, out: Path, *more: str) -> subprocess.Popen[str]:
     return run
 
 
-def ranks_of(run: subprocess.Popen[str]) -> dict[bytes, int]:
-    """The process of each rank: a child of the launcher, which is the child of the command."""
+def ranks_of(run: subprocess.Popen[str]) -> list[int]:
+    """The process of each rank: the children of the launcher, which is the child of the command, in the order of their start."""
     (launcher,) = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return {Path(f"/proc/{pid}/environ").read_bytes().split(b"\0RANK=")[1][:1]: int(pid) for pid in children}
+    return list(map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()))
 
 
 def test_the_command_line_starts_processes_and_says_which_one_failed(job, tmp_path):
-    run = started(job, tmp_path / "run")
-    os.kill(ranks_of(run)[b"1"], signal.SIGKILL)
+    with warm():
+        run = started(job, tmp_path / "run")
+    os.kill(ranks_of(run)[1], signal.SIGKILL)
     said = run.communicate(timeout=240)[1]
     assert run.returncode == 137
     assert "process 1 of 0 to 1 was ended by SIGKILL" in said
@@ -252,7 +253,7 @@ def test_a_process_that_stands_still_while_all_save_beside_the_steps_is_named_so
     """Its save waits for it for hours; neither the end of the run nor that of Python waits for the save."""
     more = ["--strategy", "fsdp", "--async-save", "--save-steps", "1", "--timeout-minutes", "0.2"]
     run = started(job, tmp_path / "run", *more)
-    os.kill(ranks_of(run)[b"1"], signal.SIGSTOP)
+    os.kill(ranks_of(run)[1], signal.SIGSTOP)
     began = time.monotonic()
     said = run.communicate(timeout=120)[1]
     assert run.returncode == 75 and "Process 1 of 0 to 1 of this run has ended or does not answer" in said, said[-3000:]
