@@ -18,7 +18,7 @@ from psigrad import seeds
 from psigrad.config import Data, EvalConfig, Evaluation, Model, OnlineConfig, Optim, Run, Sampling, SFTConfig
 from psigrad.errors import UserError
 from psigrad.language.data import tasks
-from psigrad.language.models import backbone, tiny
+from psigrad.language.models import tiny, towers
 from psigrad.language.recipes import evaluate, online, sft
 from psigrad.language.recipes.finish import write_report
 from psigrad.paths import claim
@@ -129,7 +129,7 @@ def prepare(
         tokenizer = tiny.tokenizer((row["prompt"] + row["completion"] for row in shown[:3000]), 300)
         advance()
         model = tiny.model("qwen3", len(tokenizer), hidden=hidden, layers=layers, heads=4, max_length=512, seed=seed)
-        backbone.write(model, tokenizer, paths["base"])
+        towers.write(model, tokenizer, paths["base"])
         advance()
     return paths
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from psigrad.config import Data, Evaluation, Model, OnlineConfig, Optim, Run, Sampling, SFTConfig
 from psigrad.language.models import tiny
-from psigrad.language.models.backbone import without_bars
+from psigrad.language.models.towers import without_bars
 from psigrad.language.recipes import online, sft
 from psigrad.language.recipes.finish import write_report
 from psigrad.paths import claim

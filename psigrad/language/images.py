@@ -67,7 +67,7 @@ class Picture:
 
 
 class Sight(Protocol):
-    """How a model family writes an image in its prompts; `see` attaches it to a tokenizer."""
+    """The form of an image in the prompts of a model family; `see` attaches it to a tokenizer."""
 
     @property
     def placeholder(self) -> str:

@@ -17,10 +17,10 @@ from psigrad.config import Model
 from psigrad.errors import UserError, nearest, reason_of
 from psigrad.language.data.chat.rendering import render
 from psigrad.language.loading.model_source import coded_base, ends_of, locate, meant, plain_folder, tell_ends
-from psigrad.language.models.backbone import LOADING_ERRORS, without_bars, write
+from psigrad.language.models.backbone import LOADING_ERRORS
 from psigrad.language.models.lora import is_adapter
 from psigrad.language.models.sizes import size
-from psigrad.language.models.towers import keep_towers
+from psigrad.language.models.towers import keep_towers, without_bars, write
 from psigrad.language.models.vision import needs_vision
 from psigrad.paths import check_folder
 from psigrad.records import checkpoint

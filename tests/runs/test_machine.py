@@ -11,7 +11,7 @@ from psigrad import control
 from psigrad.config import Model, Run
 from psigrad.errors import UserError
 from psigrad.language.loading.load_model import load_model
-from psigrad.language.models.backbone import write
+from psigrad.language.models.towers import write
 from psigrad.language.recipes import online
 from psigrad.runs import machine
 

@@ -23,14 +23,13 @@ from psigrad.language.loading.given_model import GivenModel, take_weights
 from psigrad.language.loading.model_source import coded_base, find_adapter, locate, lora_of
 from psigrad.language.loading.teacher import Teacher
 from psigrad.language.models import language_model, scalar_model, sharded
-from psigrad.language.models.backbone import without_bars
 from psigrad.language.models.coded_linear import code_linears
 from psigrad.language.models.experts import balance_of
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.models.sizes import size
-from psigrad.language.models.towers import names_beside
+from psigrad.language.models.towers import names_beside, without_bars
 from psigrad.processes.parallel import shards
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.records.checkpoint import MANIFEST

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import math
 import os
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +23,6 @@ from psigrad import redaction
 from psigrad.errors import UserError, reason_of
 from psigrad.language.images import FIRST, sight_of
 from psigrad.language.models import attention
-from psigrad.language.models.coded_linear import CODED_BASE, coded_as
 from psigrad.language.models.experts import Balance, Routing
 from psigrad.language.models.fused.caches import ActivationCache, CacheHit
 from psigrad.language.models.fused.decoder import Decoder
@@ -42,7 +40,7 @@ from psigrad.language.models.probe import (
     switch_dropout_off,
 )
 from psigrad.language.models.sizes import size
-from psigrad.language.models.towers import freeze_towers, put_back, text_half
+from psigrad.language.models.towers import freeze_towers, text_half, write
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -132,7 +130,7 @@ class Pretrained(ABC):
 
     @property
     def vision(self) -> Vision | None:
-        """How prompts contain images; None if the model reads text alone."""
+        """The form of images in prompts; None if the model reads text alone."""
         found: Vision | None = sight_of(self.tokenizer)
         return found
 
@@ -445,44 +443,3 @@ def check_whole(missing: Iterable[str]) -> None:
     """Raise `ValueError` if weights are missing in a model's files. transformers draws them at random and continues."""
     if names := sorted(missing):
         raise ValueError(f"its files lack {', '.join(names[:3])}{', …' * (len(names) > 3)}, which would be random numbers")
-
-
-@contextlib.contextmanager
-def without_bars() -> Iterator[None]:
-    """Disable transformers' progress bar per weight file, which hides psigrad's; the caller's setting is restored."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-def save_pretrained(network: Any, folder: Path, **given: Any) -> None:
-    """Call `network.save_pretrained` on any process: transformers 5.23 silently writes weights on rank 0 alone."""
-    network.should_save_on_this_rank = lambda is_main_process: is_main_process
-    try:
-        network.save_pretrained(folder, safe_serialization=True, **given)
-    finally:
-        del network.should_save_on_this_rank
-
-
-@without_bars()
-def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write weights and tokenizer in Hugging Face form."""
-    save_pretrained(model, folder)
-    tokenizer.save_pretrained(folder)
-    if (vision := sight_of(tokenizer)) is not None:
-        vision.save(folder)
-    if not put_back(getattr(model, "network", model), folder):
-        redaction.say(f"{folder} holds the text half alone: the names of its weights are not those of the checkpoint it is from.")
-    if isinstance(model, nn.Module) and (kind := coded_as(model)) is not None:  # weights in shards have no modules here
-        numbers = {"quantize_base": kind, "dtype": str(model.dtype).removeprefix("torch.")}
-        (folder / CODED_BASE).write_text(json.dumps(numbers) + "\n")
-    umask = os.umask(0)
-    os.umask(umask)
-    for path in folder.iterdir():  # safetensors makes its files readable by their owner alone
-        path.chmod(0o666 & ~umask)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from psigrad import extras
-from psigrad.language.models.backbone import Pretrained, reshard, write
+from psigrad.language.models.backbone import Pretrained, reshard
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.models.towers import text_half
+from psigrad.language.models.towers import text_half, write
 from psigrad.processes.parallel import shards
 from psigrad.processes.parallel.world import Division, World
 

@@ -1,4 +1,4 @@
-"""Vision and audio towers next to the text half of a checkpoint. They are never trained and never lost.
+"""Models as files, and the vision and audio towers next to the text half of a checkpoint, which are never lost.
 
 If transformers loads the whole model (Gemma 3 and 4), its towers are frozen. If it loads the text half alone (Qwen3.5), a saved
 model gets them back from its original checkpoint.
@@ -6,18 +6,26 @@ model gets them back from its original checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from psigrad import redaction
 from psigrad.errors import UserError
+from psigrad.language.images import sight_of
+from psigrad.language.models.coded_linear import CODED_BASE, coded_as
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # The attribute of a network that holds its `Towers`.
 _BESIDE = "beside_text"
@@ -196,3 +204,44 @@ def _rename(source: Path, target: Path, renamed: Callable[[str], str]) -> list[s
         new.write(len(text).to_bytes(8, "little") + text)
         shutil.copyfileobj(old, new, 1 << 24)
     return list(header)
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Disable transformers' progress bar per weight file, which hides psigrad's; the caller's setting is restored."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def save_pretrained(network: Any, folder: Path, **given: Any) -> None:
+    """Call `network.save_pretrained` on any process: transformers 5.23 silently writes weights on rank 0 alone."""
+    network.should_save_on_this_rank = lambda is_main_process: is_main_process
+    try:
+        network.save_pretrained(folder, safe_serialization=True, **given)
+    finally:
+        del network.should_save_on_this_rank
+
+
+@without_bars()
+def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write weights and tokenizer in Hugging Face form."""
+    save_pretrained(model, folder)
+    tokenizer.save_pretrained(folder)
+    if (vision := sight_of(tokenizer)) is not None:
+        vision.save(folder)
+    if not put_back(getattr(model, "network", model), folder):
+        redaction.say(f"{folder} holds the text half alone: the names of its weights are not those of the checkpoint it is from.")
+    if isinstance(model, nn.Module) and (kind := coded_as(model)) is not None:  # weights in shards have no modules here
+        numbers = {"quantize_base": kind, "dtype": str(model.dtype).removeprefix("torch.")}
+        (folder / CODED_BASE).write_text(json.dumps(numbers) + "\n")
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in folder.iterdir():  # safetensors makes its files readable by their owner alone
+        path.chmod(0o666 & ~umask)

@@ -67,7 +67,7 @@ class _Held:
 
 
 class Vision:
-    """How one family writes images in prompts and computes their features; a `Sight` for its tokenizer.
+    """The images of one family: their form in prompts and their features. It is the `Sight` of a tokenizer.
 
     `two_way` families let the tokens of an image attend to each other in both directions. Those with `axes` give an image token a
     position in time, height and width (M-RoPE).

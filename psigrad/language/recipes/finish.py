@@ -22,9 +22,9 @@ from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_model, load_scalar_model
 from psigrad.language.loading.model_source import tell_ends
 from psigrad.language.models import sharded
-from psigrad.language.models.backbone import write
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
+from psigrad.language.models.towers import write
 from psigrad.language.recipes.learners import Learner, begin
 from psigrad.language.recipes.loops import Generated, train_offline
 from psigrad.language.recipes.memory_check import check_offline
