@@ -22,7 +22,7 @@ from psigrad.language.data import image_rows
 from psigrad.language.data.sources import from_rows, load
 from psigrad.language.rewards import reward_worker
 from psigrad.language.rollout.scoring import Samples
-from psigrad.processes.workers import pack
+from psigrad.processes.workers.shipping import pack
 
 RED, BLUE = encoded(draw("red")), encoded(draw("blue"))
 R, B = (f"\ufffc{hashlib.sha256(data).hexdigest()}\ufffc" for data in (RED, BLUE))
