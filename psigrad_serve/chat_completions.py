@@ -89,7 +89,9 @@ class ChatCompletions:
         self.counts = [0] * self.call.n
         for k in range(self.call.n):
             more = (
-                {"prompt_token_ids": self.served.shown_ids(self.call.prompt_ids)} if self.form.return_token_ids and not k else {}
+                {"prompt_token_ids": self.served.pictures.shown_ids(self.call.prompt_ids)}
+                if self.form.return_token_ids and not k
+                else {}
             )
             yield self._chunk([self._choice(k, {"role": "assistant", "content": ""})], **more)
 
@@ -127,7 +129,7 @@ class ChatCompletions:
             choices.append(choice | ({"token_ids": [t.id for t in reply.tokens]} if form.return_token_ids else {}))
         counted = usage(len(self.call.prompt_ids), sum(len(reply.tokens) for reply in own))
         made = {"id": self.id, "object": "chat.completion", "created": int(time.time())}
-        more = {"prompt_token_ids": self.served.shown_ids(self.call.prompt_ids)} if form.return_token_ids else {}
+        more = {"prompt_token_ids": self.served.pictures.shown_ids(self.call.prompt_ids)} if form.return_token_ids else {}
         return {**made, "model": form.model, "choices": choices, "usage": counted, **more}
 
     def _choice(self, k: int, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:

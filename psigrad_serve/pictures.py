@@ -89,6 +89,10 @@ class Pictures:
             self._own[picture.digest] = self._own.pop(picture.digest, len(picture.data or b""))
         return {"type": "text", "text": images.keep(picture)}
 
+    def shown_ids(self, ids: Sequence[int]) -> list[int]:
+        """Return a prompt's tokens as clients get them: ids of the vocabulary, with the placeholder in place of image tokens."""
+        return list(ids) if self.sight is None else images.without_images(ids, self.sight.token_id)
+
     def hold(self, row: Row) -> None:
         """Keep a request's images as long as its row."""
         if digests := image_rows.digests_of(row):

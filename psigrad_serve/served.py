@@ -21,7 +21,6 @@ from psigrad.language.data.dataset_rows import Row, RowError, validate
 from psigrad.language.data.templates import prompt_ids, stop_token_ids
 from psigrad.language.episodes.tool_calls import ToolCall
 from psigrad.language.episodes.tools import CallForm, call_form_of
-from psigrad.language.images import without_images
 from psigrad.language.rollout.types import DrawnToken, SamplingParams
 from psigrad_serve.api_errors import ApiError
 from psigrad_serve.engine.engine import SamplingEngine
@@ -242,11 +241,6 @@ class Served:
             )  # fmt: skip
         params = replace(call.params, max_tokens=min(call.params.max_tokens, room))
         return replace(call, params=params)
-
-    def shown_ids(self, ids: Sequence[int]) -> list[int]:
-        """Return a prompt's tokens as clients get them: ids of the vocabulary, with the placeholder in place of image tokens."""
-        sight = self.pictures.sight
-        return list(ids) if sight is None else without_images(ids, sight.token_id)
 
     def text_of(self, token: int) -> str:
         """Decode one token."""

@@ -10,13 +10,9 @@ from pictures import draw, encoded
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import psigrad
-from psigrad.config import Data, Model, OnlineConfig
-from psigrad.errors import UserError
 from psigrad.language.data.image_rows import row_for_agents
 from psigrad.language.data.sources import from_rows
 from psigrad.language.models.backbone import read_tokenizer
-from psigrad_extras.preflight.first_rows import try_rewards
-from psigrad_studio.labels.completion_groups import gather
 
 pytestmark = pytest.mark.usefixtures("rewards_here")
 
@@ -57,14 +53,12 @@ def test_a_model_and_its_processor_train_as_their_folder_does(base, tmp_path):
 
 
 @pytest.mark.parametrize("base", ["idefics3"], indirect=True)
-def test_eval_and_check_read_the_images_of_rows(base, tmp_path):
+def test_eval_reads_the_images_of_rows(base, tmp_path):
     kept = [{**row, "images": [{"bytes": encoded(row["images"][0])}]} for row in rows()]
     more = {"reward": digits, "num_generations": 2, "max_completion_length": 4, "threads": 1}
     figures = psigrad.evaluate(model=base, dataset=kept, output=tmp_path / "eval.json", **more)
     mean = sum((50, 100, 150, 200)) / 255 / 4
-    assert mean <= figures["eval/reward"] <= mean + 0.8
-    lines = try_rewards(OnlineConfig(model=Model(path=str(base)), data=Data(dataset=kept), reward=(digits,)))
-    assert [line.split()[1] for line, _ in lines][:2] == ["0.596", "0.196"]  # "50" and "?" beside 50 / 255
+    assert mean <= figures["eval/digits/mean"] <= mean + 0.8
 
 
 def test_an_agent_s_program_gets_json_that_it_can_send():
@@ -74,8 +68,3 @@ def test_an_agent_s_program_gets_json_that_it_can_send():
     assert url.startswith("data:image/png;base64,") and sent["images"] == [url]
     again = from_rows([{"prompt": sent["prompt"]}], "prompt-only").rows[0]
     assert again.prompt == row.prompt
-
-
-def test_labelling_refuses_images_by_name():
-    with pytest.raises(UserError, match="has an image, and labelling shows text alone"):
-        gather([("a:1", {"prompt": "how many?", "completion": "2", "images": ["a.png"]})])
