@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import time
 from collections.abc import Callable
@@ -125,7 +124,6 @@ def last_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int
     return max((parse_bytes(f"{size}iB") for size in sizes if size[-1:] in ("K", "M")), default=0)
 
 
-@functools.cache
 def _speed(device: str, dtype: str, threads: int, roughly: bool) -> tuple[float, float]:
     """Return (FLOP/s of a matrix product, bytes/s of a copy), each the best within a quarter of a second.
 
