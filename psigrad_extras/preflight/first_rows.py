@@ -19,6 +19,7 @@ from psigrad.language.data.rendered_rows import Rendered
 from psigrad.language.data.sources import form_of, from_rows, read_dataset
 from psigrad.language.episodes.environments import Fault, Playing, library_of
 from psigrad.language.episodes.tools import CallForm, ServerTool, ToolBox
+from psigrad.language.images import COLUMNS
 from psigrad.language.loading.load_model import settle_chat
 from psigrad.language.loading.model_source import load_tokenizer, tokenizer_path
 from psigrad.language.recipes.conversation import list_tools, offer_tools, playing_for
@@ -66,7 +67,7 @@ def try_rewards(config: OnlineConfig) -> list[tuple[str, str]]:
         return []
     said = [(row, text) for row in _tried_rows(config) for text in dict.fromkeys((str(row.columns.get("answer") or "?"), "?"))]
     asked = [
-        for_file({**row.columns, "prompt": row.prompt,
+        _as_given({**row.columns, "prompt": row.prompt,
                   "completion": text if isinstance(row.prompt, str) else [{"role": "assistant", "content": text}]})
         for row, text in said
     ]  # fmt: skip
@@ -79,6 +80,17 @@ def try_rewards(config: OnlineConfig) -> list[tuple[str, str]]:
     if text := hidden_from_rewards(config, load_tokenizer(tokenizer_path(config.model))):
         lines.append((text, "yellow"))
     return lines
+
+
+def _as_given(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row that is read again, with its images under the name and of the type that reward functions get in training."""
+    made = for_file(raw)
+    name = next((name for name in COLUMNS if raw.get(name)), "")
+    own = raw[name] if name and isinstance(raw[name], list) else [raw[name]] if name else []
+    if own and len(own) == len(made.get("images") or ()):
+        kept = [new if isinstance(one, str) else one for one, new in zip(own, made.pop("images"), strict=True)]
+        made[name] = kept if isinstance(raw[name], list) else kept[0]
+    return made
 
 
 def try_turns(config: OnlineConfig) -> list[tuple[str, str]]:
