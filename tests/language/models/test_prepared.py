@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from psigrad.errors import UserError
-from psigrad.language.models import backbone
+from psigrad.language.models import probe
 from psigrad.language.models.language_model import prepare
 
 SIZES = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -51,7 +51,7 @@ def test_the_logits_stay(name, tokenizer):
 
 def test_negative_control_a_threshold_that_is_taken_for_noise_changes_them(tokenizer, monkeypatch):
     jitters = lambda hf: [(m, name, 0.0) for m in hf.modules() for name in vars(m) if "jitter" in name]  # noqa: E731
-    monkeypatch.setattr(backbone, "dropouts_of", jitters)
+    monkeypatch.setattr(probe, "dropouts_of", jitters)
     assert gap(CONFIG_MAPPING["phimoe"](**SIZES, **CHOSEN["phimoe"]), tokenizer) > 1e-3
 
 

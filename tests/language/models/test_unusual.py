@@ -20,7 +20,7 @@ from unusual_models import LOOPED, MAMBA, MLA, STABLE, TWICE
 
 from psigrad.errors import UserError
 from psigrad.language.loading import samplers
-from psigrad.language.models import backbone, language_model, logprobs, tiny
+from psigrad.language.models import backbone, language_model, logprobs, probe, tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.samplers import cache
@@ -143,7 +143,7 @@ def test_nothing_is_random_when_activations_are_recomputed(config, tokenizer, mo
     one, other = (model._probe(GROUPS, packed=True) for _ in range(2))
     assert model.train_mode and torch.equal(one, other)
     assert model.network.training
-    monkeypatch.setattr(backbone, "dropouts_of", lambda hf: [])
+    monkeypatch.setattr(probe, "dropouts_of", lambda hf: [])
     monkeypatch.setattr(backbone, "set_mode", torch.nn.Module.train)
     with pytest.raises(UserError, match="draws random numbers in training mode that psigrad cannot switch off"):
         prepare(Causal.from_config(config), tokenizer, gradient_checkpointing=True)

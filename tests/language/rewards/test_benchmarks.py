@@ -148,7 +148,7 @@ def test_mmlu_by_likelihood_takes_the_letter_that_the_model_finds_likeliest(tmp_
     right = [letter == "AB"[row["answer"]] for letter, row in zip(want, asked, strict=True)]
     assert [one["score"] for one in found["completions"]] == [float(one) for one in right]
     assert found["settings"]["decoding"] == "none: the likeliest letter"
-    assert main([*command, "--likelihood", "--best-of", "4"]) != 0 and "once for each question" in capsys.readouterr().err
+    assert main([*command, "--likelihood", "--best-of", "4"]) != 0 and "one answer per question" in capsys.readouterr().err
     # rows of one's own: with letters they are answered so too, and a row without is refused by its place
     lettered = {"prompt": "What is it?", "A": "a", "B": "b", "answer": "B"}
     own = [*command[:-3], str(tmp_path / "own.jsonl"), "--reward", "choice", "--likelihood"]
