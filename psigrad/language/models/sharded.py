@@ -115,9 +115,12 @@ def _describe(model: Pretrained, folder: Path) -> None:
     config: Any = copy.deepcopy(model.network.config)
     config.dtype = str(model.network.dtype).removeprefix("torch.")
     config.save_pretrained(folder)
-    if model.network.generation_config is not None:
-        model.network.generation_config.save_pretrained(folder)
+    generation = getattr(model.network, "generation_config", None)  # a reward model has none
+    if generation is not None:
+        generation.save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
+    if model.vision is not None:
+        model.vision.save(folder)
 
 
 @torch.no_grad()
