@@ -62,6 +62,7 @@ RUNS = {
             "--max-steps 1 algorithm.psi=gae algorithm.critic=value_loss --critic-warmup-steps 1",
             "--max-steps 1 --dynamic-sampling --max-refills 1 --beta 0.1 --ref-model-sync-steps 1 --eval-kl",
             "--max-steps 1 --teacher-prompt answer --beta 0.1",
+            f"--max-steps 1 --environment {tiny_rewards.__file__}:Duel --past-opponents 0.5 --past-every 1 --past-kept 2",
             *(PUSHED, f"--max-steps 1 {PLAYED}", PLACED, SCORERS, ENVIRONMENTS),
         ],
     ),
