@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-import textarena
-
+from psigrad import extras
 from psigrad.errors import UserError, nearest
 from psigrad.seeds import derive
 
@@ -23,7 +22,7 @@ MOST_PLAYERS = 16
 def adapt_named(given: str) -> type:
     """Return the environment of `textarena:NAME` or `textarena:NAME:PLAYERS` as a class. Raises `UserError` if there is none."""
     name, _, players = given.partition(":")
-    known = textarena.envs.registration.ENV_REGISTRY
+    known = _library().envs.registration.ENV_REGISTRY
     if name not in known:
         raise UserError(f"textarena has no game {name!r}; expected one of its names{nearest(name, known) or '.'}")
     counts = [int(players)] if players.isdigit() else [2, 1, *range(3, MOST_PLAYERS + 1)]
@@ -43,7 +42,7 @@ class TextArenaGame:
         """Start the game. Return the first seat and what it reads; with one player, what it reads."""
         self._random = random.Random(int(row["seed"])).getstate()
         with self._own_random():
-            self._game = textarena.make(self.name)
+            self._game = _library().make(self.name)
             self._game.reset(num_players=self.seats, seed=int(row["seed"]))
             seat, said = self._observe()
         return (seat, said) if self.seats > 1 else said
@@ -65,10 +64,10 @@ class TextArenaGame:
     def _observe(self) -> tuple[int, str]:
         """Return the seat to act and its messages, without its own turns, which it has in its context."""
         game = self._game
-        while isinstance(game, textarena.Wrapper):
+        while isinstance(game, _library().Wrapper):
             game = game.env
         seat, messages = game.get_observation()
-        own = textarena.ObservationType.PLAYER_ACTION
+        own = _library().ObservationType.PLAYER_ACTION
         return int(seat), "\n".join(text for player, text, kind in messages if (player, kind) != (seat, own))
 
     @contextmanager
@@ -83,10 +82,19 @@ class TextArenaGame:
             random.setstate(outer)
 
 
+def _library() -> Any:
+    """Return textarena. Raises `UserError` where it is not installed."""
+    try:
+        import textarena
+    except ImportError as error:
+        raise extras.not_installed("An environment of textarena", error, "textarena") from error
+    return textarena
+
+
 def _starts(name: str, players: int) -> bool:
     outer = random.getstate()
     try:
-        textarena.make(name).reset(num_players=players, seed=0)
+        _library().make(name).reset(num_players=players, seed=0)
         return True
     except (AssertionError, ValueError, KeyError, IndexError, TypeError):
         return False

@@ -41,6 +41,7 @@ EXTRAS = {
     "sweep": "optuna",
     "tasks": "reasoning_gym",
     "tensorboard": "tensorboard",
+    "textarena": "textarena",
     "tinker": "tinker",
     "trackio": "trackio",
     "verifiers": "verifiers",

@@ -62,6 +62,7 @@ RUNS = {
             "--max-steps 1 algorithm.psi=gae algorithm.critic=value_loss --critic-warmup-steps 1",
             "--max-steps 1 --dynamic-sampling --max-refills 1 --beta 0.1 --ref-model-sync-steps 1 --eval-kl",
             "--max-steps 1 --teacher-prompt answer --beta 0.1",
+            f"--max-steps 1 --environment {tiny_rewards.__file__}:Duel --past-opponents 0.5 --past-every 1 --past-kept 2",
             *(PUSHED, f"--max-steps 1 {PLAYED}", PLACED, SCORERS, ENVIRONMENTS),
         ],
     ),
@@ -225,6 +226,13 @@ ELSEWHERE = {
     "train_empty_thinking": "language/data/test_templates.py::"
     "test_an_empty_thought_is_trained_only_where_it_is_asked_for_or_written",
     "data.dataset": "extras/preflight/test_check.py::test_the_dataset_is_looked_at",
+    # the tiny model of these runs has no tower, and its job no game
+    "model.vision": "language/models/test_vision.py::test_the_text_half_alone_takes_no_images",
+    "model.trained_towers": "language/models/test_vision.py::test_towers_are_frozen_unless_they_are_named",
+    **dict.fromkeys(
+        ("past_opponents", "past_every", "past_kept"),
+        "extras/test_text_games.py::test_past_selves_are_the_last_snapshots_and_the_share_of_prompts_that_they_play",
+    ),
     **dict.fromkeys(("data.split", "data.eval_split"), "language/loading/test_given_model.py::test_datasets_frames_and_splits"),
     "data.columns": "language/recipes/test_rows_read.py::test_plain_prompts_of_a_run_with_a_chat_model",
     "data.bad_rows": "language/recipes/test_row_limits.py::test_such_rows_are_left_out_and_counted_when_asked",

@@ -105,7 +105,7 @@ def test_the_layers_fit_the_image(kind, image, expected):
     assert layers_for(kind, image) == expected
 
 
-@pytest.mark.parametrize(("kind", "image", "words"), [("nature", PIXELS, "7 × 6"), ("small", None, "no images")])
+@pytest.mark.parametrize(("kind", "image", "words"), [("nature", PIXELS, "7 × 6"), ("small", None, "are not images")])
 def test_layers_that_do_not_fit_are_refused(kind, image, words):
     with pytest.raises(UserError, match=words):
         layers_for(kind, image)

@@ -324,7 +324,7 @@ def test_a_replay_buffer_is_saved_and_loaded_as_in_stable_baselines3(tmp_path):
     assert len(ours["action"]) == 64 and all((ours[name] == theirs[name]).all() for name in ours)
     with pytest.raises(UserError, match="There is no file"):
         other.load_replay_buffer(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"no replay buffer of this agent: it holds observation of shape \[4\]"):
+    with pytest.raises(UserError, match=r"is not a replay buffer of this agent: it holds observation of shape \[4\]"):
         DQN("MountainCar-v0", **settings).load_replay_buffer(saved)
     with pytest.raises(AttributeError, match="only DQN has a replay buffer"):
         PPO(Chain, **SMALL).save_replay_buffer(tmp_path / "x")
@@ -367,7 +367,7 @@ def test_callbacks_of_stable_baselines3_are_answered_with_ours(make, said):
         (lambda: EvalCallback(every=9), "EvalCallback has no argument 'every'; expected eval_env, eval_freq"),
         (lambda: EvalCallback(eval_freq=0), "eval_freq is 0"),
         (lambda: PPO("CartPole-v1", policy_kwargs={"net_arch": [-1]}), r"net_arch is \[-1\]; expected widths"),
-        (lambda: DQN("CartPole-v1", train_freq=(1, "episode")), "number of steps, as 4"),
+        (lambda: DQN("CartPole-v1", train_freq=(1, "episode")), "number of steps, such as 4"),
         (lambda: DQN("CartPole-v1", replay_buffer_class=object), "no HER"),
         (lambda: evaluate_policy(object()), "in place of an agent"),
         (lambda: evaluate_policy(PPO("CartPole-v1"), n_eval_episodes=2.5), "n_eval_episodes is 2.5"),

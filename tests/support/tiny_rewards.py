@@ -220,3 +220,17 @@ class Sleepy:
 def has_label(completions, label, **columns):
     """1 for a label that is JSON; an error for another."""
     return [float(json.loads(own) is not None) + len(text) for own, text in zip(label, completions, strict=True)]
+
+
+class Duel:
+    """A game of two seats, who write once each; the first gains a point."""
+
+    seats = 2
+
+    def reset(self, row):
+        self.turns = 0
+        return 0, row["prompt"]
+
+    def step(self, completion):
+        self.turns += 1
+        return self.turns % 2, "Your turn.\n", (1.0, 0.0) if self.turns == 2 else (0.0, 0.0), self.turns == 2

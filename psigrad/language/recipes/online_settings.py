@@ -122,7 +122,7 @@ def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) ->
 
 
 def _check_seats(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
-    if count_seats(config) > 1 and isinstance(algorithm, OnlinePreference):
+    if isinstance(algorithm, OnlinePreference) and count_seats(config) > 1:
         raise UserError(
             f"{algorithm.name or 'The algorithm'} compares two completions of one prompt, and the seats of a game read different "
             "ones; choose a policy gradient, such as rloo."

@@ -224,6 +224,8 @@ def test_an_object_and_a_script_come_to_what_a_file_comes_to(name, here):
     method = METHODS[config][0]
     for value in values_of(row, method):
         own = {name: value, **{key: inner for key, inner in BESIDE.get(name, {}).items() if key != "dataset_name"}}
+        if name == "ref_model_sync_steps":
+            own["sync_ref_model"] = True  # TRL reads the steps with that alone
         usual = {key: inner for key, inner in {**DEFAULTS[config], **FIXED.get(config, {})}.items() if inner is not None}
         machine = {"bf16": False, "use_cpu": True, "report_to": "none"}
         asked = outcome(by_file, method, {**usual, **machine, **own})

@@ -187,7 +187,7 @@ def test_mistakes_are_one_sentence(arguments, said, made, capsys):
 
 
 def test_a_folder_that_is_no_online_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match="no run of online RL"):
+    with pytest.raises(UserError, match="is not a run of online RL"):
         replay(tmp_path, 1)
 
 

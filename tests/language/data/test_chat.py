@@ -152,7 +152,7 @@ def test_a_system_column_moves_no_weight() -> None:
         ({"weight": [0, 0.5]}, r"'messages\[1\].weight' is 0.5; a turn is trained \(1 or true\) or not"),
         ({"loss_mask": [1, 1]}, r"'messages\[0\].loss_mask' is 1 in the turn of another role"),
         ({"loss_mask": [0, 0], "messages": [USER, {**BOT, "loss_mask": 1}]}, "'loss_mask' is a column, and a field of"),
-        ({"weight": 0.5}, "'weight' is 0.5; rows are trained alike.*--columns weight=other"),
+        ({"weight": 0.5}, "'weight' is 0.5; all rows are trained alike.*--columns weight=other"),
         ({"train": False}, "'train' is False; all rows are trained alike, so remove"),
         ({"loss_mask": "0"}, "'loss_mask' is '0'"),
         ({"assistant_masks": [0, 1]}, "'assistant_masks' would be a mask of tokens.*--columns assistant_masks=other"),
