@@ -383,12 +383,12 @@ def truncate(folder: RunFolder, rows: Mapping[str, int], ends: Mapping[str, int]
     folder.rows = dict(rows)
 
 
-def _must_be_own(place: Path, is_right: Callable[[Path], bool], kind: str) -> None:
+def _must_be_own(place: Path, is_right: Callable[[Path], bool], expected: str) -> None:
     """Reject a link, which leads elsewhere, and a pipe or a device, which would block when it is opened."""
     if place.is_symlink():
         raise RunFolderError(f"{place} is a link; a run folder holds its own files, so remove the link.")
     if place.exists() and not is_right(place):
-        raise RunFolderError(f"{place} is not a {kind}; remove it, or choose another output_dir.")
+        raise RunFolderError(f"{place} is not a {expected}; remove it, or choose another output_dir.")
 
 
 def lock_folder(path: Path) -> BinaryIO:

@@ -7,14 +7,12 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import get_type_hints
 
+import claims_cells
 import numpy as np
 import pytest
-from pydantic import TypeAdapter
 from rich.console import Console
 
-from psigrad.compat.foreign_names import load
 from psigrad.intervals import Interval
 from psigrad_extras.experiments import EXPERIMENTS
 from studies import bias, clip, problems, psi
@@ -126,12 +124,34 @@ def test_every_experiment_has_its_command_and_its_picture_on_the_page(name):
 CLAIMS = [name for name, one in EXPERIMENTS.items() if one.file.startswith("studies.claims.")]
 
 
-@pytest.mark.parametrize("name", CLAIMS)
-def test_the_page_of_claims_shows_the_tables_of_the_stored_figures(name):
-    found, one, page = stored(name), EXPERIMENTS[name], (ROOT / "docs" / "claims.md").read_text()
-    result = TypeAdapter(get_type_hints(one.module.run)["return"]).validate_python(found)
-    result = replace(result, settings=load(one.settings, flags=found["settings"]))
-    (shown,) = re.findall(rf"experiments/{name}\.png\)\n\n```text\n([^`]*)\n```", page)
-    lines = shown.splitlines()
-    assert printed(one.module.tables(result))[: len(lines)] == lines and len(lines) > 3, "the negative control is above"
-    assert f"`psigrad experiment {name}`" in page
+def shown_claims() -> dict[str, list[str]]:
+    """The rows of the page of claims: verdict, figures, their meaning and the command, by claim without its source."""
+    page = (ROOT / "docs" / "claims.md").read_text()
+    table = [line.strip("| ").split(" | ") for line in page.splitlines() if re.match(r"\| .* \| \*\*", line)]
+    return {re.sub(r" \([^(]*\d{4}.*\)$| \(goal of psigrad.*\)$", "", claim): cells for claim, *cells in table}
+
+
+@pytest.mark.parametrize("name", ["", *CLAIMS])
+def test_the_page_of_claims_shows_the_verdicts_and_figures_of_what_was_stored(name):
+    found, shown = claims_cells.findings(name), shown_claims()
+    assert list(shown) == list(claims_cells.ROWS), "every claim has its row"
+    own = [claim for claim, (experiment, _) in claims_cells.ROWS.items() if experiment == name]
+    assert own
+    for claim in own:
+        verdict, figures, _, command = shown[claim]
+        assert (verdict, figures) == claims_cells.cells(claim, found)
+        assert command.startswith(f"[`psigrad experiment {name}`]" if name else "[`psigrad ")
+    page = (ROOT / "docs" / "claims.md").read_text()
+    if name:
+        assert f"`psigrad experiment {name}`" in page and f"](images/experiments/{name}.png)" in page
+        assert len(printed(EXPERIMENTS[name].module.tables(claims_cells.stored(name)))) > 3, "the command prints the rest"
+
+
+def test_negative_control_a_changed_verdict_or_figure_of_a_claim_is_noticed():
+    claim, found = "Online methods learn more than DPO from as many samples", claims_cells.findings("dpo")
+    key = "RLOO learns more than DPO from as many samples"
+    for changed in (
+        replace(found[key], verdict="undecided"),
+        replace(found[key], difference=found[key].difference._replace(mean=0.5)),
+    ):
+        assert tuple(shown_claims()[claim][:2]) != claims_cells.cells(claim, found | {key: changed})

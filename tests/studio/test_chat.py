@@ -281,7 +281,7 @@ def test_the_model_used_longest_ago_is_freed_and_those_in_use_stay():
     models.get(c)
     assert (models.has(a), models.has(b), models.has(c)) == (True, False, True) and loaded == ["a", "b", "c"]
     other = models.join([a])
-    with pytest.raises(UserError, match="There is no memory for b beside the models in use"):
+    with pytest.raises(UserError, match="There is not enough memory for b and the models in use"):
         models.get(b)
     other.leave()
     assert models.get(b) == "b" and not models.has(a)

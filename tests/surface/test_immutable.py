@@ -49,6 +49,8 @@ CHANGING = {
         *("ServedChoice", "TinkerModel", "TinkerServer", "Writer"),  # what is under way for who asks
         *("TokenTree", "Flat", "Session"),  # as do requests of an agent
         *("MethodWatch", "_Recorded"),  # a replay fills them as it goes
+        "_Held",  # features of images are kept in it
+        "Squares",  # a game as it is played
         "Translation",
         "TrlScript",
     ),

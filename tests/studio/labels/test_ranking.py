@@ -201,7 +201,7 @@ def test_a_weak_prior_changes_little_and_a_strong_one_draws_together():
         (([0], [0], [1.0], 2), "with itself"),
         (([0], [2], [1.0], 2), "outside 0 to 1"),
         (([-1], [1], [1.0], 2), "outside 0 to 1"),
-        (([0], [1], [0.7], 2), "none of 1"),
+        (([0], [1], [0.7], 2), "must be 1"),
     ],
 )
 def test_malformed_input_is_refused(arguments, said):

@@ -43,7 +43,7 @@ def next_collection(
     pending = list(state.pending)
     wanted = begun_by(state.step, run.config.lag, run.total_steps) - state.step
     if run.executor is not None and not run.sampler.central and pending and len(pending) < wanted:
-        with clock("time/wait"):  # the engine has one version of the weights, which those under way were begun with
+        with clock("time/wait"):  # the engine has one version of the weights, and pending collections started with it
             pending[-1].result()
     with clock("time/sample"):  # transferring weights may take long
         current = replace(run, rollout=run.rollout.snapshot()) if len(pending) < wanted else run
