@@ -39,7 +39,9 @@ def run(folder, source, *, processes=0, also="", **environment):
     (folder / "torch.py").write_text("def set_num_threads(n): pass")  # the real one takes seconds, and nothing here computes
     paths = os.pathsep.join(map(str, (folder, ROOT, ROOT / "tests", ROOT / "tests" / "support")))
     given = {**os.environ, "CI": "", "PSIGRAD_TEST_EVERYTHING": "", "PYTHONPATH": paths, "PATH": str(folder), "HOME": str(folder)}
-    options = f"-p conftest -c {ROOT / 'pyproject.toml'} -n {processes} -p no:cacheprovider --durations 1 test_cases.py {also}"
+    options = (
+        f"-p conftest -c {ROOT / 'pyproject.toml'} --workers {processes} -p no:cacheprovider --durations 1 test_cases.py {also}"
+    )
     command = [sys.executable, "-m", "pytest", *options.split()]
     done = subprocess.run(command, env={**given, **environment}, cwd=folder, capture_output=True, text=True)
     return done.returncode, done.stdout
@@ -87,10 +89,10 @@ def test_a_missing_package_of_the_peers_leaves_tests_out_and_any_other_fails_the
     (tmp_path / "optuna.py").write_text("raise ModuleNotFoundError(\"No module named 'optuna'\", name='optuna')")
     (tmp_path / "test_imports.py").write_text(IMPORTS)
     status, said = run(tmp_path, WITHIN, processes=1, also="test_imports.py", PSIGRAD_TEST_EVERYTHING=asked)
-    assert status == 1
-    if asked:
-        assert "2 failed, 1 error" in said.splitlines()[-1]
+    if asked:  # a file that cannot be collected ends the run before its first test
+        assert status == 2 and "optuna" in said and "1 error" in said.splitlines()[-1]
     else:
+        assert status == 1
         assert "2 tests of the search over settings were left out: optuna is not installed; make install" in said
         assert "1 failed, 2 skipped" in said.splitlines()[-1] and "no_such_package" in said
 

@@ -34,8 +34,6 @@ def judged(folder: Path, names: str, within: tuple[str, ...]) -> None:
         "-q",
         "-p",
         "no:cacheprovider",
-        "-n",
-        "0",
         "-m",
         "not long",
         "--basetemp",
