@@ -43,9 +43,7 @@ def run(
     Each stage resumes from its newest checkpoint, so the same call continues a demo that was stopped. Raises `UserError` for a
     stage without a step.
     """
-    for name, steps in (("sft_steps", sft_steps), ("rl_steps", rl_steps)):
-        if steps < 1:
-            raise UserError(f"{name} is {steps}; expected at least 1.")
+    check_steps(sft_steps, rl_steps)
     start, folder = time.perf_counter(), claim(Path(output_dir).expanduser(), "demo")
     machine.prepare_torch(Run())
     files, shown = prepare(folder, seed, progress), _run(seed, progress)
@@ -71,6 +69,13 @@ def run(
     rows = headline(trained, greedy, max(time.perf_counter() - start, spent))
     (trained.folder / "summary.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")  # the report's headline table
     return replace(trained, report=write_report(trained.folder))
+
+
+def check_steps(sft_steps: int, rl_steps: int) -> None:
+    """Raise `UserError` for a stage without a step."""
+    for name, steps in (("sft_steps", sft_steps), ("rl_steps", rl_steps)):
+        if steps < 1:
+            raise UserError(f"{name} is {steps}; expected at least 1.")
 
 
 def _run(seed: int, progress: bool) -> Run:
@@ -157,9 +162,9 @@ def headline(trained: Result, greedy: list[dict[str, Any]], seconds: float) -> l
     """Return the rows of the final table: accuracies with 95 % intervals, KL, length, speed, time."""
     rows = []
     for when, figures in (("SFT", trained.before), ("RL", trained.after)):
-        rows.append(_figure(f"accuracy after {when}", figures, "eval/exact"))
+        rows.append(figure(f"accuracy after {when}", figures, "eval/exact"))
     for when, figures in zip(("SFT", "RL"), greedy, strict=True):
-        rows.append(_figure(f"accuracy after {when}, greedy", figures, "eval/exact"))
+        rows.append(figure(f"accuracy after {when}, greedy", figures, "eval/exact"))
     rows.append({"name": "KL to the SFT model", "value": trained.after["eval/kl"], "unit": "nats per completion"})
     for when, figures in (("SFT", trained.before), ("RL", trained.after)):
         rows.append({"name": f"length after {when}", "value": figures["eval/completions/mean_length"], "unit": "tokens"})
@@ -168,7 +173,8 @@ def headline(trained: Result, greedy: list[dict[str, Any]], seconds: float) -> l
     return rows
 
 
-def _figure(name: str, figures: Mapping[str, Any], key: str) -> dict[str, Any]:
+def figure(name: str, figures: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return a row of the final table: a mean with its 95 % interval."""
     return {
         "name": name,
         "value": figures[f"{key}/mean"],

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 from psigrad.config import Data, Evaluation, Model, OnlineConfig, Optim, Run, Sampling, SFTConfig
 from psigrad.language.models import tiny
@@ -21,7 +20,7 @@ from psigrad.runs import machine
 from psigrad.runs.progress import bar
 from psigrad.runs.result import Result
 from psigrad_extras import squares
-from psigrad_extras.demo import recorded_seconds, tokens_per_second
+from psigrad_extras.demo import check_steps, figure, recorded_seconds, tokens_per_second
 
 WRONG_SHARE = 0.5
 HELD_OUT, GAMES = 200, 6000
@@ -34,8 +33,10 @@ def run(
 ) -> Result:
     """Draw pictures, build a model, fine-tune it and train it with GRPO. The results are in `output_dir`/grpo.
 
-    Each stage resumes from its newest checkpoint, so the same call continues a demo that was stopped.
+    Each stage resumes from its newest checkpoint, so the same call continues a demo that was stopped. Raises `UserError` for a
+    stage without a step.
     """
+    check_steps(sft_steps, rl_steps)
     start, folder = time.perf_counter(), claim(Path(output_dir).expanduser(), "demo")
     machine.prepare_torch(Run())
     files = prepare(folder, seed, progress)
@@ -67,10 +68,9 @@ def run(
         )
     )
     seconds = max(time.perf_counter() - start, recorded_seconds(tuned.folder) + recorded_seconds(trained.folder))
-    rows = [
-        *_returns(trained),
-        {"name": "speed of RL", "value": tokens_per_second(trained.folder), "unit": "completion tokens/s"},
-    ]
+    stages = (("SFT", trained.before), ("RL", trained.after))
+    rows = [figure(f"right answers after {when}", figures, "eval/reward") for when, figures in stages]
+    rows.append({"name": "speed of RL", "value": tokens_per_second(trained.folder), "unit": "completion tokens/s"})
     rows.append({"name": "wall time", "value": seconds, "unit": "s"})
     (trained.folder / "summary.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     write_report(trained.folder)
@@ -79,16 +79,6 @@ def run(
 
 def _run(folder: Path, seed: int, steps: int, progress: bool) -> Run:
     return Run(output_dir=str(folder), seed=seed, max_steps=steps, save_steps=50, progress=progress, logging_steps=10**9)
-
-
-def _returns(trained: Result) -> list[dict[str, Any]]:
-    """Return the share of right answers in held-out games after both stages."""
-    found = []
-    for when, figures in (("SFT", trained.before), ("RL", trained.after)):
-        name = next(key.removesuffix("/mean") for key in figures if key.startswith("eval/") and f"{key[:-5]}/low" in figures)
-        values = {key: figures[f"{name}/{part}"] for key, part in (("value", "mean"), ("low", "low"), ("high", "high"))}
-        found.append({"name": f"right answers after {when}", **values, "unit": ""})
-    return found
 
 
 def prepare(folder: Path, seed: int, progress: bool, *, hidden: int = 96, layers: int = 2, games: int = GAMES) -> dict[str, Path]:

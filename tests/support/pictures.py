@@ -11,9 +11,9 @@ from vision_models import template
 
 from psigrad.language import images
 from psigrad.language.models import tiny
+from psigrad.language.models.tiny import EDGE, IMAGE, WHOLE
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 
-WRAP, GLOBAL, IMAGE = "<fake_token_around_image>", "<global-img>", "<image>"
 PARTS_CHATML = template(IMAGE)
 
 
@@ -26,7 +26,7 @@ class Wrapped:
     version: str = "1"
 
     def expand(self, picture: images.Picture) -> str:
-        return WRAP + GLOBAL + IMAGE * self.count(picture) + WRAP
+        return EDGE + WHOLE + IMAGE * self.count(picture) + EDGE
 
     def count(self, picture: images.Picture) -> int:
         return -(-picture.width // 8)
@@ -34,7 +34,7 @@ class Wrapped:
 
 def tokenizer(chat_template: str = PARTS_CHATML, sight: bool = True) -> Any:
     made = tiny.tokenizer(["how many red squares are there user assistant system tool\n"] * 3, 300)
-    made.add_special_tokens({"additional_special_tokens": [WRAP, GLOBAL, IMAGE]})
+    made.add_special_tokens({"additional_special_tokens": [EDGE, WHOLE, IMAGE]})
     made.chat_template = chat_template
     if sight:
         images.see(made, Wrapped(made.convert_tokens_to_ids(IMAGE)))

@@ -219,8 +219,11 @@ class Pretrained(ABC):
         return hidden if wanted is None else hidden.flatten(0, 1).index_select(0, wanted)
 
     def _embedded(self, input_ids: Tensor) -> tuple[Any, dict[str, Any]]:
-        """Return the module of the packed pass and its inputs: ids, or embeddings with the features of images."""
-        if self.vision is None:
+        """Return the module of the packed pass and its inputs: ids, or embeddings with the features of images.
+
+        A decoding step reads images on a CPU alone (`dialogue.py`). On a GPU it may be recorded, and must not wait for its ids.
+        """
+        if self.vision is None or (input_ids.shape[1] == 1 and self.device.type != "cpu"):
             return self.network.base_model, {"input_ids": input_ids}
         ids = input_ids.flatten()
         text = self.network.get_input_embeddings()(ids.masked_fill(ids >= FIRST, 0))
@@ -236,13 +239,27 @@ class Pretrained(ABC):
         config: Any = self.network.config.get_text_config()
         return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
+    def placed(self, inputs: ForwardInputs) -> ForwardInputs:
+        """Return packed inputs with the positions and the attention of their images. Raises `UserError` if it reads none."""
+        vision = self._check_images(inputs)
+        return inputs if vision is None else vision.place(inputs)
+
+    def _check_images(self, inputs: ForwardInputs) -> Vision | None:
+        """Return how the images of `inputs` are read, None without images. Raises `UserError` if this model reads text alone."""
+        if inputs.has_images and self.vision is None:
+            raise UserError(
+                f"A row has an image, and {type(self.network).__name__} reads text alone; give a vision-language model, also as "
+                "the reference."
+            )
+        return self.vision if inputs.has_images else None
+
     def target_hidden(self, inputs: ForwardInputs) -> Tensor:
         """Return the hidden states [M, E] that predict the targets, packed or padded."""
         wanted = inputs.targets.rows
         if inputs.layout is not None:
             if self.masks.used:
                 self.masks.read(inputs)
-            inputs = inputs if self.vision is None else self.vision.place(inputs)
+            inputs = self.placed(inputs)
             ids, positions, layout = inputs.input_ids, inputs.position_ids, inputs.layout
             return self.forward(ids, positions, layout, cached=inputs.cached, wanted=wanted, experts=inputs.experts)
         hidden = self._padded(self.network.base_model, inputs).last_hidden_state
@@ -257,8 +274,9 @@ class Pretrained(ABC):
         """Return the output of transformers' `module` for padded inputs. Positions are the model's own: RoBERTa's begin at 2."""
         if self.masks.used:
             self.masks.read(inputs)
+        vision = self._check_images(inputs)
         made = module(
-            **({"input_ids": inputs.input_ids} if self.vision is None else self.vision.beside(inputs)),
+            **({"input_ids": inputs.input_ids} if vision is None else vision.beside(inputs)),
             attention_mask=inputs.attention_mask,
             use_cache=False,
             **({} if self.balance is None else self.balance.asked),
@@ -394,7 +412,7 @@ def own_share(model: Pretrained, inputs: ForwardInputs) -> ForwardInputs:
     packed = inputs.layout
     if model.context is None or not isinstance(packed, attention.PackedLayout):
         return inputs
-    if model.vision is not None and bool((inputs.input_ids >= FIRST).any()):
+    if inputs.has_images:
         raise UserError("A row has an image, and cp_size divides rows of text alone; set cp_size to 1.")
     if model.masks.used:
         inputs = replace(inputs, texts=text_sums(inputs.input_ids, inputs.position_ids, packed))

@@ -191,6 +191,8 @@ class ForwardInputs:
     """[layers, S, k] the experts that routers must choose."""
     texts: Tensor | None = None
     """[B, S] `lora.text_sums` of these tokens, if several processes divide the row and dropout needs them."""
+    has_images: bool = False
+    """True if a token is an image's."""
     mine: Tensor | None = None
     """The indices of these targets among those of the whole row, if several processes divide it (`Pretrained.context`)."""
 
@@ -260,6 +262,7 @@ def _pack_groups(groups: Groups, device: torch.device | str) -> ForwardInputs:
         targets,
         layout=layout,
         prefix_ends=on_device(ends, device),
+        has_images=bool(tokens.max(initial=0) >= FIRST),
     )
 
 
@@ -282,6 +285,7 @@ def _pack_rows(rows: Rows, device: torch.device | str) -> ForwardInputs:
         on_device(t[kept][None], device),
         _targets(found, lengths, device),
         layout=layout,
+        has_images=bool(ids.max(initial=0) >= FIRST),
     )
 
 
@@ -317,4 +321,5 @@ def pad(inputs: Groups | Rows, device: torch.device | str = "cpu") -> ForwardInp
         torch.arange(width, device=device).expand(len(sequences), width),
         targets.tensors(shape, device),
         attention_mask=(torch.arange(width, device=device) < lengths[:, None]).long(),
+        has_images=any(token >= FIRST for ids in sequences for token in ids),
     )

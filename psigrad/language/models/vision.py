@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from psigrad.language.models.packing import ForwardInputs
 
 KEPT_BYTES = 1 << 29
-"""The most memory that features of images take between passes."""
+"""The most memory that features of images take between passes, and that their pixels take if the tower learns."""
 
 
 Features = tuple[Tensor, ...]
@@ -117,20 +117,26 @@ class Vision:
         Each is computed alone and kept until a weight of the tower changes, up to `KEPT_BYTES`. A tower that learns computes
         those of a pass together, with their gradient.
         """
-        held = self._held.setdefault(network, _Held(tower_parameters(network)))
-        if torch.is_grad_enabled() and any(p.requires_grad for p in held.parameters):
-            return self._compute(network, pictures)
+        if network not in self._held:
+            self._held[network] = _Held(tower_parameters(network))
+        held = self._held[network]
+        learns = any(p.requires_grad for p in held.parameters)
+        if learns and torch.is_grad_enabled():
+            return self._compute(network, pictures, learns)
         if (now := versions(held.parameters)) != held.versions:
             held.versions, held.features = now, _Kept()
         with torch.no_grad():
-            return [held.features.get(one.digest, partial(self._one, network, one)) for one in pictures]
+            return [held.features.get(one.digest, partial(self._one, network, one, learns)) for one in pictures]
 
-    def _one(self, network: Any, picture: Picture) -> Features:
-        return self._compute(network, [picture])[0]
+    def _one(self, network: Any, picture: Picture, learns: bool) -> Features:
+        return self._compute(network, [picture], learns)[0]
 
-    def _compute(self, network: Any, pictures: Sequence[Picture]) -> list[Features]:
-        """Return the features of each image, computed together where their pixels have one shape."""
-        given = [self._inputs.get(one.digest, partial(self.pixels, [one])) for one in pictures]
+    def _compute(self, network: Any, pictures: Sequence[Picture], learns: bool) -> list[Features]:
+        """Return the features of each image, computed together where their pixels have one shape.
+
+        Their pixels are kept for later passes of a tower that `learns`.
+        """
+        given = [self._inputs.get(one.digest, partial(self.pixels, [one])) if learns else self.pixels([one]) for one in pictures]
         together: dict[Any, list[int]] = {}
         for i, tensors in enumerate(given):
             together.setdefault(tensors[0].shape[self.along + 1 :], []).append(i)
@@ -169,7 +175,7 @@ class Vision:
         return 0
 
     def place(self, inputs: ForwardInputs) -> ForwardInputs:
-        """Return packed inputs with the positions and the attention of their images."""
+        """Return packed inputs that have images with the positions and the attention of these."""
         return inputs
 
     def beside(self, inputs: ForwardInputs) -> dict[str, Tensor]:
@@ -247,8 +253,6 @@ class Blocks(Vision):
         """Let the tokens of an image attend to each other."""
         ids = inputs.input_ids.flatten()
         seen = ids >= FIRST
-        if not bool(seen.any()):
-            return inputs
         # A run of image tokens is one image, as for transformers: those of two images have text between them.
         begins = seen & ~torch.nn.functional.pad(seen, (1, -1))
         blocks = torch.where(seen, begins.cumsum(0), 0)
@@ -266,13 +270,6 @@ class Grid(Vision):
 
     def _grid(self, picture: Picture) -> tuple[int, int]:
         """Return the rows and columns of an image's features."""
-        return self._grids.setdefault(picture.digest, self._measure(picture))
-
-    def __init__(self, processor: Any, config: Any, tokenizer: Any, files: dict[str, bytes] | None = None) -> None:
-        super().__init__(processor, config, tokenizer, files)
-        self._grids: dict[str, tuple[int, int]] = {}
-
-    def _measure(self, picture: Picture) -> tuple[int, int]:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         own = self.processor
@@ -315,8 +312,6 @@ class Grid(Vision):
     def place(self, inputs: ForwardInputs) -> ForwardInputs:
         """Give every token its three positions, [3, 1, S]. A sequence continues after the tokens of its prefix that it sees."""
         ids = inputs.input_ids.flatten()
-        if not bool((ids >= FIRST).any()):
-            return inputs
         layout: PackedLayout = inputs.layout
         every, pieces = ids.tolist(), layout.pieces
         starts, lengths, begin = pieces.starts.tolist(), pieces.lengths.tolist(), pieces.base.tolist()

@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 import pytest
-from pictures import GLOBAL, IMAGE, PARTS_CHATML, WRAP, draw, encoded, tokenizer
+from pictures import EDGE, IMAGE, PARTS_CHATML, WHOLE, draw, encoded, tokenizer
 
 from psigrad.errors import UserError
 from psigrad.language import images
@@ -46,7 +46,7 @@ def by_hand(words, *pieces):
         if isinstance(piece, str):
             made += words(piece, add_special_tokens=False)["input_ids"]
         else:
-            made += [*by_hand(words, WRAP + GLOBAL), *places(*piece), *by_hand(words, WRAP)]
+            made += [*by_hand(words, EDGE + WHOLE), *places(*piece), *by_hand(words, EDGE)]
     return made
 
 
@@ -143,7 +143,7 @@ def test_a_text_model_refuses_images_and_takes_literal_placeholders():
 def test_prompts_are_shown_with_labels(words):
     row = read(prompt=[say(PART, "a", PART)], images=[RED, WIDE])
     text = render(words, row)[0].pieces[0].text
-    assert f"user\n{WRAP}{GLOBAL}[image 16×8 {R[:6]}]{WRAP}a{WRAP}{GLOBAL}[image 24×8 {W[:6]}]{WRAP}<|im_end|>" in text
+    assert f"user\n{EDGE}{WHOLE}[image 16×8 {R[:6]}]{EDGE}a{EDGE}{WHOLE}[image 24×8 {W[:6]}]{EDGE}<|im_end|>" in text
 
 
 def test_ids_of_images_survive_arrow_and_rows_with_images_are_not_cached():

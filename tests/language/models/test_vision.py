@@ -282,3 +282,16 @@ def test_a_processor_of_another_model_is_refused(made):
             model.evaluate(Groups([ids], [[[5, 6]]]))
     finally:
         model.vision.config.scale_factor = before
+
+
+def test_a_reference_that_reads_text_alone_is_refused_and_a_recorded_step_reads_no_ids(made, monkeypatch):
+    _, model, *_, groups = made("gemma3")
+    monkeypatch.setattr(type(model), "vision", None)
+    with pytest.raises(UserError, match=r"Gemma3ForConditionalGeneration reads text alone.*also as the reference"):
+        model.evaluate(groups)
+    monkeypatch.undo()
+    monkeypatch.setattr(Blocks, "fill", lambda *given: 1 / 0)
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    assert set(model._embedded(torch.tensor([[5], [6]]))[1]) == {"input_ids"}
+    with pytest.raises(ZeroDivisionError):
+        model._embedded(torch.tensor([[5, 6]]))

@@ -423,8 +423,9 @@ def prefill(
     """Read prompts into new slots, and return the logits [n, V] after them. `copies` [n] names the prompt of each slot."""
     inputs = pack(Groups(prompts, [[] for _ in prompts]), model.device)
     shifts = None
-    if model.vision is not None:
-        inputs, shifts = model.vision.place(inputs), on_device([model.vision.shift(ids) for ids in prompts], model.device)
+    inputs = model.placed(inputs)
+    if inputs.has_images and model.vision is not None:
+        shifts = on_device([model.vision.shift(ids) for ids in prompts], model.device)
     assert isinstance(inputs.layout, PackedLayout) and inputs.prefix_ends is not None
     layout = cache.prefill(inputs.layout, copies, shifts)
     hidden = model.forward(inputs.input_ids, inputs.position_ids, layout, keep, wanted=inputs.prefix_ends)

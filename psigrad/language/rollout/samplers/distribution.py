@@ -60,7 +60,7 @@ def draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter:
     probable token is taken: then `sampling_logprobs` is 0 and `logprobs` is at temperature 1.
     """
     found = _drawn(logits, params, seeds_u64, counter)
-    if not params.forbidden or not bool((wrong := _forbidden(found.ids, params)).any()):
+    if not params.forbidden or found.ids.device.type != "cpu" or not bool((wrong := _forbidden(found.ids, params)).any()):
         return found
     rows, at = wrong.nonzero()[:, 0], wrong.cpu().numpy()
     again = _draw(logits[rows], params, seeds_u64[at], counter[at] + _SECOND)
@@ -97,9 +97,9 @@ def draw_at(logits: Tensor, params: SamplingParams, u: Tensor) -> Drawn:
     logits = upcast(logits)
     if params.temperature not in (0.0, 1.0):
         logits = logits / params.temperature
-    allowed = logits
+    allowed = logits.clone() if params.forbidden else logits
     for token in params.forbidden:
-        allowed = allowed.index_fill(-1, torch.tensor(token, device=logits.device), -torch.inf)
+        allowed.select(-1, token).fill_(-torch.inf)  # a tensor of ids could not be copied while a CUDA graph is recorded
     if params.temperature == 0:
         ids = allowed.argmax(-1)
         return Drawn(ids, _at(logits, ids) - logits.logsumexp(-1), torch.zeros_like(logits[:, 0]))
