@@ -81,7 +81,7 @@ def load_model(
     if (names := names_beside(model.network)) and model.vision is None:
         _say_once(f"The text half of {settings.path} is used alone: {', '.join(names)} never learn, and are saved as they are.")
     elif frozen := [name for name in names if name.rpartition(".")[2] not in settings.trained_towers]:
-        _say_once(f"{', '.join(frozen)} of {settings.path} stay frozen; --trained-towers trains those that it names.")
+        _say_once(f"{', '.join(frozen)} of {settings.path} stay frozen; name those to train in --trained-towers.")
     if value_head:
         model.add_value_head(whole)
     take_shard(model, world, machine.device(run), saved.shards)

@@ -40,7 +40,7 @@ Features = tuple[Tensor, ...]
 
 
 class _Kept:
-    """Tensors of images by SHA-256; the longest unused go beyond `KEPT_BYTES`."""
+    """Tensors of images by SHA-256. Beyond `KEPT_BYTES`, the least recently used are dropped."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, tuple[Tensor, ...]] = OrderedDict()
@@ -367,7 +367,7 @@ def why_not_text(config: Any) -> str:
 
 
 def settle_vision(tokenizer: Any, network: Any, path: str) -> None:
-    """Let prompts contain images exactly if `network`, loaded from `path`, has its tower."""
+    """Allow images in prompts if and only if `network`, loaded from `path`, has its tower."""
     if not hasattr(network, "get_image_features"):
         images.see(tokenizer, None)
     elif images.sight_of(tokenizer) is None:
