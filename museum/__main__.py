@@ -29,8 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _explain(item: Exhibit) -> str:
-    right, wrong, tolerance = (list(item.case.right), list(item.case.wrong), item.case.tolerance)
-    values = f"Right: {right}\nFaulty formula: {wrong}\nTolerance: {tolerance:g}"
+    case = item.case
+    values = f"Right: {list(case.right)}\nFaulty formula: {list(case.wrong)}\nTolerance: {case.tolerance:g}"
     return "\n".join([item.name, "", item.story, "", values, *item.links, *["psigrad had this fault too."] * item.psigrad_too])
 
 
@@ -38,7 +38,10 @@ def _compare(libraries: list[str], chosen: list[Exhibit]) -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    adapters = {name: importlib.import_module(f"museum.adapters.{name}") for name in libraries}
+    try:
+        adapters = {name: importlib.import_module(f"museum.adapters.{name}") for name in libraries}
+    except ModuleNotFoundError as error:
+        sys.exit(f"{error}; install it, or choose another --library.")
     known = {one.name.replace("-", "_"): one.version for one in metadata.distributions()}
     versions = ", ".join(f"{name} {known[name]}" for name in ("torch", *LIBRARIES) if name in known)
     print(f"{datetime.date.today()}: {versions}\n\n| exhibit | {' | '.join(libraries)} |\n|---|{'---|' * len(libraries)}")

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 LIBRARIES = ("psigrad", "trl", "transformers", "stable_baselines3", "gymnasium")
-ROOMS = ("museum.losses", "museum.tokens", "museum.control")
+MODULES = ("museum.losses", "museum.tokens", "museum.control")
 
 
 class Case(NamedTuple):
@@ -90,14 +90,14 @@ def exhibit(*sources: str, psigrad_too: bool = False) -> Callable[[Callable[[], 
 
 def load() -> dict[str, Exhibit]:
     """Return all exhibits by name."""
-    for room in ROOMS:
-        importlib.import_module(room)
+    for module in MODULES:
+        importlib.import_module(module)
     return EXHIBITS
 
 
-def names_of(*rooms: str) -> list[str]:
-    """Return the functions' names of the exhibits in these rooms."""
-    return [item.build.__name__ for item in load().values() if item.build.__module__ in rooms]
+def names_of(*modules: str) -> list[str]:
+    """Return the functions' names of the exhibits in these modules."""
+    return [item.build.__name__ for item in load().values() if item.build.__module__ in modules]
 
 
 class Finding(NamedTuple):

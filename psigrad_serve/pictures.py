@@ -26,7 +26,7 @@ class Pictures:
 
     def __init__(self, engine: SamplingEngine) -> None:
         self.engine, self.sight = engine, images.sight_of(engine.model.tokenizer)
-        self._decoding = threading.Lock()
+        self._decoding, self._lock = threading.Lock(), threading.Lock()
         self._own: dict[str, int] = {}
         """The bytes of each image that this server has kept, the oldest first."""
         self._used: Counter[str] = Counter()
@@ -85,9 +85,10 @@ class Pictures:
             most = self.engine.model.max_length
             why = f"The request's images have more tokens than this model's {most} positions; send smaller ones, or fewer."
             raise ApiError(why, param=place, code="context_length_exceeded")
-        if picture.digest in self._own or not images.is_known(picture.digest):
-            self._own[picture.digest] = self._own.pop(picture.digest, len(picture.data or b""))
-        return {"type": "text", "text": images.keep(picture)}
+        with self._lock:
+            if picture.digest in self._own or not images.is_known(picture.digest):
+                self._own[picture.digest] = self._own.pop(picture.digest, len(picture.data or b""))
+            return {"type": "text", "text": images.keep(picture)}
 
     def shown_ids(self, ids: Sequence[int]) -> list[int]:
         """Return a prompt's tokens as clients get them: ids of the vocabulary, with the placeholder in place of image tokens."""
@@ -96,9 +97,10 @@ class Pictures:
     def hold(self, row: Row) -> None:
         """Keep a request's images as long as its row."""
         if digests := image_rows.digests_of(row):
-            self._used.update(digests)
-            weakref.finalize(row, self._used.subtract, digests)
-            self._drop()
+            with self._lock:  # requests are read in threads
+                self._used.update(digests)
+                weakref.finalize(row, self._used.subtract, digests)
+                self._drop()
 
     def _drop(self) -> None:
         held = sum(self._own.values())

@@ -12,7 +12,7 @@ from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from museum import exhibit, worlds
 
 _APPLICABLE = ("reused_array", "reward_scale", "episode_length")
-NOT_APPLICABLE = dict.fromkeys(set(exhibit.names_of(*exhibit.ROOMS)) - {*_APPLICABLE}, "it has environments and no learner")
+NOT_APPLICABLE = dict.fromkeys(set(exhibit.names_of(*exhibit.MODULES)) - {*_APPLICABLE}, "it has environments and no learner")
 
 
 def reused_array(x: SimpleNamespace) -> list[float]:

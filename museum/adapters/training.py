@@ -22,7 +22,7 @@ ALIKE: dict[str, Any] = {
 
 
 def folder() -> str:
-    """Return a new folder, which goes at exit."""
+    """Return a new folder, which is deleted at exit."""
     made = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, made, ignore_errors=True)
     return made

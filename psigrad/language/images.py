@@ -95,7 +95,7 @@ _SIGHT = "psigrad_sight"
 
 
 def see(tokenizer: Any, sight: Sight | None) -> None:
-    """Let prompts of this tokenizer contain images, or with None let them not."""
+    """Allow images in prompts of this tokenizer. With None, prompts are text alone."""
     setattr(tokenizer, _SIGHT, sight)
 
 
@@ -127,7 +127,7 @@ def is_known(digest: str) -> bool:
 
 
 def forget(digest: str) -> None:
-    """Let go of an image that nothing refers to any more."""
+    """Drop an image that nothing refers to any more."""
     if (held := _album.pop(digest, None)) is not None:
         _by_first.pop(first_id(held.digest), None)
 
@@ -332,7 +332,7 @@ def marked(text: str, messages: Iterable[Mapping[str, Any]], sight: Sight | None
 def written(text: str, sight: Sight | None) -> tuple[str, list[Picture]]:
     """Return a text with its marks written out for the tokenizer, and its images in order.
 
-    Raises `UserError` if the model has no images, and if the text itself contains the family's placeholder.
+    Raises `UserError` if the model reads text alone.
     """
     if "\ufffc" not in text:
         return text, []
@@ -399,8 +399,11 @@ def inspect(data: bytes) -> tuple[tuple[int, int], bool]:
 
 def media_type(data: bytes) -> str:
     """Return the media type of an encoded image, such as image/png."""
+    from PIL import Image
+
     with _opened(data) as image:
-        return f"image/{str(image.format).lower()}"
+        # Phones write JPEG files with a second picture, which Pillow calls MPO; other readers take them for JPEG.
+        return Image.MIME["JPEG" if image.format == "MPO" else str(image.format)]
 
 
 def _size_of(image: Image) -> tuple[int, int]:

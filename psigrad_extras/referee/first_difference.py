@@ -43,13 +43,13 @@ class TensorResult(NamedTuple):
 
 
 def compare(ours: Sequence[Step], theirs: Sequence[Step], names: tuple[str, str], tolerance: float) -> Iterator[TensorResult]:
-    """Yield the findings in the order of computation."""
+    """Yield the results in the order of computation."""
     sound: dict[str, Tensor] = {}
     for number, (a, b) in enumerate(zip(ours, theirs, strict=False), 1):
         judge = _Judge(names, tolerance, b)
         for name in COLLECTED:
             sides = (name in a) + (name in b)
-            if not sides or (sides == 1 and name == "sampling log-probs"):  # not every sampler tells them
+            if not sides or (sides == 1 and name == "sampling log-probs"):  # not every sampler reports them
                 continue
             yield TensorResult(name, number, 0, *judge.judge(name, a.get(name), b.get(name)))
         yield TensorResult("updates", number, 0, *judge.judge("updates", len(a["updates"]), len(b["updates"])))

@@ -102,7 +102,7 @@ def _order(given: Step, shares: Sequence[Tensor]) -> list[int]:
 
 
 class _Notes:
-    """The record of one step while it runs. A completion's seed tells its place in the record."""
+    """The record of one step while it runs. A completion's seed identifies its place in the record."""
 
     def __init__(self, run: Online) -> None:
         self.run = run

@@ -28,7 +28,10 @@ def run(command: str, python: str, steps: int, folder: Path) -> tuple[dict[str, 
 
     Raises `UserError` if the interpreter has no TRL, if the script fails, or if it does not train with GRPOTrainer.
     """
-    script, *arguments = shlex.split(command) or [""]
+    try:
+        script, *arguments = shlex.split(command) or [""]
+    except ValueError as error:
+        raise UserError(f"--trl is {command!r}, which a shell cannot split into words: {error}; close the quotation.") from None
     if not Path(script).is_file():
         raise UserError(f"There is no script {script!r}; give a Python script that trains with TRL's GRPOTrainer.")
     try:
@@ -116,4 +119,8 @@ def _bound(statement: ast.stmt) -> list[str]:
         return [(alias.asname or alias.name).partition(".")[0] for alias in statement.names]
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [statement.name]
-    return [node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    names = [node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    for node in ast.iter_child_nodes(statement):  # the blocks of an if or a try
+        inner = node.body if isinstance(node, ast.ExceptHandler) else [node]
+        names += [name for one in inner if isinstance(one, ast.stmt) for name in _bound(one)]
+    return names

@@ -26,7 +26,7 @@ class DoneError(BaseException):
 
 
 class UpdateWatch:
-    """A callback that tells a trainer of its optimiser steps; a mixin of TrainerCallback."""
+    """A callback that reports optimiser steps to a trainer; a mixin of TrainerCallback."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer

@@ -38,7 +38,7 @@ class WarmPopen(subprocess.Popen):
 
 
 def _become(words: list[str], pipes: tuple[int, ...], preexec: Any, cwd: Any, env: Any, session: bool) -> NoReturn:
-    """Be `python words` with these pipes as standard input, output and error."""
+    """Run `python words` with these pipes as standard input, output and error."""
     code = 1
     try:
         atexit._clear()  # what the tests' process does at its end
@@ -89,6 +89,6 @@ def _become(words: list[str], pipes: tuple[int, ...], preexec: Any, cwd: Any, en
 
 @contextlib.contextmanager
 def warm() -> Iterator[None]:
-    """Commands that are started here, also by what is called here, are forks."""
+    """Start commands as forks, including those of called functions."""
     with patch.object(subprocess, "Popen", WarmPopen):
         yield

@@ -22,7 +22,9 @@ NUMBER = struct.Struct("i")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--workers", default="0", help="processes that run the tests: a number, or auto (default: this one alone)")
+    parser.addoption(
+        "--workers", default="0", type=count, help="processes that run the tests: a number, or auto (default: this one alone)"
+    )
 
 
 def count(asked: str) -> int:
@@ -43,13 +45,13 @@ class Files:
         os.close(write)
 
     def __iter__(self) -> Iterator[pytest.Item]:
-        """The tests of this process: taking a file takes it from the others."""
+        """Yield the tests of this process. A file that it takes is gone for the others."""
         while number := os.read(self._numbers, NUMBER.size):
             yield from self._files[NUMBER.unpack(number)[0]]
 
 
 class Sender:
-    """Stands in a worker for what reports to the terminal."""
+    """The plugin of a worker that sends its reports to the main process."""
 
     def __init__(self, config: pytest.Config, out: Connection) -> None:
         self._config, self._out = config, out
@@ -90,7 +92,7 @@ def _work(session: pytest.Session, number: int, files: Files, out: Connection) -
 
 
 def _receive(session: pytest.Session, message: tuple[Any, ...]) -> None:
-    """What one process alone would have done at a worker's message."""
+    """Pass a worker's message to the plugins of the main process."""
     hook, (kind, *what) = session.config.hook, message
     if kind == "report":
         hook.pytest_runtest_logreport(report=hook.pytest_report_from_serializable(config=session.config, data=what[0]))
@@ -112,7 +114,7 @@ def _crashed(session: pytest.Session, running: tuple[str, Any], why: str) -> Non
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    asked = count(session.config.option.workers)
+    asked: int = session.config.option.workers
     if not asked or session.testsfailed or session.config.option.collectonly:
         return None
     files = Files(session.items)

@@ -85,6 +85,7 @@ def test_a_mistake_is_one_sentence(job, capsys):
     for arguments, words in (
         ([], "takes a script of TRL"),
         (["--trl", "nowhere.py"], "There is no script"),
+        (["--trl", "mine.py 'a"], "No closing quotation"),
         (["--trl", script, "--python", "/nowhere/python"], "cannot be started"),
         (["--trl", script, broken, broken], "at most one file"),
         (["--trl", script, "--python", str(python)], "has no TRL that can be recorded"),
@@ -101,6 +102,11 @@ def test_a_reward_is_moved_without_the_rest_of_its_script(job, tmp_path):
     (placed,) = trl_side._place_rewards([f"{job}/mine.py:variety"], tmp_path)
     text = (tmp_path / "rewards_0.py").read_text()
     assert placed == f"{tmp_path}/rewards_0.py:variety" and "SCALE = 2.0" in text and "this would train" not in text
+
+
+def test_a_reward_is_moved_with_the_imports_of_its_blocks():
+    source = "try:\n    import math as m\nexcept ImportError:\n    import cmath as m\ndef reward(x):\n    return m.sqrt(x)\n"
+    assert "import math as m" in trl_side._needed_by("reward", source)
 
 
 def step(**changed):
