@@ -127,9 +127,10 @@ def text_policy(
     """Return the probabilities of each action in each information set, and last of the illegal turn.
 
     `prompt` is that of the dataset's rows; None: the game's rules. The probabilities are sums over all texts that `params` can
-    sample, so they are exact. If a seat's earlier action can be written in several
-    ways, each way counts by its probability.
+    sample, so they are exact. If a seat's earlier action can be written in several ways, each way counts by its probability.
     """
+    if not params.temperature:
+        raise ValueError("temperature is 0; expected a number above 0, since the policy is a distribution over texts.")
     (row,), _ = for_model(model.tokenizer, (from_rows([{"prompt": prompt or game.rules}], "prompt-only", "game").rows, []), False)
     entries = Entries(model.tokenizer, EpisodeLimits(params.max_tokens, 0, 0, model.max_length, 1 << 30))
     ways: dict[Information, list[tuple[float, LiveEpisode]]] = {}

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from psigrad import redaction
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.records import rows, run_folder
+from psigrad.records.read import prompt_text
 from psigrad.records.row_lines import read_steps
 from psigrad.records.run_folder import RunFolder
 from psigrad.records.warnings import BY_NAME, Alert, SignalNames, Watch
@@ -63,7 +64,7 @@ class CompletionPrinter:
             return
         self._next = step + self._every
         for row in trained[:: -(-len(trained) // self._count)]:
-            prompt = row["prompt"] if isinstance(row["prompt"], str) else str(row["prompt"][-1]["content"])
+            prompt = str(prompt_text(row["prompt"]))
             reward = "unscored" if row["reward"] is None else f"{row['reward']:.3g}"
             said = " ".join(row["completion"].split())
             redaction.say(f"step {step}  reward {reward}  …{' '.join(prompt.split())[-60:]} → {said[:120]}")

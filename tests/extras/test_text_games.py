@@ -11,6 +11,7 @@ from typing import ClassVar
 import pytest
 import torch
 from in_memory import rollout_of
+from PIL import Image
 
 from psigrad.config import Data, Model, OnlineConfig, Optim, Run, Sampling
 from psigrad.config.algorithms import resolve_online
@@ -55,6 +56,16 @@ class Team:
 class Wrong(Team):
     def step(self, completion):
         return 0, "J", [1.0], True
+
+
+class Keyed(Team):
+    def step(self, completion):
+        return 0, "J", {0: 1.0, 1: 0.0, 2: 0.0}, True
+
+
+class Pictured(Team):
+    def reset(self, row):
+        return 0, [{"type": "image", "image": Image.new("RGB", (4, 4))}]
 
 
 class Scripted(Sampler):
@@ -121,9 +132,19 @@ def test_a_team_of_three_shares_its_reward(pooled):
         made = play(Scripted(MODEL, lambda context: "b"), Team, 1, playing=playing)
         assert [t.step_return for t in made] == [1, 1, 0.5]
         assert [t.step_rewards for t in made] == [((0, 0), (2, 0), (2, 1)), ((0, 0), (2, 0), (2, 1)), ((0, -0.5), (2, 1))]
-    with EnvironmentPool(Wrong, timeout=60) if pooled else InProcess(Wrong) as playing:
-        made = play(Scripted(MODEL, lambda context: "b"), Team, 1, playing=playing)
-        assert all("it has 3 seats" in t.reason for t in made)
+    for wrong in (Wrong, Keyed):
+        with EnvironmentPool(wrong, timeout=60) if pooled else InProcess(wrong) as playing:
+            made = play(Scripted(MODEL, lambda context: "b"), Team, 1, playing=playing)
+            assert all("it has 3 seats" in t.reason for t in made)
+
+
+def test_a_game_with_images_or_undeclared_seats_is_refused():
+    with pytest.raises(UserError, match="the model reads text alone"):
+        play(Scripted(MODEL, lambda context: "b"), Pictured)
+    rules, prompt = Episodes(InProcess(lambda: Kuhn())), (0, (0,), Row("x", prompt=":", columns={"nature": ["JQ"]}))
+    how = {"num_generations": 1, "seed_of": lambda i, k: k, "model": MODEL, "version": 0}
+    with pytest.raises(UserError, match="has no `seats`"):
+        rules.play(Scripted(MODEL, lambda context: "b"), [prompt], SamplingParams(1), **how)
 
 
 def test_the_policy_that_is_solved_is_the_one_that_plays():

@@ -248,7 +248,7 @@ def reset(environment: Any, row: Mapping[str, Any]) -> Observation | Opening | F
     if not known or (seats > 1 and opening.seat not in range(seats)):
         return Fault(f"the environment's reset() returned {_shorten(opening)}")
     plain: Any = _without_objects(said)
-    return plain if seats == 1 or isinstance(plain, Fault) else Opening(opening.seat, plain)
+    return plain if seats == 1 or isinstance(plain, Fault) else Opening(int(opening.seat), plain)
 
 
 def step(environment: Any, text: str) -> Step | Fault:
@@ -259,7 +259,7 @@ def step(environment: Any, text: str) -> Step | Fault:
         given = environment.step(text)
         if seats > 1:
             seat, observation, rewards, done = given
-            rewards = tuple(rewards)
+            rewards = rewards if isinstance(rewards, Mapping) else tuple(rewards)  # a tuple of a mapping would be its keys
         else:
             observation, reward, done = given[:3] if isinstance(given, Step) else given
     except (Exception, SystemExit) as error:
@@ -269,8 +269,9 @@ def step(environment: Any, text: str) -> Step | Fault:
         return observation
     if not _is_observation(observation):
         return Fault(f"the environment's step() returned {_shorten(observation)} as its observation; expected text or messages")
-    if seats > 1 and (len(rewards) != seats or seat not in range(seats)):
-        return Fault(f"the environment's step() returned seat {seat} and rewards {_shorten(rewards)}; it has {seats} seats")
+    if seats > 1 and (isinstance(rewards, Mapping) or len(rewards) != seats or seat not in range(seats)):
+        got, want = f"seat {seat} and rewards {_shorten(rewards)}", f"a sequence of {seats} rewards"
+        return Fault(f"the environment's step() returned {got}; it has {seats} seats, so expected {want}")
     try:
         number, each = float(reward), tuple(float(one) for one in rewards)
     except (TypeError, ValueError):
@@ -278,7 +279,7 @@ def step(environment: Any, text: str) -> Step | Fault:
         return Fault(f"the environment's step() returned {_shorten(wrong)} as its reward; expected a number")
     if wrong := [one for one in (number, *each) if not math.isfinite(one)]:
         return Fault(f"the environment's reward is {wrong[0]}")
-    return Step(observation, number, bool(done), seat, each)
+    return Step(observation, number, bool(done), int(seat), each)
 
 
 def seats_of(environment: Any) -> int:

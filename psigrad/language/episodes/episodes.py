@@ -139,7 +139,7 @@ class LiveEpisode:
         """Add the environment's answer to the turn. A turn that was cut, or that leaves no room, is the last."""
         was_cut, self.finish_reason = self.finish_reason == "length", "length"
         if isinstance(answer, Step):
-            answer = _seen(self.history.tokenizer, answer.observation, answer)
+            answer = mark_images(self.history.tokenizer, answer.observation, answer)
         if isinstance(answer, Fault):
             self.over, self.reason = True, answer.reason
             return
@@ -301,7 +301,7 @@ def _begin(
 ) -> list[LiveEpisode]:
     """Start `count` episodes of each prompt. The observation of `reset` follows the prompt and is the same within a group."""
     shown = [{"prompt": images.for_rewards(row.dataset_prompt), **row.columns} for _, _, row in prompts for _ in range(count)]
-    openings_of_all = [_seen(tokenizer, opening) for opening in rules.playing.begin(shown)]
+    openings_of_all = [mark_images(tokenizer, opening) for opening in rules.playing.begin(shown)]
     episodes: list[LiveEpisode] = []
     for place, (index, ids, row) in enumerate(prompts):
         openings = openings_of_all[place * count : (place + 1) * count]
@@ -313,7 +313,10 @@ def _begin(
         cuts: list[Cut] = []
         opened = row
         if heard and heard[0] is not None:
-            assert not isinstance(heard[0], Opening)  # `seats.py` plays those
+            if isinstance(heard[0], Opening):
+                raise UserError(
+                    "reset() returned a seat, but the environment's class or function has no `seats`; set it to their number."
+                )
             fitted = limits.fit(partial(render_opening, tokenizer, row), heard[0], 0, 0, cuts)
             if fitted is None:
                 openings = [Fault(f"there is no room for what reset() said ({cuts[0].reason})")] * count
@@ -328,7 +331,7 @@ def _begin(
     return episodes
 
 
-def _seen(tokenizer: Any, said: Any, step: Step | None = None) -> Any:
+def mark_images(tokenizer: Any, said: Any, step: Step | None = None) -> Any:
     """Return an observation with marks in place of its images, or the step that it belongs to; a fault if it cannot be read."""
     sight = images.sight_of(tokenizer)
     try:

@@ -24,6 +24,7 @@ from psigrad.language.episodes.episodes import (
     Episodes,
     LiveEpisode,
     episode_trajectory,
+    mark_images,
     opened_row,
     render_opening,
     settle,
@@ -107,7 +108,7 @@ class Games:
                 game.end(reason=reason)
             elif opening != first.setdefault(game.seats[0].index, opening):
                 raise UserError(
-                    f"{row.source}: reset() said different things for one row; an environment may depend only on the row."
+                    f"{row.source}: reset() returned different texts for one row; an environment may depend only on the row."
                 )
             else:
                 game.turn_to(opening.seat, opening.observation, entries)
@@ -199,10 +200,14 @@ class SeatedGame:
     def turn_to(self, number: int, said: Observation, entries: Entries) -> None:
         """Let a seat read and act. Without room for its turn, or after its last one, the game ends as truncated."""
         self.acting, seat = number, self.seats[number]
+        read = mark_images(entries.tokenizer, said)
+        if isinstance(read, Fault):
+            self.end(reason=read.reason)
+            return
         if seat.policy_turns:
-            seat.observe(said, entries.limits)
+            seat.observe(read, entries.limits)
         else:
-            entries.enter(seat, said)
+            entries.enter(seat, read)
         if seat.over:
             self.end()
 

@@ -238,9 +238,8 @@ def _load_other(
     path: str, config: OnlineConfig | PreferenceConfig, dtype: Literal["", "float32", "bfloat16"], world: World
 ) -> LanguageModel:
     own = config.model
-    plain = replace(
-        Model(path=path, adapter="merge", dtype=dtype or own.dtype), trust_remote_code=own.trust_remote_code, vision=own.vision
-    )
+    trust, dtype = own.trust_remote_code, dtype or own.dtype
+    plain = Model(path=path, adapter="merge", dtype=dtype, trust_remote_code=trust, vision=own.vision)
     other = load_model(plain, config.run, None, world)
     other.network.requires_grad_(False)
     return other

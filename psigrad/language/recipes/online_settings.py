@@ -124,8 +124,8 @@ def check(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) ->
 def _check_seats(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
     if isinstance(algorithm, OnlinePreference) and count_seats(config) > 1:
         raise UserError(
-            f"{algorithm.name or 'The algorithm'} compares two completions of one prompt, and the seats of a game read different "
-            "ones; choose a policy gradient, such as rloo."
+            f"{algorithm.name or 'The algorithm'} compares two completions of one prompt, but the seats of a game read different "
+            "prompts; choose a policy gradient, such as rloo."
         )
     if not config.past_opponents:
         return
@@ -138,7 +138,7 @@ def _check_seats(config: OnlineConfig, algorithm: PolicyGradient | OnlinePrefere
         "with a lag past selves would be older than the step says": config.lag > 0,
     }
     if why := next((why for why, holds in reasons.items() if holds), ""):
-        raise UserError(f"past_opponents lets past selves play, and {why}; or leave it out.")
+        raise UserError(f"past_opponents lets past selves play, but {why}; or remove it.")
 
 
 def _check_replay(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
