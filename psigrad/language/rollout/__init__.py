@@ -1,1 +1,1 @@
-"""Producers of trajectories: the embedded sampler, transformers' generate, vLLM, and several on Ray, behind one protocol."""
+"""Sampling and scoring: trajectories, their collectors and scorers, and the samplers behind one protocol."""

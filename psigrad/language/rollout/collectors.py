@@ -1,7 +1,7 @@
-"""From prompts to scored trajectories: a `TrajectoryCollector` makes them, a `ScoredRollout` has them scored meanwhile, and
-`rollout_row` writes them down.
+"""Collectors, which sample trajectories for prompts, and `ScoredRollout`, which has the trajectories scored meanwhile.
 
-`Completions` are single answers. Episodes, sessions of agents and recorded completions are collectors outside the core.
+`Completions` collects single answers. The collectors of episodes, agents' sessions and recorded completions are in other
+packages. `rollout_row` turns a trajectory into a line of rollouts.jsonl.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from psigrad.language.models.fused.caches import ActivationCache
 
 DIGITS = 4
-"""Decimal digits of figures per token."""
+"""The decimal places of values per token in rollouts.jsonl."""
 SeedOf = Callable[[int, int], int]
-"""(place of the prompt, number of the completion) -> the seed of that completion."""
+"""A function (index of the prompt, number of the completion in its group) -> the seed of that completion."""
 Show = Callable[[Sequence[Trajectory]], Samples]
-"""A function that returns the view of a trajectory group that reward functions receive: text and columns in place of tokens."""
+"""A function that turns a group of trajectories into the samples that reward functions receive: text and columns, not tokens."""
 
 
 class TrajectoryCollector(Protocol):
-    """A source of trajectories for prompts. It handles tokens; a `ScoredRollout` adds rewards."""
+    """A source of trajectories for prompts: single completions, episodes or sessions of agents. It computes no rewards."""
 
     @property
     def sampler(self) -> Sampler:
@@ -52,7 +52,7 @@ class TrajectoryCollector(Protocol):
         version: int,
         cache: ActivationCache | None = None,
     ) -> Iterator[list[tuple[int, list[Trajectory]]]]:
-        """Yield (place of the prompt, its trajectories) as groups complete. A sampler may fill `cache` for the trainer."""
+        """Yield (index of the prompt, its trajectories) as groups complete. A sampler may fill `cache` for the trainer."""
         ...
 
     def snapshot(self) -> Self:
@@ -62,7 +62,7 @@ class TrajectoryCollector(Protocol):
 
 @dataclass(frozen=True)
 class Completions:
-    """The collector of single completions."""
+    """A collector that samples a single completion per trajectory."""
 
     sampler: Sampler
     decode: Callable[[Sequence[int]], str]
@@ -78,7 +78,7 @@ class Completions:
         version: int,
         cache: ActivationCache | None = None,
     ) -> Iterator[list[tuple[int, list[Trajectory]]]]:
-        """See `TrajectoryCollector`."""
+        """Sample `num_generations` completions of each prompt; see `TrajectoryCollector`."""
         requests = [Request(p.ids, tuple(seed_of(i, k) for k in range(num_generations))) for i, p in enumerate(prompts)]
         for completed in self.sampler.steps(requests, params, cache):
             groups = []
@@ -92,13 +92,13 @@ class Completions:
             yield groups
 
     def snapshot(self) -> Completions:
-        """See `TrajectoryCollector`."""
+        """Return this collector with the policy's current weights; see `TrajectoryCollector`."""
         return replace(self, sampler=self.sampler.snapshot())
 
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """Scored trajectories of prompts, made jointly by all processes of a world.
+    """A function that samples and scores trajectories of prompts, jointly in all processes of a world.
 
     A group goes to the scorer when its last completion ends, while others are still being sampled. Without a scorer, the rewards
     are those of the environment.
@@ -107,10 +107,10 @@ class ScoredRollout:
     collector: TrajectoryCollector
     scorer: Scorer | None
     show: Callable[[Mapping[int, Any]], Show]
-    """The function that returns the view of trajectories for rewards, given their rows by index."""
+    """A function of the dataset rows by index. It returns the `Show` function for trajectories of these rows."""
     world: World = ALONE
     complete: bool = False
-    """True if every process gets all tokens of all trajectories, which a checkpoint of pending ones needs."""
+    """True if every process receives all tokens of all trajectories, to store pending collections in a checkpoint."""
 
     def __call__(
         self,
@@ -124,7 +124,7 @@ class ScoredRollout:
     ) -> list[Trajectory]:
         """Return `num_generations` scored trajectories of each prompt and seat, in order. `version` is the policy's step.
 
-        `clock` counts "time/sample", and as "time/score" the wait for rewards after sampling has ended.
+        `clock` measures sampling as "time/sample", and the wait for rewards after sampling as "time/score".
         """
         clock, world, central = clock or Clock(), self.world, self.collector.sampler.central
         share = range(world.rank, len(prompts), 1 if central else world.size)
@@ -152,7 +152,7 @@ class ScoredRollout:
         clock: Clock,
         cache: ActivationCache | None,
     ) -> list[Trajectory]:
-        """Collect and score the prompts at the places of `share`."""
+        """Sample and score trajectories of the prompts with the indices in `share`."""
         mine = [prompts[i] for i in share]
         scoring = PendingRewards(self.scorer, self.show({p.index: p.row for p in mine}))
         groups: dict[int, list[Trajectory]] = {}
@@ -174,7 +174,7 @@ class ScoredRollout:
 class PendingRewards:
     """Trajectories that wait for their rewards.
 
-    Rewards of the environment and of steps are added to the scorer's. Without a scorer, they are the only ones.
+    Rewards from the environment are added to those from the scorer. Without a scorer, they are the only ones.
     """
 
     def __init__(self, scorer: Scorer | None, show: Show) -> None:
@@ -182,7 +182,7 @@ class PendingRewards:
         self._places: dict[int, int] = {}
 
     def add_all(self, trajectories: Sequence[Trajectory]) -> None:
-        """Add trajectories group by group. A row that is drawn twice in a step has two groups."""
+        """Add all trajectories, group by group. A trajectory with k = 0 starts a group, even one of the same row."""
         starts = [i for i, t in enumerate(trajectories) if t.k == 0 or i == 0]
         for start, end in itertools.pairwise([*starts, len(trajectories)]):
             self.add(trajectories[start:end])
@@ -199,13 +199,13 @@ class PendingRewards:
             self._scoring.poll()
 
     def give_to(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return the same trajectories with their rewards."""
+        """Wait for the scores, and return these trajectories with their rewards, all of which were added before."""
         results: Sequence[Result] = [Scored(0.0)] * len(trajectories) if self._scoring is None else self._scoring.results()
         return [add_reward(t, results[self._places[id(t)]]) for t in trajectories]
 
 
 def add_reward(trajectory: Trajectory, result: Result) -> Trajectory:
-    """Return the trajectory with its reward: the scorer's value and the rewards of its steps."""
+    """Return the trajectory with its reward: the scorer's value plus the rewards for single steps."""
     if trajectory.reason:  # the environment or the agent failed
         return replace(trajectory, status="unscored")
     if isinstance(result, Unscored):
@@ -274,5 +274,5 @@ def log_probs_of(completion: Completion) -> dict[str, list[float]]:
 
 
 def round_all(values: Sequence[float]) -> list[float]:
-    """Return the values rounded to `DIGITS`."""
+    """Return the values rounded to `DIGITS` decimal places."""
     return [round(float(value), DIGITS) for value in values]

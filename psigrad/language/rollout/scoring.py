@@ -1,4 +1,4 @@
-"""The inputs and possible results of scoring, and the protocol of scorers."""
+"""The protocol of scorers, with its inputs (`Samples`) and its results (`Scored`, `Failed`, `Unscored`)."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Samples:
     prompt_ids: Sequence[Sequence[int]] | None = None
     """The prompt's tokens, for scorers that read the policy's own tokens."""
     policy_turns: Sequence[Sequence[str]] | None = None
-    """The policy's text, turn by turn, if a completion also contains other speakers; None: see `turns_of`."""
+    """The policy's text, turn by turn, if a completion also contains other speakers; None: `turns_of` finds the turns."""
     policy_ids: Sequence[Sequence[int]] | None = None
     """The tokens that the policy wrote; None: all of `completion_ids`."""
     opened_thoughts: Sequence[str] | None = None
-    """The tag of the open thought at the end of each prompt, which the completion continues; None: no prompt has one."""
+    """The tag that opens a thought at the end of each prompt, such as <think>; "" for a prompt without one; None: all are so."""
 
     def __post_init__(self) -> None:
         lengths = {name: len(values) for name, values in self.shown.items()}
@@ -73,29 +73,29 @@ def join(parts: Sequence[Samples]) -> Samples:
 
 
 def pick(shown: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
-    """Return the columns of the samples at these indices."""
+    """Return the columns with only the samples at these indices."""
     return {name: [values[i] for i in indices] for name, values in shown.items()}
 
 
 class Preparable:
-    """A reward function that is checked before a run, and prepared in its worker before the first completion is timed."""
+    """A reward function that is checked before a run, and prepared in its worker before its time limit applies."""
 
     def check(self) -> None:
         """Raise `UserError` if the parameters are invalid."""
 
     def prepare(self) -> None:
-        """Load the resources that it needs."""
+        """Load the resources that the function needs."""
 
 
 class SelfLimited:
-    """A reward function that ends what it runs in time. Its worker is not killed while it runs."""
+    """A reward function that enforces its own time limit. Its worker is not killed while it runs."""
 
 
 class Wrong(float):
-    """The reward 0 of a wrong program, and the reason."""
+    """The reward 0 of a program that fails a test, and the reason."""
 
     def __new__(cls, reason: str) -> Wrong:
-        """Return 0, with the reason."""
+        """Create a reward of 0 with this reason."""
         made = super().__new__(cls, 0.0)
         made.reason = reason
         return made
@@ -107,7 +107,7 @@ class Wrong(float):
 class Scored:
     """A reward: `value` is the weighted sum, `parts` the value of each function (None: not applicable).
 
-    `steps` are (place, reward) of rewards for steps inside the completion, in addition to `value`, which is for all of it.
+    `value` is the reward for the whole completion. `steps` has (token index, reward) of further rewards for steps inside it.
     """
 
     value: float
@@ -117,8 +117,9 @@ class Scored:
 
 @dataclass(frozen=True)
 class Failed:
-    """A completion that is the policy's fault, as a reward function reported by `Failure`. It counts with the failure value:
-    `value` is the weighted sum with it, `parts` the value of each function.
+    """A completion that a reward function reported as the policy's fault, by `Failure`.
+
+    That function's part is the failure reward. `value` is the weighted sum of all parts.
     """
 
     value: float
@@ -130,7 +131,7 @@ class Failed:
 class Unscored:
     """A completion without reward through no fault of the policy: a time-out, an exception, a malformed return.
 
-    It is never a silent 0: such completions are not trained on. A reward function may return one in its list if it cannot judge a
+    It is dropped from training, and never counts as 0. A reward function may return one in its list if it cannot judge a
     completion.
     """
 
@@ -141,20 +142,20 @@ Result = Scored | Failed | Unscored
 
 
 class Failure(Exception):
-    """The exception by which a reward function reports that the completion itself is at fault.
+    """The exception by which a reward function reports that the policy is at fault, such as for a malformed completion.
 
     It is raised, or returned in the function's list for one sample.
     """
 
 
 class RewardError(UserError):
-    """The rewards are unusable: the functions do not load, or too many completions stay unscored."""
+    """An error for unusable rewards: the functions do not load, or too many completions stay unscored."""
 
 
 class Scoring:
-    """Completions that wait for their rewards, added group by group as they are written.
+    """Completions that wait for their rewards. Groups are added as soon as they are sampled.
 
-    This class calls `score` for all groups at the end. A scorer that can start earlier has a subclass.
+    This class calls `score` once for all groups, when `results` is called. A scorer that can start earlier returns a subclass.
     """
 
     def __init__(self, score: Callable[[Sequence[Samples]], list[Result]]) -> None:
@@ -162,14 +163,14 @@ class Scoring:
         self._groups: list[Samples] = []
 
     def add(self, group: Samples) -> None:
-        """Add a group, which reward functions receive together."""
+        """Add the samples of one group, which each reward function receives together."""
         self._groups.append(group)
 
     def poll(self) -> None:
-        """Make progress without waiting."""
+        """Let the scorer make progress without waiting. This class has nothing to do here."""
 
     def results(self) -> list[Result]:
-        """Return one result per completion, in the order in which they were added."""
+        """Wait for the scores. Return one result per completion, in the order in which the completions were added."""
         return self._score(self._groups)
 
 
@@ -177,7 +178,7 @@ class Scorer(Protocol):
     """A scorer of completions: reward functions in processes, reward models, or a mixture of both."""
 
     def begin(self) -> Scoring:
-        """Start a new scoring, and drop what an earlier one has not finished."""
+        """Return a new `Scoring`, and cancel unfinished work of the previous one."""
         ...
 
 
@@ -186,9 +187,9 @@ def check_unscored(
 ) -> list[list[int]]:
     """Raise `RewardError` if more than `limit` of the last `WINDOW` completions are unscored through a fault, or if all are.
 
-    `reasons` has one entry per completion of a step: the reason why it is unscored, or None. A completion to which no function
-    applies is no fault. `before` is the previous step's return value: [faults, completions] of each of the last steps. The
-    returned window includes this step.
+    `limit` is a share. `reasons` has one entry per completion of a step: the reason why it is unscored, or None. A completion to
+    which no function applies is no fault. `before` is the previous step's return value: [faults, completions] of each of the last
+    steps. The returned window includes this step.
     """
     faults = [None if reason is None or reason.startswith(NOT_APPLICABLE) else reason for reason in reasons]
     window = [*map(list, before), [sum(reason is not None for reason in faults), len(faults)]]
@@ -204,9 +205,9 @@ def check_unscored(
 
 
 def explain_unscored(reasons: Sequence[str | None], sources: Sequence[str] = (), above: str = "") -> str:
-    """Return the number of unscored completions, and the most common reason with its rows.
+    """Return a sentence with the number of unscored completions, the most common reason and its rows.
 
-    `reasons` are as in `check_unscored`. `sources` are the places of the rows in their files.
+    `reasons` are as in `check_unscored`. `sources[i]` is the file and line of the row of completion i.
     """
     counts: dict[str, list[int]] = {}
     for i, reason in enumerate(reasons):

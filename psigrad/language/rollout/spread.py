@@ -1,8 +1,8 @@
-"""A step's trajectories if several processes train: each is complete where it was made and where it is trained on.
+"""The exchange of a step's trajectories between the processes that train together.
 
 Every process receives the values that a step computes over all trajectories: rewards, lengths, masks, log-probs (`apart`). Tokens
-go to the processes that read them (`bring`), and rows of rollouts.jsonl to rank 0, which writes them (`to_writer`). They are sent
-as arrays in safetensors format, with the small remainder as JSON.
+go only to the processes that run a model on them (`bring`), and rows of rollouts.jsonl to rank 0, which writes them
+(`to_writer`). Messages are arrays in safetensors format, and JSON for the remaining fields.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from psigrad.processes.parallel.world import World
 
 
 class Away(Sequence[int]):
-    """Tokens stored in another process: their number and their hash, by which they equal the same tokens, local or away."""
+    """A placeholder for tokens that another process has. It equals tokens and placeholders of the same length and hash."""
 
     def __init__(self, length: int, key: int) -> None:
         self.length, self.key = length, key
@@ -41,8 +41,9 @@ class Away(Sequence[int]):
 
 
 def apart(trajectory: Trajectory) -> Trajectory:
-    """Return the part of a trajectory that every process receives: all but tokens and texts, with the error marks of tool
-    answers.
+    """Return the trajectory without its tokens and texts, as every process receives it.
+
+    Of a tool's answer it keeps the first 7 characters, since metrics count the answers that begin with "error: ".
     """
 
     def away(ids: Sequence[int]) -> Any:
@@ -62,7 +63,7 @@ def apart(trajectory: Trajectory) -> Trajectory:
 
 
 def tokens_of(trajectory: Trajectory) -> Trajectory:
-    """Return the part of a trajectory that a model reads."""
+    """Return the trajectory with the tokens and prompts that a model reads, without log-probs, texts and masks."""
     bare = replace(trajectory.completion, logprobs=(), sampling_logprobs=())
     return replace(trajectory, completion=bare, text="", parts={}, mask=(), messages=(), policy_turns=(), step_rewards=())
 
@@ -105,7 +106,7 @@ def pack(rows: Sequence[Trajectory]) -> bytes:
 
 
 def unpack(data: bytes) -> list[Trajectory]:
-    """Deserialise the trajectories of `pack`. Log-probs and masks of trajectories that are apart stay in their arrays."""
+    """Return the trajectories that `pack` serialised. Log-probs and masks of those without tokens are views of the arrays."""
     arrays = safetensors.numpy.load(data)
     held, at = json.loads(arrays["rest"].tobytes().decode("utf-8", "surrogatepass")), dict.fromkeys(arrays, 0)
 
@@ -129,12 +130,15 @@ def unpack(data: bytes) -> list[Trajectory]:
 
 
 def _said(made: Any) -> dict[str, Any]:
-    """Return the fields that differ from their defaults."""
+    """Return the fields of a dataclass whose values differ from their defaults, by name."""
     return {f.name: x for f in fields(made) if (x := getattr(made, f.name)) != f.default}
 
 
 def spread(world: World, own: Sequence[Trajectory], *, whole: bool = False) -> list[list[Trajectory]]:
-    """Return the trajectories of each process, by rank: its own unchanged, the others' apart or, if `whole`, complete."""
+    """Return the trajectories of every process, by rank. `own` are those of this process.
+
+    Those of other processes have neither tokens nor texts (`apart`), unless `whole`.
+    """
     made = list(own) if whole else [replace(t, holders=(world.rank,)) for t in own]
     told = pack(made if whole else [apart(t) for t in made])
     each = world.exchange([b"" if rank == world.rank else told for rank in range(world.size)])
@@ -142,7 +146,7 @@ def spread(world: World, own: Sequence[Trajectory], *, whole: bool = False) -> l
 
 
 def spread_collected(world: World, held: Collected) -> Collected:
-    """Return the collection that rank 0 holds, on every rank."""
+    """Return the collection `held` of rank 0 on every rank. On other ranks, its trajectories have no tokens (`apart`)."""
     place = {id(t): n for n, t in enumerate(held.trajectories)}
     groups = [[place[id(t)] for t in group] for group in held.groups]
     groups, cursor, entries = world.broadcast((groups, held.cursor, held.entries))
@@ -151,7 +155,10 @@ def spread_collected(world: World, held: Collected) -> Collected:
 
 
 def bring(world: World, rows: list[Trajectory], wanted: Sequence[Sequence[int]]) -> None:
-    """Put into `rows` the tokens of those at the places `wanted[rank]`, on each rank. All ranks call it with the same places."""
+    """On each rank, fetch the tokens of the rows with indices `wanted[rank]`, and store them in `rows`.
+
+    All ranks must call this function with the same `wanted`.
+    """
     lacks = [[i for i in places if rows[i].holders and rank not in rows[i].holders] for rank, places in enumerate(wanted)]
     if not any(lacks):
         return
@@ -168,7 +175,7 @@ def bring(world: World, rows: list[Trajectory], wanted: Sequence[Sequence[int]])
 
 
 def to_writer(world: World, made: Mapping[int, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the rows of all processes, by place, in that order on rank 0."""
+    """Send the rows of all processes to rank 0, which returns them sorted by their keys. Other ranks return their own rows."""
     told = json.dumps(list(made.items())).encode() if world.rank else b""
     each = world.exchange([b"" if rank else told for rank in range(world.size)])
     rows = [*made.items(), *(pair for part in each if part for pair in json.loads(part))]

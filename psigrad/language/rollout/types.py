@@ -1,4 +1,4 @@
-"""The types of a rollout: token ids in, token ids out. Text is only derived from them, for users and verifiers."""
+"""Types of sampling: prompts, completions, trajectories, samplers. They hold token ids; text is only decoded from them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One dataset row as training sees it: its index, its tokens, and the row itself (text and columns for the rewards).
+    """A dataset row with its tokens: its `index`, the token `ids` of its prompt, and the `row`, whose text and columns rewards
+    receive.
 
-    `teacher_ids` are the tokens that the reference reads in place of `ids`.
+    `teacher_ids` is the prompt that the reference model reads; empty: it reads `ids`.
     """
 
     index: int
@@ -32,7 +33,7 @@ class Prompt:
 
 
 class Prompts(Sequence[Prompt]):
-    """The prompts of rows, each created on access."""
+    """A sequence of prompts, each created on access. `made[i]` is (index of a row in `rows`, the token ids of its prompt)."""
 
     def __init__(self, rows: Sequence[Any], made: Sequence[Any]) -> None:
         self.rows, self.made = rows, made
@@ -64,7 +65,7 @@ class Completion:
     """One sampled completion.
 
     `sampling_logprobs[t]` is the log-probability of token t under the exact distribution it was drawn from (after temperature,
-    top-k, top-p, min-p). `logprobs[t]` is the policy's own, after temperature only, which the trainer recomputes.
+    top-k, top-p, min-p). `logprobs[t]`, which the trainer recomputes, is that under the policy after temperature only.
     """
 
     ids: tuple[int, ...]
@@ -73,13 +74,13 @@ class Completion:
     finish_reason: FinishReason
     seed: int
     experts: str = ""
-    """The experts of each of its tokens but the last, if they are recorded (`models/experts.py`)."""
+    """The experts that the router chose for each token but the last, in base64 (`models/experts.py`); empty: not recorded."""
     prompt_experts: str = ""
-    """The experts of the prompt's tokens, in the same form."""
+    """The experts of the prompt's tokens, encoded in the same way."""
 
 
 class DrawnToken(NamedTuple):
-    """A sampled token. Its log-probs are those of `Completion`; `top` has the most probable ids with their log-probs."""
+    """A sampled token with its log-probs (see `Completion`); `top` has the most probable ids with their log-probs."""
 
     id: int
     logprob: float
@@ -124,15 +125,15 @@ class Sampler(ABC):
     """A sampler of completions: embedded, transformers, vLLM, or a custom one (`language/loading/samplers.py`)."""
 
     exact: bool = False
-    """True if its log-probs equal those of the trainer's own forward pass in float32, up to rounding. Then several passes over a
-    batch need no extra forward pass first.
+    """True if its log-probs equal those of the trainer's own forward pass in float32, up to rounding. Then several optimiser
+    steps on a batch need no forward pass that first recomputes the log-probs.
     """
 
     engine: str = ""
     """The name and version of the program that draws tokens. The same seeds give other tokens under another version."""
 
     central: bool = False
-    """True if one process samples for all processes that train together, instead of each sampling its share."""
+    """True if one process samples for all processes that train together; False if each process samples its share."""
 
     overlaps: bool = False
     """True if it samples on devices that the trainer does not use, so that with a lag it may sample during training steps."""
@@ -141,9 +142,9 @@ class Sampler(ABC):
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample, and after each step yield the places of the requests that it completed, with their completions.
+        """Sample the requests. After each decoding step, yield (index, completions) of every request that the step completed.
 
-        A sampler that runs the trainer's own weights may fill `cache` with its activations.
+        A sampler that runs the trainer's own weights may store its activations in `cache`, for training to reuse.
         """
 
     def sample(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
@@ -152,15 +153,15 @@ class Sampler(ABC):
         return [done[place] for place in range(len(requests))]
 
     def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
-        """Start episodes of several turns with these prompts, where those of one group are adjacent."""
+        """Start one episode of several turns for each prompt. Prompts of the same group are adjacent."""
         return RestartedDialogue(self, prompts, params)
 
     def log_probs(
         self, prompt: tuple[int, ...], completions: Sequence[Sequence[int]], params: SamplingParams
     ) -> list[list[float]] | None:
-        """Return log-probs of these completions of a prompt under the sampler's weights, after temperature.
+        """Return the log-prob of each token of these completions of a prompt, under the sampler's weights and after temperature.
 
-        They come from a pass that depends on nothing else. Return None if the sampler has no such exact pass.
+        They are computed separately from any other request. Return None if the sampler cannot do that exactly.
         """
         return None
 
@@ -169,18 +170,18 @@ class Sampler(ABC):
         return {}
 
     def close(self) -> None:  # noqa: B027
-        """Release all resources but this process's memory. The sampler cannot be used afterwards."""
+        """Release all resources except memory of this process. The sampler cannot be used afterwards."""
 
     def snapshot(self) -> Sampler:
-        """Return a sampler of the trainer's current weights: this one, after updating its copy if it has one.
+        """Return a sampler that has the trainer's current weights. A sampler that runs a copy of the weights updates the copy.
 
-        All processes that train together call it before any of them samples.
+        All processes that train together call this method before any of them samples.
         """
         return self
 
 
 class NextTurn(NamedTuple):
-    """The input of a turn. `ids` are the tokens observed since the last turn, or the full context if `anew`."""
+    """The next turn of an episode: its seed, and the tokens to read since the last turn, or the full new context if `anew`."""
 
     ids: Sequence[int]
     seed: int
@@ -188,26 +189,26 @@ class NextTurn(NamedTuple):
 
 
 class Dialogue(ABC):
-    """Episodes under way, by their place among the prompts."""
+    """Episodes of several turns that a sampler has started. The number of an episode is the index of its prompt."""
 
     joins: bool = False
-    """True if it calls `more` for the turns of episodes answered meanwhile, which join those being sampled."""
+    """True if `turns` calls `more()` as it samples, and samples those turns too: of episodes whose environment has answered."""
     more: Callable[[], Mapping[int, NextTurn]] = dict
 
     @abstractmethod
     def turns(self, wanted: Mapping[int, NextTurn]) -> Iterator[tuple[int, Completion]]:
-        """Yield the policy's next turn in these episodes, each as it ends. Other episodes may be over or awaiting an answer."""
+        """Sample the next turn of these episodes, and yield (episode, completion) as each turn ends."""
 
 
 class RestartedDialogue(Dialogue):
-    """A `Dialogue` for any sampler: each turn is a completion of all tokens before it."""
+    """A `Dialogue` for any sampler. For each turn, the sampler completes all earlier tokens of the episode as a new prompt."""
 
     def __init__(self, sampler: Sampler, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> None:
         self.sampler, self.params = sampler, params
         self.contexts = [tuple(prompt) for prompt in prompts]
 
     def turns(self, wanted: Mapping[int, NextTurn]) -> Iterator[tuple[int, Completion]]:
-        """See `Dialogue`. On the first turn, a group shares its prompt and ends together."""
+        """Sample the next turns; see `Dialogue`. The first turns of a group have the same prompt, so they are one request."""
         requests, owners = self._begin(wanted)
         for completed in self._steps(requests, owners):
             for place, completions in completed:
@@ -231,12 +232,12 @@ class RestartedDialogue(Dialogue):
         return requests, owners
 
     def _steps(self, requests: list[Request], owners: list[list[int]]) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """See `Sampler.steps`. `owners[place]` are the episodes of a request. A subclass that adds requests adds their owners."""
+        """Sample the requests. `owners[i]` are the episodes of request i. A subclass that adds requests adds their owners."""
         return self.sampler.steps(requests, self.params)
 
 
 class ReplicaSampler(Sampler):
-    """A sampler that runs a copy of the weights, which `refresh` updates."""
+    """A sampler that runs a copy of the policy's weights. `refresh()` copies the current weights into it."""
 
     def __init__(self, inner: Sampler, refresh: Callable[[], None]) -> None:
         self.inner, self.exact, self.engine, self._refresh = inner, inner.exact, inner.engine, refresh
@@ -244,31 +245,35 @@ class ReplicaSampler(Sampler):
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """See `Sampler`. The trainer's cache is not filled, since it belongs to other weights."""
+        """Sample with the copy; see `Sampler`. The trainer's cache is not filled, since the copy has its own weights."""
         return self.inner.steps(requests, params)
 
     def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
-        """See `Sampler`."""
+        """Start episodes whose turns are sampled with the copy; see `Sampler`."""
         return self.inner.dialogue(prompts, params)
 
     def log_probs(
         self, prompt: tuple[int, ...], completions: Sequence[Sequence[int]], params: SamplingParams
     ) -> list[list[float]] | None:
-        """See `Sampler`."""
+        """Return log-probs under the weights of the copy; see `Sampler`."""
         return self.inner.log_probs(prompt, completions, params)
 
     def snapshot(self) -> Sampler:
-        """See `Sampler`."""
+        """Copy the policy's current weights, and return this sampler; see `Sampler`."""
         self._refresh()
         return self
 
     def close(self) -> None:
-        """See `Sampler`."""
+        """Close the inner sampler; see `Sampler`."""
         self.inner.close()
 
 
 class Cut(NamedTuple):
-    """A record that an environment's answer to a turn (0: its opening) was cut or dropped, and why. A drop ends the episode."""
+    """A record that an environment's answer was too long, and so was shortened ("cut") or removed ("dropped"), which ends the
+    episode.
+
+    `turn` is the number of the policy's turn before the answer; 0 for the environment's opening.
+    """
 
     turn: int
     kind: Literal["cut", "dropped"]
@@ -276,14 +281,14 @@ class Cut(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """A change of context: from token `start` of a completion on, the policy read this prompt instead of all that precedes."""
+    """A change of context: from token `start` of a completion on, the policy read this prompt in place of all earlier tokens."""
 
     start: int
     prompt_ids: tuple[int, ...]
 
 
 class Stretch(NamedTuple):
-    """Tokens of a completion from its token `start` on, with the prompt after which they were sampled."""
+    """The tokens of a completion that follow one prompt: `ids` begin at token `start` of the completion."""
 
     start: int
     prompt_ids: tuple[int, ...]
@@ -294,7 +299,9 @@ class Stretch(NamedTuple):
 class Trajectory:
     """One scored completion of one prompt, ready for training and for `rollouts.jsonl`.
 
-    An episode of several turns holds the tokens of both sides in its completion. A session of an agent holds all its branches.
+    It is number `k` of the group of dataset row `row`, sampled by the weights after `version` optimiser steps. In an episode of
+    several turns, the completion has the tokens of the policy and of the environment. A session of an agent is one trajectory
+    with a `Branch` for each change of context.
     """
 
     row: int
@@ -310,43 +317,43 @@ class Trajectory:
     mask: tuple[bool, ...] = ()
     """True for the tokens that the policy chose, in episodes of several turns; empty: all."""
     step_rewards: tuple[tuple[int, float], ...] = ()
-    """(place, reward) of rewards before the end, which are part of `reward`."""
+    """(token index, reward) of each reward for a step inside the completion. Their sum is part of `reward`."""
     turns: int = 1
     messages: tuple[dict[str, Any], ...] = ()
     """The conversation after the prompt, in episodes of several turns."""
     cuts: tuple[Cut, ...] = ()
-    """The parts of an environment's answers that the policy did not read, in such episodes."""
+    """The environment's texts that were shortened or removed, in episodes of several turns."""
     policy_turns: tuple[str, ...] = ()
-    """The policy's text, turn by turn, in such episodes; empty: `text` is its only turn."""
+    """The policy's text, turn by turn, in episodes of several turns; empty: `text` is its only turn."""
     teacher_prompt_ids: tuple[int, ...] = ()
-    """The prompt that the reference reads instead; empty: the same prompt."""
+    """The prompt that the reference model reads; empty: it reads `prompt_ids`."""
     branches: tuple[Branch, ...] = ()
     """The changes of context: an agent sent another prompt, or the chat template rewrote the past.
 
     Empty: all tokens follow the prompt.
     """
     seat: int | None = None
-    """The seat whose turns it holds, in a game of several seats."""
+    """The seat (player) whose turns the trajectory has, in a game of several seats."""
     answer: str | None = None
-    """The last answer of such a session, which rewards receive if the prompt is text; None: `text`."""
+    """The last answer of an agent's session. Rewards receive it if the prompt is text; None: they receive `text`."""
     holders: tuple[int, ...] = ()
-    """The ranks that have its tokens if not all have (`spread.py`): the one that made it, then those that received it."""
+    """The ranks that have the tokens (`spread.py`): the one that made them, then those that received them; empty: all ranks."""
 
     @property
     def home(self) -> int:
-        """The rank that made it, or rank 0 if all have it."""
+        """The rank that made the trajectory; rank 0 if all ranks have its tokens."""
         return self.holders[0] if self.holders else 0
 
     @property
     def contexts(self) -> list[Stretch]:
-        """The completion in pieces that follow one prompt each; a single piece without branches."""
+        """The completion, split at its `branches` into parts that follow one prompt each; a single part if there are none."""
         starts = [Branch(0, self.prompt_ids), *self.branches]
         ends = [branch.start for branch in starts[1:]] + [len(self.completion.ids)]
         return [Stretch(at, prompt, self.completion.ids[at:end]) for (at, prompt), end in zip(starts, ends, strict=True)]
 
     @property
     def step_return(self) -> float:
-        """The sum of the rewards before the end."""
+        """The sum of `step_rewards`."""
         return math.fsum(reward for _, reward in self.step_rewards)
 
     @property
@@ -363,16 +370,16 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Collected:
-    """Scored completions of one step: all of them, and the groups that are trained on."""
+    """The scored completions of one step, and the `groups` that are trained on. `cursor` counts all prompts drawn so far."""
 
     trajectories: list[Trajectory]
     groups: list[list[Trajectory]]
     cursor: int
     entries: dict[str, int]
-    """The fate of the prompts, as ledger entries."""
+    """The number of prompts drawn, trained on, and dropped for each reason; the ledger (`online/collect.py`) adds them up."""
 
     def result(self) -> Collected:
-        """Return this collection; see `Pending`."""
+        """Return this collection itself, as `Pending` requires."""
         return self
 
     def to_json(self) -> str:
@@ -385,7 +392,7 @@ class Collected:
 
     @classmethod
     def from_json(cls, text: str) -> Collected:
-        """Load a collection that `to_json` returned."""
+        """Return the collection from the text that `to_json` returned."""
         held = json.loads(text)
         trajectories = [trajectory_of(fields) for fields in held["trajectories"]]
         groups = [[trajectories[n] for n in group] for group in held["groups"]]
@@ -393,11 +400,11 @@ class Collected:
 
 
 ELSEWHERE = Collected([], [], 0, {})
-"""A placeholder for a collection that another process has."""
+"""An empty placeholder, on ranks that do not sample, for the collection that rank 0 has."""
 
 
 class Pending(Protocol):
-    """A collection that may still be under way."""
+    """A collection whose completions may still be being sampled or scored, in another thread."""
 
     def result(self) -> Collected:
         """Wait for the collection and return it."""
@@ -405,7 +412,7 @@ class Pending(Protocol):
 
 
 def trajectory_of(held: dict[str, Any]) -> Trajectory:
-    """Return a trajectory from its fields as JSON stores them."""
+    """Return the trajectory with these fields, as read from JSON. Lists become tuples."""
     fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in held.items()}
     written: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in held["completion"].items()}
     fields["completion"] = Completion(**written)
@@ -418,15 +425,15 @@ def trajectory_of(held: dict[str, Any]) -> Trajectory:
 
 @dataclass(frozen=True)
 class State(RunState):
-    """The numbers of a run that change from step to step, besides weights and moments of the optimiser."""
+    """The state of a run besides its weights and the optimiser's moments: numbers that change from step to step."""
 
     cursor: int = 0
     """The number of prompts (online) or rows (SFT) drawn from the endless sequence of shuffled epochs."""
     algorithm: dict[str, float] = field(default_factory=dict)
     """The `PolicyGradient`'s own state: a moving-average baseline, an adaptive KL coefficient."""
     ledger: dict[str, int] = field(default_factory=dict)
-    """The fate of the prompts drawn so far, in online runs; see `online/collect.py`."""
+    """The number of prompts drawn so far, and of those trained on, pending, or dropped, in online runs (`online/collect.py`)."""
     pending: tuple[Pending, ...] = ()
-    """The collections for later steps, in runs with a lag."""
+    """The collections for later steps that have already started, in runs with a lag."""
     unscored: list[list[int]] = field(default_factory=list)
-    """[faults of rewards, completions] of each of the last steps; see `rollout.scoring.check_unscored`."""
+    """[unscored completions through a fault, completions] of each of the last steps; see `rollout.scoring.check_unscored`."""

@@ -1,1 +1,1 @@
-"""Producers of completions: the embedded sampler, transformers' generate, vLLM, and several on Ray."""
+"""Samplers in this process: the embedded sampler with its caches, and transformers' `generate`."""
