@@ -1,7 +1,7 @@
-"""Keys and values of the sequences being decoded.
+"""Caches of keys and values for the sequences that are being decoded.
 
 `KVCache` supports any model: one left-aligned slot for each sequence, filled by prefill and grown by decoding. `SharedCache` is
-for the fused decoder: a prompt's keys and values are stored once for its group, and each slot holds only its own tokens.
+for the fused decoder: a prompt's keys and values are stored once for its group, and a slot holds only the tokens after it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ Key = tuple[str, int, int]  # the kind of a layer, its index, and the number of 
 
 
 class KVCache:
-    """Keys and values [slots, H_kv, capacity, D] per attention; slots 0 … active - 1 are in use and hold `lengths` tokens each.
+    """Keys and values [slots, H_kv, capacity, D] of each attention. Slots 0 … active - 1 hold sequences of `lengths` tokens.
 
-    The key of an attention is its layer and the number of earlier attentions of that layer in the same pass. DiffLlama attends
+    An attention's `Key` has its layer and the number of earlier attentions of that layer in the same pass. DiffLlama attends
     twice in each layer, and HRM-Text runs its layers several times. Layers with state keep that of each slot [slots, ...]: the
     window of a convolution, or the state of a recurrence.
     """
@@ -61,13 +61,13 @@ class KVCache:
         return self.lengths.numel()
 
     def keep(self, layer: Key, first: int, states: Tensor) -> None:
-        """Store the states [n, ...] of the slots from `first` on."""
+        """Store the states [n, ...] of the n slots that begin at slot `first`."""
         if layer not in self.states:
             self.states[layer] = states.new_zeros(self.slots, *states.shape[1:])
         self.states[layer][first : first + len(states)] = states
 
     def room(self, layer: Key, k: Tensor, v: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of an attention with room for `tokens` per slot.
+        """Return the keys and values of an attention, after enlarging them if a slot has room for fewer than `tokens` tokens.
 
         `k` and `v` [·, H_kv, ·, D] determine heads, widths and type. Their widths may differ (multi-head latent attention).
         """
@@ -87,9 +87,9 @@ class KVCache:
             x.zero_()
 
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> Prefill:
-        """Return the layout that computes the prompts; `copies` [n] names, for each new slot, the prompt that it continues.
+        """Return the layout of a forward pass over prompts that fills n new slots: slot i with the prompt of index `copies[i]`.
 
-        `shifts` [B] are the positions of the tokens after the prompts, minus their lengths.
+        `shifts` [B] is the position of the token after each prompt minus the prompt's length; they differ for images (M-RoPE).
         """
         new = torch.zeros_like(copies) if shifts is None else shifts[copies]
         self.shifts = torch.cat([self.shifts.to(new.device), new])
@@ -104,7 +104,7 @@ class KVCache:
     def remove(self, finished: Tensor) -> Tensor:
         """Release the slots where `finished` [active] is True, and move the last sequences into the gaps.
 
-        Returns the new order [active after] of the remaining sequences.
+        Returns the old slots [active after] of the remaining sequences, in their new order.
         """
         left = int((~finished).sum())
         order = torch.arange(left, device=finished.device)
@@ -122,13 +122,13 @@ class KVCache:
 
 
 class _OnePass:
-    """A layout that counts the calls of each layer in one forward pass."""
+    """The base of layouts for one forward pass. It counts the calls of each layer."""
 
     def __init__(self) -> None:
         self._calls: Counter[tuple[str, int]] = Counter()
 
     def next_call(self, kind: str, layer: int) -> Key:
-        """Return the key of this call in the cache."""
+        """Count a call of a layer, and return its key in the cache."""
         self._calls[kind, layer] += 1
         return kind, layer, self._calls[kind, layer] - 1
 
@@ -137,7 +137,7 @@ class Prefill(_OnePass):
     """The layout of a prefill: packed prompts whose keys and values are also stored in the slots that continue them."""
 
     def __init__(self, cache: KVCache, prompts: PackedLayout, copies: Tensor) -> None:
-        """Add the slots; `copies` [n] names, for each new slot, the prompt that it continues."""
+        """Add n slots to the cache; `copies[i]` is the index of the prompt in new slot i."""
         super().__init__()
         self.cache, self.prompts, self.copies = cache, prompts, copies
         self.first = cache.active
@@ -147,12 +147,12 @@ class Prefill(_OnePass):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
-        """Store this layer's keys and values, then attend as the prompts' layout does."""
+        """Store this layer's keys and values in the slots. Return the attention within the prompts (`PackedLayout.attend`)."""
         self._keep(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
         return self.prompts.attend(layer, q, k, v, scale, window, how)
 
     def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
-        """Store the last tokens of each prompt, then convolve as the prompts' layout does."""
+        """Store the last tokens of each prompt as the window of its slots. Return the convolution of the prompts."""
         pieces, before = self.prompts.pieces, np.arange(1 - how.weight.shape[1], 0)
         last = pieces.lengths[:, None] + before
         rows = np.where(last >= 0, pieces.starts[:, None] + last, -1)
@@ -161,7 +161,7 @@ class Prefill(_OnePass):
         return self.prompts.convolve(layer, x, how)
 
     def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
-        """Run the recurrence as the prompts' layout does, and store the state after each prompt."""
+        """Run the recurrence over the packed prompts, and store the state after each prompt in its slots."""
         out, states = self.prompts.scan_with_states(recurrence, inputs)
         assert states is not None
         self.cache.keep(self.next_call("recurrence", layer), self.first, states[self.copies])
@@ -180,8 +180,9 @@ class Decode(_OnePass):
     """The layout of one decoding step: one new token per active slot, which attends only to its own slot."""
 
     def __init__(self, cache: KVCache, places: Tensor, columns: int, room: int, shifts: Tensor | None = None) -> None:
-        """Place the next tokens of the first len(places) slots at `places`. The step reads `columns` of the slots, which have
-        room for `room` tokens. Their positions are `shifts` more than their places.
+        """Put the next token of slot i at index `places[i]` of its keys and values, for len(places) slots.
+
+        The token's position is `places[i] + shifts[i]`. The step reads `columns` tokens of each slot, and makes room for `room`.
         """
         super().__init__()
         self.cache, self.places, self.width, self.room = cache, places, columns, room
@@ -224,7 +225,7 @@ class Decode(_OnePass):
         return how.finish((wide * how.weight.t()).sum(1)) if ready is None else ready
 
     def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
-        """Run the recurrence by one token from the stored states, and store those after it."""
+        """Run the recurrence by one token from the stored states, and store the new states."""
         states = self.cache.states[self.next_call("recurrence", layer)][: len(inputs[0])]
         out, after = recurrence.step(inputs, states)
         if after is not states:
@@ -233,7 +234,10 @@ class Decode(_OnePass):
 
 
 class CachedPrompt:
-    """A prompt's keys and values [layers, keys and then values], float32, ordered for decoding (`Kernels.prompt_tables`)."""
+    """The keys and values of a prompt: one row per layer, first all keys, then all values, in float32.
+
+    They are in the order that decoding reads (`Kernels.prompt_tables`).
+    """
 
     def __init__(self, length: int, layers: int, heads: Heads) -> None:
         keys, values = table_sizes(length, heads)
@@ -245,14 +249,14 @@ class CachedPrompt:
 
 
 def addresses(prompts: list[CachedPrompt], layers: int) -> Tensor:
-    """Return the addresses [layers, 2, G] of the prompts' keys and values."""
+    """Return the memory addresses [layers, 2, G] of the prompts' keys and values."""
     *first, apart = np.array([p.addresses for p in prompts], dtype=np.int64).reshape(-1, 3).T
     return torch.from_numpy(np.stack(first) + np.arange(layers)[:, None, None] * apart)
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The rows of a decoding step, with those of one prompt adjacent."""
+    """The rows of a decoding step in groups: rows that continue the same prompt are adjacent."""
 
     prompts: Tensor
     """[layers, 2, G] addresses of the prompts' keys and values."""
@@ -265,8 +269,10 @@ class Arrangement:
 
 
 class SharedCache:
-    """A `KVCache` in which no sequence moves: row i of a step continues slot `slots[i]`, which holds `lengths[i]` tokens after
-    prompt `prompt[i]`. Rows keep their order of arrival, so those of one prompt are adjacent.
+    """A cache with the methods of `KVCache` for the fused decoder. It stores each prompt once; slots hold the tokens after it.
+
+    Row i of a step continues slot `slots[i]`, which holds `lengths[i]` tokens after prompt `prompt[i]`. Sequences never move
+    between slots. Rows keep their order of arrival, so rows of one prompt are adjacent.
     """
 
     def __init__(self, slots: int, longest: int, layers: int, heads: Heads, dtype: torch.dtype) -> None:
@@ -285,21 +291,21 @@ class SharedCache:
 
     @property
     def active(self) -> int:
-        """The number of sequences still being sampled, which fill the first slots."""
+        """The number of sequences still being sampled."""
         return self.lengths.size
 
     @property
     def exact(self) -> bool:
         """True if the layers produce the same bits as in training.
 
-        They do with packed matrices, if training multiplies by the kernels too.
+        They do if the matrices are packed for the kernels, and if training multiplies by the kernels too.
         """
         return self.packed_weights.bytes > 0
 
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> SharedPrefill:
-        """Return the layout that computes the prompts; `copies` [n] names, for each new slot, the prompt that it continues.
+        """Return the layout of a forward pass over prompts, which n new slots continue: slot i the prompt of index `copies[i]`.
 
-        Fused layers have no positions of three axes, so that all `shifts` are 0.
+        `shifts` is not read: no model with fused layers has M-RoPE.
         """
         starts, lengths = prompts.spans.prefixes.t().contiguous()
         new = [CachedPrompt(length, self.layers, self.heads) for length in lengths.tolist()]
@@ -319,7 +325,7 @@ class SharedCache:
     def remove(self, finished: Tensor) -> Tensor:
         """Release the slots of the rows where `finished` [active] is True, and prompts that no row continues.
 
-        Returns the new order [active after] of the remaining sequences.
+        Returns the old indices [active after] of the remaining rows, in order.
         """
         order = np.flatnonzero(~finished.numpy())
         self._free = np.concatenate([self._free, self.slots[finished.numpy()]])
@@ -331,16 +337,19 @@ class SharedCache:
 
     @property
     def seats(self) -> np.ndarray:
-        """[3, active] what `seat` takes: each row's prompt, number of tokens, and slot."""
+        """The arguments of `seat`, [3, active]: each row's prompt, number of tokens after it, and slot."""
         return np.stack([self.prompt, self.lengths, self.slots])
 
     def seat(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
-        """Make these the rows of the next steps, [active] each, with those of one prompt adjacent. The other slots wait."""
+        """Select the slots that the next steps decode, and their order, in which slots of one prompt are adjacent.
+
+        `prompt` and `lengths` are each slot's prompt and number of tokens. Other slots keep their tokens and wait.
+        """
         self.prompt, self.lengths, self.slots = prompt, lengths, slots
         self._arranged = None
 
     def keep_waiting(self, prompt: np.ndarray, slots: np.ndarray) -> None:
-        """Remove all rows from the next steps, keep these waiting prompts and slots, and free all others."""
+        """Select no slot for the next steps. Keep these prompts and slots, which wait, and free all others."""
         self.seat(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
         self._free = np.setdiff1d(np.arange(self.own[0].shape[1]), slots)
         kept = set(prompt.tolist())
@@ -362,7 +371,7 @@ class SharedCache:
         return self.own, self._addresses
 
     def arrangement(self) -> Arrangement:
-        """Return the active slots by prompt, computed when they change."""
+        """Return the active rows in groups of one prompt each, cached until they change."""
         if self._arranged is None:
             first = np.flatnonzero(np.diff(self.prompt, prepend=-1, append=-1))
             prompts = [self.prompts[number] for number in self.prompt[first[:-1]].tolist()]
@@ -374,7 +383,10 @@ class SharedCache:
 
 @dataclass(frozen=True)
 class SharedPrefill:
-    """Packed prompts whose keys and values are also written to `tables` [layers, 2, G]. Prompts begin at `starts`."""
+    """The layout of a prefill for fused layers: packed prompts whose keys and values are also stored for decoding.
+
+    They are written to the addresses `tables` [layers, 2, G]. Prompt g has `lengths[g]` tokens from `starts[g]`.
+    """
 
     prompts: PackedLayout
     tables: Tensor
@@ -384,13 +396,13 @@ class SharedPrefill:
     slots = None
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the prompts' keys and values for this layer, then attend as the prompts' layout does."""
+        """Store this layer's keys and values of the prompts. Return the attention within the prompts (`PackedLayout.mix`)."""
         layer.native.prompt_tables(rotated, qkv, self.starts, self.lengths, layer.heads, self.tables[layer.index])
         return self.prompts.mix(layer, rotated, qkv)
 
 
 class SharedDecode:
-    """One new token per active slot, which attends to its prompt and its own slot."""
+    """The layout of a decoding step for fused layers: one new token per row, which attends to its prompt and its slot."""
 
     def __init__(self, cache: SharedCache) -> None:
         (own, addresses), arranged = cache.room(int(cache.lengths.max()) + 1), cache.arrangement()
@@ -420,7 +432,7 @@ def prefill(
     copies: Tensor,
     keep: ActivationCache | None,
 ) -> Tensor:
-    """Read prompts into new slots, and return the logits [n, V] after them. `copies` [n] names the prompt of each slot."""
+    """Run the prompts into n new slots, and return the logits [n, V] after them. `copies[i]` is the index of slot i's prompt."""
     inputs = pack(Groups(prompts, [[] for _ in prompts]), model.device)
     shifts = None
     inputs = model.placed(inputs)

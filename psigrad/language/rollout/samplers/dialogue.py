@@ -20,24 +20,24 @@ STEP = 8
 
 
 class SeatedCache(KVCache):
-    """A `KVCache` whose slots have numbers. A turn decodes some of them, which move to the front; the others wait behind."""
+    """A `KVCache` whose slots are numbered. `seat` moves those of a turn to the front; the others keep their tokens and wait."""
 
     def __init__(self, slots: int, longest: int, packed_weights: PackedWeights | None = None) -> None:
         """Create empty slots. `longest` is the capacity of a slot, in tokens."""
         super().__init__(slots, longest, packed_weights)
         self._numbers = np.arange(slots)
-        """[slots] the number of the slot in each row."""
+        """[slots] the number of the slot that is in each row of the tensors."""
         self._shifts = torch.zeros(slots, dtype=torch.long)
-        """[slots] the shift of each slot, by its number."""
+        """[slots] the position of each slot's next token minus its place, by the slot's number."""
 
     @property
     def seats(self) -> np.ndarray:
-        """[3, active] what `seat` takes: 0, as each slot holds its own prompt, each row's number of tokens, and its slot."""
+        """The arguments of `seat`, [3, active]: 0 (each slot has its own prompt), each row's number of tokens, and its slot."""
         self._shifts[torch.from_numpy(self._numbers[: self.active])] = self.shifts
         return np.stack([0 * self._numbers[: self.active], self.lengths.numpy(), self._numbers[: self.active]])
 
     def seat(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
-        """Make these slots the rows of the next steps, with so many tokens each. The other slots wait."""
+        """Move these slots, which hold `lengths` tokens, to the front: the next steps decode them. Other slots wait."""
         numbers, rows = self._numbers.copy(), np.arange(self.slots)
         for row, slot in enumerate(slots):
             here = int(np.flatnonzero(numbers == slot)[0])
@@ -51,16 +51,16 @@ class SeatedCache(KVCache):
         self.shifts = self._shifts[torch.from_numpy(slots[: len(lengths)].copy())]
 
     def keep_waiting(self, prompt: np.ndarray, slots: np.ndarray) -> None:
-        """Remove all rows from the next steps, and keep these waiting slots. The others are filled again."""
+        """Select no slot for the next steps, and keep these slots, which wait. New sequences overwrite the others."""
         self.seat(prompt, self._numbers[:0], np.setdiff1d(self._numbers, slots))
 
 
 class CachedDialogue(Dialogue):
     """The embedded sampler's `Dialogue` on a CPU.
 
-    The first turn prefills each prompt once for its group. In later turns, the environment's tokens go through decoding steps,
-    together with the policy's tokens in episodes that have fewer to read. If the environment's text is so long that a full
-    prefill is cheaper, the episodes restart with all their tokens as their prompt.
+    The first turn prefills each prompt once for its group. In later turns, decoding steps read the environment's tokens. An
+    episode with fewer of them already samples in the same steps. If the environment's text is so long that a full prefill is
+    cheaper, the episodes restart with all their tokens as their prompt.
     """
 
     def __init__(self, model: LanguageModel, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> None:
@@ -74,7 +74,7 @@ class CachedDialogue(Dialogue):
         else:
             self.cache = SharedCache(*room, len(decoder.layers), decoder.heads, decoder.dtype)
         self.held = np.zeros(len(prompts), dtype=bool)
-        """True for the episodes in the cache."""
+        """[episodes] True if the cache has the episode's tokens."""
         # For each episode: its prompt in the cache, the number of cached tokens after it, and its slot.
         self.prompt, self.lengths, self.slots = (np.zeros(len(prompts), dtype=np.int64) for _ in range(3))
         self.prefilled = 0
@@ -82,7 +82,7 @@ class CachedDialogue(Dialogue):
 
     @torch.inference_mode()
     def turns(self, wanted: Mapping[int, NextTurn]) -> Iterator[tuple[int, Completion]]:
-        """See `Dialogue`."""
+        """Sample the next turn of these episodes with the cached keys and values; see `Dialogue`."""
         self.model.switch(training=False)
         unread = {}
         for i, (ids, _, anew) in wanted.items():
@@ -105,7 +105,7 @@ class CachedDialogue(Dialogue):
         yield from turn.decode(self.cache, {} if anew else unread)
 
     def _prefill(self, live: Sequence[int]) -> torch.Tensor:
-        """Prefill all tokens of these episodes as their prompts, seat them, and return the logits after each."""
+        """Prefill all tokens of these episodes into the cache, select their slots, and return the logits after each episode."""
         firsts = [n for n, i in enumerate(live) if n == 0 or self.contexts[i] != self.contexts[live[n - 1]]]
         copies = on_device(np.cumsum([n in set(firsts) for n in range(len(live))]) - 1, self.model.device)
         prompts = [self.contexts[live[n]] for n in firsts]
@@ -119,19 +119,19 @@ class CachedDialogue(Dialogue):
 
 
 class _Turn:
-    """One turn of some episodes, in the order of the cache's rows."""
+    """The sampling of one turn of several episodes. `rows` are the unfinished episodes, in the order of the cache's rows."""
 
     def __init__(self, dialogue: CachedDialogue, live: Sequence[int], seeds: Mapping[int, int]) -> None:
         self.dialogue, self.seeds = dialogue, seeds
         self.ended: list[int] = []
-        """Rows that have ended since the last `_pop_ended`."""
+        """The episodes that have ended their turn since the last `_pop_ended`."""
         self.rows = np.array(live, dtype=np.int64)
         self.ids: dict[int, list[int]] = {i: [] for i in live}
         self.logprobs: dict[int, list[float]] = {i: [] for i in live}
         self.sampling_logprobs: dict[int, list[float]] = {i: [] for i in live}
 
     def decode(self, cache: SharedCache | SeatedCache, unread: dict[int, list[int]]) -> Iterator[tuple[int, Completion]]:
-        """Decode token by token: first the unread tokens, then the policy's, until every row has ended its turn."""
+        """Decode token by token, and yield (episode, completion) as turns end. An episode first reads its `unread` tokens."""
         model = self.dialogue.model
         yield from self._pop_ended()
         while len(self.rows):
@@ -146,7 +146,7 @@ class _Turn:
                 yield from self._pop_ended()
 
     def write(self, logits: torch.Tensor, places: np.ndarray) -> None:
-        """Draw and record a token for the rows at `places`, and release those that end their turn."""
+        """Draw and record a token for the rows with the indices `places`, and remove the rows that end their turn."""
         dialogue, rows = self.dialogue, self.rows[places]
         counts = np.array([len(self.ids[i]) for i in rows])
         drawn = draw(logits, dialogue.params, np.array([self.seeds[i] for i in rows], dtype=np.uint64), counts)

@@ -19,13 +19,13 @@ _BLOCK = 1024
 
 # Logits per tensor operation on a CPU, so that their float64 sums fit the caches and the allocator reuses their memory.
 _AT_ONCE = 1 << 20
-# The counter of a second draw in place of a forbidden token is that of the first and this.
+# Added to the counter of a forbidden token's draw for the draw that replaces it.
 _SECOND = 1 << 40
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Tokens [B], the policy's log-prob of each (temperature only) [B], and the one under the filtered distribution [B]."""
+    """Drawn tokens [B] with two log-probs [B]: under the policy after temperature only, and under the filtered distribution."""
 
     ids: Tensor
     logprobs: Tensor
@@ -73,7 +73,7 @@ def _forbidden(ids: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _drawn(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> Drawn:
-    """Draw as `draw` does; on a CPU a forbidden token may be drawn."""
+    """Draw one token per row; see `draw`. On a CPU it may be a forbidden token, which `draw` replaces."""
     if logits.device.type != "cpu":
         return _draw(logits, params, seeds_u64, counter)
     native = kernels()
@@ -88,7 +88,7 @@ def _drawn(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counte
 
 
 def _draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> Drawn:
-    """Draw as `draw` does, in tensor operations."""
+    """Draw one token per row by tensor operations alone; see `draw`."""
     return draw_at(logits, params, torch.from_numpy(seeds.uniform(seeds_u64, counter)).to(logits.device)[:, None])
 
 
@@ -147,12 +147,12 @@ def _first_above(weights: Tensor, target: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _may_be(rare: Tensor) -> bool:
-    """Return True if any value may be True. A GPU is not asked, since the transfer would cost more than it saves."""
+    """Return True if any value is True. On a GPU always return True, since reading the values would cost more than it saves."""
     return rare.is_cuda or bool(rare.any())
 
 
 def _last(weights: Tensor) -> Tensor:
-    """Return the last index [B] with any weight."""
+    """Return the last index [B] with a weight above 0 in each row."""
     return weights.shape[1] - 1 - (weights.flip(-1) > 0).int().argmax(-1)
 
 

@@ -27,7 +27,7 @@ from psigrad.language.rollout.types import Completion, Dialogue, Request, Sample
 
 
 class OwnWeights(Sampler):
-    """A sampler that runs the trainer's own model."""
+    """The base of samplers that run the training model itself, not a copy of its weights."""
 
     exact = True
     model: LanguageModel
@@ -36,8 +36,9 @@ class OwnWeights(Sampler):
     def log_probs(
         self, prompt: tuple[int, ...], completions: Sequence[Sequence[int]], params: SamplingParams
     ) -> list[list[float]] | None:
-        """See `Sampler`. Use one forward pass of the training model. Return None in half precision, which is as inexact as
-        sampling.
+        """Return log-probs by one forward pass of the training model; see `Sampler`.
+
+        Return None in half precision, in which such a pass is no more exact than sampling.
         """
         if self.model.network.dtype not in (torch.float32, torch.float64):
             return None
@@ -50,8 +51,8 @@ class EmbeddedSampler(OwnWeights):
 
     A prompt is prefilled once for its group. Finished sequences leave immediately, and waiting groups enter as slots become free.
     A token depends on its seed and on the number of tokens before it, never on other sequences in the batch. Only the rounding of
-    matrix products varies with the batch size. `progress(tokens)` is called after each step. With `cuda_graphs`, decoding steps
-    are recorded and replayed if `recorded.fits`. The cache then persists between calls, which must not overlap.
+    matrix products varies with the batch size. After each step `progress` gets its number of tokens. With `cuda_graphs`, decoding
+    steps are recorded and replayed if `recorded.fits`. The cache then persists between calls, which must not overlap.
     """
 
     engine = "embedded 1"
@@ -70,7 +71,7 @@ class EmbeddedSampler(OwnWeights):
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """See `Sampler`. The rows of `cache` are registered when the last request is complete.
+        """Sample the requests; see `Sampler`. `cache` is complete, and of use to training, after the last request.
 
         Raises `UserError` if a prompt leaves no room for `max_tokens`.
         """
@@ -90,7 +91,7 @@ class EmbeddedSampler(OwnWeights):
         batch.name_rows()
 
     def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
-        """See `Sampler`. On a CPU with a slot for every episode, keys, values and states stay cached between turns."""
+        """Start episodes; see `Sampler`. On a CPU, keys, values and states stay cached between turns if slots suffice."""
         model = self.model
         restarts = model.decoder is None and (model.device.type != "cpu" or model.routing is not None or model.root is not None)
         if restarts or len(prompts) > self.max_batch:
@@ -99,7 +100,7 @@ class EmbeddedSampler(OwnWeights):
         return CachedDialogue(model, prompts, without_placeholders(model, params))
 
     def _recording(self, requests: list[Request], params: SamplingParams) -> RecordedDecoding | None:
-        """Return recorded steps for these requests, those of the last call if they fit; None if steps are not recorded."""
+        """Return recorded decoding steps with room for these requests, if possible those of the last call; None: not recorded."""
         own = self.model
         if not self.cuda_graphs or own.decoder is not None or own.root is not None or own.routing is not None or not requests:
             return None
@@ -123,7 +124,7 @@ class EmbeddedSampler(OwnWeights):
 
 
 def without_placeholders(model: LanguageModel, params: SamplingParams) -> SamplingParams:
-    """Forbid the placeholders of a model with images."""
+    """Return the parameters with the placeholder tokens of images forbidden, if the model reads images."""
     return params if model.vision is None else replace(params, forbidden=model.vision.forbidden)
 
 
@@ -131,7 +132,7 @@ def without_placeholders(model: LanguageModel, params: SamplingParams) -> Sampli
 def why_not_embedded(model: LanguageModel) -> str:
     """Return the reason why `EmbeddedSampler` cannot sample this packed model; empty if it can.
 
-    Its prefill and one decoding step are compared with the packed forward pass. Fused models and shards are not compared.
+    Its prefill and one decoding step are compared with the packed forward pass. Fused and sharded models are not compared.
     """
     if model.decoder is not None or model.root is not None:
         return ""
@@ -163,7 +164,7 @@ def _room_for(requests: list[Request], params: SamplingParams, max_batch: int) -
 def check_room(model: LanguageModel, requests: list[Request], params: SamplingParams, images: bool = False) -> None:
     """Raise `UserError` for empty prompts and for prompts that would exceed the model's positions.
 
-    It is raised for a prompt with an image too, unless the sampler reads `images`.
+    Raise it also for prompts with images, unless `images` says that the sampler reads them.
     """
     for request in requests:
         if not images and any(token >= FIRST for token in request.prompt_ids):
@@ -181,7 +182,7 @@ def check_room(model: LanguageModel, requests: list[Request], params: SamplingPa
 
 
 class _Batch:
-    """The state of one call: waiting groups, sequences being decoded (aligned with the cache's slots), and written tokens."""
+    """The state of one call of the sampler: waiting groups, the sequences in the cache's slots, and all sampled tokens."""
 
     def __init__(
         self,
@@ -216,7 +217,7 @@ class _Batch:
         # The completions that each request still lacks, and the requests that completed since the last `pop_complete`.
         self.lacking, self.complete = np.diff(firsts), [r for r in range(len(requests)) if not requests[r].seeds]
         self.kept = cache
-        # The kept row of each prompt's first token, and of each written token but the last.
+        # The row in the activation cache of each prompt's first token, and of each written token but the last.
         self.prompt_rows: dict[int, int] = {}
         self.rows = np.zeros(self.ids.shape, dtype=np.int64) if self.kept is not None else None
         self.routes = None if model.routing is None else Routes(model.routing, *self.ids.shape)
@@ -267,15 +268,15 @@ class _Batch:
         return self._draw(self.model.head(hidden[:, 0], self.cache.exact, self.cache.packed_weights), self.sequences)
 
     def _recording(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that records the experts of each token, if the batch records them."""
+        """Return a context that records the experts to which tokens are routed, if the model replays them in training."""
         return contextlib.nullcontext([]) if self.routes is None else self.routes.routing.record()
 
     def _keep(self) -> ActivationCache | None:
-        """Return the cache that stores this forward pass, while it has room."""
+        """Return the cache that stores this forward pass's activations; None if it is full or there is none."""
         return self.kept if self.kept is not None and self.kept.open else None
 
     def name_rows(self) -> None:
-        """Register the kept rows of each prompt and completion."""
+        """Register each prompt and completion in the activation cache, with the cache rows of its tokens."""
         if self.kept is None or self.rows is None or not self.kept.open:
             return
         rows, logps = self.rows, self.logprobs[0]

@@ -1,7 +1,7 @@
-"""Decoding on a GPU without the CPU: several tokens for every slot by replays of one recording.
+"""Decoding on a GPU by CUDA graphs: one decoding step is recorded, and then replayed for several tokens.
 
-A small model's step has hundreds of launches that each take longer than their kernel, and reading each token makes the GPU wait.
-So a step, including the draw, is recorded once and replayed `TOKENS_AT_ONCE` times before its tokens are read.
+A small model's step launches hundreds of kernels, and each launch takes longer than its kernel. Reading every token would make
+the GPU wait. So the recording includes the draw, and is replayed `TOKENS_AT_ONCE` times before the CPU reads the tokens.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from psigrad.seeds import uniform_on_device
 
 # Tokens of a sequence between two checks for ended sequences. Tokens drawn after an end are discarded.
 TOKENS_AT_ONCE = 8
-# Columns of keys and values that the shortest recording reads. Each longer one reads twice as many.
+# Columns (cached tokens per slot) that the shortest recording reads. Each longer one reads twice as many.
 _NARROWEST = 128
 # Distributions whose recordings are kept: training draws from one, evaluation from another.
 _KEPT = 4
 
-# A function that turns a function without arguments into its replay.
+# A function that records the GPU work of its argument, and returns the replay of that work.
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 class RecordedDecoding:
-    """The decoding steps of a model on a cache whose slots have full capacity from the start.
+    """Recorded decoding steps of a model (CUDA graphs), and their cache, whose slots have full capacity from the start.
 
-    The cache and the recordings persist between calls, since a recording contains their addresses and those of the weights. A
-    recording is specific to one distribution and one shape: 1, 2, 4, … slots and a number of columns. Empty slots write keys and
-    values where the next prompt will overwrite them, and their draws are ignored.
+    Both persist between calls, since a recording contains the memory addresses of the cache and of the weights. A recording is
+    specific to one distribution and one shape: 1, 2, 4, … slots and a number of columns. Empty slots write keys and values where
+    the next prompt will overwrite them, and their draws are ignored.
     """
 
     def __init__(self, model: LanguageModel, slots: int, longest: int, record: Recorder | None = None) -> None:
@@ -56,7 +56,7 @@ class RecordedDecoding:
         self.logprobs = torch.zeros(TOKENS_AT_ONCE, 2, slots, device=device)
 
     def serves(self, slots: int, longest: int) -> bool:
-        """Return True if these recordings are of the model's current weights and have enough room."""
+        """Return True if the recordings use the model's current weights, and have enough slots and `longest` tokens for each."""
         room = self.cache.slots >= slots and self.cache.longest >= longest
         return room and self.weights == addresses(self.model)
 
@@ -72,7 +72,7 @@ class RecordedDecoding:
     def decode(self, last: np.ndarray, counts: np.ndarray, seeds: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:
         """Decode up to `steps` more tokens for every active slot, given its last token, number of tokens and seed, [active] each.
 
-        Returns their ids [steps, active] and log-probs [steps, 2, active]: the policy's, and those of the sampling distribution.
+        Returns ids [steps, active] and log-probs [steps, 2, active]: under the policy, then under the sampling distribution.
         """
         active, steps = self.cache.active, min(steps, TOKENS_AT_ONCE)
         size = min(1 << (active - 1).bit_length(), self.cache.slots)
@@ -92,7 +92,7 @@ class RecordedDecoding:
         return min(_NARROWEST << doublings, self.cache.longest)
 
     def _replay(self, size: int, columns: int) -> Callable[[], None]:
-        """Return the recording of this shape, made on first use."""
+        """Return the function that replays a step of `size` slots and `columns` columns, which is recorded on first use."""
         if (size, columns) not in self._replays:
             moved = [self.state, self.at, *self.cache.states.values()]
             before = [x.clone() for x in moved]
@@ -127,20 +127,20 @@ def fits(model: LanguageModel, slots: int, longest: int) -> bool:
 
 
 def addresses(model: LanguageModel) -> tuple[int, ...]:
-    """Return the addresses of the weights."""
+    """Return the memory addresses of the weights."""
     return tuple(p.data_ptr() for p in model.network.parameters())
 
 
 def active_adapters(model: LanguageModel) -> Hashable:
-    """Return the LoRA adapters that each layer adds, since a recording is valid only for the same adapters."""
+    """Return a key of the active LoRA adapters of each layer. A recording is valid only for the same adapters."""
     layers: list[Any] = [module for module in model.network.modules() if hasattr(module, "_disable_adapters")]
     return tuple((layer.disable_adapters, *layer.active_adapters, *getattr(layer, "merged_adapters", ())) for layer in layers)
 
 
 def on_cuda() -> Recorder:
-    """Return a recorder of CUDA graphs, which share their memory.
+    """Return a function that records CUDA graphs, which share one memory pool.
 
-    Allocations and choices of a function's first run are not recorded.
+    It runs the function once before recording, so that first allocations and choices of kernels are not in the graph.
     """
     pool = torch.cuda.graph_pool_handle()
 

@@ -1,4 +1,4 @@
-"""transformers' own `generate` behind the `Sampler` protocol: slower, and an independent check of the embedded sampler."""
+"""A sampler that calls transformers' `generate`: slower than the embedded sampler, and an independent check of it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from psigrad.language.rollout.types import Completion, DrawnToken, FinishReason,
 
 
 class _Drawer(LogitsProcessor):
-    """A logits processor that draws by psigrad's counter-based numbers and leaves generate's greedy search only that token.
+    """A logits processor that draws a token by psigrad's counter-based random numbers, and gives all others the logit -inf.
 
-    So both samplers write the same text.
+    The greedy search of `generate` then takes that token, so both samplers write the same text.
     """
 
     def __init__(self, params: SamplingParams, seeds: np.ndarray) -> None:
@@ -37,7 +37,7 @@ class _Drawer(LogitsProcessor):
 
 
 class TransformersSampler(OwnWeights):
-    """A sampler of left-padded batches of at most `max_batch` sequences by `model.generate`. See `Sampler` for `exact`."""
+    """A sampler that runs `model.generate` on left-padded batches of at most `max_batch` sequences. See `Sampler` for `exact`."""
 
     engine = f"transformers {__version__}"
 
@@ -48,7 +48,7 @@ class TransformersSampler(OwnWeights):
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """See `Sampler`. Yields everything in one step. Raises `UserError` if a prompt leaves no room for `max_tokens`."""
+        """Sample the requests in one step; see `Sampler`. Raises `UserError` if a prompt leaves no room for `max_tokens`."""
         check_room(self.model, requests, params)
         self.model.network.eval()
         flat = [(request.prompt_ids, seed) for request in requests for seed in request.seeds]
@@ -90,7 +90,7 @@ class TransformersSampler(OwnWeights):
 
 
 def _completion(ids: list[int], logprobs: list[float], sampling: list[float], stops: set[int], seed: int) -> Completion:
-    """Cut a completion after the first stop token, since generate writes padding after it."""
+    """Return a completion that ends with its first stop token, since generate writes padding after it."""
     count = next((t + 1 for t, token in enumerate(ids) if token in stops), len(ids))
     reason: FinishReason = "stop" if ids[count - 1] in stops else "length"
     return Completion(tuple(ids[:count]), tuple(logprobs[:count]), tuple(sampling[:count]), reason, seed)
