@@ -1,1 +1,1 @@
-"""The training of models: `online/` (RL) and `offline/` (recorded data), and the parts that both share."""
+"""The training of models: `online/` (RL), `offline/` (recorded data), and the loss sums that both use."""

@@ -1,4 +1,4 @@
-"""The micro-batches of an optimiser step: sums of their losses and terms, and a repeat in smaller ones if memory runs out."""
+"""Sums of the losses of an optimiser step's micro-batches, and a retry with smaller ones if memory runs out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEAST = 16
 
 
 class LossSums:
-    """Sums of the terms of micro-batches within an optimiser step, averaged over the steps."""
+    """The loss and its terms, summed over the micro-batches of an optimiser step and averaged over the steps."""
 
     def __init__(self, world: World = ALONE) -> None:
         self.world = world
@@ -35,13 +35,13 @@ class LossSums:
         self._now: dict[str, Tensor] = {}
 
     def add(self, loss: Loss) -> Tensor:
-        """Add a micro-batch's share of the loss, and return it for the backward pass."""
+        """Add the loss of a micro-batch, which is its part of the step's loss, and return it for the backward pass."""
         for name, term in {"loss": loss.value.detach(), **loss.terms}.items():
             self._now[name] = term.double() + self._now.get(name, 0.0)  # float() here would stall a GPU
         return loss.value
 
     def of(self, share: Callable[[], Loss], weight: float = 1.0) -> Tensor:
-        """Compute a share and add it. With weight 0, return a loss of 0 that is not counted."""
+        """Compute the loss of a micro-batch and `add` it. With weight 0, add nothing and return a loss of 0."""
         loss = share()
         return self.add(loss) if weight else 0.0 * loss.value
 
@@ -58,7 +58,7 @@ class LossSums:
             self.norms.append(norms)
 
     def figures(self) -> dict[str, Any]:
-        """Return the means over the optimiser steps, under TRL's names."""
+        """Return the terms under TRL's names, each as its mean over the optimiser steps."""
         figures: dict[str, Any] = {name: value / self.steps for name, value in self._total.items()}
         figures["updates"] = len(self.norms)
         for name, norms in zip(("grad_norm", "critic/grad_norm"), zip(*self.norms, strict=True), strict=False):
@@ -69,10 +69,10 @@ class LossSums:
 def within_memory(
     run: R, optimizers: list[Optimizer], learn: Callable[[R], T], changes: dict[str, Any]
 ) -> tuple[T, dict[str, Any], dict[str, str]]:
-    """Return (`learn(run)`, the run's `changes`, notes). If memory runs out in a pass, repeat it in smaller micro-batches.
+    """Return (`learn(run)`, the `changes` of settings, notes). If memory runs out, call `learn` again with smaller micro-batches.
 
-    They have half the tokens, which changes no gradient beyond rounding: the step is that of a run of this size. The size is then
-    among the changes, so that later steps and a resumed run use it.
+    Each time the micro-batches have half the tokens, which changes gradients only by rounding. The new size is among the changes,
+    so that later steps and a resumed run use it.
 
     Raise the error if a weight has changed, if the smallest size is not enough, or if only this one of several processes failed.
     """

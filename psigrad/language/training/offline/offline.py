@@ -26,7 +26,7 @@ Share = Callable[[], Loss]
 
 
 class Task(Protocol):
-    """Rows to learn from, and the losses of any of them."""
+    """A kind of training on recorded rows. It has the rows, and computes the loss of any of them."""
 
     @property
     def name(self) -> str:
@@ -49,14 +49,14 @@ class Task(Protocol):
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
         """Return the loss of one optimiser step on these rows, as one function per forward pass of at most `budget` tokens.
 
-        For several `ranks`, which take passes in turn, each pass has about as many tokens. Values, gradients and terms of all
-        passes add up to those of the step, however it is split.
+        For several `ranks`, which take passes in turn, all passes have about equally many tokens. Values, gradients and terms of
+        all passes add up to those of the step, however it is split.
         """
         ...
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
-        """Return figures over all rows; call without gradient. Each process of the world computes its share of the passes, and
-        all receive the result.
+        """Return metrics over all rows; the caller disables gradients. Each process of the world computes its share of the
+        passes, and all receive the result.
         """
         ...
 
@@ -130,7 +130,7 @@ def learn(run: Offline, rows: Sequence[int], lr: float) -> tuple[float | None, L
 
 
 def terms_of(share: Share) -> dict[str, float]:
-    """Return the terms of one share of a loss."""
+    """Compute one share of a loss, and return its terms as numbers."""
     return {name: float(term) for name, term in share().terms.items()}
 
 

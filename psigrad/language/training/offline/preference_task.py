@@ -81,13 +81,13 @@ class PreferenceTask:
         return sum(self.pairs[i].tokens for i in rows)
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """See `Task`."""
+        """Return the loss on these pairs, one function per forward pass; see `Task`."""
         targets = sum(self.pairs[i].chosen.targets for i in rows)
         parts = pack_by_tokens([self.pairs[i].tokens for i in rows], budget, ranks)
         return [partial(self._loss, [rows[k] for k in part], len(rows), targets) for part in parts]
 
     def evaluate(self, rows: Sequence[int]) -> Pairs:
-        """Evaluate these pairs under the current model."""
+        """Return the log-probs of these pairs under the current model and the reference, with their margins."""
         picked = [self.pairs[i] for i in rows]
         answers = [[p.chosen, p.rejected] for p in picked]
         logp, tokens = answer_logps(self.model, [p.prompt for p in picked], answers, self.cache)
@@ -115,7 +115,7 @@ class PreferenceTask:
         return {**sum_terms(terms for terms, _ in found), "rewards/accuracies/low": low, "rewards/accuracies/high": high}
 
     def _judge(self, targets: int, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
-        """Return the terms of the loss on these rows, and 1 for each pair that is ranked correctly."""
+        """Return the terms of the loss on these rows, and 1 for each pair that is ranked correctly, otherwise 0."""
         evaluated = self.evaluate(rows)
         terms = self.loss.loss(evaluated, len(self), targets).terms
         return {name: float(term) for name, term in terms.items()}, self.loss.correct(evaluated).tolist()
@@ -123,7 +123,7 @@ class PreferenceTask:
 
 @dataclass(frozen=True)
 class KTOTask:
-    """The KTO loss on judged rows. `reference` has, per row, the log-probs of its answer and of its mismatched answer."""
+    """The KTO loss on judged rows. `reference` has each row's log-probs of its own and its mismatched answer (`mismatch`)."""
 
     model: LanguageModel
     loss: KahnemanTversky
@@ -147,7 +147,9 @@ class KTOTask:
         return sum(self.rows[i].tokens for i in rows)
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """See `Task`. The KL estimate covers the full step, so a pass without gradient over mismatched answers comes first."""
+        """Return the loss, one function per forward pass; see `Task`. First estimate the KL of the full step on mismatched
+        answers.
+        """
         return self._shares(rows, budget, ALONE, ranks)
 
     def _shares(self, rows: Sequence[int], budget: int, world: World, ranks: int = 0) -> list[Share]:
@@ -158,7 +160,7 @@ class KTOTask:
 
     @torch.no_grad()
     def _z(self, rows: Sequence[int], budget: int, world: World) -> Tensor:
-        """Return z of the step from every row's prompt with the answer of `mismatch`."""
+        """Return KTO's KL estimate z of the step, from the log-probs of each row's prompt with its mismatched answer."""
         others = [self._mismatched[i] for i in rows]
         sizes = [len(self.rows[i].prompt) + a.tokens for i, a in zip(rows, others, strict=True)]
         logps, parts = torch.zeros(len(rows)), pack_by_tokens(sizes, budget, shares_of(world))
@@ -184,9 +186,9 @@ class KTOTask:
 
 
 def mismatch(rows: Sequence[Judged]) -> list[Answer]:
-    """Return the mismatched answer of each row: that of the last row before it with another prompt, as in TRL.
+    """Return a mismatched answer for each row: that of the nearest earlier row with another prompt, as in TRL.
 
-    The first row is preceded by the last. A row without another prompt keeps its own answer.
+    The last row counts as the one before the first. If all rows have the same prompt, each keeps its own answer.
     """
     found, other = list(rows), None
     for i in range(1 - len(rows), len(rows)):  # start one round earlier, so that the first row has a predecessor

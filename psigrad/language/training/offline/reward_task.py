@@ -1,4 +1,4 @@
-"""Reward models: comparisons (one score after each text) and steps (one score after each step)."""
+"""The tasks of reward models, on comparisons (one score per text) and on labelled steps (one score per step)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RewardTask:
         return sum(self.pairs[i].tokens for i in rows)
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """See `Task`."""
+        """Return the loss on these pairs, one function per forward pass; see `Task`."""
         parts = pack_by_tokens([self.pairs[i].tokens for i in rows], budget, ranks)
         return [partial(self._loss, [rows[k] for k in part], len(rows)) for part in parts]
 
@@ -55,7 +55,7 @@ class RewardTask:
         return self.loss.loss(scores[:, 0], scores[:, 1], margin, total)
 
     def _judge(self, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
-        """Return the terms of the loss on these rows, and the lead of each chosen answer."""
+        """Return the terms of the loss on these rows, and each chosen answer's score minus that of the rejected one."""
         scores = self.scores(rows)
         loss = self._loss_of(scores, rows, len(self))
         lead = scores.double()
@@ -77,7 +77,7 @@ class RewardTask:
 
 @dataclass(frozen=True)
 class ProcessRewardTask:
-    """A process reward model, which judges each step. The logit is read after the step's last token."""
+    """The loss of a process reward model on solutions with labelled steps. A step's logit is read after its last token."""
 
     model: ScalarModel
     solutions: Sequence[Steps]
@@ -91,7 +91,7 @@ class ProcessRewardTask:
         return sum(self.solutions[i].tokens for i in rows)
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """See `Task`."""
+        """Return the loss on these solutions, one function per forward pass; see `Task`."""
         total = sum(len(self.solutions[i].ends) for i in rows)
         parts = pack_by_tokens([self.solutions[i].tokens for i in rows], budget, ranks)
         return [partial(self._loss, [self.solutions[rows[k]] for k in part], total) for part in parts]
@@ -107,7 +107,7 @@ class ProcessRewardTask:
 
 
 def step_values(model: ScalarModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
-    """Return the model's value after each of the places `ends` of every text (ids, ends)."""
+    """Return for every text (ids, ends) the model's values after the tokens with the indices `ends`."""
     # V "before" the next token is V after this one. A dummy token follows the last and is never computed.
     rows = [[*ids, 0] for ids, _ in texts]
     masks = [[t - 1 in set(ends) for t in range(len(ids) + 1)] for ids, ends in texts]

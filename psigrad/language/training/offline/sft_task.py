@@ -18,10 +18,10 @@ from psigrad.processes.parallel.world import ALONE, World, each_once, shares_of
 class SFTTask:
     """Cross-entropy on the tokens of each example's mask.
 
-    Formula: L = −(1/M) Σ log π(a_t|s_t) over the M target tokens of the whole optimiser step; with label smoothing ε it is
-    −(1/M) Σ [(1 − ε) log π(a_t|s_t) + ε/V · Σ_v log π(v|s_t)] over a vocabulary of V, as in transformers' `LabelSmoother`
+    Formula: L = −(1/M) Σ log π(a_t|s_t) over the M target tokens of the whole optimiser step; with label smoothing ε it is −(1/M)
+    Σ [(1 − ε) log π(a_t|s_t) + ε/V · Σ_v log π(v|s_t)] over a vocabulary of V, as in transformers' `LabelSmoother`
 
-    A row is one text, or several: its turns with separate contexts (`templates.examples`). Their shared tokens are computed once.
+    A row has one text, or one for each turn with its own context (`templates.examples`). Tokens they share are computed once.
     """
 
     model: LanguageModel
@@ -38,7 +38,7 @@ class SFTTask:
         return sum(one.tokens for i in rows for one in bundle(self.rows[i]))
 
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
-        """Return the forward passes; see `Task`."""
+        """Return the loss on these rows, one function per forward pass; see `Task`."""
         bundles = [bundle(self.rows[i]) for i in rows]
         targets = max(1, sum(sum(text.mask) for own in bundles for one in own for text in one.texts))
         parts = pack_by_tokens([sum(one.tokens for one in own) for own in bundles], budget, ranks)
@@ -62,7 +62,7 @@ class SFTTask:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Texts that share the start of their `trunk`, which is computed once: each shares the first `starts` tokens."""
+    """Texts with a common prefix, which is computed once: text i continues the first `starts[i]` tokens of `trunk`."""
 
     trunk: Sequence[int]
     texts: Sequence[Example]
@@ -75,9 +75,9 @@ class Bundle:
 
 
 def bundle(texts: Sequence[Example]) -> list[Bundle]:
-    """Return the texts of a row, in order, in the bundles with the fewest tokens. Target tokens are never shared.
+    """Split the texts of a row, in order, into the bundles that need the fewest tokens. Target tokens are never shared.
 
-    The trunk is the context of a bundle's last text, from which the others branch off.
+    The trunk is the context of a bundle's last text: its tokens before the first target. The other texts continue a part of it.
     """
     best: list[tuple[int, list[Bundle]]] = [(0, [])]
     for end in range(1, len(texts) + 1):
@@ -91,14 +91,14 @@ def bundle(texts: Sequence[Example]) -> list[Bundle]:
 
 
 def _branch(texts: Sequence[Example]) -> Bundle:
-    """Return one bundle, whose trunk has no target tokens."""
+    """Return one bundle of these texts. Its trunk is the context of the last text, so it has no target tokens."""
     contexts = [text.ids[: text.mask.index(True)] if any(text.mask) else text.ids for text in texts]
     starts = [common_prefix(context, contexts[-1]) for context in contexts]
     return Bundle(contexts[-1], texts, starts)
 
 
 def _pack(bundles: Sequence[Bundle]) -> Rows | Groups:
-    """Return texts as rows, or, if some share a start, each bundle as a group after its trunk."""
+    """Return the texts as independent rows, or, if some share a prefix, each bundle as a group with its trunk as the prompt."""
     if all(len(one.texts) == 1 for one in bundles):
         texts = [text for one in bundles for text in one.texts]
         return Rows([text.ids for text in texts], [text.mask for text in texts])

@@ -1,7 +1,7 @@
-"""A step's trajectories as a batch, the micro-batches of its forward passes, and the mapping from a pass to the batch's rows.
+"""Trajectories as a `Batch`, its micro-batches, and the rearrangement of a forward pass's outputs to the batch's rows.
 
-The `inputs` of a batch are the trajectories of its rows. A micro-batch only names the rows of one forward pass; the model's
-inputs are created from their trajectories.
+The `inputs` of a batch are the trajectories of its rows. A micro-batch is only a list of row indices. The model's inputs are
+created from the trajectories of these rows.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ from psigrad.objective import Batch, PolicyOutputs, terminal
 from psigrad.processes.parallel.world import ALONE, World, shard, shares_of
 
 MicroBatch = list[list[int]]
-"""Rows of a batch that share one forward pass. Rows of one group are adjacent, since they share their prompt."""
+"""The indices of a batch's rows in one forward pass, as one list per group. Rows of a group share their prompt."""
 LENGTH_PENALTY = "soft_overlong"
 _ROUNDED = 1e-3
-"""The share of the spread of a group's rewards that float32 may round away."""
+"""The rounding error, as a share of the spread of a group's rewards, above which float32 is not enough."""
 _WIDE = 1e15
-"""A spread whose square overflows float32."""
+"""A spread of rewards above which float32 is not enough, since squares may overflow."""
 
 
 def to_batch(
     groups: Sequence[Sequence[Trajectory]], filter_metric: str = "", reward_weights: Mapping[str, float] | None = None
 ) -> Batch:
-    """Return the padded view [N, T] of scored groups. Its `inputs` are their trajectories, in order.
+    """Return the trajectories of scored groups as a `Batch`, padded to [N, T]. Its `inputs` are the trajectories, in order.
 
-    The reward of an outcome is placed on the policy's last token. `reward_weights` are the weights of the rewards' parts, by
-    name.
+    The reward of an outcome is placed on the policy's last token. `reward_weights` are the weights of `parts`, by name.
     """
     rows = [t for group in groups for t in group]
     lengths = torch.tensor([len(t.completion.ids) for t in rows])
@@ -82,7 +81,7 @@ def to_batch(
 def _part(trajectory: Trajectory, name: str) -> float:
     """Return the value of one reward function; NaN if it does not apply.
 
-    A failed completion without parts has its reward in each.
+    If a failed completion has no such part, return its reward.
     """
     if trajectory.status == "failed" and name not in trajectory.parts:
         return trajectory.reward or 0.0
@@ -93,7 +92,7 @@ def _part(trajectory: Trajectory, name: str) -> float:
 def micro_batches(batch: Batch, wanted: Tensor, budget: int, ranks: int = 1) -> list[MicroBatch]:
     """Return forward passes of at most `budget` tokens over the rows where `wanted` [N] is True.
 
-    A group's prompt is computed once. For several `ranks`, which take passes in turn, each pass has about as many tokens.
+    A group's prompt is computed once. For several `ranks`, which take passes in turn, all passes have about equally many tokens.
     """
     group = batch.group.tolist()
     rows = [i for i, asked in enumerate(wanted.tolist()) if asked]
@@ -104,15 +103,15 @@ def micro_batches(batch: Batch, wanted: Tensor, budget: int, ranks: int = 1) -> 
 
 
 def _size(trajectory: Trajectory, shared: Sequence[int]) -> int:
-    """Return the tokens of a forward pass over this trajectory, without the prompt that its group shares."""
+    """Return the number of tokens of a forward pass over this trajectory, without the prompt that its group shares."""
     own = sum(len(context.prompt_ids) for context in trajectory.contexts if context.prompt_ids != shared)
     return len(trajectory.completion.ids) + own
 
 
 def share_of(world: World, batch: Batch, wanted: Tensor, budget: int) -> list[tuple[MicroBatch, float]]:
-    """Return this process's micro-batches with their weights: 0 for one that only keeps step with other processes.
+    """Return this process's micro-batches with their weights: 1, or 0 for one that only keeps step with other processes.
 
-    The tokens of each are transferred to the process that computes it.
+    The tokens of their rows are fetched from the processes that have them.
     """
     micros = micro_batches(batch, wanted, budget, shares_of(world))
     if world.size > 1:
@@ -122,7 +121,7 @@ def share_of(world: World, batch: Batch, wanted: Tensor, budget: int) -> list[tu
 
 
 def rows_of(micro: MicroBatch) -> Tensor:
-    """Return [n], the rows of a micro-batch in the order of its forward pass."""
+    """Return the row indices [n] of a micro-batch, in the order of its forward pass."""
     return torch.tensor([i for members in micro for i in members])
 
 
@@ -135,7 +134,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def inputs_of(batch: Batch, micro: MicroBatch) -> Groups:
-    """Return the model's inputs for these rows: each prompt with the pieces of completions that were sampled after it."""
+    """Return the model's inputs for these rows: each prompt with the parts of completions that were sampled after it."""
     read = _contexts_of(batch, micro)
     rows = [[batch.inputs[i].completion for i, _ in own] for _, own in read]
     experts = [(own[0].prompt_experts, [one.experts for one in own]) for own in rows]
@@ -145,7 +144,7 @@ def inputs_of(batch: Batch, micro: MicroBatch) -> Groups:
 
 
 def reference_inputs_of(batch: Batch, micro: MicroBatch) -> Groups | None:
-    """Return the same completions after the reference's prompts, or None if it reads the policy's."""
+    """Return these rows' completions after the prompts that the reference reads; None if it reads the policy's prompts."""
     own = [batch.inputs[members[0]].teacher_prompt_ids for members in micro]
     if not any(own):
         return None
@@ -154,7 +153,7 @@ def reference_inputs_of(batch: Batch, micro: MicroBatch) -> Groups | None:
 
 
 def _contexts_of(batch: Batch, micro: MicroBatch) -> list[tuple[tuple[int, ...], list[tuple[int, Stretch]]]]:
-    """Return each prompt with its (row, piece of the row), in the order of the forward pass."""
+    """Return each prompt of a forward pass, in order, with (row, part of the row's completion) of all parts that follow it."""
     read: list[tuple[tuple[int, ...], list[tuple[int, Stretch]]]] = []
     for members in micro:
         behind: dict[tuple[int, ...], list[tuple[int, Stretch]]] = {}
@@ -166,7 +165,7 @@ def _contexts_of(batch: Batch, micro: MicroBatch) -> list[tuple[tuple[int, ...],
 
 
 def by_row(x: Tensor, batch: Batch, micro: MicroBatch) -> Tensor:
-    """Return [n, T] for the rows of a micro-batch from the model's outputs on the pieces of `inputs_of`, padded with zeros."""
+    """Return [n, T] for the rows of a micro-batch, padded with zeros, from the model's outputs on the parts in `inputs_of`."""
     width, rows = batch.mask.shape[1], rows_of(micro).tolist()
     pieces = [piece for _, own in _contexts_of(batch, micro) for piece in own]
     if [i for i, _ in pieces] == rows:  # one piece for each row, in order
@@ -180,13 +179,13 @@ def by_row(x: Tensor, batch: Batch, micro: MicroBatch) -> Tensor:
 
 
 def minibatches(count: int, shares: int, seed: int, step: int, iteration: int) -> list[Tensor]:
-    """Return the places 0 … count - 1, shuffled, in `shares` nearly equal parts: one for each optimiser step of a pass."""
+    """Return the indices 0 … count - 1, shuffled, in `shares` nearly equal parts: one for each optimiser step of an iteration."""
     order = torch.from_numpy(seeds.permutation(count, seed, "minibatch", step, iteration)) if count else torch.zeros(0)
     return [share for share in order.tensor_split(shares) if len(share)]
 
 
 def outputs_by_row(evaluation: PolicyOutputs, batch: Batch, micro: MicroBatch) -> PolicyOutputs:
-    """Return outputs [n, T] on the rows of a micro-batch from those on its pieces."""
+    """Return a forward pass's outputs as [n, T] on the rows of a micro-batch; see `by_row`."""
     return PolicyOutputs(**{name: by_row(x, batch, micro) for name, x in vars(evaluation).items() if x is not None})
 
 
@@ -199,7 +198,7 @@ def fill(
     world: World = ALONE,
     inputs: Callable[[Batch, MicroBatch], Groups] = inputs_of,
 ) -> Tensor:
-    """Return [N, T], computed by `of` in micro-batches of `budget` tokens over all rows or the `wanted` ones; 0 elsewhere.
+    """Return [N, T], computed by `of` in micro-batches of `budget` tokens over the `wanted` rows, or all; 0 elsewhere.
 
     Each process of the world computes its share, and all get the result.
     """
@@ -212,8 +211,8 @@ def fill(
 
 
 def metric_of(trajectory: Trajectory, name: str = "") -> float:
-    """Return the value that dynamic sampling compares within a group: the reward function `name`, or all rewards but the length
-    penalty. Raises `UserError` if no function has that name.
+    """Return the value that dynamic sampling compares within a group: that of the reward function `name`; without a name, the
+    reward except the length penalty. Raises `UserError` if no function has that name.
     """
     reward = trajectory.reward or 0.0
     if trajectory.status == "unscored" or (trajectory.status == "failed" and not trajectory.parts):
@@ -230,10 +229,11 @@ def metric_of(trajectory: Trajectory, name: str = "") -> float:
 
 
 def reward_dtype(sizes: Sequence[int], columns: Sequence[Sequence[float]]) -> torch.dtype:
-    """Return the type for these columns of numbers, which belong to rows in groups of these sizes. NaN values are ignored.
+    """Return float64 if float32 would lose differences of rewards within a group, otherwise float32.
 
-    Rewards of 1e6 and 1e6 + 0.001 are equal in float32, and the variance of 1e20 and 0 is infinite. Ordinary rewards stay in
-    float32, so their runs keep every bit. Advantages are float32 in either case: `PolicyGradient.prepare` casts them.
+    Each of `columns` has one number per row, for rows in groups of these `sizes`; NaN is ignored. Rewards of 1e6 and 1e6 + 0.001
+    are equal in float32, and the variance of 1e20 and 0 is infinite. Advantages are float32 in either case:
+    `PolicyGradient.prepare` casts them.
     """
     for column in columns:
         for exact in torch.tensor(column, dtype=torch.float64).split([*sizes]):

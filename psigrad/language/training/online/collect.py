@@ -1,9 +1,9 @@
-"""The scored completions that a step trains on, when they are collected, and the ledger of their prompts.
+"""The collection of the completions that a step trains on, and the ledger of all prompts.
 
 With a lag of k, step s trains on completions of the weights after step max(0, s - k). All completions of a step have the same
 lag, regardless of their length. So short completions are not preferred, and a run can be repeated bitwise.
 
-`rollout/collectors.py` makes the completions. Every drawn prompt is trained on, dropped for a reason, or pending.
+The ledger counts every prompt as trained on, dropped for a reason, or pending. `rollout/collectors.py` makes the completions.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ UNSCORED, NO_SIGNAL, EARLIER = "dropped: unscored", "dropped: equal rewards", "d
 def next_collection(
     run: Online, state: State, clock: Clock, cache: ActivationCache | None
 ) -> tuple[Collected, tuple[Pending, ...]]:
-    """Return the collection of step `state.step`, and those of later steps that are under way.
+    """Return the collection for step `state.step`, and the pending collections for later steps.
 
-    The collection of step s + lag starts now. `run.executor` works on all of them while the steps in between train.
+    The collection for step s + lag starts now. Threads of `run.executor` make the pending ones while earlier steps train.
     """
     pending = list(state.pending)
     wanted = begun_by(state.step, run.config.lag, run.total_steps) - state.step
@@ -65,24 +65,24 @@ def next_collection(
 
 
 def begun_by(step: int, lag: int, total: int) -> int:
-    """Return the number of a run's `total` collections that have started after `step` steps: `lag` beyond the next one."""
+    """Return the number of collections that have started after `step` steps: the next one and `lag` more, at most `total`."""
     return min(step + lag + 1, total)
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """A collection under way in a thread, and the place at which the next one starts, if that is known in advance."""
+    """A collection that a thread is making. `end` is the index of the next prompt after it; None: known only with the result."""
 
     found: Future[Collected]
     end: int | None
 
     def result(self) -> Collected:
-        """See `Pending`."""
+        """Wait for the thread, and return the collection."""
         return self.found.result()
 
 
 def _end_of(previous: Pending | None, state: State) -> int:
-    """Return the place of the first prompt after a collection."""
+    """Return the index of the first prompt after a collection."""
     if previous is None:
         return state.cursor
     return previous.end if isinstance(previous, InFlight) and previous.end is not None else previous.result().cursor
@@ -93,7 +93,7 @@ def _collect_after(run: Online, previous: Pending | None, state: State, clock: C
 
 
 def collect(run: Online, cursor: int, version: int, clock: Clock, cache: ActivationCache | None = None) -> Collected:
-    """Return scored completions of `prompts_per_step` prompts from place `cursor` on.
+    """Return scored completions of the next `prompts_per_step` prompts, from number `cursor` of the sequence of epochs on.
 
     With dynamic sampling, groups without signal are replaced by new prompts (DAPO, Yu et al. 2025), at most `max_refills` times.
     """
@@ -123,7 +123,7 @@ def collect(run: Online, cursor: int, version: int, clock: Clock, cache: Activat
 
 
 def check_rewards(run: Online, trajectories: Sequence[Trajectory], before: Sequence[Sequence[int]] = ()) -> list[list[int]]:
-    """Return the counts of faults for checking the next step. Raise `RewardError`, with the rows, if the rewards do not work."""
+    """Raise `RewardError`, which names rows, if rewards fail too often. Return the counts of faults, the next step's `before`."""
     reasons = [t.reason if t.status == "unscored" else None for t in trajectories]
     place = lambda row: bisect.bisect_left(run.prompts, row, key=lambda prompt: prompt.index)  # noqa: E731
     sources = [run.prompts[place(t.row)].row.source for t in trajectories] if any(reasons) else []
@@ -131,7 +131,7 @@ def check_rewards(run: Online, trajectories: Sequence[Trajectory], before: Seque
 
 
 def pick_prompts(prompts: Sequence[Prompt], seed: int, cursor: int, count: int) -> list[Prompt]:
-    """Return places `cursor` … `cursor + count` of the endless sequence of shuffled epochs, a pure function of its arguments."""
+    """Return prompts `cursor` … `cursor + count - 1` of the endless sequence of shuffled epochs. Only the arguments matter."""
     n, places, picked = len(prompts), {}, []
     for place in range(cursor, cursor + count):
         epoch, offset = divmod(place, n)
@@ -142,7 +142,7 @@ def pick_prompts(prompts: Sequence[Prompt], seed: int, cursor: int, count: int) 
 
 
 def seed_at(seed: int, cursor: int, i: int, k: int) -> int:
-    """Return the seed of completion k of a step's i-th prompt. The place in the sequence of prompts determines the step."""
+    """Return the seed of completion k of a step's i-th prompt; `cursor` is the number of prompts drawn before the step."""
     return seeds.derive(seed, "sample", cursor + i, k)
 
 
@@ -155,7 +155,7 @@ def penalise_cut(trajectory: Trajectory, penalty: float) -> Trajectory:
 
 
 def group_scored(trajectories: list[Trajectory], group_size: int, smallest: int) -> Iterator[list[Trajectory]]:
-    """Yield groups of consecutive completions without unscored members. Drop a group with fewer than `smallest` left."""
+    """Yield groups of consecutive completions without unscored members. Drop a group if fewer than `smallest` remain."""
     for start in range(0, len(trajectories), group_size):
         group = [t for t in trajectories[start : start + group_size] if t.reward is not None and t.completion.ids]
         if len(group) >= smallest:

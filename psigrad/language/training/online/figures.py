@@ -31,11 +31,11 @@ class UpdateResult:
     advantages: list[float] = field(default_factory=list)
     """The advantage of each row, its mean over the row's tokens."""
     tokens: list[dict[str, Any]] = field(default_factory=list)
-    """The columns of rollouts.jsonl for each row; those per token only for the first rows."""
+    """Further columns of rollouts.jsonl for each row. Only the first rows have columns with a value for each token."""
 
 
 WITHIN_GROUPS = ("reward_std", "frac_reward_zero_std")
-"""Figures of the differences between rewards within groups."""
+"""Metrics of the differences between rewards within groups."""
 
 
 def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> d
 
 
 def _stdev(values: Sequence[float]) -> float:
-    """Return the sample standard deviation; 0 for a single value. Python's own uses fractions and takes fifty times as long."""
+    """Return the sample standard deviation; 0 for a single value. Python's `statistics.stdev` takes fifty times as long."""
     if len(values) < 2:
         return 0.0
     mean = math.fsum(values) / len(values)
@@ -129,7 +129,7 @@ class TokenFigures:
         self._unread: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     def see(self, rows: Tensor, evaluation: PolicyOutputs) -> None:
-        """Store the results of a pass over these rows of the batch. They are read later: a GPU would wait."""
+        """Store the outputs of a pass over these rows of the batch. They are read later, since a GPU would wait now."""
         if bool((rows < self.count).any()):
             entropy = evaluation.entropy
             self._unread.append((rows, evaluation.logp.detach(), None if entropy is None else entropy.detach()))
@@ -154,7 +154,7 @@ class TokenFigures:
         """Return columns of rollouts.jsonl for every row of the batch.
 
         `kept` is False if a filter dropped the row. The first rows have a value for each token up to the policy's last, 0 for
-        those that it did not choose: `trained_logprobs` under the policy of the last pass over the row, before its step;
+        tokens that the policy did not choose: `trained_logprobs` under the policy of the last pass over the row, before its step;
         `ref_logprobs` under the reference; `entropy` exact, in nats; `advantages` if they differ between tokens.
         """
         self._read()

@@ -35,7 +35,7 @@ def learn_preferences(
     lr: float,
     cache: ActivationCache | None,
 ) -> UpdateResult:
-    """Take all optimiser steps on one collection by a preference loss. A group of equal rewards is dropped.
+    """Take all optimiser steps on the pairs of one collection. A group of equal rewards has no pair and is dropped.
 
     Source: Guo et al. 2024, Direct language model alignment from online AI feedback, arXiv:2402.04792.
     """
@@ -63,7 +63,7 @@ def learn_preferences(
 
 @dataclass(frozen=True)
 class Pick:
-    """The pairs of a collection, and the places of the chosen and the rejected completions among all `rows`."""
+    """The pairs of a collection, and the indices of their chosen and rejected completions. `rows` counts all completions."""
 
     pairs: list[Pair]
     chosen: list[int]
@@ -72,7 +72,7 @@ class Pick:
 
 
 def pick(groups: Sequence[Sequence[Trajectory]], world: World = ALONE) -> Pick:
-    """Return the first best and the first worst completion of every group that has both."""
+    """Return a pair of each group: its first completion of the highest and of the lowest reward. Skip groups of equal rewards."""
     rows = [t for group in groups for t in group]
     chosen, rejected, first = [], [], 0
     for group in groups:
@@ -88,7 +88,7 @@ def pick(groups: Sequence[Sequence[Trajectory]], world: World = ALONE) -> Pick:
 
 
 def _texts(trajectory: Trajectory) -> list[Example]:
-    """Return the sampled tokens, each piece after its prompt."""
+    """Return the parts of a completion as training examples, each after the prompt that it follows."""
     mask = trajectory.mask or (True,) * len(trajectory.completion.ids)
     return [
         Example([*prompt, *ids], [False] * len(prompt) + list(mask[start : start + len(ids)]), False)

@@ -10,10 +10,10 @@ Read this file first, then the files that it calls in the order of a step. One s
               (others sample while  │
               a group is scored)    └─▶ metrics and rows of rollouts.jsonl      figures.py
 
-The sampler waits for nobody. Rewards are computed while it samples, and `learn` waits for the last of them. With a lag, threads
+Sampling never waits for rewards. They are computed while it goes on, and `learn` waits for the last of them. With a lag, threads
 collect for later steps meanwhile; a step then waits only if its own collection is not ready.
 
-`grpo` departs from the GRPO of Shao et al. 2024 (arXiv:2402.03300) in this:
+`grpo` differs from the GRPO of Shao et al. 2024 (arXiv:2402.03300) in five points:
 
 1. If the policy has not moved since it sampled, the ratio is 1 by definition: `logp_old` is the trainer's own log-prob.
 2. Rows whose advantage is 0 skip the forward pass, unless another term (KL, entropy) has a gradient there.
@@ -125,7 +125,7 @@ def critic_warms_up(run: Online, state: State) -> bool:
 
 
 def activation_cache(run: Online) -> ActivationCache | None:
-    """Return a cache for sampling's activations under the trained weights, so that training need not recompute them."""
+    """Return a cache for the activations of sampling, so that training need not recompute them; None if it cannot use them."""
     # An episode is sampled turn by turn, and another process or a later step may train on these completions.
     if run.config.model.gradient_checkpointing or run.rollout.collector.plays or run.world.size > 1 or run.config.lag:
         return None
@@ -134,13 +134,13 @@ def activation_cache(run: Online) -> ActivationCache | None:
 
 
 def kept_limit(run: Online) -> float:
-    """Return the bytes for activations of sampling: 1e9 if the settings leave it open, which a recipe does not."""
+    """Return the most bytes of the activation cache: `keep_activations_gb` · 1e9, or 1e9 if it is None, outside of recipes."""
     limit = run.config.keep_activations_gb
     return 1e9 if limit is None else limit * 1e9
 
 
 def note_overflow(run: Online, cache: ActivationCache | None, sampled: Sequence[Trajectory]) -> dict[str, str]:
-    """Return a note if sampling computed more than the cache may keep, with the setting that would keep it."""
+    """Return a note if sampling's activations exceeded the cache's limit, with the setting that would store all of them."""
     limit, decoder = kept_limit(run), run.model.decoder
     if cache is None or decoder is None or cache.bytes <= limit:
         return {}
@@ -158,7 +158,7 @@ def learn(
 ) -> UpdateResult:
     """Take all optimiser steps on one collection. Rows without a gradient skip the forward pass.
 
-    Without any gradient, no weight changes.
+    If no row has a gradient, no weight changes.
     """
     config, algorithm = run.config, run.algorithm
     if not isinstance(algorithm, PolicyGradient):
@@ -215,7 +215,8 @@ class Passes:
     """True if only the critic learns."""
 
     def losses(self, micros: Sequence[tuple[MicroBatch, float]], totals: Totals) -> Iterator[Callable[[], Tensor]]:
-        """Yield the losses of one optimiser step, one function for each pass: the policy's, then those of a separate critic.
+        """Yield a function for each forward pass of an optimiser step, which returns its loss: the policy's, then a separate
+        critic's.
 
         The policy's activations are freed before the critic's passes. A pass of weight 0 only keeps step with other processes.
         """
@@ -260,6 +261,6 @@ class Passes:
 
 
 def idle(outputs: PolicyOutputs) -> Tensor:
-    """Return a loss of 0 through every output, for a backward pass like any other."""
+    """Return a loss of 0 that depends on every output, so that processes without work run the same backward pass as others."""
     parts = [x for x in vars(outputs).values() if isinstance(x, Tensor) and x.requires_grad]
     return torch.stack([0.0 * part.sum() for part in parts]).sum()

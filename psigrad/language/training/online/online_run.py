@@ -1,4 +1,4 @@
-"""The parts of one online run, and the protocol of annotators: columns of a batch, and terms of its forward passes."""
+"""The parts of an online run, and annotators, which add columns to its batches and terms to its forward passes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ValueModel:
 class Annotator:
     """A component that adds one kind of column or term to the batches of a run. This base class adds nothing.
 
-    An annotator may store data of the current collection; `columns` starts a new one.
+    An annotator may store data of the current collection. A call of `columns` starts the next collection.
     """
 
     gives_reference = False
@@ -55,13 +55,13 @@ class Annotator:
         return batch
 
     def divergence(self, run: Online, batch: Batch, micro: MicroBatch) -> Divergence | None:
-        """Return the KL that the policy's forward pass should sum over the vocabulary, if any."""
+        """Return the reference of an exact KL, which the policy's pass sums over the vocabulary; None if there is none."""
         return None
 
     def in_pass(
         self, run: Online, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
     ) -> tuple[Prepared, PolicyOutputs]:
-        """Return the `rows` of a batch and the policy's outputs with further terms. `first` is True before any weight changes."""
+        """Return `rows` of a batch and the policy's outputs on them, with added terms. `first`: no weight has changed yet."""
         return part, outputs
 
     def figures(self, run: Online, step: int) -> dict[str, float]:
@@ -69,7 +69,7 @@ class Annotator:
         return {}
 
     def after_step(self, run: Online, number: int) -> None:
-        """Update state that follows the policy, after step `number`."""
+        """Update data that follows the policy's weights, such as a moving-average reference, after step `number`."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Online:
 
     @property
     def max_gap(self) -> float:
-        """The bound of the mean absolute difference between the sampler's and the trainer's log-probs, in nats."""
+        """The largest allowed mean absolute difference between the sampler's and the trainer's log-probs, in nats."""
         rounds = self.model.network.dtype in (torch.bfloat16, torch.float16) or not exact_products(self.model.device)
         return self.config.max_logp_difference or (0.1 if rounds else 1e-3)
 
@@ -159,5 +159,5 @@ def is_exact(sampler: Sampler, model: LanguageModel) -> bool:
 
 
 def exact_products(where: torch.device) -> bool:
-    """Return True if products of float32 keep all digits on this device."""
+    """Return True if this device computes float32 matrix products in float32, not in TF32."""
     return where.type != "cuda" or not torch.backends.cuda.matmul.allow_tf32

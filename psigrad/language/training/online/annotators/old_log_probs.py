@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from psigrad.language.models.packing import Groups
 
 COMPARE_EVERY, COMPARED = 4, 20
-"""If training reuses sampling's activations: one of `COMPARED` completions is run forward again, every `COMPARE_EVERY` steps."""
+"""If training reuses sampling's activations, 1 of `COMPARED` completions is computed again, every `COMPARE_EVERY` steps."""
 
 
 class Gap:
@@ -38,7 +38,7 @@ class Gap:
         return self._sum / max(1, self._count)
 
     def add(self, logp: Tensor, batch: Batch) -> None:
-        """Compare the trainer's log-probs [n, T] with the sampler's in `batch`. The figures are read later: a GPU would wait."""
+        """Compare the trainer's log-probs [n, T] with the sampler's in `batch`. A GPU would wait now, so they are read later."""
         self._unread.append(((logp - batch.logp_old).abs(), batch.mask))
 
     def _read(self) -> None:
@@ -59,7 +59,7 @@ class Gap:
         self._sum, self._max, self._count, self._unequal = math.fsum(sums), max(largest), sum(counts), sum(unequal)
 
     def check(self, step: int, bound: float) -> None:
-        """Raise `UserError` if the completions cannot have come from the policy that is trained."""
+        """Raise `UserError` if the mean is above `bound`: then the completions did not come from the policy that is trained."""
         if not self.mean <= bound:
             raise UserError(
                 f"At step {step} sampler and trainer disagree by {self.mean:.2g} in mean log-probability, above the bound "
@@ -68,7 +68,7 @@ class Gap:
             )
 
     def figures(self) -> dict[str, float]:
-        """Return its metrics; none if no token was compared."""
+        """Return the metrics of the gap; none if no token was compared."""
         self._read()
         if not self._count:
             return {}
@@ -77,10 +77,10 @@ class Gap:
 
 
 class OldLogProbs(Annotator):
-    """The trainer's `logp_old` if the sampler's log-probs do not suffice, and the gap between the two.
+    """The annotator that recomputes `logp_old` if the sampler's log-probs do not suffice, and measures the gap between both.
 
-    The sampler's suffice if they are exact, or if the only optimiser step makes the ratio 1 by definition. Completions of earlier
-    weights always get new ones.
+    The sampler's log-probs suffice if they are exact, or if a single optimiser step makes the ratio 1 by definition. Completions
+    that earlier weights sampled always get new log-probs.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class OldLogProbs(Annotator):
     def in_pass(
         self, run: Online, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
     ) -> tuple[Prepared, PolicyOutputs]:
-        """Measure the gap in the first optimiser step. With a single step the ratio is 1, despite the sampler's rounding."""
+        """Measure the gap in the first optimiser step. In a single step, use the pass's own log-probs: the ratio is 1."""
         if first and self._compares:
             self.gap.add(outputs.logp.detach(), part.batch)
         if run.single_pass:
@@ -120,17 +120,17 @@ class OldLogProbs(Annotator):
         return part, outputs
 
     def figures(self, run: Online, step: int) -> dict[str, float]:
-        """See `Annotator`. Raises `UserError` if the gap is above the run's bound."""
+        """Return the metrics of the gap; see `Annotator`. Raises `UserError` if the gap is above the run's bound."""
         self.gap.gather(run.world)
         self.gap.check(step + 1, run.max_gap)
         return self.gap.figures()
 
 
 class OldEntropy(Annotator):
-    """The entropy of each token's distribution before the update, for methods that read it."""
+    """The annotator of the entropy of each token's distribution before the update, for methods that read it."""
 
     def columns(self, run: Online, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
-        """Add `entropy`, in nats."""
+        """Add the column `entropy`, in nats, if the method reads it."""
         if not isinstance(run.algorithm, PolicyGradient) or not run.algorithm.needs_old_entropy:
             return batch
 

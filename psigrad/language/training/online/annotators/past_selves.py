@@ -15,9 +15,9 @@ from psigrad.language.training.online.online_run import Annotator, Online
 
 
 class PastSelves(Annotator):
-    """The policy's weights at its last `len(models)` multiples of `every` steps, the start included.
+    """The annotator that stores a snapshot of the policy every `every` steps, from the start on; `models` are the latest ones.
 
-    Snapshot n, taken after n · every steps, is in place n mod len(models). So the step alone says which places are filled. A
+    Snapshot n, taken after n · every steps, is `models[n % len(models)]`. So the step alone says which models are snapshots. A
     prompt is played against a snapshot with probability `share`, each with equal probability.
 
     Source: Bansal et al. 2018, Emergent Complexity via Multi-Agent Competition, arXiv:1710.03748 (opponents from the past).
@@ -28,7 +28,7 @@ class PastSelves(Annotator):
         self._samplers = [EmbeddedSampler(model, max_batch) for model in models]
 
     def pick(self, seed: int, version: int) -> Sampler | None:
-        """Return the opponent of the prompt with this seed after `version` steps; None for a game against itself."""
+        """Return the sampler of the opponent in a game with this seed, after `version` steps; None: the policy plays itself."""
         drawn = np.array([seeds.derive(seed, "opponent")], dtype=np.uint64)
         if seeds.uniform(drawn, 0)[0] >= self.share:
             return None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Reference(Annotator):
-    """Log-probs under a frozen model, or its exact KL within the policy's passes."""
+    """The annotator of a reference model: its log-probs, or the exact KL to it, computed in the policy's forward passes."""
 
     gives_reference = True
 
@@ -29,14 +29,14 @@ class Reference(Annotator):
         self.reference = self.model = model
 
     def columns(self, run: Online, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
-        """Add `logp_ref`, unless the KL term is a sum over the vocabulary."""
+        """Add the column `logp_ref`, unless the KL term is a sum over the vocabulary."""
         if not run.algorithm.needs_reference or not isinstance(run.algorithm, PolicyGradient) or run.algorithm.needs_exact_kl:
             return batch
         logp = reference_log_probs(self.model, batch, run.config.micro_batch_tokens, run.params.temperature, run.world)
         return replace(batch, logp_ref=logp)
 
     def divergence(self, run: Online, batch: Batch, micro: MicroBatch) -> Divergence | None:
-        """See `Annotator`. The reference may read different prompts."""
+        """Return the reference of an exact KL, if the method has one; see `Annotator`. The reference may read other prompts."""
         return exact_kl(run.algorithm, self.model, reference_inputs_of(batch, micro))
 
     def after_step(self, run: Online, number: int) -> None:
@@ -46,7 +46,7 @@ class Reference(Annotator):
 
 
 def exact_kl(algorithm: object, model: LanguageModel, inputs: Groups | None = None) -> Divergence | None:
-    """Return the KL that an algorithm's term sums over the vocabulary, or None if it reads only sampled tokens."""
+    """Return the reference of a KL term that sums over the vocabulary; None if the term reads only sampled tokens."""
     if not isinstance(algorithm, PolicyGradient) or not algorithm.needs_exact_kl or algorithm.kl is None:
         return None
     return Divergence(model, algorithm.kl.estimator, algorithm.kl.mixture, inputs)

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Values(Annotator):
-    """V of the state before each token, under the critic before its update."""
+    """The annotator of the critic's values: V of the state before each token, under the critic before its update."""
 
     def columns(self, run: Online, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
-        """Add `value`, if the algorithm reads it."""
+        """Add the column `value`, if the algorithm reads it."""
         if not run.algorithm.needs_critic:
             return batch
         critic = run.model if run.critic is None else run.critic.model
