@@ -1,4 +1,4 @@
-"""Recorded data as token ids: what SFT, preference losses and reward models train on."""
+"""Training examples as token ids, for SFT, preference losses and reward models."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Example:
-    """One row to train on: `ids` [T], `mask` [T] True on the tokens with loss, `truncated` if `max_length` cut its end off.
+    """A text to train on: its `ids` [T], and a `mask` [T] that is True on tokens with loss. `truncated`: `max_length` cut the
+    end.
 
-    The first token is never in the mask: nothing precedes it. After a cut the mask may be all False; leave such a row out.
+    The first token has no context, so its mask is False. After a cut the mask may be all False; drop such an example.
     """
 
     ids: list[int]
@@ -22,9 +23,10 @@ class Example:
 
 @dataclass(frozen=True)
 class Answer:
-    """The text after a prompt: `ids`, and the `mask` of those that the assistant wrote (its end of turn included).
+    """An answer to a prompt: its `ids`, and a `mask` that is True for tokens of the assistant (its end of turn included).
 
-    Turns that the template rewrites once others follow are `apart`, each in its own context behind the same prompt.
+    If the template renders an earlier turn differently once others follow, the turn has its own context. It is then one of the
+    texts `apart`, which follow the same prompt.
     """
 
     ids: list[int]
@@ -33,23 +35,23 @@ class Answer:
 
     @property
     def texts(self) -> tuple[Answer, ...]:
-        """All of it: this text and those apart."""
+        """The main text, then those apart."""
         return (self, *self.apart)
 
     @property
     def tokens(self) -> int:
-        """Tokens of one forward pass."""
+        """The number of tokens in a forward pass."""
         return sum(len(text.ids) for text in self.texts)
 
     @property
     def targets(self) -> int:
-        """Tokens that the assistant wrote."""
+        """The number of tokens that the assistant wrote."""
         return sum(sum(text.mask) for text in self.texts)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt with a better and a worse answer. `margin` is by how much better, where the row says so."""
+    """A prompt with a better and a worse answer. `margin` says by how much one is better; None: the row does not say."""
 
     prompt: list[int]
     chosen: Answer
@@ -58,7 +60,7 @@ class Pair:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one forward pass, in which the prompt stands once."""
+        """The number of tokens in a forward pass, which computes the prompt once."""
         return len(self.prompt) + self.chosen.tokens + self.rejected.tokens
 
 
@@ -72,13 +74,13 @@ class Judged:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one forward pass."""
+        """The number of tokens in a forward pass."""
         return len(self.prompt) + self.answer.tokens
 
 
 @dataclass(frozen=True)
 class Steps:
-    """A solution in steps: `ids` of the whole text, the places `ends` of each step's last token, and a label for each."""
+    """A solution in steps: `ids` of prompt and steps, the index `ends[i]` of step i's last token, and a label of each step."""
 
     ids: list[int]
     ends: list[int]
@@ -86,25 +88,26 @@ class Steps:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one forward pass."""
+        """The number of tokens in a forward pass."""
         return len(self.ids)
 
 
 def pair_of(chosen: Sequence[Example], rejected: Sequence[Example]) -> Pair:
-    """Return the pair of two answers, whose prompt is the prefix that all texts share."""
+    """Return two answers as a `Pair`. Its prompt is the prefix that all of their texts share before a trained token."""
     shared = shared_prefix([*chosen, *rejected])
     return Pair(chosen[0].ids[:shared], answer_behind(shared, chosen), answer_behind(shared, rejected))
 
 
 def shared_prefix(texts: Sequence[Example]) -> int:
-    """Return the number of tokens that all texts share before their first trained token. A template may render the end of a
-    prompt differently before another answer.
+    """Return the number of tokens that all texts share before their first trained token.
+
+    It may be less than the prompt: a template may render the prompt's end differently before another answer.
     """
     return min([text.mask.index(True) for text in texts] + [common_prefix(texts[0].ids, text.ids) for text in texts[1:]])
 
 
 def answer_behind(start: int, texts: Sequence[Example]) -> Answer:
-    """Return the answer whose texts begin at token `start`; the last text is the main one."""
+    """Return texts as an `Answer`, each without its first `start` tokens. The last is the main text, the others are `apart`."""
     *apart, last = (Answer(text.ids[start:], text.mask[start:]) for text in texts)
     return replace(last, apart=tuple(apart))
 

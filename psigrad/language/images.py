@@ -1,9 +1,9 @@
-"""Images as text and as token ids: a mark in a message's content, and one id per image token that says which image it is of.
+"""Images in text and in token ids: a mark in a message's content, and one id per image token, which encodes the image.
 
 An image's mark is its SHA-256 between two object replacement characters (U+FFFC), so a prompt with images is a plain string. Each
-of its tokens is an id of at least `FIRST`, made of 46 bits of the SHA-256 and of the token's place in the image. A prompt with
-images is thus a plain list of ids too: caches, packing and resumed runs never take two images for one, and no id of the
-vocabulary ever stands for an image. The embedding (`models/vision.py`) turns these ids into features.
+of its tokens is an id of at least `FIRST`, made of 46 bits of the SHA-256 and of the token's index in the image. A prompt with
+images is thus a plain list of ids too. Caches, packing and resumed runs never confuse two images, and no id of the vocabulary
+ever stands for an image. The embedding (`models/vision.py`) turns these ids into features.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FIRST = 1 << 62
 """The smallest id of an image token."""
 _PLACES = 16
 COLUMNS = ("images", "image")
-"""The columns of a dataset that have images."""
+"""The columns of a dataset that may have images."""
 MOST_PIXELS = 89_478_485
 """The most pixels of an image: the number from which Pillow warns of a decompression bomb."""
 # Pillow's other readers start programs (EPS) or are rarely tested.
@@ -40,12 +40,12 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
 @dataclass(frozen=True)
 class Picture:
-    """The source of an image: a file or its bytes, and the SHA-256 of the bytes."""
+    """An image that is not decoded: its file or its encoded bytes, and the SHA-256 of the bytes."""
 
     digest: str
     width: int
     height: int
-    """The numbers of pixels of the upright image, as `open` returns it."""
+    """`width` and `height` are the size in pixels of the upright image, as `open` returns it."""
     path: Path | None = None
     data: bytes | None = None
 
@@ -67,7 +67,7 @@ class Picture:
 
 
 class Sight(Protocol):
-    """The form of an image in the prompts of a model family; `see` attaches it to a tokenizer."""
+    """The form of images in a model family's prompts: a placeholder token for each feature. `see` attaches it to a tokenizer."""
 
     @property
     def placeholder(self) -> str:
@@ -75,32 +75,32 @@ class Sight(Protocol):
 
     @property
     def token_id(self) -> int:
-        """The id of the token that stands for one feature of an image."""
+        """The id of the placeholder token in the vocabulary."""
 
     @property
     def version(self) -> str:
-        """A hash of everything that the model's view of an image depends on besides the image."""
+        """A hash of everything besides the image that its pixels depend on, such as the image processor's settings."""
 
     def save(self, folder: Path) -> None:
-        """Write the processor's files beside a model."""
+        """Write the image processor's files into a model's folder."""
 
     def expand(self, picture: Picture) -> str:
-        """Return the text of an image in a prompt, with the token of `token_id` once per feature."""
+        """Return the text of an image in a prompt, with the placeholder token once per feature."""
 
     def count(self, picture: Picture) -> int:
-        """Return the number of an image's features."""
+        """Return the number of the image's features."""
 
 
 _SIGHT = "psigrad_sight"
 
 
 def see(tokenizer: Any, sight: Sight | None) -> None:
-    """Allow images in prompts of this tokenizer. With None, prompts are text alone."""
+    """Attach a `Sight` to a tokenizer, so that its prompts may have images. With None, prompts are text only."""
     setattr(tokenizer, _SIGHT, sight)
 
 
 def sight_of(tokenizer: Any) -> Any:
-    """Return the `Sight` of a tokenizer; None if its model reads text alone."""
+    """Return the `Sight` that `see` attached to a tokenizer; None if its model reads only text."""
     return getattr(tokenizer, _SIGHT, None)
 
 
@@ -110,7 +110,7 @@ _run: list[Path] = []
 
 
 def keep(picture: Picture) -> str:
-    """Remember an image for this process, and return its mark. Images are known by content, so the same image is kept once."""
+    """Register an image in this process, and return its mark. An image with the same content is registered only once."""
     other = _by_first.setdefault(first_id(picture.digest), picture.digest)
     if other != picture.digest:
         raise UserError(
@@ -122,21 +122,21 @@ def keep(picture: Picture) -> str:
 
 
 def is_known(digest: str) -> bool:
-    """Return True if this process has the image."""
+    """Return True if an image with this SHA-256 is registered in this process."""
     return digest in _album
 
 
 def forget(digest: str) -> None:
-    """Drop an image that nothing refers to any more."""
+    """Remove an image from the register, once nothing refers to it."""
     if (held := _album.pop(digest, None)) is not None:
         _by_first.pop(first_id(held.digest), None)
 
 
 def keep_in(folder: Path | None, digests: Iterable[str] = ()) -> None:
-    """Keep a run's images in this folder: those of its rows, `digests`, and all that it reads later. None ends that.
+    """Store a run's images in this folder: those of its rows (`digests`), and all that are registered later. None stops this.
 
-    Bytes become files that are named by their SHA-256. Of images that are files already, paths.jsonl has the path. A later start
-    of the run, and other processes, find them there.
+    Images given as bytes become files named by their SHA-256. For images given as files, paths.jsonl has the paths. A resumed
+    run, and other processes, read them there.
     """
     _run[:] = [] if folder is None else [folder]
     if folder is None:
@@ -149,7 +149,7 @@ def keep_in(folder: Path | None, digests: Iterable[str] = ()) -> None:
 
 
 def _stored(picture: Picture, folder: Path) -> Picture:
-    """Return the image as a file of the folder if it is bytes."""
+    """Write an image that was given as bytes to the folder, and return it as that file."""
     if picture.data is None:
         return picture
     with _opened(picture.data) as image:
@@ -167,7 +167,7 @@ def _write(place: Path, data: bytes) -> None:
 
 
 def _recall(begins: str) -> Iterable[Picture]:
-    """Return the images of the run's folder whose SHA-256 starts like this."""
+    """Yield the images of the run's folder whose SHA-256 starts with `begins`."""
     for folder in _run:
         for file in folder.glob(f"{begins}*.*"):
             with _opened(file.read_bytes()) as image:
@@ -179,7 +179,7 @@ def _recall(begins: str) -> Iterable[Picture]:
 
 
 def picture(digest: str) -> Picture:
-    """Return a known image. Raises `UserError` for an unknown one."""
+    """Return the image with this SHA-256. Raises `UserError` if neither this process nor the run's folder has it."""
     if digest not in _album and (found := next(iter(_recall(digest)), None)) is not None:
         keep(found)
     if digest not in _album:
@@ -193,7 +193,7 @@ def first_id(digest: str) -> int:
 
 
 def split_id(token: int) -> tuple[Picture, int]:
-    """Return the image of a token's id, and the token's place in it."""
+    """Return the image that an image token belongs to, and the token's index in that image."""
     place = token & (1 << _PLACES) - 1
     first = token - place
     if first not in _by_first:
@@ -208,12 +208,12 @@ def split_id(token: int) -> tuple[Picture, int]:
 
 
 def without_images(ids: Iterable[int], token_id: int) -> list[int]:
-    """Return ids of the vocabulary alone, with `token_id` in place of image tokens: for text to read, and for other engines."""
+    """Return ids of the vocabulary only: `token_id` replaces image tokens. Tokenizers and other engines need this."""
     return [token_id if token >= FIRST else token for token in ids]
 
 
 def decode(tokenizer: Any, ids: Iterable[int], **options: Any) -> str:
-    """Return the text of ids for readers, with a label in place of each image, such as [image 640×480 3fa2b1]."""
+    """Return the text of ids for display, with a label in place of each image, such as [image 640×480 3fa2b1]."""
     kept, labels = [], []
     sight = sight_of(tokenizer)
     for token in ids:
@@ -231,24 +231,24 @@ def decode(tokenizer: Any, ids: Iterable[int], **options: Any) -> str:
 
 
 def label(digest: str) -> str:
-    """Return how an image is shown in text: its size if it is known, and the start of its SHA-256."""
+    """Return an image's label for display: its size if it is known, and the start of its SHA-256."""
     known = _album.get(digest)
     return f"[image {f'{known.width}×{known.height} ' if known else ''}{digest[:6]}]"
 
 
 def shown(text: str) -> str:
-    """Return a text with labels in place of its marks."""
+    """Return a text for display, with labels in place of image marks."""
     return MARK.sub(lambda mark: label(mark[1]), text) if "\ufffc" in text else text
 
 
 def label_of(token: int) -> str:
-    """Return the label of the image whose first token this is; empty for later ones. The id itself has the label's digits."""
+    """Return an image's label if the token is its first, otherwise "". The bits in the id suffice for an unknown image."""
     place = token & (1 << _PLACES) - 1
     return "" if place else label(_by_first.get(token) or f"{(token ^ FIRST) >> _PLACES << 2:012x}")
 
 
 def parts_of(content: str) -> list[dict[str, Any]]:
-    """Return a content as the parts that a chat template reads. An image's part has its SHA-256 and its size, too."""
+    """Split a content into the parts that a chat template reads. The part of an image also has its SHA-256 and size."""
 
     def part(digest: str) -> dict[str, Any]:
         known = picture(digest)
@@ -260,7 +260,7 @@ def parts_of(content: str) -> list[dict[str, Any]]:
 
 
 def in_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return messages with images as parts of the content; see `parts_of`."""
+    """Return messages with each content that has images split into parts; see `parts_of`."""
     found = []
     for message in messages:
         content = message.get("content") if isinstance(message, Mapping) else None
@@ -271,19 +271,19 @@ def in_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def recorded(prompt: str | Sequence[Mapping[str, Any]]) -> str | Sequence[Mapping[str, Any]]:
-    """Return a prompt as rollouts.jsonl stores it. A text with images becomes a message with parts."""
+    """Return a prompt as rollouts.jsonl stores it. A text with images becomes a user message with parts."""
     if isinstance(prompt, str):
         return in_parts([{"role": "user", "content": prompt}]) if MARK.search(prompt) else prompt
     return in_parts(prompt)
 
 
 def for_rewards(said: Any) -> Any:
-    """Return a prompt or a completion as reward functions and environments receive it: without marks, messages with parts."""
+    """Return a prompt or completion for reward functions and environments: text without marks, messages with images as parts."""
     return MARK.sub("", said) if isinstance(said, str) else in_parts(said) if isinstance(said, list) else said
 
 
 def open_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return columns with images opened by Pillow, which TRL's reward functions expect; workers open them, not the trainer."""
+    """Return columns with images opened by Pillow, as TRL's reward functions expect. Call it in a worker, not in the trainer."""
     return {name: _open_all(value) if name in COLUMNS else value for name, value in columns.items()}
 
 
@@ -300,9 +300,9 @@ def _open_all(value: Any) -> Any:
 
 
 def marked(text: str, messages: Iterable[Mapping[str, Any]], sight: Sight | None) -> tuple[str, list[tuple[int, int]]]:
-    """Return what a template rendered, with the messages' marks in place of the family's placeholders.
+    """Return (the text that a template rendered, with marks in place of image placeholders, the shifts that this causes).
 
-    The second value has, for each image, the place of its placeholder and by how much the mark is longer. Raises `ValueError` if
+    A shift is, for each image, the index of its placeholder and how many characters longer the mark is. Raises `ValueError` if
     the template leaves an image out or writes it elsewhere, and if a text contains the placeholder.
     """
     wanted = [
@@ -330,9 +330,9 @@ def marked(text: str, messages: Iterable[Mapping[str, Any]], sight: Sight | None
 
 
 def written(text: str, sight: Sight | None) -> tuple[str, list[Picture]]:
-    """Return a text with its marks written out for the tokenizer, and its images in order.
+    """Return a text for the tokenizer, with placeholder tokens in place of image marks, and its images in order.
 
-    Raises `UserError` if the model reads text alone.
+    Raises `UserError` if the model reads only text.
     """
     if "\ufffc" not in text:
         return text, []
@@ -345,9 +345,9 @@ def written(text: str, sight: Sight | None) -> tuple[str, list[Picture]]:
 
 
 def with_images(ids: Sequence[int], pictures: Sequence[Picture], sight: Sight) -> list[int]:
-    """Return encoded ids with each image's own ids in place of the placeholder's.
+    """Return encoded ids in which each image's own ids replace its placeholder tokens.
 
-    Raises `UserError` if the number of placeholders is not the number of features, as when a text contains one itself.
+    Raises `UserError` if there are more or fewer placeholders than features, for example because a text contains one.
     """
     own = [first_id(one.digest) + place for one in pictures for place in range(sight.count(one))]
     if (count := sum(token == sight.token_id for token in ids)) != len(own):

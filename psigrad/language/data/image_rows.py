@@ -1,7 +1,7 @@
-"""Images of rows and of environments' observations: read once, checked, and put into the text as marks (`language.images`).
+"""Images of dataset rows and of environments' observations: read, checked, and put into the text as marks (`language.images`).
 
-The forms are TRL's: a column `images` (or `image`) beside messages with {"type": "image"} parts, or parts that have an image
-themselves. If no part says where they belong, the images come first in the first user's turn.
+The forms are TRL's: a column `images` (or `image`) beside messages with {"type": "image"} parts, or parts that contain an image
+themselves. If no part marks their position, the images come first in the first user's turn.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ MOVES = "an animated image is its first frame"
 
 
 def with_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mapping[str, Any], list[str]]:
-    """Return a raw row with its images as marks in the text, and notes on how they were read; the same row if it has none.
+    """Return (a raw row with its images as marks in the text, notes on how they were read). A row without images is unchanged.
 
-    Paths are relative to `base`. The column `images` keeps the images as they were given, for reward functions. Raises `RowError`
-    for an image that cannot be read, and if their number is not that of the parts without an image of their own.
+    Paths are relative to `base`. The column `images` keeps the images as given, for reward functions. Raises `RowError` for an
+    image that cannot be read. Raises it also if the column has more or fewer images than the messages have parts without one.
     """
 
     def fail(column: str, reason: str) -> NoReturn:
@@ -71,7 +71,7 @@ def with_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mapping
 
 
 def _anchored(given: Any, base: Path) -> Any:
-    """Return an image as it was given, a path as an absolute one, since reward functions run elsewhere."""
+    """Return an image as given, or its path made absolute: reward functions run in another folder."""
     path = (given.get("bytes") or given.get("path")) if isinstance(given, Mapping) else given
     return str(_path(path, base)) if isinstance(path, str | os.PathLike) and not str(path).startswith("data:") else given
 
@@ -81,7 +81,7 @@ def _path(text: str | os.PathLike[str], base: Path) -> Path:
 
 
 def _put_first(made: dict[str, Any], talks: list[str], marks: str, column: str, fail: Fail) -> None:
-    """Put the images first in the first user's turn, or in a prompt that is text."""
+    """Put the marks before the text of the first user's turn, or of a prompt that is text."""
     asked = [name for name in talks if name in _ASKED] or [name for name in talks if made.get("prompt") is None]
     for name in asked:
         place = next((i for i, turn in enumerate(made[name]) if role_of(turn) == "user"), None)
@@ -100,13 +100,13 @@ def _put_first(made: dict[str, Any], talks: list[str], marks: str, column: str, 
 
 
 class _Reader:
-    """The reader of one row's images. `found` are the images of parts as they were given."""
+    """The reader of one row's images. `found` are the images in content parts, as given. `moves`: one is animated."""
 
     def __init__(self, base: Path, fail: Fail) -> None:
         self.base, self.fail, self.found, self.moves = base, fail, list[Any](), False
 
     def turn(self, turn: Any, where: str, rest: Iterator[str]) -> Any:
-        """Return a message with marks in place of its image parts. Parts without an image take the next of `rest`."""
+        """Return a message with marks in place of image parts. A part that contains no image takes the next mark of `rest`."""
         if not any(map(is_image, _parts(turn))):
             return turn
         if role_of(turn) == "assistant":
@@ -115,7 +115,7 @@ class _Reader:
         return {**turn, name: [self.part(part, f"{where}.{name}[{i}]", rest) for i, part in enumerate(turn[name])]}
 
     def part(self, part: Any, where: str, rest: Iterator[str]) -> Any:
-        """Return a content part, an image as text with its mark."""
+        """Return a content part; an image part becomes a text part with the mark."""
         if not is_image(part):
             return part
         own = source_of(part)
@@ -125,7 +125,7 @@ class _Reader:
         return {"type": "text", "text": self.mark(own, where)}
 
     def mark(self, given: Any, where: str, advice: str = "") -> str:
-        """Return the mark of an image after reading it."""
+        """Read an image, and return its mark."""
         try:
             picture, moves = read(given, self.base)
         except (OSError, ValueError) as error:
@@ -135,7 +135,7 @@ class _Reader:
 
 
 def read(given: Any, base: Path) -> tuple[Picture, bool]:
-    """Return an image that is a path, bytes, a data URL, Arrow's {"bytes", "path"} or Pillow's, and True if it is animated.
+    """Read an image: a path, bytes, a data URL, Arrow's {"bytes", "path"} or Pillow's. Return it, and True if it is animated.
 
     Raises `ValueError` with the reason for anything else, and for an image that cannot be decoded to its end.
     """
@@ -170,7 +170,7 @@ def read(given: Any, base: Path) -> tuple[Picture, bool]:
 
 @functools.lru_cache(maxsize=65536)
 def _of_file(path: Path, *stat: int) -> tuple[Picture, bool]:
-    """Read a file once for all rows that have it."""
+    """Read a file, only once for all rows that have it."""
     return _of_bytes(path.read_bytes(), path)
 
 
@@ -186,7 +186,7 @@ def _of_bytes(data: bytes, path: Path | None = None) -> tuple[Picture, bool]:
 
 
 def observed(said: Any) -> Any:
-    """Return an observation with its images as marks: text, a list of messages, or the text of a list of parts.
+    """Return an observation with marks in place of images: text, a list of messages, or for a list of parts its text.
 
     Raises `ValueError` for an image that cannot be read, and for text with a mark.
     """
@@ -222,7 +222,7 @@ def _each_content(said: Any, of_parts: Callable[[list[Any]], Any], of_text: Call
 
 
 def has_parts(said: Any) -> bool:
-    """Return True for Pillow's image, and for a list of content parts."""
+    """Return True if an observation is Pillow's image or a list of content parts."""
     parts = said if isinstance(said, list) and said else [said] if not isinstance(said, str) else [None]
     return all(is_image(part) or isinstance(_text(part), str) for part in parts)
 
@@ -238,7 +238,7 @@ def _digests_in(said: Any) -> list[str]:
 
 
 def in_data_urls(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """Return messages with their images in OpenAI's form, as data URLs."""
+    """Return messages in which image parts (`images.in_parts`) have OpenAI's form, with data URLs."""
 
     def part(one: Mapping[str, Any]) -> Mapping[str, Any]:
         if "sha256" not in one:
@@ -250,9 +250,9 @@ def in_data_urls(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
 
 
 def row_for_agents(row: Row, *, as_json: bool = False) -> dict[str, Any]:
-    """Return a row whose messages an agent can send as they are: in OpenAI's form, with images as data URLs.
+    """Return a row's prompt and columns for an agent, with messages in OpenAI's form and images as data URLs.
 
-    If `as_json`, images of columns are data URLs or paths too.
+    If `as_json`, images in columns become data URLs or paths too.
     """
 
     def plain(value: Any) -> Any:
@@ -267,7 +267,7 @@ def row_for_agents(row: Row, *, as_json: bool = False) -> dict[str, Any]:
 
 
 def for_file(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a raw row with marks in the form that `with_marks` reads, which is JSON: parts, paths and data URLs."""
+    """Return a raw row with marks as JSON that `with_marks` reads: images become parts, and a column of paths and data URLs."""
     texts = [row.get("prompt"), row.get("completion")]
     found = [images.picture(digest) for text in texts for digest in _digests_in(text)]
     if not found:
@@ -305,7 +305,7 @@ def is_image(part: Any) -> bool:
 
 
 def source_of(part: Any) -> Any:
-    """Return the image of a part; None if it has none of its own."""
+    """Return the image that a content part contains, such as a path or URL; None if it contains none."""
     if not isinstance(part, Mapping):
         return part
     found = next((part[name] for name in _SOURCES if part.get(name) is not None), None)
@@ -317,7 +317,9 @@ def _text(part: Any) -> Any:
 
 
 def refuse_marks(raw: Mapping[str, Any], fail: Fail, further: str) -> None:
-    """Reject a text that would be taken for an image. Use a stack, since rows may be nested as deep as JSON allows."""
+    """Reject a text with the mark of an image, or, if `further` is set, with any U+FFFC. Rows may be nested too deep for
+    recursion.
+    """
     stack: list[tuple[str, Any]] = list(raw.items())
     while stack:
         path, value = stack.pop()
