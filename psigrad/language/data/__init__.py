@@ -1,1 +1,1 @@
-"""Dataset forms, chat templates, sources, batches and procedural tasks."""
+"""Datasets: forms of rows, files and other sources, chat templates, training items, and procedural tasks."""

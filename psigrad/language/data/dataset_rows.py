@@ -1,7 +1,7 @@
-"""One row of a dataset, checked once: all other modules may trust the content of a `Row`.
+"""Checked rows of datasets. A row is checked once, so all other modules may trust the content of a `Row`.
 
 Forms and column names are those of TRL (docs/source/dataset_formats.md): prompt-only `prompt`; prompt-completion `prompt`,
-`completion`; conversations `messages`, and their plain kin `text`; preference `prompt`, `chosen`, `rejected`; unpaired-preference
+`completion`; conversations `messages`, or plain text in `text`; preference `prompt`, `chosen`, `rejected`; unpaired-preference
 `prompt`, `completion`, `label`; stepwise `prompt`, `completions`, `labels`. Each is plain (strings) or conversational (lists of
 {"role", "content"}); stepwise rows are plain. Messages of ShareGPT ({"from", "value"}) and text in content parts are read too.
 `posted_forms` reads rows with other column names.
@@ -47,11 +47,11 @@ _KINDS = {"NoneType": "null", "int": "a number", "float": "a number", "str": "a 
 class Row:
     """One checked row. `source` is file and 1-based line or row number, as in "my.jsonl:12".
 
-    These fields are set: `prompt` (prompt-only); `prompt` and `completion` (prompt-completion); `messages`; `completion` alone,
-    which is plain text to model as a whole (TRL's `text`); `prompt`, `completion` (the chosen one) and `rejected` (preference);
-    `prompt`, `completion` and `label` (unpaired-preference); `prompt`, `steps` and their `labels` (stepwise). `columns` holds all
-    other columns, which reward functions receive. `plain_prompt` is set if prompt and answers are turns for a chat model and were
-    text in the dataset. It is the original prompt, which reward functions receive and which is displayed.
+    The form decides which fields are set: `prompt` (prompt-only); `prompt` and `completion` (prompt-completion); `messages`;
+    `completion` alone, which is plain text to model as a whole (TRL's `text`); `prompt`, `completion` (the chosen one) and
+    `rejected` (preference); `prompt`, `completion` and `label` (unpaired-preference); `prompt`, `steps` and their `labels`
+    (stepwise). `columns` holds all other columns, which reward functions receive. `plain_prompt` is set if a text prompt was
+    converted for the model (`as_turns`). It is the original prompt, which reward functions receive and which is displayed.
     """
 
     source: str
@@ -65,7 +65,7 @@ class Row:
     columns: dict[str, Any] = field(default_factory=dict)
     plain_prompt: str | None = None
     places: dict[str, list[Any]] = field(default_factory=dict, compare=False)
-    """The mapping for columns that the file names differently: its column, the offset in turns, and its name for the content."""
+    """For columns that the file names differently: the file's column, the offset of turn numbers, its name of the content."""
 
     @property
     def dataset_prompt(self) -> Any:
@@ -87,7 +87,7 @@ class Row:
 class BadRow:
     """The reason for which a row was rejected.
 
-    `column` is "" if the whole row is at fault. `source` then ends in the character, if known.
+    `column` is "" if the whole row is at fault. `source` then ends with the number of the character, if known.
     """
 
     source: str
@@ -116,7 +116,7 @@ def show(value: object, limit: int = 60) -> str:
 def validate(raw: object, form: str, source: str, *, empty: bool = False) -> Row:
     """Return the `Row` of one raw mapping.
 
-    `form` is a name of `FORMS`. "sft" takes prompt-completion if the row has both columns, otherwise messages. Strings are
+    `form` is a name of `FORMS`, or "sft": prompt-completion if the row has both columns, otherwise messages. Strings are
     unchanged, lone surrogates and NUL included. Null keys of a message (Parquet's form of "absent") are dropped. With `empty`, a
     turn may have no content. Raise RowError with source, column and reason.
     """
@@ -138,9 +138,9 @@ def validate(raw: object, form: str, source: str, *, empty: bool = False) -> Row
 
 
 def rows_of(raw: object, form: str, source: str) -> list[Row]:
-    """Return the checked rows of one raw row.
+    """Return the checked rows of one raw row: one row, or two for a preference pair if the form is unpaired-preference.
 
-    A preference pair gives both answers if labelled answers are wanted, as in TRL. Any other row gives itself. Raise `RowError`.
+    The two rows have one labelled answer each, as in TRL. Raise `RowError`.
     """
     is_pair = isinstance(raw, Mapping) and raw.get("completion") is None and {"chosen", "rejected"} <= raw.keys()
     if form != "unpaired-preference" or not is_pair:
@@ -153,7 +153,7 @@ def rows_of(raw: object, form: str, source: str) -> list[Row]:
 
 
 def find_form(raw: object) -> str:
-    """Return the form that a raw row fits, more columns before fewer; empty if it fits none."""
+    """Return the first form of `FORMS` that a raw row fits, so that with the most columns; empty if it fits none."""
     for form in FORMS:
         with contextlib.suppress(RowError):
             validate(raw, form, "row")
@@ -174,12 +174,12 @@ def column_names(rows: Iterable[Row]) -> list[str]:
 
 
 def name_columns(raw: Mapping[str, Any]) -> str:
-    """Return the columns of a row as text for an error message."""
+    """Return the names of a row's columns as text for an error message."""
     return ", ".join(show(name)[1:-1] for name in list(raw)[:12]) or "none"
 
 
 def _refuse_several_missing(check: _Check, raw: Mapping[str, Any], needs: Sequence[str]) -> None:
-    """Name all missing columns in one error if more than one is missing."""
+    """Raise one `RowError` that names all missing columns, if more than one is missing."""
     first, *others = [name for name in needs if name not in raw] or [""]
     if others:
         are = "are" if others[1:] else "is"
@@ -187,7 +187,7 @@ def _refuse_several_missing(check: _Check, raw: Mapping[str, Any], needs: Sequen
 
 
 def _choose_for_sft(check: _Check, raw: Mapping[str, Any]) -> str:
-    """Return the form of a fine-tuning row."""
+    """Return the form of a row of "sft": prompt-completion or messages."""
     if not raw.keys() & {"prompt", "completion", "messages", "text"}:
         what = "is missing, and so are messages and text; sft learns from prompt and completion, from messages or from text"
         check.fail("prompt", f"{what} (found: {name_columns(raw)})")
@@ -262,7 +262,7 @@ def _steps(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Form:
-    """The columns of a form. `fields` returns the fields of a `Row` and uses up `columns`."""
+    """A form of rows: the `columns` that it reads and those it `needs`. `fields` checks and returns the fields of a `Row`."""
 
     columns: tuple[str, ...]
     fields: Callable[[_Check, Mapping[str, Any]], dict[str, Any]]

@@ -1,7 +1,7 @@
-"""Rows and their tokens in Arrow, decoded on access, in memory-mapped files: four bytes a token, with images eight, and the text.
+"""A cache of rows and their tokens in Arrow files, which are memory-mapped; a row is decoded on access.
 
-A file is in Arrow's own format, followed by its SHA-256. It is written under a temporary name and renamed, so that other
-processes find it complete or not at all. Damaged or truncated files are ignored.
+A token takes four bytes; eight if there are images. A file is in Arrow's own format, followed by its SHA-256. It is written under
+a temporary name and renamed, so that other processes find it complete or not at all. Damaged or truncated files are ignored.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ T = TypeVar("T")
 _MADE: dict[str, Any] = {kind.__name__: kind for kind in (Example, Answer, Pair, Judged, Steps)}
 _NAMES = {name: [f.name for f in fields(kind)] for name, kind in _MADE.items()}
 _ENDING = 64
-"""Bytes of the SHA-256 at the end of a file."""
+"""The number of bytes of the SHA-256, in hexadecimal, at the end of a file."""
 
 
 class NotKeptError(ValueError):
-    """A value that would change in a round trip."""
+    """An error for a value that would change if it were written and read again."""
 
 
 def pack_row(row: Row) -> tuple[str, list[int]]:
-    """Return a row as JSON. Raise `NotKeptError` if JSON cannot represent some part of it, or if it may have an image: files
-    of images change without the file of the rows.
+    """Return a row as JSON. Raise `NotKeptError` if JSON cannot represent it, or if it may have an image: an image file can
+    change while the file of the rows stays the same.
     """
     held = {f.name: value for f in fields(row) if (value := getattr(row, f.name)) not in (None, (), {})}
     try:
@@ -53,7 +53,7 @@ def pack_row(row: Row) -> tuple[str, list[int]]:
 
 
 def unpack_row(text: str, _: list[int]) -> Row:
-    """Invert `pack_row`."""
+    """Return the row that `pack_row` packed."""
     held: dict[str, Any] = json.loads(text)
     for name in ("steps", "labels"):
         held[name] = tuple(held.get(name, ()))
@@ -61,10 +61,9 @@ def unpack_row(text: str, _: list[int]) -> Row:
 
 
 def pack(value: Any) -> tuple[str, list[int]]:
-    """Return the form of a training item as JSON, and its tokens.
+    """Return the structure of a training item as JSON, and its tokens.
 
-    In the JSON, a list of tokens becomes its length. A list of flags becomes the lengths of its runs, the first of them for
-    False.
+    In the JSON, a list of tokens becomes its length. A list of flags becomes the lengths of its runs, the first of them of False.
     """
     ids: list[int] = []
 
@@ -86,7 +85,7 @@ def pack(value: Any) -> tuple[str, list[int]]:
 
 
 def unpack(text: str, ids: list[int]) -> Any:
-    """Invert `pack`."""
+    """Return the training item that `pack` packed."""
     rest = iter(ids)
 
     def value(form: Any) -> Any:
@@ -107,14 +106,14 @@ def unpack(text: str, ids: list[int]) -> Any:
 
 @functools.cache
 def _schema(bits: int = 32) -> pa.Schema:
-    """Return the schema. Import pyarrow here: with pandas it takes 70 MB, and only large data needs it."""
+    """Return the schema for ids of `bits` bits. Import pyarrow here: with pandas it takes 70 MB, and only large data needs it."""
     import pyarrow as pa
 
     return pa.schema([("json", pa.large_string()), ("ids", pa.large_list(pa.int64() if bits == 64 else pa.int32()))])
 
 
 def batch_of(packed: Sequence[tuple[str, list[int]]]) -> pa.RecordBatch:
-    """Return packed items as an Arrow batch."""
+    """Return items from `pack` or `pack_row` as an Arrow batch."""
     import numpy as np
     import pyarrow as pa
 
@@ -128,19 +127,19 @@ def batch_of(packed: Sequence[tuple[str, list[int]]]) -> pa.RecordBatch:
 
 
 def serialise(batch: pa.RecordBatch) -> tuple[int, bytes]:
-    """Return a batch as (the bits of its ids, bytes)."""
+    """Return a batch as (the number of bits of an id, the batch's bytes)."""
     return batch.schema.field("ids").type.value_type.bit_width, batch.serialize().to_pybytes()
 
 
 def batch_from(bits: int, data: bytes) -> pa.RecordBatch:
-    """Invert `serialise`."""
+    """Return the batch that `serialise` turned into bytes."""
     import pyarrow as pa
 
     return pa.ipc.read_record_batch(pa.py_buffer(data), _schema(bits))
 
 
 class Packed(Sequence[T], Generic[T]):
-    """Items in Arrow batches, each decoded on every access."""
+    """A sequence of items stored in Arrow batches. `made_of` decodes an item on every access."""
 
     def __init__(self, batches: Sequence[pa.RecordBatch], made_of: Callable[[str, list[int]], T]) -> None:
         self.batches, self._made_of = [batch for batch in batches if batch.num_rows], made_of
@@ -167,7 +166,7 @@ class Packed(Sequence[T], Generic[T]):
 
 @dataclass(frozen=True)
 class PreparedRows(Generic[T]):
-    """The data of a run: the rows as the model reads them, and their training items, for both parts."""
+    """A run's training `rows` and `held_out` rows as the model reads them. `made` and `judged` are their training items."""
 
     rows: Sequence[Row]
     held_out: Sequence[Row]
@@ -178,7 +177,7 @@ class PreparedRows(Generic[T]):
 
 
 def write(path: Path, prepared: PreparedRows[Any], told: Any, most: int) -> None:
-    """Write the rows and their messages to the cache. Evict the oldest files until the cache is at most `most` bytes.
+    """Write the rows and `told`, the messages logged about them. Evict the oldest files until the cache is at most `most` bytes.
 
     If the disk is full or a row would change in a round trip, nothing is cached and no error is raised.
     """
@@ -253,7 +252,7 @@ def _batches(part: Sequence[Any], packed: Callable[[Any], tuple[str, list[int]]]
 
 
 def _make_room(newest: Path, most: int) -> None:
-    """Delete the files used least recently, and temporary files that a killed process left an hour ago or more."""
+    """Delete the least recently used files beyond `most` bytes, and temporary files that a killed process left an hour ago."""
     kept = sorted(newest.parent.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True)
     used = 0
     for file in kept:

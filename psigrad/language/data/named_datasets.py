@@ -1,4 +1,4 @@
-"""Records of a named dataset: a file, a folder, a dataset of the hub, or a task."""
+"""Raw rows of a dataset that is given by name: a file, a folder, a dataset of the hub, or a task."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from psigrad.language.data.row_files import READERS, Raw, Records, kind_of_file,
 from psigrad.language.data.splits import SplitSlice, parse_split, split_of, usual_split
 
 SINGLE = ("train", "test")
-"""Splits that a source without splits provides: training asks for the first, evaluation for the second."""
+"""The splits that a source without splits, such as a file, stands for: the first in training, both in evaluation."""
 # Data files that psigrad does not read. A folder with one is rejected: otherwise a part of the dataset would be missing silently.
 _OTHER = "parquet arrow feather orc avro xlsx xls zip tar tgz 7z pkl npz npy h5 hdf5 db sqlite"
 _UNREAD = frozenset(f".{ending}" for ending in _OTHER.split())
@@ -23,7 +23,7 @@ _network = {"missing": False}
 
 
 def read_named(dataset: str, split: str, *, streaming: bool = False, single: Sequence[str] = SINGLE) -> Records:
-    """Return the records of a split, or of a slice of it. A source without splits counts as each split in `single`.
+    """Return the raw rows of a split, or of a slice of it. A source without splits counts as each split in `single`.
 
     Raise `UserError` for a name or a split that does not exist.
     """
@@ -66,7 +66,7 @@ def _check_single(part: SplitSlice, name: str, own: str, single: Sequence[str]) 
 
 
 def _neighbour(path: Path) -> str:
-    """Return the most similar name in the folder that the path points into."""
+    """Return a hint for an error message: the name in the path's folder that is most similar to the path's."""
     return nearest(path.name, os.listdir(path.parent)) if path.parent.is_dir() else ""
 
 
@@ -121,7 +121,7 @@ def _read_saved(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
 
 
 def encoded(rows: Any) -> Iterable[Any]:
-    """Return rows of `datasets` with images as their file's bytes: decoded, they would take memory and have no bytes to name."""
+    """Return the rows of a `datasets.Dataset` with images as encoded bytes: pixels take more memory and have no SHA-256."""
     if "Image(" not in str(getattr(rows, "features", "")):
         return rows  # type: ignore[no-any-return]
     return (row for batch in rows.with_format("arrow").iter(64) for row in batch.to_pylist())

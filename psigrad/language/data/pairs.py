@@ -1,4 +1,4 @@
-"""Token ids of comparisons, the training items of a preference loss, a reward model and a process reward model."""
+"""Preference, unpaired-preference and stepwise rows as training items: `Pair`, `Judged` and `Steps`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def encode_pair(tokenizer: PreTrainedTokenizerBase, row: Row, *, whole: bool = True) -> Pair:
-    """Return the two texts of a preference row, after the prompt that they share. Plain answers end with EOS.
+    """Return a preference row as a `Pair`: the prompt that both answers share, and the answers. Plain answers end with EOS.
 
     With `whole`, every turn of an answer is included; a template that rewrites earlier turns makes several texts of them.
     Otherwise only the last text is included. Raise `RowError` if there is no shared prompt, or the margin is not a number.
@@ -35,14 +35,14 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, row: Row, *, whole: bool = T
 
 
 def encode_judged(tokenizer: PreTrainedTokenizerBase, row: Row) -> Judged:
-    """Return the text of an unpaired-preference row."""
+    """Return an unpaired-preference row as a `Judged`."""
     texts = examples(tokenizer, row)
     start = shared_prefix(texts)
     return Judged(texts[0].ids[:start], answer_behind(start, texts), bool(row.label))
 
 
 def encode_steps(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") -> Steps:
-    """Return the tokens of a stepwise row: the prompt, then every step followed by `separator`."""
+    """Return a stepwise row as `Steps`: the tokens of the prompt, then of every step followed by `separator`."""
     ids, ends = list(prompt_ids(tokenizer, row)), []
     before = row.prompt if isinstance(row.prompt, str) else images.decode(tokenizer, ids[-1:])
     for step in row.steps:

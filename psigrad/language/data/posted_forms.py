@@ -1,7 +1,7 @@
 """Common dataset layouts converted to the columns of `dataset_rows`, and plain prompts converted to chat turns.
 
 The layouts are renamed columns, ShareGPT, Alpaca, a system column, and answers that include their prompt. A layout is recognised
-by its keys and has a name that a run can log.
+by its keys, and a run logs which were recognised.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _USUAL_ANSWERS = ("answer", "final_answer", "solution", "ground_truth", "target"
 
 
 def map_columns(raw: Mapping[str, Any], columns: Mapping[str, str], source: str) -> dict[str, Any]:
-    """Return the row under the names that `columns` gives.
+    """Return the row with columns renamed, copied or combined as `columns` says.
 
     {"question": "prompt"} renames a column and removes the old name. {"prompt": "{question} Think."} makes a column from others,
     and {"new": "{old}"} copies one. "a.b" is the entry b of the object in column a; {{ and }} are braces.
@@ -82,7 +82,7 @@ _MISSING = object()
 
 
 def is_template(text: str) -> bool:
-    """Return True if a value of `columns` makes a column from others, as "{question} Think." does."""
+    """Return True if a value of `columns` is a template that makes a column from others: "{question} Think.", for example."""
     return any(found[1] is not None for found in _FIELD.finditer(text))
 
 
@@ -114,7 +114,7 @@ def place_in(raw: Mapping[str, Any], row: Mapping[str, Any], column: str) -> str
 
 
 def places_of(raw: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return `Row.places` of a translated row."""
+    """Return the value of `Row.places`, which maps the columns of a translated row to those of the raw row."""
     found: dict[str, list[Any]] = {}
     # the prompt is the common beginning of both answers
     split = row.get("prompt") is None and isinstance(row.get("chosen"), list)
@@ -131,7 +131,7 @@ _PAIR = (("chosen", "completion"), ("rejected", "rejected"))
 
 
 def _conversations(row: dict[str, Any], form: str, source: str) -> str:
-    """Rename ShareGPT's `conversations` of from and value. `dataset_rows` reads the messages themselves."""
+    """Rename ShareGPT's `conversations` to `messages`. `dataset_rows` then reads the keys from and value of its turns."""
     for name in ("conversations", "conversation"):
         if isinstance(row.get(name), list) and row[name] and row.get("messages") is None and row.get("prompt") is None:
             row["messages"] = row.pop(name)
@@ -156,7 +156,7 @@ def _alpaca(row: dict[str, Any], form: str, source: str) -> str:
 
 
 def _split_messages(row: dict[str, Any], form: str, source: str) -> str:
-    """Split a conversation before its last answer if the form needs a prompt. With separate answers all of it is the prompt."""
+    """Split `messages` into a prompt and a last answer. If other columns have the answers, all messages are the prompt."""
     said = row.get("messages")
     if form in ("sft", "messages", "stepwise") or not isinstance(said, list) or not said or row.get("prompt") is not None:
         return ""
@@ -171,7 +171,7 @@ def _split_messages(row: dict[str, Any], form: str, source: str) -> str:
 
 
 def _same_kind(row: dict[str, Any], form: str, source: str) -> str:
-    """Convert prompt and answers to text alone, or to messages alone.
+    """Convert prompt and answers so that all are text, or all are messages.
 
     In ultrafeedback_binarized the prompt is text, and the answers are conversations that begin with it.
     """
@@ -234,10 +234,10 @@ def usual_names(raw: Mapping[str, Any], form: str) -> str:
 def for_model(
     tokenizer: PreTrainedTokenizerBase | None, parts: Sequence[Sequence[Row]], plain_prompts: bool, tell: Tell | None = None
 ) -> list[list[Row]]:
-    """Return the rows as this model reads them (`as_turns`), part by part.
+    """Return the rows of each part as this model reads them (`as_turns`).
 
-    `tell` receives how plain prompts are sent, unless `plain_prompts` selects the only available way. Without a tokenizer, the
-    model is a server's and is assumed to have a template.
+    `tell` logs if plain prompts are sent as user turns or unchanged, unless `plain_prompts` is set and there is no template.
+    Without a tokenizer, the model is a server's and is assumed to have a template.
     """
     made = [[as_turns(tokenizer, row, plain_prompts) for row in part] for part in parts]
     rows = [row for part in made for row in part]
@@ -265,7 +265,7 @@ def as_turns(tokenizer: PreTrainedTokenizerBase | None, row: Row, plain_prompts:
     """Return the row with its plain prompt as a user turn and its plain answers as assistant turns.
 
     This applies if the tokenizer has a chat template. A prompt with special tokens is already rendered and stays unchanged.
-    Without a template, the text of a system column is put before the prompt. A converted row stays unchanged.
+    Without a template, the text of a system column is put before the prompt. A row that was converted before stays unchanged.
     """
     if not isinstance(row.prompt, str) or row.plain_prompt is not None:
         return row

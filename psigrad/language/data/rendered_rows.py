@@ -1,4 +1,4 @@
-"""A readable view of a row as the model reads it: its tokens as text, and which of them are trained."""
+"""Rows for display as the model reads them: their tokens as text, and which of them are trained."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Rendered(NamedTuple):
 
 
 def render(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") -> list[Rendered]:
-    """Return the row as its model reads it, with special tokens; a pair as its two texts. Long pieces lose their middle."""
+    """Return a row as its model reads it, with special tokens; two texts for a pair. The middle of a long segment is cut."""
     if row.steps:
         made = encode_steps(tokenizer, row, separator)
         first = len(prompt_ids(tokenizer, row))
@@ -52,7 +52,7 @@ def render(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") 
 
 
 def first_rows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], separator: str = "\n") -> list[Rendered]:
-    """Return the first three rows as their model reads them, or the reason why one is skipped."""
+    """Return the first three rows as their model reads them, or the reason for which one is skipped."""
     found: list[Rendered] = []
     for row in rows[:SHOWN]:
         try:

@@ -1,4 +1,4 @@
-"""The view of trajectories for reward functions: TRL's arguments, with text and columns instead of tokens."""
+"""The conversion of trajectories to the arguments of TRL's reward functions: text and columns instead of tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from psigrad.language.rollout.types import Trajectory
 def reward_view(
     tokenizer: Any = None, plays: bool = False, skip_special_tokens: bool = True
 ) -> Callable[[Mapping[int, Row]], Show]:
-    """Return the `show` function of a `ScoredRollout`. `plays` adds the turns and tokens of the policy alone.
+    """Return the `show` function of a `ScoredRollout`. With `plays`, samples also have the turns and tokens of the policy alone.
 
     Reward functions get the columns of all rows of the rollout. The value is None if a completion's own row lacks the column.
     With `skip_special_tokens`, they get the policy's text without special tokens; `completion_ids` are complete.
@@ -66,12 +66,12 @@ def _samples(
 
 
 def _keep(text: str, ids: Sequence[int] = ()) -> str:
-    """Return the text as it is."""
+    """Return the text unchanged."""
     return text
 
 
 def _hidden(message: Message, hide: Callable[..., str]) -> Message:
-    """Return a message, the policy's without special tokens."""
+    """Return a message; if it is the policy's, without special tokens."""
     said = message.get("content")
     return {**message, "content": hide(said)} if message.get("role") == "assistant" and isinstance(said, str) else message
 

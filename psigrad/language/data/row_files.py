@@ -36,7 +36,7 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
 class Raw(NamedTuple):
-    """A row as read from the file, before it has a form, and its position."""
+    """A row as read from a file, before any check, and its position, as in "my.jsonl:12"."""
 
     source: str
     value: object

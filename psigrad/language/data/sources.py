@@ -75,7 +75,7 @@ def from_rows(
     bad_rows: Literal["stop", "skip"] = "stop",
     columns: Mapping[str, str] | None = None,
 ) -> LoadedRows:
-    """Check rows in memory in the same way: a list of dicts, a `datasets.Dataset`, any iterable of mappings.
+    """Check rows in memory: a list of dicts, a `datasets.Dataset`, any iterable of mappings. See `load` for the arguments.
 
     Rewards get plain values: tensors and arrays, as a `Dataset` with a format gives them, become numbers and lists.
     """
@@ -109,9 +109,9 @@ def _plain(value: Any, depth: int = 0) -> Any:
 def holdout(parts: Sequence[Sequence[Row]], counts: Sequence[int], seed: int = 0) -> tuple[list[list[Row]], list[Row]]:
     """Return (the rows of each part to train on, held-out rows of all parts), in the order of the source.
 
-    About `counts` rows of each part are held out, drawn with `seed`. All rows of a prompt, in any part, are on one side. Prompts
-    are taken in random order while they fit. If no prompt of a part fits, take one with at most twice the wanted rows. If no
-    prompt has so few, draw rows regardless of their prompts; only the two answers of a pair stay together.
+    About `counts` rows of each part are held out, drawn with `seed`. The rows of a prompt, in any part, are all trained on or all
+    held out. Prompts are taken in random order while they fit. If no prompt of a part fits, take one with at most twice the
+    wanted rows. If no prompt has so few, draw rows regardless of their prompts; only the two answers of a pair stay together.
 
     Raise UserError if no row is left to train on.
     """
@@ -155,9 +155,9 @@ def _tell_seen(train: Iterable[Row], held_out: Sequence[Row], tell: Tell) -> Non
 
 
 def _draw(counts: Sequence[int], seed: int, keys: Sequence[Sequence[Any]]) -> tuple[set[Any], list[int]]:
-    """Return (keys, the number of rows of each part that have them).
+    """Draw keys in random order, so that about `counts[i]` rows of part i have one of them; `keys` has the key of each row.
 
-    About `counts` rows are drawn, in the order of a permutation of the keys.
+    Return (the drawn keys, the number of rows of each part that have one).
     """
     parts, held, taken = [Counter(own) for own in keys], set[Any](), [0] * len(keys)
     for most in (1, 2):
@@ -175,7 +175,7 @@ def _draw(counts: Sequence[int], seed: int, keys: Sequence[Sequence[Any]]) -> tu
 
 
 def _prompt_key(row: Row) -> bytes:
-    """Return a hash of the text that a model reads before its first answer.
+    """Return a hash of the text that a model reads before its first answer. Rows of the same prompt have the same key.
 
     For a conversation, hash the turns before the first trained one. For a row of text alone, hash its text.
     """
@@ -264,17 +264,16 @@ def parse_mixture(dataset: object) -> list[Share]:
 
 
 def quotas(total: int, weights: Sequence[float]) -> list[int]:
-    """Return `total` divided in proportion to the weights, each within 1 of its share. Ends are rounded, so the sum is exact."""
+    """Return `total` divided in proportion to the weights, each within 1 of its share. Only cumulative sums are rounded."""
     ends = [round(total * sum(weights[: i + 1]) / sum(weights)) for i in range(len(weights))]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def mix(parts: Sequence[Sequence[Row]], weights: Sequence[float | None], seed: int) -> list[Row]:
-    """Return as many rows as all datasets have together, with each dataset's share.
+    """Return as many rows as all datasets have together, divided between the datasets by their weights.
 
     Without weights, every row occurs once. Otherwise each row of a dataset of n rows with quota q occurs ⌊q/n⌋ or ⌈q/n⌉ times.
-    The rows that occur once more depend only on the seed and the position of the dataset. Training shuffles the rows in every
-    epoch.
+    The seed and the position of the dataset decide which rows occur once more. Training shuffles the rows in every epoch.
     """
     rows: list[Row] = []
     given = [weight for weight in weights if weight is not None]
@@ -329,13 +328,13 @@ def read_rows(
 
 
 def read_dataset(data: Data, form: str, dataset: Any, split: str, tell: Tell | None = None) -> LoadedRows:
-    """Return the rows of one dataset, or of several one after the other. Raise an error for a missing name."""
+    """Return the rows of one dataset, or of several one after the other. Raise `UserError` if no name was given."""
     parts = _read_each(data, form, parse_mixture(dataset), split, tell)
     return LoadedRows([row for part in parts for row in part.rows], [bad for part in parts for bad in part.skipped])
 
 
 def form_of(data: Data) -> str:
-    """Return the form of the first row of the first dataset; empty if it has none. For an answered prompt it is "sft"."""
+    """Return the form of the first row of the first dataset; empty if it has none. A prompt with its answer is "sft"."""
     first = parse_mixture(data.dataset)[0].dataset
     for form in ("preference", "unpaired-preference", "stepwise", "sft", "prompt-only"):
         with contextlib.suppress(UserError):

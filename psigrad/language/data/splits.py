@@ -32,7 +32,7 @@ class SplitSlice(NamedTuple):
         return "%" in self.start + self.stop or "-" in self.start + self.stop
 
     def take(self, rows: Iterable[Any]) -> Iterator[Any]:
-        """Return the rows of the slice. A share of n rows is rounded as in `datasets`, so [:90%] and [90%:] are all of them."""
+        """Return the rows of the slice. A share is rounded as in `datasets`, so [:90%] and [90%:] together are all rows."""
         if not self.needs_total:
             return islice(rows, int(self.start or 0), int(self.stop) if self.stop else None)
         held = list(rows)
@@ -60,5 +60,5 @@ def split_of(name: str) -> str:
 
 
 def usual_split(name: str) -> str:
-    """Return the usual word for a split: dev is validation."""
+    """Return the standard name of a split, such as validation for dev."""
     return _SPLIT_OF.get(name, name)

@@ -63,7 +63,7 @@ def score_spelling(text: str, entry: dict[str, Any]) -> float:
 def library() -> Any:
     """Return the module reasoning_gym.
 
-    Raise `UserError` if it is not installed: installing it compiles a part of it.
+    Raise `UserError` if it is not installed. It is optional, since its installation needs a C compiler.
     """
     try:
         import reasoning_gym
@@ -171,5 +171,5 @@ def demonstrations(
 
 
 def swap_ending(answer: str, rng: random.Random) -> str:
-    """Swap the last two characters: in a word spelt backward, its last letters are forgotten first."""
+    """Return the answer with its last two characters swapped, a slip that is likely in a word spelt backward."""
     return answer[:-2] + answer[:-3:-1]

@@ -1,7 +1,8 @@
 """Encoding rows as token ids and loss masks, and decoding tokens to text for readers and verifiers.
 
-Text is encoded here, once; ids of encoded or sampled text are never encoded again (contract 1). The context in which a turn is
-trained equals, token for token, the one in which it would be sampled: tokens never merge across the start of an assistant's turn.
+Text is encoded here, once; ids of encoded or sampled text are never encoded again (contract 1 of docs/architecture.md). The
+context in which a turn is trained equals, token for token, the one in which it would be sampled: tokens never merge across the
+start of an assistant's turn.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row, *, strict: bool = T
     """Return the token ids that a completion of this row continues.
 
     Plain: the tokenizer's encoding with its default special tokens. Conversational: the chat template with the generation prompt.
-    It gets the row's `tools` (list, or JSON text of one) and `chat_template_kwargs` if it has these columns, as in TRL. A last
-    assistant's turn is the beginning of the answer (prefill): its text follows the generation prompt. Raise `RowError` if the
-    template leaves out a part of the prompt, and if there are no tokens. If not `strict`, it may leave out fields such as `name`.
+    The template gets the row's `tools` (list, or JSON text of one) and `chat_template_kwargs` if it has these columns, as in TRL.
+    A last assistant's turn is the beginning of the answer (prefill): its text follows the generation prompt. Raise `RowError` if
+    there are no tokens, or if the template leaves out a part of the prompt. If not `strict`, it may leave out fields such as
+    `name`.
     """
     if row.prompt is None:
         raise UserError(f"{row.source} has no prompt; a row of the form prompt-only or prompt-completion was expected.")
@@ -102,8 +104,8 @@ def examples(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0, 
 def encode_ahead(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, empty_thinking: bool = False) -> None:
     """Render the conversations among `rows`, and encode in one call the texts that `examples` will need.
 
-    This requires a `fixed` tokenizer. One call is faster: running a template evicts the encoder's data from the processor's
-    caches.
+    Do nothing outside of `dialect.fixed`. One call is faster: running a template between the encodings of texts evicts the
+    encoder's data from the processor's caches.
     """
     known, texts = dialect.specials_of(tokenizer), dict[str, None]()
     if known.begun is None or known.cuts is None or not _is_plain(known.backend):
@@ -119,7 +121,7 @@ def encode_ahead(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, emp
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, row: Row, empty_thinking: bool) -> tuple[Talk, list[list[Piece]]]:
-    """Return a conversation and the pieces of its contexts, taken from the prepared ones if present."""
+    """Return a row's conversation and, for each of its contexts, the pieces to encode. `encode_ahead` may have prepared them."""
     made: tuple[Talk, list[list[Piece]]] | None = dialect.specials_of(tokenizer).talks.pop(id(row), None)
     if made is None or made[0].row is not row:
         talk = Talk(tokenizer, row)
@@ -214,9 +216,9 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
 
 
 def special_token_remover(tokenizer: PreTrainedTokenizerBase) -> Callable[..., str]:
-    """Return a function of a text of `decode` and its ids that removes all special tokens, as transformers does when it decodes.
+    """Return a function (text, ids) that returns the text of these ids without special tokens, as transformers can decode it.
 
-    Without ids, the special tokens are found by their text.
+    `text` is the result of `decode`. Without ids, the special tokens are found by their text.
     """
     special = dialect.specials_of(tokenizer).pattern
 
@@ -296,12 +298,12 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = Fa
 
 
 def _is_plain(backend: Any) -> bool:
-    """Return True if transformers uses the ids of the underlying tokenizer unchanged."""
+    """Return True if transformers returns the ids of the underlying tokenizer unchanged."""
     return backend is not None and not (backend.truncation or backend.padding or backend.encode_special_tokens)
 
 
 _NONE: list[int] = []
-_BEGUN = 64  # The most cached texts before others: nearly always the same few, such as the start of an assistant's turn.
+_BEGUN = 64  # The most cached texts before others, nearly always the same few, such as the start of an assistant's turn.
 
 
 def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
@@ -367,7 +369,7 @@ def _conversation(talk: Talk, pieces: Sequence[Piece], stops: tuple[int, ...]) -
 
 
 def _pieces(context: Context) -> Iterator[Piece]:
-    """Yield the pieces of a context that are encoded one by one."""
+    """Yield the pieces of a context that are encoded one by one: each trained span, and the text between spans."""
     before, at = "", 0
     for start, end in [*context.spans, (len(context.text), len(context.text))]:
         for cut, trained in ((start, False), (end, True)):
@@ -383,7 +385,7 @@ def _is_blank(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
 
 
 def _trim(tokenizer: PreTrainedTokenizerBase, ids: list[int], first: int, last: int) -> int:
-    """Return `last` without the white space before it."""
+    """Return `last`, moved left over the white space that ends ids[first:last]."""
     while last > first and _is_blank(tokenizer, ids[last - 1]):
         last -= 1
     return last
@@ -392,10 +394,10 @@ def _trim(tokenizer: PreTrainedTokenizerBase, ids: list[int], first: int, last: 
 def _end_of_turn(
     tokenizer: PreTrainedTokenizerBase, row: Row, ids: list[int], first: int, last: int, turn: int, stops: tuple[int, ...]
 ) -> int:
-    """Return one past the special token that ends a turn, in the span or just after it.
+    """Return the index after the special token that ends a turn, which is in ids[first:last] or just after it.
 
-    It follows the span if a template puts it outside its generation block (trl#5988). A token that the template writes after it
-    at the very end (Phi-3: the EOS) is never sampled.
+    It is after them if a template puts it outside its generation block (trl#5988). Another special token behind it at the very
+    end (Phi-3: the EOS) does not belong to the turn, since it is never sampled.
     """
     special = dialect.specials_of(tokenizer).ids
     inner = outer = _trim(tokenizer, ids, first, last)

@@ -1,8 +1,8 @@
 """Detect what a chat template can render, and rewrite conversations so that it can render them.
 
-Each probe compares two renderings: a field that changes nothing is not rendered. A feature that the template lacks is expressed
-through one that it has. A developer becomes the system. An unsupported system prompt is put before the first user's turn. Tools
-are offered, called and answered in Hermes' form, which is plain text. No template is changed.
+A probe renders a short conversation and looks for its words in the result. A feature that the template lacks is expressed through
+one that it has. A developer becomes the system. An unsupported system prompt is put before the first user's turn. Tools are
+offered, called and answered in Hermes' form, which is plain text. No template is changed.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ def tool_of(name: str = OTHER) -> Message:
 
 @dataclass(frozen=True)
 class Dialect:
-    """The features of a conversation that a template renders."""
+    """The features of conversations that a template can render, found by probes. It is cached for each template."""
 
     parts: bool = False
     """True if contents must be lists of parts: plain strings are dropped."""
     system: bool = True
     developer: bool = True
     reasoning: str = "field"
-    """The place of an assistant's thoughts: field, content (in <think> tags), or hidden.
+    """The place in a message from which the template renders thoughts: field, content (in <think> tags), or hidden.
 
-    Hidden means that the template has a form for thoughts and drops them.
+    Hidden means that the template removes thoughts.
     """
     calls: str = "object"
-    """The form of the arguments of calls: object, or text (of JSON); hermes if calls are not rendered."""
+    """The type of tool calls' arguments that it reads: object, or text (JSON); hermes if calls must be written as content."""
     empty: str | None = None
-    """The content of a turn that only calls."""
+    """The content that a turn with nothing but calls must have."""
     answers: bool = True
     tools: bool = True
     turn_end: str = ""
@@ -76,11 +76,11 @@ class Dialect:
     """The same text for a turn that calls a tool, before the tool's answer."""
     turn_next: str = ""
     call_next: str = ""
-    """The part of these that the next turn writes, if a turn has no end of its own (GLM); otherwise all of it."""
+    """The part of `turn_end` and `call_end` that the next turn writes, if turns have no end of their own (GLM); otherwise all."""
     header: str = ""
     """The text that opens the assistant's turn if the template ignores add_generation_prompt."""
     kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """The cache of other answers found by probing the template."""
+    """A cache of further results of probing the template (`turns.turn_form`)."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +90,15 @@ class Specials:
     ids: frozenset[int]
     pattern: re.Pattern[str]
     cuts: re.Pattern[str] | None = None
-    """The pattern of tokens at which a text is split before any other processing; None if that is uncertain."""
+    """The pattern of added tokens at which the tokenizer splits a text first; None if such a split is not certain."""
     backend: Any = None
     """The underlying tokenizer of `tokenizers`, if transformers adds nothing to its result."""
     named: str = ""
     """The names of the EOS, the BOS and so on: templates refer to them by these names."""
     begun: dict[str, list[int]] | None = field(default=None, compare=False)
-    """The tokens of texts after which others were encoded, if the tokenizer is `fixed`."""
+    """Inside `fixed`, a cache of the tokens of texts that others follow (`templates.encode_after`); otherwise None."""
     ahead: dict[str, list[int]] = field(default_factory=dict, compare=False)
-    """The tokens of texts that will be requested. `talks` are the conversations that request them, by the id of their row."""
+    """The tokens of texts encoded ahead (`templates.encode_ahead`). `talks` are their conversations, by the id of the row."""
     talks: dict[int, Any] = field(default_factory=dict, compare=False)
 
 
@@ -212,7 +212,7 @@ def _ask(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], speci
 
 
 def _closing(special: re.Pattern[str], last: str, followed: str) -> tuple[str, str]:
-    """Return (the end of a turn whose last word is the sentinel, the part of it that the next turn writes).
+    """Return (the text that ends a turn whose last word is the sentinel, the part of it that the next turn writes).
 
     The end is the common text of two renderings: the turn as the `last` one, and the turn `followed` by another. If they share no
     special token, it is the end of the last turn (gpt-oss: <|return|>). Otherwise it is the beginning of the next turn (GLM:
@@ -229,7 +229,7 @@ def _closing(special: re.Pattern[str], last: str, followed: str) -> tuple[str, s
 
 
 def speak(messages: Sequence[Message], tools: Any, dialect: Dialect) -> tuple[list[Message], Any]:
-    """Return messages and tools in a form that the template renders."""
+    """Return the messages and tools, rewritten where necessary so that the template renders all of them."""
     spoken: list[Message] = []
     if tools and not dialect.tools:
         offer = _OFFER.format("\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
@@ -263,7 +263,7 @@ def speak(messages: Sequence[Message], tools: Any, dialect: Dialect) -> tuple[li
 
 
 def said_otherwise(messages: Sequence[Message], tools: Any, dialect: Dialect) -> list[str]:
-    """Return notes on how the messages are expressed where the template does not support them."""
+    """Return notes on how `speak` expresses what the template does not support."""
     roles = {message["role"] for message in messages}
     calls = any(message.get("tool_calls") for message in messages)
     thoughts = any(message.get(name) for message in messages for name in REASONING)

@@ -1,7 +1,7 @@
-"""Limits on the work of a chat template. It comes with a model, and is a program that may loop or fill the memory.
+"""Limits on the work of a chat template, which is a program that comes with a model and may loop or fill the memory.
 
-A template is compiled by transformers, whose compiled template is replaced by one that counts: each iteration of a loop and each
-call of a macro looks at the thread's processor time, and each value that an operator, a filter or a method makes is added up.
+transformers' compiled template is replaced by one that counts. Each iteration of a loop and each call of a macro checks the
+thread's processor time. The sizes of values made by operators, filters and methods are added up.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TemplateLimit(UserError):
 
 
 class _Spent(threading.local):
-    """The work of this thread's rendering. There is no limit outside of `limited`."""
+    """The work of this thread's rendering so far, and its limits. Outside of `limited` there is no limit."""
 
     until, made = math.inf, -math.inf
 
@@ -74,7 +74,7 @@ def limited(template: str) -> Iterator[None]:
 
 
 def compiled(template: str) -> Template:
-    """Return transformers' compiled template, which counts. Raise `TemplateLimit` for constants that are too large."""
+    """Return transformers' compiled template, changed to count its work. Raise `TemplateLimit` if a constant is too large."""
     _check_constants(template)
     found: Template = _compile_jinja_template(template)
     if found.environment.filters.get("psigrad_tick") is not _tick:
@@ -121,7 +121,9 @@ def _make_count(template: Template, text: str) -> None:
 
 
 class _Counting(NodeTransformer):
-    """Add a look at the clock to each loop and macro, and replace operators by filters, which sandboxes call directly."""
+    """A transformer of syntax trees. It adds a check of the clock to each loop and macro, and replaces operators by filters,
+    which Jinja's sandbox calls directly.
+    """
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)

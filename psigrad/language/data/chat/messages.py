@@ -1,4 +1,4 @@
-"""One message of a conversation, read strictly: content that cannot be used raises an error by name and never vanishes later."""
+"""Strict reading of messages: content that cannot be used raises an error that names it, and is never dropped silently."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def is_trained(message: Message) -> bool:
 
 
 def weigh_turns(talk: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
-    """Return the messages of a fine-tuning row, each with its entry of the columns that `WEIGHTS` names.
+    """Return the messages of a fine-tuning row, each with its weight if a column named in `WEIGHTS` lists the weights.
 
-    The messages are None if the row has a completion. Reject a mask of tokens, and a weight of the whole row other than 1.
+    `talk` is None if the row has a completion. Reject a mask of tokens, and a weight of the whole row other than 1.
     """
     weighed = talk
     for name, given in columns.items():
@@ -102,7 +102,7 @@ def check_answers(messages: list[Message], column: str, fail: Fail) -> None:
 
 
 def order_answers(messages: list[Message]) -> list[Message]:
-    """Return raw messages with the answers to a turn's calls in the order of the calls, to which their ids belong."""
+    """Return raw messages with the tool answers after a turn sorted by their ids, into the order of the turn's calls."""
     ordered: list[Message] = []
     ids: list[Any] = []
     for role, run in itertools.groupby(messages, key=lambda message: message.get("role")):

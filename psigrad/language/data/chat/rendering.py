@@ -22,7 +22,7 @@ SETTLED = "psigrad_settled"
 
 @dataclass(frozen=True)
 class Settled:
-    """The settings of a run for every rendering of a tokenizer: template arguments and the date that it prints."""
+    """A run's settings for every rendering with a tokenizer: template arguments, and the date that templates print."""
 
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     today: date | None = None
@@ -39,7 +39,7 @@ def settle(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any], today:
 
 
 def check_known(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
-    """Raise an error for tokens that the model has no embedding for."""
+    """Raise `UserError` for tokens that the model has no embedding for."""
     rows = getattr(tokenizer, SETTLED, Settled()).rows
     if rows and (worst := max((token for token in ids if token < images.FIRST), default=0)) >= rows:
         raise UserError(
@@ -128,7 +128,7 @@ def refuse(row: Row, what: str, why: str) -> RowError:
 
 
 def refuse_placeholder(tokenizer: PreTrainedTokenizerBase, row: Row, *texts: Any) -> None:
-    """Raise `RowError` if one of the texts contains what stands for an image in rendered text."""
+    """Raise `RowError` if one of the texts contains the placeholder that marks an image in rendered text."""
     sight = images.sight_of(tokenizer)
     if sight is not None and any(sight.placeholder in str(text) for text in texts):
         raise refuse(row, "", f"has the text {sight.placeholder!r}, which stands for an image; leave it out")

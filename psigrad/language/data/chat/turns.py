@@ -60,7 +60,7 @@ class Context:
 
 
 class Talk:
-    """A row's conversation and the template that renders it."""
+    """A row's conversation, with the chat template that renders it and the template's features (`Dialect`)."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, row: Row) -> None:
         self.tokenizer, self.row, self.arguments = tokenizer, row, arguments_of(tokenizer, row)
@@ -100,7 +100,7 @@ class Talk:
         return self.render(before, generation_prompt=True) + str(last["content"])
 
     def blocks(self, messages: Sequence[Message]) -> list[Span] | None:
-        """Return the spans of the template's generation blocks, or None if it has none. Cache the text as well."""
+        """Return the character spans of the template's generation blocks; None if it has none. Cache the rendered text."""
         if not _has_blocks(self.template):
             return None
         text, spans = self._run(generation_blocks, messages)
@@ -117,7 +117,7 @@ class Talk:
             raise refusal(self.row, error) from error
 
     def closing(self, message: Message) -> str:
-        """Return the text that ends this turn."""
+        """Return the text with which the template ends this assistant's turn."""
         return self.dialect.call_end if message.get("tool_calls") else self.dialect.turn_end
 
 
@@ -127,7 +127,7 @@ def _has_blocks(template: str) -> bool:
 
 
 def contexts(talk: Talk, *, empty_thinking: bool = False) -> list[Context]:
-    """Return the assistant's turns of a row, each after the text that the template renders in order to sample it.
+    """Return the assistant's turns of a row in contexts: each turn after the text that the template renders to sample it.
 
     A template that leaves earlier turns unchanged gives one context for all turns. A template that rewrites them (Qwen3 drops
     thoughts) gives one context for each rewritten turn. An empty thought that the template adds is context, unless
@@ -172,7 +172,7 @@ def contexts(talk: Talk, *, empty_thinking: bool = False) -> list[Context]:
 
 
 def _turn(talk: Talk, messages: Sequence[Message], empty_thinking: bool) -> tuple[str, str, list[Span]]:
-    """Return the context of the last message, the text up to its end, and its trained spans."""
+    """Return the text before the last message as it is sampled, the text up to the end of that message, and its trained spans."""
     said = messages[-1]
     before, blocks = talk.render(messages[:-1], generation_prompt=True), talk.blocks(messages)
     text = as_rendered = talk.render(messages)
@@ -230,9 +230,9 @@ def _own_words(talk: Talk, messages: Sequence[Message], before: str, text: str) 
 
 
 def _behind_open_thought(talk: Talk, said: Message, before: str, text: str, place: int) -> tuple[str, str]:
-    """Return context and text of a turn whose generation prompt opens a thought.
+    """Return the text before a turn, and the text up to its end, if the generation prompt opens a thought.
 
-    The template leaves that thought out or writes it differently.
+    The template leaves that thought out or writes it differently once the turn is there.
     """
     opened, thought = OPEN.search(before), _thought_of(said)
     tail = "" if opened is None else text[opened.start() :]
@@ -263,7 +263,7 @@ def check_shown(
 ) -> None:
     """Raise `RowError` if the template leaves out part of a row. The error gives the place and the field.
 
-    `texts` are the renderings in which each message is looked up: of a trained turn that turn alone, since a question may have
+    `texts` are the renderings in which each message is looked up: for a trained turn that turn alone, since a question may have
     the same words. A text that occurs verbatim is present. For anything else, the rendering without it must differ. Without
     `every_field`, the template may leave out fields other than texts, calls and thoughts.
     """
@@ -327,15 +327,15 @@ def _vanished(row: Row, place: int, name: str, value: Any) -> Exception:
 
 @dataclass(frozen=True)
 class TurnForm:
-    """The form of an assistant's turn after the prompt that it is sampled from."""
+    """The texts that a chat template writes around the parts of an assistant's turn: its thought, answer and calls."""
 
     lead: str = ""
-    """The text before an answer."""
+    """The text between the prompt and an answer without a thought."""
     opens: str = ""
     closes: str = ""
-    """The text before a thought, and the text between it and an answer; empty if thoughts are not rendered."""
+    """`opens` is the text before a thought, `closes` that between a thought and an answer; empty if thoughts are not rendered."""
     ends: str = ""
-    """The part of `closes` that also follows a thought with no answer, before a call."""
+    """The beginning of `closes` that also follows a thought before a call, in a turn without an answer."""
     beside: str = ""
     """The text that ends a turn whose content follows a call (Gemma 4); empty if the content comes before the call."""
 
@@ -354,7 +354,7 @@ class TurnForm:
 
 
 def turn_form(talk: Talk, role: str) -> TurnForm:
-    """Return the form of the template after a message of this role, found by probing it and cached."""
+    """Return the texts that the template writes around an assistant's turn after a message of this role. Probe it only once."""
     kept = talk.dialect.kept
     if role not in kept:
         kept[role] = _ask_turn(
@@ -385,9 +385,9 @@ def _ask_turn(talk: Talk, before: Sequence[Message]) -> TurnForm:
 
 
 def between(talk: Talk, observation: Sequence[Message]) -> tuple[str, str]:
-    """Return (the special token that ends the policy's turn, the template's text after it up to the next turn).
+    """Return (the special token that ends the policy's turn, the template's text from there to the next turn).
 
-    A turn of one word is used to find them, since templates rewrite real ones.
+    That text has the observation. It is rendered after a turn of one word, since a template may rewrite real turns.
     """
     name = next((str(m["name"]) for m in observation if m["role"] == "tool" and m.get("name")), "")
     calls = [call_of(name or "call")] if observation[0]["role"] == "tool" else []
