@@ -10,8 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Example:
-    """A text to train on: its `ids` [T], and a `mask` [T] that is True on tokens with loss. `truncated`: `max_length` cut the
-    end.
+    """A text to train on: `ids` [T], and a `mask` [T] that is True on tokens with loss. `truncated`: `max_length` cut the end.
 
     The first token has no context, so its mask is False. After a cut the mask may be all False; drop such an example.
     """
@@ -35,7 +34,7 @@ class Answer:
 
     @property
     def texts(self) -> tuple[Answer, ...]:
-        """The main text, then those apart."""
+        """This text, then the texts `apart`."""
         return (self, *self.apart)
 
     @property

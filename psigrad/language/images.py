@@ -79,7 +79,7 @@ class Sight(Protocol):
 
     @property
     def version(self) -> str:
-        """A hash of everything besides the image that its pixels depend on, such as the image processor's settings."""
+        """A hash of all settings on which an image's pixel values depend, such as those of the image processor."""
 
     def save(self, folder: Path) -> None:
         """Write the image processor's files into a model's folder."""
@@ -300,10 +300,10 @@ def _open_all(value: Any) -> Any:
 
 
 def marked(text: str, messages: Iterable[Mapping[str, Any]], sight: Sight | None) -> tuple[str, list[tuple[int, int]]]:
-    """Return (the text that a template rendered, with marks in place of image placeholders, the shifts that this causes).
+    """Replace the placeholders of images in a rendered text by marks. Return the text, and a shift for each image.
 
-    A shift is, for each image, the index of its placeholder and how many characters longer the mark is. Raises `ValueError` if
-    the template leaves an image out or writes it elsewhere, and if a text contains the placeholder.
+    A shift is (the index of the placeholder, the number of characters by which the mark is longer). Raises `ValueError` if the
+    template leaves an image out or writes it elsewhere, and if a text contains the placeholder.
     """
     wanted = [
         part

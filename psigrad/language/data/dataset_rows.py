@@ -65,7 +65,7 @@ class Row:
     columns: dict[str, Any] = field(default_factory=dict)
     plain_prompt: str | None = None
     places: dict[str, list[Any]] = field(default_factory=dict, compare=False)
-    """For columns that the file names differently: the file's column, the offset of turn numbers, its name of the content."""
+    """For columns that the file names differently: its column, the offset of turn numbers, its name of a turn's content."""
 
     @property
     def dataset_prompt(self) -> Any:
@@ -153,7 +153,7 @@ def rows_of(raw: object, form: str, source: str) -> list[Row]:
 
 
 def find_form(raw: object) -> str:
-    """Return the first form of `FORMS` that a raw row fits, so that with the most columns; empty if it fits none."""
+    """Return the first form of `FORMS` that a raw row fits; empty if it fits none. Forms with more columns come first."""
     for form in FORMS:
         with contextlib.suppress(RowError):
             validate(raw, form, "row")

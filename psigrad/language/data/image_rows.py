@@ -317,9 +317,7 @@ def _text(part: Any) -> Any:
 
 
 def refuse_marks(raw: Mapping[str, Any], fail: Fail, further: str) -> None:
-    """Reject a text with the mark of an image, or, if `further` is set, with any U+FFFC. Rows may be nested too deep for
-    recursion.
-    """
+    """Reject a text with an image's mark, or, if `further` is set, with any U+FFFC. A stack, since rows may be nested deeply."""
     stack: list[tuple[str, Any]] = list(raw.items())
     while stack:
         path, value = stack.pop()

@@ -131,7 +131,7 @@ _PAIR = (("chosen", "completion"), ("rejected", "rejected"))
 
 
 def _conversations(row: dict[str, Any], form: str, source: str) -> str:
-    """Rename ShareGPT's `conversations` to `messages`. `dataset_rows` then reads the keys from and value of its turns."""
+    """Rename ShareGPT's `conversations` to `messages`. `dataset_rows` then reads the {"from", "value"} turns."""
     for name in ("conversations", "conversation"):
         if isinstance(row.get(name), list) and row[name] and row.get("messages") is None and row.get("prompt") is None:
             row["messages"] = row.pop(name)
@@ -236,7 +236,7 @@ def for_model(
 ) -> list[list[Row]]:
     """Return the rows of each part as this model reads them (`as_turns`).
 
-    `tell` logs if plain prompts are sent as user turns or unchanged, unless `plain_prompts` is set and there is no template.
+    `tell` logs whether plain prompts are sent as user turns or unchanged, unless `plain_prompts` is set and there is no template.
     Without a tokenizer, the model is a server's and is assumed to have a template.
     """
     made = [[as_turns(tokenizer, row, plain_prompts) for row in part] for part in parts]

@@ -32,7 +32,7 @@ _BOM = b"\xef\xbb\xbf"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _SPACE = re.compile(r"[ \t\r\n]*")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-"""Endings that may follow that of a text file: rows.jsonl.gz."""
+"""Endings of compressed files, after the ending of a text file, as in rows.jsonl.gz."""
 
 
 class Raw(NamedTuple):

@@ -36,7 +36,7 @@ def spells(name: str, settings: dict[str, Any]) -> bool:
 
 
 def spell_rows(size: int, seed: int, *, min_word_len: int = SHORTEST, max_word_len: int) -> list[dict[str, Any]]:
-    """Return `size` rows of words between these lengths; row i depends on `seed` + i only."""
+    """Return `size` rows that ask to spell a word of such a length backward; row i depends on `seed` + i only."""
     known, found = [word for word in words() if min_word_len <= len(word) <= max_word_len], []
     lengths = {"difficulty": {"word_len": (min_word_len, max_word_len)}}
     for i in range(size):
@@ -86,8 +86,7 @@ def task_names() -> list[str]:
 def generate(name: str, size: int, seed: int, **settings: Any) -> list[dict[str, Any]]:
     """Return `size` rows of a reasoning-gym task: `prompt`, `answer`, `task` and `metadata`.
 
-    The rows fit the `reasoning_gym` reward.
-    Row i depends on (seed, i) only.
+    The `reasoning_gym` reward can score them. Row i depends on (seed, i) only.
     """
     if spells(name, settings):
         return spell_rows(size, seed, **settings)
@@ -103,8 +102,8 @@ def generate(name: str, size: int, seed: int, **settings: Any) -> list[dict[str,
 def distinct(name: str, size: int, seed: int, **settings: Any) -> list[dict[str, Any]]:
     """Return `size` rows with different prompts, so that no held-out prompt is ever trained on.
 
-    They are in a random order that depends on `seed`. In the order of drawing, the last rows would be the prompts that a task
-    rarely makes, and no split would be fair. Raise `UserError` if a task has too few prompts.
+    They are in a random order that depends on `seed`. In the order of drawing, prompts that a task rarely makes would come last,
+    and a split would be unfair. Raise `UserError` if a task has too few prompts.
     """
     rows: dict[str, dict[str, Any]] = {}
     drawn = 0
@@ -123,7 +122,7 @@ def distinct(name: str, size: int, seed: int, **settings: Any) -> list[dict[str,
 def rows_by_name(text: str) -> list[dict[str, Any]]:
     """Return the rows of "task:NAME" or "task:NAME,size=2000,max_value=60": different prompts in a random order.
 
-    `size` (1,000) and `seed` (0) are psigrad's, all others the task's own settings. Raise `UserError` for unknown settings.
+    `size` (default 1,000) and `seed` (0) are psigrad's settings, all others the task's. Raise `UserError` for unknown settings.
     """
     name, *settings = text.removeprefix("task:").split(",")
     given: dict[str, Any] = {"size": 1000, "seed": 0}

@@ -216,7 +216,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
 
 
 def special_token_remover(tokenizer: PreTrainedTokenizerBase) -> Callable[..., str]:
-    """Return a function (text, ids) that returns the text of these ids without special tokens, as transformers can decode it.
+    """Return a function (text, ids) -> the text of these ids without special tokens, as transformers decodes them.
 
     `text` is the result of `decode`. Without ids, the special tokens are found by their text.
     """
@@ -324,7 +324,7 @@ def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> 
 
 
 def _last_cut(tokenizer: PreTrainedTokenizerBase, before: str) -> str:
-    """Return the end of a text that affects the tokens after it.
+    """Return the last part of a text, on which the tokens of a following text depend.
 
     Tokenizers split a text at its added tokens first, so the text before the last of these has no effect.
     """

@@ -100,8 +100,8 @@ class Completions:
 class ScoredRollout:
     """A function that samples and scores trajectories of prompts, jointly in all processes of a world.
 
-    A group goes to the scorer when its last completion ends, while others are still being sampled. Without a scorer, the rewards
-    are those of the environment.
+    A group goes to the scorer when its last completion ends, while other groups are still being sampled. Without a scorer, the
+    rewards are those of the environment.
     """
 
     collector: TrajectoryCollector
@@ -122,7 +122,7 @@ class ScoredRollout:
         clock: Clock | None = None,
         cache: ActivationCache | None = None,
     ) -> list[Trajectory]:
-        """Return `num_generations` scored trajectories of each prompt and seat, in order. `version` is the policy's step.
+        """Return `num_generations` scored trajectories of each prompt and seat, in order. `version` is the step of the policy.
 
         `clock` measures sampling as "time/sample", and the wait for rewards after sampling as "time/score".
         """
@@ -182,7 +182,7 @@ class PendingRewards:
         self._places: dict[int, int] = {}
 
     def add_all(self, trajectories: Sequence[Trajectory]) -> None:
-        """Add all trajectories, group by group. A trajectory with k = 0 starts a group, even one of the same row."""
+        """Add all trajectories, group by group. A trajectory with k = 0 starts a new group, since a row may be drawn twice."""
         starts = [i for i, t in enumerate(trajectories) if t.k == 0 or i == 0]
         for start, end in itertools.pairwise([*starts, len(trajectories)]):
             self.add(trajectories[start:end])

@@ -33,7 +33,7 @@ class Samples:
     policy_ids: Sequence[Sequence[int]] | None = None
     """The tokens that the policy wrote; None: all of `completion_ids`."""
     opened_thoughts: Sequence[str] | None = None
-    """The tag that opens a thought at the end of each prompt, such as <think>; "" for a prompt without one; None: all are so."""
+    """The tag (such as <think>) with which each prompt opens a thought at its end, or ""; None: no prompt opens one."""
 
     def __post_init__(self) -> None:
         lengths = {name: len(values) for name, values in self.shown.items()}
@@ -142,7 +142,7 @@ Result = Scored | Failed | Unscored
 
 
 class Failure(Exception):
-    """The exception by which a reward function reports that the policy is at fault, such as for a malformed completion.
+    """The exception by which a reward function reports that a completion is the policy's fault.
 
     It is raised, or returned in the function's list for one sample.
     """

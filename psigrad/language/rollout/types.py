@@ -20,8 +20,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A dataset row with its tokens: its `index`, the token `ids` of its prompt, and the `row`, whose text and columns rewards
-    receive.
+    """A dataset row with its tokens: its `index`, the token `ids` of its prompt, and the `row` itself, which rewards receive.
 
     `teacher_ids` is the prompt that the reference model reads; empty: it reads `ids`.
     """
@@ -192,7 +191,7 @@ class Dialogue(ABC):
     """Episodes of several turns that a sampler has started. The number of an episode is the index of its prompt."""
 
     joins: bool = False
-    """True if `turns` calls `more()` as it samples, and samples those turns too: of episodes whose environment has answered."""
+    """True if `turns`, while it samples, calls `more()` and also samples the next turns of other episodes that it returns."""
     more: Callable[[], Mapping[int, NextTurn]] = dict
 
     @abstractmethod
@@ -269,8 +268,7 @@ class ReplicaSampler(Sampler):
 
 
 class Cut(NamedTuple):
-    """A record that an environment's answer was too long, and so was shortened ("cut") or removed ("dropped"), which ends the
-    episode.
+    """A record that an environment's answer was too long: it was shortened ("cut"), or "dropped", which ends the episode.
 
     `turn` is the number of the policy's turn before the answer; 0 for the environment's opening.
     """

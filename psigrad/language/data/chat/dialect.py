@@ -65,7 +65,7 @@ class Dialect:
     Hidden means that the template removes thoughts.
     """
     calls: str = "object"
-    """The type of tool calls' arguments that it reads: object, or text (JSON); hermes if calls must be written as content."""
+    """The type of the arguments of tool calls: object, or text (JSON); hermes if the template needs calls as content."""
     empty: str | None = None
     """The content that a turn with nothing but calls must have."""
     answers: bool = True
@@ -76,7 +76,7 @@ class Dialect:
     """The same text for a turn that calls a tool, before the tool's answer."""
     turn_next: str = ""
     call_next: str = ""
-    """The part of `turn_end` and `call_end` that the next turn writes, if turns have no end of their own (GLM); otherwise all."""
+    """`turn_next` and `call_next` are the parts of both ends that the next turn renders (GLM), otherwise the same texts."""
     header: str = ""
     """The text that opens the assistant's turn if the template ignores add_generation_prompt."""
     kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)

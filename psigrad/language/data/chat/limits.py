@@ -37,7 +37,7 @@ _EVERY = 16  # iterations between two looks at the clock
 
 
 class TemplateLimit(UserError):
-    """A template has exceeded a limit."""
+    """An error for a template that has exceeded a limit."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"The chat template {what}; set chat_template_path to another.")

@@ -87,9 +87,9 @@ class KVCache:
             x.zero_()
 
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> Prefill:
-        """Return the layout of a forward pass over prompts that fills n new slots: slot i with the prompt of index `copies[i]`.
+        """Return the layout of a forward pass over prompts. Add n slots, of which slot i continues prompt `copies[i]`.
 
-        `shifts` [B] is the position of the token after each prompt minus the prompt's length; they differ for images (M-RoPE).
+        `shifts` [B] is the position of the token after each prompt minus the prompt's length, which images change (M-RoPE).
         """
         new = torch.zeros_like(copies) if shifts is None else shifts[copies]
         self.shifts = torch.cat([self.shifts.to(new.device), new])
@@ -137,7 +137,7 @@ class Prefill(_OnePass):
     """The layout of a prefill: packed prompts whose keys and values are also stored in the slots that continue them."""
 
     def __init__(self, cache: KVCache, prompts: PackedLayout, copies: Tensor) -> None:
-        """Add n slots to the cache; `copies[i]` is the index of the prompt in new slot i."""
+        """Add n slots to the cache, of which slot i continues prompt `copies[i]`."""
         super().__init__()
         self.cache, self.prompts, self.copies = cache, prompts, copies
         self.first = cache.active
@@ -204,7 +204,7 @@ class Decode(_OnePass):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
-        """Write the new tokens' keys and values into the cache, then attend to all of it."""
+        """Write the new tokens' keys and values into their slots. Return the attention of each token to its own slot."""
         keys, values = self.cache.room(self.next_call("attention", layer), k, v, self.room)
         keys[self.slots, :, self.places] = k[:, :, 0]
         values[self.slots, :, self.places] = v[:, :, 0]
@@ -303,7 +303,7 @@ class SharedCache:
         return self.packed_weights.bytes > 0
 
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> SharedPrefill:
-        """Return the layout of a forward pass over prompts, which n new slots continue: slot i the prompt of index `copies[i]`.
+        """Return the layout of a forward pass over prompts. Add n slots, of which slot i continues prompt `copies[i]`.
 
         `shifts` is not read: no model with fused layers has M-RoPE.
         """
@@ -337,7 +337,7 @@ class SharedCache:
 
     @property
     def seats(self) -> np.ndarray:
-        """The arguments of `seat`, [3, active]: each row's prompt, number of tokens after it, and slot."""
+        """The arguments of `seat`, [3, active]: each row's prompt, its number of tokens after the prompt, and its slot."""
         return np.stack([self.prompt, self.lengths, self.slots])
 
     def seat(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
@@ -432,7 +432,7 @@ def prefill(
     copies: Tensor,
     keep: ActivationCache | None,
 ) -> Tensor:
-    """Run the prompts into n new slots, and return the logits [n, V] after them. `copies[i]` is the index of slot i's prompt."""
+    """Run the prompts into n new slots, of which slot i continues prompt `copies[i]`. Return the logits [n, V] after them."""
     inputs = pack(Groups(prompts, [[] for _ in prompts]), model.device)
     shifts = None
     inputs = model.placed(inputs)

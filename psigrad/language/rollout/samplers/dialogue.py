@@ -20,7 +20,7 @@ STEP = 8
 
 
 class SeatedCache(KVCache):
-    """A `KVCache` whose slots are numbered. `seat` moves those of a turn to the front; the others keep their tokens and wait."""
+    """A `KVCache` of numbered slots. `seat` moves the slots of a turn to the front; the others keep their tokens and wait."""
 
     def __init__(self, slots: int, longest: int, packed_weights: PackedWeights | None = None) -> None:
         """Create empty slots. `longest` is the capacity of a slot, in tokens."""
@@ -59,8 +59,8 @@ class CachedDialogue(Dialogue):
     """The embedded sampler's `Dialogue` on a CPU.
 
     The first turn prefills each prompt once for its group. In later turns, decoding steps read the environment's tokens. An
-    episode with fewer of them already samples in the same steps. If the environment's text is so long that a full prefill is
-    cheaper, the episodes restart with all their tokens as their prompt.
+    episode that has read all of them already samples in the same steps. If the environment's text is so long that a full prefill
+    is cheaper, the episodes restart with all their tokens as their prompt.
     """
 
     def __init__(self, model: LanguageModel, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> None:

@@ -56,7 +56,7 @@ class RecordedDecoding:
         self.logprobs = torch.zeros(TOKENS_AT_ONCE, 2, slots, device=device)
 
     def serves(self, slots: int, longest: int) -> bool:
-        """Return True if the recordings use the model's current weights, and have enough slots and `longest` tokens for each."""
+        """Return True if the recordings use the model's current weights, and `slots` sequences of `longest` tokens have room."""
         room = self.cache.slots >= slots and self.cache.longest >= longest
         return room and self.weights == addresses(self.model)
 

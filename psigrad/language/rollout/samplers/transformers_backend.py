@@ -48,7 +48,7 @@ class TransformersSampler(OwnWeights):
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample the requests in one step; see `Sampler`. Raises `UserError` if a prompt leaves no room for `max_tokens`."""
+        """Sample all requests, and yield them together; see `Sampler`. Raises `UserError` if a prompt leaves too little room."""
         check_room(self.model, requests, params)
         self.model.network.eval()
         flat = [(request.prompt_ids, seed) for request in requests for seed in request.seeds]

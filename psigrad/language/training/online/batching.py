@@ -35,7 +35,7 @@ def to_batch(
 ) -> Batch:
     """Return the trajectories of scored groups as a `Batch`, padded to [N, T]. Its `inputs` are the trajectories, in order.
 
-    The reward of an outcome is placed on the policy's last token. `reward_weights` are the weights of `parts`, by name.
+    Rewards of steps are on their tokens, the remaining reward on the policy's last token. `reward_weights` are those of `parts`.
     """
     rows = [t for group in groups for t in group]
     lengths = torch.tensor([len(t.completion.ids) for t in rows])

@@ -93,7 +93,7 @@ def _collect_after(run: Online, previous: Pending | None, state: State, clock: C
 
 
 def collect(run: Online, cursor: int, version: int, clock: Clock, cache: ActivationCache | None = None) -> Collected:
-    """Return scored completions of the next `prompts_per_step` prompts, from number `cursor` of the sequence of epochs on.
+    """Sample and score completions of `prompts_per_step` prompts, from number `cursor` of the sequence of epochs on.
 
     With dynamic sampling, groups without signal are replaced by new prompts (DAPO, Yu et al. 2025), at most `max_refills` times.
     """
@@ -131,7 +131,7 @@ def check_rewards(run: Online, trajectories: Sequence[Trajectory], before: Seque
 
 
 def pick_prompts(prompts: Sequence[Prompt], seed: int, cursor: int, count: int) -> list[Prompt]:
-    """Return prompts `cursor` … `cursor + count - 1` of the endless sequence of shuffled epochs. Only the arguments matter."""
+    """Return prompts `cursor` … `cursor + count - 1` of the endless sequence of shuffled epochs that `seed` determines."""
     n, places, picked = len(prompts), {}, []
     for place in range(cursor, cursor + count):
         epoch, offset = divmod(place, n)

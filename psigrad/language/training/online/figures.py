@@ -129,7 +129,7 @@ class TokenFigures:
         self._unread: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     def see(self, rows: Tensor, evaluation: PolicyOutputs) -> None:
-        """Store the outputs of a pass over these rows of the batch. They are read later, since a GPU would wait now."""
+        """Store the outputs of a pass over these rows. They are read later, since reading them now would make a GPU wait."""
         if bool((rows < self.count).any()):
             entropy = evaluation.entropy
             self._unread.append((rows, evaluation.logp.detach(), None if entropy is None else entropy.detach()))

@@ -61,7 +61,8 @@ class Annotator:
     def in_pass(
         self, run: Online, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
     ) -> tuple[Prepared, PolicyOutputs]:
-        """Return `rows` of a batch and the policy's outputs on them, with added terms. `first`: no weight has changed yet."""
+        """Return `part`, the `rows` of a batch, and the policy's outputs on it, with added terms. `first`: no weight changed yet.
+        """
         return part, outputs
 
     def figures(self, run: Online, step: int) -> dict[str, float]:
@@ -149,7 +150,7 @@ class Online:
 
     @property
     def exact_sampling(self) -> bool:
-        """True if the sampler's log-probs need not be recomputed before several passes over a batch."""
+        """True if the sampler's log-probs need not be recomputed before several optimiser steps on a batch."""
         return is_exact(self.sampler, self.model)
 
 

@@ -38,7 +38,7 @@ class Gap:
         return self._sum / max(1, self._count)
 
     def add(self, logp: Tensor, batch: Batch) -> None:
-        """Compare the trainer's log-probs [n, T] with the sampler's in `batch`. A GPU would wait now, so they are read later."""
+        """Compare the trainer's log-probs [n, T] with the sampler's. They are read later: reading now would make a GPU wait."""
         self._unread.append(((logp - batch.logp_old).abs(), batch.mask))
 
     def _read(self) -> None:
@@ -112,7 +112,7 @@ class OldLogProbs(Annotator):
     def in_pass(
         self, run: Online, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
     ) -> tuple[Prepared, PolicyOutputs]:
-        """Measure the gap in the first optimiser step. In a single step, use the pass's own log-probs: the ratio is 1."""
+        """Measure the gap in the first optimiser step. In a single step, its own log-probs are `logp_old`, so the ratio is 1."""
         if first and self._compares:
             self.gap.add(outputs.logp.detach(), part.batch)
         if run.single_pass:

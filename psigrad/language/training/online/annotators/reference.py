@@ -62,7 +62,7 @@ def reference_log_probs(model: LanguageModel, batch: Batch, budget: int, tempera
 
 
 def read_by_reference(batch: Batch, micro: MicroBatch) -> Groups:
-    """Return the reference's inputs for these rows, without recorded experts, since it routes tokens itself."""
+    """Return the reference's inputs for these rows, without recorded experts: the reference's router chooses its own."""
     return reference_inputs_of(batch, micro) or replace(inputs_of(batch, micro), experts=None)
 
 
