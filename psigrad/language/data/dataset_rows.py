@@ -73,7 +73,7 @@ class Row:
         return self.prompt if self.plain_prompt is None else self.plain_prompt
 
     def place_of(self, what: str) -> str:
-        """Translate a place in the row, such as messages[0].content, to the names of the file: conversations[0].value."""
+        """Translate a path in the row, such as messages[0].content, to the names of the file: conversations[0].value."""
         name, index, rest = re.fullmatch(r"([^[.]*)(?:\[(\d+)\])?(.*)", what, re.DOTALL).groups()  # type: ignore[union-attr]
         if name not in self.places:
             return "chosen" + what.removeprefix(name) if name == "completion" and self.rejected is not None else what
@@ -99,7 +99,7 @@ class BadRow:
 
 
 class RowError(UserError):
-    """An error for a row that cannot be used; `bad` holds the place and the reason."""
+    """An error for a row that cannot be used; `bad` has its source, the column and the reason."""
 
     def __init__(self, bad: BadRow) -> None:
         super().__init__(str(bad))

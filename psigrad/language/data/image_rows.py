@@ -186,7 +186,7 @@ def _of_bytes(data: bytes, path: Path | None = None) -> tuple[Picture, bool]:
 
 
 def observed(said: Any) -> Any:
-    """Return an observation with marks in place of images: text, a list of messages, or for a list of parts its text.
+    """Return an observation with marks in place of images. A list of content parts becomes one text.
 
     Raises `ValueError` for an image that cannot be read, and for text with a mark.
     """
@@ -317,7 +317,7 @@ def _text(part: Any) -> Any:
 
 
 def refuse_marks(raw: Mapping[str, Any], fail: Fail, further: str) -> None:
-    """Reject a text with an image's mark, or, if `further` is set, with any U+FFFC. A stack, since rows may be nested deeply."""
+    """Reject texts with an image's mark, or with any U+FFFC if `further` is set. Use a stack: rows may be nested deeply."""
     stack: list[tuple[str, Any]] = list(raw.items())
     while stack:
         path, value = stack.pop()

@@ -96,7 +96,7 @@ def translate(raw: Mapping[str, Any], form: str, source: str) -> tuple[dict[str,
 
 
 def place_in(raw: Mapping[str, Any], row: Mapping[str, Any], column: str) -> str:
-    """Translate a place in a translated row, such as messages[0].role, to the original row: conversations[0].from."""
+    """Translate a path in a translated row, such as messages[0].role, to the original row: conversations[0].from."""
     name, index, rest = re.fullmatch(r"([^[.]*)(?:\[(\d+)\])?(.*)", column, re.DOTALL).groups()  # type: ignore[union-attr]
     if index and row.get("prompt") is None and "chosen" in row:  # the prompt is the common beginning of both answers
         shift = 0 if name == "prompt" else common_prefix(row["chosen"], row["rejected"])

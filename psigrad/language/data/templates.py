@@ -385,7 +385,7 @@ def _is_blank(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
 
 
 def _trim(tokenizer: PreTrainedTokenizerBase, ids: list[int], first: int, last: int) -> int:
-    """Return `last`, moved left over the white space that ends ids[first:last]."""
+    """Return `last` without the white-space tokens at the end of ids[first:last]."""
     while last > first and _is_blank(tokenizer, ids[last - 1]):
         last -= 1
     return last

@@ -19,7 +19,7 @@ NOT_APPLICABLE = "no reward function applies to it"
 
 @dataclass(frozen=True)
 class Samples:
-    """Completions with their prompts and further data, as sequences of equal length."""
+    """Completions with their prompts and other data, as sequences of equal length."""
 
     prompts: Sequence[Any]
     completions: Sequence[Any]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SENTINEL, OTHER, THIRD = "Zanzibar", "Yokohama", "Xanadu"
-"""Words that occur in no template."""
+"""Words that occur in no template, so that a probe finds them in its rendering."""
 USER: Message = {"role": "user", "content": "a"}
 THINK = "<think>\n{}\n</think>\n\n"
 THOUGHT = re.compile(r"\s*<think>(?=.*?\S.*?</think>)(.*?)</think>\n*", re.DOTALL)
@@ -67,13 +67,13 @@ class Dialect:
     calls: str = "object"
     """The type of the arguments of tool calls: object, or text (JSON); hermes if the template needs calls as content."""
     empty: str | None = None
-    """The content that a turn with nothing but calls must have."""
+    """The content that a turn with nothing but calls must have: None or ""."""
     answers: bool = True
     tools: bool = True
     turn_end: str = ""
     """The text after an assistant's last word, up to the special token that ends the turn; empty if none does."""
     call_end: str = ""
-    """The same text for a turn that calls a tool, before the tool's answer."""
+    """The text that ends a turn with a tool call, before the tool's answer."""
     turn_next: str = ""
     call_next: str = ""
     """`turn_next` and `call_next` are the parts of both ends that the next turn renders (GLM), otherwise the same texts."""
@@ -94,7 +94,8 @@ class Specials:
     backend: Any = None
     """The underlying tokenizer of `tokenizers`, if transformers adds nothing to its result."""
     named: str = ""
-    """The names of the EOS, the BOS and so on: templates refer to them by these names."""
+    """The named special tokens (EOS, BOS, …) as text. Templates refer to them by name, so a change makes cached dialects invalid.
+    """
     begun: dict[str, list[int]] | None = field(default=None, compare=False)
     """Inside `fixed`, a cache of the tokens of texts that others follow (`templates.encode_after`); otherwise None."""
     ahead: dict[str, list[int]] = field(default_factory=dict, compare=False)

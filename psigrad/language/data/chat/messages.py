@@ -12,7 +12,7 @@ from psigrad.errors import several
 
 Message = dict[str, Any]
 Fail = Callable[[str, str], NoReturn]
-"""A callback that rejects a row: (place in it, reason)."""
+"""A callback that rejects a row, given the path in the row, such as messages[0].content, and the reason."""
 
 WEIGHTS = ("weight", "train", "loss_mask")
 """Fields that decide if an assistant's turn is trained: 1 or true, 0 or false."""

@@ -211,7 +211,7 @@ def _turn(talk: Talk, messages: Sequence[Message], empty_thinking: bool) -> tupl
 
 
 def _own_words(talk: Talk, messages: Sequence[Message], before: str, text: str) -> str | None:
-    """Return the last turn's text after its generation prompt if that turn changes the rendering of earlier turns.
+    """Return the last turn's text after its generation prompt, although the turn changes the rendering of earlier turns.
 
     For example, gpt-oss drops the thought beside a call once an answer follows, and Gemma 4 the end of the turn. Return None if
     the beginning of the turn is not found.
@@ -261,7 +261,7 @@ def _thought_of(said: Message) -> str:
 def check_shown(
     talk: Talk, messages: Sequence[Message], texts: dict[int, str], trained: set[int], *, every_field: bool = True
 ) -> None:
-    """Raise `RowError` if the template leaves out part of a row. The error gives the place and the field.
+    """Raise `RowError` if the template leaves out part of a row. The error names the turn and the field.
 
     `texts` are the renderings in which each message is looked up: for a trained turn that turn alone, since a question may have
     the same words. A text that occurs verbatim is present. For anything else, the rendering without it must differ. Without

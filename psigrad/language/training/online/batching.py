@@ -35,7 +35,8 @@ def to_batch(
 ) -> Batch:
     """Return the trajectories of scored groups as a `Batch`, padded to [N, T]. Its `inputs` are the trajectories, in order.
 
-    Rewards of steps are on their tokens, the remaining reward on the policy's last token. `reward_weights` are those of `parts`.
+    Rewards of steps are on their tokens, and the remaining reward is on the policy's last token. `reward_weights` are the weights
+    of the reward functions in `parts`, by name.
     """
     rows = [t for group in groups for t in group]
     lengths = torch.tensor([len(t.completion.ids) for t in rows])
@@ -211,7 +212,7 @@ def fill(
 
 
 def metric_of(trajectory: Trajectory, name: str = "") -> float:
-    """Return the value that dynamic sampling compares within a group: that of the reward function `name`; without a name, the
+    """Return the value that dynamic sampling compares within a group: that of the reward function `name`, or, without a name, the
     reward except the length penalty. Raises `UserError` if no function has that name.
     """
     reward = trajectory.reward or 0.0

@@ -51,7 +51,7 @@ class Annotator:
     """The reference model."""
 
     def columns(self, run: Online, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
-        """Return the batch with further columns [N, T]. `step` is the number of completed steps."""
+        """Return the batch with additional columns [N, T]. `step` is the number of completed steps."""
         return batch
 
     def divergence(self, run: Online, batch: Batch, micro: MicroBatch) -> Divergence | None:
@@ -61,7 +61,7 @@ class Annotator:
     def in_pass(
         self, run: Online, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
     ) -> tuple[Prepared, PolicyOutputs]:
-        """Return `part`, the `rows` of a batch, and the policy's outputs on it, with added terms. `first`: no weight changed yet.
+        """Return `part` (`rows` of a batch) and the policy's outputs on it, with added terms. `first`: no weight has changed yet.
         """
         return part, outputs
 

@@ -36,6 +36,6 @@ class PastSelves(Annotator):
         return self._samplers[int(seeds.uniform(drawn, 1)[0] * filled)]
 
     def after_step(self, run: Online, number: int) -> None:
-        """Replace the oldest snapshot every `every` steps."""
+        """Replace the oldest snapshot by the current weights every `every` steps."""
         if number % self.every == 0:
             follow(self.models[number // self.every % len(self.models)], run.model, 1.0)
