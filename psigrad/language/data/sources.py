@@ -309,7 +309,7 @@ def read_rows(
     if data.eval_dataset:
         given = read_dataset(data, form, data.eval_dataset, data.eval_split, tell)
         held_out_rows = given.rows
-        if wanted < len(given.rows):  # rows that are not drawn are not trained on either, so a prompt may be on both sides
+        if wanted < len(given.rows):  # rows that are not drawn are not trained on either, so single rows of a prompt may be drawn
             drawn = _draw([wanted], seed, [[row.source for row in given.rows]])[0]
             held_out_rows = [row for row in given.rows if row.source in drawn]
     elif wanted:

@@ -283,7 +283,7 @@ def said_otherwise(messages: Sequence[Message], tools: Any, dialect: Dialect) ->
 def _assistant(said: Message, dialect: Dialect) -> Message:
     thought = next((said[name] for name in REASONING if said.get(name)), "")
     if not thought and dialect.reasoning != "content" and (found := THOUGHT.match(str(said.get("content") or ""))):
-        # Use the same form as for the field: a template with a form for thoughts may take tags in the content for words.
+        # Move the thought to its field: a template that renders the field may render tags in the content as plain text.
         said = {**said, "reasoning_content": found[1].strip("\n"), "content": said["content"][found.end() :]}
     if thought and dialect.reasoning == "content":
         said = {name: value for name, value in said.items() if name not in REASONING}

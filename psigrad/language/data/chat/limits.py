@@ -28,7 +28,7 @@ LENGTH = 1 << 27
 """The most characters of all values that one rendering makes. An element of a list counts as eight."""
 LARGEST = 10**6
 """The largest integer in a template and in the arguments of its calls."""
-_FOLDED = 10**8  # Jinja computes constants when it compiles: the most that their integers may multiply to
+_FOLDED = 10**8  # the largest product of integers in a constant expression, which Jinja computes when it compiles
 _BITS = 4096
 _WIDE = re.compile(r"%[^\d%]{0,4}(?:\d{7}|\*)|\{[^{}]*\d{7}")  # a width in a format
 _SIZED, _SMALL = (str, list, tuple, dict), 4096  # smaller values are not counted

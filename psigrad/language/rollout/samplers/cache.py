@@ -52,7 +52,7 @@ class KVCache:
         self.layers: dict[Key, tuple[Tensor, Tensor]] = {}
         self.states: dict[Key, Tensor] = {}
         self.lengths = torch.zeros(0, dtype=torch.long)
-        # [active] the position of the next token minus its place, which images in a prompt change (M-RoPE)
+        # [active] the position of the next token minus its index in the slot, which images in a prompt change (M-RoPE)
         self.shifts = torch.zeros(0, dtype=torch.long)
 
     @property

@@ -28,7 +28,7 @@ class SeatedCache(KVCache):
         self._numbers = np.arange(slots)
         """[slots] the number of the slot that is in each row of the tensors."""
         self._shifts = torch.zeros(slots, dtype=torch.long)
-        """[slots] the position of each slot's next token minus its place, by the slot's number."""
+        """[slots] the position of each slot's next token minus its index in the slot, by the slot's number."""
 
     @property
     def seats(self) -> np.ndarray:
@@ -93,7 +93,7 @@ class CachedDialogue(Dialogue):
         live = sorted(wanted)
         longest, total = max(map(len, unread.values())), sum(len(self.contexts[i]) for i in live)
         vision = self.model.vision
-        whole = vision is not None and (vision.axes or vision.two_way)  # such an image is read at once
+        whole = vision is not None and (vision.axes or vision.two_way)  # such an image must be read in one pass
         images = whole and any(token >= FIRST for ids in unread.values() for token in ids)
         anew = images or not self.held[live].all() or longest * max(STEP, len(live)) > total
         if not anew:

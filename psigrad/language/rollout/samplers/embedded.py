@@ -104,7 +104,7 @@ class EmbeddedSampler(OwnWeights):
         own = self.model
         if not self.cuda_graphs or own.decoder is not None or own.root is not None or own.routing is not None or not requests:
             return None
-        if own.vision is not None and own.vision.axes:  # a recorded step reads no shifts
+        if own.vision is not None and own.vision.axes:  # recorded steps do not support M-RoPE
             return None
         slots, longest = _room_for(requests, params, self.max_batch)
         if self._recorded is None or not self._recorded.serves(slots, longest):
@@ -112,7 +112,7 @@ class EmbeddedSampler(OwnWeights):
             slots = min(self.max_batch, 1 << (slots - 1).bit_length())
             longest = min(self.model.max_length, -(-longest // 256) * 256)
             rooms = [(slots, longest)]
-            if self._recorded is not None:  # earlier needs will recur
+            if self._recorded is not None:  # the sizes of earlier calls will recur
                 rooms.insert(0, (max(slots, self._recorded.cache.slots), max(longest, self._recorded.cache.longest)))
             self._recorded = None  # free its memory before the next allocates
             room = next((room for room in rooms if fits(self.model, *room)), None)

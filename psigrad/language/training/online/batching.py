@@ -63,7 +63,7 @@ def to_batch(
             earned[n, place] += reward
             rewarded[n, place] = True
     outcome = torch.tensor([(t.reward or 0.0) - math.fsum(r for _, r in t.step_rewards) for t in rows], dtype=precision)
-    ends = (outcome != 0) | ~rewarded.any(1)  # next to rewards of steps, an outcome of 0 is no reward
+    ends = (outcome != 0) | ~rewarded.any(1)  # if steps have rewards, an outcome of 0 does not count as one
     return Batch(
         mask=mask,
         reward=terminal(outcome, mask) + earned,
@@ -169,10 +169,10 @@ def by_row(x: Tensor, batch: Batch, micro: MicroBatch) -> Tensor:
     """Return [n, T] for the rows of a micro-batch, padded with zeros, from the model's outputs on the parts in `inputs_of`."""
     width, rows = batch.mask.shape[1], rows_of(micro).tolist()
     pieces = [piece for _, own in _contexts_of(batch, micro) for piece in own]
-    if [i for i, _ in pieces] == rows:  # one piece for each row, in order
+    if [i for i, _ in pieces] == rows:  # one part for each row, in order
         return torch.nn.functional.pad(x, (0, width - x.shape[1]))
     place = {i: n for n, i in enumerate(rows)}
-    source = torch.full((len(rows), width), x.numel())  # a token in no piece reads the zero at the end
+    source = torch.full((len(rows), width), x.numel())  # a token outside of all parts reads the zero at the end
     for n, (i, context) in enumerate(pieces):
         end = context.start + len(context.ids)
         source[place[i], context.start : end] = torch.arange(len(context.ids)) + n * x.shape[1]

@@ -233,7 +233,7 @@ class Passes:
 
     def _policy(self, micro: MicroBatch, weight: float, totals: Totals, passes: float) -> Tensor:
         run, batch = self.run, self.prepared.batch
-        rows = rows_of(micro)  # on the host, which also selects by them
+        rows = rows_of(micro)  # a tensor on the CPU, where rows are also selected
         divergences = (one.divergence(run, batch, micro) for one in run.annotators)
         outputs = run.model.evaluate(
             inputs_of(batch, micro),

@@ -61,7 +61,9 @@ class Annotator:
     def in_pass(
         self, run: Online, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
     ) -> tuple[Prepared, PolicyOutputs]:
-        """Return `part` (`rows` of a batch) and the policy's outputs on it, with added terms. `first`: no weight has changed yet.
+        """Return `part` (the `rows` of a batch) and the policy's outputs on it, with added terms.
+
+        `first` is True before any weight changes.
         """
         return part, outputs
 
