@@ -26,7 +26,7 @@ class Segment(NamedTuple):
 
 
 class Rendered(NamedTuple):
-    """A row, or one of its two answers, from its first token to its last."""
+    """One text of a row for display, from its first token to its last. A preference pair has two: one for each answer."""
 
     title: str
     pieces: list[Segment]

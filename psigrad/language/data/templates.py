@@ -303,7 +303,7 @@ def _is_plain(backend: Any) -> bool:
 
 
 _NONE: list[int] = []
-_BEGUN = 64  # The most texts that `encode_after` caches. They are nearly always the same few, such as the start of an assistant's turn.
+_BEGUN = 64  # The most texts that `encode_after` caches: nearly always the same few, such as an assistant's opening.
 
 
 def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:

@@ -341,7 +341,7 @@ class SharedCache:
         return np.stack([self.prompt, self.lengths, self.slots])
 
     def seat(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
-        """Select the slots that the next steps decode, and their order, in which slots of one prompt are adjacent.
+        """Select the slots that the next steps decode, in this order. Slots of one prompt must be adjacent.
 
         `prompt` and `lengths` are each slot's prompt and number of tokens. Other slots keep their tokens and wait.
         """
