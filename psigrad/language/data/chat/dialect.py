@@ -264,7 +264,7 @@ def speak(messages: Sequence[Message], tools: Any, dialect: Dialect) -> tuple[li
 
 
 def said_otherwise(messages: Sequence[Message], tools: Any, dialect: Dialect) -> list[str]:
-    """Return notes on how `speak` expresses what the template does not support."""
+    """Return a note for each feature of the messages that `speak` rewrites because the template lacks it."""
     roles = {message["role"] for message in messages}
     calls = any(message.get("tool_calls") for message in messages)
     thoughts = any(message.get(name) for message in messages for name in REASONING)

@@ -170,7 +170,7 @@ def update_ledger(ledger: Mapping[str, int], cursor: int, collected: Collected) 
 
 
 def open_ledger(ledger: Mapping[str, int], cursor: int) -> dict[str, int]:
-    """Return the ledger, or a new one in which the fate of the first `cursor` prompts is unknown."""
+    """Return the ledger. If it is empty after prompts were drawn, return one with the first `cursor` prompts of unknown fate."""
     if ledger or not cursor:
         return dict(ledger)
     return {ISSUED: cursor, EARLIER: cursor}

@@ -1,1 +1,1 @@
-"""The additional inputs of a method, one file each: a reference, a teacher, old log-probs, a critic's values."""
+"""The annotators of online runs, one file each: a reference, old log-probs, a critic's values, past selves."""

@@ -1,4 +1,4 @@
-"""Frozen past selves of the policy, against which it plays games of several seats."""
+"""Snapshots of the policy's earlier weights (past selves), against which it plays games of several seats."""
 
 from __future__ import annotations
 
