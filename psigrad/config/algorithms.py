@@ -1,4 +1,4 @@
-"""Builds the algorithm or loss of `psigrad.objective` that a setting describes by name, "module:object" or a mapping of parts.
+"""Algorithms and losses of `psigrad.objective`, built from settings: a name, "module:object" or a mapping of parts.
 
 This module imports torch through objective/. Code that must start fast, such as help, imports `psigrad.config.methods` instead.
 """
