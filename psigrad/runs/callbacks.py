@@ -138,7 +138,7 @@ class Callbacks:
     def __post_init__(self) -> None:
         self.control = Control(check=self._check)
         self.trial: Callable[[Mapping[str, Any]], Any] = dict
-        """A function that raises if the run's parts cannot have these settings."""
+        """A function that raises an error if the run cannot be changed to these settings."""
         self.args: Any = Arguments(self.config) if self.callbacks else None
         self.asked: list[str] = []
         self.held: dict[str, Any] = {}
@@ -159,12 +159,12 @@ class Callbacks:
         self.model, self.tokenizer = model, tokenizer
 
     def see(self, row: Mapping[str, Any]) -> None:
-        """Store a row of metrics, which the callbacks get at the next event."""
+        """Store a row of metrics, which the callbacks receive at the next event."""
         if self.callbacks:
             self._rows.append(dict(row))
 
     def begin(self, state: S, total: int) -> S:
-        """Restore each callback's state, then start the run."""
+        """Restore each callback's state, then send the start of training."""
         if not self.callbacks:
             return state
         self.visible_state.max_steps = total
@@ -215,7 +215,7 @@ class Callbacks:
         return self._tell("on_train_end", state) if self.callbacks else state
 
     def collect_memory(self, state: S) -> S:
-        """Return the state with the callbacks' own state, for saving."""
+        """Return the run's state with the current state of each callback, for a checkpoint."""
         if not self.callbacks or self.world.rank:
             return state
         held: dict[str, Any] = {}
@@ -255,13 +255,13 @@ class Callbacks:
                 self.visible_state.best_metric, self.visible_state.best_global_step = value, step
 
     def _take_history(self, history: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the history before this process: all rows, and the best evaluation."""
+        """Restore the history of a resumed run: all rows of metrics, and the best evaluation."""
         self.visible_state.history = self.visible_state.log_history = list(history)
         for step, row in by_step(history).items():  # an evaluation may have several rows
             self._keep_best(row, step)
 
     def _tell(self, event: str, state: S, **more: Any) -> S:
-        """Call the method of that name, and apply its requests on every rank."""
+        """Call the method `event` of every callback, and apply the callbacks' requests on every rank."""
 
         def call() -> None:
             visible = self.visible_state
@@ -296,7 +296,7 @@ class Callbacks:
             self.folder.event("stop_asked", step=step, callback=name)
 
     def _on_rank_0(self, work: Callable[[], None], state: S) -> S:
-        """Run callback code on rank 0, end all ranks if it fails, and apply its requests."""
+        """Run `work`, which calls callbacks, on rank 0. Then apply their requests on all ranks, or raise on all if it failed."""
         failure = ""
         if self.world.rank == 0:
             try:
@@ -317,7 +317,7 @@ class Callbacks:
 
 
 def check_change(config: Any, name: str, value: Any) -> tuple[str, Any]:
-    """Return (dotted name, value) of a change. Raise `UserError` for a fixed setting or an invalid value."""
+    """Return (dotted name, value) of a callback's change. Raise `UserError` for an invalid value or an unchangeable setting."""
     leaves = dict(flat_names(type(config)))
     dotted = leaves.get(name, name)
     if dotted.partition(".")[0] in PARTS and "." in dotted and hasattr(config, dotted.partition(".")[0]):
@@ -364,7 +364,7 @@ def collect_memory(callback: Any) -> Any:
 
 
 def load(callback: Any, held: Any) -> None:
-    """Invert `collect_memory`."""
+    """Restore a callback's state that `collect_memory` returned."""
     if hasattr(callback, "load_state_dict"):
         callback.load_state_dict(held)
         return
@@ -373,7 +373,7 @@ def load(callback: Any, held: Any) -> None:
 
 
 def resolve(given: Any) -> Any:
-    """Return the callback for a user's notation: an object, a class, "module:Class", or {"callback": …, parameter: value}.
+    """Return the callback that a setting gives as object, class, "module:Class", or {"callback": …, parameter: value}.
 
     Raise `UserError` for anything else.
     """
@@ -401,6 +401,6 @@ def resolve(given: Any) -> Any:
 
 
 def never_called(callback: Any) -> list[str]:
-    """Return transformers' events that a callback handles and that no psigrad run has."""
+    """Return the events of transformers that a callback handles, but that psigrad never sends."""
     bases = [base for base in type(callback).__mro__ if base.__module__ not in ("transformers.trainer_callback", __name__)]
     return sorted({name for base in bases for name in vars(base) if name.startswith("on_")} - set(EVENTS))
