@@ -198,7 +198,7 @@ def _name_reward(reward: Any) -> str:
 def _settings(run: RunData) -> dict[str, Any]:
     """Return the settings that are needed to repeat the training: those that differ from the defaults.
 
-    Settings that only concern the start or the machine are left out.
+    Settings that only concern one start or one machine are omitted.
     """
     cls, found = settings_class(run.config), dict[str, Any]()
     of_here = {name for mark in (FREE, MACHINE) for name in find_marked(cls, mark)}
