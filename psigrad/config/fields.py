@@ -80,7 +80,7 @@ class Needs:
 
 
 class Setting(NamedTuple):
-    """A setting of a settings class."""
+    """One setting of a settings class: its type, its default and its marks, read from a field."""
 
     owner: type[Any]
     """The class that has the field: `Optim` for `optim.learning_rate`."""
@@ -208,7 +208,7 @@ def defaults_of(cls: Any) -> dict[str, Any]:
 
 
 def help_of(cls: Any, name: str) -> str:
-    """Return the string under the field, on one line."""
+    """Return the help text of a setting, which is the string under its field, on one line."""
     leaf = name.rpartition(".")[2]
     owners = settings_of(cls)[name].owner.__mro__
     return next((docs[leaf] for owner in owners if leaf in (docs := _docs(owner))), "")
@@ -216,7 +216,7 @@ def help_of(cls: Any, name: str) -> str:
 
 @cache
 def _docs(cls: Any) -> dict[str, str]:
-    """Return field -> the string under it in the source of the class."""
+    """Return {field: the string under it} from the source code of the class."""
     if not dataclasses.is_dataclass(cls):
         return {}
     source: Any = cls

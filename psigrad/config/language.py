@@ -78,7 +78,7 @@ _AtOnce = Annotated[Run, NotRead(*(f.name for f in fields(Run) if f.name not in 
 
 @dataclass(frozen=True)
 class PackingSettings:
-    """The size of a forward pass."""
+    """The setting that limits the size of a forward pass."""
 
     micro_batch_tokens: Annotated[CountOrZero, RECORDED, MAIN, On(cuda=0)] = 4096
     """Tokens per forward pass; a step is split to fit, which changes no gradient. On a CPU a few thousand are fastest. 0: as many
@@ -87,7 +87,7 @@ class PackingSettings:
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """The scoring of completions."""
+    """The settings for scoring completions: reward functions, reward models, and the processes that run them."""
 
     reward: Annotated[tuple[Reward, ...], MAIN] = ()
     """Reward functions: built-in names or module:function, with TRL's signature."""
@@ -112,7 +112,7 @@ class RewardSettings:
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """The environment, tools or agent of episodes with several turns."""
+    """The settings of episodes with several turns: the environment, tools or agent that the policy interacts with."""
 
     environment: Annotated[str | Callable[..., Any], MAIN] = ""
     """Text environment that answers each turn: guess, calculator, grid, or module:Class with reset(row) and step(text). Those of
@@ -161,7 +161,7 @@ class EpisodeSettings:
 
     @property
     def asks(self) -> bool:
-        """True if a completion is a session of an agent. The agent may give the reward, as an environment may."""
+        """True if a completion is a session of an agent, which may also give the reward."""
         return bool(self.agent or self.agent_command)
 
 

@@ -388,5 +388,5 @@ class Run:
     """Draw report.html at the end."""
 
     def steps(self, rows: int, per_step: int) -> int:
-        """Return the number of steps on this many rows, `per_step` a step; 0 if neither rows nor steps are known."""
+        """Return the number of steps of a run on `rows` rows, `per_step` in each step; 0 if neither rows nor steps are known."""
         return self.max_steps or math.ceil(self.num_train_epochs * rows / per_step)

@@ -193,7 +193,7 @@ def trust(path: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint. Raise `CheckpointError` if it differs from the hash that it contains."""
+    """Return the manifest of a checkpoint. Raise `CheckpointError` if it is missing, or does not match the hash in it."""
     file = path / MANIFEST
     if not file.is_file():
         raise CheckpointError(f"{path.name} has no {MANIFEST}: its save was never finished.")

@@ -107,7 +107,7 @@ class RunData:
 
     @property
     def compared(self) -> list[dict[int, Sample]]:
-        """The held-out rows that occur at all evaluations in `samples`, each as {step: sample}. Changed rewards come first."""
+        """The held-out rows that `samples` has for all of its evaluations, as {step: sample}. Changed rewards come first."""
         steps = list(self.samples)
         common = [row for row in (self.samples[steps[0]] if steps else ()) if all(row in self.samples[s] for s in steps)]
         rows = [{step: self.samples[step][row] for step in steps} for row in common]

@@ -376,7 +376,7 @@ class NullRunFolder(RunFolder):
         return ""
 
     def save_model(self, write: Callable[[Path], None]) -> Path:
-        """Return the path of the model: rank 0 writes it."""
+        """Return the path of the final model, which rank 0 writes."""
         return self.path / "model"
 
 

@@ -62,7 +62,7 @@ class Callback:
         """Handle each row of metrics, passed as `logs`."""
 
     def on_evaluate(self, args: Any, state: Any, control: Control, metrics: Mapping[str, Any], **kwargs: Any) -> None:
-        """Handle the end of each evaluation. `metrics` has "eval/…", and the same as "eval_…" for transformers' callbacks."""
+        """Handle the end of each evaluation. `metrics` has figures as "eval/…", and as "eval_…" for transformers."""
 
     def on_save(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
         """Handle each saved checkpoint; `checkpoint` is its folder."""
@@ -128,7 +128,10 @@ class Arguments:
 
 @dataclass
 class Callbacks:
-    """The callbacks of a run, and the events that rank 0 sends to them."""
+    """The callbacks of a run. Rank 0 calls them at each event of the run, and all ranks carry out their requests.
+
+    The methods for events take the run's state and return it with the settings that callbacks changed.
+    """
 
     callbacks: Sequence[Any] = ()
     config: Any = None
@@ -164,7 +167,7 @@ class Callbacks:
             self._rows.append(dict(row))
 
     def begin(self, state: S, total: int) -> S:
-        """Restore each callback's state, then send the start of training."""
+        """Restore each callback's state, then call `on_init_end` and `on_train_begin` of all callbacks."""
         if not self.callbacks:
             return state
         self.visible_state.max_steps = total
@@ -182,16 +185,16 @@ class Callbacks:
         return self._tell("on_train_begin", self._tell("on_init_end", state))
 
     def step_begin(self, state: S) -> S:
-        """Send the start of a step."""
+        """Call `on_step_begin` of all callbacks."""
         return self._tell("on_step_begin", state) if self.callbacks else state
 
     def step_end(self, state: S, evaluate: bool, save: bool) -> S:
-        """Send the end of a step; `control` then has the requests to evaluate and to save."""
+        """Call `on_step_end` of all callbacks. `control` then has the requests to evaluate and to save."""
         self.control.should_evaluate, self.control.should_save = evaluate, save
         return self._tell("on_step_end", state) if self.callbacks else state
 
     def after_evaluation(self, state: S) -> S:
-        """Send the end of an evaluation."""
+        """Call `on_evaluate` of all callbacks with the figures of the evaluation."""
         if not self.callbacks:
             return state
         metrics = {k: v for row in self._rows for k, v in row.items() if k.startswith("eval/")}
@@ -207,11 +210,11 @@ class Callbacks:
         return state
 
     def after_save(self, state: S, checkpoint: Any) -> S:
-        """Send a saved checkpoint."""
+        """Call `on_save` of all callbacks with the folder of the saved checkpoint."""
         return self._tell("on_save", state, checkpoint=checkpoint) if self.callbacks else state
 
     def end(self, state: S) -> S:
-        """Send the end of the last step."""
+        """Call `on_train_end` of all callbacks."""
         return self._tell("on_train_end", state) if self.callbacks else state
 
     def collect_memory(self, state: S) -> S:

@@ -78,7 +78,7 @@ def cycle(loop: Loop[S], state: S, settings: Run, journal: Journal) -> S:
 
 
 class _Saves(Generic[S]):
-    """The schedule of a run's checkpoints, and the newest sound state, which is saved if the run fails."""
+    """The schedule of a run's checkpoints, and the newest state with finite gradients, which is saved if the run fails."""
 
     def __init__(self, loop: Loop[S], state: S, settings: Run, journal: Journal) -> None:
         self.loop, self.settings, self.journal = loop, settings, journal
@@ -95,13 +95,13 @@ class _Saves(Generic[S]):
         return not state.nonfinite and bool((minutes and spent >= 60 * minutes) or (every and state.turns % every == 0))
 
     def keep(self, state: S) -> S:
-        """Save a checkpoint of the state, and send the event to the callbacks."""
+        """Save a checkpoint of the state, and call the callbacks."""
         self.loop.save(self.journal.callbacks.collect_memory(state))
         self.saved, self.saved_at = state.step, time.monotonic()
         return self.journal.callbacks.after_save(state, self.journal.folder.checkpoints / f"step-{state.step:08d}")
 
     def evaluate(self, state: S) -> S:
-        """Evaluate, and send the event to the callbacks. If a stop interrupts, save the state and raise `Stopped`.
+        """Evaluate, and call the callbacks. If a requested stop interrupts this, save the state and raise `Stopped`.
 
         The saved state is marked as not evaluated, so the resumed run evaluates first.
         """
@@ -145,7 +145,7 @@ class _Saves(Generic[S]):
 
     @contextlib.contextmanager
     def rescue(self) -> Iterator[None]:
-        """Save the newest sound state if a callback fails in the block. It fails on all ranks and has changed no weight.
+        """Save the newest state if a callback fails in the block. A callback fails on all ranks and has changed no weight.
 
         In all cases wait for a checkpoint that is written in the background.
         """

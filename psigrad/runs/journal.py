@@ -33,7 +33,7 @@ _HELD = {"memory_bytes": "VmRSS", "peak_memory_bytes": "VmHWM", "anonymous_bytes
 
 
 class Tracker(Protocol):
-    """A destination of figures besides the run folder: psigrad_extras/connect/trackers.py."""
+    """A destination of figures besides the run folder, such as W&B; psigrad_extras/connect/trackers.py has the trackers."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the figures of one step."""

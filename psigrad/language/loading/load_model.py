@@ -294,7 +294,7 @@ def load_frozen(settings: Model, run: Run, checkpoint: Path | None, world: World
 
 @without_bars()
 def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World = ALONE) -> ScalarModel:
-    """Load a separate critic from its checkpoint, from `critic.path`, or from the policy's initial weights with a zero head."""
+    """Load a separate critic from the checkpoint, from `config.critic`, or from the policy's initial weights with a zero head."""
     saved = SavedWeights.of(checkpoint, "critic")
     start = replace(config.model, path=config.critic, revision="") if config.critic else config.model
     start = replace(start, quantize_base="")  # only the policy's base is quantised; a critic trains all its weights

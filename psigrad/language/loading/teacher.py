@@ -133,7 +133,10 @@ class Teacher:
         return ends, theirs
 
     def _translate(self, prompt: tuple[int, ...], ids: tuple[int, ...]) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-        """Return a completion in the teacher's tokens, and the counts (policy's, teacher's tokens) up to each piece's end."""
+        """Return a completion in the teacher's tokens, and where its pieces of text end in both tokenizations.
+
+        Each end is (number of the policy's tokens, number of the teacher's tokens) up to there.
+        """
         eos, finished = self.tokenizer.eos_token_id, bool(ids) and ids[-1] in self.policy.eos_token_ids
         body = ids[:-1] if finished else ids
         text, own = text_ends(self.policy.tokenizer, body)

@@ -211,7 +211,7 @@ class Mixture:
 
 
 class MixedScoring(Scoring):
-    """The `Scoring` of a `Mixture`."""
+    """The `Scoring` that `Mixture.begin` returns. It sends groups to all scorers and adds their weighted rewards."""
 
     def __init__(self, parts: Sequence[Scoring], weights: Sequence[float]) -> None:
         self._parts, self._weights = parts, weights

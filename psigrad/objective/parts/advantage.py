@@ -82,7 +82,7 @@ def needs_of(part: object) -> frozenset[str]:
 
 
 def over_steps(x_N: Tensor, batch: Batch) -> Tensor:
-    """Return one number per trajectory, expanded to each of its chosen steps."""
+    """Return [N, T]: the number of each trajectory on all of its chosen steps, 0 on masked steps."""
     return zero_outside(batch.mask, x_N[:, None].expand(batch.mask.shape))
 
 

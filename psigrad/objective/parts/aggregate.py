@@ -179,7 +179,7 @@ class top_entropy:
 
 @dataclass(frozen=True)
 class clip_covariance:
-    """Drop a few of the steps that cost most entropy: likely ones with a high advantage, or unlikely ones with a low one.
+    """Drop a few of the steps that lower the entropy most: likely ones with a high advantage, or unlikely ones with a low one.
 
     Formula: with C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A)): a random choice of the steps with
              low < C_t < high is dropped; its size is share · (number of all steps)

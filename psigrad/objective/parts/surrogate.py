@@ -322,7 +322,7 @@ class off_policy_mask:
 
 @dataclass(frozen=True)
 class covariance_penalty(RatioSurrogate):
-    """The importance-weighted surrogate, with a penalty on moving the few steps that cost most entropy.
+    """The importance-weighted surrogate, with a penalty on changes of the few steps that lower the entropy most.
 
     Formula: L_t = −ρ_t·A_t + [t ∈ M]·coefficient·|log ρ_t|, M the share of all steps with the greatest
              C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A))

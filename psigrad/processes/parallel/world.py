@@ -90,7 +90,7 @@ class Alone:
     rank, size, lockstep, division = 0, 1, False, Division()
 
     def broadcast(self, value: T) -> T:
-        """Return the value itself."""
+        """Return the value itself, as this process is rank 0."""
         return value
 
     def all_gather(self, value: T) -> list[T]:
@@ -98,7 +98,7 @@ class Alone:
         return [value]
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the tensor itself."""
+        """Return the tensor itself, which is the sum over one process."""
         return x
 
     def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
