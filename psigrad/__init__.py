@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
 
-# Waiting OpenMP threads spin on their core. If another program needs that core too, each waits for the other and a step takes
-# ten times as long. Without any spin, the core of a virtual machine sleeps between two small kernels and wakes late.
-# libgomp reads this value when torch is first imported.
+# An OpenMP thread that waits spins on its core. If another program needs the core too, the threads wait for each other and a step
+# takes ten times as long. Without any spin, the core of a virtual machine sleeps between two small kernels and wakes late. This
+# value spins for a short time. libgomp reads it when torch is first imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "100000")
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from psigrad.objective import PolicyGradient
     from psigrad.runs.callbacks import Callback
 
-# Public name -> the module that defines it.
+# Public name -> the module from which the name is imported when it is first used.
 _HOMES = {
     "PolicyGradient": "psigrad.objective",
     "explain": "psigrad.config.algorithms",

@@ -7,15 +7,15 @@ import sys
 
 from psigrad.runs.survival import supervise
 
-# Commands that run until the user ends them, and flags with which no user code runs.
+# Commands that run until the user ends them, and flags for help. Neither needs a supervised child.
 _UNTIL_ENDED = {"studio", "serve", "chat"}
 _HELP = {"-h", "--help", "--help-all"}
 
 
 def start() -> int:
-    """Run the command of this process in a supervised child, created before any heavy import.
+    """Run this process's command in a supervised child process (`supervise`), which is forked before any slow import.
 
-    A rank of several processes has a launcher instead.
+    Servers, help, and ranks of several processes, which their launcher supervises, run in this process.
     """
     arguments = sys.argv[1:]
     alone = not arguments or arguments[0] in _UNTIL_ENDED or _HELP.intersection(arguments) or "WORLD_SIZE" in os.environ

@@ -1,4 +1,4 @@
-"""The Python front door: `psigrad.train` and `psigrad.evaluate`, with the settings of the command line as keyword arguments."""
+"""The Python interface: `psigrad.train`, `evaluate` and `score`, with the command line's settings as keyword arguments."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
       `PolicyGradient`.
     - `model` is a folder, a hub name, or a transformers model. An object is trained in place, as in TRL: afterwards it holds the
       trained weights, with any adapter merged in. Its initial weights are saved in `start/` of the run folder.
-    - `tokenizer` is a transformers tokenizer or processor, or a name. The default is that with which the model was loaded.
+    - `tokenizer` is a transformers tokenizer or processor, or a name. The default is the model's own tokenizer.
     - `dataset` and `eval_dataset` are a file, folder or hub name, or rows: a list of dicts, a `datasets.Dataset`, a DataFrame.
-    - `peft_config` puts a LoRA adapter on the model, as the `lora_…` settings do.
-    - `settings` are those of the command line, with the same defaults. Pass them by leaf name (learning_rate=1e-5) or by dotted
-      name (**{"optim.learning_rate": 1e-5}). TRL's names are accepted too: `train_dataset`, `processing_class`, `reward_funcs`,
-      `per_device_train_batch_size`. So is `args`, a configuration such as `GRPOConfig(…)`, whose fields are converted as by
-      `psigrad from-trl`. Settings passed explicitly override those of `args`.
+    - `peft_config` adds a LoRA adapter to the model, in place of the `lora_…` settings.
+    - `settings` are the settings of the command line, with the same defaults. Pass them by leaf name (learning_rate=1e-5) or by
+      dotted name (**{"optim.learning_rate": 1e-5}). TRL's names are accepted too: `train_dataset`, `processing_class`,
+      `reward_funcs`, `per_device_train_batch_size`. `args` may be a TRL configuration such as `GRPOConfig(…)`, whose fields are
+      converted as by `psigrad from-trl`. Settings passed explicitly override those of `args`.
 
-    Raises `UserError` on a mistake.
+    Raises `UserError` for a mistake in the arguments or the data.
 
         psigrad.train("grpo", model="Qwen/Qwen3-0.6B", dataset="prompts.jsonl", reward=my_reward, max_steps=100)
     """
@@ -107,7 +107,7 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
 
 
 def _of_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: bool) -> tuple[Any, dict[str, Any]]:
-    """Return the method and settings of a TRL configuration, overridden by `settings`. Warn about each difference from TRL."""
+    """Return the method of a TRL configuration, and its settings overridden by `settings`. Warn about differences from TRL."""
     converted = convert_object(args)
     if method not in (converted.trainer, converted.method):
         raise UserError(
@@ -193,8 +193,10 @@ def _judged(dataset: Dataset, settings: Mapping[str, Any]) -> Any:
 
 
 def _rows(dataset: Dataset, split: str = "train", setting: str = "split", usual: str = "train") -> Any:
-    """Return a name as an absolute path, and rows as a list, since they are read more than once. From a `DatasetDict`, return the
-    rows of `split`, whose setting is named `setting`. Slices are left to the recipe.
+    """Return a dataset's name as an absolute path, and rows as a list, since they are read more than once.
+
+    From a `DatasetDict`, return the rows of the split that `split` names. The recipe takes a slice such as train[:90%]. `setting`
+    is the setting that gives `split`, for messages.
     """
     name = parse_split(split).name
     if isinstance(dataset, str | os.PathLike):

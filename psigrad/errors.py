@@ -19,13 +19,13 @@ class UserError(ValueError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the known name closest to `name`, or an empty string."""
+    """Return `; did you mean 'x'?` with the known name x closest to `name`, or "" if none is close."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
 def several(count: int, noun: str, one: str = "", more: str = "") -> str:
-    """Return a number with its noun and the matching verb: "1 row is", "2 rows are"."""
+    """Return a number with its noun, and with the verb that fits, `one` or `more`: "1 row is", "2 rows are"."""
     return " ".join(filter(None, [str(count), noun if count == 1 else f"{noun}s", one if count == 1 else more]))
 
 

@@ -1,6 +1,7 @@
-"""The table of the plug-ins: psigrad.control and the packages beside psigrad, and the requirements of extras.
+"""The table of plug-ins (psigrad.control and the packages psigrad_…), and the requirements of pyproject.toml's extras.
 
-The core uses these packages only through this table. Each module is imported on first use, and the rest works without it.
+The core imports these packages only through this table. Each module is imported on first use, and everything else works without
+it.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from typing import Any, NamedTuple
 from psigrad.errors import UserError
 
 DEVELOPERS = ("dev", "types", "peers", "browser", "docs")
-"""The extras for developing psigrad. No command needs one."""
+"""The extras that only developers of psigrad need."""
 
 
 class Beside(NamedTuple):
-    """A module outside the core, the name of its feature in errors, and the extra of pyproject.toml that it needs."""
+    """A plug-in: its module, the name of its feature for error messages, and the extra of pyproject.toml that it needs."""
 
     module: str
     purpose: str
@@ -61,7 +62,7 @@ BESIDE = {
 
 
 def load(name: str) -> Any:
-    """Import the module of that name in `BESIDE`. Raises `UserError` if its package or a requirement of it is not installed."""
+    """Import the plug-in `name` of the table `BESIDE`. Raises `UserError` if its package or a requirement is not installed."""
     module, purpose, extra = BESIDE[name]
     try:
         return importlib.import_module(module)
@@ -77,7 +78,7 @@ def load(name: str) -> Any:
 
 
 def find(name: str) -> Any:
-    """Return the module as `load` does, or None if its package is not installed."""
+    """Import the plug-in `name` of the table `BESIDE`. Return None if its package is not installed."""
     try:
         return load(name)
     except UserError:
@@ -85,14 +86,14 @@ def find(name: str) -> Any:
 
 
 def not_installed(purpose: str, error: ImportError, extra: str) -> UserError:
-    """Return the error for a feature whose packages, those of an extra, cannot be imported."""
+    """Return the error for a feature (`purpose`) that needs the packages of an extra, one of which cannot be imported."""
     return UserError(f"{purpose} needs {error.name}, which cannot be imported ({error}). Run `{install_command(extra)}`.")
 
 
 def install_command(extra: str) -> str:
     """Return the command that installs the packages of an extra, such as `pip install 'uvicorn>=0.40'`.
 
-    It names the packages themselves, because psigrad is on no index and the user may have no checkout.
+    It names the packages themselves, because psigrad is not on PyPI and the user may have no checkout.
     """
     return shlex.join(["pip", "install", *requirements()[extra]])
 
@@ -108,7 +109,7 @@ def find_extra(package: str) -> str:
 
 @cache
 def requirements() -> dict[str, list[str]]:
-    """Return the requirements of every extra: those of the checkout, or of the installed package."""
+    """Return {extra: requirements}, from the checkout's pyproject.toml or from the installed package's metadata."""
     checkout = Path(__file__).parents[1] / "pyproject.toml"
     project = tomllib.loads(checkout.read_text())["project"] if checkout.is_file() else {}
     if project.get("name") == "psigrad":
@@ -122,7 +123,7 @@ def requirements() -> dict[str, list[str]]:
 
 
 def command(package: str, name: str) -> Callable[[list[str]], int]:
-    """Return a command of one of the packages: arguments -> exit status."""
+    """Return a command of a plug-in package as a function (arguments -> exit status) that imports the package when called."""
 
     def run(arguments: list[str]) -> int:
         status: int = getattr(load(package), name)(arguments)

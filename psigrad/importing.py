@@ -1,4 +1,4 @@
-"""The importer of "module:object" and "file.py:object": rewards, environments, tools, algorithms and their parts."""
+"""Importing the user's objects by "module:object" or "file.py:object": rewards, environments, tools, and parts of algorithms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from psigrad.errors import UserError, kind_of, nearest
 from psigrad.paths import kept_folder
 
-# Module -> the files that it opened for reading while it was imported here, and the modules imported with it.
+# Module -> the files that it opened for reading while it was imported here, and the modules that it imported.
 opened_by: dict[str, set[str]] = {}
 loaded_by: dict[str, set[str]] = {}
 # Id of an object imported by name -> (the object, its module). The class of an instance or a partial may be in another module.
@@ -27,9 +27,9 @@ FILE_MODULE = "_psigrad_file_"
 
 
 def imported(path: str, kind: str) -> Any:
-    """Import the object that "module:object" or "file.py:object" names. `kind` is its name in errors.
+    """Import the object that "module:object" or "file.py:object" names. `kind` says what it is for error messages: "reward".
 
-    The current folder is importable. Raises `UserError` if nothing of that name is found, or if its module raises.
+    Modules in the current folder can be imported. Raises `UserError` if there is no such object, or if its module raises.
     """
     module_name, _, attribute = path.rpartition(":")
     if not module_name:
@@ -43,12 +43,12 @@ def imported(path: str, kind: str) -> Any:
 
 
 def home_of(thing: Any) -> str:
-    """Return the name of the module that an object was imported from by name, or "" if it was not."""
+    """Return the name of the module from which `imported` imported an object; "" for any other object."""
     return _found_in.get(id(thing), (None, ""))[1]
 
 
 def imported_callable(path: str, kind: str) -> Any:
-    """Import an object as `imported` does. Raises `UserError` if it is no function or class."""
+    """Import an object with `imported`. Raises `UserError` also if it is not callable."""
     found = imported(path, kind)
     if not callable(found):
         raise UserError(f"The {kind} {path!r} is {kind_of(found)}; expected a function.")
@@ -56,14 +56,14 @@ def imported_callable(path: str, kind: str) -> Any:
 
 
 def with_colon(name: str) -> str:
-    """Return `module:function` for a function's dotted name, as on TRL's command line. Return any other text unchanged."""
+    """Return `module:function` for a name like TRL's, `module.function`. Return any other text unchanged."""
     module, _, function = name.rpartition(".")
     dotted = bool(module) and function != "py" and all(part.isidentifier() for part in name.split("."))
     return f"{module}:{function}" if dotted else name
 
 
 def imported_module(name: str, kind: str) -> ModuleType:
-    """Import the module of that name, or in that "file.py". Raises `UserError` if there is none, or if it raises."""
+    """Import a module by its name or as "file.py". Raises `UserError` if there is none, or if it raises."""
     return _module(name, name, kind)
 
 
@@ -95,7 +95,10 @@ def _imported(name: str, path: str, kind: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _watched(name: str) -> Iterator[None]:
-    """Record files opened for reading in the block in `opened_by`, and modules imported with this one in `loaded_by`."""
+    """Record what happens while the block imports the module `name`: files that are opened for reading, and other imports.
+
+    They are stored in `opened_by` and `loaded_by`.
+    """
     before = set(sys.modules)
     if not _watching:
         sys.addaudithook(_note_opened)  # an audit hook cannot be removed
@@ -121,7 +124,7 @@ def _note_opened(event: str, about: tuple[Any, ...]) -> None:
 
 
 def load_file(name: str, file: str) -> ModuleType:
-    """Load the module in a file under the given name."""
+    """Import the Python file `file` as the module `name`."""
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ImportError(f"{file} is not a Python file")

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 _Z = NormalDist().inv_cdf(0.975)
 LEAST_ROWS = 10
-"""The number of rows from which two evaluations are judged."""
+"""The least number of rows for a verdict on two evaluations."""
 LARGE = 50
-"""The number of rows from which the normal distribution replaces Student's t for differences of zeros and ones."""
+"""The least number of rows for which the normal distribution replaces Student's t for differences of zeros and ones."""
 
 
 def wilson(successes: float, n: int, outside: float = 0.05) -> tuple[float, float]:
@@ -47,7 +47,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def unbounded_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return mean ± t·s/√n of Student's t, 95 %; (NaN, NaN) where no two values differ. Raises ValueError without values."""
+    """Return the 95 % interval mean ± t·s/√n (Student's t); (NaN, NaN) if all values are equal. Raises ValueError if empty."""
     n, mean, error = _moments(values)
     reach = _student(n - 1) * error if error else math.nan
     return mean - reach, mean + reach
@@ -91,10 +91,10 @@ def paired_difference(before: Sequence[float], after: Sequence[float]) -> Interv
 
     Formula: d̄ ± c·s(d)/√n, c = 1.96 if the rows' differences are 0 and ± one number and n ≥ `LARGE`, else Student's t
 
-    A change is certain if the interval does not contain 0. For rows of 0 and 1 that happens to an unchanged policy in at most
-    5.6 % of cases, at any rate and any n ≥ 10. The interval of such rows reaches at least 3/n, the rule of three: rows that all
-    agree do not prove that no row would differ. Below `LARGE` it reaches 4/n, so that four turned rows prove nothing, as in
-    McNemar's test. The ends are NaN if all values are one number outside [0, 1].
+    A change counts as real if the interval does not contain 0. For rows of 0 and 1 this happens with an unchanged policy in at
+    most 5.6 % of cases, at any success rate and any n ≥ 10. The interval of such rows reaches at least ±3/n (the rule of three):
+    if all rows agree, that does not prove that no other row would differ. Below `LARGE` rows it reaches at least ±4/n, so that
+    four changed rows are not enough, as in McNemar's test. The ends are NaN if all values are one number outside [0, 1].
 
     Raises ValueError without rows, and if the numbers of rows differ.
     """
@@ -113,7 +113,7 @@ def paired_difference(before: Sequence[float], after: Sequence[float]) -> Interv
 
 
 def difference(before: Interval, after: Interval) -> Interval:
-    """Return the difference of two independent means and its 95 % interval, from theirs.
+    """Return the difference of two independent means and its 95 % interval, computed from the intervals of the means.
 
     Formula: d − √((m₂ − l₂)² + (u₁ − m₁)²) to d + √((u₂ − m₂)² + (m₁ − l₁)²)
 
@@ -125,12 +125,12 @@ def difference(before: Interval, after: Interval) -> Interval:
 
 
 def detectable_gain(values: Sequence[float]) -> float:
-    """Return the rise of the mean that a second evaluation of the same rows notices with a probability of about 80 %.
+    """Return the rise of the mean that a second evaluation of the same rows would detect with a probability of about 80 %.
 
     Formula: g = 2.8·√((v(m) + v(m + g))/n), v the variance of a row at that mean, and at least 5.5/n of the values' range
-             (6.7/n below `LARGE`), with which four (five) rows turn in 80 % of cases
+             (6.7/n below `LARGE`), with which four (five) rows change in 80 % of cases
 
-    The second evaluation counts as a new draw, so the true gain is smaller if rows differ in difficulty.
+    Both evaluations are treated as independent, so the detectable gain is really smaller if rows differ in difficulty.
     Raises ValueError without values.
     """
     n, mean, error = _moments(values)

@@ -1,4 +1,4 @@
-"""The paths that a user gives: how they are resolved, and checks before anything is written to them."""
+"""Resolving the paths that a user gives, and checking them before anything is written."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 
 from psigrad.errors import UserError
 
-# The file that names the command of a folder that is not a run folder, such as that of `psigrad compare`.
+# The file in an output folder that is not a run folder. It names the command that made the folder, such as `psigrad compare`.
 OWNER = ".psigrad"
 _LONGEST_NAME = 255  # bytes, the limit of all common file systems
 
 
 class TypedPath(str):
-    """An absolute path that is recorded as the user typed it, so that a moved project can resume its runs."""
+    """An absolute path with the text that the user typed. Runs record the text, so that they can resume in a moved project."""
 
     typed: str
 
     def __new__(cls, path: str, typed: str) -> TypedPath:
-        """Return the text `path` that remembers `typed`."""
+        """Return the string `path` with the attribute `typed`."""
         made = super().__new__(cls, path)
         made.typed = typed
         return made
@@ -44,7 +44,7 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def kept_folder() -> Iterator[None]:
-    """Return to the current folder at the end of the block, since user code in it may call `os.chdir`."""
+    """Restore the current folder at the end of the block, since user code in the block may call `os.chdir`."""
     before = os.open(".", os.O_RDONLY)
     try:
         yield
@@ -54,13 +54,16 @@ def kept_folder() -> Iterator[None]:
 
 
 def expand(text: str) -> str:
-    """Return a path to write to, with `~` expanded. Raises `UserError` for a name that no file system accepts."""
+    """Return an output path with `~` expanded. Raises `UserError` for a name that no file system accepts."""
     found = absolute(text)
     return TypedPath(str(found), text) if text.startswith("~") else text
 
 
 def find_absolute(text: str) -> str:
-    """Return the absolute path of a name that exists on this disk, with `~` expanded. Return any other name unchanged."""
+    """Return an absolute path for a name that is a file or folder on this machine. Return any other name unchanged.
+
+    `~` is expanded. A weight after a dataset's name, as in a.jsonl:0.7, stays.
+    """
     if not text or isinstance(text, TypedPath) or "\0" in text:
         return text
     weighed = re.fullmatch(r"(.+)(:(?:\d+(?:\.\d*)?|\.\d+))", text)  # a dataset with its weight
@@ -72,9 +75,9 @@ def find_absolute(text: str) -> str:
 
 
 def check_folder(folder: Path, setting: str, owns: Callable[[Path], bool] = lambda folder: False) -> None:
-    """Check that a command may write into a folder: it does not exist, is empty, or `owns` says that psigrad made it.
+    """Check that a command may write into a folder: it does not exist, is empty, or `owns(folder)` is True.
 
-    Raises `UserError` naming the setting. Nothing is written.
+    Raises `UserError` naming the setting otherwise. Nothing is written.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; choose a new or an empty folder as {setting}.")
@@ -83,9 +86,9 @@ def check_folder(folder: Path, setting: str, owns: Callable[[Path], bool] = lamb
 
 
 def claim(folder: Path, command: str, setting: str = "output_dir") -> Path:
-    """Create the folder of a command that is not a run, or reuse a folder that the same command made earlier.
+    """Create the output folder of a command that is not a run, or reuse a folder that the same command made earlier.
 
-    Raises `UserError` if the folder holds anything else or cannot be written.
+    Raises `UserError` if the folder contains anything else or cannot be written.
     """
     check_folder(folder, setting, lambda found: _owner(found) == command)
     try:
@@ -104,9 +107,9 @@ def _owner(folder: Path) -> Any:
 
 
 def check_output(output: str) -> None:
-    """Check before the work that the file `output` can be written and replaces nothing. "" means no file.
+    """Raise `UserError` if the file `output` cannot be written or already has content. "" means no file.
 
-    The folder of the file is created. Raises `UserError`.
+    Call this before the work whose result goes to the file. The folder of the file is created.
     """
     if not output:
         return

@@ -1,7 +1,7 @@
 """Redaction of secrets: tokens, passwords, credentials in URLs, and the values of environment variables with such names.
 
-`clear` is for anything that is written, `say` for messages on the terminal. A run folder has many lines, so its writer calls the
-two halves of `clear`: `hide` and `without`.
+Use `clear` for anything that is written to files, and `say` for messages on the terminal. The run folder's writer calls the two
+halves of `clear`, `hide` and `without`, separately, which is faster for many lines.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _SPOKEN = tuple(
 
 
 def hide(value: Any) -> Any:
-    """Return a JSON value without secrets, which are recognised by their form in texts and by their name in mappings."""
+    """Return a JSON value without secrets. In texts they are recognised by their format, in mappings and flags by their name."""
     if isinstance(value, str):
         for pattern in _SPOKEN:
             value = pattern.sub(rf"\1{HIDDEN}", value)
@@ -66,14 +66,14 @@ def hide(value: Any) -> Any:
 
 
 def clear(value: Any) -> Any:
-    """Return a JSON value that may be written or printed: after `hide`, and without the `values` of secret variables."""
+    """Return a JSON value without secrets: those that `hide` recognises, and the `values` of secret environment variables."""
     return json.loads(without(json.dumps(hide(value)).encode(), values()))
 
 
 def escape(text: str) -> str:
     """Escape control characters, bidirectional overrides and lone surrogates, but not line ends and tabs.
 
-    A text of a model or a dataset may contain sequences that set a terminal's title or clipboard.
+    Without this, a text of a model or dataset could set the terminal's title or clipboard.
     """
     return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
@@ -84,12 +84,12 @@ def say(text: str) -> None:
 
 
 def tell(kind: str, text: str, **fields: Any) -> None:
-    """Print a message as `say` does. It serves as a run's message function if there is no run to record the event."""
+    """Print a message with `say`. Use it in place of `Journal.tell` where there is no run that could record the event."""
     say(text)
 
 
 def values() -> list[bytes]:
-    """Return the values of this process's environment variables with secret names, as they appear in a line of JSON."""
+    """Return the values of environment variables whose names look secret, in the form that they have in a line of JSON."""
     held = {value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= _SHORTEST}
     shown = [value for value in sorted(held, key=len, reverse=True) if not (os.sep in value and os.path.exists(value))]
     # Lines are written with and without ASCII escapes.
@@ -98,7 +98,7 @@ def values() -> list[bytes]:
 
 
 def without(lines: bytes, secret: list[bytes]) -> bytes:
-    """Return lines of JSON without these values."""
+    """Return lines of JSON in which these secret values are replaced."""
     for value in secret:
         lines = lines.replace(value, HIDDEN.encode())
     return lines

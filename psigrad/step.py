@@ -1,4 +1,4 @@
-"""The contract of one step: a state goes in, an `Outcome` comes out. The cycle that repeats the step records the outcome."""
+"""The types of one training step: it takes a `RunState` and returns an `Outcome`. The training loop records the outcome."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 @dataclass(frozen=True)
 class RunState:
-    """The numbers of every run; each kind of training adds its own. A checkpoint stores them."""
+    """The state of a run besides its weights and optimisers, stored in checkpoints. Each kind of training adds fields."""
 
     step: int = 0
     """The number of completed steps, which numbers rows and checkpoints."""
@@ -31,7 +31,7 @@ class RunState:
 
     @property
     def turns(self) -> int:
-        """The number of steps that save_steps and eval_steps count."""
+        """The number that save_steps and eval_steps count; here the number of steps."""
         return self.step
 
 
@@ -40,7 +40,7 @@ S = TypeVar("S", bound=RunState)
 
 @dataclass(frozen=True)
 class Outcome(Generic[S]):
-    """The result of one step. A step writes and prints nothing: the cycle records its outcome."""
+    """The result of one step. A step itself writes and prints nothing; the training loop records its outcome."""
 
     state: S
     metrics: Mapping[str, Any]
@@ -58,11 +58,11 @@ class Outcome(Generic[S]):
 
 
 Observe = Callable[[str], AbstractContextManager[Any]]
-"""A function that observes the phase of this name while its block runs, as a watchdog does."""
+"""A function (name) -> context manager that observes a phase while its block runs, such as a watchdog's `phase`."""
 
 
 class Clock:
-    """Seconds spent in the named phases of one step."""
+    """A stopwatch for the named phases of one step."""
 
     def __init__(self, watch: Observe = contextlib.nullcontext) -> None:
         self._start, self._watch = time.perf_counter(), watch
@@ -79,5 +79,5 @@ class Clock:
             self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - begin
 
     def read(self) -> dict[str, float]:
-        """Return the seconds by phase, with those since the clock's creation as "step_time"."""
+        """Return {phase: seconds}, with "step_time" for the seconds since the clock was created."""
         return {"step_time": time.perf_counter() - self._start, **self.phases}

@@ -1,4 +1,4 @@
-"""The commands. Each parses its arguments, calls a public function and prints. A heavy import waits until a command needs it."""
+"""The commands. Each parses its arguments, calls a public function and prints. Slow imports are made only where needed."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ _PEERS = {
 
 
 def _meant_for_people(error: ValueError) -> bool:
-    """Return True if one of psigrad's checks raised the error, and not a library that it calls."""
+    """Return True if one of psigrad's checks raised the error, whose message is then for users, and not some other library."""
     if isinstance(error, UserError):
         return True
     trace = error.__traceback__

@@ -34,19 +34,19 @@ HELP = {"-h", "--help", "--help-all"}
 
 
 class Command(NamedTuple):
-    """A command: its purpose in one line, and its function (arguments -> exit status)."""
+    """A command: its purpose in one line, and the function that runs it (arguments -> exit status)."""
 
     purpose: str
     run: Callable[[list[str]], int]
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:
-    """Return True if one of `HELP` is among the arguments."""
+    """Return True if one of the help flags (`HELP`) is among the arguments."""
     return bool(HELP.intersection(arguments))
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argparse parser that raises a `UserError` of one sentence. Its help ends with `last_line`."""
+    """An argparse parser that raises `UserError` instead of exiting. Its help ends with `last_line`."""
 
     last_line = ""
 
@@ -105,7 +105,10 @@ def plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any], a
 
 
 def join_columns(arguments: Sequence[str], settings: Container[str] = ()) -> list[str]:
-    """Return the arguments with `--columns a=b c=d` as `--columns a=b,c=d`. A pair that names a setting is an override."""
+    """Return the arguments with `--columns a=b c=d` joined to `--columns a=b,c=d`.
+
+    A pair whose name is one of `settings` is not joined, since it is an override.
+    """
     made: list[str] = []
     for text in arguments:
         behind = made[-2:-1] == ["--columns"] or (made[-1:] and made[-1].startswith("--columns="))
@@ -117,7 +120,7 @@ def join_columns(arguments: Sequence[str], settings: Container[str] = ()) -> lis
 
 
 def split_off(cls: type[T], command: str, arguments: Sequence[str]) -> tuple[T, list[str]]:
-    """Return (settings of class `cls`, all other arguments), for a command that also takes the flags of another one."""
+    """Return (settings of class `cls`, all other arguments), for a command that passes the other arguments to another command."""
     parser = _Parser(prog=f"psigrad {command}", add_help=False, usage=argparse.SUPPRESS)
     _add_flags(parser, cls, command, {}, every=True, told=asks_for_help(arguments))
     known, rest = parser.parse_known_args(list(arguments))
@@ -127,7 +130,7 @@ def split_off(cls: type[T], command: str, arguments: Sequence[str]) -> tuple[T, 
 
 
 def parse_lists(arguments: Sequence[str], *lists: str) -> tuple[list[str], dict[str, list[str]], list[str]]:
-    """Return (leading names, the values after each of the flags `lists`, all other arguments)."""
+    """Return (names before the first flag, the values after each of the flags `lists`, all other arguments)."""
     names: list[str] = []
     found: dict[str, list[str]] = {name: [] for name in lists}
     rest, current = [], names
@@ -143,7 +146,7 @@ def parse_lists(arguments: Sequence[str], *lists: str) -> tuple[list[str], dict[
 
 
 def number(flag: str, text: str, kind: Callable[[str], T]) -> T:
-    """Return the number in a value of a flag: an int or a float, according to `kind`. Raises `UserError`."""
+    """Return the value `text` of a flag as a number of the type `kind`, int or float. Raises `UserError`."""
     try:
         return kind(text)
     except ValueError:
@@ -151,7 +154,7 @@ def number(flag: str, text: str, kind: Callable[[str], T]) -> T:
 
 
 def names_and_output(command: str, arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return (names, value of `--output`) of a command that takes nothing else."""
+    """Parse the arguments of a command that takes only names and `--output FILE`, and return both."""
     parser = _Parser(prog=f"psigrad {command}")
     parser.add_argument("names", nargs="*")
     parser.add_argument("--output", metavar="FILE")
@@ -161,7 +164,7 @@ def names_and_output(command: str, arguments: Sequence[str]) -> tuple[list[str],
 
 
 def _refuse(rest: Sequence[str], parser: _Parser, expected: str, cls: type[Any] | None = None) -> None:
-    """Raise `UserError` for the first argument that the parser does not know."""
+    """Raise `UserError` for the first of the arguments `rest`, which the parser does not know."""
     for text in rest:
         if text.startswith("-"):
             flag = text.split("=")[0]
@@ -173,7 +176,7 @@ def _refuse(rest: Sequence[str], parser: _Parser, expected: str, cls: type[Any] 
 
 
 def _switches(parser: _Parser) -> dict[str, bool]:
-    """Return flag -> True if it takes no value."""
+    """Return {flag: True if it takes no value} for all flags of the parser."""
     return {option: action.nargs == 0 for action in parser._actions for option in action.option_strings}
 
 
@@ -195,14 +198,14 @@ def _values(cls: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(value: Any, hint: Any, name: str) -> Any:
-    """Return text unchanged if the setting is text. Read anything else as YAML: 1e-5, true, {part: clip}."""
+    """Return a flag's value unchanged if the setting is text. Parse it as YAML otherwise: 1e-5, true, {part: clip}."""
     if isinstance(value, list):
         return [_read(v, get_args(hint)[0] if get_args(hint) else hint, name) for v in value]
     return value if isinstance(value, bool) else read_value(value, hint, name)
 
 
 def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bool, told: bool) -> _Parser:
-    """Return the parser of a command. Its help shows every setting, or only the main ones."""
+    """Return the parser of a command. Its help lists `every` setting, or only those that are marked `MAIN`."""
     parser = _Parser(
         prog=f"psigrad {command}",
         description=inspect.getdoc(cls),
@@ -224,9 +227,9 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
 
 
 def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any, every: bool) -> None:
-    """Add a flag for every part of the algorithm that has a short name, also for those that this method lacks.
+    """Add a flag for every shortcut to a part of the algorithm, also for parts that this method lacks.
 
-    Giving one of the latter fails later with an explanation.
+    Giving the flag of a missing part raises an error later, which explains the reason.
     """
     known = shortcuts.shortcuts_of(cls)
     group = parser.add_argument_group("parts of the method; `psigrad explain` shows them all") if known else parser
@@ -249,9 +252,9 @@ def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any, every: bool) ->
 
 
 def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[str, Any], every: bool, told: bool) -> None:
-    """Add a flag for every setting, section by section. `defaults` are those of a method, by name.
+    """Add a flag for every setting, section by section. `defaults` are a method's defaults by name.
 
-    Help texts are read from the source only if they are `told`, since reading takes time.
+    Help texts are read from the source code only with `told`, since reading takes time.
     """
     groups: dict[str, Any] = {}
     ordered = sorted(settings_of(cls).items(), key=lambda one: not one[0].startswith(("model.", "data.")))
@@ -272,7 +275,7 @@ def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[
             several = get_origin(setting.type) is tuple or SEVERAL in setting.marks
             many = {"nargs": "+", "action": "extend"} if several else {}
             group.add_argument(*names, dest=name, metavar=_NUMBERS.get(setting.type, leaf.upper()), help=text, **many)
-    for name, instead in unread_of(cls).items():  # disabling what is never on is allowed
+    for name, instead in unread_of(cls).items():  # a flag that only disables a feature which the command lacks is allowed
         section, _, leaf = name.rpartition(".")
         if not instead and getattr(getattr(cls(), section), leaf) is True:
             parser.add_argument(
@@ -281,7 +284,7 @@ def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[
 
 
 def _choices(hint: Any, default: Any) -> str:
-    """Return the allowed words of a setting, if there are only a few, and its default."""
+    """Return text for the help of a setting: its allowed words, if it is one of a few words, and its default."""
     words = [str(word) for word in get_args(hint) if word] if get_origin(hint) is Literal else []
     parts = [", ".join(words)] * (len(words) > 1) + [f"default {default}"] * (default not in ("", (), None))
     return f" ({'; '.join(parts)})" if parts else ""

@@ -80,7 +80,7 @@ def score(arguments: list[str]) -> int:
 
 
 def _attack(rewards: list[str], dataset: str, output: str, **how: Any) -> int:
-    """Print the answers that the rewards misjudge. Return exit status 1 if a wrong one is rewarded."""
+    """Print the answers that the rewards score wrongly. Return exit status 1 if a wrong answer is rewarded."""
     if not dataset:
         raise UserError("No dataset was given; name a file of prompts with answers with --dataset.")
     attack = extras.load("attack")
@@ -150,7 +150,7 @@ def evaluate(arguments: list[str]) -> int:
 
 
 def report(arguments: list[str]) -> int:
-    """Draw the report of a run again, or one that compares several runs."""
+    """Write the report of a run again, or a report that compares several runs."""
     usage = "psigrad report RUN [RUN ...] [--output FILE]"
     if flags.asks_for_help(arguments):
         print(f"{usage}\n\nDraw the report of a run folder again, or of several compared.")

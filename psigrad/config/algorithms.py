@@ -1,4 +1,4 @@
-"""Algorithms and losses as settings: a preset's name, "module:object" or a mapping of parts -> the object of `psigrad.objective`.
+"""Algorithms and losses of `psigrad.objective`, built from settings: a name, "module:object" or a mapping of parts.
 
 This module imports torch through objective/. Code that must start fast, such as help, imports `psigrad.config.methods` instead.
 """
@@ -60,7 +60,7 @@ def resolve(spec: Spec) -> PolicyGradient:
 def change(start: PolicyGradient | None, changes: Mapping[str, Any]) -> PolicyGradient:
     """Return `start` with the changed parts. Without a start, `changes` must have all four required slots.
 
-    `resolve` describes the value of a slot.
+    The value of a slot has one of the forms that `resolve` lists.
     """
     parts: dict[str, Any] = {"name": f"{start.name} (changed)" if start and changes else start.name if start else ""}
     for slot, value in changes.items():
@@ -180,7 +180,7 @@ INNER = {"psi": "psi", "returns": "psi", "surrogate": "surrogate"}
 
 
 def _inner(name: str, value: Any, outer: Any) -> Any:
-    """Return a parameter of `outer`. If the parameter is a part itself, a mapping changes parameters of the current part."""
+    """Return the value of the parameter `name` of the part `outer`. If it is a part itself, a mapping changes its parameters."""
     return value if name not in INNER or value is None else _part(INNER[name], value, getattr(outer, name, None))
 
 

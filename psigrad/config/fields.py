@@ -1,7 +1,7 @@
 """The facts about a setting, read from its field: type and range, default, help text, and marks for its behaviour.
 
-A fact about a setting is stored on its field and nowhere else. Help and the settings page are made from it. The same holds for
-the settings that a run pins and those that a callback may change.
+A fact about a setting is stored on its field and nowhere else. Help, the settings page, the list of settings that a run pins and
+the list of those that a callback may change are all read from the fields.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ PATH, WRITTEN = Mark.PATH, Mark.WRITTEN
 
 
 class On:
-    """The default of a training run's setting on a type of device: `Annotated[str, On(cuda="bfloat16")]`."""
+    """A note on a setting: its default in training runs on a type of device, as in `Annotated[str, On(cuda="bfloat16")]`."""
 
     def __init__(self, **values: Any) -> None:
         self.values = values
 
 
 class NotRead:
-    """The settings of a section that a command does not read: `run: Annotated[Run, NotRead("max_steps")]`.
+    """A note on a section: its settings that a command does not read, as in `run: Annotated[Run, NotRead("max_steps")]`.
 
-    If another setting replaces one of them, its dotted name is given: `NotRead(temperature="evaluation.eval_temperature")`.
+    A keyword names the setting that replaces one of them: `NotRead(temperature="evaluation.eval_temperature")`.
     """
 
     def __init__(self, *names: str, **instead: str) -> None:
@@ -63,16 +63,16 @@ class NotRead:
 
 
 class ReadBy:
-    """The algorithms that read a setting or a section: `Annotated[Dqn, ReadBy("dqn")]`. `but` names those that do not."""
+    """A note on a setting or section: the algorithms that read it, as in `Annotated[Dqn, ReadBy("dqn")]`, or all but `but`."""
 
     def __init__(self, *algorithms: str, but: Collection[str] = ()) -> None:
         self.algorithms, self.but = algorithms, but
 
 
 class Needs:
-    """The settings that a setting or a section needs to have an effect: `Annotated[float, Needs("sampling.sampler=vllm")]`.
+    """A note on a setting or section: it has no effect without these, as in `Annotated[float, Needs("sampling.sampler=vllm")]`.
 
-    One of them is enough. Each is a dotted name, or a dotted name with a value.
+    Each is the dotted name of a setting that must be set, or a dotted name with the required value. One of them is enough.
     """
 
     def __init__(self, *settings: str) -> None:
@@ -80,7 +80,7 @@ class Needs:
 
 
 class Setting(NamedTuple):
-    """A setting of a settings class."""
+    """One setting of a settings class: its type, its default and its marks, read from a field."""
 
     owner: type[Any]
     """The class that has the field: `Optim` for `optim.learning_rate`."""
@@ -92,9 +92,9 @@ class Setting(NamedTuple):
 
 
 def asked_once(question: C) -> C:
-    """Return `question` with its answers cached by class.
+    """Return the function `question` with its results cached.
 
-    It is `functools.cache` that keeps the function's type, since mypy does not accept a class of unknown kind as hashable.
+    It is `functools.cache` with the function's own type, since mypy does not accept every class as a hashable argument.
     """
     return cast(C, cache(question))
 
@@ -110,9 +110,9 @@ def settings_of(cls: Any) -> dict[str, Setting]:
 
 @asked_once
 def unread_of(cls: Any) -> dict[str, str]:
-    """Return the settings of a class's sections that its command does not read -> the setting that replaces each, or "".
+    """Return {setting in a section of `cls` that the command does not read: the setting that replaces it, or ""}.
 
-    They are not settings of the command. Help omits them. Giving one fails with an error, unless it disables what is never on.
+    Help omits these settings. Giving one that has no replacement raises an error, unless the value is False or the default.
     """
     sections = types_of(cls, notes=True)
     found = {name: mark for name, annotated in sections.items() for mark in _extras(annotated) if isinstance(mark, NotRead)}
@@ -131,20 +131,20 @@ def types_of(cls: Any, notes: bool = False) -> Mapping[str, Any]:
 def usual_on(cls: Any, device: str) -> dict[str, Any]:
     """Return the defaults of a settings class on a type of device ("cuda") that differ from the fields' own, by dotted name.
 
-    A class that trains nothing has none.
+    The result is empty for a class that trains nothing.
     """
     trains = "optim" in types_of(cls)
     return {name: mark.values[device] for name, mark in _notes(cls, On) if trains and device in mark.values}
 
 
 def unread_by(cls: Any, algorithm: str) -> set[str]:
-    """Return the dotted names of the settings that this algorithm does not read. Without an algorithm there are none."""
+    """Return the dotted names of the settings that this algorithm does not read; an empty set if `algorithm` is ""."""
     return {name for name, mark in _notes(cls, ReadBy)
             if algorithm and (algorithm in mark.but or algorithm not in (mark.algorithms or (algorithm,)))}  # fmt: skip
 
 
 def idle(config: Any) -> dict[str, str]:
-    """Return a sentence for each changed setting of `config` that has no effect because another one is not set (`Needs`)."""
+    """Return {name: sentence} for each changed setting of `config` that has no effect, as no setting that it `Needs` is set."""
     found, settings = {}, settings_of(type(config))
     for name, mark in _notes(type(config), Needs):
         value = _value(config, name)
@@ -155,7 +155,7 @@ def idle(config: Any) -> dict[str, str]:
 
 
 def _notes(cls: Any, kind: type[N]) -> Iterator[tuple[str, N]]:
-    """Yield (dotted name, note) for each note of a kind on a setting or on its section."""
+    """Yield (dotted name, note) for each note of the class `kind` on a setting or on its section."""
     sections = types_of(cls, notes=True)
     for name, setting in settings_of(cls).items():
         section = sections[name.partition(".")[0]] if "." in name else None
@@ -208,7 +208,7 @@ def defaults_of(cls: Any) -> dict[str, Any]:
 
 
 def help_of(cls: Any, name: str) -> str:
-    """Return the string under the field, on one line."""
+    """Return the help text of a setting, which is the string under its field, on one line."""
     leaf = name.rpartition(".")[2]
     owners = settings_of(cls)[name].owner.__mro__
     return next((docs[leaf] for owner in owners if leaf in (docs := _docs(owner))), "")
@@ -216,7 +216,7 @@ def help_of(cls: Any, name: str) -> str:
 
 @cache
 def _docs(cls: Any) -> dict[str, str]:
-    """Return field -> the string under it in the source of the class."""
+    """Return {field: the string under it} from the source code of the class."""
     if not dataclasses.is_dataclass(cls):
         return {}
     source: Any = cls

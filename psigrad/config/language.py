@@ -78,7 +78,7 @@ _AtOnce = Annotated[Run, NotRead(*(f.name for f in fields(Run) if f.name not in 
 
 @dataclass(frozen=True)
 class PackingSettings:
-    """The size of a forward pass."""
+    """The setting that limits the size of a forward pass."""
 
     micro_batch_tokens: Annotated[CountOrZero, RECORDED, MAIN, On(cuda=0)] = 4096
     """Tokens per forward pass; a step is split to fit, which changes no gradient. On a CPU a few thousand are fastest. 0: as many
@@ -87,7 +87,7 @@ class PackingSettings:
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """The scoring of completions."""
+    """The settings for scoring completions: reward functions, reward models, and the processes that run them."""
 
     reward: Annotated[tuple[Reward, ...], MAIN] = ()
     """Reward functions: built-in names or module:function, with TRL's signature."""
@@ -106,17 +106,18 @@ class RewardSettings:
     """Hide the tokenizer's special tokens from rewards, as TRL does. Otherwise rewards read those that a policy writes inside a
     turn, such as <think> in some vocabularies."""
     worker_env: Annotated[tuple[str, ...], RECORDED, _WORKERS] = ()
-    """Names of extra environment variables for these processes, such as those of API keys. They get no secrets by default."""
+    """Names of extra environment variables for the processes that run your rewards, environments or tools, such as an API key's.
+    By default these processes get no secrets."""
 
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """The environment, tools or agent of episodes with several turns."""
+    """The settings of episodes with several turns: the environment, tools or agent that the policy interacts with."""
 
     environment: Annotated[str | Callable[..., Any], MAIN] = ""
     """Text environment that answers each turn: guess, calculator, grid, or module:Class with reset(row) and step(text). Those of
     other libraries are openenv:ADDRESS, verifiers:TASKSET, textarena:GAME, and an MCP server as "mcp:COMMAND" or mcp:http://…
-    Games of several seats, all played by the policy, are kuhn and pennies."""
+    The games kuhn and pennies have several players (seats), all of which are the policy."""
     tools: Annotated[tuple[str | Callable[..., Any], ...], MAIN] = ()
     """Tools that the policy may call, offered through the chat template: typed Python functions as module:function, and all
     tools of an MCP server as "mcp:COMMAND" or mcp:http://…"""
@@ -128,9 +129,9 @@ class EpisodeSettings:
     """Run environments, tools and agents in bubblewrap: no network, write access to a temporary folder only, and read access to
     Python, the working folder and their own folders. An agent can still reach the policy."""
     environment_files: Annotated[tuple[str, ...], PATH, RECORDED, Needs("environment_sandbox")] = ()
-    """With environment_sandbox: extra files and folders that they may read."""
+    """With environment_sandbox: extra files and folders that environments, tools and agents may read."""
     max_turns: Annotated[Count, _PLAYED] = 8
-    """Maximum number of the policy's turns. The episode is cut after them."""
+    """Maximum number of the policy's turns in an episode. A longer episode is cut."""
     max_turn_length: Annotated[CountOrZero, _PLAYED] = 0
     """Maximum tokens of one turn of the policy; all its turns together are then limited to max_completion_length. 0: each turn
     is limited to max_completion_length."""
@@ -138,7 +139,8 @@ class EpisodeSettings:
     """Maximum tokens of one answer of an environment or tool. A longer answer is cut. 0: as many as leave room for another
     turn."""
     turns_together: Annotated[bool, RECORDED, _PLAYED] = False
-    """Let each turn wait for the answers of all episodes. It is slower, but no batch depends on how long an answer took."""
+    """Sample the next turns only when all episodes have their answers. It is slower, but no batch depends on how long an answer
+    took."""
     agent: Annotated[str | Callable[..., Any], MAIN] = ""
     """A custom agent that calls the policy over HTTP: module:function or file.py:function, which takes the row and a client or a
     base_url. It returns its reward, or None to leave the reward to the reward functions."""
@@ -159,7 +161,7 @@ class EpisodeSettings:
 
     @property
     def asks(self) -> bool:
-        """True if a completion is a session of an agent. The agent may give the reward, as an environment may."""
+        """True if a completion is a session of an agent, which may also give the reward."""
         return bool(self.agent or self.agent_command)
 
 
@@ -243,15 +245,15 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     ref_model_sync_steps: CountOrZero = 0
     """Move the reference towards the policy every this many steps; 0: never."""
     ref_model_mixup_alpha: Annotated[Share, Needs("ref_model_sync_steps")] = 0.6
-    """Share of the policy in the moved reference, which becomes this · policy + (1 - this) · reference. 1 copies the policy; a
-    small share after every step is an exponential moving average."""
+    """Share α of the policy in the moved reference, which becomes α · policy + (1 - α) · reference. 1 copies the policy; a small
+    α after every step gives an exponential moving average."""
     past_opponents: Share = 0.0
-    """In games of several seats: share of the prompts that are played against a frozen past self. Each seat then learns in its
-    own games. 0: the policy plays all seats, and all of them learn."""
+    """In games with several players (seats): share of the prompts that are played against a past self, a frozen copy of the
+    policy. In each such game the policy learns in one seat. 0: the policy plays all seats and learns in each."""
     past_every: Annotated[Count, Needs("past_opponents")] = 50
-    """Steps between two past selves. The first is the start of the run."""
+    """Steps after which the policy is copied as a new past self. The first past self is the policy at the start of the run."""
     past_kept: Annotated[Count, Needs("past_opponents")] = 1
-    """Number of newest past selves to draw from. Each stays in memory in full."""
+    """Number of newest past selves to draw from. Each one's full weights stay in memory."""
     teacher_prompt: str = ""
     """Column of the dataset with the prompt that the reference reads instead of the policy's, such as one with the solution
     (self-distillation); empty: both read the same prompt."""
@@ -392,8 +394,8 @@ class SampleConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetti
     keep: Annotated[Literal["all", "best", "pairs"], MAIN] = "all"
     """Completions to write: all, the best of each prompt, or the best against the worst."""
     bradley_terry: Annotated[PositiveOrZero, Needs("keep=pairs")] = 0.0
-    """With keep=pairs: draw the winner of two completions with probability σ(this · difference of rewards), like a noisy human
-    judge; 0: the best against the worst."""
+    """With keep=pairs: draw the winner of two completions with probability σ(bradley_terry · difference of rewards), like a noisy
+    human judge; 0: the best against the worst."""
     output: Annotated[str, WRITTEN, MAIN] = ""
     """JSONL file for the rows."""
 
@@ -419,15 +421,16 @@ class LmEvalConfig(PackingSettings):
     """Names of lm-eval's tasks, custom YAML files, or everyday: 110 facts and points of grammar that come with psigrad and need
     no network."""
     include_path: Annotated[str, PATH] = ""
-    """Folder with YAML files of tasks, which may then be named."""
+    """Folder with YAML files of custom tasks, which `tasks` may then name."""
     num_fewshot: CountOrZero = 0
     """Examples before each question; 0: the task's own number."""
     limit: CountOrZero = 0
-    """Use only the first this many documents of each task; 0: all."""
+    """Number of documents of each task to use, the first ones; 0: all."""
     apply_chat_template: bool = False
     """Format each question as a conversation with the chat template."""
     chat_template_kwargs: str | dict[str, Any] = ""
-    """Arguments of the chat template, such as '{"enable_thinking": false}'. The model of a run gets the date of its run."""
+    """Arguments of the chat template, such as '{"enable_thinking": false}'. Where a template prints today's date, the model of a
+    run is given the date of its run."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the weights and of the forward pass."""
     max_decode_batch: Count = 256

@@ -79,7 +79,7 @@ def _locate(config: T) -> T:
 
 
 def _put_of_device(cls: type[Any], values: dict[str, Any]) -> None:
-    """Add the defaults of the run's device for settings that were not given under any name."""
+    """Add to `values` the defaults for the run's type of device (`On`) of all settings that were not given."""
     table = usual_on(cls, "cuda")
     asked = str(value_below(cls, values, "run.device")) if table else ""
     if not (asked.startswith("cuda") or (asked == "auto" and sees_cuda())):
@@ -99,7 +99,7 @@ def sees_cuda() -> bool:
 
 
 def _over(below: Any, above: Any) -> Any:
-    """Return a file's section merged over a method's defaults, name by name. An algorithm replaces the default as a whole."""
+    """Return a file's value `above` a method's default `below`. A section is merged name by name; any other value replaces it."""
     sections = isinstance(below, dict) and isinstance(above, dict) and "preset" not in below
     return {**below, **above} if sections else above
 
@@ -123,7 +123,7 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
 
 
 def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str] = frozenset(), names: Names = OWN) -> T:
-    """Build the settings. Errors name the file `source`, except for the settings of `beside`, which were given outside it."""
+    """Build the settings. Errors name the file `source`, except for the settings in `beside`, which are not from that file."""
     _refuse_unknown(cls, values, source, "", names)
     values = _without_unread(cls, values, f"{source}: " if source else "")
     try:
@@ -148,9 +148,10 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
 
 
 def _without_unread(cls: type[Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the values without those of `fields.unread_of`, which move to the setting that replaces them.
+    """Return `values` without the settings that the command does not read (`unread_of`), which their replacements take over.
 
-    Raises `UserError` if no setting replaces one of them and its value is not the default.
+    Raises `UserError` if such a setting has no replacement and its value is neither False nor the default, or if its
+    replacement is also given with another value.
     """
     made: dict[str, Any] = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
     for name, instead in unread_of(cls).items():
@@ -190,7 +191,7 @@ def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, pref
 
 
 def _as_meant(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` in the types of their fields: `reward: exact` becomes a tuple of one, a `Path` becomes its name."""
+    """Return `values` in the types of their fields: `reward: exact` becomes a tuple of one, and a `Path` becomes text."""
     hints = types_of(cls)
     made: dict[str, Any] = {}
     for name, value in values.items():
@@ -207,7 +208,7 @@ def _as_meant(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _brief(value: Any) -> str:
-    """Return a value in the form that a message prints. A long value, such as a model's `repr`, would fill a screen."""
+    """Return a value's `repr` for a message, or only its type if the `repr` is long, as a model's is."""
     return text if len(text := repr(value)) <= 200 else f"{kind_of(value)}"
 
 
@@ -227,7 +228,7 @@ _MODELS = "expected the folder or hub name of a model"
 
 
 def reword(message: str) -> str:
-    """Return a message of pydantic in psigrad's words."""
+    """Return one of pydantic's error messages in psigrad's wording."""
     message = re.sub(r", (unable to|got a) .*", "", message.removeprefix("Value error, ").removesuffix("."))
     for theirs, ours in _WORDS.items():
         message = message.replace(theirs, ours)
@@ -235,7 +236,7 @@ def reword(message: str) -> str:
 
 
 def identify(value: Any) -> str:
-    """Return text that identifies a value without a JSON form: bytes, an array, and Pillow's image by their content."""
+    """Return text that identifies a value that JSON cannot express. Bytes, arrays and Pillow images are identified by content."""
     data = value if isinstance(value, bytes) else value.tobytes() if hasattr(value, "tobytes") else None
     if data is None:
         return str(value)

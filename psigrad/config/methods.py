@@ -88,7 +88,7 @@ _COUNTERPARTS: dict[tuple[type[Any], str], str] = {
 
 
 def other_methods(cls: type[Any], name: str) -> str:
-    """Return a hint, after a colon, for a name that is a setting of other methods than those of `cls`; else ""."""
+    """Return a hint, starting with a colon, if `name` is a setting of other methods than those of `cls`; otherwise ""."""
     if cls not in _FAMILIES:
         return ""
     leaf = name.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""The accepted names of settings. An entrance may also know those of other libraries (`psigrad/compat/foreign_names.py`)."""
+"""The accepted names of settings: psigrad's own. `psigrad/compat/foreign_names.py` adds the names of other libraries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Names(Protocol):
     """An object that knows names of settings and translates them into psigrad's dotted names."""
 
     def own(self, cls: Any, name: str) -> str:
-        """Return the dotted name of a setting of class `cls`: "learning_rate" -> "optim.learning_rate". Keep unknown names."""
+        """Return the dotted name of a setting of `cls`, "learning_rate" -> "optim.learning_rate"; an unknown name unchanged."""
         ...
 
     def check(self, cls: Any, given: Iterable[tuple[str, Any]]) -> None:
@@ -27,28 +27,28 @@ class Names(Protocol):
     def of_file(
         self, cls: Any, in_file: Mapping[str, Any], flags: Mapping[str, Any], source: str
     ) -> tuple[dict[str, Any], list[Given]]:
-        """Return (settings by section, settings by name alone) of a file. A file may hold both."""
+        """Split a file's settings: return (settings that are nested in sections, settings given by name without a section)."""
         ...
 
     def translate(self, cls: Any, values: Mapping[str, Any], given: Sequence[Given]) -> list[Given]:
-        """Return the given settings under dotted names, with shortcuts expanded. They beat `values`. Raises `UserError`."""
+        """Return `given`, which override `values`, under dotted names and with shortcuts expanded. Raises `UserError`."""
         ...
 
 
 class OwnNames:
-    """psigrad's names only."""
+    """The names of psigrad alone. Those of other libraries are unknown."""
 
     def own(self, cls: Any, name: str) -> str:
-        """See `Names`."""
+        """Return the dotted name of a setting of `cls`, and an unknown name unchanged. See `Names`."""
         return names_of(cls).get(name, name)
 
     def check(self, cls: Any, given: Iterable[tuple[str, Any]]) -> None:
-        """See `Names`."""
+        """Do nothing: each setting has only one name. See `Names`."""
 
     def of_file(
         self, cls: Any, in_file: Mapping[str, Any], flags: Mapping[str, Any], source: str
     ) -> tuple[dict[str, Any], list[Given]]:
-        """See `Names`."""
+        """Split a file's settings into those nested in sections and those given by name alone. `model: PATH` is `model.path`."""
         nested: dict[str, Any] = {}
         flat: list[Given] = []
         hints = types_of(cls)
@@ -62,7 +62,7 @@ class OwnNames:
         return nested, flat
 
     def translate(self, cls: Any, values: Mapping[str, Any], given: Sequence[Given]) -> list[Given]:
-        """See `Names`."""
+        """Return `given` under dotted names, with shortcuts expanded. Raises `UserError` if a shortcut's part is missing."""
         named = [Given(self.own(cls, one.name), one.value, one.source) for one in given]
         found, lacking = expand(cls, values, named)
         if lacking:

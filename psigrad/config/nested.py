@@ -25,7 +25,7 @@ class Given(NamedTuple):
 
 
 def put(values: dict[str, Any], name: str, value: Any, source: str) -> None:
-    """Set `a.b.c`, and create the missing mappings on the path.
+    """Set the setting with the dotted name `name` in nested `values`, and create the missing mappings on the path.
 
     Within `algorithm` and `loss`, a preset's name on the path becomes {preset: name}, a part's name {part: name}, and null {}.
     """
@@ -106,9 +106,9 @@ _OBJECT = re.compile(r'\s*\{\s*"')
 def read_value(text: str, hint: Any = None, name: str = "a value") -> Any:
     """Read a value as YAML. Return the text itself if YAML cannot read it, or if `hint` says that the setting is text.
 
-    `output_dir=2024` is a name. A setting that may be text or more, such as `metric`, is text unless it starts like a mapping.
-    A setting of several texts is text unless it starts like a list: `report_to=[]`. A value that starts like a JSON object,
-    {"…, must be one, since YAML would read `fals` as a word. Raises `UserError` that names the setting.
+    So `output_dir=2024` stays text. A setting that accepts text and mappings, such as `metric`, is text unless the value starts
+    like a mapping. A tuple of texts is text unless it starts like a list: `report_to=[]`. A value that starts like a JSON object,
+    {"…, must be valid JSON, since YAML would read a misspelt `fals` in it as text. Raises `UserError` that names the setting.
     """
     if hint is str or (str in get_args(hint) and not text.startswith("[" if get_origin(hint) is tuple else "{")):
         return text
@@ -125,7 +125,7 @@ def read_value(text: str, hint: Any = None, name: str = "a value") -> Any:
 
 @asked_once
 def names_of(cls: Any) -> dict[str, str]:
-    """Return name -> dotted name of every setting, where the name is the leaf or the dotted name. A section keeps its name."""
+    """Return {name: dotted name} for each setting's leaf name and its dotted name. A section's name maps to itself."""
     meant = {
         **{dotted: dotted for dotted, _ in field_types(cls)},
         **{name: other or name for name, other in unread_of(cls).items()},

@@ -1,4 +1,4 @@
-"""A trial of a method's custom parts on a made batch, so that a wrong shape is found before a model is loaded."""
+"""A trial of a method's custom parts on a small artificial batch, so that a wrong shape is found before a model is loaded."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def made_batch() -> Batch:
 
 
 def try_parts(method: PolicyGradient) -> None:
-    """Call each custom part of a method as a run will, then the whole method.
+    """Call each custom part of a method with the arguments that a run passes, then the whole method.
 
-    Raises `UserError` with the part, its file and line if it raises, or returns another type or shape than its slot expects.
+    Raises `UserError` with the part's file and line if the part raises, or returns another type or shape than its slot expects.
     """
     custom = [part for part in _parts_within(method) if _is_custom(part)]
     if not custom:
@@ -92,7 +92,7 @@ def try_parts(method: PolicyGradient) -> None:
 
 
 def _whole(method: PolicyGradient, batch: Batch, logp: Tensor) -> None:
-    """Take the loss of one micro-batch, and its gradient."""
+    """Compute the method's loss on one micro-batch, and its gradient."""
     state = method.initial_state()
     prepared = method.prepare(batch, state)
     outputs = PolicyOutputs(logp, entropy=batch.entropy, value=batch.value, kl=torch.zeros_like(logp) + 0 * logp)
@@ -102,7 +102,7 @@ def _whole(method: PolicyGradient, batch: Batch, logp: Tensor) -> None:
 
 
 def _parts_within(thing: Any) -> list[Any]:
-    """Return the parts of a method, and the parts of those."""
+    """Return the parts of a method, and the parts that they contain."""
     found: list[Any] = []
     for field in fields(thing):
         value = getattr(thing, field.name)

@@ -39,7 +39,7 @@ Schedule = Literal[
 
 
 def object_of(given: str | Mapping[str, Any]) -> str | dict[str, Any]:
-    """Return the mapping of a setting, given as a mapping or as its JSON text; "" if empty. Raises `UserError` for other text."""
+    """Return a setting's mapping, given as a mapping or as JSON text; "" if it is empty. Raises `UserError` for other text."""
     try:
         found = json.loads(given) if isinstance(given, str) and given else given or {}
     except ValueError:
@@ -50,7 +50,7 @@ def object_of(given: str | Mapping[str, Any]) -> str | dict[str, Any]:
 
 
 def columns_of(given: str | Mapping[str, str]) -> dict[str, str]:
-    r"""Return the column mapping of a text: "question=prompt,answer=answer" -> {"question": "prompt", "answer": "answer"}.
+    r"""Return the columns that a text renames: "question=prompt,answer=answer" -> {"question": "prompt", "answer": "answer"}.
 
     A comma ends a pair if a name and "=" follow it. `\n` is a line break. Raises `UserError` for a pair without "=" and for a
     name that is given twice.
@@ -98,8 +98,8 @@ class Model:
     lora_alpha: Annotated[Positive, _ADAPTER] = 16.0
     """LoRA scaling: the update is multiplied by lora_alpha / lora_rank."""
     lora_dropout: Annotated[BelowOne, _ADAPTER] = 0.0
-    """Dropout on the adapter's input. Seed, step, text and layer determine its masks. Above 0, the ratio of the first step
-    is no longer 1."""
+    """Dropout on the adapter's input. Its masks depend only on the seed, the step, the text and the layer. Above 0, the policy
+    ratio of the first step is no longer 1."""
     lora_target_modules: Annotated[tuple[str, ...], _ADAPTER] = ("all-linear",)
     """Names of the modules that get an adapter; "all-linear" is every linear layer but the head. A single regular expression has
     the meaning of peft: it must match a module's whole name."""
@@ -113,14 +113,14 @@ class Model:
     """Contents of model/ at the end: the adapter, the full model with the adapter merged in, or both, with the adapter in
     model/adapter. A reward model is always saved in full."""
     vision: bool = False
-    """Load the vision tower of a checkpoint whose text half is a model of its own (Qwen 3.5), for rows with images. Gemma 3 and
-    SmolVLM always have theirs."""
+    """Load the vision tower too, for rows with images, if the checkpoint's language model can be loaded without it (Qwen 3.5).
+    Gemma 3 and SmolVLM are always loaded with theirs."""
     trained_towers: tuple[str, ...] = ()
-    """Modules outside the text half that learn too, such as connector or vision_model. Otherwise they are frozen. With lora_rank
-    their linear layers get adapters."""
+    """Modules outside the language model that are also trained, such as connector or vision_model. All others are frozen. With
+    lora_rank their linear layers get adapters."""
     router_aux_loss_coef: PositiveOrZero | None = None
-    """Weight of the loss that balances the load of a mixture of experts, in every method but reward models; empty: that of the
-    model's configuration. 0: none."""
+    """Weight of the loss that balances the load of a mixture of experts, in every method but reward models; empty: the weight in
+    the model's configuration. 0: none."""
     attention: Annotated[Literal["auto", "sdpa", "varlen", "flex"], RECORDED] = "auto"
     """Attention over packed sequences outside the fused decoder. On a GPU, "varlen" (torch's kernel, or flash-attn's) and "flex"
     (FlexAttention) compute only the scores that are needed; "sdpa" pads. "auto" takes the first that runs and equals "sdpa". On a
@@ -156,8 +156,8 @@ class Data:
     bad_rows: Literal["stop", "skip"] = "stop"
     """Handling of a malformed row: stop the run, or skip the row and count it."""
     num_proc: Annotated[CountOrZero, FREE] = 0
-    """Processes that encode rows as tokens, if there are thousands; 0: one per core. Files of rows are encoded once and cached
-    for the next start (docs/data.md)."""
+    """Processes that tokenize the rows, if there are thousands of rows; 0: one per core. The tokens of files are cached for the
+    next start (docs/data.md)."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,8 @@ class Optim:
     (torch.optim.Muon), with adamw's learning rates, for matrices other than embeddings and heads, which adamw updates; or
     adafactor (transformers'), which keeps almost no state."""
     bf16_stochastic_round: Annotated[bool, Needs("optim.optimizer=adamw", "optim.optimizer=adamw_8bit")] = False
-    """Update bfloat16 weights without float32 masters: each is rounded up or down at random, so that the mean is right (torchao's
-    name). It saves 4 bytes per weight."""
+    """Update bfloat16 weights without float32 masters: each is rounded up or down at random, so that rounding adds no bias
+    (torchao's name). It saves 4 bytes per weight."""
     learning_rate: Annotated[PositiveOrZero, LIVE, MAIN] = 1e-6
     """Peak learning rate."""
     weight_decay: Annotated[PositiveOrZero, LIVE] = 0.0
@@ -240,7 +240,7 @@ class Sampling:
 
     @property
     def filtered(self) -> bool:
-        """True if tokens are drawn from another distribution than the policy's."""
+        """True if top_p, top_k or min_p excludes some of the policy's tokens."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
@@ -388,5 +388,5 @@ class Run:
     """Draw report.html at the end."""
 
     def steps(self, rows: int, per_step: int) -> int:
-        """Return the number of steps on this many rows, `per_step` a step; 0 if neither rows nor steps are known."""
+        """Return the number of steps of a run on `rows` rows, `per_step` in each step; 0 if neither rows nor steps are known."""
         return self.max_steps or math.ceil(self.num_train_epochs * rows / per_step)

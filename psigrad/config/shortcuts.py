@@ -19,7 +19,7 @@ from psigrad.errors import UserError
 
 @dataclass(frozen=True)
 class Part:
-    """A part or a method as data: its name and the values of its parameters. They are checked later."""
+    """A part or a method as plain data: its name and the values of its parameters, which are not checked here."""
 
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -42,7 +42,7 @@ def describe(value: Any) -> Any:
 
 
 def describe_method(spec: Any) -> Part | None:
-    """Return the parts of a setting `algorithm` or `loss`: a preset's name or a mapping. Return None for others."""
+    """Return the method that a setting `algorithm` or `loss` describes; None unless it is a preset's name or a mapping."""
     if isinstance(spec, str):
         return describe(algorithms.PRESETS[spec]) if spec in algorithms.PRESETS else None
     if not isinstance(spec, Mapping):
@@ -53,7 +53,7 @@ def describe_method(spec: Any) -> Part | None:
 
 
 def find_parts(root: Part, prefix: str = "") -> list[tuple[str, Part]]:
-    """Return (dotted place, part) of all parts below `root`."""
+    """Return (dotted path, part) for each part inside `root`, such as ("psi.psi", …) for a psi that another psi wraps."""
     return [
         place
         for name, value in root.parameters.items()
@@ -63,7 +63,7 @@ def find_parts(root: Part, prefix: str = "") -> list[tuple[str, Part]]:
 
 
 def _change(within: Part, slot: str, value: Any) -> Any:
-    """Return the new value of a slot or a parameter after a setting changes it."""
+    """Return the new value of a slot or parameter of `within` after a setting changes it to `value`."""
     before = within.parameters.get(slot)
     if within.name == "OnlinePreference" and slot == "loss" and isinstance(value, str | Mapping):
         return describe_method(value if isinstance(value, str) else {"preset": "dpo", **value})
@@ -93,14 +93,14 @@ Places = list[tuple[str, Any]]
 
 
 class Shortcut(NamedTuple):
-    """The meaning of a short name: its part in words, its help text, and its settings in a method with given parts."""
+    """The meaning of a short name: the part that it belongs to, in words, its help text, and how to find and set its settings."""
 
     what: str
     help: str
     find: Callable[[Part], Places]
-    """Method -> (dotted place, current value) of each setting that the name means; empty if the method has no such part."""
+    """Method -> (dotted path, current value) of each setting that the name stands for; empty if the method lacks the part."""
     write: Callable[[Part, str, Any], Any] = lambda root, place, value: value
-    """(Method, place, given value) -> value of that setting."""
+    """(Method, dotted path, given value) -> the value of the setting at that path."""
     switch: bool = False
     """True if the value is yes or no."""
     main: bool = False
@@ -114,7 +114,7 @@ def shortcuts_of(cls: Any) -> dict[str, Shortcut]:
 
 
 def find_places(name: str, spec: Any) -> Places:
-    """Return (dotted place, current value) of a shortcut's settings in the method that the setting `spec` describes."""
+    """Return (dotted path, current value) of a shortcut's settings in the method that the setting `spec` describes."""
     root = describe_method(spec)
     return [] if root is None else SHORTCUTS[name].find(root)
 
@@ -128,8 +128,8 @@ def expand(
 ) -> tuple[list[Given], list[tuple[Given, str]]]:
     """Return (`given` with every shortcut replaced by its settings; the shortcuts that the method lacks, each with a message).
 
-    `more` adds shortcuts to psigrad's own. `given` beats `values`. A shortcut that sets the current value again is dropped, as
-    is a `needless` one whose part the method lacks.
+    `given` overrides `values`. `more` adds shortcuts to psigrad's own. A shortcut that sets the current value again is dropped.
+    A shortcut whose part the method lacks is dropped without a message if `needless` returns True for it.
     """
     known = shortcuts_of(cls)
     short = {**known, **more} if known else {}
@@ -163,9 +163,9 @@ def expand(
 
 
 def rank_source(source: str) -> int:
-    """Return the rank of a source: flags beat overrides, and overrides beat a file.
+    """Return the precedence of a source of settings: 2 for a flag, 1 for an override (`name=value`), 0 for a file.
 
-    Within a source, a shortcut is applied after the parts, in the order of the table.
+    Within one source, `expand` applies shortcuts after full names, in the order of `SHORTCUTS`.
     """
     return 2 if source.startswith("--") else 1 if source.startswith("override ") else 0
 
@@ -177,7 +177,7 @@ def _lacking(name: str, short: Shortcut, spec: Any) -> str:
 
 
 def find_parameter(field: str, *parts: str, slots: Sequence[str] = ()) -> Callable[[Part], Places]:
-    """Return a finder for the parameter of every part with one of these names, in these slots or in all."""
+    """Return a finder of the parameter `field` of every part with one of the names `parts`, in the `slots` or in all slots."""
 
     def places(root: Part) -> Places:
         return [
@@ -194,7 +194,7 @@ def _either(*finders: Callable[[Part], Places]) -> Callable[[Part], Places]:
 
 
 def _may_have(slot: str, field: str) -> Callable[[Part], Places]:
-    """Return a finder for the parameter of a slot that every policy gradient may fill."""
+    """Return a finder of the parameter `field` of the part in `slot`; it is 0 if the slot of a policy gradient is empty."""
 
     def places(root: Part) -> Places:
         if root.name != "PolicyGradient":
@@ -206,9 +206,9 @@ def _may_have(slot: str, field: str) -> Callable[[Part], Places]:
 
 
 def _kl_weight(root: Part) -> Places:
-    """Return the place of the KL term's coefficient.
+    """Return the path and value of the KL term's coefficient.
 
-    In distillation, the KL term is the loss. There, the value runs from forward KL (0) to reverse KL (1).
+    In distillation the KL term is the whole loss, and the value runs from forward KL (0) to reverse KL (1) instead.
     """
     if not _is_distillation(root):
         return _may_have("kl", "coefficient")(root)
@@ -229,12 +229,12 @@ def _is_distillation(root: Part) -> bool:
 
 
 def _preference_weight(root: Part) -> Places:
-    """Return the place of β. If the odds enter without β, as in ORPO, return that of their weight beside the likelihood."""
+    """Return the path and value of β in a preference loss. ORPO's log-odds have no β; return those of the odds term's weight."""
     return _preference("preference" if root.parameters.get("score") == Part("log_odds") else "beta")(root)
 
 
 def _preference(*fields: str) -> Callable[[Part], Places]:
-    """Return a finder for numbers of a preference loss, or of online DPO's loss."""
+    """Return a finder of these fields of a preference loss, or of the preference loss inside online DPO."""
 
     def places(root: Part) -> Places:
         if root.name == "OnlinePreference":
@@ -246,7 +246,7 @@ def _preference(*fields: str) -> Callable[[Part], Places]:
 
 
 def find_slot(slot: str) -> Callable[[Part], Places]:
-    """Return a finder for a slot of every policy gradient and the name of the part in it."""
+    """Return a finder of a policy gradient's slot and the name of the part in it, or None if the slot is empty."""
 
     def places(root: Part) -> Places:
         part = root.parameters.get(slot)
@@ -259,7 +259,7 @@ _GROUPED = ("group_mean", "process_group_mean", "group_mean_batch_std")
 
 
 def find_grouped(root: Part) -> Places:
-    """Return the places of the psi that compares a group, each with the standard deviation that it divides by."""
+    """Return the path of each psi that compares within groups, and the standard deviation it uses: batch, group or none."""
     return [
         (place, "batch" if part.name == "group_mean_batch_std" else "group" if part.parameters.get("std") else "none")
         for place, part in find_parts(root)
@@ -289,9 +289,9 @@ _RATIOS = {"sequence_token": "sequence"}
 
 
 def _filter(part: str, field: str = "") -> tuple[Callable[[Part], Places], Callable[[Part, str, Any], Any]]:
-    """Return (finder, writer) of a filter that is added to the existing ones or removed.
+    """Return (finder, writer) of a shortcut that adds the filter `part` to a method's filters, or removes it from them.
 
-    With `field`, the value is that parameter of the filter, and null removes it.
+    The shortcut's value is True or False. With `field`, it is that parameter of the filter, and null removes the filter.
     """
 
     def names(root: Part) -> list[Part]:

@@ -32,12 +32,12 @@ def zero_outside(mask: Tensor, x: Tensor) -> Tensor:
 
 
 def is_whole(mask: Tensor) -> bool:
-    """Return True if every step is known to be chosen; always False on a GPU, where the answer would force a wait."""
+    """Return True if the mask is on the CPU and True everywhere. On a GPU return False: reading the mask there forces a wait."""
     return mask.device.type == "cpu" and bool(mask.all())
 
 
 def inside(mask: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return `zero_outside` for this mask, or the identity if every step is known to be chosen."""
+    """Return the function x -> `zero_outside(mask, x)`, or x -> x if `is_whole(mask)`."""
     return (lambda x: x) if is_whole(mask) else partial(zero_outside, mask)
 
 
@@ -71,7 +71,7 @@ class Batch:
     logp_ref: Tensor | None = None
     """[N, T] log-probability under the frozen reference policy."""
     logp_sampler: Tensor | None = None
-    """[N, T] log-probability under the exact sampling distribution."""
+    """[N, T] log-probability under the distribution that the sampler drew from."""
     value: Tensor | None = None
     """[N, T] the critic's value of the state before each step."""
     action_value: Tensor | None = None
@@ -85,7 +85,7 @@ class Batch:
     entropy: Tensor | None = None
     """[N, T] the entropy of each step's distribution under the policy that collected the batch, in nats."""
     rewarded: Tensor | None = None
-    """[N, T] bool: the steps that received a reward, even 0; None: those whose reward is not 0, and each row's last step."""
+    """[N, T] bool: True on steps that received a reward, even 0. None: steps with a reward other than 0, and each row's last."""
     parts: Tensor | None = None
     """[N, K] the outputs of K reward functions, before weights; NaN where a function does not apply."""
     part_weights: tuple[float, ...] = ()
@@ -149,7 +149,7 @@ class Batch:
                 )
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the batch with its tensors on `device`; `inputs` stay where they are."""
+        """Return the batch with its tensors on `device`; `inputs` are not moved."""
         return replace(self, **self._of_tensors(lambda x: x.to(device)))
 
     def select(self, rows: Tensor | slice) -> Batch:
@@ -162,7 +162,7 @@ class Batch:
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
-    """Return x in at least float32: half precision loses sums over long rows and bounds as near to 1 as GSPO's."""
+    """Return x in float32 or float64. Half precision rounds sums over long rows, and rounds GSPO's narrow clip bounds to 1."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
@@ -192,17 +192,17 @@ class PolicyOutputs:
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts over every row of one optimiser step, however it is split into micro-batches or ranks. Ranks add theirs with `+`.
+    """Counts over all rows of one optimiser step: all of its micro-batches and ranks. Ranks add their counts with `+`.
 
     Losses divide by these counts, never by the size of a micro-batch. Any split therefore gives the same gradient.
     """
 
     sequences: int = 0
-    """Kept rows."""
+    """Number of kept rows."""
     tokens: int = 0
-    """Chosen steps in kept rows."""
+    """Number of chosen steps in kept rows."""
     gradient_tokens: int = 0
-    """Chosen steps in rows that need a forward pass; metrics are means over these."""
+    """Number of chosen steps in rows that need a forward pass. Metrics are means over these steps."""
 
     def __add__(self, other: Totals) -> Totals:
         return Totals(self.sequences + other.sequences, self.tokens + other.tokens, self.gradient_tokens + other.gradient_tokens)
@@ -223,13 +223,13 @@ class Prepared:
     metrics: dict[str, float]
     """Metrics of the whole batch."""
     state: dict[str, float]
-    """The state after this batch."""
+    """The method's state after this batch; see `PolicyGradient.initial_state`."""
     returns: Tensor | None = None
     """[N, T] target of the critic, if there is one."""
     counts: Tensor | None = None
-    """[N, T] bool: steps whose surrogate counts, if a filter drops some; None: all steps of the kept rows."""
+    """[N, T] bool: True on the steps whose surrogate loss counts; None if no filter drops single steps."""
     marks: Tensor | None = None
-    """[N, T] steps chosen by a surrogate with "marks" in its `needs`, as True or as a weight above 0."""
+    """[N, T] True, or a weight above 0, on the steps chosen by the surrogate's method `marks`; None if it has no such method."""
 
     @cached_property
     def whole(self) -> bool:
@@ -277,8 +277,8 @@ def _pick(x: Tensor, at: Tensor) -> Tensor:
 # Statistics over the rows of a group and over chosen steps, and sums of rewards along a trajectory.
 #
 # Group functions take and return [N]: each row gets its own group's figure. Groups may have any size, any row order, any ids.
-# Sums along a trajectory take and return [N, T] and are 0 on masked steps. Their time counts chosen steps only: a masked
-# observation between two chosen steps takes no time, is not discounted and hides nothing.
+# Sums along a trajectory take and return [N, T] and are 0 on masked steps. Time counts chosen steps only: a masked observation
+# between two chosen steps adds no discount, and later rewards still reach the steps before it.
 
 
 def _index(group_N: Tensor) -> tuple[Tensor, int]:
@@ -358,7 +358,7 @@ def scramble(x: Tensor) -> Tensor:
 
 
 def explained_variance(value: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """Return the share of the returns' variance that the critic predicts: 1 all of it, 0 no more than their mean, below 0 less.
+    """Return the share of the returns' variance that the critic explains: 1 is a perfect critic, 0 or less is useless.
 
     Formula: 1 − Var(R − V) / Var(R), over the steps where mask [N,T] is True; 0 if the returns do not vary
     """
@@ -372,8 +372,8 @@ def discounted_sum(x_NT: Tensor, mask_NT: Tensor, discount: float | Tensor) -> T
 
     With x the rewards this is the reward-to-go; with x the TD errors and discount γλ it is GAE.
 
-    Few steps take one product with the powers of the discount. Otherwise, with S the shift by a step,
-    y = (1 − dS)⁻¹·x = …(1 + d⁴S⁴)(1 + d²S²)(1 + dS)·x: log₂ T passes over whole rows, not T steps.
+    Short rows are multiplied by a matrix of the discount's powers. Long rows take log₂ T passes instead of T, with d the discount
+    and S the shift by one step: y = (1 − dS)⁻¹·x = …(1 + d⁴S⁴)(1 + d²S²)(1 + dS)·x.
     """
     within, n_steps = inside(mask_NT), x_NT.shape[1]
     y_NT, holes = within(x_NT), _holes(mask_NT)
@@ -398,7 +398,7 @@ def discounted_sum(x_NT: Tensor, mask_NT: Tensor, discount: float | Tensor) -> T
     return within(y_NT)
 
 
-# Number of steps up to which T² multiplications take less time than log₂ T calls.
+# The longest row for which one [T, T] product takes less time than log₂ T passes.
 _FEW = 16
 
 

@@ -1,6 +1,6 @@
 """The policy-gradient methods, each declared once: its name, summary, parts with its paper's values, and settings.
 
-Where TRL's default differs, the comment above a method says so. Everything is scaled so that TRL's learning rates apply. The one
+Where TRL's default differs, the comment above a method says so. All losses are scaled so that TRL's learning rates apply. The one
 exception is DR_GRPO, which divides by a constant that TRL takes from max_completion_length.
 """
 
@@ -225,7 +225,7 @@ GMPO = METHODS.declare(
     "gmpo", "the geometric mean of the ratios", PolicyGradient(group_mean(), ratio.token, geometric_clip(), sequence_mean)
 )
 
-# Two methods for samples of older weights. prime-rl calls the first IPO, as the authors of a preference loss call theirs.
+# Two methods for samples of older weights. prime-rl calls the first one IPO, which is also the name of a preference loss.
 PRIME_IPO = METHODS.declare(
     "prime_ipo",
     "a bound on probabilities whatever the advantage's sign",
@@ -246,7 +246,7 @@ PROCESS_GRPO = METHODS.declare(
     PolicyGradient(process_group_mean(), ratio.token, clip(0.2, 0.2), sequence_mean, kl=KL("loss", "k3", 0.04)),
 )
 
-# Three methods against the collapse of entropy. The paper's 80/20 uses DAPO; Clip-Cov and KL-Cov use GRPO without a KL term.
+# Three methods against the collapse of entropy. The 80/20 paper builds on DAPO; Clip-Cov and KL-Cov on GRPO without a KL term.
 TOP_ENTROPY = METHODS.declare(
     "top_entropy", "DAPO on the fifth of the tokens that were least sure", replace(DAPO, keep=(*DAPO.keep, top_entropy(0.2)))
 )

@@ -114,8 +114,9 @@ def _slot_lines(method: PolicyGradient, slot: str) -> list[str]:
 
 
 def _part_lines(part: Any, indent: str) -> list[str]:
-    """Return purpose, formula and source from the docstring. A `formula` property takes precedence over the docstring's
-    formula.
+    """Return lines with the purpose, formula and source in a part's docstring, and in those of the parts that it wraps.
+
+    If the part has a property `formula`, its value replaces the docstring's formula.
     """
     if isinstance(part, int | float):
         return []

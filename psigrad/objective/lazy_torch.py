@@ -1,4 +1,4 @@
-"""Lazy import of torch on first use. Help and settings read the methods, and importing torch takes longer than both.
+"""Lazy import of torch on first use. Help texts and settings list the methods but need no torch, whose import takes seconds.
 
 Write `from psigrad.objective.lazy_torch import Tensor, torch` instead of `import torch` where a method is declared. Nothing is
 put into `sys.modules`, so `import torch` elsewhere works as usual.

@@ -4,7 +4,7 @@
 
 prepare: apply the KL to the reward, compute advantages, then filter, on the whole collected batch.
 totals: count the rows of one optimiser step.
-loss: compute the loss of any micro-batch of them.
+loss: compute the loss of any micro-batch of those rows.
 The trainer owns the schedule (epochs, minibatches, learning rate).
 """
 
@@ -52,7 +52,7 @@ Ratio = Callable[[Tensor, Tensor, Tensor], Tensor]
 State = Mapping[str, float]
 Inside = Callable[[Tensor], Tensor]
 LEAST_LOGP = -1e5
-"""The lower bound of log-probabilities: for an impossible step, −∞ times a ratio of 0 would be NaN."""
+"""The lower bound of log-probabilities. An impossible step would have −∞, and −∞ times a ratio of 0 is NaN."""
 
 
 @dataclass(frozen=True)
@@ -137,17 +137,17 @@ class PolicyGradient:
 
     @property
     def needs_critic(self) -> bool:
-        """True if the batch and the evaluation must hold values."""
+        """True if the batch and the model's outputs must contain values."""
         return self.critic is not None
 
     @property
     def needs_entropy(self) -> bool:
-        """True if the evaluation must hold entropies."""
+        """True if the model's outputs must contain entropies."""
         return self.entropy is not None
 
     @property
     def needs_old_entropy(self) -> bool:
-        """True if the batch must hold the entropies of the policy that collected it."""
+        """True if the batch must contain the entropies of the policy that collected it."""
         return any("entropy" in needs_of(part) for part in self.keep)
 
     @property
@@ -157,12 +157,12 @@ class PolicyGradient:
 
     @property
     def needs_exact_kl(self) -> bool:
-        """True if the evaluation must hold a divergence summed over the vocabulary."""
+        """True if the model's outputs must contain `kl`, a divergence that the model itself computes."""
         return self.kl is not None and self.kl.estimator in ratio.MEASURED and self.kl.coefficient != 0
 
     @property
     def corrects(self) -> bool:
-        """True if the surrogate itself weighs by π / π_sampler, so that no correction may follow."""
+        """True if the surrogate itself weights steps by π / π_sampler, so that the method may not have a correction."""
         return isinstance(innermost(self.surrogate), SamplerWeighted)
 
     @property
@@ -190,10 +190,10 @@ class PolicyGradient:
         return state
 
     def prepare(self, batch: Batch, state: State, *, metrics: bool = True) -> Prepared:
-        """Compute advantages, filter and new state for a whole collected batch.
+        """Compute the advantages, the filters and the new state for a whole collected batch.
 
-        With `metrics` False the batch's metrics are skipped, for loops of many small batches. An adaptive KL coefficient still
-        needs them.
+        With `metrics` False the batch's metrics are skipped, which speeds up loops of many small batches. With an adaptive KL
+        coefficient they are computed all the same.
         Errors: ValueError if a reward is not finite, if no group has `min_group_size` rows, or if the batch lacks a field that a
         part reads.
         """
@@ -229,9 +229,9 @@ class PolicyGradient:
         return Prepared(batch, advantage, keep, needs_gradient, figures, new_state, returns, counts, marks)
 
     def _choose(self, batch: Batch, advantage: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the kept rows [N], the steps that count [N, T] and the steps that the surrogate marks [N, T].
+        """Return `keep` [N], `counts` [N, T] and `marks` [N, T] as `Prepared` describes them.
 
-        The steps are None unless some part chooses them.
+        `counts` is None unless a filter drops single steps, and `marks` is None unless the surrogate needs it.
         """
         keep, counts = batch.present, None
         for part in self.keep:
@@ -259,7 +259,7 @@ class PolicyGradient:
         """Compute one micro-batch's share of the loss of an optimiser step whose counts are `totals`.
 
         The loss is the policy's, plus the critic's if there is one. With `metrics` False all terms but the losses are skipped,
-        for loops of many small steps.
+        which speeds up loops of many small steps.
         Errors: ValueError if the batch or the evaluation lacks a field that a part reads.
         """
         policy = self.policy_loss(prepared, evaluation, totals, state, metrics=metrics)
@@ -271,7 +271,7 @@ class PolicyGradient:
     def policy_loss(
         self, prepared: Prepared, evaluation: PolicyOutputs, totals: Totals, state: State, *, metrics: bool = True
     ) -> Loss:
-        """Compute `loss` without the critic's part. A separate critic learns apart, so the activations of both never coexist."""
+        """Compute `loss` without the critic's part. A critic that is a model of its own has its own pass, which saves memory."""
         batch = prepared.batch
         mask = batch.mask & prepared.keep[:, None]
         within = inside(mask)
@@ -333,7 +333,7 @@ class PolicyGradient:
 
     @property
     def adapts(self) -> bool:
-        """True if the coefficient of a penalty follows how far each update has moved the policy."""
+        """True if a penalty's coefficient is adapted after each update to the measured KL."""
         return isinstance(self.surrogate, kl_penalty) and self.surrogate.target is not None
 
     def adapt(self, prepared: Prepared, logp: Tensor) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Deep Q-learning's target and loss. Whatever is constant between updates is computed for many updates at once."""
+"""Deep Q-learning's target and loss. Values that stay constant between updates are computed for many updates at once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def q_loss(q: Tensor, action: Tensor, target: Tensor) -> Tensor:
 
 
 def shares(action: Tensor, actions: int, size: int) -> Tensor:
-    """Return [M, A]: 1 / size at the action taken, 0 at the others."""
+    """Return the weights [M, A] that `q_slope` takes: 1 / `size`, the batch size, at the action taken, and 0 at the others."""
     return one_hot(action, actions).float().div_(size)
 
 

@@ -1,7 +1,7 @@
 """The gradient of a loss in closed form, for small networks, where a node of the autograd graph costs more than its arithmetic.
 
-It is known if every step of the batch is chosen, for the score, the importance-weighted and the clipped surrogate, an entropy
-bonus and the critic's squared error. Autograd through `PolicyGradient.loss` is the oracle and handles all other cases.
+The closed form covers batches without masked steps, the surrogates score, unclipped and clip, an entropy bonus and the critic's
+squared error. All other cases use autograd through `PolicyGradient.loss`, with which tests compare the closed form.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from psigrad.objective.policy_gradient import PolicyGradient
 
 @dataclass(frozen=True, eq=False)
 class Slopes:
-    """The terms that every pass over the same steps shares.
+    """The terms of the closed-form gradient that are the same in every pass over the same steps.
 
     Formulas, with w the aggregate's weights and n the number of steps:
 
@@ -77,7 +77,7 @@ def has_slopes(algorithm: PolicyGradient) -> bool:
 
 
 def slopes(algorithm: PolicyGradient, prepared: Prepared, totals: Totals) -> Slopes | None:
-    """Return the closed form for a method that `has_slopes`, or None if some row or step is not trained on."""
+    """Return the closed form for a method for which `has_slopes` is True, or None if some row or step is not trained on."""
     surrogate, batch = algorithm.surrogate, prepared.batch
     if not prepared.whole and not bool((batch.mask & prepared.keep[:, None]).all()):
         return None
@@ -97,6 +97,6 @@ def slopes(algorithm: PolicyGradient, prepared: Prepared, totals: Totals) -> Slo
 
 
 def _bounds(surrogate: clip, advantage: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bounds of log ρ: it loses its gradient below the first where A < 0, and above the second where A > 0."""
+    """Return (low, high): the gradient is 0 where log ρ < low with A < 0, and where log ρ > high with A > 0."""
     low, high = torch.log(advantage.new_tensor([1 - surrogate.low, 1 + surrogate.high])).unbind()
     return torch.where(advantage < 0, low, -torch.inf), torch.where(advantage > 0, high, torch.inf)

@@ -1,4 +1,4 @@
-"""Small batches for the examples of docstrings, and for trying a part of your own."""
+"""Small batches for the examples in docstrings, and for trying out a custom part."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     max_s gᵀs  subject to  ½·sᵀFs ≤ δ,   F the Fisher information matrix: s = √(2δ / xᵀFx)·x with Fx = g
 
-The step then goes as far along s as the true KL stays within δ and the true objective improves. Source: Schulman et al. 2015,
+The step s is then shortened until the true KL is within δ and the true objective improves. Source: Schulman et al. 2015,
 TRPO, arXiv:1502.05477, sections 5, 6 and appendix C.
 """
 
@@ -51,7 +51,7 @@ def fisher_product(kl: Tensor, parameters: Tensor, damping: float) -> Product:
 
 @dataclass(frozen=True)
 class Taken:
-    """The outcome of a step."""
+    """The outcome of a trust-region step."""
 
     shift: Tensor
     """The vector added to the parameters; zeros if no try was accepted."""
@@ -60,7 +60,7 @@ class Taken:
     kl: float
     """Mean KL(old‖new) after the step."""
     tries: int
-    """Number of lengths tried; 0 if there was no direction."""
+    """Number of step lengths tried; 0 if the curvature along the gradient is not positive."""
 
 
 def step(

@@ -1,1 +1,1 @@
-"""The files of a run: its folder and checkpoints, the rows of its files, reading them, and warnings."""
+"""The files of a run: its folder and checkpoints, writing and reading the rows of its files, and warnings about its figures."""

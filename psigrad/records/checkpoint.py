@@ -35,12 +35,12 @@ _TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp-[0-9a-f]{8}")
 
 
 class CheckpointError(UserError):
-    """An error for a checkpoint that cannot be written, or that differs from its manifest."""
+    """Raised for a checkpoint that cannot be written, or whose files differ from its manifest."""
 
 
 @dataclass(frozen=True)
 class Latest:
-    """The newest checkpoint that verifies (or None), its step, and a line for each newer one that was skipped."""
+    """The newest checkpoint that verifies, or None. `ignored` has a line for each newer checkpoint that does not verify."""
 
     path: Path | None
     step: int = 0
@@ -51,8 +51,9 @@ class Latest:
 def save(root: Path, step: int, write: Callable[[Path], Mapping[str, Any] | None], *, meta: Mapping[str, Any]) -> Path:
     """Write a checkpoint `root/step-…` from the files that `write(folder)` puts into a folder. `meta` goes into the manifest.
 
-    `write` may return the `seal_file` results of some of the files. A checkpoint of the same step is replaced, and can be found
-    at every moment of the save. Raise `CheckpointError` if the disk is full or read-only; earlier checkpoints are then unchanged.
+    `write` may return the `seal_file` results of some of the files, which are then not hashed again. An older checkpoint of the
+    same step is replaced; at every moment one of the two can be found. Raise `CheckpointError` if the disk is full or read-only;
+    earlier checkpoints are then unchanged.
     """
     final, beside = root / f"step-{step:08d}", _temporary(root, step)
     try:
@@ -107,8 +108,7 @@ def seal_file(path: Path) -> dict[str, Any]:
 def seal(folder: Path, known: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Return the size and the SHA-256 of every file below a folder, after flushing them to the disk.
 
-    Files are hashed in parallel, while the disk writes them. `known` has the sizes and hashes that the writers of some files
-    computed.
+    Files are hashed in parallel, while the disk writes them. `known` has the sizes and hashes of files that are already known.
     """
     found = [path for path in folder.rglob("*") if path.is_file()]
     if lost := known.keys() - {str(path.relative_to(folder)) for path in found}:
@@ -124,7 +124,7 @@ def seal(folder: Path, known: Mapping[str, Any] = MappingProxyType({})) -> dict[
 
 
 def check_sealed(folder: Path, files: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` naming the first file of a sealed folder that has changed."""
+    """Raise `CheckpointError` naming the first file that differs from the sizes and hashes that `seal` returned."""
     if not files:
         raise CheckpointError(f"{folder} holds no weights.")
     for name, entry in files.items():
@@ -142,12 +142,12 @@ def _write_manifest(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a manifest's content, which the manifest itself contains."""
+    """Return the SHA-256 of a manifest's content without its own key "sha256", which stores this hash."""
     content = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-# The checkpoints that this process has written or verified. Each is read and hashed once, and again only if a file was touched.
+# The checkpoints that this process has written or verified. Each is hashed once, and again only if a file was touched since then.
 _verified: dict[Path, Any] = {}
 
 
@@ -160,7 +160,7 @@ def _traces(path: Path, files: Mapping[str, Any]) -> list[Any]:
 def verify(path: Path, rank: int = 0, size: int = 1) -> dict[str, Any]:
     """Return the manifest of a checkpoint whose files are all unchanged. Raise `CheckpointError` naming a changed file.
 
-    With several processes each hashes every `size`-th file. If none of them finds a fault, call `trust`.
+    With several processes (`size`), each hashes only every `size`-th file. If no process raises, call `trust` in each.
     """
     manifest = read_manifest(path)
     check_format(path, manifest)
@@ -188,12 +188,12 @@ def verify(path: Path, rank: int = 0, size: int = 1) -> dict[str, Any]:
 
 
 def trust(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Record that the files are unchanged, so that they are not hashed again until they change."""
+    """Record that the checkpoint's files are unchanged, so that `verify` does not hash them again until a file is touched."""
     _verified[path.absolute()] = _traces(path, manifest["files"])
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest, verified by its own hash. Further entries are those that `save` added."""
+    """Return the manifest of a checkpoint. Raise `CheckpointError` if it is missing, or does not match the hash in it."""
     file = path / MANIFEST
     if not file.is_file():
         raise CheckpointError(f"{path.name} has no {MANIFEST}: its save was never finished.")
@@ -229,7 +229,7 @@ def step_of(path: Path) -> int | None:
 
 
 def steps(root: Path) -> list[Path]:
-    """Return checkpoint folders, newest first; for one step, the current one before a replaced one."""
+    """Return the checkpoint folders, newest first. Of one step, the current folder comes before those that it replaced."""
     if not root.is_dir():
         return []
     found = [path for path in root.iterdir() if step_of(path) is not None and path.is_dir() and not path.is_symlink()]
@@ -237,9 +237,9 @@ def steps(root: Path) -> list[Path]:
 
 
 def latest(root: Path | Sequence[Path], most: int | None = None, check: Callable[[Path], dict[str, Any]] = verify) -> Latest:
-    """Return the newest checkpoint under `root`, or of the given ones, that verifies, of step `most` or before.
+    """Return the newest checkpoint that verifies, of step `most` or before. `root` is their folder, or a list of checkpoints.
 
-    The lines in `ignored` give the reasons why newer ones do not verify. `check` may verify on several processes.
+    `check` verifies one checkpoint, such as together with other processes, and raises `CheckpointError`.
     """
     ignored = []
     for path in steps(root) if isinstance(root, Path) else root:
@@ -257,8 +257,8 @@ def latest(root: Path | Sequence[Path], most: int | None = None, check: Callable
 def prune(root: Path, keep: int, spare: int = 0) -> None:
     """Delete all but the newest `keep` (at least 1) checkpoints, counted from the newest that verifies.
 
-    Delete leftovers of interrupted saves as well. The checkpoint of step `spare` stays. Newer ones that do not verify stay for
-    inspection until the run has passed them.
+    Delete leftovers of interrupted saves as well. The checkpoint of step `spare` is never deleted. Checkpoints newer than the
+    newest that verifies stay for inspection until the run has passed their steps.
     """
     newest = latest(root).path
     if newest is not None:
@@ -314,5 +314,5 @@ def size_of(folder: Path) -> int:
 
 
 def is_disk_trouble(error: BaseException) -> bool:
-    """Return True if an exception is about the disk. The Rust code of safetensors and tokenizers only mentions it in the text."""
+    """Return True if an exception is an error of the disk. Errors of safetensors and tokenizers tell it only by their text."""
     return isinstance(error, OSError) or "(os error " in str(error)

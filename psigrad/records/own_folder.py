@@ -1,4 +1,4 @@
-"""The folder of a run: recognise it, create it, and remove the files of a rejected start."""
+"""Recognising and creating the folder of a run, and removing it again if the start is rejected."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ ROWS = ("metrics", "timings", "rollouts", "events")
 
 
 def is_run(path: Path) -> bool:
-    """Return True if psigrad wrote the run in a folder, or a start that was killed at once left it.
+    """Return True if a folder contains a run of psigrad, or only what a start that was killed at once leaves.
 
-    A model of Hugging Face has a config.json as well: that of a run names its `recipe` and its `format`.
+    A Hugging Face model has a config.json as well, but only a run's config.json has the keys `recipe` and `format`.
     """
     file, events = path / "config.json", path / "events.jsonl"
     saved = any(path.glob(f"checkpoints/step-*/{checkpoint.MANIFEST}"))
@@ -28,14 +28,14 @@ def is_run(path: Path) -> bool:
 
 
 def create(path: Path) -> list[Path]:
-    """Create a missing folder and its missing parents. Return the created ones, the innermost first."""
+    """Create a missing folder and its missing parents. Return the folders that were created, the innermost first."""
     created = [one for one in (path, *path.parents) if not one.exists()]
     path.mkdir(parents=True, exist_ok=True)
     return created
 
 
 def remove_unused(path: Path, created: Sequence[Path]) -> None:
-    """Remove the files and folders of a rejected start, unless there are others beside them, such as a tracker's."""
+    """Remove the files of a rejected start and the folders `created` for it. Do nothing if there are other files, too."""
     files = (".lock", "config.json", *(f"{rows}.jsonl" for rows in ROWS))
     with contextlib.suppress(OSError):
         if any(one.name not in (*files, "checkpoints") for one in path.iterdir()):

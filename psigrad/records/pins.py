@@ -32,8 +32,8 @@ from psigrad.importing import home_of, loaded_by, opened_by
 from psigrad.records.rows import FORMAT
 
 CODE = ("reward", "environment", "agent", "tools", "algorithm", "sampler")
-"""The pins of the user's code. Runs are compared as seeds of one method only if these are equal."""
-# The pins besides the settings, by the names that `run.allow` accepts.
+"""The pins of the user's code. Runs count as seeds of the same method only if these pins are equal."""
+# The pins in addition to the settings, by the names that `run.allow` accepts.
 PINS = (
     *("dataset", "eval_dataset", "tokenizer", "chat_template", "processor", "date"),
     *("model", "reference", "critic", "reward_model"),
@@ -44,7 +44,7 @@ PINS = (
 
 @dataclass(frozen=True)
 class Change:
-    """A value that differs between the previous run and its continuation."""
+    """A setting or pin that differs between a run and its continuation."""
 
     name: str
     before: Any
@@ -57,7 +57,7 @@ class Change:
 
 
 def check_format(place: Path, held: Mapping[str, Any]) -> None:
-    """Raise an error for files of a newer psigrad."""
+    """Raise `UserError` if `held`, the content of a file of psigrad, has a newer format than this version reads."""
     form = held.get("format", FORMAT)
     if not isinstance(form, int) or form > FORMAT:
         raise UserError(
@@ -69,10 +69,10 @@ def check_format(place: Path, held: Mapping[str, Any]) -> None:
 def check_settings(
     folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], settings: type[Any] | None = None
 ) -> list[Change]:
-    """Return the settings that differ between a run and its continuation, all of which may differ.
+    """Return the settings that differ between a run and its continuation, if all of them may differ.
 
-    The marks on the fields of the class `settings` define which may; without a class none may. A missing setting counts
-    as its default. Raise `UserError` naming the settings that must not differ.
+    Raise `UserError` naming the settings that must not differ. The marks on the fields of the class `settings` define which
+    settings may differ; without a class none may. A missing setting counts as its default.
     """
     old, new, default = (
         name_preset_once({name: value for name, value in flatten(one).items() if value != {}})
@@ -114,7 +114,10 @@ def _read_allowed(now: Mapping[str, Any], leaves: Mapping[str, Any]) -> set[str]
 
 
 def name_preset_once(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted name, with a method's preset under `algorithm` (`loss`), even if a part of it was changed."""
+    """Return settings by dotted name in which `algorithm.preset` is renamed to `algorithm`, and `loss.preset` to `loss`.
+
+    A preset then has the same name whether a part of it was changed or not.
+    """
     return {n.removesuffix(".preset") if n in ("algorithm.preset", "loss.preset") else n: v for n, v in settings.items()}
 
 
@@ -127,9 +130,9 @@ def hash_parts(parts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_pins(folder: Path, before: Mapping[str, Any], now: Mapping[str, str], allow: Iterable[str] = ()) -> list[Change]:
-    """Return the pins that differ from those in the checkpoint's manifest `before`, all of them allowed.
+    """Return the pins in `now` that differ from those in the checkpoint's manifest `before`, if `allow` names all of them.
 
-    A pin that only one side has is not compared. Raise `UserError` naming the pins that differ and are not allowed.
+    Raise `UserError` naming the pins that differ and are not allowed. A pin that only one of the two has is not compared.
     """
     changes = [Change(name, before[name], value) for name, value in now.items() if before.get(name, value) != value]
     refused = [change for change in changes if change.name not in set(allow)]
@@ -177,7 +180,7 @@ def _file_hash(file: Path) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _hash_as_it_is(file: Path, *stat: int) -> str:
-    """Return the hash of a file, cached: a run requests the same hashes several times, which takes seconds for a million rows."""
+    """Return the SHA-256 of a file, cached by its path and `stat`: a run asks for it several times, and a large file is slow."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -192,9 +195,9 @@ def _folder_hash(folder: Path) -> str:
 def hash_code(*objects: Any) -> str | None:
     """Return the SHA-256 of the user's code behind functions, classes and objects; None if all of it is psigrad's or a library's.
 
-    It covers the files that define them, and the user's own modules that those files import. It also covers the data files that
-    these opened while `psigrad.importing` imported them. Definitions in a script or notebook are covered function by function,
-    since the rest of the script may change.
+    The hash covers the files that define the objects, the user's own modules that these files import, and the data files that
+    these modules opened while `psigrad.importing` imported them. In a script or notebook only the definitions of the objects are
+    covered, since the rest of the script may change.
     """
     found: dict[str, str] = {}
     for thing in objects:
@@ -225,10 +228,10 @@ def _source(thing: Any) -> str:
 
 
 def _add_module(module: ModuleType, found: dict[str, str]) -> None:
-    """Add the file of a user's module and its dependencies to `found`.
+    """Add the text of a user's module to `found`, by file name, with all files on which the module depends.
 
-    These are the data files that it opened while it was imported, and the user's modules to which it refers. A reference is a
-    value, or an import statement anywhere in it.
+    These are the data files that the module opened while it was imported, and the user's modules that it imports anywhere or
+    whose objects are among its values.
     """
     file = str(module.__file__)
     if file in found:
@@ -247,15 +250,16 @@ def _add_module(module: ModuleType, found: dict[str, str]) -> None:
 
 
 def _is_hidden(path: Path, home: Path) -> bool:
-    """Return True if a file is in a hidden folder, such as a cache, relative to the folder of the code that opens it."""
+    """Return True if a file is hidden or in a hidden folder, such as a cache, as seen from `home`, the folder of the code."""
     seen = Path(os.path.relpath(path, home)).parts
     return any(part.startswith((".", "__pycache__")) and part != ".." for part in seen)
 
 
 def _imported_by(module: ModuleType, source: str) -> Iterator[ModuleType]:
-    """Yield the modules that a source's import statements name. For an imported constant, only the statement gives its module.
+    """Yield the modules that the import statements of a module's `source` name.
 
-    A module that was not imported yet, because its import statement is inside a function, is located but not imported.
+    They are read from the source, since an imported constant does not know its module. A module that was not imported yet,
+    because its import statement is inside a function, is located but not imported.
     """
     try:
         nodes = list(ast.walk(ast.parse(source)))
@@ -291,7 +295,7 @@ def _stand_in_for(name: str) -> ModuleType | None:
 
 
 def _is_users(module: ModuleType) -> bool:
-    """Return True if a module's file is not psigrad's, Python's or an installed package's."""
+    """Return True if a module is the user's: not psigrad's, Python's or an installed package's."""
     file = getattr(module, "__file__", None)
     if file is None:
         return getattr(module, "__name__", "") == "__main__"
@@ -300,7 +304,7 @@ def _is_users(module: ModuleType) -> bool:
 
 
 def _is_library(path: Path) -> bool:
-    """Return True if the path is Python's, psigrad's or an installed package's, even in another environment on the path."""
+    """Return True if a file is Python's, psigrad's or an installed package's, even of another environment."""
     return not {"site-packages", "dist-packages"}.isdisjoint(path.parts) or any(path.is_relative_to(h) for h in _libraries())
 
 

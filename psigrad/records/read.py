@@ -1,4 +1,4 @@
-"""Run folders as data. Any file may be missing, truncated or malformed: reports matter most when a run has gone wrong."""
+"""Reading run folders. Any file may be missing, truncated or malformed, since reports matter most when a run has gone wrong."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ KEEPS = ("kept", "started", "resumed")
 
 @dataclass(frozen=True)
 class Sample:
-    """One held-out completion, its texts truncated for a page; `reward` is NaN if it was not scored.
+    """One held-out completion, with texts truncated for a page. `reward` is NaN if the completion was not scored.
 
-    `messages` are (role, text) of a conversational prompt, and empty for a plain text prompt.
+    `messages` are the (role, text) pairs of a conversational prompt, and empty for a plain text prompt.
     """
 
     prompt: str
@@ -34,17 +34,18 @@ class Sample:
 
 
 def find_kept_step(events: Sequence[Mapping[str, Any]]) -> float:
-    """Return the step whose weights a run kept as its best ones; infinite if it kept its last ones."""
+    """Return the step of the best evaluation if the final model has its weights; infinite if it has those of the last step."""
     last: Mapping[str, Any] = next((event for event in reversed(events) if event.get("kind") in KEEPS), {})
     return number(last.get("step")) if last.get("kind") == "kept" else math.inf
 
 
 @dataclass(frozen=True)
 class RunData:
-    """One run. `metrics` and `timings` are rows with a "step", in the order in which they were written.
+    """The data of one run. `metrics` and `timings` are rows with a "step", in the order in which they were written.
 
-    `rewards` are those of the training completions of each step. `troubles` counts (status, reason) of completions without a
-    plain score. `samples` are the first completions of held-out rows at the first, the middle and the last evaluation.
+    `rewards` are the rewards of the training completions by step. `troubles` counts the (status, reason) pairs of failed and
+    unscored completions. `samples` are the first completions of the held-out rows at the first, the middle and the last
+    evaluation.
     """
 
     name: str
@@ -61,7 +62,7 @@ class RunData:
     """Step -> row -> the mean of the metric over the row's scored held-out completions."""
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Return steps and values of one metric (or timing), for finite numbers."""
+        """Return the steps and the values of one metric or timing, without values that are not finite."""
         rows = self.timings if key.startswith("time/") or key in ("step_time", "tokens_per_second") else self.metrics
         points = [(row["step"], number(row[key])) for row in rows if key in row]
         points = [(step, value) for step, value in points if math.isfinite(value)]
@@ -90,13 +91,13 @@ class RunData:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """Held-out figures by step, in order, up to the weights that were kept."""
+        """The rows of held-out figures in the order of their steps, up to the step whose weights the final model has."""
         kept = find_kept_step(self.events)
         return [row for row in self.all_evaluations if row["step"] <= kept]
 
     @property
     def all_evaluations(self) -> list[dict[str, Any]]:
-        """Held-out figures by step, in order."""
+        """The rows of held-out figures in the order of their steps."""
         by_step: dict[int, dict[str, Any]] = {}
         for row in self.metrics:
             found = {key: value for key, value in row.items() if key.startswith("eval/")}
@@ -106,7 +107,7 @@ class RunData:
 
     @property
     def compared(self) -> list[dict[int, Sample]]:
-        """Held-out rows that every displayed evaluation has, as {step: sample}; those whose reward changed come first."""
+        """The held-out rows that `samples` has for all of its evaluations, as {step: sample}. Changed rewards come first."""
         steps = list(self.samples)
         common = [row for row in (self.samples[steps[0]] if steps else ()) if all(row in self.samples[s] for s in steps)]
         rows = [{step: self.samples[step][row] for step in steps} for row in common]
@@ -122,9 +123,9 @@ def kind_of(config: Mapping[str, Any]) -> str:
 
 
 def show_number(value: Any) -> str:
-    """Format a number for display: whole up to a million, otherwise four significant digits; a dash for any other value.
+    """Format a number for display, with four significant digits or as a whole number; "–" for a value that is no number.
 
-    Numbers below 1e-12 are what rounding leaves, and shown as 0.
+    Numbers below 1e-12 are rounding errors, and displayed as 0.
     """
     if type(value) is int and abs(value) < 10**15:
         return f"{value:,}"
@@ -136,19 +137,19 @@ def show_number(value: Any) -> str:
 
 
 def interval(row: Mapping[str, Any], stem: str = "") -> str:
-    """Return `low to high` of a row that has both, otherwise an empty string, as for an interval without a width."""
+    """Return the text `low to high` from the keys low and high of a row; "" if one is missing or the two are equal."""
     low, high = number(row.get(f"{stem}low")), number(row.get(f"{stem}high"))
     return "" if math.isnan(low) or math.isnan(high) or low == high else f"{show_number(low)} to {show_number(high)}"
 
 
 def clip(value: Any, limit: int = TEXT_LIMIT) -> str:
-    """Return the text of a value; beyond `limit` characters, only the number of remaining characters."""
+    """Return the text of a value. Beyond `limit` characters, replace the rest by the number of its characters."""
     text = value if isinstance(value, str) else str(value)
     return text if len(text) <= limit else f"{text[:limit]} … {len(text) - limit:,} more characters"
 
 
 def load_all(folders: Sequence[str | Path]) -> list[RunData]:
-    """Return the runs in `folders`, with the shortest ends of their paths that are distinct as names."""
+    """Return the runs in `folders`. Their names are the ends of their paths, as short as they can be while all differ."""
     runs = [load(folder) for folder in folders]
     parts = [run.path.resolve().parts for run in runs]
     for depth in range(1, max(map(len, parts), default=0) + 1):
@@ -159,9 +160,9 @@ def load_all(folders: Sequence[str | Path]) -> list[RunData]:
 
 
 def load(folder: str | Path, *, rollouts: bool = True) -> RunData:
-    """Return the run in `folder`; without `rollouts`, omit its completions, which take the most time.
+    """Return the data of the run in `folder`; without `rollouts`, skip its completions, which take the most time to read.
 
-    Raise `UserError` if it is not a run folder, or not readable.
+    Raise `UserError` if it is not a run folder, or cannot be read.
     """
     path = Path(folder).expanduser()
     if not path.is_dir():
@@ -197,7 +198,7 @@ def _rollouts(
 ) -> tuple[dict[int, list[float]], Counter[tuple[str, str]], dict[int, dict[str, Sample]], dict[int, dict[int, float]]]:
     """Return rewards, troubles, samples and held-out means in one pass over the files, which can be far larger than memory.
 
-    For held-out rows only the positions are kept, and only those of three evaluations are read again.
+    Of held-out completions only the positions in the files are stored; those of three evaluations are then read again.
     """
     rewards: dict[int, list[float]] = {}
     troubles: Counter[tuple[str, str]] = Counter()
@@ -245,7 +246,7 @@ def _samples(places: Sequence[tuple[Path, int]]) -> dict[str, Sample]:
 
 
 def prompt_text(prompt: Any) -> Any:
-    """Return messages as lines of `role: text`; a plain prompt unchanged."""
+    """Return a prompt of messages as lines of `role: text`, and a plain prompt unchanged."""
     said = messages(prompt)
     return "\n".join(f"{role}: {text}" for role, text in said) if said else "" if isinstance(prompt, list) else prompt
 
@@ -272,7 +273,7 @@ def _text_of(message: Mapping[str, Any]) -> str:
 
 
 def _label(part: Mapping[str, Any]) -> str:
-    """Return the kind of a content part, of a recorded image with its size and the start of its SHA-256."""
+    """Return a label for a content part that is no text: its type, for an image also its size and the start of its SHA-256."""
     said = f" {part.get('width')}×{part.get('height')} {str(part['sha256'])[:6]}" if "sha256" in part else ""
     return f"{part.get('type', 'part')}{said}"
 

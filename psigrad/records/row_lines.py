@@ -1,6 +1,6 @@
-"""The files of rows: one tolerant reader, and truncating them to a step without losing a complete row.
+"""The JSON Lines files of a run: a reader that tolerates damage, and truncation to a step without losing a complete row.
 
-Damaged lines are moved to FILE.damaged: lines that are not rows, and rows whose step is out of order.
+Damaged lines are moved to FILE.damaged. These are lines that are not rows, and rows whose step is out of order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PART = re.compile(r"rollouts-(\d{8,})-(\d+)\.jsonl")
 
 
 class RolloutPart(NamedTuple):
-    """A full rollouts.jsonl that was renamed: its name gives the step of its last row, and its number of rows."""
+    """A rollouts.jsonl that became too large and was renamed. The new name has the step of its last row and its row count."""
 
     path: Path
     last: int
@@ -29,20 +29,20 @@ class RolloutPart(NamedTuple):
 
 
 def parts_of(folder: Path) -> list[RolloutPart]:
-    """Return the renamed parts of a run's completions, the oldest first; rollouts.jsonl continues them."""
+    """Return the renamed parts of a run's completions, the oldest first. rollouts.jsonl has the rows after them."""
     found = ((path, _PART.fullmatch(path.name)) for path in folder.glob("rollouts-*.jsonl"))
     return sorted((RolloutPart(path, int(match[1]), int(match[2])) for path, match in found if match), key=lambda part: part.last)
 
 
 def rollout_files(folder: Path) -> list[Path]:
-    """Return the existing files of a run's completions, in order."""
+    """Return the files of a run's completions, in the order of their rows: the renamed parts, then rollouts.jsonl."""
     return [part.path for part in parts_of(folder)] + [folder / "rollouts.jsonl"]
 
 
 def put_aside(folder: Path, last: int, rows: int, keep: int) -> None:
-    """Rename rollouts.jsonl, whose rows end at step `last`, to a part.
+    """Rename rollouts.jsonl, which has `rows` rows up to step `last`, to a part.
 
-    Delete the oldest parts while the others have at least `keep` rows (0: all stay).
+    Then delete the oldest parts, as long as the remaining ones have at least `keep` rows. With `keep` 0 nothing is deleted.
     """
     os.replace(folder / "rollouts.jsonl", folder / f"rollouts-{last:08d}-{rows}.jsonl")
     parts = parts_of(folder)
@@ -51,10 +51,10 @@ def put_aside(folder: Path, last: int, rows: int, keep: int) -> None:
 
 
 def bring_back(folder: Path, step: int, written: int | None) -> None:
-    """Undo `put_aside` for rows after `step`, for a run that returns to an older checkpoint.
+    """Undo `put_aside` for parts with rows after `step`, when a run returns to the checkpoint of `step`.
 
-    The part that contains the step becomes rollouts.jsonl again. So does one that ends there, if the checkpoint recorded its
-    rows, `written`, under that name.
+    The part that contains the step becomes rollouts.jsonl again. A part that ends at the step does so if it still was
+    rollouts.jsonl when the checkpoint was saved: its number of rows is then `written`, the number in the checkpoint's manifest.
     """
     for part in reversed(parts_of(folder)):
         if part.last > step or (part.last == step and part.rows == written):
@@ -62,14 +62,14 @@ def bring_back(folder: Path, step: int, written: int | None) -> None:
 
 
 class TakenBack(NamedTuple):
-    """The result of truncating a file of rows: the number of remaining rows, and of damaged lines that were moved."""
+    """The result of truncating a file of rows: the number of remaining rows, and the number of damaged lines that were moved."""
 
     rows: int
     damaged: int
 
 
 def read_lines(file: Path) -> Iterator[bytes]:
-    """Yield the lines of a file; none if it is missing, or not a regular file."""
+    """Yield the lines of a file; yield none if the file is missing or not a regular file."""
     if file.is_file():
         with file.open("rb") as stream:
             yield from stream
@@ -89,9 +89,9 @@ def last_event(events: Path, *kinds: str) -> dict[str, Any]:
 
 
 def end_last_line(file: Path, *, cut: bool = True) -> None:
-    """End the last line of a file, so that the next row begins a new one.
+    """Make a file end with a line break, so that the next row begins a new line.
 
-    A complete row without a line end gets one. With `cut`, a row torn by a kill is removed.
+    A complete last row without a line break gets one. An incomplete last row, as a kill leaves it, is removed with `cut`.
     """
     begin = end = 0
     line = b"\n"
@@ -107,11 +107,11 @@ def end_last_line(file: Path, *, cut: bool = True) -> None:
 
 
 def take_back(file: Path, step: int, written: int | None) -> TakenBack:
-    """Truncate a file to its rows of step `step` and before. `written` is their former number, if known.
+    """Truncate a file to its rows of step `step` and before. `written` is the number of these rows that were written, if known.
 
-    Rows are ordered by their steps, so a row out of order is damaged; the fewest possible rows are taken as damaged. If rows are
-    missing, the lines after the last row are moved to FILE.damaged too, since a missing row may be among them. Otherwise they are
-    leftovers of a kill.
+    Rows are in the order of their steps. If they are not, the fewest rows whose removal restores the order count as damaged. If
+    rows are missing, the lines after the last remaining row are moved to FILE.damaged too, since a missing row may be among them.
+    Otherwise these lines are deleted.
     """
     end_last_line(file, cut=False)
     ends, steps, end = array("q", [0]), array("q"), 0
@@ -134,10 +134,10 @@ def take_back(file: Path, step: int, written: int | None) -> TakenBack:
 
 
 def cut_back(file: Path, step: int, written: int | None, end: int | None) -> TakenBack | None:
-    """Return `take_back` of a large file that had `end` bytes and `written` rows at `step`, without reading it.
+    """Truncate a large file, which had `end` bytes and `written` rows at step `step`, to this size without reading all of it.
 
-    Reading takes a quarter of a minute per gigabyte. Return None if the file is small, or if no row of a step up to `step` ends
-    there.
+    Reading takes a quarter of a minute per gigabyte. Return None and change nothing if the file is small, or if no row of `step`
+    or before ends at byte `end`: then use `take_back`.
     """
     if written is None or end is None or end < _LARGE or not file.is_file() or file.stat().st_size < end:
         return None
@@ -152,7 +152,7 @@ def cut_back(file: Path, step: int, written: int | None, end: int | None) -> Tak
 
 
 def _longest_order(steps: array[int]) -> list[int]:
-    """Return the positions of the longest non-decreasing subsequence of steps, by patience sorting; -1 means no step."""
+    """Return the positions of the longest non-decreasing subsequence of `steps`, by patience sorting. Steps of -1 are ignored."""
     ends: list[int] = []  # by length, the position of the smallest last step
     lasts: list[int] = []
     before = array("q")
@@ -189,9 +189,9 @@ def _keep(file: Path, spans: list[tuple[int, int]]) -> None:
 
 
 def replace_file(file: Path, content: Iterable[bytes], writer: str = "") -> None:
-    """Replace the content of a file: it is the old or the new one at every moment, and the new one is flushed to the disk.
+    """Replace the content of a file atomically, and flush it to the disk.
 
-    If several processes may write it at once, `writer` distinguishes their temporary files.
+    If several processes may replace the file at the same time, `writer` distinguishes their temporary files.
     """
     beside = file.with_name(f".{file.name}{writer}.tmp")
     try:
@@ -214,9 +214,9 @@ def identity(path: Path) -> tuple[int, int] | None:
 
 
 def write_again(file: Path, stream: BinaryIO) -> None:
-    """Restore a file from the open `stream`, whose name was deleted or given to another file, and close the stream.
+    """Restore a file that was deleted or replaced by another while it was open, from the open `stream`. Close the stream.
 
-    Any file that now has the name is renamed to FILE.replaced.
+    A file that now has the name is renamed to FILE.replaced.
     """
 
     def pieces() -> Iterator[bytes]:

@@ -17,14 +17,14 @@ from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 FORMAT = 1
 
 PARTS = "eval/rewards/"
-"""The prefix of the held-out figures of single reward functions, beside those of their sum."""
+"""The prefix of held-out figures of a single reward function. The figures of their sum do not have it."""
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _LARGEST = 1e100  # beyond it the arithmetic of axes overflows, and no figure of a run is so large
 _NUMBERS = re.compile(rb"\[[-+.0-9eE, ]+\]")
 
 
 class Headline(NamedTuple):
-    """The held-out figure that measures a run's progress: the mean of the metric, otherwise an accuracy, otherwise the loss."""
+    """The held-out figure that measures a run's progress: the metric's mean, or else an accuracy, or else the loss."""
 
     name: str
     value: float
@@ -33,7 +33,7 @@ class Headline(NamedTuple):
 
 
 def by_step(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return the figures of each step, which may be in several rows; later rows take precedence."""
+    """Return {step: figures}, merging the rows of a step. Later rows take precedence."""
     found: dict[int, dict[str, Any]] = {}
     for row in rows:
         found.setdefault(row["step"], {}).update(row)
@@ -41,7 +41,7 @@ def by_step(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
 
 
 def first_and_last(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the first and the last evaluation of a run, for a comparison; a single one if there was only one."""
+    """Return the first and the last evaluation of a run as a list, or a list of one if the two are equal."""
     return [after] if before == after else [before, after]
 
 
@@ -60,10 +60,10 @@ def headline(row: Mapping[str, Any]) -> Headline | None:
 
 
 def deciding(row: Mapping[str, Any], name: str = "", greater: bool | None = None) -> tuple[str, float, bool] | None:
-    """Return the name and the value of the figure that compares evaluations, and True if more of it is better.
+    """Return (name, value, True if greater is better) of the figure by which the evaluations of a run are compared.
 
-    More is better if `greater`, or by default unless the name ends in loss. The figure is that of `name`, with or without "eval/"
-    or "eval_" before it, otherwise the headline. Return None if the row has none.
+    The figure is `name`, with or without "eval/" or "eval_" before it, or else the headline. Return None if the row lacks it. If
+    `greater` is None, greater is better unless the name ends in loss.
     """
     stem = name.removeprefix("eval_").removeprefix("eval/").removesuffix("/mean")
     if not stem:
@@ -73,7 +73,7 @@ def deciding(row: Mapping[str, Any], name: str = "", greater: bool | None = None
 
 
 def metric_of(key: str) -> str:
-    """Return the held-out metric ("eval/exact") whose mean a key of metrics.jsonl is; empty for every other key."""
+    """Return the held-out metric for the key of its mean: "eval/exact" for "eval/exact/mean". Return "" for any other key."""
     return key.removesuffix("/mean") if key.startswith("eval/") and key.endswith("/mean") and not key.startswith(PARTS) else ""
 
 
@@ -81,7 +81,7 @@ class RolloutRow(TypedDict):
     """One completion in rollouts.jsonl, written by language-model runs. Lists per token are as long as `completion_ids`."""
 
     step: int
-    """Optimiser step that used it; for held-out completions, the number of steps before the evaluation."""
+    """Optimiser step that trained on the completion; for a held-out completion, the number of steps before the evaluation."""
     kind: Literal["train", "eval"]
     """The use of the completion: "train" if it was trained on, "eval" if it was held out."""
     row: int
@@ -93,44 +93,44 @@ class RolloutRow(TypedDict):
     completion: str
     """Text of the completion."""
     completion_ids: list[int]
-    """Its tokens; in episodes of several turns those of both sides."""
+    """Tokens of the completion. In episodes of several turns they include the environment's."""
     reward: float | None
-    """The reward for training or measurement; None if it is unscored."""
+    """The reward for training or measurement; None if the completion is unscored."""
     parts: dict[str, Any]
     """Reward function -> its value (None: no value)."""
     status: str
     """scored; failed (a reward function raised or timed out); unscored."""
     reason: str
-    """The reason why it failed or stayed unscored; otherwise empty."""
+    """The reason why the status is failed or unscored; otherwise empty."""
     advantage: float | None
-    """Mean over its tokens, if it was trained on."""
+    """Mean advantage over the completion's tokens; None if it was not trained on."""
     finish_reason: Literal["stop", "length"]
     """The end of the completion: "stop" if it ended by itself, "length" if the length limit cut it."""
     seed: int
-    """Seed of its sampling."""
+    """Seed with which the completion was sampled."""
     version: int
-    """Number of optimiser steps of the sampling policy."""
+    """Number of optimiser steps of the policy that sampled the completion."""
     turns: NotRequired[int]
-    """Turns of the policy, in episodes of several."""
+    """Number of the policy's turns, in episodes of several turns."""
     mask: NotRequired[list[int]]
     """In episodes of several turns: 1 for tokens that the policy chose."""
     seat: NotRequired[int]
-    """The seat whose turns it holds, in a game of several seats."""
+    """In a game with several players: the number of the seat (player) whose turns the completion contains."""
     cuts: NotRequired[list[dict[str, Any]]]
-    """Answers of the environment that were cut, or dropped, which ends the episode: {"turn", "kind", "reason"}."""
+    """Answers of the environment that were cut, or dropped, which ended the episode: {"turn", "kind", "reason"}."""
     contexts: NotRequired[list[tuple[int, list[int]]]]
-    """(place, prompt): from this token on the policy read this prompt instead of the previous text.
+    """(position, prompt): from this position of `completion_ids` on, the policy read this prompt instead of the previous tokens.
 
     Present for agents, for seats, and for episodes whose chat template rewrites earlier turns.
     """
     step_rewards: NotRequired[list[list[float]]]
-    """(place, reward) of rewards before the end."""
+    """(position in `completion_ids`, reward) of rewards that were given before the end of the completion."""
     logprobs: NotRequired[list[float]]
-    """Per token: log-prob under the sampling policy. This and later keys: only of the first `record_tokens` groups of a step."""
+    """Per token: log-prob under the sampling policy. This key and those below exist in the first `record_tokens` groups only."""
     sampling_logprobs: NotRequired[list[float]]
-    """Per token: log-prob under the distribution it was drawn from, if top-k and the like changed the distribution."""
+    """Per token: log-prob under the distribution that the token was drawn from, if top_p, top_k or min_p cut the policy's."""
     trained_logprobs: NotRequired[list[float]]
-    """Per token: log-prob under the policy of the last pass over the row, before its optimiser step."""
+    """Per token: log-prob in the last forward pass of training over the row, before the optimiser step."""
     ref_logprobs: NotRequired[list[float]]
     """Per token: log-prob under the reference model."""
     entropy: NotRequired[list[float]]
@@ -143,27 +143,27 @@ class RolloutRow(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class RolloutFigures:
-    """The content of a row of rollouts.jsonl for an index, from any writer: missing or malformed keys have a default."""
+    """The numbers of a row of rollouts.jsonl that an index of the file needs. Missing or malformed keys have a default."""
 
     step: int
     kind: str
-    """train, eval, episode; "other" if there is none."""
+    """train, eval or episode; "other" if the key is missing."""
     row: int
-    """-1 if there is none."""
+    """Index of the dataset row; -1 if the key is missing."""
     k: int
-    """Number within the group, or of the episode."""
+    """Number of the completion within its group, or number of the episode."""
     reward: float
-    """NaN if there is none."""
+    """NaN if there is no reward."""
     advantage: float
-    """NaN if there is none."""
+    """NaN if there is no advantage."""
     status: str
     reason: str
     cut: bool
-    """True if the length limit ended it."""
+    """True if the length limit ended the completion."""
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """Return a line as an object; None if it is not one."""
+    """Return a line as a JSON object; None if it is not one."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -179,9 +179,10 @@ def parse_step(line: bytes) -> dict[str, Any] | None:
 
 
 def rollout_figures(line: bytes) -> RolloutFigures | None:
-    """Return an index's content of a line of rollouts.jsonl; None if the line is not a row.
+    """Return the `RolloutFigures` of a line of rollouts.jsonl; None if the line is not a row.
 
-    The speed is about 100,000 lines of 1 kB a second: lists of numbers, half of a line's time, are emptied before parsing.
+    About 100,000 lines of 1 kB are read per second. Lists of numbers, which would take half of the time, are removed from the
+    line before it is parsed.
     """
     row = parse_step(_NUMBERS.sub(b"[]", line))
     if row is None:
@@ -202,7 +203,7 @@ def rollout_figures(line: bytes) -> RolloutFigures | None:
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of a row of metrics.jsonl: every number but "step", "NaN" and the infinities among them."""
+    """Return the figures of a row of metrics.jsonl: every number except "step". They include NaN and infinities."""
     found: dict[str, float] = {}
     for key, raw in row.items():
         value = raw if type(raw) is float else number(raw)
@@ -212,7 +213,7 @@ def figures(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def number(value: Any) -> float:
-    """Return a JSON value as a float: non-finite numbers are written as strings; any other value is NaN."""
+    """Return a JSON value as a float. Strings such as "NaN" and "Infinity" are converted; any other value becomes NaN."""
     if isinstance(value, str):
         return _NON_FINITE.get(value, math.nan)
     if not isinstance(value, int | float):

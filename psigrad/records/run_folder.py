@@ -24,19 +24,19 @@ from psigrad.records.rows import FORMAT, parse_row
 VIDEO = "episode.gif"
 _WRITTEN = (".jsonl", ".json", ".damaged", ".html", ".txt", ".log", ".gif")
 REPLAYS = "replays"
-"""The folder of `psigrad replay`'s pages."""
+"""The folder, within a run folder, of the pages that `psigrad replay` writes."""
 # The size in bytes at which a new rollouts.jsonl starts.
 PART = 1 << 30
 
 
 class RunFolderError(UserError):
-    """An error for a run folder that is in use, is another run's, or cannot be written."""
+    """Raised for a run folder that is in use, belongs to another run, or cannot be written."""
 
 
 def to_line(row: Mapping[str, Any]) -> bytes:
     """Return a row as one line of strict JSON.
 
-    NaN and infinities become strings, and all non-ASCII characters are escaped (lone surrogates survive).
+    NaN and infinities become strings. All non-ASCII characters are escaped, so lone surrogates are preserved.
     """
     return (json.dumps(_strict(row), ensure_ascii=True, allow_nan=False) + "\n").encode("ascii")
 
@@ -52,9 +52,9 @@ def _strict(value: Any) -> Any:
 
 
 def settings_before(folder: Path) -> dict[str, Any] | None:
-    """Return the settings of the run so far, or those of its newest checkpoint if config.json is damaged or missing.
+    """Return the settings of the run in a folder, or of its newest checkpoint if config.json is damaged or missing.
 
-    Return None if there is no run, or if the checkpoint has none, as in an older psigrad.
+    Return None if there is no run, or if the checkpoint does not store them, as those of older versions.
     """
     file = folder / "config.json"
     found = parse_row(file.read_bytes()) if file.exists() else None
@@ -66,7 +66,7 @@ def settings_before(folder: Path) -> dict[str, Any] | None:
 
 
 class RunFolder:
-    """A run folder whose lock this process holds. Made by `RunFolder.open`."""
+    """A run folder that this process has locked and writes. Use `RunFolder.open` to open one."""
 
     def __init__(self, path: Path, lock: BinaryIO) -> None:
         self.path, self._lock = path, lock
@@ -76,9 +76,9 @@ class RunFolder:
         """The run's settings in the form of config.json."""
         self._changes: list[pins.Change] = []
         self.rows: dict[str, int] = {}
-        """The number of rows of metrics, timings and rollouts."""
+        """{file: number of rows} for metrics, timings and rollouts."""
         self.checkpoint_bytes = 0
-        """The size of this process's newest checkpoint."""
+        """The size of the newest checkpoint that this process has saved; 0 before the first one."""
         self.finished = False
         """True if the run finished earlier, its model is unchanged, and there is nothing left to do."""
         self._identity, self._ends = row_lines.identity(path), dict[str, int]()
@@ -90,12 +90,12 @@ class RunFolder:
     def open(
         cls, path: str | Path, config: Mapping[str, Any], resume: str = "auto", settings: type[Any] | None = None
     ) -> Iterator[RunFolder]:
-        """Create or resume the folder at `path` and hold its lock for the length of the block.
+        """Create the folder at `path`, or resume the run in it, and hold its lock while the block runs.
 
         `settings` is the class of the settings, whose marks define the permitted changes of a resumed run. A start that raises
-        `UserError` before the run has begun leaves no new folder. Raise `RunFolderError` if another process holds the folder, or
-        if it contains other files or another run (each setting that differs is named). Raise it also if `resume` is "never" and
-        there are checkpoints, or "must" and there are none.
+        `UserError` before the run has begun leaves no new folder. Raise `RunFolderError` if another process has locked the
+        folder, or if it contains other files or another run (each setting that differs is named). Raise it also if `resume` is
+        "never" and there are checkpoints, or "must" and there are none.
         """
         path = paths.absolute(path)
         if str(path).encode("utf-8", "replace") != os.fsencode(path):  # the Rust libraries that write models accept no other name
@@ -165,9 +165,10 @@ class RunFolder:
         row_lines.replace_file(self.path / "config.json", [(json.dumps(settings, indent=1) + "\n").encode()])
 
     def _holds_model(self, files: Mapping[str, Any]) -> bool:
-        """Return True if the model of a finished run is unchanged.
+        """Return True if the files of a finished run's model are unchanged.
 
-        If it is not, rename it, so that it is written again from the newest checkpoint. Raise `RunFolderError` if there is none.
+        If they are not, rename the model's folder, so that the model is written again from the newest checkpoint. Raise
+        `RunFolderError` if there is no checkpoint.
         """
         model = self.path / "model"
         try:
@@ -219,7 +220,7 @@ class RunFolder:
         self._append("metrics", to_line(row))
 
     def timings(self, row: Mapping[str, Any]) -> None:
-        """Write one row of timings.jsonl: seconds, which differ from run to run."""
+        """Write one row of timings.jsonl: measured times, which differ each time a run is repeated."""
         self._append("timings", to_line(row))
 
     def rollouts(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -230,7 +231,7 @@ class RunFolder:
     def event(self, kind: str, **fields: Any) -> None:
         """Write one row of events.jsonl, with the time.
 
-        `rows` come from the data: they are written as the model reads them, without redaction.
+        All fields are redacted except `rows`, which are rows of the dataset.
         """
         if kind in ("started", "resumed") and self._changes:  # not earlier: a start that fails changes nothing
             changes, self._changes = {c.name: [c.before, c.now] for c in self._changes}, []
@@ -244,9 +245,9 @@ class RunFolder:
         redaction.say(f"{self.path}: {text}")
 
     def _check_place(self) -> None:
-        """Compare the folder and its files of rows with those that this process has open.
+        """Check that the folder and its files of rows are still those that this process has open.
 
-        A file that was deleted or replaced is written again; a warning reports one that was shortened. Raise `RunFolderError` if
+        A file that was deleted or replaced is written again. If a file was shortened, log a message. Raise `RunFolderError` if
         the folder was moved or deleted.
         """
         if row_lines.identity(self.path) != self._identity:
@@ -270,8 +271,8 @@ class RunFolder:
     def flush(self, step: int = -1, keep: int = 0) -> None:
         """Flush all written rows to the disk.
 
-        A `step` means that all rows up to it are written, and that a checkpoint follows. If rollouts.jsonl is then large (`PART`
-        bytes), start a new one, and keep about `keep` rows before it (0: all).
+        Pass a `step` before the checkpoint of this step is saved, when all of the step's rows are written. If rollouts.jsonl then
+        has `PART` bytes or more, start a new one. Of the earlier rows, keep about `keep` (0: all).
         """
         with _errors_of(self.path):
             self._check_place()
@@ -288,8 +289,9 @@ class RunFolder:
     ) -> None:
         """Truncate metrics, timings and rollouts to their rows of step `step` and before.
 
-        So many rows were `written`, up to the bytes `ends` of each file: a large file is truncated there without reading it.
-        Damaged lines are moved to FILE.damaged. A warning reports them, and missing rows as well.
+        `written` has the number of these rows in each file, and `ends` the byte at which they end, as a checkpoint stores them. A
+        large file is truncated there without reading it. Damaged lines are moved to FILE.damaged. Log a message about damaged
+        lines and missing rows.
         """
         with _errors_of(self.path):
             row_lines.bring_back(self.path, step, written.get("rollouts"))
@@ -307,18 +309,21 @@ class RunFolder:
                     self._warn("rows_missing", said, file=file.name, rows=expected - left)
 
     def ends(self) -> dict[str, int]:
-        """Return the number of bytes of metrics, timings and rollouts."""
+        """Return {file: number of bytes} for metrics, timings and rollouts."""
         return {name: os.fstat(self._files[name].fileno()).st_size for name in self.rows}
 
     def disk_low(self) -> str:
-        """Return the reason why another checkpoint may not fit on the disk; empty if one does, or none was made yet."""
+        """Return the reason why another checkpoint may not fit on the disk; empty if it does, or if none was saved yet."""
         free, needed = checkpoint.free_bytes(self.path), self.checkpoint_bytes
         if free >= 1.5 * needed:
             return ""
         return f"The disk of {self.path} has {free} bytes free, and a checkpoint takes {needed}."
 
     def save_model(self, write: Callable[[Path], None]) -> Path:
-        """Write the final `model/` to a temporary folder, fsync and rename it, so that it is complete or the old one."""
+        """Write the final `model/` with `write(folder)`, so that at every moment it is complete or the old one. Return its path.
+
+        The files are written to a temporary folder, flushed to the disk, and the folder is renamed.
+        """
         final, beside, aside = self._models()
         with _errors_of(self.path):
             self._check_place()
@@ -336,7 +341,7 @@ class RunFolder:
         return self.path / "model", self.path / ".model.new", self.path / ".model.old"
 
     def _settle_model(self) -> None:
-        """Undo or finish a `save_model` that was killed."""
+        """Undo or complete a `save_model` during which the process was killed."""
         final, beside, aside = self._models()
         if aside.exists() and not final.exists():
             os.rename(aside, final)
@@ -345,7 +350,7 @@ class RunFolder:
 
 
 class NullRunFolder(RunFolder):
-    """The run folder in the other processes of a run: it has the path, and writes nothing."""
+    """The run folder in all ranks but rank 0: it has the path and writes nothing."""
 
     def __init__(self, path: Path, finished: bool) -> None:
         self.path, self.checkpoints = path, path / "checkpoints"
@@ -356,7 +361,7 @@ class NullRunFolder(RunFolder):
         pass
 
     def rollouts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Do nothing: rank 0 has the rows."""
+        """Do nothing: rank 0 writes the rows."""
 
     def flush(self, step: int = -1, keep: int = 0) -> None:
         """Do nothing: this process wrote nothing."""
@@ -371,12 +376,12 @@ class NullRunFolder(RunFolder):
         return ""
 
     def save_model(self, write: Callable[[Path], None]) -> Path:
-        """Return the path of the model: rank 0 writes it."""
+        """Return the path of the final model, which rank 0 writes."""
         return self.path / "model"
 
 
 def truncate(folder: RunFolder, rows: Mapping[str, int], ends: Mapping[str, int]) -> None:
-    """Remove all rows after the folder's first `rows` rows, at the byte counts `ends`."""
+    """Truncate each file of rows to its first `rows[file]` rows, which end at byte `ends[file]`."""
     with _errors_of(folder.path):
         for name in folder.rows:
             folder._files[name].truncate(ends.get(name, 0))
@@ -384,7 +389,7 @@ def truncate(folder: RunFolder, rows: Mapping[str, int], ends: Mapping[str, int]
 
 
 def _must_be_own(place: Path, is_right: Callable[[Path], bool], expected: str) -> None:
-    """Reject a link, which leads elsewhere, and a pipe or a device, which would block when it is opened."""
+    """Raise `RunFolderError` if `place` is a link, which leads elsewhere, or not of the right kind, such as a pipe."""
     if place.is_symlink():
         raise RunFolderError(f"{place} is a link; a run folder holds its own files, so remove the link.")
     if place.exists() and not is_right(place):
@@ -392,9 +397,9 @@ def _must_be_own(place: Path, is_right: Callable[[Path], bool], expected: str) -
 
 
 def lock_folder(path: Path) -> BinaryIO:
-    """Lock the folder. The kernel releases the lock when its holder dies, so a lock is never stale.
+    """Lock the folder and return the open lock file. The lock ends with the process, so it is never stale.
 
-    Raise `RunFolderError` if another process holds it.
+    Raise `RunFolderError` if another process holds the lock.
     """
     stream = (path / ".lock").open("a+b")
     try:
@@ -419,7 +424,7 @@ def lock_folder(path: Path) -> BinaryIO:
 
 @contextlib.contextmanager
 def _errors_of(path: Path) -> Iterator[None]:
-    """Convert errors of the disk to a `RunFolderError` with one sentence."""
+    """Convert errors of the disk in the block to a `RunFolderError` that says what to do."""
     try:
         yield
     except Exception as error:

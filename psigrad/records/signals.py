@@ -1,7 +1,7 @@
 """The figures of a run for display, each declared once for the warnings, the report and the studio.
 
-A signal is one name for a figure, from any trainer. The order is that of the pictures. The studio lists a key without a signal
-under "more", by its own name.
+A signal is psigrad's name for a figure that trainers write under different keys. Reports draw the signals in the order of
+`SIGNALS`. The studio lists a key that belongs to no signal under "more".
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ _ALL = ("sft", "reward", "preference", "online", "control")
 
 @dataclass(frozen=True)
 class Signal:
-    """One figure: its name, title, explanation and unit, and the keys under which trainers write it."""
+    """One figure: its name, title, explanation and unit, and the keys under which trainers write the figure."""
 
     name: str
     group: str
     title: str
     says: str
     keys: tuple[str, ...]
-    """A star matches any part of a key."""
+    """The keys of metrics.jsonl. A star matches any part of a key."""
     unit: str = ""
     share: bool = False
-    """True if it is between 0 and 1."""
+    """True if the figure is between 0 and 1."""
     beside: tuple[str, ...] = ()
     """Keys that a report draws in the same picture."""
     labels: tuple[str, ...] = ("",)
-    """The report's labels of the figure itself and of those beside it."""
+    """The report's labels for the figure and for the keys in `beside`."""
     smooth: bool = True
-    """True if a report draws its moving average."""
+    """True if a report draws the figure's moving average."""
     kinds: tuple[str, ...] = _ALL
-    """Kinds of runs whose report draws it."""
+    """The kinds of runs whose reports draw the figure."""
 
 
 # fmt: off
@@ -108,13 +108,13 @@ SIGNALS = (
 SIGNAL_BY_NAME = {signal.name: signal for signal in SIGNALS}
 _EXACT = {key: signal.name for signal in SIGNALS for key in signal.keys if "*" not in key}
 _PATTERNS = [(re.compile(re.escape(key).replace(r"\*", "(.+)")), s.name) for s in SIGNALS for key in s.keys if "*" in key]
-# Parts of a signal, or counts, that are meaningless as a curve.
+# Held-out figures that match the pattern of the held-out metric, but are lengths or single reward functions.
 _NO_HELD_OUT = ("completions/", "length", "rewards/")
 
 
 @cache
 def name_of(key: str) -> str:
-    """Return the name of the signal that a key is written under, or the key itself."""
+    """Return the name of the signal that a key of metrics.jsonl belongs to, or the key itself if there is none."""
     if (found := _EXACT.get(key)) is not None:
         return found
     for pattern, name in _PATTERNS:

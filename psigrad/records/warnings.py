@@ -1,8 +1,8 @@
-"""The rules that detect problems of a run.
+"""The rules that detect problems of a run and raise warnings.
 
-Each rule reads the rows of figures in order and keeps a small memory. It is raised after `patience` consecutive rows beyond its
-threshold, and withdrawn after `patience` rows on the good side of a second, gentler one. In between its state does not change, so
-a figure that oscillates around the threshold raises one warning.
+Each rule reads the rows of figures in order and keeps a small memory. Its warning is raised after `patience` consecutive rows
+above the threshold `above`, and withdrawn after `patience` rows at most at the lower threshold `until`. Between the two
+thresholds its state does not change, so a figure that oscillates around a threshold raises only one warning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CORRECTION = "sampling/importance_sampling_ratio/mean"
 
 
 class SignalNames:
-    """The names of a run's figures. If several keys mean one signal, the first gets its name and the others keep their own."""
+    """The signal names of a run's keys. If several keys of a run belong to one signal, only the first gets its name."""
 
     def __init__(self) -> None:
         self._of: dict[str, str] = {}
@@ -35,7 +35,7 @@ class SignalNames:
         return len(self._of)
 
     def of(self, key: str) -> str:
-        """Return the name of a key."""
+        """Return the name of the signal for a key; the key itself if it has none or another key has the name."""
         if key not in self._of:
             name = name_of(key)
             self._of[key] = key if name in self._given else name
@@ -48,7 +48,7 @@ Figures = Mapping[str, float]
 
 @dataclass
 class Memory:
-    """The state of a rule between two rows."""
+    """The memory of a rule's measure between rows: recent values, first values, and the best value so far."""
 
     values: deque[float] = field(default_factory=lambda: deque(maxlen=50))
     start: list[float] = field(default_factory=list)
@@ -58,27 +58,30 @@ class Memory:
     _squares: float = 0.0
 
     def keep(self, value: float) -> None:
-        """Store a value, and drop the one 50 before it."""
+        """Store a value, and drop the oldest one if there are 50."""
         old = self.values[0] if len(self.values) == self.values.maxlen else 0.0
         self.values.append(value)
         self._sum += value - old
         self._squares += value * value - old * old
 
     def spread(self) -> tuple[float, float]:
-        """Return mean and deviation of the stored values."""
+        """Return the mean and the standard deviation of the stored values."""
         mean = self._sum / len(self.values)
         return mean, math.sqrt(max(0.0, self._squares / len(self.values) - mean * mean))
 
 
 Measure = Callable[[Figures, Memory], float | None]
-"""A function that returns a row's figure, or None if the row does not have it; larger is worse."""
+"""A function (row of figures, memory) -> the number that a rule compares with its thresholds, or None to skip the row.
+
+Larger numbers are worse.
+"""
 
 
 @cache
 def texts() -> dict[str, dict[str, Any]]:
     """Return the texts of each rule, for `psigrad explain NAME` and docs/debugging.md.
 
-    They are its title, the problem, its cause, the remedy, an example and its files.
+    The texts are the title, the problem, its cause, the remedy, an example, and the files that the example needs.
     """
     import yaml
 
@@ -89,7 +92,7 @@ def texts() -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule: raised if the measure is above `above`, withdrawn if it is at most `until`."""
+    """One rule. Its warning is raised if the measure is above `above`, and withdrawn if the measure is at most `until`."""
 
     name: str
     measure: Measure
@@ -101,22 +104,22 @@ class Rule:
     signal: str = ""
     grave: bool = False
     told_from: int = 1
-    """The number of times that it must be raised before a run warns; a report lists every time."""
+    """The number of times that the warning must be raised before a run prints it. A report lists it every time."""
 
     @property
     def title(self) -> str:
-        """The title for display."""
+        """The title of the warning for display."""
         return str(texts()[self.name]["title"])
 
     @property
     def advice(self) -> str:
-        """The problem and its remedy."""
+        """The sentences about the problem and its remedy."""
         return f"{texts()[self.name]['says']} {texts()[self.name]['do']}"
 
 
 @dataclass(frozen=True)
 class Alert:
-    """A rule that was raised at `step`, and withdrawn at `ended` if so; its worst `value` was at `worst_step`."""
+    """A warning of a rule, raised at `step` and withdrawn at step `ended` (None: not yet). `value` is the worst measure."""
 
     rule: str
     step: float
@@ -140,25 +143,25 @@ def _mean(values: Collection[float]) -> float:
 
 
 def _not_finite(figures: Figures, memory: Memory) -> float | None:
-    """Return the number of non-finite figures of a row. Held-out figures alone do not show that training has recovered."""
+    """Return the number of figures of training in a row that are not finite. Skip a row with held-out figures alone."""
     found = sum(not math.isfinite(value) for name, value in figures.items() if not name.startswith("eval/"))
     found += "loss" in figures and figures.get("updates") == 0  # the step was skipped, because its gradient was not finite
     return float(found) if found or any(not name.startswith(("eval/", "held_out")) for name in figures) else None
 
 
 def _uncorrected(figures: Figures, memory: Memory) -> float | None:
-    """Return the distance between sampler and trainer, if nothing corrects it."""
+    """Return the difference between the log-probs of sampler and trainer; None if importance weights correct for it."""
     return None if _CORRECTION in figures else _of("mismatch")(figures, memory)
 
 
 def _correction(figures: Figures, memory: Memory) -> float | None:
-    """Return the distance from 1 of the mean weight that corrects for the sampler."""
+    """Return |1 - w|, with w the mean importance weight that corrects for the sampler."""
     weight = _finite(figures, _CORRECTION)
     return None if weight is None else abs(1 - weight)
 
 
 def _entropy_left(figures: Figures, memory: Memory) -> float | None:
-    """Return the share of the first five rows' entropy that is lost."""
+    """Return the share of the initial entropy, the mean of the first five rows, that the policy has lost."""
     value = figures.get("entropy", figures.get("surprise"))
     learns_by_reward = "reward" in figures or "return" in figures  # imitation is supposed to lose entropy
     if value is None or not math.isfinite(value) or not learns_by_reward:
@@ -171,9 +174,9 @@ def _entropy_left(figures: Figures, memory: Memory) -> float | None:
 
 
 def _grad_norm_z(figures: Figures, memory: Memory) -> float | None:
-    """Return (log norm − mean) / deviation of its logarithm over the previous 50 rows; the deviation is at least log √2.
+    """Return the z-score of the gradient norm's logarithm among the previous 50 rows; the deviation is at least log √2.
 
-    Norms are skewed: on their own scale half of the successful runs have such a row.
+    The logarithm is used because norms are skewed. Without it, half of the successful runs have an outlier.
     """
     if (norm := _finite(figures, "grad_norm")) is None:
         return None
@@ -186,7 +189,7 @@ def _grad_norm_z(figures: Figures, memory: Memory) -> float | None:
 
 
 def _below_zero_late(figures: Figures, memory: Memory) -> float | None:
-    """Return minus the explained variance, after the ten rows that a critic may need to find its scale."""
+    """Return minus the explained variance. Skip the first ten rows, in which a critic may still learn the scale of returns."""
     if (value := _finite(figures, "explained_variance")) is None:
         return None
     memory.held_back += 1
@@ -194,7 +197,10 @@ def _below_zero_late(figures: Figures, memory: Memory) -> float | None:
 
 
 def _longer_for_nothing(figures: Figures, memory: Memory) -> float | None:
-    """Return the length's growth over its first five rows, if the held-out metric has not improved for three evaluations."""
+    """Return the relative growth of the length since the first five rows, but 0 while the held-out metric improves.
+
+    The metric counts as improving until three evaluations in a row are not better than the best.
+    """
     length, held_out = _finite(figures, "length"), _finite(figures, "held_out")
     if held_out is not None:
         memory.held_back = 0 if held_out > memory.best + 1e-9 else memory.held_back + 1
@@ -209,7 +215,7 @@ def _longer_for_nothing(figures: Figures, memory: Memory) -> float | None:
 
 
 def _cut_while_rewarded(figures: Figures, memory: Memory) -> float | None:
-    """Return the rise of the share of truncated completions over the last 20 rows, if the reward rose too."""
+    """Return the rise of the share of truncated completions over the last 20 rows, but 0 if the reward did not rise too."""
     cut, reward = _finite(figures, "truncated"), _finite(figures, "reward")
     if cut is None or reward is None:
         return None
@@ -224,9 +230,9 @@ def _cut_while_rewarded(figures: Figures, memory: Memory) -> float | None:
 
 
 def _below_best(figures: Figures, memory: Memory) -> float | None:
-    """Return the held-out metric's distance below its best, if training's reward has risen since.
+    """Return how far the held-out metric is below its best, but 0 if the training reward has not risen since the best.
 
-    The distance is in half widths of the 95 % interval of their difference. It is computed when the run is evaluated.
+    The unit is half the width of the 95 % interval of the difference. Rows without an evaluation are skipped.
     """
     reward, held_out = _finite(figures, "reward"), _finite(figures, "held_out")
     if reward is not None:
@@ -276,13 +282,13 @@ RULES = (
 )
 BY_NAME = {rule.name: rule for rule in RULES}
 CALM = frozenset({"entropy", "dead_groups", "flat_reward", "grad_norm"})
-"""The warnings that are normal for a policy with nothing left to learn."""
+"""The warnings that are normal once a task is solved and there is nothing left to learn."""
 _SCORES = ("held_out", "reward", "accuracy")
 
 
 @dataclass
 class _Standing:
-    """The state of a rule."""
+    """The state of a rule: its memory, the numbers of rows beyond its thresholds, and its current warning."""
 
     memory: Memory = field(default_factory=Memory)
     over: int = 0
@@ -292,7 +298,7 @@ class _Standing:
 
 
 class Watch:
-    """All rules over the rows of one run, in order."""
+    """The evaluation of all rules on the rows of one run, which must be given in order."""
 
     MOST = 200
 
@@ -316,21 +322,21 @@ class Watch:
 
     @property
     def score(self) -> float | None:
-        """The score of a solved task, otherwise None.
+        """The score of the task if it is solved, otherwise None.
 
-        It is the mean of the last three held-out metrics, or else rewards. A task is solved if that is 0.9 or more of 1 and the
-        first was less.
+        The score is the mean of the last three held-out metrics, or of the last three rewards if there is no metric. The task is
+        solved if the score is 0.9 or more, and the first value was below 0.9.
         """
         name = next((name for name, last in self._scores.items() if last), "")
         score = _mean(self._scores[name]) if name and self._first[name] < 0.9 else 0.0
         return score if score >= 0.9 else None
 
     def explains(self, rule: str) -> bool:
-        """Return True if a solved task fully explains the rule's warning."""
+        """Return True if the task is solved and that explains the rule's warning."""
         return rule in CALM and self.score is not None
 
     def advice(self, rule: str) -> str:
-        """Return the problem and its remedy, given the rows of the run so far."""
+        """Return the sentences about the rule's problem and its remedy; a reassurance if a solved task explains the warning."""
         if not self.explains(rule):
             return BY_NAME[rule].advice
         return f"Nothing to do: the task is solved ({self.score:.2g} of 1), and there is little left to learn from."
@@ -353,7 +359,7 @@ class Watch:
             standing.pending = None
 
     def alerts(self) -> list[Alert]:
-        """Return the current warnings, then the withdrawn ones, the newest first."""
+        """Return the current warnings, then the withdrawn ones, each with the newest first."""
         standing = [s.alert for s in self._standing.values() if s.alert is not None]
         return [*sorted(standing, key=lambda a: -a.step), *reversed(self._past)]
 

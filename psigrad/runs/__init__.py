@@ -1,1 +1,1 @@
-"""The life of any run: its cycle of steps, callbacks, saving, stopping and resuming."""
+"""The course of any run: its training loop, callbacks, checkpoints, stopping and resuming."""

@@ -1,4 +1,4 @@
-"""The best evaluation of a run: its weights are kept, and training ends if no later one is better for a while."""
+"""The best evaluation of a run: its weights are saved, and training ends early if no later evaluation is better."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from psigrad.runs.callbacks import Callback, Control
 
 
 class Best(Callback):
-    """A callback that tracks the best evaluation after a step.
+    """A callback that tracks the best evaluation. It requests a checkpoint of the best weights, and can end the run early.
 
-    It requests a checkpoint of it, and ends the run by `early_stopping_patience`.
-
-    The rules are those of transformers: an evaluation is better if its figure is, by any amount, and counts against the patience
-    unless it is better by more than `early_stopping_threshold`. The figure is the same for all evaluations; one that is missing
-    or NaN is no better.
+    The rules are those of transformers. An evaluation is better if its figure is better by any amount. It counts against
+    `early_stopping_patience` unless it is better by more than `early_stopping_threshold`. All evaluations are compared by the
+    same figure. An evaluation whose figure is missing or NaN is not better.
     """
 
     def __init__(self, settings: Evaluation) -> None:
@@ -28,15 +26,15 @@ class Best(Callback):
 
     @staticmethod
     def wanted(settings: Any) -> bool:
-        """Return True if a run's settings need it."""
+        """Return True if the settings of a run need this callback."""
         return bool(getattr(settings, "load_best_model_at_end", False) or getattr(settings, "early_stopping_patience", 0))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best so far, the name of its figure, and the number of evaluations without a better one."""
+        """Return the step and figure of the best evaluation, the figure's name, and the number of evaluations since then."""
         return {"step": self.step, "value": self.value if self.step else None, "waited": self.waited, "figure": self.figure}
 
     def load_state_dict(self, held: Mapping[str, Any]) -> None:
-        """Invert `state_dict`."""
+        """Restore the state that `state_dict` returned."""
         self.step, self.waited, self.figure = held["step"], held["waited"], held.get("figure", "")
         self.value = math.nan if held["value"] is None else held["value"]
 
@@ -54,7 +52,10 @@ class Best(Callback):
             control.should_training_stop = True
 
     def _figure(self, metrics: Mapping[str, Any], step: int) -> tuple[float, bool]:
-        """Return the deciding figure, that of the first evaluation that has one, and True if more of it is better."""
+        """Return the figure by which evaluations are compared, and True if a greater value is better.
+
+        If the settings name none, the first evaluation decides which figure it is.
+        """
         name = self.figure or self.settings.metric_for_best_model
         found = deciding(metrics, name, self.settings.greater_is_better)
         known = [key.removeprefix("eval/") for key in metrics if key.startswith("eval/")]

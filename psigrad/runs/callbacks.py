@@ -62,7 +62,7 @@ class Callback:
         """Handle each row of metrics, passed as `logs`."""
 
     def on_evaluate(self, args: Any, state: Any, control: Control, metrics: Mapping[str, Any], **kwargs: Any) -> None:
-        """Handle the end of each evaluation. `metrics` has "eval/…", and the same as "eval_…" for transformers' callbacks."""
+        """Handle the end of each evaluation. `metrics` has figures as "eval/…", and as "eval_…" for transformers."""
 
     def on_save(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
         """Handle each saved checkpoint; `checkpoint` is its folder."""
@@ -128,7 +128,10 @@ class Arguments:
 
 @dataclass
 class Callbacks:
-    """The callbacks of a run, and the events that rank 0 sends to them."""
+    """The callbacks of a run. Rank 0 calls them at each event of the run, and all ranks carry out their requests.
+
+    The methods for events take the run's state and return it with the settings that callbacks changed.
+    """
 
     callbacks: Sequence[Any] = ()
     config: Any = None
@@ -138,7 +141,7 @@ class Callbacks:
     def __post_init__(self) -> None:
         self.control = Control(check=self._check)
         self.trial: Callable[[Mapping[str, Any]], Any] = dict
-        """A function that raises if the run's parts cannot have these settings."""
+        """A function that raises an error if the run cannot be changed to these settings."""
         self.args: Any = Arguments(self.config) if self.callbacks else None
         self.asked: list[str] = []
         self.held: dict[str, Any] = {}
@@ -159,12 +162,12 @@ class Callbacks:
         self.model, self.tokenizer = model, tokenizer
 
     def see(self, row: Mapping[str, Any]) -> None:
-        """Store a row of metrics, which the callbacks get at the next event."""
+        """Store a row of metrics, which the callbacks receive at the next event."""
         if self.callbacks:
             self._rows.append(dict(row))
 
     def begin(self, state: S, total: int) -> S:
-        """Restore each callback's state, then start the run."""
+        """Restore each callback's state, then call `on_init_end` and `on_train_begin` of all callbacks."""
         if not self.callbacks:
             return state
         self.visible_state.max_steps = total
@@ -182,16 +185,16 @@ class Callbacks:
         return self._tell("on_train_begin", self._tell("on_init_end", state))
 
     def step_begin(self, state: S) -> S:
-        """Send the start of a step."""
+        """Call `on_step_begin` of all callbacks."""
         return self._tell("on_step_begin", state) if self.callbacks else state
 
     def step_end(self, state: S, evaluate: bool, save: bool) -> S:
-        """Send the end of a step; `control` then has the requests to evaluate and to save."""
+        """Call `on_step_end` of all callbacks. `control` then has the requests to evaluate and to save."""
         self.control.should_evaluate, self.control.should_save = evaluate, save
         return self._tell("on_step_end", state) if self.callbacks else state
 
     def after_evaluation(self, state: S) -> S:
-        """Send the end of an evaluation."""
+        """Call `on_evaluate` of all callbacks with the figures of the evaluation."""
         if not self.callbacks:
             return state
         metrics = {k: v for row in self._rows for k, v in row.items() if k.startswith("eval/")}
@@ -207,15 +210,15 @@ class Callbacks:
         return state
 
     def after_save(self, state: S, checkpoint: Any) -> S:
-        """Send a saved checkpoint."""
+        """Call `on_save` of all callbacks with the folder of the saved checkpoint."""
         return self._tell("on_save", state, checkpoint=checkpoint) if self.callbacks else state
 
     def end(self, state: S) -> S:
-        """Send the end of the last step."""
+        """Call `on_train_end` of all callbacks."""
         return self._tell("on_train_end", state) if self.callbacks else state
 
     def collect_memory(self, state: S) -> S:
-        """Return the state with the callbacks' own state, for saving."""
+        """Return the run's state with the current state of each callback, for a checkpoint."""
         if not self.callbacks or self.world.rank:
             return state
         held: dict[str, Any] = {}
@@ -255,13 +258,13 @@ class Callbacks:
                 self.visible_state.best_metric, self.visible_state.best_global_step = value, step
 
     def _take_history(self, history: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the history before this process: all rows, and the best evaluation."""
+        """Restore the history of a resumed run: all rows of metrics, and the best evaluation."""
         self.visible_state.history = self.visible_state.log_history = list(history)
         for step, row in by_step(history).items():  # an evaluation may have several rows
             self._keep_best(row, step)
 
     def _tell(self, event: str, state: S, **more: Any) -> S:
-        """Call the method of that name, and apply its requests on every rank."""
+        """Call the method `event` of every callback, and apply the callbacks' requests on every rank."""
 
         def call() -> None:
             visible = self.visible_state
@@ -296,7 +299,7 @@ class Callbacks:
             self.folder.event("stop_asked", step=step, callback=name)
 
     def _on_rank_0(self, work: Callable[[], None], state: S) -> S:
-        """Run callback code on rank 0, end all ranks if it fails, and apply its requests."""
+        """Run `work`, which calls callbacks, on rank 0. Then apply their requests on all ranks, or raise on all if it failed."""
         failure = ""
         if self.world.rank == 0:
             try:
@@ -317,7 +320,7 @@ class Callbacks:
 
 
 def check_change(config: Any, name: str, value: Any) -> tuple[str, Any]:
-    """Return (dotted name, value) of a change. Raise `UserError` for a fixed setting or an invalid value."""
+    """Return (dotted name, value) of a callback's change. Raise `UserError` for an invalid value or an unchangeable setting."""
     leaves = dict(flat_names(type(config)))
     dotted = leaves.get(name, name)
     if dotted.partition(".")[0] in PARTS and "." in dotted and hasattr(config, dotted.partition(".")[0]):
@@ -364,7 +367,7 @@ def collect_memory(callback: Any) -> Any:
 
 
 def load(callback: Any, held: Any) -> None:
-    """Invert `collect_memory`."""
+    """Restore a callback's state that `collect_memory` returned."""
     if hasattr(callback, "load_state_dict"):
         callback.load_state_dict(held)
         return
@@ -373,7 +376,7 @@ def load(callback: Any, held: Any) -> None:
 
 
 def resolve(given: Any) -> Any:
-    """Return the callback for a user's notation: an object, a class, "module:Class", or {"callback": …, parameter: value}.
+    """Return the callback that a setting gives as object, class, "module:Class", or {"callback": …, parameter: value}.
 
     Raise `UserError` for anything else.
     """
@@ -401,6 +404,6 @@ def resolve(given: Any) -> Any:
 
 
 def never_called(callback: Any) -> list[str]:
-    """Return transformers' events that a callback handles and that no psigrad run has."""
+    """Return the events of transformers that a callback handles, but that psigrad never sends."""
     bases = [base for base in type(callback).__mro__ if base.__module__ not in ("transformers.trainer_callback", __name__)]
     return sorted({name for base in bases for name in vars(base) if name.startswith("on_")} - set(EVENTS))

@@ -1,4 +1,4 @@
-"""The cycle of every loop: step, evaluate when due, save when due, stop on request."""
+"""The training loop of every run: take a step, evaluate and save when due, and stop on request."""
 
 from __future__ import annotations
 
@@ -18,38 +18,39 @@ from psigrad.runs.survival import Interrupted, Stopped
 from psigrad.step import Outcome, RunState
 
 S = TypeVar("S", bound=RunState)
-# Seconds that processes with a sharded model wait for a background save after one has failed: another may have ended.
+# Seconds that the ranks of a sharded model wait for a background save after one of them has failed, as it may never end.
 LEFT = 20.0
 
 
 @dataclass(frozen=True)
 class Loop(Generic[S]):
-    """The parts of one kind of training that the cycle needs."""
+    """The functions and facts that `cycle` needs of one kind of training, such as online RL."""
 
     name: str
     """The label of the progress bar."""
     total: int
-    """The last step."""
+    """The number of the last step."""
     step: Callable[[S], Outcome[S]]
     evaluate: Callable[[S], None]
     save: Callable[[S], None]
     updates: Callable[[], int]
-    """Counts the updates of weights, and of anything else outside the state."""
+    """Returns the number of changes so far to weights, and to anything else that is not in the state."""
     eval_steps: int = 0
     less_memory: str = ""
-    """Advice for a step that ran out of memory."""
+    """Advice for the message of a step that ran out of memory."""
     wait: Callable[[float | None], None] = lambda seconds: None
-    """Waits, at most so many seconds, until a checkpoint that is written in the background is complete."""
+    """Waits until a checkpoint that is written in the background is complete, but at most the given seconds."""
 
 
 def cycle(loop: Loop[S], state: S, settings: Run, journal: Journal) -> S:
-    """Repeat the step from `state` to the loop's last one; evaluate and save at the intervals of the settings.
+    """Take steps from `state` to the loop's last step. Evaluate and save at the intervals of the settings.
 
-    `eval_steps` and `save_steps` count turns of the cycle. Callbacks receive every event, and the cycle carries out their
-    requests. All rows of step s are in the run folder before checkpoint s is, so a resumed run repeats no row and lacks none. A
-    request to stop takes effect between steps, or interrupts an evaluation, which the resumed run repeats: the state is saved,
-    then `Stopped` is raised. If a step fails before it has changed a weight, the previous state is saved, then the error
-    propagates. The run stops while a checkpoint still fits on the disk.
+    `eval_steps` and `save_steps` count iterations of this loop. Callbacks receive every event, and their requests are carried
+    out. All rows of step s are in the run folder before checkpoint s is, so a resumed run repeats no row and lacks none.
+
+    A request to stop takes effect between steps, or interrupts an evaluation, which the resumed run repeats. The state is saved,
+    then `Stopped` is raised. If a step fails before it has changed a weight, the previous state is saved before the error
+    propagates. If the disk fills up, the run is saved and ends while a checkpoint still fits.
     """
     hooks, shown = journal.callbacks, settings.progress and journal.world.rank == 0
     state = hooks.begin(state, loop.total)
@@ -77,7 +78,7 @@ def cycle(loop: Loop[S], state: S, settings: Run, journal: Journal) -> S:
 
 
 class _Saves(Generic[S]):
-    """The schedule of a run's checkpoints, and the state to save if it fails."""
+    """The schedule of a run's checkpoints, and the newest state with finite gradients, which is saved if the run fails."""
 
     def __init__(self, loop: Loop[S], state: S, settings: Run, journal: Journal) -> None:
         self.loop, self.settings, self.journal = loop, settings, journal
@@ -94,13 +95,16 @@ class _Saves(Generic[S]):
         return not state.nonfinite and bool((minutes and spent >= 60 * minutes) or (every and state.turns % every == 0))
 
     def keep(self, state: S) -> S:
-        """Save the state, and call the callbacks."""
+        """Save a checkpoint of the state, and call the callbacks."""
         self.loop.save(self.journal.callbacks.collect_memory(state))
         self.saved, self.saved_at = state.step, time.monotonic()
         return self.journal.callbacks.after_save(state, self.journal.folder.checkpoints / f"step-{state.step:08d}")
 
     def evaluate(self, state: S) -> S:
-        """Evaluate, and call the callbacks. If a stop interrupts it, save the state as not evaluated and raise `Stopped`."""
+        """Evaluate, and call the callbacks. If a requested stop interrupts this, save the state and raise `Stopped`.
+
+        The saved state is marked as not evaluated, so the resumed run evaluates first.
+        """
         try:
             self.loop.evaluate(state)
         except Interrupted:
@@ -109,7 +113,7 @@ class _Saves(Generic[S]):
         return self.journal.callbacks.after_evaluation(replace(state, evaluated=True))
 
     def after(self, state: S, last: bool) -> S:
-        """Save after a step if due, if a callback requests it, or if the disk becomes full."""
+        """Save after a step if `control.should_save` is set, after the last step, or if the disk is nearly full."""
         if not state.nonfinite:
             self.good = state
         if self.journal.callbacks.control.should_save or (last and self.good.step > self.saved):
@@ -141,7 +145,10 @@ class _Saves(Generic[S]):
 
     @contextlib.contextmanager
     def rescue(self) -> Iterator[None]:
-        """Wrap the whole loop. A callback that fails does so on all ranks and has changed no weight."""
+        """Save the newest state if a callback fails in the block. A callback fails on all ranks and has changed no weight.
+
+        In all cases wait for a checkpoint that is written in the background.
+        """
         try:
             yield
             self.loop.wait(None)

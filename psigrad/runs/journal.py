@@ -1,4 +1,4 @@
-"""The record of a loop: rows of the run folder, trackers, seconds of its phases, memory, warnings, and phases that hang."""
+"""The log of a run: the rows in its folder, trackers, timings, memory, warnings, and a watchdog for phases that hang."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HELD = {"memory_bytes": "VmRSS", "peak_memory_bytes": "VmHWM", "anonymous_bytes
 
 
 class Tracker(Protocol):
-    """A destination of figures besides the run folder: psigrad_extras/connect/trackers.py."""
+    """A destination of figures besides the run folder, such as W&B; psigrad_extras/connect/trackers.py has the trackers."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the figures of one step."""
@@ -70,7 +70,7 @@ class CompletionPrinter:
             redaction.say(f"step {step}  reward {reward}  …{' '.join(prompt.split())[-60:]} → {said[:120]}")
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, as nothing is open."""
 
 
 class Announcer:
@@ -86,7 +86,7 @@ class Announcer:
         self._begun = False
 
     def see(self, step: int, row: Mapping[str, Any]) -> None:
-        """Process one row of metrics. Before the first one, process the earlier rows of the run without warning."""
+        """Check one row of metrics and report new warnings. The first call also reads the run's earlier rows, silently."""
         if not self._begun:
             self._begun = True
             for before in read_steps(self._folder.path / "metrics.jsonl"):
@@ -108,7 +108,7 @@ class Announcer:
 
 
 def memory() -> dict[str, int]:
-    """Return this process's memory in bytes: current, peak, and anonymous; empty if the system does not report it."""
+    """Return this process's memory in bytes: current, peak, and anonymous (without file pages). Empty if it is unknown."""
     try:
         said = Path("/proc/self/status").read_text()
     except OSError:
@@ -118,18 +118,18 @@ def memory() -> dict[str, int]:
 
 
 class Trimmer:
-    """A limiter of memory growth: it returns freed memory to the system.
+    """A limit on memory growth by fragmentation: it gives freed memory back to the system when the process grows.
 
-    Tensors of many different sizes leave holes that later ones do not fit into. The memory of a process between its first steps
-    is what it needs. The holes are returned once it exceeds that by a fiftieth. Reusing returned memory costs page faults, so
-    this is not done in every step.
+    Freed tensors of many different sizes leave gaps in the heap that later tensors do not fit into. The memory after the first
+    `steps` steps counts as the need of the run. Gaps are given back once the memory is more than `above` times that. This is not
+    done in every step, since taking memory again costs page faults.
     """
 
     def __init__(self, steps: int = 3, above: float = 1.02) -> None:
         self._left, self._above, self._usual = steps, above, 0
 
     def __call__(self) -> dict[str, int]:
-        """Return `memory` for the row of a step, at whose end it is called, and trim if necessary."""
+        """Return `memory()` for the row of timings, and give memory back if necessary. Call it at the end of each step."""
         held = memory()
         now = held.pop("anonymous_bytes", 0)  # cached pages of files vary with the machine's other needs
         if self._left > 0:
@@ -142,7 +142,7 @@ class Trimmer:
 
 
 def give_back() -> None:
-    """Make glibc return all freed memory to the system; other C libraries have no such call."""
+    """Make glibc give all freed memory back to the system. Do nothing with other C libraries, which have no such call."""
     if sys.platform.startswith("linux"):
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -150,9 +150,9 @@ def give_back() -> None:
 
 @dataclass(frozen=True)
 class Journal:
-    """Run folder, trackers, warnings and stop signal in one object.
+    """The run folder, trackers, warnings and stop signal of a run in one object.
 
-    `metrics` and `rollouts` have reproducible figures; seconds go to `timings`.
+    Figures that are the same in a repeated run go to `metrics` and `rollouts`, measured times to `timings`.
     """
 
     folder: RunFolder
@@ -169,11 +169,11 @@ class Journal:
 
     @property
     def watch(self) -> Observe:
-        """The observer of the phases of a step."""
+        """A function that returns a context manager for a named phase, in which the watchdog times the phase."""
         return self.watchdog.phase if self.watchdog is not None else contextlib.nullcontext
 
     def record(self, outcome: Outcome[Any]) -> None:
-        """Write the rows, metrics and seconds of one step, and print its notes."""
+        """Write the rollouts, metrics and timings of one step, and log its notes."""
         for kind, text in outcome.notes.items():
             self.tell_once(kind, text)
         if self.world.rank == 0 and outcome.rows:
@@ -188,13 +188,13 @@ class Journal:
             redaction.say(text)
 
     def tell_once(self, kind: str, text: str) -> None:
-        """Call `tell` for the first message of this kind in this process; the event's `why` is the text."""
+        """Call `tell` if no message of this kind was logged in this process. The event's field `why` is the text."""
         if kind not in self.told:
             self.told.add(kind)
             self.tell(kind, text, why=text)
 
     def disk_low(self) -> str:
-        """Return the reason why another checkpoint may not fit on the disk; empty if one does."""
+        """Return the reason why another checkpoint may not fit on the disk; empty if it does fit."""
         return self.world.broadcast(self.folder.disk_low())
 
     def metrics(self, step: int, figures: Mapping[str, Any]) -> None:
@@ -207,7 +207,7 @@ class Journal:
             tracker.log(step, {name: float(value) for name, value in figures.items() if isinstance(value, int | float)})
 
     def timings(self, step: int, seconds: Mapping[str, float], tokens: int) -> None:
-        """Write one row of timings.jsonl; `seconds` are from `Clock.read`, `tokens` were sampled or trained on meanwhile."""
+        """Write one row of timings.jsonl. `seconds` come from `Clock.read`; `tokens` were sampled or trained on in that time."""
         rate = tokens / seconds["step_time"]
         self.folder.timings({"step": step, **seconds, "tokens": tokens, "tokens_per_second": rate, **self.trim()})
 
@@ -226,7 +226,7 @@ class Journal:
     def interruptible(self) -> Iterator[None]:
         """Raise `Interrupted` in the block when a stop is requested, and remove the rows that the block has written.
 
-        With several processes nothing is interrupted: the others would wait for this one.
+        With several processes nothing is interrupted, since the others would wait for this one forever.
         """
         if self.signal is None or self.world.size > 1:
             yield
@@ -240,7 +240,7 @@ class Journal:
             raise
 
     def stopped(self, step: int) -> None:
-        """Leave the loop after a requested stop, once the state is saved."""
+        """Record the stop and raise `Stopped`. Call this after a requested stop, once the state is saved."""
         self.folder.event("stopped", step=step)
         stopped = Stopped(f"Stopped as asked after step {step}; everything is saved. The same command goes on from there.")
         stopped.exit_status += max(self.world.all_gather(self.signal.number if self.signal is not None else 0))
@@ -248,11 +248,9 @@ class Journal:
 
 
 class Watchdog:
-    """The monitor of phases: it reports one longer than `seconds`, and than ten times the longest one of its name.
+    """A thread that reports phases that hang: longer than `seconds`, and than ten times the longest earlier phase of the name.
 
-    It stops nothing.
-
-    `report(phase, seconds)` is called once for each such phase, from the watchdog's thread.
+    It calls `report(phase, seconds)` once for each such phase and writes all stacks to a file. It does not stop the phase.
     """
 
     def __init__(self, seconds: float, folder: Path, report: Callable[[str, float], None]) -> None:
@@ -265,7 +263,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch for the length of the block."""
+        """Run the watchdog's thread while the block runs."""
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         if self._limit:
             thread.start()
@@ -276,7 +274,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Mark the block as the phase `name`."""
+        """Time the block as a phase with this name."""
         self._turn()
         self._phases.append(name)
         begun = time.monotonic()

@@ -24,17 +24,18 @@ from psigrad.errors import UserError
 _LIBRARIES = ("torch", "transformers", "trl")
 # malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-# The most shapes of bfloat16 products for which oneDNN, and torch's layer over it, cache code. Each takes a third of a MB, and a
-# pass has fewer. The default is a thousand, and numbers of tokens seldom repeat.
+# The number of shapes of bfloat16 products for which oneDNN, and torch's layer over it, cache code. Each takes a third of a MB.
+# The default is 1000, but a pass has fewer than 64, and its shapes seldom occur again, as they depend on its tokens.
 _PRODUCTS = "64"
-# The largest freed block that is kept, in bytes. If memory is short it is small, so that no hole is as large as a tensor.
+# The largest freed block that malloc keeps, in bytes. If memory is short, the limit is small, so that the memory of large tensors
+# always goes back to the system.
 _ALL, _PIECE = 1 << 30, 1 << 20
-# The most that glibc itself keeps by default, once large blocks have been freed.
+# The limit to which glibc's default can rise by itself.
 _USUAL = 1 << 25
 
 
 def cores() -> int:
-    """Return the cores that this process may use. macOS has no such query: the result is the machine's number."""
+    """Return the number of cores that this process may use. On macOS it is the machine's number, as there is no such query."""
     asked = getattr(os, "sched_getaffinity", None)
     return len(asked(0)) if asked else os.cpu_count() or 1
 
@@ -42,18 +43,17 @@ def cores() -> int:
 def default_threads() -> int:
     """Return torch's default number of threads: OMP_NUM_THREADS, or one per core.
 
-    Several processes on one machine share its cores. torchrun itself sets OMP_NUM_THREADS=1 for them, so the variable is ignored
-    there.
+    Several processes on one machine share its cores equally. For them OMP_NUM_THREADS is ignored, as torchrun sets it to 1.
     """
     here, asked = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), os.environ.get("OMP_NUM_THREADS", "")
     return int(asked) if here == 1 and asked.isdecimal() and int(asked) else max(1, cores() // here)
 
 
 def provenance(device: str) -> dict[str, Any]:
-    """Return the facts for comparing figures across days and machines.
+    """Return the facts that are needed to compare figures of different days and machines.
 
-    They are `when` (UTC), `processor`, its `cores` for this process, its `vectors` as torch uses them (AVX2, AVX512, …), the
-    `gpu` if `device` is one, and `versions`.
+    They are `when` (UTC), the `processor`, the `cores` that this process may use, the vector instructions that torch uses
+    (`vectors`: AVX2, AVX512, …), the `gpu` if `device` is one, and `versions`.
     """
     found: dict[str, Any] = {
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -95,7 +95,10 @@ def _version(library: str) -> str | None:
 
 
 def prepare_torch(run: Run, *, recompute: bool = False) -> None:
-    """Set threads and memory for the run. Raise an error for a missing device."""
+    """Set torch's threads and malloc's limits for the run. Raise `UserError` if the device is missing.
+
+    With `recompute` (gradient checkpointing), freed memory of large tensors is given back to the system.
+    """
     torch.set_num_threads(run.threads or default_threads())
     for kept in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(kept, _PRODUCTS)
@@ -125,7 +128,7 @@ def check_device(run: Run) -> None:
 def prepared_torch(run: Run, *, recompute: bool = False, tf32: bool = False) -> Iterator[None]:
     """Apply `prepare_torch` for the length of the block; with `tf32`, float32 products on a GPU use TF32.
 
-    After it the caller's threads are restored, and malloc returns large blocks again.
+    On exit the caller's number of threads is restored, and malloc again gives large freed blocks back to the system.
     """
     before = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
     prepare_torch(run, recompute=recompute)
@@ -140,11 +143,11 @@ def prepared_torch(run: Run, *, recompute: bool = False, tf32: bool = False) -> 
 
 
 def keep_freed_memory(up_to: int = _ALL) -> None:
-    """Make glibc keep freed blocks of `up_to` so many bytes for torch's next tensor of that size.
+    """Make glibc's malloc keep freed blocks of at most `up_to` bytes, so that torch's next tensor of the size can use them.
 
-    By default it returns every large block to the kernel at once. It takes a new one a moment later, page fault by page fault. On
-    a CPU that costs a fifth of a training step or more, and half of it with a large vocabulary. The kept memory is fragmented, so
-    some tensors do not fit. Other C libraries have no such setting.
+    By default malloc gives every large freed block back to the kernel at once, and the next tensor takes its memory again, page
+    fault by page fault. On a CPU that costs a fifth of a training step or more, and half of it with a large vocabulary. In
+    return, memory becomes fragmented. Do nothing with other C libraries, which have no such setting.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -160,9 +163,9 @@ def device(run: Run) -> str:
 
 
 def pins_of(run: Run, kernels: object) -> dict[str, str]:
-    """Return the pins of the machine: threads and kernels change the last bits of sums, and the device changes more.
+    """Return the pins of the machine: threads and kernels, which change the last bits of sums, and the type of device.
 
-    `kernels` is a string with the reason if there are none.
+    `kernels` are psigrad's compiled kernels, or a string with the reason why they are off.
     """
     return {
         "threads": str(torch.get_num_threads()),

@@ -20,9 +20,9 @@ NARROW = 100
 
 
 class _Unheard:
-    """A stream whose reader may close it, as `head` does: later output is dropped without an error.
+    """An output stream whose reader may close it, as `head` does. Later output is then dropped without an error.
 
-    A character that its encoding lacks becomes a question mark.
+    A character that the stream's encoding lacks becomes a question mark.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -55,20 +55,20 @@ class _Unheard:
 
 @contextlib.contextmanager
 def readers_may_leave() -> Iterator[None]:
-    """Ignore, for the length of the block, output streams that are closed or missing."""
+    """Let the block print to stdout and stderr without an error if these are missing or their reader closes them."""
     with contextlib.redirect_stdout(_Unheard(sys.stdout)), contextlib.redirect_stderr(_Unheard(sys.stderr)):
         yield
 
 
 class Advance(Protocol):
-    """A function that moves a bar by `count`; `note` replaces the text after it."""
+    """A function that advances a progress bar by `count`. A `note` replaces the text after the bar."""
 
     def __call__(self, count: float = 1, note: str = "") -> None:
-        """Move the bar by `count` and replace the note."""
+        """Advance the bar by `count` and replace the note."""
 
 
 def _lines(description: str, total: float, done: float, every: int, unit: str) -> Advance:
-    """Print lines such as "name 10/100  note  1.2 s a step, 2 min left"."""
+    """Return a progress function that prints lines such as "name 10/100  note  1.2 s a step, 2 min left"."""
     at, calls, printed, begun = done, 0, done, time.monotonic()
     since = begun
 
@@ -99,7 +99,10 @@ def _notebook_display() -> Any:
 
 
 def _in_notebook(show: Any, description: str, total: float, done: float) -> Advance:
-    """Draw a bar that is updated in place, at most four times a second."""
+    """Draw a bar in a notebook with the display function `show`, and return a function that advances it.
+
+    The bar is redrawn in place, at most four times a second.
+    """
     at, text, drawn, begun = done, "", -math.inf, time.monotonic()
 
     def draw() -> dict[str, str]:
@@ -125,10 +128,10 @@ def _in_notebook(show: Any, description: str, total: float, done: float) -> Adva
 def bar(
     description: str, total: float, *, shown: bool = True, done: float = 0, every: int = 0, unit: str = "step"
 ) -> Iterator[Advance]:
-    """Yield a bar from `done` to `total`, which ends with the block; draw nothing unless `shown`.
+    """Draw a progress bar from `done` to `total` while the block runs, and yield the function that advances it.
 
-    In a notebook the bar is below its cell. If standard output is not a terminal (a log file, a cluster's queue), a line is
-    printed instead: every `every` moves, and after `SILENCE` seconds.
+    Draw nothing unless `shown`. In a notebook the bar is below its cell. If standard output is not a terminal (a log file, a
+    cluster's queue), lines are printed instead: one for every `every` calls, and one after `SILENCE` seconds.
     """
     if not shown:
         yield lambda count=1, note="": None

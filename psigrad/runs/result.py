@@ -26,11 +26,11 @@ _SHOWN = 10
 class MetricsHistory(list[dict[str, Any]]):
     """The rows of metrics.jsonl, each a training step or an evaluation, in order of their "step".
 
-    `pandas.DataFrame(history)` is the table; `to_pandas()` makes it with one row for each step.
+    `pandas.DataFrame(history)` is a table of these rows. `to_pandas()` returns one with a single row for each step.
     """
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return a table with one row for each step, its evaluations beside it, indexed by "step"."""
+        """Return a table indexed by "step", with the figures of a step and of its evaluations in one row."""
         import pandas
 
         rows = list(by_step(self).values())
@@ -60,7 +60,7 @@ class Result:
 
     @cached_property
     def history(self) -> MetricsHistory:
-        """The current rows of metrics.jsonl."""
+        """The rows of metrics.jsonl, read once."""
         return MetricsHistory(read_steps(self.folder / "metrics.jsonl"))
 
     @property
@@ -118,7 +118,7 @@ class Result:
         return f"<div><p>{self._verdict()}</p>{table}<ul>{where}</ul></div>"
 
     def _verdict(self) -> str:
-        """Return one line: the headline before and after."""
+        """Return one line of HTML: the main held-out figure before and after training."""
         first, last = headline(self.before), headline(self.after)
         if first is None or last is None or first.name != last.name:
             return f"<b>{html.escape(self.folder.name)}</b>"

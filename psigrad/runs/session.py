@@ -1,4 +1,4 @@
-"""A run's session: its folder with its lock, the checkpoint to resume from, and its results."""
+"""The start and end of a run: its locked folder, the checkpoint to resume from, and its results."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from psigrad.runs.survival import Stopped, StopSignal, exits_are_errors
 
 @contextlib.contextmanager
 def open_run(config: Any, recipe: str) -> Iterator[Journal]:
-    """Open the processes of the run, its locked folder, the trackers, and the stop signal, for the length of the block.
+    """Set up a run for the length of the block: its processes, its locked folder, the trackers, and the stop signal.
 
-    Rank 0 has the folder; the others write nothing.
+    Yield the run's journal. Only rank 0 writes to the folder.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(readers_may_leave())
@@ -93,7 +93,7 @@ def _open_as(world: World, path: Path, config: Any, recipe: str) -> Iterator[Jou
 
 
 def _callbacks(config: Any, folder: RunFolder, world: World) -> Callbacks:
-    """Return the run's callbacks, ready for events."""
+    """Return the callbacks that the settings name, and print which of their methods are never called."""
     with paths.kept_folder():
         found = [callbacks.resolve(given) for given in config.run.callbacks]
     evaluation: Any = getattr(config, "evaluation", None)
@@ -114,7 +114,7 @@ def new_folder(recipe: str) -> Path:
 
 
 def load_finished(config: Any, journal: Journal, lasting: Mapping[str, str]) -> Result | None:
-    """Return the result of a run that finished earlier, after printing that; None if there is something left to do.
+    """Return the result of a run that finished earlier, and print that nothing was done; None if the run is unfinished.
 
     `lasting` are the pins of the run, by the names of `pins.PINS`. Raise `UserError` if they differ from those of the finished
     run and `run.allow` does not name them.
@@ -136,7 +136,7 @@ def load_finished(config: Any, journal: Journal, lasting: Mapping[str, str]) -> 
 
 
 def newest_checkpoint(journal: Journal) -> Path | None:
-    """Return the newest checkpoint that verifies, after rewinding the run folder to its step; without one, to the beginning."""
+    """Return the newest checkpoint that verifies, or None. Remove the rows of later steps from the run folder."""
     found = _verify_together(journal.world, journal.folder.checkpoints)
     for line in found.ignored:
         journal.folder.event("checkpoint_ignored", reason=line)
@@ -146,7 +146,7 @@ def newest_checkpoint(journal: Journal) -> Path | None:
 
 
 def _verify_together(world: World, root: Path) -> checkpoint.Latest:
-    """Return the newest checkpoint that verifies, of those that rank 0 sees. Each process hashes its share of the files."""
+    """Return the newest checkpoint in `root` that verifies, as rank 0 lists them. Each rank hashes a share of the files."""
 
     def check(path: Path) -> dict[str, Any]:
         manifest, fault = dict[str, Any](), ""
@@ -163,7 +163,7 @@ def _verify_together(world: World, root: Path) -> checkpoint.Latest:
 
 
 def save_checkpoint(journal: Journal, step: int, write: Callable[[Path], None], run: Run, meta: Mapping[str, Any]) -> None:
-    """Save a checkpoint of the files that `write` makes, and delete old ones. The run's rows are flushed to the disk first."""
+    """Save a checkpoint of the files that `write` makes, and delete old checkpoints. Flush the run's rows to the disk first."""
     journal.folder.flush()
     path = checkpoint.save(journal.folder.checkpoints, step, write, meta={**meta, **vouch_for(journal)})
     checkpoint.prune(journal.folder.checkpoints, run.save_total_limit)
@@ -172,12 +172,12 @@ def save_checkpoint(journal: Journal, step: int, write: Callable[[Path], None], 
 
 
 def vouch_for(journal: Journal) -> dict[str, Any]:
-    """Return a manifest's facts about the run folder: its settings, and the number of its rows and bytes."""
+    """Return the facts about the run folder that a checkpoint's manifest stores: settings, and numbers of rows and bytes."""
     return {"settings": journal.folder.settings, "rows": dict(journal.folder.rows), "ends": journal.folder.ends()}
 
 
 def note_end(journal: Journal, **noted: Any) -> None:
-    """Write the event for the end of a run, with the hashes of the model's files and the run's pins."""
+    """Write the event `finished`, with the hashes of the model's files and the run's pins."""
     folder = journal.folder
     folder.flush()
     if journal.world.rank == 0:
@@ -187,7 +187,7 @@ def note_end(journal: Journal, **noted: Any) -> None:
 
 
 def note_start(run: Run, journal: Journal, found: Path | None, step: int, pinned: Mapping[str, str], **noted: Any) -> None:
-    """Write the event for the start of a run, or its resumption from `found`: step, command, machine, and hashes of its code."""
+    """Write the event `started`, or `resumed` from the checkpoint `found`, with step, command, machine and hashes of code."""
     here = machine.provenance(device(run))
     del here["when"]  # an event has its own time
     kind = "started" if found is None else "resumed"
@@ -210,7 +210,7 @@ def check_pins(run: Run, journal: Journal, manifest: Mapping[str, Any], pinned: 
 
 
 def evaluations(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the first evaluation of a run and that of its final weights, with their steps."""
+    """Return the first evaluation of a run and the evaluation of its final weights, each with its step."""
     kept = find_kept_step([last_event(folder / "events.jsonl", *KEEPS)])
     rows = by_step(row for row in read_steps(folder / "metrics.jsonl") if any(name.startswith("eval/") for name in row))
     ordered = [rows[step] for step in sorted(rows) if step <= kept]

@@ -25,11 +25,11 @@ _supervised = False
 def supervise(work: Callable[[], int]) -> int:
     """Run a command in a forked child and return its exit status, which is 0 only if `work` returned 0.
 
-    A user's code in the command may leave the process by `os._exit(0)`, `posix.execv` or an exit handler; only a parent can
-    distinguish that from a normal end. Signals to this process are forwarded to the child, which has the same terminal, process
-    group and folder. The child ends with this process. If a signal ends the child, it ends this process as well.
+    A user's code in the command may leave the process by `os._exit(0)`, `posix.execv` or an exit handler. Only a parent process
+    can distinguish that from a normal end. Signals to this process are forwarded to the child, which has the same terminal,
+    process group and folder. The child ends with this process. If a signal ends the child, it ends this process as well.
 
-    Without Linux, under a debugger, and beside other threads there is no child.
+    `work` runs in this process if the system is not Linux, in a debugger, or if other threads run.
     """
     if not sys.platform.startswith("linux") or sys.gettrace() is not None or threading.active_count() > 1:
         return work()
@@ -68,7 +68,10 @@ def _work_below(parent: int, work: Callable[[], int], write: int) -> int:
 
 
 def _wait_for(child: int) -> int:
-    """Forward signals until the child has ended, and return its wait status. The terminal sends its signals to both."""
+    """Forward signals until the child has ended, and return its wait status.
+
+    Signals of the terminal, such as Ctrl-C, are not forwarded, since the child receives them too.
+    """
     while True:
         found = signal.sigwaitinfo({*_FORWARDED, signal.SIGCHLD})
         if found.si_signo != signal.SIGCHLD:
@@ -98,7 +101,7 @@ class Stopped(UserError):
 
 
 class Interrupted(BaseException):
-    """A stop requested inside `StopSignal.interrupting`. A `BaseException`, so that no reward or callback swallows it."""
+    """Raised inside `StopSignal.interrupting` by a requested stop. As a `BaseException`, no `except Exception` catches it."""
 
 
 _SAID = b"\npsigrad: Stopping after the current step, then saving. Ctrl-C again stops at once.\n"
@@ -141,7 +144,7 @@ class StopSignal:
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Raise `Interrupted` in the block as soon as a stop is requested, or at once if it was already."""
+        """Raise `Interrupted` in the block as soon as a stop is requested, or at once if it was requested before."""
         self._interrupts = True
         try:
             if self.requested:

@@ -40,20 +40,20 @@ _TRAINED: weakref.WeakKeyDictionary[nn.Module, Path] = weakref.WeakKeyDictionary
 
 @dataclass
 class GivenModel:
-    """Objects in place of names. `network` is None if only the tokenizer is an object.
+    """A network and a tokenizer given as objects in place of names. `network` is None if only the tokenizer is an object.
 
-    The initial weights are saved as a Hugging Face folder, `start/` in the run folder. References, critics and a resumed run are
-    loaded from it.
+    The network's initial weights are saved as a Hugging Face folder, `start/` in the run folder, from which references, critics
+    and a resumed run are loaded.
     """
 
     network: PreTrainedModel | None
     tokenizer: PreTrainedTokenizerBase
     made: LanguageModel | ScalarModel | None = field(default=None, repr=False)
-    """The model that a recipe built from the network."""
+    """The model that a recipe built around the network."""
 
     @property
     def dtype(self) -> str:
-        """The precision of the module, as the setting names it. Raises `UserError` for one that cannot be trained."""
+        """The precision of the network as a value of the setting `dtype`. Raises `UserError` for one that cannot be trained."""
         assert self.network is not None
         name = next((name for name, dtype in DTYPES.items() if dtype == self.network.dtype and name != "float64"), None)
         if name is None:
@@ -63,7 +63,7 @@ class GivenModel:
         return name
 
     def keep(self, folder: Path, world: World, allowed: bool) -> None:
-        """Save the initial weights in `folder`, or load the weights that are already there into the network.
+        """Save the initial weights in `folder`. If `folder` already has some, load those into the network instead.
 
         Raises `UserError` if the run in that folder started from other weights, unless `allowed`.
         """
@@ -90,7 +90,7 @@ class GivenModel:
         _TRAINED[network] = folder.resolve()
 
     def _write(self, folder: Path, digest: Mapping[str, str]) -> None:
-        """Write the folder atomically."""
+        """Write the network, the tokenizer and the `digest` of the weights to `folder`, atomically."""
         beside = folder.with_name(f".{folder.name}.new")
         shutil.rmtree(beside, ignore_errors=True)
         write(self.network, self.tokenizer, beside)
@@ -100,8 +100,8 @@ class GivenModel:
 
     @contextlib.contextmanager
     def as_it_was(self) -> Iterator[None]:
-        """Restore the network's own attention, dropout and mode after the block, and keep its trained weights. An adapter that
-        was put on it is merged in.
+        """Restore the network's original attention, dropout and training mode after the block. The trained weights stay, and a
+        new adapter is merged into them.
         """
         network: Any = self.network
         if network is None:
@@ -162,10 +162,10 @@ def take_weights(network: PreTrainedModel, folder: Path) -> None:
 
 
 def take_objects(model: Any, tokenizer: Any) -> GivenModel | None:
-    """Return the given objects, ready for a recipe; None if both are names.
+    """Return the `GivenModel` of a model and a tokenizer of which at least one is an object; None if both are names.
 
-    Without a tokenizer, use that of the folder or hub name that the module was loaded from. Raises `UserError` for an object that
-    is not a causal transformers model.
+    Without a tokenizer, use the one of the folder or hub name that the model was loaded from. Raises `UserError` for an object
+    that is not a causal transformers model.
     """
     named = isinstance(model, str | os.PathLike)
     if named and tokenizer is None:

@@ -49,7 +49,7 @@ def load_model(
 ) -> LanguageModel:
     """Load the model to train, from `settings.path` or the `given` object, with the weights of `checkpoint` if there is one.
 
-    A value head is added if the model is its own critic. In lockstep processes, each gets its shard.
+    With `value_head`, the model gets a value head and is also the critic. With fsdp, each process keeps only its shard.
     """
     if not settings.path:
         raise UserError("No model was given; name a folder or a hub model with --model (model.path).")
@@ -97,14 +97,17 @@ def _say_once(text: str) -> None:
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """The folder of a checkpoint's `whole` weights, or of the `shards` that several processes wrote; neither for a new run."""
+    """The folder of a checkpoint's weights: `whole` if it has full weights, `shards` if several processes each wrote a part.
+
+    Both are None for a new run.
+    """
 
     whole: Path | None = None
     shards: Path | None = None
 
     @classmethod
     def of(cls, checkpoint: Path | None, part: str = "") -> SavedWeights:
-        """Return the weights in a checkpoint, or those of its `part`: reference or critic."""
+        """Return the policy's weights in a checkpoint, or those of another `part` of it: reference or critic."""
         if checkpoint is None:
             return cls()
         place = checkpoint / part
@@ -114,7 +117,7 @@ class SavedWeights:
 def _prepare_given(
     prepare: Callable[..., M], given: GivenModel, settings: Model, run: Run, checkpoint: Path | None, world: World
 ) -> M:
-    """Apply `prepare` to a network in memory, and save its initial weights at `settings.path`."""
+    """Return the model that `prepare` builds from a network in memory, whose initial weights are saved at `settings.path`."""
     given.keep(Path(settings.path), world, "model" in run.allow)
     network: Any = given.network
     lora = lora_of(settings)
@@ -160,7 +163,7 @@ def _check_shards(settings: Model, lora: Lora | None, world: World) -> None:
 
 
 def take_shard(model: LanguageModel | ScalarModel, world: World, device: str, place: Path | None) -> None:
-    """Leave each lockstep process with its shard on its device. Load the weights that several processes wrote in `place`."""
+    """With fsdp, reduce the model to this process's shard, on its device. Then load the shards in the folder `place`, if any."""
     if world.lockstep:
         sharded.shard(model, world, device)
     if place is not None:
@@ -171,7 +174,7 @@ def take_shard(model: LanguageModel | ScalarModel, world: World, device: str, pl
 def load_scalar_model(
     settings: Model, run: Run, checkpoint: Path | None, world: World = ALONE, given: GivenModel | None = None
 ) -> ScalarModel:
-    """Load a model as `load_model` does, with a scalar head, which is new if `settings.path` has none."""
+    """Load a reward model to train: a model with a scalar head, which is new if the model at `settings.path` has none."""
     if not settings.path:
         raise UserError("No model was given; name a folder or a hub model with --model (model.path).")
     saved = SavedWeights.of(checkpoint)
@@ -225,7 +228,7 @@ def load_reference(
     config: OnlineConfig | PreferenceConfig,
     world: World = ALONE,
 ) -> LanguageModel:
-    """Load a reference other than the trained model, with the same tokens. Raises `UserError` if its tokens differ."""
+    """Load a frozen reference other than the trained model. Raises `UserError` if its vocabulary differs from the model's."""
     other = _load_other(path, config, "", world)
     if other.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         raise UserError(
@@ -249,9 +252,9 @@ def _load_other(
 def load_own_reference(
     config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World = ALONE
 ) -> LanguageModel | Teacher:
-    """Load the model that `config.reference` names, or the initial weights if it names none.
+    """Load the reference that `config.reference` names, or the policy's initial weights if it names none.
 
-    Under LoRA, the initial model is the trained model without its adapter; otherwise it is a frozen copy. If the reference is a
+    With LoRA, the initial model is the trained model without its adapter; otherwise it is a frozen copy. If the reference is a
     server or has another tokenizer, return a `Teacher`.
     """
     dtype = config.reference_dtype or config.model.dtype
@@ -270,7 +273,7 @@ def load_own_reference(
 def load_start(
     config: Any, model: LanguageModel, checkpoint: Path | None, world: World, dtype: str = "", saved: Path | None = None
 ) -> LanguageModel:
-    """Load the frozen initial model of the training. Under LoRA, it is the trained model without its adapter."""
+    """Load the frozen model that training started from. With LoRA, it is the trained model without its adapter."""
     dtype = dtype or config.model.dtype
     if model.is_own_reference:
         return model
@@ -281,7 +284,7 @@ def load_start(
 
 @without_bars()
 def load_frozen(settings: Model, run: Run, checkpoint: Path | None, world: World) -> LanguageModel:
-    """Load a model as `load_model` does, and freeze it."""
+    """Load a model with `load_model`, and freeze it."""
     model = load_model(settings, run, checkpoint, world)
     if not world.lockstep:
         return model.frozen_copy()
@@ -291,7 +294,7 @@ def load_frozen(settings: Model, run: Run, checkpoint: Path | None, world: World
 
 @without_bars()
 def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World = ALONE) -> ScalarModel:
-    """Load a separate critic from its checkpoint, from `critic.path`, or from the policy's initial weights with a zero head."""
+    """Load a separate critic from the checkpoint, from `config.critic`, or from the policy's initial weights with a zero head."""
     saved = SavedWeights.of(checkpoint, "critic")
     start = replace(config.model, path=config.critic, revision="") if config.critic else config.model
     start = replace(start, quantize_base="")  # only the policy's base is quantised; a critic trains all its weights
@@ -333,14 +336,14 @@ def settle_chat(tokenizer: PreTrainedTokenizerBase, settings: Model, checkpoint:
 
 
 def _first_day(checkpoint: Path) -> str | None:
-    """Return the date stored in a checkpoint, given its folder or that of its reference or critic."""
+    """Return the date stored in a checkpoint. `checkpoint` is its folder, or the folder of the reference or critic in it."""
     whole = next((folder for folder in (checkpoint, checkpoint.parent) if (folder / MANIFEST).exists()), None)
     day: str | None = None if whole is None else json.loads((whole / MANIFEST).read_text()).get("date")
     return day
 
 
 def template_kwargs(given: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the chat template, given as an object or as its JSON text."""
+    """Return the arguments of the chat template, given as a mapping or as JSON text."""
     wanted = "give an object, as '{\"enable_thinking\": false}'"
     try:
         kwargs = json.loads(given or "{}") if isinstance(given, str) else given

@@ -1,7 +1,7 @@
 """Sources of a model: a folder, the hub, a GGUF file, or a PEFT adapter, which is trained on or merged into its base.
 
-GGUF files and adapters to merge are converted once, into a cache of the most recent few. The name of the cached folder is a hash
-of its sources, so another file of the same name is converted again.
+GGUF files and adapters to merge are converted once, and the most recently used of the converted folders are cached. A folder's
+name is a hash of its source's content, so another file of the same name is converted again.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from psigrad.language.models.towers import keep_towers, save_pretrained, without
 from psigrad.records.rows import parse_row
 
 CONVERSIONS = 16
-"""The most converted models in the cache."""
+"""The number of converted models that the cache keeps."""
 # The files of a hub model's revision, without other frameworks' weights.
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 
 
 @dataclass(frozen=True)
 class TrainedAdapter:
-    """A previously trained adapter whose training continues: its `folder`, its form, and its `base`."""
+    """A previously trained adapter whose training continues: its `folder`, its LoRA settings, and its `base` model."""
 
     folder: Path
     lora: Lora
@@ -58,13 +58,14 @@ class TrainedAdapter:
 
     @property
     def tokenizer(self) -> str:
-        """The folder of the adapter's own tokenizer; empty: the base's is used."""
+        """The folder of the adapter's own tokenizer; empty if the base's tokenizer is used."""
         return str(self.folder) if (self.folder / "tokenizer_config.json").exists() else ""
 
 
 def locate(settings: Model) -> str:
-    """Return where to load the model from: its path, a conversion of it, or the downloaded folder of a hub model's `revision`. An
-    adapter is merged into its base.
+    """Return the folder or hub name to load the model from: its path, a converted copy, or the download of its `revision`.
+
+    An adapter is merged into its base first.
     """
     settings = replace(settings, path=meant(settings.path))
     check_path(settings.path)
@@ -75,9 +76,9 @@ def locate(settings: Model) -> str:
 
 
 def find_adapter(settings: Model, *, local: bool = False) -> TrainedAdapter | None:
-    """Return the adapter that these settings continue to train; None if the model is no adapter, or is to be merged.
+    """Return the adapter that these settings continue to train; None if the model is not an adapter, or is to be merged.
 
-    With `local`, look a hub name up only among previous downloads.
+    With `local`, search for a hub name only among previous downloads.
     """
     if settings.lora_rank or settings.adapter == "merge" or not settings.path:
         return None
@@ -120,9 +121,9 @@ def lora_of(settings: Model) -> Lora | None:
 
 
 def resolve_for_plan(settings: Model, *, local: bool = False) -> Model:
-    """Return the model as a base with an adapter's rank, whose configuration gives the sizes. Convert the model if necessary.
+    """Return the settings from which the memory planner reads sizes: for an adapter, its base with the adapter's LoRA settings.
 
-    `local`: see `find_adapter`.
+    The model is converted if necessary. With `local`, search for a hub name only among previous downloads.
     """
     found = find_adapter(settings, local=local)
     if found is None:
@@ -138,7 +139,7 @@ def tokenizer_path(settings: Model) -> str:
 
 
 def ends_of(tokenizer: Any) -> list[int]:
-    """Return the tokens that end a completion for readers without a chat template: the EOS and the template's end of a turn."""
+    """Return the tokens at which a generator without the chat template must stop: the EOS and the template's end of a turn."""
     ends = [tokenizer.eos_token_id]
     with contextlib.suppress(UserError):  # the template may show no end
         ends += stop_token_ids(tokenizer) if tokenizer.chat_template else []
@@ -148,7 +149,7 @@ def ends_of(tokenizer: Any) -> list[int]:
 def tell_ends(folder: Path, tokenizer: Any, known: Sequence[int] = ()) -> None:
     """Write the run's end tokens and the `known` tokens to generation_config.json, in addition to the tokens already there.
 
-    `generate` and servers read that file, so they end the completions of a saved model where the run does.
+    `generate` and servers read that file. They then stop the completions of a saved model at the same tokens as the run.
     """
     file = folder / "generation_config.json"  # edited as JSON: transformers refuses to save a change if the original has errors
     held = json.loads(file.read_text()) if file.exists() else None
@@ -172,7 +173,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 def check_path(text: str, what: str = "") -> None:
-    """Raise `UserError` for a missing folder before the hub is queried for a model of that name."""
+    """Raise `UserError` for a path of a missing folder, so that the hub is not asked for a model of that name."""
     path = Path(text).expanduser()
     local = text.startswith((".", "/", "~")) or text.count("/") > 1 or ("/" in text and Path(text.split("/")[0]).is_dir())
     if local and not path.exists():
@@ -188,7 +189,7 @@ def check_path(text: str, what: str = "") -> None:
 
 
 def _check_base(base: str, adapter: str) -> None:
-    """Raise `UserError` for an adapter whose base is missing, before PEFT takes its path for a hub name."""
+    """Raise `UserError` if the base of an adapter is missing. PEFT would otherwise read the base's path as a hub name."""
     made = Path(base).parent == cache_folder("models")
     again = (
         "; it was converted, and any command on the GGUF file or adapter that it was made of converts it again" if made else ""
@@ -197,8 +198,9 @@ def _check_base(base: str, adapter: str) -> None:
 
 
 def check_there(settings: Model, run: str) -> None:
-    """Raise `UserError` for a missing model before the settings are compared with those of the run in a folder. Look on this
-    disk, and on the hub if that run started from another model.
+    """Raise `UserError` if the model of the settings does not exist, before the settings are compared with those of `run`.
+
+    The hub is asked only if the run in the folder `run` started from another model.
     """
     from transformers.utils import cached_file
 
@@ -216,8 +218,10 @@ def check_there(settings: Model, run: str) -> None:
 
 
 def meant(text: str) -> str:
-    """Return the model that a path names. In the run folder of psigrad or transformers, return the trained model, or else the
-    newest checkpoint. Raises `UserError` if a run has neither.
+    """Return the path of the model that `text` names: in a run folder, the trained model or else the newest checkpoint.
+
+    Run folders of psigrad and transformers are understood. Any other text is returned unchanged. Raises `UserError` if a run
+    has neither model nor checkpoint.
     """
     path = Path(text or "-").expanduser()
     if not path.is_dir() or _is_model(path):
@@ -231,7 +235,7 @@ def meant(text: str) -> str:
 
 
 def _is_model(folder: Path) -> bool:
-    """Return True for a folder with an adapter or with a configuration that names its model type, unlike a run's settings."""
+    """Return True if the folder has an adapter or a config.json with a model type; a run's config.json has none."""
     try:
         return is_adapter(folder) or "model_type" in json.loads((folder / "config.json").read_text())
     except (OSError, ValueError, RecursionError):
@@ -254,7 +258,7 @@ def _download(path: str, revision: str) -> Path:
 
 @lru_cache(maxsize=8)
 def _adapter_on_hub(path: str, revision: str = "", *, local: bool = False) -> Path | None:
-    """Return the folder that a hub adapter was downloaded to; None if the name is not an adapter's."""
+    """Download the hub adapter of this name and return its folder; None if the name is not an adapter's."""
     from huggingface_hub import snapshot_download
     from transformers.utils import cached_file
 
@@ -274,7 +278,7 @@ def _adapter_on_hub(path: str, revision: str = "", *, local: bool = False) -> Pa
 
 
 def plain_folder(path: str) -> str:
-    """Return the transformers folder of `path`: the path itself, or a conversion of it.
+    """Return a folder that transformers can load: `path` itself, or a converted copy of it.
 
     A GGUF file, a folder with one such file and no config.json, and a PEFT adapter (merged into its base) are converted. Raises
     `UserError` if the conversion fails.
@@ -297,12 +301,12 @@ def plain_folder(path: str) -> str:
 
 
 def _folder_of(settings: Model) -> str:
-    """Return the transformers folder of the settings' path, without weights if they are read from the GGUF file directly."""
+    """Return a folder that transformers can load for `settings.path`. With quantize_base=gguf it has no converted weights."""
     return str(_without_weights(settings.path)) if settings.quantize_base == "gguf" else plain_folder(settings.path)
 
 
 def _without_weights(path: str) -> Path:
-    """Return a folder with the configuration and the tokenizer of a GGUF file, whose weights are read directly."""
+    """Return a folder with the configuration and tokenizer of a GGUF file, and a link to the file for its weights."""
     place = Path(path).expanduser()
     if (place / WEIGHTS).exists():  # the base that an adapter names
         return place
@@ -338,7 +342,7 @@ def _base_as_it_is(adapter: Path) -> str:
 
 
 def _convert_once(name: str, source: Path, make: Callable[[Path, Path], None]) -> str:
-    """Return the converted folder, converting it if it is missing. An incomplete conversion is never used."""
+    """Return the cached folder `name`, which `make(source, folder)` writes if it is missing. It is never seen incomplete."""
     conversions = cache_folder("models")
     place = conversions / name
     if place.is_dir():
@@ -360,7 +364,7 @@ def _convert_once(name: str, source: Path, make: Callable[[Path, Path], None]) -
 
 
 def _note_use(place: Path) -> None:
-    """Make a conversion the newest of the cache, and evict those beyond `CONVERSIONS`. Files being read stay readable."""
+    """Mark a converted folder as the most recently used, and evict the oldest beyond `CONVERSIONS`. Open files stay readable."""
     with contextlib.suppress(OSError):  # the file is another user's, or another process removed it first
         os.utime(place)
         for old in sorted(place.parent.iterdir(), key=lambda one: one.stat().st_mtime)[:-CONVERSIONS]:
@@ -389,7 +393,7 @@ def _convert_gguf(file: Path, folder: Path) -> None:
 
 
 def _convert_words(file: Path, folder: Path) -> None:
-    """Convert everything but the weights."""
+    """Convert the configuration and the tokenizer of a GGUF file, but not its weights."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     config: Any = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
@@ -400,7 +404,7 @@ def _convert_words(file: Path, folder: Path) -> None:
 
 
 def coded_base(adapter: Path) -> dict[str, Any]:
-    """Return the coding of the base that an adapter was trained over (`quantize_base`, `dtype`); empty if it was not coded."""
+    """Return how the base was quantised while an adapter was trained (`quantize_base`, `dtype`); empty if it was not."""
     file = adapter / CODED_BASE
     return (parse_row(file.read_bytes()) or {}) if file.is_file() else {}
 
@@ -411,7 +415,7 @@ def _save_words(tokenizer: Any, file: Path, folder: Path) -> None:
 
 
 def _merge_adapter(adapter: Path, folder: Path) -> None:
-    """Merge an adapter into its base. A coded base is merged with its decoded weights."""
+    """Merge an adapter into its base. If the base was quantised in training, merge it into the dequantised weights."""
     import peft
     from transformers import AutoTokenizer
 

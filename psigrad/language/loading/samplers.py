@@ -1,4 +1,4 @@
-"""The samplers by name. A custom one is "module:Class" or "file.py:Class": a `Sampler` constructed from (model, settings)."""
+"""The samplers by name. A custom sampler is named "module:Class" or "file.py:Class" and is constructed from (model, settings)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make(
     longest: int = 0,
     whole: Callable[[], LanguageModel] | None = None,
 ) -> Sampler:
-    """Return the sampler that the settings name. Models that psigrad's own cannot decode are sampled by transformers.
+    """Return the sampler that the settings name. Models that psigrad's sampler cannot decode are sampled by transformers.
 
     `longest` is the most tokens of a prompt with its completion; 0: as many as the model allows. `whole` returns a full copy of a
     sharded model, for samplers that take their weights from it. `tell(kind, text, **fields)` receives messages about limitations;
@@ -70,18 +70,18 @@ def make(
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raise an error for settings that describe no distribution, before anything is loaded."""
+    """Raise an error for sampling settings out of range, before anything is loaded."""
     SamplingParams(sampling.max_completion_length, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
 
 
 def sampling_params(
     sampling: Sampling, model: LanguageModel | None, rows: Iterable[Row], temperature: float | None = None
 ) -> SamplingParams:
-    """Return the sampling distribution. Evaluation may have its own temperature.
+    """Return the sampling parameters. `temperature` replaces the setting's, such as in evaluations.
 
     Chat models do not always end a turn with the EOS. If the prompts are conversations, the end of a turn also stops a
-    completion. If one of the first thousand offers tools, so does the end of a call. Without a `model`, a server samples and
-    handles this itself.
+    completion. If one of the first thousand rows offers tools, the end of a tool call stops it too. `model` is None if a server
+    samples, which adds these stop tokens itself.
     """
     talks = islice((row for row in rows if not isinstance(row.prompt, str)), 1000)
     talk = max(talks, key=lambda row: bool(row.columns.get("tools")), default=None)

@@ -1,4 +1,4 @@
-"""References other than a local model with the policy's tokens: behind a server, or with another tokenizer."""
+"""Teachers: references that are behind a server, or that have another tokenizer than the policy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ Ask = Callable[[Groups, float, int], Sequence[Said]]
 
 @dataclass(frozen=True)
 class Teacher:
-    """A teacher that serves as the reference. With `spans`, its tokens differ from the policy's: pieces of text are compared."""
+    """A teacher that serves as the reference. With `spans`, it has another tokenizer, and is compared on pieces of text.
+
+    A piece of text ends where both tokenizers end a token.
+    """
 
     ask: Ask
     policy: LanguageModel
@@ -54,7 +57,7 @@ class Teacher:
     max_length: int
     top_k: int = 0
     where: str = ""
-    """The folder or address, for messages."""
+    """The teacher's folder or address, for messages."""
     _heard: dict[Any, Said] = field(default_factory=dict, repr=False)
     _pieces: list[Tensor] = field(default_factory=list, repr=False)
     """For the last batch: a mask of the ends of text pieces [N, T], the teacher's log-prob at each end, and the baseline [N]."""
@@ -70,7 +73,7 @@ class Teacher:
         self._pieces.clear()
 
     def check(self, algorithm: PolicyGradient) -> None:
-        """Raise `UserError` if this teacher cannot provide the KL term."""
+        """Raise `UserError` if this teacher cannot provide the KL term of the algorithm."""
         kind = "" if algorithm.kl is None else algorithm.kl.estimator
         if self.spans and kind != "span":
             raise UserError(
@@ -91,14 +94,17 @@ class Teacher:
         return Top(*(torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (ids, logp)))
 
     def settle(self, ends: Tensor, theirs: Tensor, logp: Tensor) -> None:
-        """Store the pieces [N, T] of a full batch; `logp` are the policy's log-probs."""
+        """Store the ends of a batch's text pieces, their log-probs, and the baseline. All arguments have the shape [N, T].
+
+        `theirs` are the teacher's log-probs of the pieces, and `logp` the policy's of the tokens.
+        """
         d = torch.where(ends, span_kl(logp, ends, theirs), 0.0).sum(1)
         count = ends.sum(1)
         others = (count.sum() - count).clamp(min=1)
         self._pieces[:] = [ends, theirs, (d.sum() - d) / others]
 
     def add_kl(self, evaluation: PolicyOutputs, rows: Tensor) -> PolicyOutputs:
-        """Return the evaluation [n, T] of these rows of the batch, with the KL by pieces of text if `settle` stored them."""
+        """Return `evaluation` of these rows of the batch, with the KL by pieces of text added if `settle` stored the pieces."""
         if not self._pieces:
             return evaluation
         ends, theirs, baseline = (x[rows] for x in self._pieces)
@@ -113,7 +119,7 @@ class Teacher:
         return [self._heard[row] for row in rows]
 
     def pieces(self, groups: Groups, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return a mask [n, T] of the ends of text pieces, and the teacher's log-prob of each piece at its end."""
+        """Return a mask [n, T] that is True where a piece of text ends, and the teacher's log-prob [n, T] of each piece there."""
         rows = [(tuple(p), tuple(c)) for p, own in zip(groups.prompts, groups.completions, strict=True) for c in own]
         read = [self._translate(prompt, ids) for prompt, ids in rows]
         said = self._said(Groups([p for p, _ in rows], [[ids] for ids, _ in read]), temperature, 0)
@@ -127,7 +133,10 @@ class Teacher:
         return ends, theirs
 
     def _translate(self, prompt: tuple[int, ...], ids: tuple[int, ...]) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-        """Return a completion in the teacher's tokens, and for each piece of text the token counts of both up to its end."""
+        """Return a completion in the teacher's tokens, and where its pieces of text end in both tokenizations.
+
+        Each end is (number of the policy's tokens, number of the teacher's tokens) up to there.
+        """
         eos, finished = self.tokenizer.eos_token_id, bool(ids) and ids[-1] in self.policy.eos_token_ids
         body = ids[:-1] if finished else ids
         text, own = text_ends(self.policy.tokenizer, body)
@@ -149,7 +158,7 @@ class TeacherReference(Annotator):
     gives_reference = True
 
     def columns(self, run: Online, batch: Batch, step: int, cache: Any) -> Batch:
-        """Add `logp_ref` if the KL term reads sampled tokens. For pieces of text, request the teacher's log-probs."""
+        """Add `logp_ref` if the KL term compares sampled tokens. If it compares pieces of text, store the teacher's log-probs."""
         algorithm, budget, temperature = run.algorithm, run.config.micro_batch_tokens, run.params.temperature
         self.teacher.forget()
         if not isinstance(algorithm, PolicyGradient):
@@ -162,7 +171,7 @@ class TeacherReference(Annotator):
         return replace(batch, logp_ref=fill(batch, budget, of, world=run.world, inputs=read_by_reference))
 
     def _settle_pieces(self, batch: Batch, budget: int, temperature: float, world: World) -> None:
-        """Request the teacher's log-probs of a batch's pieces of text."""
+        """Compute the teacher's log-probs of a batch's pieces of text, and store them with `Teacher.settle`."""
 
         def ask(part: int) -> Tensor:
             of = lambda inputs: self.teacher.pieces(inputs, temperature)[part].float()  # noqa: E731
@@ -172,7 +181,10 @@ class TeacherReference(Annotator):
         self.teacher.settle(ends > 0, theirs, batch.logp_old)
 
     def divergence(self, run: Online, batch: Batch, micro: MicroBatch) -> Divergence | None:
-        """See `Annotator`. The KL by pieces of text is not a sum over the vocabulary."""
+        """Return the divergence from the teacher's most probable tokens that the forward pass computes, if the KL term needs it.
+
+        Return None if the KL is computed by pieces of text. See `Annotator`.
+        """
         algorithm, inputs = run.algorithm, reference_inputs_of(batch, micro)
         if not isinstance(algorithm, PolicyGradient) or not algorithm.needs_exact_kl or algorithm.kl is None:
             return None
@@ -183,17 +195,20 @@ class TeacherReference(Annotator):
     def in_pass(
         self, run: Online, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
     ) -> tuple[Prepared, PolicyOutputs]:
-        """Add the KL by pieces of text."""
+        """Add the KL by pieces of text to the outputs of a forward pass."""
         return part, self.teacher.add_kl(outputs, rows)
 
 
 def is_address(reference: str) -> bool:
-    """Return True if a reference names a server."""
+    """Return True if the setting `reference` is the address of a server."""
     return reference.startswith(("http://", "https://"))
 
 
 def text_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[str, list[int]]:
-    """Return the text of tokens up to the last complete character, and its length at each token's end (−1 inside a character)."""
+    """Return (text, ends): the tokens' text up to the last complete character, and its length after each token.
+
+    The length is -1 where a token ends inside a character.
+    """
     text, ends, new = "", [], []
     before = ids[0] if ids else 0
     for token in ids:
@@ -209,7 +224,10 @@ def text_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[s
 
 
 def align(own: Sequence[int], others: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (tokens of `own`, tokens of `others`) up to every position of the text where a token of both ends."""
+    """Return (tokens of `own`, tokens of `others`) up to each position of the text at which both have the end of a token.
+
+    `own` and `others` are the ends that `text_ends` returns for two tokenizers.
+    """
     mine, theirs = ({end: i + 1 for i, end in enumerate(ends) if end > 0} for ends in (own, others))
     return [(mine[end], theirs[end]) for end in sorted(mine.keys() & theirs.keys())]
 

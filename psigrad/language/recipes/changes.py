@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 def with_changes(run: R, changes: Mapping[str, Any]) -> R:
-    """Return a run's parts (`Online` or `Offline`) with these settings. Raises `UserError` if a part has no such number."""
+    """Return a run (`Online` or `Offline`) with these settings changed. Raises `UserError` for a name that is not a number."""
     made: Any = run
     for name, value in changes.items():
         head, _, rest = name.partition(".")
@@ -33,7 +33,7 @@ def with_changes(run: R, changes: Mapping[str, Any]) -> R:
 
 
 def apply_changes(run: R, changes: Mapping[str, Any]) -> R:
-    """Apply the changes as `with_changes` does, and update the optimisers."""
+    """Return a run with these settings changed by `with_changes`, and set the new settings in its optimisers too."""
     if not changes:
         return run
     made: Any = with_changes(run, changes)
@@ -44,7 +44,7 @@ def apply_changes(run: R, changes: Mapping[str, Any]) -> R:
 
 
 def _with_part(run: Any, head: str, rest: str, value: float) -> Any:
-    """Return the run with another number in its algorithm or its preference loss."""
+    """Return the run with the number `rest` of its algorithm or preference loss (`head`) set to `value`."""
     name = f"{head}.{rest}"
     if head == "loss":
         tasks = {own: task for own in ("task", "held_out") if (task := getattr(run, own)) is not None}
@@ -57,7 +57,7 @@ def _with_part(run: Any, head: str, rest: str, value: float) -> Any:
 
 
 def _replace_in(thing: Any, path: list[str], value: Any, name: str) -> Any:
-    """Return a copy of a frozen dataclass with another value at the end of `path`."""
+    """Return a copy of a frozen dataclass with `value` in the nested field at `path`."""
     known = [f.name for f in fields(thing)] if is_dataclass(thing) else []
     if path[0] not in known:
         raise UserError(f"{name} cannot be changed: there is no {path[0]!r}{nearest(path[0], known) or '.'}")

@@ -1,4 +1,4 @@
-"""Multi-turn runs from settings: the environment or the tools, and the rows that they play on."""
+"""Multi-turn runs from settings: the environment or the tools, and the rows that start their episodes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Jo
     """Yield the player of episodes or of agent sessions; None if a row is a single completion.
 
     psigrad's own games run in this process. A user's environments and tools run in workers that can be killed. All of them run on
-    a cluster if the placement says so. The tokenizer determines how tool calls are read.
+    a cluster if `placement.environment_actors` is above 0. The tokenizer determines how tool calls are parsed.
     """
     given = [name for name in ("environment", "tools", "agent", "agent_command") if getattr(config, name)]
     if len(given) > 1:
@@ -76,7 +76,7 @@ def _episodes(config: Played, playing: Playing, form: CallForm) -> Episodes | Ga
 
 
 def count_seats(config: Played) -> int:
-    """Return the number of seats of the environment."""
+    """Return the number of the environment's seats (players that the policy can be); 1 except in games."""
     if not config.environment or environments.library_of(config.environment) not in ("", "textarena"):
         return 1
     return environments.seats_of(environments.resolve(config.environment))
@@ -103,10 +103,10 @@ def playing_for(config: Played, form: CallForm) -> Playing:
 
 
 def rows_for(config: OnlineConfig, episodes: Player | None, tokenizer: Any, tell: Tell) -> tuple[list[Row], list[Row]]:
-    """Return training and held-out rows as the model reads them, from the dataset or from the environment.
+    """Return training and held-out rows in the form that the model reads, from the dataset or from the environment.
 
-    The environment's first rows are held out, as many as from a dataset. Tools are offered in every row. Raises `UserError` if no
-    rows are left to train on.
+    Of an environment's rows the first are held out, as many as of a dataset. Each row has the tools' schemas. Raises `UserError`
+    if no rows are left to train on.
     """
     own, asked = own_rows(config, episodes), config.evaluation.eval_prompts
     if own is None:
@@ -121,7 +121,7 @@ def rows_for(config: OnlineConfig, episodes: Player | None, tokenizer: Any, tell
 
 
 def own_rows(config: Played, episodes: Player | None) -> list[Row] | None:
-    """Return the environment's own rows if no dataset was given."""
+    """Return the rows that the environment itself makes; None if a dataset was given or the environment makes none."""
     if not isinstance(episodes, Episodes | Games) or config.data.dataset:
         return None
     asked = config.evaluation.eval_prompts
@@ -130,12 +130,12 @@ def own_rows(config: Played, episodes: Player | None) -> list[Row] | None:
 
 
 def _server(config: Played) -> str:
-    """Return the MCP server that is the environment; empty if it is none."""
+    """Return the setting `environment` if it names an MCP server, otherwise ""."""
     return str(config.environment) if environments.library_of(config.environment) == "mcp" else ""
 
 
 def list_tools(config: Played) -> list[Tool]:
-    """Return the tools that the policy may call: the given tools, or those of a server environment. Raises `UserError`."""
+    """Return the tools that the policy may call: the given tools, or those of the MCP server. Raises `UserError`."""
     if server := _server(config):
         return list(extras.load("mcp environment").episodes_of(server, config.worker_env).tools)
     return resolve(config.tools, config.worker_env)

@@ -107,7 +107,7 @@ def run(config: EvalConfig) -> Report:
 
 
 def settings_beside(config: EvalConfig, found: Report) -> dict[str, Any]:
-    """Return the settings that a score depends on, to be stored with it."""
+    """Return the settings that a score depends on, to be stored beside the score."""
     dataset, model = config.data.dataset, config.model.path if config.server else meant(config.model.path)
     shape, sampling, evaluation = BENCHMARKS.get(config.benchmark), config.sampling, config.evaluation
     chat = found.rows and isinstance(found.rows[0].prompt, list)
@@ -206,7 +206,7 @@ def _choose(
     trajectories: list[Trajectory],
     rows: Sequence[Row],
 ) -> Report:
-    """Report all completions, or with `best_of` the best of each prompt, scored by the metric if there is one."""
+    """Return a report on all completions, or with `best_of` on the best of each prompt, which the metric scores if it is set."""
     if not isinstance(config, EvalConfig) or config.best_of == 1:
         return Report(figures, trajectories, rows)
     best = _best(trajectories, config.best_of)
@@ -242,7 +242,7 @@ def _best(trajectories: list[Trajectory], size: int) -> list[Trajectory]:
 
 
 def _rows(config: EvalConfig | SampleConfig, episodes: Player | None, tokenizer: Any) -> list[Row]:
-    """Return the rows of the dataset or of the environment, as the model reads them."""
+    """Return the rows of the dataset or of the environment, in the form that the model reads."""
     own, data = own_rows(config, episodes), config.data
     benchmark = config.benchmark if isinstance(config, EvalConfig) else ""
     if own is None and isinstance(config, EvalConfig) and benchmark:
@@ -254,7 +254,7 @@ def _rows(config: EvalConfig | SampleConfig, episodes: Player | None, tokenizer:
 
 
 def _benchmark_rows(config: EvalConfig) -> list[Row]:
-    """Return the dataset's rows as a benchmark's prompts, preceded by their examples."""
+    """Return the dataset's rows as a benchmark's prompts, each with `num_fewshot` worked examples before the question."""
     asked = {"prompt": "{" + BENCHMARKS[config.benchmark].asked + "}"}
     data = replace(config.data, columns={**asked, **columns_of(config.data.columns)})
     rows, count = read_dataset(data, "prompt-only", data.dataset, data.split, redaction.tell).rows, config.num_fewshot

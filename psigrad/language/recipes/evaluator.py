@@ -29,8 +29,8 @@ from psigrad.step import Clock
 class Evaluator:
     """Held-out prompts, with the settings for sampling and scoring them.
 
-    The seeds depend on the prompt and not on the step, so two evaluations of one run differ only by the policy. With `reference`,
-    the exact KL(pi‖ref) of each completion (summed over its tokens, in nats) is measured too.
+    The seeds depend on the prompt and not on the step, so two evaluations of one run differ only by the policy. With a
+    `reference`, the exact KL(pi‖ref) of each completion is measured too, in nats, summed over its tokens.
     """
 
     prompts: Sequence[Prompt]
@@ -46,7 +46,7 @@ class Evaluator:
     skip_special_tokens: bool = True
 
     def __call__(self, model: LanguageModel, sampler: Sampler, version: int) -> tuple[dict[str, float], list[Trajectory]]:
-        """Return the `eval/…` figures and the completions behind them."""
+        """Return the `eval/…` figures and the completions from which they were computed."""
         collector = collector_of(sampler.snapshot(), model, self.player, needs_reward=self.scorer is None)
         view = reward_view(model.tokenizer, collector.plays, self.skip_special_tokens)
         rollout = ScoredRollout(collector, self.scorer, view, self.world)
@@ -78,7 +78,7 @@ class Evaluator:
 
     @torch.no_grad()
     def kl(self, model: LanguageModel, trajectories: list[Trajectory]) -> list[float]:
-        """Return the exact KL of each completion to the reference, in nats. Each process of the world computes its share."""
+        """Return the exact KL of each completion to the reference, in nats. Each process computes a share of the completions."""
         rows = [t for t in trajectories if t.completion.ids]
         longest = max((len(c.prompt_ids) + len(c.ids) for t in rows for c in t.contexts), default=1)
         size = max(1, self.micro_batch_tokens // (longest * max((len(t.contexts) for t in rows), default=1)))
@@ -103,8 +103,9 @@ class Evaluator:
 def figures_of(trajectories: Sequence[Trajectory], num_generations: int, metric: str) -> dict[str, Any]:
     """Return the metric's mean over prompts with its 95 % interval, pass@k, and lengths.
 
-    pass@k requires k > 1 and a metric of 0 or 1. If several reward functions form the metric, report the mean of each. Unscored
-    completions are excluded and counted. The interval is over prompts, since completions of one prompt are not independent.
+    pass@k is returned if k > 1 and the metric is 0 or 1. If the metric is a sum of several reward functions, the mean of each is
+    returned. Unscored completions are excluded and counted. The interval is over prompts, since completions of one prompt are not
+    independent.
     """
     groups = [trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)]
     values = scored_groups(trajectories, num_generations)
@@ -132,7 +133,7 @@ def scored_groups(trajectories: Sequence[Trajectory], num_generations: int) -> l
 
 
 def describe_sensitivity(values: Sequence[Sequence[float]], metric: str) -> str:
-    """Return a sentence on the gain that evaluations of these prompts can show, from their metric before training."""
+    """Return a sentence on the smallest gain that evaluations of these prompts can detect, given the metric before training."""
     means = [math.fsum(group) / len(group) for group in values]
     if len(means) < LEAST_ROWS:
         return f"evaluation: a verdict takes {LEAST_ROWS} scored held-out prompts and there are {len(means)}; raise eval_prompts."
@@ -146,7 +147,7 @@ def describe_sensitivity(values: Sequence[Sequence[float]], metric: str) -> str:
 
 
 def _over_prompts(name: str, values: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return the mean over prompts of their completions' values, and its 95 % interval if it has one."""
+    """Return the mean over prompts of their completions' mean values, and its 95 % interval if it can be computed."""
     if not values:
         return {}
     means = [math.fsum(group) / len(group) for group in values]

@@ -1,5 +1,5 @@
-"""Shared parts of the recipes: the optimiser and sampler from settings, the remainder of every offline recipe once rows are
-tokens, and the end of every run.
+"""Shared parts of the recipes: the optimiser and sampler from settings, the training of every offline recipe on tokenized rows,
+and the end of every run.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def train_on_rows(
     judges: Sequence[RewardSetup | None] = (),
     given: GivenModel | None = None,
 ) -> Result:
-    """Run the remainder of every offline recipe: train on `task` from the `checkpoint` on, and save the model.
+    """Train on the rows of `task`, from the `checkpoint` if there is one, and save the model. All offline recipes end with this.
 
     `judges` are the reward and the held-out metric.
     """
@@ -83,9 +83,10 @@ def train_on_rows(
 def sampler_of(
     config: SFTConfig | OnlineConfig | PreferenceConfig, model: LanguageModel, journal: Journal | None = None, longest: int = 0
 ) -> Iterator[Sampler]:
-    """Yield the sampler that the settings name, on a cluster or local.
+    """Yield the sampler that the settings name, on a cluster or on this machine.
 
-    A sharded model is sampled from a full copy, unless the sampler is vLLM. `longest` bounds prompt and completion together.
+    With a sharded model, the sampler gets a full copy, unless it is vLLM. `longest` is the most tokens of a prompt with its
+    completion.
     """
     if config.placement.cluster and journal is not None:
         with extras.load("cluster").open_sampler(config, model, journal, longest) as sampler:
@@ -110,7 +111,7 @@ def generated_of(
     reference: Callable[[], LanguageModel | None],
     journal: Journal,
 ) -> Iterator[Generated | None]:
-    """Yield the evaluation on completions of held-out prompts, in addition to a loss; None if no reward measures them."""
+    """Yield the evaluation that samples completions of held-out prompts; None if no reward can measure them."""
     if not (measure.weights and rows):
         yield None
         return
@@ -124,7 +125,7 @@ def generated_of(
 def note_rows(
     config: Config, model: LanguageModel | ScalarModel, rows: Sequence[Row], journal: Journal, checkpoint: Path | None
 ) -> None:
-    """Record the first rows as the model reads them in the events of a new run. The studio shows them."""
+    """Record the first rows, in the form that the model reads, in the events of a new run. The studio displays them."""
     separator = config.step_separator if isinstance(config, RewardConfig) else "\n"
     if checkpoint is None:
         journal.folder.event("first_rows", rows=first_rows(model.tokenizer, rows, separator))
@@ -133,7 +134,7 @@ def note_rows(
 def finish(
     config: Config, journal: Journal, model: LanguageModel | ScalarModel, given: GivenModel | None = None, **noted: Any
 ) -> Result:
-    """Save the final model and write the report. `noted` is added to the event; `given` are the objects that are trained."""
+    """Save the final model and write the report. `noted` are extra fields of the event; `given` holds a model given as object."""
     world = journal.world
     model = _best_of(config, journal, model, given) if config.evaluation.load_best_model_at_end else model
     saved = "adapter" if config.model.quantize_base and config.model.lora_save == "both" else config.model.lora_save
@@ -181,7 +182,7 @@ def _best_of(
 
 
 def write_model(model: LanguageModel | ScalarModel, folder: Path, kept: str) -> None:
-    """Write the model in Hugging Face form as `model.lora_save` asks: merged, its adapter, or both (adapter in `adapter/`)."""
+    """Write the model in Hugging Face format. `kept` is the setting `lora_save`: merged, adapter, or both (with `adapter/`)."""
     if kept == "adapter":
         write(model.adapter, model.tokenizer, folder)
         return

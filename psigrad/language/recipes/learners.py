@@ -28,7 +28,7 @@ from psigrad.runs.cycle import LEFT
 from psigrad.runs.journal import Journal
 
 Write = Callable[[Path, World], dict[str, Any] | None]
-"""A function that writes into a folder together with a world's other ranks, and returns the file checksums known so far."""
+"""A function that writes into a folder, together with the other ranks, and returns the checksums of files that it knows."""
 PENDING = "pending.jsonl"
 
 
@@ -36,13 +36,13 @@ class Saved(Protocol):
     """A model that can write itself into a folder."""
 
     def save(self, folder: Path) -> None:
-        """Write weights in Hugging Face form."""
+        """Write weights in Hugging Face format."""
         ...
 
 
 @dataclass(frozen=True)
 class Learner:
-    """A model and its optimiser. The policy's place in a checkpoint is the folder itself, the critic's `critic/`."""
+    """A model and its optimiser. `place` is their folder in a checkpoint: "" for the policy, "critic" for a critic."""
 
     model: Saved
     optimizer: Optimizer
@@ -61,7 +61,7 @@ Learners = Sequence[Learner | Follower]
 
 
 def commit(root: Path, step: int, write: Write, world: World, meta: Mapping[str, Any]) -> Path | None:
-    """Write a checkpoint with `write` and return its folder on rank 0. If models are sharded, all ranks call it."""
+    """Write a checkpoint with `write` and return its folder on rank 0. With sharded models, all ranks must call this."""
     if world.rank:
         if world.lockstep:
             write(world.broadcast(root), world)
@@ -100,7 +100,7 @@ def stage(state: State, learners: Learners, world: World, *, copies: bool) -> Wr
 
 
 def _part(learner: Learner | Follower, copies: bool) -> Callable[[Path, World], None]:
-    """Return a writer of a learner's weights and moments into its place. With `copies`, it writes their current values."""
+    """Return a writer of a learner's weights and optimiser state to a folder. With `copies`, they are copied now, not then."""
     moments = learner.optimizer.state_dict() if isinstance(learner, Learner) else {}
     model: Any = learner.model
     if getattr(model, "root", None) is not None:
@@ -120,7 +120,7 @@ def _part(learner: Learner | Follower, copies: bool) -> Callable[[Path, World], 
 
 
 def copy_weights(model: Any) -> Any:
-    """Return a model with a copy of the weights in host memory, which can only be saved."""
+    """Return a copy of a model whose weights are in host memory. It can only be saved."""
     modules = {
         name: module for name in ("network", "adapter", "value_head") if (module := getattr(model, name, None)) is not None
     }
@@ -139,7 +139,7 @@ def _numbers(state: State) -> dict[str, Any]:
 
 
 def restore(path: Path, learners: Learners) -> State:
-    """Return the state of a verified checkpoint and restore the optimisers. The caller loads the models from `path`."""
+    """Restore the optimisers from a verified checkpoint and return its state. The caller loads the models from `path`."""
     for learner in learners:
         if not isinstance(learner, Learner):
             continue
@@ -156,9 +156,9 @@ def restore(path: Path, learners: Learners) -> State:
 
 
 class Keeper:
-    """The writer of checkpoints for the loops: immediate, or in a thread during the steps with `async_save`.
+    """The writer of a training loop's checkpoints. It writes at once, or with `async_save` in a thread while steps continue.
 
-    All ranks of a world save together. A thread uses a separate `world`.
+    All ranks save together. The thread communicates in a separate `World`.
     """
 
     def __init__(self, config: Any, journal: Journal, learners: Learners, pinned: Mapping[str, str]) -> None:
@@ -199,8 +199,9 @@ class Keeper:
             job.result(self._meet(job) if seconds is None and self._journal.world.lockstep else seconds)
 
     def _meet(self, job: Future[None]) -> float | None:
-        """Wait until all ranks have written or one has failed; after a failure, return the seconds left for the others. A stalled
-        rank is detected here as well; otherwise the write would block for hours.
+        """Wait until all ranks have written, or one has failed. After a failure, return the seconds that the others still have.
+
+        A stalled rank is detected here as well; otherwise the write would block for hours.
         """
         states = [0]
         while 0 in states and 2 not in states:
@@ -210,7 +211,7 @@ class Keeper:
 
 
 def _in_thread(work: Callable[[], None]) -> Future[None]:
-    """Run `work` in a daemon thread and return its future. It may wait for a stalled process, and Python exits without it."""
+    """Run `work` in a thread and return its future. It is a daemon thread, so Python can exit while it waits for another rank."""
     found: Future[None] = Future()
 
     def run() -> None:
@@ -226,7 +227,7 @@ def _in_thread(work: Callable[[], None]) -> Future[None]:
 
 @dataclass(frozen=True)
 class Begun:
-    """The start of a new or resumed run: its state, and the `Keeper` through which loops save."""
+    """The start of a new or resumed run: its state, and the `Keeper` that saves its checkpoints."""
 
     state: State
     save: Keeper
@@ -241,7 +242,7 @@ def begin(
     fresh: State,
     rows: tuple[int, int],
 ) -> Begun:
-    """Return the state to start from: `fresh`, or that of the checkpoint `found`, which also restores the learners' optimisers.
+    """Return the state to start from: `fresh`, or the state in the checkpoint `found`. In that case restore the optimisers too.
 
     `pinned` are the values that checkpoints pin (`language/recipes/pinned.py`). `rows` are the numbers of training and held-out
     rows. Raises `UserError` if a pin differs from the checkpoint's and `run.allow` does not name the difference.
@@ -273,7 +274,7 @@ def _best(state: State) -> int:
 
 
 def _sums_of(learners: Learners) -> dict[str, str]:
-    """Return the sum of each trainable weight, to check that processes start with equal weights."""
+    """Return the sums of the trainable weights that are not sharded, to check that processes start with equal weights."""
     optimizers = [learner.optimizer for learner in learners if isinstance(learner, Learner)]
     whole = (w.local for optimizer in optimizers for w in optimizer.weights.values() if w.local is w.parameter)
     return {"weights": " ".join(str(float(p.detach().double().sum())) for p in whole)}

@@ -1,4 +1,4 @@
-"""The loops of online RL and of training on recorded data: the cycle around a language model's steps."""
+"""The training loops of language models: online RL, and training on recorded data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LESS_MEMORY = (
 
 @dataclass(frozen=True)
 class Generated:
-    """The evaluation on generated completions, for models that generate."""
+    """The objects that an evaluation on sampled completions needs, in addition to one on held-out losses."""
 
     model: LanguageModel
     sampler: Sampler
@@ -39,7 +39,7 @@ class Generated:
 def train_online(
     run: Online, state: State, save: Keeper, journal: Journal, evaluate: Callable[[int], None] | None = None
 ) -> State:
-    """Run online RL from `state` to its last step. `evaluate` measures the policy after the given number of steps."""
+    """Run online RL from `state` to the last step. `evaluate(step)` evaluates the policy after that many steps."""
 
     def judge(state: State) -> None:
         if evaluate is not None:

@@ -23,7 +23,7 @@ from psigrad.optim.gradients import in_place
 
 
 def check_online(run: Online) -> None:
-    """Run the fullest micro-batch of an optimiser step on the longest prompts, with completions of maximum length."""
+    """Run a forward and backward pass on the largest micro-batch: the longest prompts with completions of maximum length."""
     inputs = _fullest(run)
     method = run.algorithm if isinstance(run.algorithm, PolicyGradient) else None
     needs_critic = run.algorithm.needs_critic
@@ -43,7 +43,7 @@ def check_online(run: Online) -> None:
 
 
 def check_offline(run: Offline) -> None:
-    """Run the fullest micro-batch of a step on the longest rows."""
+    """Run a forward and backward pass on the largest micro-batch of a step that has the longest rows."""
     task = run.task
     longest = sorted(range(len(task)), key=lambda i: -task.tokens([i]))[: run.config.batch_size]
     with _trial([run.optimizer]):
@@ -52,7 +52,7 @@ def check_offline(run: Offline) -> None:
 
 
 def _fullest(run: Online) -> Groups:
-    """Return the micro-batch with the most tokens."""
+    """Return the micro-batch with the most tokens among those of the longest prompts and completions."""
     config = run.config
     count = math.ceil(config.prompts_per_step / config.num_minibatches)
     prompts = sorted((p.ids for p in run.prompts), key=len)[-count:]
@@ -69,7 +69,7 @@ def _fullest(run: Online) -> Groups:
 
 @contextlib.contextmanager
 def _trial(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Set up the block as a step does, and discard its gradients afterwards."""
+    """Discard the gradients of the block and restore the random state. Raises `UserError` if the device's memory runs out."""
     try:
         with torch.random.fork_rng(devices=[]), in_place(*(o.sums for o in optimizers)):
             yield

@@ -1,4 +1,4 @@
-"""Scorers that need no worker processes: reward models, and weighted sums of scorers."""
+"""Scorers without worker processes: reward models, and weighted sums of other scorers."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _ONE_AT_A_TIME = threading.Lock()
 class ModelScorer:
     """A reward model as a `Scorer`.
 
-    With `same_tokens`, it reads the policy's own tokens: the sampled tokens are scored as they are, followed by the answer end
-    from its training. Otherwise, prompt and completion are rendered by the reward model's own template.
+    With `same_tokens`, it scores the policy's own tokens, followed by the tokens that ended answers in the reward model's
+    training. Otherwise, prompt and completion are rendered by the reward model's own chat template.
     """
 
     name: str
@@ -49,11 +49,11 @@ class ModelScorer:
 
     @property
     def separator(self) -> str:
-        """The end mark of a step, for a process reward model; empty: the model judges complete texts."""
+        """The text that ends a step, for a process reward model; empty if the model scores complete texts."""
         return str(getattr(self.model.network.config, STEP_SEPARATOR, "") or "")
 
     def begin(self) -> Scoring:
-        """Score all groups in few forward passes at the end, since the policy samples on the same device until then."""
+        """Return a `Scoring` that scores all groups at the end, in few passes: until then, the policy samples on the device."""
         return Scoring(self._score_groups)
 
     def _score_groups(self, groups: Sequence[Samples]) -> list[Result]:
@@ -70,7 +70,7 @@ class ModelScorer:
         return self._where_it_fits(pairs, self._by_texts)
 
     def _where_it_fits(self, pairs: Sequence[tuple[Ids, Ids]], score: Callable[..., list[Result]]) -> list[Result]:
-        """Apply `score` to the texts within the model's positions; the others are `Unscored`."""
+        """Apply `score` to the texts that fit the model's positions, and return `Unscored` for the others."""
         long = [beyond_positions(self.model, pair) for pair in pairs]
         found = iter(score([pair for pair, why in zip(pairs, long, strict=True) if not why]))
         return [Unscored(f"the reward model {self.name} cannot read {why}") if why else next(found) for why in long]
@@ -79,7 +79,10 @@ class ModelScorer:
         return [self._result(value) for value in score_all(self.model, pairs, self.micro_batch_tokens)]
 
     def _row(self, samples: Samples, i: int) -> Row:
-        """Return a completion as a dataset row. A plain prompt before a completion of messages becomes a user turn."""
+        """Return a completion as a dataset row. If the prompt is text and the completion messages, make the prompt a user turn.
+
+        For a model without a chat template, make the completion a text instead.
+        """
         prompt, completion = samples.prompts[i], samples.completions[i]
         if isinstance(prompt, str) and not isinstance(completion, str):
             talks = bool(self.model.tokenizer.chat_template) and not self.model.plain_prompts
@@ -91,9 +94,9 @@ class ModelScorer:
     def _tokens(self, row: Row, own: tuple[Ids, Ids] | None) -> tuple[Ids, Ids]:
         """Return the tokens of a prompt and of its completion.
 
-        Use the policy's tokens with the answer end of the reward model's training. A template may write more than the token at
-        which sampling stops, and a cut completion has no end. Use the rendered row instead if the policy's tokens differ, or if
-        the template starts the answer differently.
+        Use the policy's tokens, and replace their end by the tokens that ended answers in the reward model's training. A template
+        may write more than the token at which sampling stops, and a cut completion has no end. Use the rendered row instead if
+        the policy's tokens differ, or if the template starts the answer differently.
         """
         end = self._ends[isinstance(row.prompt, str)] if self.same_tokens and own else None
         if end is None or own is None:
@@ -111,8 +114,9 @@ class ModelScorer:
 
     @torch.no_grad()
     def _by_steps(self, pairs: Sequence[tuple[Ids, Ids]]) -> list[Result]:
-        """Return the mean of σ(z) over the steps, in few forward passes. Each step's share is placed on its last token, where any
-        estimator can use it.
+        """Return each completion's mean of σ(z) over its steps, from few forward passes over all completions.
+
+        Each step's share of the reward is assigned to the step's last token, so that any psi can use it.
         """
         found: list[Result] = [Scored(0.0, {self.name: 0.0})] * len(pairs)
         ends = [step_ends(self.model.tokenizer, completion, self.separator) for _, completion in pairs]
@@ -140,15 +144,15 @@ def beyond_positions(model: ScalarModel, pair: tuple[Ids, Ids]) -> str:
 
 
 def judged_ids(model: ScalarModel, row: Row) -> Ids:
-    """Return the tokens of a prompt with its answer as in the reward model's training. The score is read after the last token."""
+    """Return the tokens of a prompt with its answer, rendered as in the reward model's training. The last token has the score."""
     return example(model.tokenizer, as_turns(model.tokenizer, row, model.plain_prompts)).ids
 
 
 def answer_end(tokenizer: Any, plain: bool) -> list[int] | None:
     """Return the tokens that end every answer: EOS, or the end of a turn and the template's text after it.
 
-    None if the template writes something between the generation prompt and an answer, as with Qwen3's empty thinking. Empty if it
-    cannot render a conversation, so that only the policy's own tokens can be read.
+    Return None if the template writes something between the generation prompt and an answer, such as Qwen3's empty thinking.
+    Return [] if the template cannot render a conversation, so that only the policy's own tokens can be scored.
     """
     rows = [Row("a test conversation", "a", text) for text in ("b", "c")]
     rows = rows if plain else [as_turns(tokenizer, row) for row in rows]
@@ -163,7 +167,7 @@ def answer_end(tokenizer: Any, plain: bool) -> list[int] | None:
 
 
 def step_ends(tokenizer: Any, ids: Ids, separator: str) -> list[int]:
-    """Return the positions of each step's last token: those with the separator, and the last before EOS of an unfinished step."""
+    """Return the position of each step's last token: those with the separator, and the last before EOS if its step has none."""
     ends = [i for i, token in enumerate(ids) if separator in tokenizer.decode([token])]
     last = len(ids) - 1
     while last >= 0 and ids[last] == tokenizer.eos_token_id:
@@ -175,7 +179,7 @@ def step_ends(tokenizer: Any, ids: Ids, separator: str) -> list[int]:
 def score_all(model: ScalarModel, pairs: Sequence[tuple[Ids, Ids]], budget: int) -> list[float]:
     """Return the score of every (prompt, completion), in forward passes of at most `budget` tokens.
 
-    Equal adjacent prompts are computed once.
+    A prompt that several adjacent pairs share is computed once.
     """
     scores = [0.0] * len(pairs)
     for part in pack_by_tokens([len(p) + len(c) for p, c in pairs], budget):
@@ -202,28 +206,28 @@ class Mixture:
     weights: Sequence[float]
 
     def begin(self) -> Scoring:
-        """Start each scorer as early as it can."""
+        """Return a `Scoring` that passes each group to all scorers at once, so that each starts as early as it can."""
         return MixedScoring([scorer.begin() for scorer in self.scorers], self.weights)
 
 
 class MixedScoring(Scoring):
-    """The `Scoring` of a `Mixture`."""
+    """The `Scoring` that `Mixture.begin` returns. It sends groups to all scorers and adds their weighted rewards."""
 
     def __init__(self, parts: Sequence[Scoring], weights: Sequence[float]) -> None:
         self._parts, self._weights = parts, weights
 
     def add(self, group: Samples) -> None:
-        """See `Scoring`."""
+        """Send one group to every scorer."""
         for part in self._parts:
             part.add(group)
 
     def poll(self) -> None:
-        """See `Scoring`."""
+        """Let every scorer collect finished results without waiting."""
         for part in self._parts:
             part.poll()
 
     def results(self) -> list[Result]:
-        """See `Scoring`."""
+        """Wait for all scorers, and return the weighted sum of each completion's rewards."""
         return [self._add(results) for results in zip(*(part.results() for part in self._parts), strict=True)]
 
     def _add(self, results: Sequence[Result]) -> Result:

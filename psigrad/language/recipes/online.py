@@ -66,7 +66,7 @@ Setup = tuple[RewardSetup, RewardSetup | None]
 
 
 def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
-    """Train `config.model` on the prompts of `config.data` against `config.reward` by `config.algorithm`.
+    """Train `config.model` on the prompts of `config.data` to increase `config.reward`, by the method `config.algorithm`.
 
     Resumes from the newest checkpoint of the run folder if there is one. Raises `UserError` on mistakes of the user, and
     `ValueError` if the algorithm's parts do not fit together.
@@ -97,7 +97,7 @@ def open_job(
 ) -> Iterator[Job]:
     """Load the parts of a new run, or of one that resumes from a checkpoint. `setup` is the reward and the held-out metric.
 
-    Without `scores`, nothing is scored or evaluated. With `reference`, load one even if the algorithm does not read it.
+    Without `scores`, nothing is scored or evaluated. With `reference`, load a reference even if the algorithm needs none.
     """
     algorithm, (rewards, metric), evaluator = method(config), setup, None
     with contextlib.ExitStack() as stack:
@@ -155,7 +155,7 @@ def _learners(
     reference: LanguageModel | Teacher | None,
     past: PastSelves | None,
 ) -> list[Learner | Follower]:
-    """Return everything whose weights a checkpoint stores."""
+    """Return the models whose weights a checkpoint stores: policy, critic, moving reference, and past selves."""
     learners: list[Learner | Follower] = [Learner(model, optimizer)]
     if critic is not None:
         learners.append(Learner(critic.model, critic.optimizer, "critic"))
@@ -165,7 +165,7 @@ def _learners(
 
 
 def _past_selves(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World) -> PastSelves | None:
-    """Return the opponents from the past, those of the checkpoint if there is one."""
+    """Return the past selves of the policy that are its opponents, from the checkpoint if there is one; None without them."""
     if not config.past_opponents:
         return None
     places = [checkpoint and checkpoint / f"past-{n}" for n in range(config.past_kept)]
@@ -195,7 +195,7 @@ def _rollout(
 
 
 def annotators_of(reference: LanguageModel | Teacher | None, past: PastSelves | None = None) -> list[Annotator]:
-    """Return the annotators of a run. Each adds its column only if the algorithm reads it."""
+    """Return the annotators of a run. Each adds its column only if the algorithm needs the column."""
     if reference is None:
         first: list[Annotator] = []
     else:
@@ -205,11 +205,12 @@ def annotators_of(reference: LanguageModel | Teacher | None, past: PastSelves | 
 
 @contextlib.contextmanager
 def executor_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterator[Executor | None]:
-    """Yield threads that collect during training steps, if others sample than the trainer and `lag` is above 0.
+    """Yield threads that sample during training steps, if `lag` is above 0 and sampling needs no device or process of training.
 
-    On a cluster there is one thread for each collection under way, but only one if environments play. An engine on another GPU
-    has one version of the weights, so it has one thread. Several processes would exchange messages in that thread and in the
-    step at once, and the log-probs of a filtered draw need the trainer: there it does not overlap.
+    A cluster has lag + 1 threads, one for each batch that is being sampled, but only one if environments play. An engine on
+    another GPU holds one version of the weights, so it has one thread. Such an engine does not overlap with training in two
+    cases: several training processes would communicate in this thread and in the step at once, and the log-probs of
+    distributions cut by top_p, top_k or min_p need the trainer.
     """
     beside = sampler.overlaps and world.size == 1 and not config.sampling.filtered
     if not ((sampler.central or beside) and config.lag and world.rank == 0):
@@ -225,7 +226,7 @@ def executor_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterato
 def _prepare_rows(
     config: OnlineConfig, model: LanguageModel, journal: Journal, episodes: Player | None, setup: Setup
 ) -> PreparedRows[Any]:
-    """Return the rows that can be judged, and the tokens of their prompts."""
+    """Return the rows that the rewards can score, and the tokens of their prompts."""
     rewards, metric = setup
 
     def make(tell: Tell) -> PreparedRows[Any]:
@@ -244,8 +245,8 @@ def _prepare_rows(
 
 
 def longest_of(config: OnlineConfig, prepared: PreparedRows[Any], evaluator: Evaluator | None) -> int:
-    """Return the tokens of the longest prompt with the longest completion. Return 0 if a completion is an episode, which adds
-    observations and may fill the model's positions.
+    """Return the most tokens of a prompt with its completion. Return 0 if a completion is an episode: its observations add
+    tokens, up to the model's positions.
     """
     if config.plays:
         return 0
@@ -260,10 +261,10 @@ def _critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None,
 
 
 def critic_rate(critic: ScalarModel) -> float:
-    """Return a learning rate at which a zero-initialised head learns.
+    """Return a learning rate at which the critic's zero-initialised head learns: 0.05 / width of the model.
 
-    A step of Adam moves each of its weights by the rate. It moves V by the rate times the sum of the hidden state's magnitudes,
-    which are about 1. So the rate falls with the width. At a width of 4,096 it is about the 1e-5 (verl) and 9e-6 (OpenRLHF) of
-    critics of 7B, with policies at 1e-6.
+    A step of Adam changes each weight of the head by the rate. It changes V by the rate times the sum of the hidden state's
+    magnitudes, each of which is about 1. At a width of 4,096 the rate is close to the 1e-5 (verl) and 9e-6 (OpenRLHF) that are
+    used for critics of 7B, with policies at 1e-6.
     """
     return 0.05 / size(critic.network.config, "hidden")

@@ -1,4 +1,4 @@
-"""The combined meaning of an online run's settings: its algorithm, and errors that are raised before anything is loaded."""
+"""Checks and values that depend on several settings of an online run, such as its algorithm, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def method(config: OnlineConfig) -> PolicyGradient | OnlinePreference:
 
 
 def settle_kept(config: OnlineConfig) -> OnlineConfig:
-    """Return the settings with a number for `keep_activations_gb`: the run's own if it resumes, otherwise by the free memory."""
+    """Return the settings with a number for `keep_activations_gb`: a resumed run's earlier number, or else by the free memory."""
     if config.keep_activations_gb is not None:
         return config
     before = settings_before(paths.absolute(config.run.output_dir)) if config.run.output_dir else None
@@ -55,8 +55,8 @@ def correct(
 ) -> PolicyGradient | OnlinePreference:
     """Return the algorithm, with truncated importance weights if they are needed and the settings do not set the correction.
 
-    They are needed if the sampler's log-probs are not exactly the trainer's. Settings that the algorithm does not use are
-    reported.
+    They are needed if the sampler's log-probs are not exactly the trainer's. Log a message about settings that the algorithm
+    does not use.
     """
     _tell_unused(config, algorithm, journal)
     stated = not isinstance(config.algorithm, str | Mapping) or (
@@ -154,7 +154,7 @@ def _check_replay(config: OnlineConfig, algorithm: PolicyGradient | OnlinePrefer
 
 
 def replay(config: OnlineConfig, model: LanguageModel, sampler: Sampler) -> Sampler:
-    """Return the sampler. With `router_replay`, it records each token's experts from now on, and training reuses them."""
+    """Return the sampler. With `router_replay`, make it record each token's experts, which training then uses again."""
     if not config.router_replay:
         return sampler
     if not isinstance(sampler, EmbeddedSampler):
@@ -164,7 +164,7 @@ def replay(config: OnlineConfig, model: LanguageModel, sampler: Sampler) -> Samp
 
 
 def _tell_unused(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference, journal: Journal) -> None:
-    """Report changed settings that have no effect with this algorithm (`idle` covers those without effect for other reasons)."""
+    """Log a message about changed settings that have no effect with this algorithm. `fields.idle` covers other reasons."""
     needs = {}
     if not (isinstance(algorithm, PolicyGradient) and algorithm.dynamic_sampling):
         needs = dict.fromkeys(("max_refills", "filter_metric"), "dynamic_sampling")
@@ -214,7 +214,7 @@ def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePre
 
 
 def check_teacher(reference: object, config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
-    """Raise `UserError` if the settings need what the reference lacks, or if `span` is set and the tokens are the same."""
+    """Raise `UserError` if a `Teacher` does not support these settings, or if `span` is set for a reference with equal tokens."""
     spans = isinstance(algorithm, PolicyGradient) and algorithm.kl is not None and algorithm.kl.estimator == "span"
     if not isinstance(reference, Teacher):
         if spans and reference is not None:
@@ -233,7 +233,7 @@ def check_teacher(reference: object, config: OnlineConfig, algorithm: PolicyGrad
 
 
 def check_following(config: OnlineConfig, adapter: bool) -> None:
-    """Raise `UserError` if the reference follows a policy that trains an adapter."""
+    """Raise `UserError` if the reference shall follow the policy (`ref_model_sync_steps`) and the policy trains an adapter."""
     if config.ref_model_sync_steps and adapter:
         raise UserError(
             "ref_model_sync_steps moves the reference's weights, but with LoRA the reference is the model without its adapter; "

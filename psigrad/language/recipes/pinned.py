@@ -33,7 +33,7 @@ def collect_pins(
     prepared: PreparedRows[Any],
     judges: Sequence[RewardSetup | None] = (),
 ) -> dict[str, str]:
-    """Return hashes and values by the names of `pins.PINS`, without those that a run does not have.
+    """Return the pins of a run: hashes and values by the names of `pins.PINS`, without those that do not apply to the run.
 
     `judges` are the reward and the held-out metric, whose functions are pinned too.
     """
@@ -46,13 +46,13 @@ def collect_pins(
 
 
 def lasting_pins(config: Config, judges: Sequence[RewardSetup | None] = ()) -> dict[str, str]:
-    """Return the pins by which a finished run is compared when it is run again: those that need no rows and no loaded model."""
+    """Return the pins that need no rows and no loaded model. A finished run that is started again is compared by them."""
     data = {name: _data(getattr(config.data, name)) for name in ("dataset", "eval_dataset")}
     return {**{name: found for name, found in data.items() if found}, **_models(config), **_code(config, judges)}
 
 
 def _data(given: Any) -> str:
-    """Return the hashes of a dataset's files, or of rows from Python; empty if neither is local."""
+    """Return the hashes of a dataset's files, or of rows from Python; "" for a dataset of the hub."""
     if isinstance(given, list | tuple) and not all(isinstance(one, str) for one in given):
         return pins.hash_parts({"rows": given})["rows"]
     names = [share.dataset for share in parse_mixture(given) if isinstance(share.dataset, str) and share.dataset]

@@ -72,7 +72,10 @@ def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
 def _reference(
     config: PreferenceConfig, loss: Preference | KahnemanTversky, model: LanguageModel, checkpoint: Path | None, world: World
 ) -> LanguageModel | None:
-    """Return the model that computes the reference's log-probs before training: another model, the model itself, or None."""
+    """Return the model that computes the reference's log-probs before training; None if they are not needed.
+
+    It is the model of `config.reference`, or the trained model itself while its weights are the initial ones.
+    """
     if config.reference and not loss.needs_reference:
         raise UserError(f"The settings name a reference model, but {loss.name} uses none; remove it.")
     if not (loss.needs_reference or config.evaluation.eval_kl):
@@ -94,7 +97,7 @@ def _task(
     made: Sequence[Any],
     journal: Journal,
 ) -> Task:
-    """Return the task on the encoded rows, with the reference's log-probs if the loss reads them."""
+    """Return the training task on the tokenized rows `made`, with the reference's log-probs if the loss needs them."""
     if isinstance(loss, KahnemanTversky):
         answers = [[row.answer, other] for row, other in zip(made, mismatch(made), strict=True)]
         return KTOTask(model, loss, made, _logps(config, reference, [row.prompt for row in made], answers, journal.world))
@@ -134,7 +137,7 @@ def _logps(
 
 
 def _content(model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]]) -> str:
-    """Return the SHA-256 of the reference's weights and of every token."""
+    """Return the SHA-256 of the reference's weights and of all tokens, the key of the cache."""
     digest = hashlib.sha256()
     held = model.network.state_dict().items() if model.root is None else sharded.gather(model)
     digest_weights(digest, ((name, tensor) for name, tensor in held if not (model.is_own_reference and "lora_" in name)))

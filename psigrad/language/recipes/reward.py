@@ -30,7 +30,7 @@ from psigrad.runs.result import Result
 
 
 def run(config: RewardConfig, given: GivenModel | None = None) -> Result:
-    """Train a scalar head and `config.model` with it, on preference rows (or stepwise rows with `process`).
+    """Train `config.model` with a scalar head on preference rows, or with `process` on stepwise rows.
 
     `model/` in the run folder opens with transformers' `AutoModelForSequenceClassification`. Resumes from the newest checkpoint
     of the run folder if there is one. Raises `UserError` on mistakes of the user.

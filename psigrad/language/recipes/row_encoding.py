@@ -1,4 +1,4 @@
-"""A run's rows as tokens: encoded by several processes, and cached for the next start with the same data and settings."""
+"""Tokenization of a run's rows, by several processes, with a cache for the next start with the same data and settings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from psigrad.runs.journal import Journal
 R = TypeVar("R")
 T = TypeVar("T")
 Keep = Callable[[Any], tuple[Any, Mapping[str, int]]]
-"""A function that returns the part of an encoded row to keep (None to drop it), and counts by name."""
+"""A function that filters an encoded row: it returns the part to keep (None to drop the row), and counts by name."""
 
 Encoded = tuple[tuple[int, bytes], list[BadRow], Counter[str]]
 _AT_ONCE = 1024
@@ -53,16 +53,16 @@ FEW = 4000
 
 @dataclass(frozen=True)
 class Encoder(Generic[R]):
-    """The function that encodes a row for training."""
+    """The encoding of rows for training: `encode` tokenizes a row, and `keep` then filters the result."""
 
     tokenizer: PreTrainedTokenizerBase
     encode: Callable[[R], Any]
     keep: Keep | None = None
     ahead: Callable[[Sequence[R]], None] | None = None
-    """Work that can be done for all rows at once."""
+    """Called with all rows before they are encoded one by one, for work that is faster on many rows at once."""
 
     def __call__(self, rows: Sequence[R]) -> tuple[list[Any], list[BadRow], Counter[str]]:
-        """Encode some rows and return (encoded rows, bad rows, counts)."""
+        """Encode some rows, and return (encoded rows, rows that could not be encoded, counts by name)."""
         found, refused, counts = [], list[BadRow](), Counter[str]()
         with fixed(self.tokenizer):
             if self.ahead is not None:
@@ -84,7 +84,7 @@ class Encoder(Generic[R]):
 def encode_rows(
     rows: Sequence[R], encoder: Encoder[R], data: Data, tell: Tell | None = None
 ) -> tuple[Sequence[Any], Counter[str]]:
-    """Return the encoded rows, in Arrow if there are many, and the encoder's counts.
+    """Return the encoded rows, as Arrow batches if there are many, and the encoder's counts.
 
     A row that the encoder rejects stops the run with its place in the file. With `bad_rows: skip` it is dropped and counted.
     """
@@ -152,10 +152,10 @@ def prepare(
     journal: Journal,
     make: Callable[[Tell], PreparedRows[T]],
 ) -> PreparedRows[T]:
-    """Return the rows that `make` prepares, or map them from the cache of an earlier start with the same files and settings.
+    """Return the rows that `make` prepares, or read them from the cache of an earlier start with the same files and settings.
 
-    Messages logged when the cache was written are repeated. Among several processes, rank 0 prepares the rows, and those that
-    share its disk map them.
+    The messages that were logged when the cache was written are logged again. With several ranks, rank 0 prepares the rows
+    first, and the ranks on its disk then read them from the cache, which is memory-mapped.
     """
     folder = journal.folder.path / "images"
     images.keep_in(folder)
@@ -199,7 +199,7 @@ def _make_or_map(place: Path | None, tell: Tell, make: Callable[[Tell], Prepared
 
 
 def sum_parts(prepared: PreparedRows[Any]) -> dict[str, str]:
-    """Return the SHA-256 of the rows that a run pins, by the names of `pins.PINS`."""
+    """Return the SHA-256 of the training rows and of the held-out rows, by the names of `pins.PINS`."""
     names = [f.name for f in fields(Row) if f.name not in ("source", "plain_prompt")]
     parts = {"dataset": prepared.rows, "eval_dataset": prepared.held_out}
     return pins.hash_parts(
@@ -208,13 +208,16 @@ def sum_parts(prepared: PreparedRows[Any]) -> dict[str, str]:
 
 
 def _by_marks(row: Row) -> Row:
-    """Return a row with images without the column of them: the marks in its text have their SHA-256."""
+    """Return a row without its column of images. The placeholders in its text already contain the images' SHA-256."""
     own = {name: value for name, value in row.columns.items() if name not in images.COLUMNS}
     return replace(row, columns=own) if len(own) < len(row.columns) and digests_of(row) else row
 
 
 def _key(data: Data, tokenizer: PreTrainedTokenizerBase, settings: Sequence[Any]) -> str:
-    """Return the SHA-256 of everything that rows and tokens depend on; empty if that is unknown or a cache would save little."""
+    """Return the cache key, a SHA-256 of everything that rows and tokens depend on.
+
+    Return "" if that is unknown, or if a cache would save little.
+    """
     names = [share.dataset for given in (data.dataset, data.eval_dataset) if given for share in parse_mixture(given)]
     if not all(isinstance(name, str) for name in names) or not kept_rows.limit():
         return ""

@@ -1,4 +1,4 @@
-"""The limits of the model: prompts that leave room for a completion, and rows of at most `max_length` tokens."""
+"""The length limits of rows: prompts must leave room for a completion, and rows have at most `max_length` tokens."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def encode_prompts(rows: Sequence[Row], model: LanguageModel, data: Data, comple
 
 
 def tell_translations(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], tell: Tell) -> None:
-    """Report once, for the first such row among a hundred, the content that the chat template cannot render directly."""
+    """Log a message about content that the chat template can render only in other words, for the first such row of a hundred."""
     for row in rows[:100]:
         with contextlib.suppress(RowError):  # such a row was dropped and reported already
             if notes := said_otherwise(tokenizer, row):
@@ -71,10 +71,9 @@ def tell_translations(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], t
 def add_teacher_prompts(
     prompts: Sequence[Prompt], config: OnlineConfig, model: LanguageModel, reference: LanguageModel | Teacher | None
 ) -> Sequence[Prompt]:
-    """Add the tokens that the reference reads in place of each prompt, from a dataset column and in a teacher's own tokens.
+    """Add to each prompt the tokens that the reference reads instead, if it reads another column or has another tokenizer.
 
-    Without a reference, or without either of these, return the prompts unchanged. Raises `UserError` for a row that lacks the
-    column or leaves no room for a completion.
+    Otherwise return the prompts unchanged. Raises `UserError` for a row that lacks the column or leaves no room for a completion.
     """
     column, completion = config.teacher_prompt, config.sampling.max_completion_length
     if reference is None or not (column or isinstance(reference, Teacher)):
@@ -114,7 +113,10 @@ def token_limit(config: SFTConfig | RewardConfig | PreferenceConfig, model: Lang
 
 
 def check_positions(longest: int, **others: Any) -> None:
-    """Raise `UserError` for models, by name, with fewer positions than the run's longest text. Some would compute regardless."""
+    """Raise `UserError` for each of these models that has fewer positions than the run's longest text has tokens.
+
+    Some models would compute beyond their positions without an error. The keywords are the models' names for the message.
+    """
     for name, other in others.items():
         if isinstance(other, Pretrained) and longest > other.max_length:
             raise UserError(
@@ -124,7 +126,7 @@ def check_positions(longest: int, **others: Any) -> None:
 
 
 def name_limit(config: SFTConfig | RewardConfig | PreferenceConfig, limit: int) -> str:
-    """Return a description of the source of a `token_limit`, and advice."""
+    """Return the words for a message that a text has more tokens than `limit`: the limit, its origin, and what to do."""
     if limit == config.max_length:
         return f"max_length {limit} tokens; raise it"
     return f"{limit} tokens, the model's number of positions; shorten them or take a model with more"
@@ -137,7 +139,7 @@ def prepare_answers(
     limit: int,
     journal: Journal,
 ) -> PreparedRows[Any]:
-    """Return the rows of answers to compare, and their tokens.
+    """Return the rows with answers to compare, and the tokens of the rows.
 
     A truncated answer cannot be judged, so rows with more tokens than `limit` are dropped and counted. Raises `UserError` if none
     is left.

@@ -20,11 +20,11 @@ from psigrad.runs.result import Result
 
 C = TypeVar("C", bound=TrainingConfig)
 UNPLANNED = 8192
-"""Tokens of a micro-batch if the settings leave them to the device and there is no planner."""
+"""Tokens of a micro-batch if `micro_batch_tokens` is 0 (as many as fit) and the memory planner is not installed."""
 
 
 def fit_memory(config: C) -> C:
-    """Return the settings with micro-batches and other automatic values planned for the device's memory."""
+    """Return the settings with the size of micro-batches and other automatic values chosen for the device's memory."""
     machine.check_device(config.run)  # a missing device has no memory to plan with
     if config.run.max_memory or (not config.micro_batch_tokens and extras.find("fit")):
         made: C = extras.load("fit").fit(config)
@@ -33,9 +33,9 @@ def fit_memory(config: C) -> C:
 
 
 def run(config: TrainingConfig, given: GivenModel | None = None) -> Result:
-    """Train as the settings say, by the recipe of their class. `given` are objects in place of the model that the settings name.
+    """Train by the recipe that belongs to the class of the settings. `given` holds a model given as an object.
 
-    With `push_to_hub`, the model is pushed when the run finishes, and again if the same finished run is called again.
+    With `push_to_hub`, the model is pushed when the run finishes, and again if the same finished run is started again.
     """
     config = fit_memory(config)
     check_schedule(config.optim)

@@ -33,12 +33,12 @@ class RowScore:
     source: str
     """The file and line, or the number of the row."""
     result: Result
-    """`Scored` with the parts, `Failed` or `Unscored` with the reason."""
+    """The reward and its parts (`Scored`), or the reason why there is none (`Failed`, `Unscored`)."""
     seconds: float
-    """The duration of the functions, including the round trip to the worker process."""
+    """The time that the reward functions took, including the round trip to the worker process."""
 
     def row(self) -> dict[str, Any]:
-        """Return the score as a line of JSON: source, status, reward, parts, reason, seconds."""
+        """Return the score as a dictionary for a line of JSON: source, status, reward, parts, reason, seconds."""
         about: dict[str, Any] = {"source": self.source, "status": type(self.result).__name__.lower()}
         about["reward"] = None
         if not isinstance(self.result, Unscored):
@@ -61,10 +61,10 @@ def score(
 ) -> list[RowScore]:
     """Score each prompt-completion row by the reward functions, in order, one at a time, in a worker process.
 
-    `rows` is a file, folder or hub dataset, or rows from Python. Columns other than prompt and completion are passed to the
-    functions. `columns` renames some first. `tokenizer` names a model whose tokens the functions receive as `completion_ids`;
-    without one they are empty. `bad_rows="skip"` drops malformed rows. Raises `UserError` if a reward counts tokens and no
-    tokenizer is given.
+    `rows` is a file, folder or hub dataset, or rows from Python, whose columns `columns` renames. The functions receive all other
+    columns beside prompt and completion. `tokenizer` names a model whose tokenizer makes the argument `completion_ids`; without
+    one these are empty. `bad_rows="skip"` drops malformed rows. Raises `UserError` if a reward counts tokens and no tokenizer is
+    given.
     """
     if not rewards:
         raise UserError("No reward was given; name one with --reward, such as exact or my_module:my_reward.")

@@ -47,13 +47,14 @@ class RewardSetup:
     specs: tuple[RewardSpec, ...]
     """The resolved functions: a user's code is imported once per run."""
     weights: Mapping[str, float]
-    """The weight of each part by name: functions first, then models."""
+    """The weight of each reward by name: the functions first, then the models."""
 
     @classmethod
     def of(cls, config: Scored, functions: Sequence[Reward] | None = None) -> RewardSetup:
-        """Return the rewards of `config.reward` and `config.reward_model` with `config.reward_weights`, or only these functions.
+        """Return the rewards of `config.reward` and `config.reward_model` with `config.reward_weights`.
 
-        Raises `UserError` for functions that do not exist, and if the number of weights differs.
+        `functions`, if given, replace all of these. Raises `UserError` for a function that does not exist, and for a wrong number
+        of weights.
         """
         given: Sequence[Reward] = config.reward if functions is None else functions
         paths, weights = (config.reward_model, config.reward_weights) if functions is None else ((), ())
@@ -65,7 +66,7 @@ class RewardSetup:
 
     @classmethod
     def of_metric(cls, config: Scored) -> RewardSetup | None:
-        """Return the metric that measures held-out completions, if one is named."""
+        """Return the rewards that consist of the held-out metric alone; None if `evaluation.metric` is empty."""
         return cls.of(config, (config.evaluation.metric,)) if config.evaluation.metric else None
 
     @property
@@ -75,7 +76,7 @@ class RewardSetup:
 
     @property
     def metric(self) -> str:
-        """The name of the measured value: that of the only part, or "reward"."""
+        """The name of the value in reports: the name of the only reward, or "reward" if there are several."""
         plays = isinstance(self.config, EpisodeSettings) and bool(self.config.environment or self.config.asks)
         return next(iter(self.weights)) if len(self.weights) == 1 and not plays else "reward"
 
@@ -83,7 +84,7 @@ class RewardSetup:
     def scorer(self, tokenizer: PreTrainedTokenizerBase | None, journal: Journal | None = None) -> Iterator[Scorer | None]:
         """Yield the scorer, which runs during the block; None if only the environment gives rewards.
 
-        `tokenizer` is the policy's; None if only its text is known.
+        `tokenizer` is the policy's tokenizer; None if only the text of completions is known.
         """
         if journal is not None and any(isinstance(function, Code) and function.is_unsafe for function in self.functions):
             text = "Programs that the model writes run without a sandbox, with your rights: allow_unsafe_code is set."
@@ -112,9 +113,9 @@ class RewardSetup:
             yield pool
 
     def pool(self) -> RewardPool:
-        """Return the reward functions in processes of this machine.
+        """Return a pool of processes on this machine that run the reward functions.
 
-        Raises `SandboxError` if they judge programs and there is no sandbox, before a step is sampled in vain.
+        Raises `SandboxError` if a function runs programs of the model and there is no sandbox, before any step is sampled.
         """
         for function in self.functions:
             if isinstance(function, Code):
@@ -131,11 +132,11 @@ class RewardSetup:
         }
 
     def judgeable(self, rows: Sequence[Row], tell: Tell | None = None) -> Sequence[Row]:
-        """Return the rows that the functions can judge.
+        """Return the rows that the functions can score.
 
-        A row without a gold answer is dropped, and counted by its empty column, since no function would apply to it. A gold
-        answer that cannot be read completely raises `UserError` with its place in the file; with `bad_rows: skip` it is dropped
-        and counted. A partly read answer would reward wrong completions.
+        A row without a gold answer is dropped and counted, since no function would apply to it. A row whose gold answer can be
+        parsed only in part raises `UserError` with its place in the file; with `bad_rows: skip` it is dropped and counted. Such
+        an answer would reward wrong completions.
         """
         rows = self._with_golds(rows, tell)
         if not any(hasattr(function, "check_row") for function in self.functions):
@@ -158,7 +159,7 @@ class RewardSetup:
 
     @property
     def needs(self) -> list[list[str]]:
-        """The columns that each function needs; empty with a reward model, which judges every row."""
+        """The columns that each function needs; empty with a reward model, which can score every row."""
         return [] if self.config.reward_model else [needed_columns(function) for function in self.functions]
 
     def _with_golds(self, rows: Sequence[Row], tell: Tell | None) -> Sequence[Row]:
@@ -192,7 +193,7 @@ _ROWS_AT_ONCE = 64
 
 
 def hidden_from_rewards(config: Scored, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Return a message about the special tokens of thoughts and answers that rewards do not read; empty if there are none."""
+    """Return a message about special tokens such as <think> that are removed from what rewards read; "" if there are none."""
     scored = tokenizer is not None and config.skip_special_tokens and (config.reward or config.reward_model)
     marks = hidden_marks(tokenizer) if scored and tokenizer is not None else []
     shown = ", ".join(marks[:6])
@@ -200,26 +201,26 @@ def hidden_from_rewards(config: Scored, tokenizer: PreTrainedTokenizerBase | Non
 
 
 def samples_of(rows: Sequence[Row], names: Sequence[str]) -> Samples:
-    """Return rows in the form that reward functions receive, with their own completions and the columns of these names.
+    """Return dataset rows, with their own completions, as the `Samples` that reward functions receive.
 
-    `names` are those of all rows (`column_names`). A row that lacks a column has None there.
+    `names` are the columns to include, usually all columns of the dataset (`column_names`). A row that lacks one has None.
     """
     columns = {name: [row.columns.get(name) for row in rows] for name in names}
     return Samples([row.prompt for row in rows], [row.completion or "" for row in rows], [[]] * len(rows), columns)
 
 
 def _pool_of(config: Scored, alone: Sequence[Reward] | None) -> RewardPool:
-    """Return the pool on another machine, which imports the user's code itself."""
+    """Return the pool of reward processes. A cluster calls this on another machine, which imports the user's code itself."""
     return RewardSetup.of(config, alone).pool()
 
 
 def _name_of(path: str) -> str:
-    """Return the name of a reward model: its folder's name, or that of the parent of `model`."""
+    """Return the name of a reward model: its folder's name, or for a folder `model` the name of the run folder around it."""
     return Path(path).name if Path(path).name not in ("model", "") else Path(path).parent.name or "reward_model"
 
 
 def _load_model(path: str, name: str, config: Scored, tokenizer: PreTrainedTokenizerBase | None) -> ModelScorer:
-    """Load a frozen reward model."""
+    """Load a frozen reward model. It scores the policy's tokens directly if both have the same tokenizer and chat template."""
     model = load_trained_scalar_model(replace(config.model, path=path, revision="", quantize_base=""), config.run)
     model.network.requires_grad_(False)
     own = model.tokenizer
@@ -229,7 +230,7 @@ def _load_model(path: str, name: str, config: Scored, tokenizer: PreTrainedToken
 
 
 def _resolve(given: Reward, tokens: int) -> RewardSpec:
-    """Resolve a reward. A length reward defaults to the run's max_completion_length, and its cache to a quarter of the limit."""
+    """Resolve a reward. A length reward defaults to the limit max_completion_length, and soft_punish_cache to a quarter of it."""
     asked: Any = {"reward": given} if isinstance(given, str) else given
     name = asked.get("reward") if isinstance(asked, Mapping) else None
     if name not in ("length", "soft_overlong"):
@@ -240,7 +241,7 @@ def _resolve(given: Reward, tokens: int) -> RewardSpec:
 
 
 def completion_room(config: Scored) -> int:
-    """Return the tokens that a prompt must leave free: those of a completion, or of an episode's first turn."""
+    """Return the number of tokens that a prompt must leave free, for a completion or for the first turn of an episode."""
     whole = config.sampling.max_completion_length
     turn = config.max_turn_length if isinstance(config, EpisodeSettings) and config.plays else 0
     return min(turn or whole, whole)
@@ -257,7 +258,7 @@ def evaluator_for(
     size: int | None = None,
     world: World = ALONE,
 ) -> Evaluator:
-    """Return the held-out evaluation by these rewards, computed by `scorer`."""
+    """Return the held-out evaluation on `rows`, which `scorer` scores. `rewards` name the metric and filter the rows."""
     prompts = encode_prompts(rewards.judgeable(rows), model, config.data, completion_room(config))
     return Evaluator(
         prompts=prompts,

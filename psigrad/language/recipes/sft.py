@@ -50,7 +50,7 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
 
 
 def _prepare(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int, tell: Tell) -> PreparedRows[list[Example]]:
-    """Return the rows as texts with target tokens."""
+    """Return the training and held-out rows as tokens with a mask of the target tokens."""
     read = read_rows(config.data, "sft", config.evaluation.eval_prompts, config.run.seed, tell)
     rows, held_out = for_model(tokenizer, read, config.data.plain_prompts, tell)
     empty = config.train_empty_thinking

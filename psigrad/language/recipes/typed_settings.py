@@ -1,4 +1,4 @@
-"""The keyword arguments of `psigrad.train` as editors show them. At run time, this module is empty.
+"""The types of the keyword arguments of `psigrad.train`, for editors and type checkers. At run time, this module is empty.
 
 `Settings` inherits every section and configuration, so its constructor takes each setting by its last name, with the type and the
 description from `psigrad.config`. `accept` adds these parameters to an overload of `train`.
@@ -50,5 +50,5 @@ if TYPE_CHECKING:
         hub: Any = field(init=False)
 
     def accept(settings: Callable[P, object]) -> Callable[[Callable[[M], Result]], Callable[Concatenate[M, P], Result]]:
-        """Add the parameters of `settings` to a function of the method alone."""
+        """Return a decorator that adds the parameters of `settings` to a function whose only parameter is the method."""
         ...

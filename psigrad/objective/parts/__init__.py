@@ -1,1 +1,1 @@
-"""The parts of which methods are composed, one file for each slot. Their examples use `psigrad.objective.small_batches`."""
+"""The parts that methods are composed of, grouped by slot. Their examples use `psigrad.objective.small_batches`."""

@@ -52,15 +52,15 @@ ACTION_VALUE = frozenset({"action_value"})
 
 
 class StatefulPsi(ABC):
-    """A psi with memory between steps: a dict of plain numbers that the caller stores. The part itself is frozen."""
+    """A psi with a state that each batch changes: a dict of plain numbers that the caller stores. The part itself is frozen."""
 
     @abstractmethod
     def initial_state(self) -> dict[str, float]:
-        """Return the memory before the first batch."""
+        """Return the state before the first batch."""
 
     @abstractmethod
     def __call__(self, batch: Batch, state: Mapping[str, float]) -> tuple[Tensor, dict[str, float]]:
-        """Return the advantages [N,T] and the memory after this batch."""
+        """Return the advantages [N,T] and the state after this batch."""
 
 
 Psi = Callable[[Batch], Tensor] | StatefulPsi
@@ -82,7 +82,7 @@ def needs_of(part: object) -> frozenset[str]:
 
 
 def over_steps(x_N: Tensor, batch: Batch) -> Tensor:
-    """Return one number per trajectory, expanded to each of its chosen steps."""
+    """Return [N, T]: the number of each trajectory on all of its chosen steps, 0 on masked steps."""
     return zero_outside(batch.mask, x_N[:, None].expand(batch.mask.shape))
 
 
@@ -411,7 +411,7 @@ class length_gae:
 
 @dataclass(frozen=True)
 class whitened:
-    """Another psi, shifted and scaled to mean 0 and standard deviation 1 over all chosen steps of the batch.
+    """The advantages of the wrapped psi, shifted and scaled to mean 0 and standard deviation 1 over the batch's chosen steps.
 
     Formula: A_t = (Ψ_t − mean(Ψ)) / (std(Ψ) + eps), over the whole batch
 
@@ -435,7 +435,7 @@ class whitened:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The needs of the inner psi."""
+        """The needs of the wrapped psi."""
         return needs_of(self.psi)
 
     def __call__(self, batch: Batch) -> Tensor:

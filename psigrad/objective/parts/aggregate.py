@@ -1,4 +1,4 @@
-"""The aggregate slot and the keep slot, which choose the weight of each step and the steps that count.
+"""The aggregate slot, which sets the weight of each step, and the keep slot, which filters trajectories and steps.
 
 aggregate: (mask [N,T], totals) -> weights [N,T]; the loss is Σ weights · per-step loss. Weights divide by the totals of the whole
 optimiser step, never by the current micro-batch, so any split gives the same gradient. They are float64; the loss casts them.
@@ -93,10 +93,10 @@ Keep = Callable[..., Tensor]
 def has_signal(batch: Batch) -> Tensor:
     """Drop groups whose rewards are all equal; the trainer collects others in their place.
 
-    Formula: keep i  ⇔  min(M) < max(M) in the group of i, M the batch's `metric`, or the rewards if it has none
+    Formula: keep i  ⇔  min(M) < max(M) in the group of i, with M the batch's `metric`, or its rewards if there is no metric
 
     The test is exact equality, since the standard deviation of floats is not 0 for eight rewards of 0.1. The paper tests
-    correctness: with a length penalty, a group of right answers would differ and teach length alone.
+    correctness. With a length penalty, the rewards of right answers differ, and their group would teach length alone.
 
     Source: Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2 (dynamic sampling).
 
@@ -179,10 +179,10 @@ class top_entropy:
 
 @dataclass(frozen=True)
 class clip_covariance:
-    """Drop a few of the steps that cost most entropy: likely ones with a high advantage, or unlikely ones with a low one.
+    """Drop a few of the steps that lower the entropy most: likely ones with a high advantage, or unlikely ones with a low one.
 
-    Formula: with C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A)): of the steps with low < C_t < high, share · all
-             steps, drawn at random, are dropped
+    Formula: with C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A)): a random choice of the steps with
+             low < C_t < high is dropped; its size is share · (number of all steps)
 
     The draw is by a hash of the log-probs: the same batch in any order drops the same steps.
 

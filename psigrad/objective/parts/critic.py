@@ -1,4 +1,4 @@
-"""The critic slot, which fits V to the returns, and the entropy slot, a bonus for keeping options open."""
+"""The critic slot, which fits V to the returns, and the entropy slot, a bonus for a policy of high entropy."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class value_loss:
     coefficient: float = 0.1
     """c_V; TRL's vf_coef."""
     clip: float | None = None
-    """ε: how far V may move from V_old with credit; TRL's cliprange_value. None: no clip."""
+    """ε: a move of V away from V_old lowers the loss only up to ε; TRL's cliprange_value. None: no clip."""
     returns: Callable[[Batch], Tensor] | None = None
     """The estimate of R_t − V_old(s_t): a psi such as gae(lam=1), for a critic with another λ than the policy's (decoupled GAE,
     Yuan et al. 2025, VC-PPO, arXiv:2503.01491). None: the policy's own psi, before whitening.
     """
 
     def __call__(self, value: Tensor, value_old: Tensor, returns: Tensor) -> Tensor:
-        """Return the per-step loss [N,T] before the coefficient."""
+        """Return the per-step loss [N,T], not yet multiplied by the coefficient."""
         error = (value - returns) ** 2
         if self.clip is not None:
             near = value_old + (value - value_old).clamp(-self.clip, self.clip)

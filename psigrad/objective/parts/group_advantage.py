@@ -1,4 +1,4 @@
-"""More of the psi slot: advantages of a completion within its group, in addition to the means of `advantage`.
+"""More parts for the psi slot: advantages that compare a completion with its group. `advantage.py` has the simpler ones.
 
 Most of them read one number per trajectory, its summed reward R_i, and assign it to each of its steps.
 """
@@ -174,7 +174,7 @@ class decoupled_group_mean:
 
 @dataclass(frozen=True)
 class process_group_mean:
-    """Process supervision: step rewards are standardised over the whole group, and a token gets the sum of those to come.
+    """Process supervision: step rewards are standardised over the group; a token's advantage is the sum of those from it on.
 
     Formula: A_t = Σ_{u ≥ t, u rewarded} (r_u − mean(r)) / (std(r) + eps), mean and std over all rewarded tokens of the group
 

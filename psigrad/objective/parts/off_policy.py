@@ -1,6 +1,6 @@
-"""Surrogates for samples of another policy: the weight is π / π_sampler, so a method with one of them has no correction.
+"""Surrogates for samples of another policy. They weight steps by π / π_sampler, so a method with one of them has no correction.
 
-They fill the surrogate slot and ignore its ratio. If the sampler's log-probs are not known, log π_old replaces them.
+They fill the surrogate slot and ignore the ratio slot. If the sampler's log-probs are not known, log π_old replaces them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class symmetric_mask(SamplerWeighted):
 
 @dataclass(frozen=True)
 class gamma_weight(SamplerWeighted):
-    """The policy gradient of a whole sequence, weighted by a smooth function of its ratio that falls on both sides of its peak.
+    """The policy gradient, weighted by a smooth function of the sequence's ratio that falls off for large and small ratios.
 
     Formula: L_t = −sg[φ(W)] · A_t · log π(a_t|s_t), φ(W) = W^k · e^(λ·(1 − W)), W = Π_u π(a_u|s_u) / π_sampler(a_u|s_u)
              k, λ = k_positive, lambda_positive where A_t ≥ 0; k_negative, lambda_negative where A_t < 0

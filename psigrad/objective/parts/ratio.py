@@ -1,11 +1,11 @@
-"""Slots made of log ratios: the ratio (current policy / collecting policy), the correction (collecting policy / sampler), and the
-KL (policy / frozen reference).
+"""Three slots computed from log ratios: the ratio (current policy / collecting policy), the correction (collecting policy /
+sampler), and the KL (policy / frozen reference).
 
 A ratio is a function (logp [N,T] with gradient, logp_old [N,T], mask [N,T]) -> log ratio [N,T]. Masked steps arrive as 0. A
 correction is Batch -> detached weights [N,T], which multiply the surrogate only, not the KL term.
 
-The KL slot says where the penalty acts and how it is estimated. With d = log π(a|s) − log π_ref(a|s) and a sampled
-from π, per step:
+The KL slot says where the penalty acts and how it is estimated. Per step, with the action a sampled from π and
+d = log π(a|s) − log π_ref(a|s):
 
 | estimator | value | E[value] | E[gradient of value] |
 |---|---|---|---|
@@ -15,12 +15,12 @@ from π, per step:
 | k1+ | as k1 | KL(π‖π_ref) | ∇KL(π‖π_ref), by the gradient of k2 |
 | k3+ | as k3 | KL(π‖π_ref) | ∇KL(π‖π_ref), by the gradient of k2 |
 | exact | Σ_a π(a)·d(a) | KL(π‖π_ref) | ∇KL(π‖π_ref), without sampling noise |
-| exact_forward | −Σ_a π_ref(a)·d(a) | KL(π_ref‖π) | ∇KL(π_ref‖π), likewise |
-| exact_js | m·KL(π_ref‖M) + (1 − m)·KL(π‖M), M = m·π_ref + (1 − m)·π | itself | its own, likewise |
-| span | log π(w) − log π_ref(w) of a piece of text w, at its last step | KL(π‖π_ref) of the next piece | ∇ of it, by ∇log π(w) |
+| exact_forward | −Σ_a π_ref(a)·d(a) | KL(π_ref‖π) | ∇KL(π_ref‖π), without sampling noise |
+| exact_js | m·KL(π_ref‖M) + (1 − m)·KL(π‖M), M = m·π_ref + (1 − m)·π | itself | its gradient, without sampling noise |
+| span | log π(w) − log π_ref(w) of a piece of text w, at its last step | KL(π‖π_ref) of the next piece | its gradient |
 
-"Gradient" is that of the KL at the states visited. In the reward only the value matters: the policy gradient itself accounts for
-later states.
+The gradients are those of the KL at the states visited. In the reward only the value matters: the policy gradient itself accounts
+for later states.
 Sources: Schulman 2020, Approximating KL divergence; Tang and Munos 2025, arXiv:2506.09477; Agarwal et al. 2024,
 GKD, arXiv:2306.13649 (the forward and the Jensen–Shannon divergence).
 """
@@ -35,13 +35,13 @@ from psigrad.objective.batch import Batch, zero_outside
 from psigrad.objective.lazy_torch import Tensor, torch
 
 MAX_LOG_RATIO = 20.0
-"""The greatest log ratio: exp(20) ≈ 5e8. Larger ratios soon overflow float32, and inf · 0 would make zero advantages NaN."""
+"""The greatest log ratio: exp(20) ≈ 5e8. Larger ratios soon overflow float32, and inf times an advantage of 0 is NaN."""
 
 
 def exp_ratio(log_ratio: Tensor) -> Tensor:
-    """Return ρ = exp(log ratio), capped at exp(20), with the gradient of a ratio of exp(20) above the cap.
+    """Return ρ = exp(log ratio), capped at exp(20). Above the cap its gradient is that of a ratio of exp(20), not 0.
 
-    The gradient above the cap lets a step recover that went too far under a negative advantage.
+    A step of negative advantage whose ratio has grown beyond the cap can therefore recover.
     """
     return bound(log_ratio).exp()
 
@@ -114,7 +114,7 @@ LEVELS: tuple[Level, ...] = ("token", "sequence", "geometric")
 
 
 def _sampler_ratio(batch: Batch, level: Level) -> Tensor:
-    """Return π_old / π_sampler [N,T]: per step, or the product or geometric mean over the sequence on each of its steps."""
+    """Return π_old / π_sampler [N,T] of each step, or their product or geometric mean over the sequence at each of its steps."""
     gap = _gap(batch)
     if level != "token":
         gap = gap.sum(1, keepdim=True).expand(gap.shape)
@@ -318,11 +318,11 @@ class KL:
 
     k1 = d, k2 = d²/2, k3 = e^(−d) − 1 + d, exact = Σ_a π(a)·d(a); k1+ and k3+ have the value of k1 and k3 and the gradient of k2.
     exact_forward is KL(π_ref‖π) summed over the vocabulary, exact_js the Jensen–Shannon divergence with weight `mixture`.
-    span is for a reference with another tokenizer: Σ_w (log π(w) − log π_ref(w)) over the pieces of text w at whose ends both
-    have a token's end, with the gradient Σ_w (log π(w) − log π_ref(w))·∇log π(w).
-    In the loss, k1 alone has gradient 0 in expectation and raises an error; k3 pulls along ∇KL(π_ref‖π), as GRPO's paper does;
-    k2, k1+, k3+ and exact pull along ∇KL(π‖π_ref). With importance_weighted each step counts ρ_t·k(d_t), which corrects for steps
-    sampled from π_old in later epochs; k1 and k3 keep the gradient through ρ_t and so become right in value and gradient.
+    span is for a reference with another tokenizer: Σ_w (log π(w) − log π_ref(w)) over pieces of text w. A piece ends where both
+    tokenizers end a token. The gradient is Σ_w (log π(w) − log π_ref(w))·∇log π(w).
+    In the loss, k1 has gradient 0 in expectation and raises an error. The gradient of k3 is ∇KL(π_ref‖π), as in GRPO's paper;
+    that of k2, k1+, k3+ and exact is ∇KL(π‖π_ref). With importance_weighted each step counts ρ_t·k(d_t), which corrects for steps
+    sampled from π_old in later epochs. k1 and k3 then pass gradient through ρ_t, and their value and gradient are both correct.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593 (reward); Shao et al. 2024, GRPO, arXiv:2402.03300 (loss, k3); Schulman 2020,
     Approximating KL divergence; DeepSeek-V3.2, arXiv:2512.02556 (importance-weighted k3).
@@ -332,7 +332,7 @@ class KL:
     """
 
     where: Literal["reward", "loss"] = "loss"
-    """The place of the penalty: in the reward of each step, or as a term of the loss."""
+    """Subtract the penalty from the reward of each step, or add it to the loss."""
     estimator: Estimator = "k3"
     """k1, k2, k3, k1+, k3+, exact, exact_forward, exact_js or span."""
     coefficient: float | adaptive = 0.04

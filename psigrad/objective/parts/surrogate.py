@@ -1,8 +1,8 @@
 """The surrogate slot: (logp, log_ratio, advantage) -> loss per step, all [N,T]; no mean, no metrics.
 
 Losses are minimised, so each is the negative of an objective. A surrogate declares extra inputs in `needs`. "mask" is the mask
-[N,T], for whole sequences. "logp_sampler" is the sampler's log-probs, or log π_old if they are not known. "marks" are steps that
-its method `marks` chooses once for the whole collected batch, as True or as a weight above 0.
+[N,T], for whole sequences. "logp_sampler" is the sampler's log-probs, or log π_old if they are not known. "marks" [N,T] is the
+result of its method `marks` on the whole collected batch: True, or a weight above 0, on the steps that it chooses.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class SilentSurrogate:
 
 
 class RatioSurrogate(SilentSurrogate):
-    """A silent surrogate whose gradient flows through the ratio alone."""
+    """A surrogate whose gradient flows through the ratio alone and is 0 where the advantage is 0."""
 
 
 class SamplerWeighted(SilentSurrogate):
-    """A silent surrogate weighted by π / π_sampler, which leaves nothing to a correction."""
+    """A surrogate that weights steps by π / π_sampler itself, in place of a correction. No gradient where the advantage is 0."""
 
 
 def score(logp: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ class truncated_weight(SilentSurrogate):
 
 
 def innermost(surrogate: Surrogate) -> Surrogate:
-    """Return the surrogate inside any wrapping surrogates."""
+    """Return the surrogate that wrapping surrogates, such as `with_imitation`, contain; otherwise the surrogate itself."""
     inner: Surrogate | None = getattr(surrogate, "surrogate", None)
     return surrogate if inner is None else innermost(inner)
 
@@ -177,7 +177,7 @@ def differentiates_ratio(surrogate: Surrogate) -> bool:
 
 
 def clip_fractions(surrogate: Surrogate, log_ratio: Tensor, advantage: Tensor) -> dict[str, Tensor]:
-    """Return the steps [N,T] that lost their gradient (or were truncated), under TRL's metric names."""
+    """Return {TRL's name of the metric: [N,T], True on steps that a `clip` clips or a `truncated_weight` truncates}."""
     surrogate = innermost(surrogate)
     ratio = exp_ratio(log_ratio.detach())
     if isinstance(surrogate, clip):
@@ -191,7 +191,7 @@ def clip_fractions(surrogate: Surrogate, log_ratio: Tensor, advantage: Tensor) -
 
 @dataclass(frozen=True)
 class soft_clip(RatioSurrogate):
-    """The ratio through a sigmoid: its gradient fades with the distance from 1 without a sharp edge.
+    """The ratio through a sigmoid: the gradient fades smoothly as the ratio moves away from 1, without the clip's sharp edge.
 
     Formula: L_t = −(4/τ)·σ(τ·(ρ_t − 1))·A_t, τ = positive where A_t > 0, else negative
 
@@ -254,7 +254,7 @@ class divergence_mask(SilentSurrogate):
 
 @dataclass(frozen=True)
 class geometric_clip(RatioSurrogate):
-    """The geometric mean of a sequence's ratios, each clipped in logarithms: one outlier cannot carry the sequence.
+    """The geometric mean of a sequence's ratios, each clipped in log space, so that one outlier cannot dominate the sequence.
 
     Formula: L_t = −A_t · exp( (1/|y|)·Σ_u c_u ), c_u = min(log ρ_u, high) where A_u > 0, max(log ρ_u, −low) where A_u ≤ 0
 
@@ -287,12 +287,12 @@ class geometric_clip(RatioSurrogate):
 
 @dataclass(frozen=True)
 class off_policy_mask:
-    """Another surrogate, without the sequences of negative advantage that have become much less likely.
+    """The wrapped surrogate, without the sequences of negative advantage that have become much less likely.
 
     Formula: L_t = M·L'_t, M = 0 where A_t < 0 and (1/|y|)·Σ_u (log π_sampler(a_u|s_u) − log π(a_u|s_u)) > δ; else 1
 
-    The policy has already left such a sequence, and further training on it teaches noise. If the sampler's log-probs are not
-    known, π_old replaces π_sampler. The fall is computed from the steps, whatever the ratio.
+    The policy already avoids such a sequence, and further training on it teaches noise. If the sampler's log-probs are not
+    known, π_old replaces π_sampler. The method's ratio slot does not affect M.
 
     Source: DeepSeek-AI 2025, DeepSeek-V3.2, arXiv:2512.02556; TRL off_policy_mask_threshold.
     """
@@ -309,7 +309,7 @@ class off_policy_mask:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The mask and the sampler's log-probs."""
+        """The extra inputs: the mask and the sampler's log-probs."""
         return SEQUENCES | {"logp_sampler"}
 
     def __call__(self, logp: Tensor, log_ratio: Tensor, advantage: Tensor, mask: Tensor, logp_sampler: Tensor) -> Tensor:
@@ -322,7 +322,7 @@ class off_policy_mask:
 
 @dataclass(frozen=True)
 class covariance_penalty(RatioSurrogate):
-    """The importance-weighted surrogate, with a penalty on moving the few steps that cost most entropy.
+    """The importance-weighted surrogate, with a penalty on changes of the few steps that lower the entropy most.
 
     Formula: L_t = −ρ_t·A_t + [t ∈ M]·coefficient·|log ρ_t|, M the share of all steps with the greatest
              C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A))
@@ -346,7 +346,7 @@ class covariance_penalty(RatioSurrogate):
             )
 
     def marks(self, batch: Batch, advantage: Tensor) -> Tensor:
-        """Return [N, T] bool: M, the earlier of equals first."""
+        """Return [N, T] bool: True on the steps of M. Among steps of equal C_t, earlier ones are chosen first."""
         covariance = step_covariance(batch.logp_old, advantage, batch.mask).masked_fill(~batch.mask, -math.inf).flatten()
         count = min(max(int(self.share * int(batch.mask.sum())), 1), int(batch.mask.sum()))
         marked = torch.zeros_like(batch.mask).flatten()
@@ -360,7 +360,7 @@ class covariance_penalty(RatioSurrogate):
 
 @dataclass(frozen=True)
 class with_imitation:
-    """Another surrogate, plus the cross-entropy of the batch's right answers, so that a solution once found is not lost.
+    """The wrapped surrogate, plus the cross-entropy of the batch's right answers, so that a solution once found is not lost.
 
     Formula: L_t = L'_t − coefficient · [R_i ≥ right] · (S / S⁺) · log π(a_t|s_t)
              S all steps of the batch, S⁺ those of right answers
@@ -387,7 +387,7 @@ class with_imitation:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The marks of right answers' steps, and the needs of the inner surrogate."""
+        """The extra inputs: the marks, and the needs of the wrapped surrogate."""
         return frozenset({"marks"}) | frozenset(getattr(self.surrogate, "needs", ()))
 
     def marks(self, batch: Batch, advantage: Tensor) -> Tensor:
@@ -402,7 +402,7 @@ class with_imitation:
 
 
 def _check_inner(outer: off_policy_mask | with_imitation, known: frozenset[str]) -> None:
-    """Raise `ValueError` if the inner surrogate needs more than `known` or has a state."""
+    """Raise `ValueError` if the wrapped surrogate needs an input that is not in `known`, or has a state."""
     inner = outer.surrogate
     if set(getattr(inner, "needs", ())) - known or (isinstance(inner, kl_penalty) and inner.target is not None):
         raise ValueError(
@@ -422,8 +422,8 @@ class kl_penalty:
 
     The bracket is an unbiased, never negative estimate of KL(π_old‖π). Steps were sampled from π_old, which does not depend on
     the parameters, so its gradient is unbiased too. With a `target`, β is doubled when the measured KL is above 1.5 · target and
-    halved when it is below target / 1.5. After each update, call `adapt` with `measure_kl`. The coefficient is stored in the
-    state.
+    halved when it is below target / 1.5. After each update, call `adapt` with the result of `measure_kl`. β is stored in the
+    method's state.
 
     Source: Schulman et al. 2017, PPO, arXiv:1707.06347, section 4.
 
@@ -450,9 +450,9 @@ class kl_penalty:
 
 
 def measure_kl(logp: Tensor, logp_old: Tensor, mask: Tensor) -> float:
-    """Return how far an update has moved the policy from the collecting one: the mean of ρ_t − 1 − log ρ_t over `mask`'s steps.
+    """Return how far an update has moved the policy from the collecting one: the mean of ρ_t − 1 − log ρ_t where `mask` is True.
 
-    `logp` belongs to the policy after all passes over the batch. Before its last minibatch, part of the change would be missing.
+    `logp` must come from the policy after all passes over the batch, so that the change by the last minibatch is included.
     """
     moved = zero_outside(mask, logp.detach() - logp_old)
     return float((exp_ratio(moved) - 1 - moved).sum() / mask.sum().clamp(min=1))

@@ -40,7 +40,7 @@ LN_DPO = METHODS.declare("ln_dpo", "DPO per token: length-normalised", replace(D
 SIMPO = METHODS.declare(
     "simpo", "length-normalised log-probs and a margin, no reference", Preference(mean_logp, logistic(), beta=2.0, margin=1.0)
 )
-# beta scales nothing here: the odds enter unscaled, and lambda weights them against the likelihood.
+# beta is 1, as the log-odds enter unscaled. lambda weights them against the likelihood.
 ORPO = METHODS.declare(
     "orpo",
     "odds ratio beside the likelihood of the chosen, no reference",

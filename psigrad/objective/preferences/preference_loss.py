@@ -79,7 +79,7 @@ class Labelled:
 
 
 def _check_rows(of: Pairs | Labelled, but: tuple[str, ...] = ()) -> None:
-    """Raise `ValueError` unless every field of `of` is [N] like the first."""
+    """Raise `ValueError` unless every field of `of` has the shape [N] of the first field, except those named in `but`."""
     given = {f.name: getattr(of, f.name) for f in fields(of) if f.name not in but and getattr(of, f.name) is not None}
     shape = next(iter(given.values())).shape
     for name, tensor in given.items():
@@ -324,7 +324,7 @@ class Preference:
     def loss(self, pairs: Pairs, total_pairs: int, total_chosen_tokens: int) -> Loss:
         """Return the share of these pairs in the loss of an optimiser step with these totals of pairs and chosen tokens.
 
-        The terms are shares too, under TRL's names.
+        The terms, under TRL's names, are shares in the same way.
         """
         chosen, rejected = self.rewards(pairs)
         total_pairs = max(total_pairs, 1)
@@ -435,7 +435,7 @@ class KahnemanTversky:
 
 
 def kl_of_mismatched(logp: Tensor, ref: Tensor) -> Tensor:
-    """Return KTO's reference point z from the log-probs [N] of completions under prompts that are not theirs.
+    """Return KTO's reference point z from the log-probs [N] of completions y' that belong to other prompts than x.
 
     Formula: z = max(0, mean(log π(y'|x) − log π_ref(y'|x))), without gradient
 

@@ -1,1 +1,1 @@
-"""Several processes as one: the members, their common decisions, and the division of a step among them."""
+"""Training with several processes: their communication, their sharded tensors, and the division of a step among them."""

@@ -1,4 +1,4 @@
-"""Starting the processes of this machine that train together, and ending them together."""
+"""Starting and ending the processes of one machine that train together."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from psigrad.errors import UserError
 from psigrad.processes.parallel.world import RankLost
 from psigrad.processes.proc import die_with_parent
 
-# Seconds that the other processes get to end by themselves after a failure, and characters kept of a process's last output.
+# Seconds that the other processes get to end by themselves after a failure, and bytes that are stored of a process's last output.
 GRACE, WORDS = 10.0, 8000
 
 
 def is_rank() -> bool:
-    """Return True if this process is already one of several."""
+    """Return True if this process was started as one of several that train together."""
     return "WORLD_SIZE" in os.environ
 
 
 def first() -> bool:
-    """Return True if this process is the one that prints."""
+    """Return True if this process is rank 0, the one that prints."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def check(processes: int) -> None:
-    """Raise `UserError` for `--processes N` in a process that was not started as one of N."""
+    """Raise `UserError` if `placement.processes` is N and this process was not started as one of N."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1 and size != processes:
         raise UserError(
@@ -46,7 +46,7 @@ def run(processes: int, arguments: Sequence[str]) -> int:
     """Run `psigrad arguments` as ranks 0 … processes - 1 of this machine. Return the exit status of the run.
 
     Rank 0 has the terminal. When a process fails, the others are ended, and the last output of the first failed process is
-    printed. SIGTERM and SIGHUP are passed on to all; Ctrl-C reaches them by itself.
+    printed. SIGTERM and SIGHUP are forwarded to all processes. Ctrl-C reaches them from the terminal.
     """
     with tempfile.TemporaryDirectory(prefix="psigrad-") as folder:
         ranks = [_Rank(rank, processes, folder, arguments) for rank in range(processes)]
@@ -63,7 +63,7 @@ def run(processes: int, arguments: Sequence[str]) -> int:
 
 
 class _Rank:
-    """One of the processes, with the end of its output if that is not on the terminal."""
+    """One of the started processes. If it is not rank 0, the end of its stderr is stored for error messages."""
 
     def __init__(self, rank: int, size: int, folder: str, arguments: Sequence[str]) -> None:
         self.rank, self.words = rank, b""
@@ -86,7 +86,7 @@ class _Rank:
 
     @property
     def status(self) -> int:
-        """The exit status in a shell's form."""
+        """The exit status as a shell gives it: 128 + the signal's number if a signal ended the process."""
         code = int(self.process.returncode)
         return code if code >= 0 else 128 - code
 
@@ -106,13 +106,13 @@ def _passing(ranks: Sequence[_Rank]) -> Callable[[int, FrameType | None], None]:
 
 
 def _watch(ranks: Sequence[_Rank]) -> int:
-    """Wait for all ranks, or for the first failure and then briefly for the others. Return the exit status."""
+    """Wait until all ranks have ended. After a failure, wait only a few more seconds. Return the exit status of the run."""
     first: _Rank | None = None
     since = 0.0
     while any(rank.process.poll() is None for rank in ranks):
         failed = [rank for rank in ranks if rank.failed]
         if first is None and failed:
-            # a process that only lost another one is not the cause
+            # a process that ended because another was lost is not the cause
             first, since = min(failed, key=lambda rank: rank.status == RankLost.exit_status), time.monotonic()
         if first is not None and time.monotonic() - since > GRACE:
             break

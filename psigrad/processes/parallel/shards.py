@@ -1,7 +1,7 @@
-"""Tensors of which each process holds some rows: the local part, and safetensors files of them.
+"""Sharded tensors (DTensors), of which each process holds some rows: access to the local rows, and safetensors files.
 
-The files are in the Hugging Face form of torch.distributed.checkpoint, without pickle. Any number of processes can read the files
-of N processes, and also a plain model.safetensors.
+The files have the Hugging Face format of torch.distributed.checkpoint, without pickle. Files that N processes wrote, and also a
+plain model.safetensors, can be read by any number of processes.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from psigrad.errors import UserError, reason_of
 
 
 def local_of(x: Tensor) -> Tensor:
-    """Return the local rows of a tensor in shards; any other tensor unchanged."""
+    """Return this process's rows of a sharded tensor; return any other tensor unchanged."""
     held: Any = x
     return held.to_local() if in_shards(x) else x
 
 
 def in_shards(x: Any) -> bool:
-    """Return True if a tensor is a DTensor, whose class takes half a second to import."""
+    """Return True if a tensor is a DTensor. The class is not imported for this, since that takes half a second."""
     return hasattr(x, "to_local")
 
 
 def copies_of(x: Tensor, size: int) -> int:
-    """Return the number of processes among `size` that hold the same rows of a tensor in shards; 1 for another tensor."""
+    """Return how many of `size` processes hold the same rows of a sharded tensor; 1 for a tensor that is not sharded."""
     if not in_shards(x):
         return 1
     held: Any = x
@@ -40,7 +40,10 @@ def copies_of(x: Tensor, size: int) -> int:
 
 @torch.no_grad()
 def held_of(parameter: Any) -> nn.Parameter:
-    """Return the local part of a parameter, as a parameter that shares its memory."""
+    """Return a parameter that consists of this process's rows of a sharded one and shares their memory.
+
+    A parameter that is not sharded is returned unchanged.
+    """
     if not in_shards(parameter):
         whole: nn.Parameter = parameter
         return whole
@@ -48,7 +51,7 @@ def held_of(parameter: Any) -> nn.Parameter:
 
 
 def like(local: Tensor, parameter: Tensor) -> Tensor:
-    """Return this process's rows of a tensor of the parameter's shape, such as a moment, as a tensor in shards."""
+    """Return a tensor sharded like `parameter`, such as an optimiser's moment, from this process's rows `local` of it."""
     if not in_shards(parameter) or local.dim() == 0:
         return local
     from torch.distributed.tensor import DTensor
@@ -60,12 +63,12 @@ def like(local: Tensor, parameter: Tensor) -> Tensor:
 
 
 def written_in(folder: Path) -> bool:
-    """Return True if a folder contains tensors that several processes wrote."""
+    """Return True if a folder contains files of sharded tensors, which several processes wrote."""
     return any(folder.glob("shard-*.safetensors"))
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return copies of the tensors in the host's memory, of each process's local part."""
+    """Return copies of the tensors in host memory. Of a sharded tensor, each process copies its own rows."""
     if not any(map(in_shards, tensors.values())):
         return {name: x.detach().to("cpu", copy=True) for name, x in tensors.items()}
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -77,7 +80,7 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], group: Any = None) -> None:
-    """Write the local part of the tensors to `folder`, in each process.
+    """Write this process's rows of the tensors to files in `folder`.
 
     All processes, or those of the `group`, must call this. If one fails, all raise its error.
     """
@@ -93,7 +96,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], group: Any = None) -> Non
 
 
 def read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill the tensors, whole or in shards, from the safetensors files in `folder`. Raise `UserError` if one is missing."""
+    """Fill the tensors, sharded or not, from the safetensors files in `folder`. Raise `UserError` if one is missing."""
     dcp = _checkpoints()
     state = {name: tensor.detach() for name, tensor in tensors.items()}
     try:

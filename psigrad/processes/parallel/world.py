@@ -1,7 +1,7 @@
-"""The processes that train together. For a single process every sum is the number itself, and nothing is sent.
+"""Communication between the processes (ranks) that train together. With a single process nothing is sent.
 
-All agreement between processes goes through their `World`: a value of rank 0, a sum, or the values of all. All processes must
-make the same calls in the same order.
+All communication goes through a `World`: broadcasts from rank 0, sums, and gathers. All processes must make the same calls in the
+same order.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ T = TypeVar("T")
 P = TypeVar("P")
 # Error texts of gloo when another process is gone, for which torch has no exception class.
 _SIGNS = ("gloo", "onnection closed by peer", "onnection reset by peer", "roken pipe", "Timed out waiting", "wait timeout")
-# Numbers that are summed in one message.
+# The number of gradient values that are summed in one message.
 BUCKET = 1 << 22
-# Seconds in which the remaining processes must report, so that the error can name the silent one.
+# Seconds in which the remaining processes must report after an error, so that its message can name the lost process.
 ROLL_CALL = 5.0
 
 
 class RankLost(UserError):
-    """An error for another process of the run that has ended or does not answer. That process prints the reason."""
+    """Raised when another process of the run has ended or does not answer. That process prints the reason."""
 
     exit_status = 75  # EX_TEMPFAIL of sysexits.h: the same command may resume
 
 
 class Division(NamedTuple):
-    """The further division of processes that hold a model in shards.
+    """The division of the processes of a sharded model (fsdp) into groups, given as three sizes.
 
-    `replicate` is the number of groups that each hold the model. `tensor` processes compute every layer together. `context`
-    processes divide the tokens of every row.
+    `replicate` is the number of groups that each hold a full copy of the model. `tensor` is the number of processes that compute
+    every layer together (tensor parallelism). `context` is the number that split the tokens of every row (context parallelism).
     """
 
     replicate: int = 1
@@ -56,23 +56,23 @@ class Division(NamedTuple):
 
 
 class World(Protocol):
-    """The processes that train together, seen from one of them, the `rank`-th of `size`."""
+    """The communication of one process, the `rank`-th of `size`, with the others that train together."""
 
     rank: int
-    """This process: 0 … size - 1. Rank 0 owns the run folder."""
+    """The number of this process: 0 … size - 1. Rank 0 writes the run folder."""
     size: int
     """The number of processes."""
     lockstep: bool
-    """True if all processes must make the same number of forward passes: they hold a model in shards."""
+    """True if the model is sharded (fsdp), so that all processes must make the same number of forward passes."""
     division: Division
-    """The groups that compute together."""
+    """The groups of processes that compute together."""
 
     def broadcast(self, value: T) -> T:
-        """Return the value of rank 0."""
+        """Return the value that rank 0 passed."""
         ...
 
     def all_gather(self, value: T) -> list[T]:
-        """Return the values of all processes, by rank."""
+        """Return the values that all processes passed, in the order of their ranks."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -80,29 +80,29 @@ class World(Protocol):
         ...
 
     def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
-        """Return the parts for this process, by rank; `parts[rank]` is its part for another one."""
+        """Send `parts[r]` to each rank r, and return the parts that the ranks sent to this process, in their order."""
         ...
 
 
 class Alone:
-    """The world of one process."""
+    """The `World` of a single process, which communicates with no other."""
 
     rank, size, lockstep, division = 0, 1, False, Division()
 
     def broadcast(self, value: T) -> T:
-        """Return the value itself."""
+        """Return the value itself, as this process is rank 0."""
         return value
 
     def all_gather(self, value: T) -> list[T]:
-        """Return the value as the only one."""
+        """Return a list with the value alone."""
         return [value]
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the tensor itself."""
+        """Return the tensor itself, which is the sum over one process."""
         return x
 
     def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
-        """Return the part itself."""
+        """Return the only part, which this process sends to itself."""
         return list(parts)
 
 
@@ -110,19 +110,22 @@ ALONE: World = Alone()
 
 
 class Ranks:
-    """The world of a torch.distributed process group: of `group`, or by default the first one."""
+    """The `World` of a torch.distributed process group: `group`, or by default the group of all processes."""
 
     def __init__(self, *, lockstep: bool = False, group: Any = None, division: Division | None = None) -> None:
         self.rank, self.size, self.lockstep, self.group = dist.get_rank(), dist.get_world_size(), lockstep, group
         self.division = division or Division()
 
     def beside(self) -> Ranks:
-        """Return the same processes with a separate group, for a thread that works beside the steps. All must call it."""
+        """Return a `World` of the same processes with its own process group, for use in a thread during the training steps.
+
+        All processes must call this.
+        """
         limit = timedelta(hours=4)  # a thread may wait longer than a step for a disk or a sampler
         return Ranks(lockstep=self.lockstep, group=dist.new_group(backend="gloo", timeout=limit), division=self.division)
 
     def broadcast(self, value: T) -> T:
-        """Return the value of rank 0."""
+        """Return the value that rank 0 passed."""
         box: list[Any] = [value if self.rank == 0 else None]
         with name_losses():
             dist.broadcast_object_list(box, src=0, group=self.group, device=torch.device("cpu"))
@@ -130,7 +133,7 @@ class Ranks:
         return found
 
     def all_gather(self, value: T) -> list[T]:
-        """Return the values of all processes, by rank."""
+        """Return the values that all processes passed, in the order of their ranks."""
         box: list[Any] = [None] * self.size
         with name_losses():
             dist.all_gather_object(box, value, group=self.group)
@@ -143,7 +146,7 @@ class Ranks:
         return x
 
     def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
-        """Return the parts for this process, by rank; `parts[rank]` is its part for another one."""
+        """Send `parts[r]` to each rank r, and return the parts that the ranks sent to this process, in their order."""
         sizes = torch.tensor([len(part) for part in parts])
         theirs = torch.empty_like(sizes)
         given = torch.from_numpy(np.frombuffer(bytearray().join(parts), np.uint8))
@@ -171,9 +174,9 @@ def name_losses() -> Iterator[None]:
 
 
 def silent_ranks(store: Any, rank: int, size: int, seconds: float) -> list[int]:
-    """Return the ranks that do not report a lost process within so many seconds, as waiting ranks do.
+    """Return the ranks that do not report within `seconds` that they wait. Each rank calls this when it loses another one.
 
-    If the store itself does not answer, it is rank 0, whose machine hosts it.
+    If the store itself does not answer, return rank 0, whose machine hosts the store.
     """
     try:
         store.set_timeout(timedelta(seconds=seconds))
@@ -188,7 +191,7 @@ def silent_ranks(store: Any, rank: int, size: int, seconds: float) -> list[int]:
 
 
 def _store() -> Any:
-    """Return the store in which the processes of the group found each other; torch has no public name for it."""
+    """Return the key-value store of torch.distributed through which the processes found each other. It has no public name."""
     with contextlib.suppress(RuntimeError, AttributeError, ValueError):
         return dist.distributed_c10d._get_default_store()
 
@@ -197,10 +200,10 @@ def _store() -> Any:
 def join_world(
     *, device: str = "cpu", lockstep: bool = False, minutes: float = 30.0, division: Division | None = None
 ) -> Iterator[World]:
-    """Yield the world of this process, from the environment variables RANK and WORLD_SIZE.
+    """Yield the `World` of this process, which the environment variables RANK and WORLD_SIZE determine.
 
-    `psigrad … --processes N`, torchrun, SLURM or Ray Train set them; without them the process is alone. A process that gets no
-    answer for `minutes` ends. Raise `UserError` if the number of processes does not fit the `division`.
+    `psigrad … --processes N`, torchrun, SLURM or Ray Train set the variables. Without them the process is alone. A process that
+    gets no answer for `minutes` ends. Raise `UserError` if the number of processes does not fit the `division`.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if division is not None and (size % math.prod(division) or (division != Division() and not lockstep)):
@@ -258,7 +261,7 @@ def _make_group(device: str, size: int, minutes: float) -> None:
 
 
 def agree(world: World, what: Mapping[str, str]) -> None:
-    """Raise `UserError` if the processes differ in one of the values, with its name."""
+    """Raise `UserError` with the name of the value if the processes differ in one of the values of `what`."""
     each = world.all_gather(dict(what))
     for name in what:
         others = [rank for rank, own in enumerate(each) if own.get(name) != each[0].get(name)]
@@ -270,9 +273,9 @@ def agree(world: World, what: Mapping[str, str]) -> None:
 
 
 def sum_figures(world: World, figures: Mapping[str, float]) -> dict[str, float]:
-    """Return the sum of each figure over the processes that have it, in rank order: the same bits on all of them.
+    """Return the sum of each figure over the processes that have it. The result has the same bits on all processes.
 
-    Processes that compute together count once.
+    Processes that compute one micro-batch together (a team) count once.
     """
     each = world.all_gather(dict(figures))[:: world.division.team]
     names = dict.fromkeys(name for own in each for name in own)
@@ -280,14 +283,15 @@ def sum_figures(world: World, figures: Mapping[str, float]) -> dict[str, float]:
 
 
 def shares_of(world: World) -> int:
-    """Return the number of shares of a step: one for each process, or for each team that computes together."""
+    """Return the number of shares into which a step is divided: one for each team of processes that computes together."""
     return world.size // world.division.team
 
 
 def shard(world: World, parts: Sequence[T], rank: int | None = None) -> list[tuple[T, float]]:
-    """Return the share of this rank, or of another one: every `shares_of(world)`-th part, each with weight 1.
+    """Return the parts of a step that this rank, or the given `rank`, computes: [(part, weight)], each with weight 1.
 
-    In lockstep, ranks with a part fewer repeat the first part with weight 0.
+    They are every `shares_of(world)`-th part. In lockstep all ranks need equally many passes, so a rank with one part fewer also
+    gets the first part with weight 0.
     """
     shares = shares_of(world)
     own = [(part, 1.0) for part in parts[(world.rank if rank is None else rank) // world.division.team :: shares]]
@@ -296,7 +300,7 @@ def shard(world: World, parts: Sequence[T], rank: int | None = None) -> list[tup
 
 
 def each_once(world: World, parts: Sequence[P], of: Callable[[P], T]) -> list[T]:
-    """Return `of(part)` for each part, in order. Each rank computes its share, and all get the complete list.
+    """Return `of(part)` for each part, in order. Each rank computes a share of the parts, and all receive the complete list.
 
     In lockstep all ranks call `of` equally often.
     """
@@ -307,8 +311,9 @@ def each_once(world: World, parts: Sequence[P], of: Callable[[P], T]) -> list[T]
 def sum_gradients(world: World, parameters: Sequence[Tensor], failed: bool = False) -> bool:
     """Replace each gradient by its sum over the ranks, computed in at least float32.
 
-    If a rank `failed`, return True on all ranks and sum nothing. A parameter without a gradient on any rank keeps none, so that
-    the optimizer does not decay it. If only some ranks have one, the others add zeros. Small gradients are sent together.
+    If a rank `failed`, return True on all ranks and sum nothing. If no rank has a gradient for a parameter, its gradient stays
+    None, so that the optimizer does not decay the parameter. If only some ranks have one, the others add zeros. Small gradients
+    are sent in one message.
     """
     if world.size == 1 or not parameters:
         return False
@@ -333,7 +338,7 @@ def sum_gradients(world: World, parameters: Sequence[Tensor], failed: bool = Fal
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield parameters of one type in groups of at most `BUCKET` numbers, or alone."""
+    """Yield lists of parameters of one dtype with at most `BUCKET` numbers together, or with one larger parameter."""
     bucket: list[Tensor] = []
     for p in parameters:
         if bucket and (p.dtype != bucket[0].dtype or sum(q.numel() for q in bucket) + p.numel() > BUCKET):

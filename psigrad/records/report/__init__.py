@@ -1,4 +1,4 @@
-"""Reports: report.html of one or several run folders, and the terminal output. The code only reads run folders."""
+"""Reports on runs: the page report.html on one or several run folders, and the terminal output. Run folders are only read."""
 
 from __future__ import annotations
 

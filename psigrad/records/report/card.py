@@ -1,4 +1,4 @@
-"""The model card: the facts about a run's model for readers of a repository on the hub."""
+"""The model card: README.md of a run's model, with the facts that readers of a hub repository need."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COMMIT = 40  # characters of a commit, which pins a hub model; a folder's pin h
 
 
 class ModelOrigin(NamedTuple):
-    """The origin of a trained model: the base model's name, its hub name and licence if known, and its pin."""
+    """The base model of a trained model: its name, its hub name and licence if known, and its pin (commit or hash)."""
 
     name: str
     on_hub: str
@@ -36,10 +36,10 @@ class ModelOrigin(NamedTuple):
 
 
 def text(folder: str | Path, repository: str = "") -> str:
-    """Return README.md of the model in a run folder, its front matter first; the same run gives the same text.
+    """Return the text of README.md for the model in a run folder, with the hub's metadata first. It depends only on the run.
 
-    With `repository`, the card is for that repository: the example loads the model from there, and absolute paths are reduced to
-    their last part. Raise `UserError` if `folder` is not a run folder.
+    With `repository`, the card is for that hub repository: its example loads the model from there, and absolute paths are reduced
+    to their last part. Raise `UserError` if `folder` is not a run folder.
     """
     run = load(folder, rollouts=False)
     pins, base, name = _pins(run), _base(run), repository.rpartition("/")[2] or run.path.resolve().name
@@ -77,7 +77,7 @@ def _yaml(value: Any, **layout: Any) -> str:
 
 
 def method_of(run: RunData) -> str:
-    """Return the command that trains by the run's method: grpo, dpo, sft, reward and so on."""
+    """Return the name of the run's method, which is also its command: grpo, dpo, sft, reward and so on."""
     kind = kind_of(run.config)
     if kind in ("sft", "reward"):
         return kind
@@ -87,7 +87,7 @@ def method_of(run: RunData) -> str:
 
 
 def _front(run: RunData, base: ModelOrigin, name: str) -> dict[str, Any]:
-    """Return the metadata that the hub reads."""
+    """Return the metadata of the card that the hub reads."""
     reward = kind_of(run.config) == "reward"
     adapter = not (run.path / "model" / "config.json").exists() and (run.path / "model" / "adapter_config.json").exists()
     task = "text-classification" if reward else "text-generation"
@@ -107,7 +107,7 @@ def _front(run: RunData, base: ModelOrigin, name: str) -> dict[str, Any]:
 
 
 def _index(run: RunData, name: str, task: str) -> list[dict[str, Any]]:
-    """Return the held-out figures after training, in the hub's form."""
+    """Return the held-out figures after training, in the format of the hub's `model-index`."""
     last = (run.evaluations or [{}])[-1]
     metrics = [
         {"name": f"held-out {stem}", "type": stem, "value": value}
@@ -122,7 +122,7 @@ def _index(run: RunData, name: str, task: str) -> list[dict[str, Any]]:
 
 
 def _held_out(run: RunData) -> Iterator[tuple[str, str]]:
-    """Yield (name, key) of the held-out figures: means, figures with an interval, and the loss."""
+    """Yield (name, key of metrics.jsonl) of the held-out figures of the card: means, figures with an interval, and the loss."""
     keys = run.keys("eval/")
     for key in keys:
         stem = key.removesuffix("/mean")
@@ -131,7 +131,7 @@ def _held_out(run: RunData) -> Iterator[tuple[str, str]]:
 
 
 def _held_out_table(run: RunData) -> list[list[str]]:
-    """Return the held-out figures before and after training, with their 95 % intervals; the first two lines are the head."""
+    """Return a Markdown table of held-out figures before and after training, with 95 % intervals. Two lines are the head."""
     rows = run.evaluations
     if not rows:
         return []
@@ -196,7 +196,10 @@ def _name_reward(reward: Any) -> str:
 
 
 def _settings(run: RunData) -> dict[str, Any]:
-    """Return the non-default settings, except those of this start or machine: enough to repeat the training."""
+    """Return the settings that are needed to repeat the training: those that differ from the defaults.
+
+    Settings that only concern one start or one machine are omitted.
+    """
     cls, found = settings_class(run.config), dict[str, Any]()
     of_here = {name for mark in (FREE, MACHINE) for name in find_marked(cls, mark)}
     for name, value in overrides(run).items():
@@ -206,7 +209,7 @@ def _settings(run: RunData) -> dict[str, Any]:
 
 
 def _base(run: RunData) -> ModelOrigin:
-    """Return the base model of the training. The card of a psigrad model names its own origin."""
+    """Return the base model of the training. If it was itself trained by psigrad, take the hub model that its card names."""
     name = str(run.settings.get("model.path") or "")
     pin, local = str(_pins(run).get("model") or ""), Path(name)
     if name and (len(pin) == _COMMIT or (not pin and not local.exists() and _HUB_NAME.fullmatch(name))):
@@ -228,7 +231,7 @@ def _metadata(card: Path) -> dict[str, Any]:
 
 
 def _datasets(run: RunData, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (name, name on the hub or an empty string) of each dataset."""
+    """Yield (name, hub name) of each dataset; the hub name is "" for other datasets."""
     given = run.settings.get(f"data.{prefix}dataset") or []
     for one in given if isinstance(given, list) else [given]:
         name = str(one).partition(":")[0]
@@ -241,7 +244,7 @@ def _start(run: RunData) -> Mapping[str, Any]:
 
 
 def _version(run: RunData) -> str:
-    """Return the version that trained the model."""
+    """Return the version of psigrad that trained the model."""
     versions = (_start(run).get("machine") or {}).get("versions") or {}
     return str(versions.get("psigrad") or __version__)
 
@@ -253,7 +256,7 @@ def _pins(run: RunData) -> Mapping[str, Any]:
 
 
 def _publish(card: str, run: RunData) -> str:
-    """Remove this machine's folders from the card: they are useless to a reader and reveal the user's name."""
+    """Replace absolute paths in the card by their last part. They are useless to readers and reveal the user's name."""
     leaves = [leaf for value in run.settings.values() for leaf in (value if isinstance(value, list) else [value])]
     for path in sorted((leaf for leaf in leaves if isinstance(leaf, str) and leaf.startswith("/")), key=len, reverse=True):
         card = card.replace(path, Path(path).name)

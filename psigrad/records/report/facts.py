@@ -1,4 +1,4 @@
-"""The circumstances of a run: its method and settings, time, duration, commands, machine and versions."""
+"""Facts about a run: its method and settings, time, duration, commands, machine and versions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CONFIGS = {"sft": SFTConfig, "reward": RewardConfig, "preference": PreferenceCo
 
 
 def facts(run: RunData) -> list[tuple[str, str]]:
-    """Return (name, text) of the run's time, duration, commands, machine, reasons for low speed, and versions.
+    """Return (name, text) for the run's start, duration, commands, machine, reasons for low speed, and versions.
 
     Facts that were not recorded are omitted.
     """
@@ -43,12 +43,12 @@ def facts(run: RunData) -> list[tuple[str, str]]:
 
 
 def _computed_again(run: RunData) -> str:
-    """Return the reason why training did not reuse sampling's forward pass, if so."""
+    """Return the reason why training did not reuse the activations of sampling; "" if it did."""
     return next((str(event.get("why")) for event in reversed(run.events) if event.get("kind") == "forward_again"), "")
 
 
 def _sampled(run: RunData) -> str:
-    """Return the distance between the sampler's and the trainer's log-probs over the run."""
+    """Return a text on how much the log-probs of sampler and trainer differed during the run; "" if it was not measured."""
     mean, most, share = (run.series(f"sampling/sampling_logp_difference/{name}")[1] for name in ("mean", "max", "share"))
     if not share:
         return ""
@@ -69,9 +69,9 @@ def _shares(machine: dict[str, Any]) -> list[str]:
 
 
 def _took(run: RunData) -> str:
-    """Return the duration of the run, and the part of it in steps and evaluations.
+    """Return a text with the duration of the run, and the time of that which steps and evaluations took.
 
-    The duration is the time between its events, summed over its starts.
+    The duration is the sum over all starts of the time from the start to the last event.
     """
     spent, life, before = 0.0, math.nan, math.nan
     for event in run.events:
@@ -99,14 +99,14 @@ def _span(seconds: float) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Return a time since 1970 as a date; empty for an invalid time."""
+    """Return a time, in seconds since 1970, as text in UTC; empty for an invalid time."""
     if not (math.isfinite(seconds) and 0 <= seconds < 1e11):
         return ""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
 def describe_method(run: RunData) -> str:
-    """Return one line on the run's method."""
+    """Return one line on the run: its method, its model and the size of a step."""
     given = run.settings
     model = f"{given.get('model.path', 'a model')}" + (f", LoRA of rank {r}" if (r := given.get("model.lora_rank")) else "")
     kind = kind_of(run.config)
@@ -134,7 +134,7 @@ def _name_of(method: Any, unnamed: str) -> Any:
 def settings_class(config: Mapping[str, Any]) -> Any:
     """Return the class of a run's settings."""
     kind = kind_of(config)
-    # control is a separate library beside this one, and a report needs only these settings of it
+    # psigrad.control may not be imported by the core, and a report needs only its settings
     return import_module("psigrad.control.settings").ControlConfig if kind == "control" else _CONFIGS.get(kind, OnlineConfig)
 
 

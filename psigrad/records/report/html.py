@@ -38,10 +38,11 @@ _VERDICTS = {1.0: "good", 0.0: "bad"}
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell: its text and its look.
+    """One cell of a table: its content `value` and its style `kind`.
 
-    The template knows these looks: n (a number), text (verbatim, truncated), whole (verbatim), said (a conversation as (role,
-    text, images as data URIs)), soft, range (an interval after a number), key (a run's colour and name), verdict (good or bad).
+    The template has these styles: n (a number), text (verbatim, truncated), whole (verbatim), said (a conversation as (role,
+    text, images as data URIs)), soft (grey text), range (an interval after a number), key (a run's colour and `name`), verdict
+    (good or bad).
     """
 
     value: Any
@@ -51,7 +52,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the page, with the texts above and below it."""
+    """A table of the page, with a `note` and a sentence (`said`) about it."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[Cell]]
@@ -60,19 +61,19 @@ class Table:
     whole: bool = False
     """True if the table is as wide as the page, for long texts.
 
-    On a phone the rows of every table are blocks, their cells under the head's words.
+    On a phone each row of any table is displayed as a block, in which every cell has its column's title above it.
     """
     shown: int = 0
-    """The number of rows that are visible at once, the others on demand; 0 for all."""
+    """The number of rows that are visible at first; the others can be unfolded. 0: all."""
     name: str = ""
     """The table's name for screen readers."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture with its caption, and the names of its colours if the caption has them.
+    """A picture with its title, a `note`, and a `legend` of its colours if it needs one.
 
-    psigrad makes `svg`, which goes into the page unescaped.
+    `svg` is not escaped in the page, so it must come from psigrad.
     """
 
     title: str
@@ -81,15 +82,14 @@ class Figure:
     legend: Sequence[str] = ()
 
 
-# The parts of one run's report.html beside its curves, from top to bottom; empty ones are omitted.
+# The sections of one run's report.html besides its curves, from top to bottom. Empty ones are omitted.
 _OF_ONE = ("lines", "verdict", "facts", "trace", "headline", "warnings", "episode", "samples", "troubles", "overrides", "events")
 
 
 def write(folders: str | Path | Sequence[str | Path], output: str | Path | None = None) -> Path:
     """Write the report of one run (default: report.html in its folder) or of several compared (default: report.html here).
 
-    The file is replaced completely or not at all. Raise `UserError` for a folder that is not a run, or an output that cannot be
-    written.
+    The file is replaced atomically. Raise `UserError` for a folder that is not a run, or an output that cannot be written.
     """
     runs = load_all([folders] if isinstance(folders, str | Path) else folders)
     if not runs:
@@ -98,9 +98,9 @@ def write(folders: str | Path | Sequence[str | Path], output: str | Path | None 
 
 
 def save(content: str, target: Path, mark: bytes = b'name="generator" content="psigrad"') -> Path:
-    """Write a page, completely or not at all. A file at `target` is replaced only if it has the `mark` of an earlier page.
+    """Write a page atomically. Raise `UserError` if it cannot be written.
 
-    Raise `UserError` if the page cannot be written.
+    A file at `target` is replaced only if it contains `mark`, as psigrad's pages do.
     """
     try:
         if target.is_file() and (before := target.read_bytes()) and mark not in before:
@@ -113,7 +113,7 @@ def save(content: str, target: Path, mark: bytes = b'name="generator" content="p
 
 
 def page(runs: Sequence[RunData]) -> str:
-    """Return the whole page."""
+    """Return the HTML of the report on one run, or of the comparison of several."""
     pictures = [Figure(p.title, p.note, svg, p.legend) for p, svg in plots.draw(runs)]
     names = [run.name for run in runs]
     every = [(run.name, json.dumps(run.config, indent=1)) for run in runs if run.config]
@@ -128,7 +128,7 @@ def page(runs: Sequence[RunData]) -> str:
 
 
 def render(template: str, title: str, **parts: Any) -> str:
-    """Render a page of templates/, with every text escaped and truncated, and its control characters spelt out."""
+    """Render a template of templates/. Its filters truncate texts and escape control characters; HTML is always escaped."""
     environment = Environment(
         loader=PackageLoader("psigrad.records.report"),
         autoescape=True,
@@ -149,20 +149,20 @@ def _number(value: Any) -> Cell:
 
 
 def _episode(run: RunData) -> str:
-    """Return a control run's episode, if one was drawn; the picture is part of the page."""
+    """Return the video of a control run's episode in base64, for the page; "" if there is none."""
     with contextlib.suppress(OSError):
         return b64encode((run.path / run_folder.VIDEO).read_bytes()).decode()
     return ""
 
 
 def _trace(run: RunData) -> str:
-    """Return the traceback of the error that ended the run, if one did."""
+    """Return the traceback of the error that ended the run; "" if it did not fail."""
     last = run.events[-1] if run.events else {}
     return str(last.get("traceback") or "") if last.get("kind") == "failed" else ""
 
 
 def _warnings(run: RunData) -> Table | None:
-    """Return the warnings of `psigrad.records.warnings` about the run, current ones first."""
+    """Return a table of the warnings about the run, the current ones first."""
     raised: dict[str, list[Alert]] = {}
     watch = watched(run)
     for alert in watch.alerts():
@@ -177,7 +177,7 @@ def _warnings(run: RunData) -> Table | None:
 
 
 def _headline(run: RunData) -> Table | None:
-    """Return the summary's rows, or the first and last evaluation."""
+    """Return a table of the main figures: the rows of summary.json, or else the first and the last evaluation."""
     if run.summary:
         named = ((r, ", ".join(filter(None, (r["name"], r.get("unit"))))) for r in run.summary)
         return Table(("", "", "95 % interval"), [[Cell(name), _number(r["value"]), Cell(interval(r), "n")] for r, name in named])
@@ -193,7 +193,7 @@ def _headline(run: RunData) -> Table | None:
 
 
 def _title(key: str) -> str:
-    """Return the title of a held-out figure in words, if it is a known one."""
+    """Return the title of a held-out figure: its signal's title if it has one, otherwise its key."""
     bare = key.removeprefix("eval/")
     signal = SIGNAL_BY_NAME.get(name_of(key)) or SIGNAL_BY_NAME.get(name_of(bare))
     if signal is None or signal.name == "held_out":
@@ -203,7 +203,7 @@ def _title(key: str) -> str:
 
 
 def _compare(runs: Sequence[RunData]) -> Table:
-    """Return the final figures of each run."""
+    """Return a table that compares the final figures of several runs."""
     rows = []
     for i, run in enumerate(runs):
         metric, last = run.held_out_metric, (run.evaluations or [{}])[-1]
@@ -226,7 +226,7 @@ def _compare(runs: Sequence[RunData]) -> Table:
 
 
 def _differences(runs: Sequence[RunData]) -> Table | None:
-    """Return the settings in which the runs differ, and the first digits of the hashes of code that differs."""
+    """Return a table of the settings in which the runs differ, and of the hashes (12 digits) of user code that differs."""
     settings = [{**run.settings, **{f"code of {name}": value[:12] for name, value in run.code.items()}} for run in runs]
     differ = [
         name
@@ -238,7 +238,10 @@ def _differences(runs: Sequence[RunData]) -> Table | None:
 
 
 def _samples(run: RunData) -> Table | None:
-    """Return held-out prompts at the first, the middle and the last evaluation, and how many went from wrong to right."""
+    """Return a table of held-out completions at the first, the middle and the last evaluation.
+
+    Its sentence counts the prompts that went from wrong to right, if all rewards are 0 or 1.
+    """
     rows, steps = run.compared, list(run.samples)
     if not rows:
         return None
@@ -265,7 +268,7 @@ def _samples(run: RunData) -> Table | None:
 
 
 def thumbnails(run: Path, text: str) -> list[str]:
-    """Return the images that a text names, of at most 96 pixels, as data URIs. An image that cannot be read has none."""
+    """Return the images that a text names as data URIs, at most 96 pixels wide and high. Skip images that cannot be read."""
     from PIL import Image
 
     found, folder = list[str](), run / "images"
@@ -281,19 +284,19 @@ def thumbnails(run: Path, text: str) -> list[str]:
 
 
 def _verdict(sample: Sample) -> str:
-    """Return "good" for a reward of 1 and "bad" for a reward of 0; values in between give neither."""
+    """Return "good" for a reward of 1, "bad" for a reward of 0, and "" for any other reward."""
     return _VERDICTS.get(sample.reward, "")
 
 
 def _troubles(run: RunData) -> Table | None:
-    """Return the reasons why completions failed or stayed unscored."""
+    """Return a table of the most frequent reasons why completions failed or stayed unscored."""
     rows = [[Cell(s), _number(count), Cell(why, "text")] for (s, why), count in run.troubles.most_common(12)]
     more = len(run.troubles) - len(rows)
     return Table(("", "count", "reason"), rows, f"and {more:,} more reasons" if more else "") if rows else None
 
 
 def _overrides(run: RunData) -> Table | None:
-    """Return the settings that differ from the defaults."""
+    """Return a table of the settings that differ from the defaults."""
     rows = [[Cell(name), Cell(_value(value), "text")] for name, value in overrides(run).items()]
     return Table((), rows[:80]) if rows else None
 

@@ -1,4 +1,4 @@
-"""Pictures of runs: small line plots, one idea each, as SVG for the page and as PNG or SVG for the README."""
+"""Pictures of runs: small plots with one idea each, as SVG for report.html."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7
 DARK = ("#4FA8E0", "#F0803C", "#2FBF94", "#DE98C0", "#F0B93A", "#8ACBF2", "#A5A9B0", "#E6E8EB")
 GREY = "#8a8f98"
 _INK = "#123456"  # a placeholder for the page's text colour
-_LABEL = 16  # The most characters of a label at the end of a curve; a longer one makes the plot too narrow.
+_LABEL = 16  # the most characters of a label at the end of a curve, since a longer one makes the plot too narrow
 _POINTS = 400  # a picture 340 pixels wide cannot display more
 
 
 @dataclass(frozen=True)
 class Plot:
-    """One picture: its title, its explanation, and the drawn metrics, with a label for each if there are several.
+    """One picture: its title, its explanation, and the `keys` of the metrics that it draws, with a label for each.
 
-    For several runs only the first metric is drawn.
+    With several runs only the first metric is drawn.
     """
 
     title: str
@@ -40,7 +40,7 @@ class Plot:
 
     @property
     def legend(self) -> tuple[str, ...]:
-        """The labels, if they are too long for the ends of their curves."""
+        """The labels for a legend, if they are too long to be written at the ends of the curves; otherwise empty."""
         return self.labels if max(map(len, self.labels)) > _LABEL else ()
 
 
@@ -49,9 +49,9 @@ _SPREAD = Plot("Rewards", "Share of completions by reward.", ())
 
 
 def smooth(values: Sequence[float], weight: float = 0.0) -> list[float]:
-    """Return the exponential moving average without the bias of its start: sum w^i x / sum w^i.
+    """Return the exponential moving average with bias correction: Σ w^i·x / Σ w^i, i steps back.
 
-    The default w grows with the length of the series, from 0.9 up.
+    The default weight w is 0.9, and larger for series of more than 800 values.
     """
     weight = weight or max(0.9, 1 - 80 / max(1, len(values)))
     out, total, norm = [], 0.0, 0.0
@@ -62,7 +62,7 @@ def smooth(values: Sequence[float], weight: float = 0.0) -> list[float]:
 
 
 def draw(runs: Sequence[RunData]) -> list[tuple[Plot, str]]:
-    """Return (plot, SVG) of all figures of these runs; for a single run also its rewards and its time."""
+    """Return (plot, SVG) for each signal of these runs. For a single run add the spread of its rewards and its timings."""
     kinds = {kind_of(run.config) for run in runs}
     plots = dict.fromkeys(one for signal in SIGNALS if kinds & {*signal.kinds} for one in _plots_of(signal, runs))
     if len(runs) == 1 and len(parts := [key for key in runs[0].keys("rewards/") if key.endswith("/mean")][:8]) > 1:
@@ -81,12 +81,12 @@ def draw(runs: Sequence[RunData]) -> list[tuple[Plot, str]]:
 
 
 def _worth_drawing(values: Sequence[float]) -> bool:
-    """Return True if there is a curve: two points or more, and not all zero (clip ratios of on-policy runs are)."""
+    """Return True if a curve has two points or more that are not all zero, as clip ratios of on-policy runs are."""
     return len(values) > 1 and any(values)
 
 
 def _plots_of(signal: Signal, runs: Sequence[RunData]) -> list[Plot]:
-    """Return the picture of a signal; for the held-out metric, one picture for each metric of the runs."""
+    """Return the plot of a signal; for the signal held_out, one plot for each held-out metric of the runs."""
     note = " ".join(filter(None, (signal.says, f"In {signal.unit}." if signal.unit else "")))
     if signal.name == "held_out":
         metrics = dict.fromkeys(run.held_out_metric for run in runs if run.held_out_metric)
@@ -107,7 +107,7 @@ def _lines(axes: Any, plot: Plot, runs: Sequence[RunData]) -> None:
             line = {"color": colour, "linewidth": 1.6, "linestyle": "-" if r < len(COLOURS) else "--"}
             if key.startswith("eval/"):
                 _band(axes, run, key.removesuffix("/mean"), colour)
-                line |= {"linestyle": ":", "linewidth": 1.0} if len(steps) < 4 else {}  # too few points for a course between them
+                line |= {"linestyle": ":", "linewidth": 1.0} if len(steps) < 4 else {}  # too few points to show a trend
                 axes.plot(steps, values, **line, marker="o", markersize=3 if len(steps) < 50 else 0)
             elif plot.smooth and len(values) > 20:
                 axes.plot(*_thin(steps, values), color=colour, linewidth=0.6, alpha=0.3)
@@ -123,7 +123,7 @@ def _lines(axes: Any, plot: Plot, runs: Sequence[RunData]) -> None:
 
 
 def _thin(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Return a curve of at most 2 `_POINTS` points with the same outline: the least and the greatest value of each stretch."""
+    """Return at most 2·`_POINTS` points of a curve: the least and the greatest of each interval, so that its outline stays."""
     stride = -(-len(steps) // _POINTS)
     if stride <= 2:
         return list(steps), list(values)
@@ -133,7 +133,7 @@ def _thin(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], lis
 
 
 def _band(axes: Any, run: RunData, name: str, colour: str) -> None:
-    """Draw the interval of a held-out figure, if it has one."""
+    """Draw the 95 % interval of a held-out figure as a band, if the figure has one."""
     rows = [(row["step"], number(row.get(f"{name}/low")), number(row.get(f"{name}/high"))) for row in run.all_evaluations]
     rows = [row for row in rows if math.isfinite(row[1]) and math.isfinite(row[2])]
     if rows:
@@ -141,7 +141,7 @@ def _band(axes: Any, run: RunData, name: str, colour: str) -> None:
 
 
 def _spread(axes: Any, run: RunData) -> None:
-    """Draw the rewards of each stretch of training as stacked shares: by value, or in five ranges."""
+    """Draw the shares of the completions by reward as stacked areas over training: by value, or in five ranges."""
     steps = sorted(run.rewards)
     every = [reward for step in steps for reward in run.rewards[step]]
     low, high, values = min(every), max(every), sorted(set(every))
@@ -158,7 +158,7 @@ def _spread(axes: Any, run: RunData) -> None:
         found = [sum(reward >= edge for edge in edges) for step in group for reward in run.rewards[step]]
         shares.append([found.count(i) / len(found) for i in range(len(names))])
     layers = [(name, [share[i] for share in shares]) for i, name in enumerate(names)]
-    # Colours go from the lowest reward's over grey to the highest's. A layer too thin to see has no label.
+    # Colours go from that of the lowest reward over grey to that of the highest. A layer too thin to see has no label.
     last = max(1, len(names) - 1)
     colours = [COLOURS[1] if i < last / 2 else COLOURS[0] if i > last / 2 else GREY for i in range(len(names))]
     strengths = [0.25 + 0.5 * abs(2 * i / last - 1) for i in range(len(names))]
@@ -168,7 +168,7 @@ def _spread(axes: Any, run: RunData) -> None:
 
 
 def _phase_rows(run: RunData) -> list[dict[str, float]]:
-    """Return the seconds of each training step by phase; evaluations have separate rows, with no other phase."""
+    """Return the seconds of each training step by phase. Rows of timings.jsonl that only have an evaluation are skipped."""
     rows = [
         {"step": row["step"], **{key[5:]: number(value) for key, value in row.items() if key.startswith("time/")}}
         for row in run.timings
@@ -187,7 +187,7 @@ def _phases(axes: Any, run: RunData) -> None:
 
 
 def _stack(axes: Any, steps: Sequence[int], layers: Any, colours: Any, strengths: Any, ink: str = "") -> None:
-    """Draw areas on top of each other, labelled at their right ends."""
+    """Draw stacked areas, with labels at their right ends."""
     bottom, ends = [0.0] * len(steps), []
     for (name, values), colour, strength in zip(layers, colours, strengths, strict=True):
         top = [b + v for b, v in zip(bottom, values, strict=True)]
@@ -224,13 +224,16 @@ def _limits(axes: Any) -> None:
 
 
 def _tick(value: float, digits: int = 4) -> str:
-    """Return a number in few characters: 3e-4 and not 0.0003; never an offset in a corner."""
+    """Return a number in few characters, such as 3e-4 for 0.0003. matplotlib's own labels may put an offset in a corner."""
     text = f"{value:.{digits}g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.{digits - 1}e}"
     return re.sub(r"(\.\d*?)0*e", r"\1e", text).replace(".e", "e").replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
 
 
 def picture(title: str, paint: Callable[[Any], None]) -> str:
-    """Return an SVG in the page's colours, so that it also suits dark mode, without metadata, which contains addresses."""
+    """Return the SVG that `paint(axes)` draws. Its colours are the page's variables, so that it also suits dark mode.
+
+    The SVG's metadata is removed, since it contains addresses.
+    """
     import matplotlib
 
     figure, axes = _axes(3.5, 2.0)
@@ -243,7 +246,7 @@ def picture(title: str, paint: Callable[[Any], None]) -> str:
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|<style.*?</style>|\n\s*", " ", text[text.index("<svg") :], flags=re.S)
     label = f'<svg role="img" aria-label="{html.escape(title)}"'
     text = re.sub(r'<svg [^>]*?( viewBox="[^"]*")[^>]*>', lambda m: f"{label}{m[1]}>", text, count=1)
-    # ids of groups are the same in every picture, and the page sets its own font
+    # drop ids, which would repeat from picture to picture, and fonts, which the page sets
     text = re.sub(r' id="[^"]*_\d+"|font-family: [^;]*; | transform="rotate\(-0 [^"]*"', "", text)
     for i, colour in enumerate(COLOURS):
         text = re.sub(colour, f"var(--c{i})", text, flags=re.I)

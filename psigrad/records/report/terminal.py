@@ -31,7 +31,7 @@ def fit_line(text: Any, width: int = 60, encoding: str = "utf-8") -> str:
 
 
 def print_result(result: Any) -> None:
-    """Print the headline table, completions before and after, the verdict, and the paths of the results."""
+    """Print the result of a run: main figures, completions before and after training, the verdict, and the paths of files."""
     run = load(result.folder)
     if run.summary:
         print_summary(run.summary)
@@ -95,7 +95,7 @@ def print_figures(values: Mapping[str, Any]) -> None:
 
 
 def print_completions(prompts: Sequence[Any], completions: Sequence[str], rewards: Sequence[float | None], most: int = 8) -> None:
-    """Print a few completions with their rewards."""
+    """Print the first `most` completions with their prompts and rewards."""
     rows = list(zip(map(prompt_text, prompts), completions, map(show_number, rewards), strict=True))
     print_table(["prompt", "completion", "reward"], rows[:most])
 
@@ -113,7 +113,7 @@ def print_before_and_after(run: RunData | str | Path, console: Console | None = 
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[Any]], console: Console | None = None) -> None:
-    """Print a table with these columns."""
+    """Print a table with the columns `head`, each cell shortened to one line."""
     console = console or Console()
     table = Table(*head)
     for row in rows:

@@ -16,17 +16,20 @@ from psigrad.records.warnings import BY_NAME, SignalNames, Watch
 Mood = Literal["good", "bad", "plain"]
 _ENDS = ("finished", "stopped", "failed")
 _PAIRS = {"eval/accuracy": "accuracy", "eval/rewards/accuracies": "accuracy"}
-"""Shares of held-out pairs in the right order, of a reward model and of a preference loss, and their display names."""
+"""The accuracies on held-out pairs, by the keys of reward models and of preference losses, and their display names."""
 
 _UNMOVED = 0.9
-"""The share of unchanged held-out completions from which a policy hardly moved."""
+"""If at least this share of the held-out completions is unchanged, the policy has hardly changed."""
 _LEAST_KL = 0.01
-"""The KL to the start, in nats per completion, below which a policy hardly moved: no rate changes by more than 0.07 (Pinsker)."""
+"""Below this KL to the initial model, in nats per completion, the policy has hardly changed.
+
+By Pinsker's inequality, no success rate then changes by more than 0.07.
+"""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The judgement `word`, and `said`, the figures behind it."""
+    """The verdict on a run: a judgement such as Learned (`word`), and the figures on which it is based (`said`)."""
 
     word: str
     said: str
@@ -39,8 +42,8 @@ class Verdict:
 def verdict(run: RunData) -> Verdict:
     """Return the verdict on a run.
 
-    It gives the end of the run if it was a bad one, its held-out metric (for pairs: the accuracy) before and after with 95 %
-    intervals, the KL to the start, and the warnings.
+    Its figures are the held-out metric (for pairs: the accuracy) before and after training with 95 % intervals, the KL to the
+    initial model, and the warnings. If the run failed or was stopped, the verdict says so.
 
     The run learned if the 95 % interval of the metric's change is above 0, and got worse if it is below. The interval is that of
     `paired_difference` over the prompts that both evaluations scored. If their completions are not recorded, it is that of two
@@ -59,7 +62,7 @@ def verdict(run: RunData) -> Verdict:
 
 
 def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
-    """Return the word, its mood, and the figures."""
+    """Return the judgement, its mood (good, bad or plain), and the texts of the figures."""
     metric, rows = run.held_out_metric, run.evaluations
     for stem, key in ((metric, f"{metric}/mean"), *((share, share) for share in _PAIRS)):
         judged = [row for row in rows if stem and key in row and (stem == metric or f"{stem}/low" in row)]
@@ -92,9 +95,9 @@ def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
 
 
 def _pairs(run: RunData, before: int, after: int, *means: float) -> list[tuple[float, float]]:
-    """Return the metric of each prompt that both evaluations scored, before and after.
+    """Return (metric before, metric after) for each prompt that both evaluations scored.
 
-    Return [] if the recorded completions are not those of the evaluations' means: rows may be missing or damaged.
+    Return [] if the recorded completions do not have the `means` of the evaluations, since rows are then missing or damaged.
     """
     ends = [run.held_out.get(step, {}) for step in (before, after)]
     for rows, mean in zip(ends, means, strict=True):
@@ -104,7 +107,7 @@ def _pairs(run: RunData, before: int, after: int, *means: float) -> list[tuple[f
 
 
 def _unpaired(first: Interval, last: Interval) -> Interval:
-    """Return the change between independent evaluations. One without an interval counts as uncertain as the other."""
+    """Return the difference of two independent evaluations. If one has no interval, it gets the width of the other's."""
     ends = [one if one.low < one.high else None for one in (first, last)]
     known = ends[0] or ends[1]
     if known is None:
@@ -114,7 +117,7 @@ def _unpaired(first: Interval, last: Interval) -> Interval:
 
 
 def _change(name: str, first: Interval, last: Interval, change: Interval, rows: float) -> tuple[str, Mood, list[str]]:
-    """Return the word, its mood, and the figures for two evaluations of so many rows."""
+    """Return the judgement, its mood and the texts of the figures for two evaluations of `rows` rows."""
     said = [f"held-out {name} {_with(*first)} → {_with(*last)}"]
     if not math.isfinite(change.mean):
         return "Unknown", "bad", said
@@ -130,7 +133,7 @@ def _change(name: str, first: Interval, last: Interval, change: Interval, rows: 
 
 
 def _moved_little(run: RunData) -> list[str]:
-    """Return a sentence if the policy's answers, its divergence or its loss show that training hardly changed it."""
+    """Return a sentence if the completions, the KL or the loss show that training hardly changed the policy; otherwise []."""
     advice = "raise the learning rate or train for more steps"
     ends = [(row[min(row)].completion, row[max(row)].completion) for row in run.compared if len(row) > 1]
     same = sum(before == after for before, after in ends)
@@ -145,7 +148,7 @@ def _moved_little(run: RunData) -> list[str]:
 
 
 def _rows_judged(run: RunData, row: Mapping[str, Any]) -> float:
-    """Return the least number of rows, or episodes, behind an evaluation's figures; infinite if the run does not record it."""
+    """Return the least number of rows or episodes that an evaluation scored; infinite if the run does not record it."""
     if "eval/prompts" in row:
         size = max(1.0, number(run.settings.get("evaluation.num_generations_eval", 1)))
         return number(row["eval/prompts"]) - number(row.get("eval/unscored", 0)) // size
@@ -155,7 +158,7 @@ def _rows_judged(run: RunData, row: Mapping[str, Any]) -> float:
 
 
 def _parts(first: Mapping[str, Any], last: Mapping[str, Any]) -> list[str]:
-    """Return the figures of each reward function, if there are several."""
+    """Return a text with the figures of each reward function before and after, if there are several."""
     keys = [key for key in last if key.startswith(PARTS) and key.endswith("/mean")]
     said = [f"{key[len(PARTS) : -5]} {_short(number(first.get(key)))} → {_short(number(last[key]))}" for key in keys]
     return [", ".join(said)] if said else []
@@ -171,13 +174,13 @@ def _with(mean: float, low: float, high: float) -> str:
 
 
 def _signed(change: Interval) -> str:
-    """Return a change and its interval as text, with their signs."""
+    """Return a change and its interval as text, with plus and minus signs."""
     mean, low, high = (f"{'+' * (end > 0)}{_short(end)}" for end in change)
     return f"{mean} [{low}, {high}]"
 
 
 def _short(value: float) -> str:
-    """Return three significant digits: an interval is no more precise."""
+    """Return a number with three significant digits, since intervals are no more precise."""
     return show_number(value if abs(value) >= 1000 or not math.isfinite(value) else float(f"{value:.3g}"))
 
 
@@ -187,7 +190,7 @@ def _divergence(run: RunData) -> list[str]:
 
 
 def watched(run: RunData) -> Watch:
-    """Apply the rules of `psigrad.records.warnings` to all of a run's figures."""
+    """Return a `Watch` that has applied the rules of `psigrad.records.warnings` to all rows of a run."""
     watch, names = Watch(), SignalNames()
     for row in run.metrics:
         watch.see(row["step"], {names.of(key): value for key, value in figures(row).items()})
@@ -195,7 +198,7 @@ def watched(run: RunData) -> Watch:
 
 
 def _warnings(watch: Watch) -> list[str]:
-    """Return the current warnings, the number that passed, and those that need no action."""
+    """Return texts on the current warnings, the number of withdrawn ones, and those that a solved task explains."""
     found = watch.alerts()
     standing = dict.fromkeys(alert.rule for alert in found if alert.ended is None)
     calm, loud = ([BY_NAME[r].title for r in standing if watch.explains(r) is solved] for solved in (True, False))
