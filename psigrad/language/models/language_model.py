@@ -360,11 +360,10 @@ def load(
     - `adapter` is a folder with LoRA weights to resume from.
     - `tokenizer` is a tokenizer, or its folder, that replaces the one at `path`. `eos_token` replaces its EOS token.
     - `trust_remote_code` runs the Python code that comes with the model.
-    - `for_shards` leaves the weights in the host's memory, mapped from their file if possible. `sharded.shard` then moves this
-      process's shard to its device.
+    - `for_shards` leaves the weights in the host's memory, where `sharded.shard` reads this process's shard.
     - `base` is the quantisation of the layers under a LoRA adapter: "nf4", "int8" or "gguf".
-    - `vision` loads the vision tower too, if the checkpoint has one and its language model could be loaded alone. `towers` names
-      the modules outside the language model that are trained.
+    - `vision` loads the vision tower too, if transformers can load the language model of a checkpoint without it.
+    - `towers` names the modules outside the language model that are trained.
 
     Raises `UserError` if no model can be loaded from `path`.
     """
