@@ -31,9 +31,9 @@ def order(n: int, seed: int, epoch: int) -> np.ndarray:
 def batch_at(step: int, batch_size: int, n: int, seed: int) -> list[int]:
     """Return the indices of the `batch_size` rows of step `step` (from 0), out of `n` rows.
 
-    The epochs' orders are concatenated and cut into batches: no row is dropped at the end of an epoch, and a batch may span
-    two epochs (or several, if it is larger than the dataset). The result depends only on the arguments, so a resumed run needs no
-    cursor.
+    The epochs' orders are concatenated and cut into batches. No row is dropped at the end of an epoch, and a batch may span two
+    epochs (or several, if it is larger than the dataset). The result depends only on the arguments, so a resumed run needs no
+    stored position.
     """
     if n < 1:
         raise UserError("There are 0 rows to take batches from; give a dataset with at least one row.")
@@ -49,10 +49,11 @@ def batch_at(step: int, batch_size: int, n: int, seed: int) -> list[int]:
 def pack_by_tokens(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[list[int]]:
     """Split rows of these token `lengths` into micro-batches of at most `budget` tokens; every index occurs exactly once.
 
-    For several `ranks`, which take micro-batches in turn, each gets about as many tokens.
+    With several `ranks`, micro-batches are assigned to them in turn, so that each rank gets about the same number of tokens.
 
-    First-fit decreasing (Johnson 1973): at most 11/9 of the fewest possible micro-batches, plus one. A row above the budget gets
-    its own micro-batch. The longest row is in the first micro-batch, so memory runs out at once or never.
+    The algorithm is first-fit decreasing (Johnson 1973): it needs at most 11/9 of the fewest possible micro-batches, plus one. A
+    row above the budget gets its own micro-batch. The longest row is in the first micro-batch, so that a run that lacks memory
+    fails at once.
     """
     if budget < 1:
         raise UserError(f"A micro-batch of {budget} tokens is not possible; give micro_batch_tokens of at least 1.")
@@ -125,13 +126,13 @@ class Groups:
     """The experts that routers chose in sampling for the tokens of each prompt and each completion (`experts.Routing`)."""
 
     def begin(self) -> list[int]:
-        """Return [N]: the number of prompt tokens that each completion continues."""
+        """Return a list of N numbers: how many tokens of its prompt each completion continues."""
         if self.starts is not None:
             return [start for group in self.starts for start in group]
         return [len(prompt) for prompt, group in zip(self.prompts, self.completions, strict=True) for _ in group]
 
     def wanted(self, count: int) -> np.ndarray:
-        """Return [count]: True for completion tokens that are targets, one completion after the other."""
+        """Return a mask [count] over the tokens of all completions, one completion after the other: True for targets."""
         if self.masks is None:
             return np.ones(count, dtype=bool)
         return np.fromiter((own for group in self.masks for mask in group for own in mask), dtype=bool, count=count)
@@ -231,7 +232,7 @@ def _shape(lengths: Sequence[int]) -> tuple[int, int]:
 
 
 def _places(lengths: np.ndarray) -> np.ndarray:
-    """Return 0 … length - 1 for each piece, one piece after the other."""
+    """Return the position of each token in its piece: 0 … length - 1 for each of `lengths`, concatenated."""
     places: np.ndarray = np.arange(lengths.sum()) - (lengths.cumsum() - lengths).repeat(lengths)
     return places
 

@@ -107,7 +107,7 @@ class ScalarModel(Pretrained):
 
 
 def _read_out(head: Any, hidden: Tensor) -> Tensor:
-    """Return w · h [M]. If the hidden states are in half precision, it is computed and returned in float32.
+    """Return w · h [M]. If the hidden states are in half precision, the product is computed and returned in float32.
 
     In bfloat16 a reward of 12.3 would become 12.3125.
     """

@@ -76,7 +76,7 @@ def shard(model: Pretrained, world: World, device: str = "cpu") -> None:
     for module in root.modules():
         if isinstance(module, FSDPModule):  # the settings are per module
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no product with the sum
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it sums
     model.root = root
     if model.decoder is not None:
         model.decoder.in_shards = True
@@ -99,7 +99,7 @@ def layers_of(network: Any) -> list[nn.Module]:
 
 
 def named_weights(model: Pretrained) -> dict[str, Tensor]:
-    """Return the sharded weights that a checkpoint stores: all of the model, or only the trained ones with an adapter."""
+    """Return the sharded weights that a checkpoint stores, by name: all weights, or with a LoRA adapter only the trained ones."""
     reshard(model)
     learns = model.trainable()
     if model.adapter is not None:

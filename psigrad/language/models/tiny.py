@@ -109,7 +109,7 @@ def save_vision_model(
     words = tokenizer(corpus, 290)
     words.add_special_tokens({"additional_special_tokens": [EDGE, WHOLE, IMAGE]})
     words.eos_token, words.chat_template = "<|im_end|>", PARTS_CHATML
-    # The usual deviation of 0.02 is for wide models. With it, a narrow model's outputs hardly differ between two images.
+    # The usual standard deviation of 0.02 is for wide models. With it, a narrow model's outputs hardly differ between two images.
     sizes: dict[str, Any] = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": 4}
     sizes["initializer_range"] = hidden**-0.5
     ends = {"pad_token_id": 1, "bos_token_id": None, "eos_token_id": words.eos_token_id}

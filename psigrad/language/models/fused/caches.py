@@ -37,7 +37,9 @@ Layers = list[tuple[Tensor, ...]]
 _ALIGNED = 64  # bytes
 # The limits of the packed matrices of all layers, and of the packed head, in bytes.
 LIMIT, HEAD_LIMIT = 1 << 30, 1 << 29
-_PAYS = 4  # packing the head takes as long as this many products, which are three times as fast for few rows
+# The number of requests after which the head is packed. Packing takes as long as this many products with few rows. Packed
+# products are then three times as fast.
+_PAYS = 4
 
 
 @dataclass(frozen=True)

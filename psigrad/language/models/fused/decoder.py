@@ -92,7 +92,7 @@ class NormFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        """Return the gradients of x and of the weight."""
+        """Return the gradients of x and of the weight; the other inputs have none."""
         x, weight = ctx.saved_tensors
         dx = torch.zeros_like(x)
         dw = ctx.native.gradients.rms_norm(dx, x, weight, dy.contiguous(), *ctx.how)
@@ -258,7 +258,7 @@ class Decoder:
         return block.part(block.parts.layers - 1, 0, start, rows)
 
     def _addresses(self, packed_weights: PackedWeights, adapted: bool) -> Tensor | None:
-        """Return the weights' addresses in the form of `Kernels.decode_layers`; None if a matrix can't be packed."""
+        """Return the addresses of all layers' weights for `Kernels.decode_layers`; None if a matrix can't be packed."""
         found = [layer.addresses(packed_weights, adapted) for layer in self.layers]
         packed = [row for row in found if row is not None]
         return torch.tensor(packed) if len(packed) == len(found) else None

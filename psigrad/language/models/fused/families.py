@@ -91,7 +91,7 @@ def _empty(config: PreTrainedConfig, generation: GenerationConfig | None, scalar
     with torch.random.fork_rng(devices=[]), no_init_weights(), torch.device("meta"):
         network = auto.from_config(config)
     network.tie_weights()
-    # Its buffers are computed, not read.
+    # The files have no buffers, so the rotary embedding's are computed.
     network.base_model.rotary_emb = type(network.base_model.rotary_emb)(config=network.config)
     if generation is not None:
         network.generation_config = generation

@@ -139,7 +139,7 @@ def _is_gated(module: Any) -> bool:
 
 
 class _Linear(torch.autograd.Function):
-    """The function of a linear layer by kernels, with its gradient."""
+    """A linear layer computed by kernels, with its gradient."""
 
     @staticmethod
     def forward(ctx: Any, parts: Parts, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -158,7 +158,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _FeedForward(torch.autograd.Function):
-    """The function down(silu(gate(x)) · up(x)) by kernels, with its gradient."""
+    """A feed-forward layer down(silu(gate(x)) · up(x)) computed by kernels, with its gradient."""
 
     @staticmethod
     def forward(ctx: Any, parts: Parts, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
