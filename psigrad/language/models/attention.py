@@ -62,7 +62,7 @@ def softened(
 
 
 class Recurrence(Protocol):
-    """The recurrence of a layer with state, such as the gated delta rule or Mamba-2.
+    """The state update of a recurrent layer, such as the gated delta rule or Mamba-2.
 
     A token whose inputs are zeros leaves the state unchanged, so shorter sequences are padded with zeros.
     """

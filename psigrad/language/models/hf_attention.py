@@ -106,7 +106,7 @@ def varlen_kernel() -> Varlen:
 
 @dataclass(frozen=True)
 class _Unpadded:
-    """The base class of layouts that compute attention without padding. Layers with state use the packed layout's methods."""
+    """The base class of layouts that compute attention without padding. Recurrent layers use the packed layout's methods."""
 
     packed: PackedLayout
 

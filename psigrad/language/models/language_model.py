@@ -129,7 +129,7 @@ class LanguageModel(Pretrained):
         return super().trainable() | head
 
     def _probe(self, texts: Groups, packed: bool) -> Tensor:
-        """Return the logits of the completions' tokens, [N, T]. Log-probs of small logits would all be about -ln V."""
+        """Return the logits of the completions' tokens, [N, T]. If logits are small, log-probs hide their differences."""
         self.switch(self.train_mode and torch.is_grad_enabled())
         forward = lay_out(texts, self.device, packed)
 

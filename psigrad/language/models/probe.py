@@ -100,7 +100,7 @@ def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, st
 def compose(model: Any, texts: Groups) -> tuple[Any, str]:
     """Return psigrad's kernels inside the modules of a packed model (`Parts`) if they do not change its outputs; otherwise None.
 
-    Also enable the kernels of its layers with state, if these do not change the outputs. The second result is the reason why they
+    Also enable the kernels of its recurrent layers, if these do not change the outputs. The second result is the reason why they
     are disabled, or empty.
     """
     from psigrad.language.models.fused.parts import Parts
