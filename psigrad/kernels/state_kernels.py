@@ -73,8 +73,8 @@ class StateKernels:
     ) -> list[Tensor]:
         """Return the gradients of the inputs of `chunks`, float32, from the gradient `dout` of its outputs.
 
-        `slopes` initially has the gradient of the states after the segments; the gradients of these states are added to it.
-        `states` is the tensor that `chunks` has written.
+        On entry `slopes` has the gradients of the states from outside this function. The gradient of the state that a segment
+        starts from is added to them. `states` is the tensor that `chunks` has written.
         """
         q, _, v, g, _ = inputs
         parts = math.gcd(v.shape[1] // q.shape[1], 8) if q.shape[1] < 8 else 1  # several threads for few heads of keys

@@ -92,7 +92,7 @@ class Sums:
         return False
 
     def settle(self) -> None:
-        """End the backward passes of a step. If a weight has both stored uses and a gradient, add the former to the latter."""
+        """End the backward passes of a step. If a weight has a gradient and also stored uses, add the uses' gradients to it."""
         for weight in [w for w in self.uses if w.grad is not None]:
             self._store(weight)
         self.tensors = {weight: total for weight, total in self.tensors.items() if weight.grad is total}

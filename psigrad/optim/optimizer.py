@@ -92,7 +92,7 @@ class Weight:
         return self.state if self.uncopied or not self.half else {**self.state, "master": self.master.detach()}
 
     def update(self, gradient: Tensor, weight_decay: float) -> Update:
-        """Return the arguments of the rule for this weight in one step. Vectors have no weight decay."""
+        """Return the `Update` that the rule receives for this weight in one step. Vectors have no weight decay."""
         weight = self.local if self.uncopied else self.master
         decay = weight_decay if weight.dim() > 1 else 0.0
         stored = None if self.uncopied or self.kernels is None else self.local

@@ -232,7 +232,10 @@ class FlexLayout(_Unpadded):
         return tuple(on_device(x, self.packed.device) for x in columns)  # type: ignore[return-value]
 
     def blocks(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return two masks [Q, K] of blocks of BLOCK tokens: some query attends to some key, and all queries to all keys."""
+        """Return two masks [Q, K] over blocks of BLOCK queries and of BLOCK keys.
+
+        The first is True where some query attends to some key, the second where all queries attend to all keys.
+        """
         pieces, size, reach = self.packed.pieces, -(-self.packed.rows // BLOCK), window or self.packed.rows
         some, whole = np.zeros((2, size, size), dtype=bool)
         for start, length, before, first in zip(pieces.starts, pieces.lengths, pieces.before, pieces.base, strict=True):

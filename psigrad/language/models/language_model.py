@@ -163,8 +163,8 @@ class LanguageModel(Pretrained):
     def head(self, hidden: Tensor, exact: bool, packed_weights: PackedWeights | None = None) -> Tensor:
         """Return the logits [B, V] of hidden states [B, E].
 
-        With `exact` the logits have the same bits as in training, which does not depend on the number of rows. `packed_weights`
-        is a cache that packs the head's matrix when many decoding steps use it.
+        With `exact` the logits have the same bits as in training, even if there are few rows. `packed_weights` is a cache that
+        packs the head's matrix when many decoding steps use it.
         """
         output = self.output_head()
         plain = type(output) is nn.Linear and output.bias is None and not torch.is_grad_enabled()

@@ -200,9 +200,10 @@ class Vision:
 
 
 class Tiles(Vision):
-    """The images of Idefics 3 and SmolVLM: an image is cut into tiles, and the tiles and the whole image follow each other.
+    """The images of Idefics 3 and SmolVLM, which are cut into tiles.
 
-    Each tile, and the whole image, has the same number of features after a token with its row and column.
+    In a prompt an image's tiles and then the whole image, scaled down, follow each other. Each has the same number of features,
+    after a token that names it.
     """
 
     inputs, along = ("pixel_values", "pixel_attention_mask"), 1
