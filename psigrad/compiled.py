@@ -1,7 +1,7 @@
-"""The interface through which training calls compiled kernels: those of `psigrad.kernels`, if it is installed and works here.
+"""The interface to the compiled kernels of `psigrad.kernels`, for code that must also work without them.
 
-Other packages call this module and import no kernel. The processor, the compiler and an environment variable decide in
-`psigrad.kernels` if kernels are used.
+Optimisers, control and sampling call this module and import no kernel. `psigrad.kernels` decides if kernels are used, by the
+processor, the compiler and an environment variable.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class FlatKernels(Protocol):
 
 
 class CompiledKernels(Protocol):
-    """The compiled kernels that code outside language models uses."""
+    """The compiled kernels that this module's callers use."""
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:

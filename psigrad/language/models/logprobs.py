@@ -26,7 +26,7 @@ CHUNK_ON_GPU, TILE_ON_GPU = 4, 256
 
 
 class _Logits(torch.autograd.Function):
-    """The function h·Wᵀ by `kernels.multiply`, which compiles no code for every new number of tokens, as PyTorch's product does.
+    """The function h·Wᵀ by `kernels.multiply`. Unlike PyTorch's product, it compiles no code for each new number of tokens.
 
     With `sums`, the weight's gradient is summed over chunks in float32. Autograd's sum in half precision would lose small terms.
     """

@@ -93,9 +93,9 @@ class TokenStatsRequest:
 
     @property
     def closed(self) -> bool:
-        """True if only log-probs need a gradient, so that a GPU can use its closed form.
+        """True if a GPU can compute all requested statistics together with the closed-form gradient of log-probs.
 
-        The mean of log π, divergences and an entropy with gradient need autograd.
+        This excludes the mean of log π, divergences, and an entropy with gradient, which need autograd.
         """
         slopes = self.entropy is True and torch.is_grad_enabled()
         return not (slopes or self.mean_logp) and self.reference_head is None
