@@ -1,7 +1,7 @@
-"""The interface to the compiled kernels of `psigrad.kernels`, if it is installed and works on this machine.
+"""The interface to the compiled kernels of `psigrad.kernels`, for code that must also work without them.
 
-Training code calls this module and never imports a kernel. `psigrad.kernels` decides whether kernels are used: by the processor,
-the compiler and an environment variable.
+Optimisers, control and sampling call this module and import no kernel. `psigrad.kernels` decides if kernels are used, by the
+processor, the compiler and an environment variable.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class AdamWWeight:
-    """One weight in a fused AdamW step: it has a float32 `master`, a bfloat16 `stored`, or both, which are updated together."""
+    """One weight in an AdamW step by kernels, with its gradient and moments.
+
+    It is a float32 `master`, a bfloat16 `stored`, or both, which are then written together.
+    """
 
     master: Tensor | None
     stored: Tensor | None
@@ -30,27 +33,27 @@ class AdamWWeight:
     """The number of this step, from 1."""
     weight_decay: float
     scales: tuple[Tensor, Tensor] | None = None
-    """The scales of the moments' blocks, if the moments are stored as 8-bit codes; otherwise None."""
+    """The scales of the blocks of both moments, if the moments are 8-bit codes."""
     seed: int = 0
-    """The seed of the stochastic rounding of a weight without a master."""
+    """The seed of the random numbers by which a weight without a master is rounded."""
 
     @property
     def weight(self) -> Tensor:
-        """The tensor that the optimiser updates: the master, or else the stored weight."""
+        """The tensor that the step updates: the master if there is one, otherwise the stored weight."""
         found = self.stored if self.master is None else self.master
         assert found is not None
         return found
 
 
 class OptimizerKernels(Protocol):
-    """The kernels of AdamW's step for half-precision weights."""
+    """The kernels of AdamW steps on half-precision weights."""
 
     def squared_norm(self, gradients: Sequence[Tensor]) -> float:
         """Return Σ g² over all tensors."""
         ...
 
     def adamw(self, weights: Sequence[AdamWWeight], lr: float, betas: tuple[float, float], eps: float, scale: float) -> None:
-        """Update weights that have a master, with each gradient multiplied by `scale`."""
+        """Take a step of AdamW on weights that have a master. Each gradient is first multiplied by `scale`."""
         ...
 
     def adamw_low_memory(
@@ -62,19 +65,19 @@ class OptimizerKernels(Protocol):
         scale: float,
         codes: Sequence[Tensor],
     ) -> None:
-        """Update weights without a master, or with 8-bit moments. `codes` are the tables that convert 8-bit codes to numbers."""
+        """Take a step of AdamW on weights without a master, or whose moments are 8-bit codes; `codes` are the codes' tables."""
         ...
 
 
 class FlatKernels(Protocol):
-    """The kernels of small ReLU networks for control, and of Adam's step on their weights, which are one flat float32 vector."""
+    """The kernels of small ReLU networks whose weights are one flat float32 vector, and of Adam's step on this vector."""
 
     def forward(self, flat: Tensor, x: Tensor, towers: int, sizes: Sequence[int]) -> Tensor:
-        """Return the activations of all layers of `towers` separate networks with these layer sizes on the same inputs `x`."""
+        """Return the outputs of all layers for the inputs x of `towers` networks, whose layers have these `sizes`."""
         ...
 
     def backward(self, out: Tensor, flat: Tensor, x: Tensor, hs: Tensor, given: Tensor, sizes: Sequence[int]) -> None:
-        """Write the gradient of the weights to `out`, from the activations `hs` and the gradient `given` of the outputs."""
+        """Write the gradient of the weights to `out`. `hs` is the result of `forward`, `given` the last layer's gradient."""
         ...
 
     def adam(
@@ -88,36 +91,39 @@ class FlatKernels(Protocol):
         epsilon: float,
         scale: float,
     ) -> None:
-        """Update the weights and the moments in place by one step of Adam, with the gradient multiplied by `scale`."""
+        """Take a step of Adam on `weights` in place, with the gradient multiplied by `scale`."""
         ...
 
 
 class CompiledKernels(Protocol):
-    """The kernels of optimisers, sampling and control."""
+    """The compiled kernels that this module's callers use."""
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """The types of logits that `draw` accepts."""
+        """The dtypes of logits that `draw` accepts."""
         ...
 
     @property
     def half_precision(self) -> OptimizerKernels:
-        """The kernels of AdamW's step for half-precision weights."""
+        """The kernels of AdamW steps on half-precision weights."""
         ...
 
     @property
     def towers(self) -> FlatKernels:
-        """The kernels of the small networks for control."""
+        """The kernels of the small networks in psigrad.control."""
         ...
 
     def draw(self, logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Sample a token for each row of logits with the uniform numbers `u`, by the inverse CDF. Return (tokens, log-probs)."""
+        """Sample a token from each row of `logits`, and return the tokens and their log-probs.
+
+        The token is the first one whose cumulative probability exceeds the uniform number `u` of the row.
+        """
         ...
 
 
 @functools.cache
 def kernels() -> CompiledKernels | str:
-    """Return the kernels, after compiling them if necessary, or a string with the reason why there are none."""
+    """Return the kernels, compiled if necessary, or a string with the reason why there are none."""
     try:
         found: CompiledKernels | str = importlib.import_module("psigrad.kernels.kernels").kernels()
     except ModuleNotFoundError as error:

@@ -1,1 +1,1 @@
-"""Small C++ kernels for the work between matrix products on a CPU. Optional: without a compiler PyTorch does the work."""
+"""C++ kernels for work on a CPU that PyTorch does slowly. They are optional: without a compiler, PyTorch does this work."""

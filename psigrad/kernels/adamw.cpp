@@ -1,5 +1,4 @@
-// AdamW's step of bfloat16 weights through their float32 masters, with moments of 8 bits or without masters, and the norm of their
-// gradients.
+// Steps of AdamW on bfloat16 weights with float32 masters, with 8-bit moments or without masters, and the norm of their gradients.
 #include <algorithm>
 #include <vector>
 
@@ -7,12 +6,12 @@
 
 namespace {
 
-// Numbers of a tensor that a thread takes at a time. Sums over them are added up in their order, whoever made them.
+// The number of elements that a thread processes at a time. Their sums are added in order, so that the total does not depend on threads.
 constexpr int64_t PIECE = 1 << 14;
 
 double squares(const bfloat16* x, int64_t count) {
     double sum = 0;
-    constexpr int64_t SHORT = 64 * WIDTH;  // so few that float32 adds them up well
+    constexpr int64_t SHORT = 64 * WIDTH;  // so few that a float32 sum is exact enough
     for (int64_t start = 0; start < count; start += SHORT) {
         vec part = {};
         over(std::min(SHORT, count - start), [&](int64_t i, auto lanes) {
@@ -24,14 +23,14 @@ double squares(const bfloat16* x, int64_t count) {
     return sum;
 }
 
-// Neighbours whose moments share a scale.
+// The number of neighbours whose moments share a scale.
 constexpr int64_t BLOCK = 256;
 static_assert(PIECE % BLOCK == 0);
-// Magnitudes from 2^-24 to 1 in cells of their upper 16 bits: no cell has more than one middle of two levels.
+// Magnitudes from 2^-24 to 1 are divided into cells with the same upper 16 bits. A cell contains at most one middle of two levels.
 constexpr int32_t LOWEST = 103 << 7, CELLS = (24 << 7) + 1;
 
-// Numbers between -1 and 1 in 8 bits: the levels, the middles between neighbours with infinity behind them, and the first level that a
-// number of each cell may have, of positive ones and then of negative ones.
+// An 8-bit code of numbers between -1 and 1: the levels, the middles between them followed by infinity, and for each cell the first level to
+// which its numbers can be rounded. `places` has the cells of positive numbers, and then those of negative numbers.
 struct Code {
     const float *levels, *middles;
     const uint8_t* places;
@@ -41,7 +40,7 @@ inline void decoded(float* to, const uint8_t* codes, float scale, const Code& co
     for (int64_t i = 0; i < count; i++) to[i] = code.levels[codes[i]] * scale;
 }
 
-// Each to the nearest level; returns the scale.
+// Rounds each number to the nearest level, and returns the scale.
 inline float encoded(uint8_t* codes, const float* x, const Code& code, int64_t count) {
     float most = 0;
     for (int64_t i = 0; i < count; i++) most = std::max(most, std::fabs(x[i]));
@@ -56,14 +55,14 @@ inline float encoded(uint8_t* codes, const float* x, const Code& code, int64_t c
     return most;
 }
 
-// Thirty-two bits from a counter (Wellons 2018, lowbias32).
+// Returns 32 pseudorandom bits from a counter (Wellons 2018, lowbias32).
 inline words mixed(words x) {
     x = (x ^ x >> 16) * 0x7feb352du;
     x = (x ^ x >> 15) * 0x846ca68bu;
     return x ^ x >> 16;
 }
 
-// To one of the two neighbours, to either as often as the mean demands.
+// Rounds each number at random to one of the two nearest bfloat16 numbers, so that the expected value is x.
 inline void rounded_by_chance(bfloat16* to, int64_t count, vec x, uint32_t index, uint32_t seed) {
     words lane = {};
     for (int i = 0; i < WIDTH; i++) lane[i] = index + i;
@@ -75,7 +74,7 @@ inline void rounded_by_chance(bfloat16* to, int64_t count, vec x, uint32_t index
 
 extern "C" {
 
-// The sum of the squares of tensors of `counts` numbers.
+// *out = the sum of the squares of all elements of some tensors, which have `counts` elements
 void squared_norm(double* out, const bfloat16* const* tensors, const int64_t* counts, int64_t number, int threads) {
     double sum = 0;
     std::vector<double> parts;
@@ -95,13 +94,13 @@ struct Weight {
     float *first, *second;
     int64_t count;
 };
-// Of a weight: 1 - learning rate · weight decay, learning rate / (1 - beta1^step), 1 / sqrt(1 - beta2^step).
+// The factors of a weight: 1 - learning rate · weight decay, learning rate / (1 - beta1^step), 1 / sqrt(1 - beta2^step).
 struct Factors {
     float keep, rate, correction;
 };
 
-// One step of each weight, along its gradient times `scale`; `new1` is 1 - beta1, `new2` 1 - beta2, whose difference from 1 float32 would
-// round.
+// Takes a step on each weight, with its gradient times `scale`. `new1` is 1 - beta1 and `new2` is 1 - beta2. They are arguments because
+// float32 would round the differences.
 void adamw_bf16(const Weight* weights, const Factors* factors, int64_t number, float new1, float beta2, float new2, float eps, float scale, int threads) {
     int64_t all = 0;
     for (int64_t t = 0; t < number; t++) all += weights[t].count;
@@ -122,8 +121,8 @@ void adamw_bf16(const Weight* weights, const Factors* factors, int64_t number, f
     }
 }
 
-// A weight stepped in little memory: float32 in `master`, bfloat16 in `stored`, or both; without a master `stored` is rounded by chance.
-// The gradient is float32, or bfloat16 where `half`; moments are float32, or codes with the scales of their blocks.
+// A weight with less memory: float32 in `master`, bfloat16 in `stored`, or both. Without a master, `stored` is rounded at random. The
+// gradient is bfloat16 if `half`, else float32. The moments are float32, or codes with the scales of their blocks.
 struct Frugal {
     float* master;
     bfloat16* stored;

@@ -1,6 +1,7 @@
-// Sums of products of bfloat16 pairs by Intel's AMX: one instruction multiplies a tile of 16 rows of 16 pairs by one of 16 pairs in 16
-// columns. It sums the first and the second of the pairs apart, each product rounded once, and then both and what was there; what is
-// denormal counts as 0, and so does a denormal sum ("Intel 64 and IA-32 Architectures Software Developer's Manual", TDPBF16PS).
+// Products of bfloat16 matrices by Intel's AMX. One instruction multiplies a tile of 16 rows with 16 pairs each by a tile of 16 pairs in 16
+// columns. It sums the products of the first and of the second elements of the pairs separately, with one rounding per product, and then
+// adds both sums to the tile. Denormal inputs and sums count as 0 ("Intel 64 and IA-32 Architectures Software Developer's Manual",
+// TDPBF16PS).
 #pragma once
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -9,29 +10,29 @@
 
 #include "common.h"
 
-// Rows and columns of a tile, and its pairs.
+// The numbers of rows, of columns and of pairs of a tile.
 constexpr int64_t EDGE = 16;
 
-// Whether Linux lets this process use tiles: it makes room for their 8 KiB in the state of its threads when asked.
+// Returns true if Linux lets this process use tiles. A process must request them, because they add 8 KiB to the state of each thread.
 static bool tiles_granted() {
     constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
     static const bool granted = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
     return granted;
 }
 
-// The tiles of a thread, given back at the end. Sums are in 0 to 3: two by two where there are more than 16 rows, else one by four. A is in
-// 4 and, its lower rows, in 5; the panel in 6, 7 and, where it is free, 5.
+// The tile registers of a thread, which are released at the end. Registers 0 to 3 hold sums: two by two tiles if there are more than 16
+// rows, else one by four. Register 4 holds A's upper 16 rows, 5 its lower rows, and 6, 7 and, if it is free, 5 the panel.
 class Tiles {
   public:
-    // The most rows at once.
+    // The most rows in one call of `multiply`.
     static constexpr int64_t ROWS = 2 * EDGE;
 
     ~Tiles() {
         if (shaped) _tile_release();
     }
 
-    // sums[m, PANEL] (+)= a[m, 2 pairs] panel[pairs, PANEL]: `a` by any strides, in numbers, between its rows and its pairs. What lies
-    // beside them is not read: it may be NaN, which times 0 is NaN.
+    // sums[m, PANEL] (+)= a[m, 2 pairs] panel[pairs, PANEL]. `a` has any strides, in numbers, between its rows and between its pairs. Memory
+    // outside the m rows and the pairs is not read, because it may be NaN, and NaN times 0 is NaN.
     void multiply(int64_t m, float* sums, const bfloat16* a, int64_t a_row, int64_t a_pair, const uint32_t* panel, int64_t pairs, bool add) {
         static_assert(PANEL == 4 * EDGE, "four tiles stand side by side");
         alignas(64) uint32_t some[ROWS * EDGE], last[EDGE * PANEL];
@@ -62,13 +63,13 @@ class Tiles {
     }
 
   private:
-    static constexpr int64_t ACROSS = PANEL * 4;  // bytes between the rows of sums, and of a panel
+    static constexpr int64_t ACROSS = PANEL * 4;  // the row stride of sums and of a panel, in bytes
     int64_t shaped = 0;
 
-    // What was written must be in memory: to GCC's intrinsics loading a tile is no reading of it.
+    // Makes the compiler write pending stores to memory. GCC does not know that the intrinsic that loads a tile reads memory.
     static void settle() { asm volatile("" ::: "memory"); }
 
-    // Tiles for m rows.
+    // Configures the tile registers for m rows.
     void shape(int64_t m) {
         if (m == shaped) return;
         const int64_t upper = std::min(m, EDGE), lower = m > EDGE ? m - EDGE : upper;
@@ -84,7 +85,7 @@ class Tiles {
         shaped = m;
     }
 
-    // [m, 16] words of `a`, 0 from `count` on
+    // Copies m rows of `count` pairs of `a` to `to` [m, 16], with 0 in the remaining columns.
     static void gather(uint32_t* to, int64_t m, const bfloat16* a, int64_t a_row, int64_t a_pair, int64_t count) {
         std::fill_n(to, m * EDGE, 0);
         for (int64_t i = 0; i < m; i++)
@@ -106,7 +107,7 @@ class Tiles {
         }
     }
 
-    // Sixteen pairs of A, `apart` numbers from row to row, with those of the panel.
+    // Multiplies sixteen pairs of each row of A by those of the panel, and adds the products to the sums. `apart` is A's row stride.
     static void step(bool two, const bfloat16* a, int64_t apart, const uint32_t* b) {
         settle();
         _tile_loadd(4, a, 2 * apart);

@@ -1,4 +1,4 @@
-// Attention over packed sequences that share prefixes, its gradient, and one step of decoding from a cache.
+// Attention over packed sequences that share prefixes, its gradient, and attention of a decoding step with a key-value cache.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -7,18 +7,19 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 24;  // queries at once
-constexpr int64_t AHEAD = 2 * BLOCK;  // keys and values that are fetched before they are wanted, of a sequence or of the next
+constexpr int64_t BLOCK = 24;  // the number of queries that are processed together
+constexpr int64_t AHEAD = 2 * BLOCK;  // how many rows ahead keys and values are prefetched
 
-// G groups: a prefix (start, length) and members[first[g] .. first[g + 1]) of (start, length, base) that continue its first `base`
-// tokens, the longest base first. A prefix attends to itself, a member to what it continues and itself; column = position.
+// The sequences of a packed row in G groups. A group g has a prefix (start, length) and the members first[g] .. first[g + 1], which are
+// (start, length, base) and continue the first `base` tokens of the prefix. They are sorted, the longest base first. A prefix attends to
+// itself, and a member to the tokens that it continues and to itself. The column of a key in the scores is its position in the text.
 struct Plan {
     const int64_t *prefixes, *members, *first;
     int64_t groups, heads, kv_heads, dim, window;
     float scale;
 };
 
-// Rows of one kind in a table of several: queries and keys stand beside one another in a row.
+// The queries, the keys or the values in a table whose rows contain several of these side by side. `row` is the row stride.
 template <class T>
 struct Rows {
     T* at;
@@ -26,8 +27,8 @@ struct Rows {
     T* head(int64_t r, int64_t h, int64_t dim) const { return at + r * row + h * dim; }
 };
 
-// What a thread keeps of one unit of work after another (a group, a key head): keys and values of the prefix and the current member.
-// The units leave the sums of gradients 0.
+// A thread's memory, which is reused for each unit of work (a group and a key head). It holds the keys and values of the prefix and of the
+// current member. Each unit resets the sums of gradients to 0 at its end.
 struct Room {
     int64_t dim, wide, ld;
     std::vector<float> keys_t, values_t, keys, values, query, up, scores, slopes, dkeys, dvalues, out;
@@ -43,7 +44,7 @@ struct Room {
         copy(gradient ? keys.data() : nullptr, keys_t.data(), k, head, start, length, column);
         copy(values.data(), gradient ? values_t.data() : nullptr, v, head, start, length, column);
     }
-    // into [column, wide] and, transposed, into [dim, column]
+    // Copies rows to `plain` [column, wide] and, transposed, to `transposed` [dim, column], unless these are null.
     template <class T>
     void copy(float* plain, float* transposed, Rows<const T> from, int64_t head, int64_t start, int64_t length, int64_t column) {
         over(length, [&](int64_t j, auto rows) {
@@ -61,7 +62,7 @@ struct Room {
     }
 };
 
-// Of any group's prefix with a member.
+// Returns the largest number of columns in any group: the length of a prefix, or of a member with the tokens that it continues.
 int64_t longest(const Plan& p) {
     int64_t most = 0;
     for (int64_t g = 0; g < p.groups; g++) {
@@ -72,7 +73,8 @@ int64_t longest(const Plan& p) {
     return most;
 }
 
-// Every query block of a group under one key head: run(head, start, base, first, count), after its keys have entered.
+// Processes a group for one key head: the prefix, and then each member. Calls `enter` with the keys of a sequence, then
+// run(head, start, base, first, count) for each block of its queries, and `done` for keys that no later query attends to.
 template <class Enter, class Run, class Done>
 void walk(const Plan& p, int64_t g, int64_t kv, Enter enter, Run run, Done done) {
     int64_t share = p.heads / p.kv_heads, prefix = p.prefixes[2 * g + 1];
@@ -84,7 +86,7 @@ void walk(const Plan& p, int64_t g, int64_t kv, Enter enter, Run run, Done done)
     blocks(p.prefixes[2 * g], prefix, 0);
     for (int64_t m = p.first[g]; m < p.first[g + 1]; m++) {
         int64_t start = p.members[3 * m], length = p.members[3 * m + 1], base = p.members[3 * m + 2];
-        // no later member sees what of the prefix stands in the columns that this one takes
+        // this member's keys overwrite the prefix's columns from `base` on, which no later member attends to
         if (base < prefix) done(p.prefixes[2 * g] + base, prefix - base, base);
         prefix = std::min(prefix, base);
         enter(start, length, base);
@@ -102,13 +104,15 @@ void block_of(float* to, Rows<const T> from, int64_t start, int64_t count, int64
     }
 }
 
-// A row that will be wanted soon. The rows of a head lie apart, and each slot's are a stream too short for the processor to foresee.
+// Prefetches a row that is needed soon. The processor does not predict this itself, because the rows of a head are not contiguous, and those
+// of a slot are too few.
 template <class T>
 void fetch(const T* row, int64_t dim) {
     for (int64_t d = 0; d < dim; d += 64 / sizeof(T)) __builtin_prefetch(row + d);
 }
 
-// s[low .. high) <- exp(s - top), 0 beside it in its vectors; their sum. s has room for a multiple of 16.
+// Replaces s[low .. high) by exp(s - top), and returns the sum. The other numbers in the first and last vector become 0. The size of s must
+// be a multiple of 16.
 float exponentials(float* s, int64_t low, int64_t high, float top) {
     vec sum = {};
     for (int64_t j = low / WIDTH * WIDTH; j < high; j += WIDTH) {
@@ -215,19 +219,19 @@ void backward(Rows<T> dq, Rows<T> dk, Rows<T> dv, const T* dout, const T* out, c
     }
 }
 
-// The slots' own keys [slots, kv_heads, blocks of 16, dim, 16] and values [slots, kv_heads, capacity, dim], and each group's prompt, to be
-// read from one end to the other: keys as well in blocks, values [kv_heads, length, dim filled up to a multiple of 16].
+// The key-value cache. A slot has the keys [kv_heads, blocks of 16, dim, 16] and values [kv_heads, capacity, dim] of a completion. The keys
+// of a group's prompt are in the same blocks, and its values are [kv_heads, length, dim padded to a multiple of 16]. Both are read in order.
 template <class T>
 struct Cache {
     T *keys, *values;
-    const int64_t *slots, *places;  // [rows] which slot a row continues, and where its token goes there
+    const int64_t *slots, *places;  // [rows] the slot of each row, and the position of its token in the slot
     int64_t capacity;
     const float *const *prompt_keys, *const *prompt_values;
     const int64_t *prompt_lengths, *first;  // rows first[g] .. first[g + 1] continue prompt g
     int64_t groups;
 };
 
-// Keys and values of prompts from rows `starts`, of `lengths`, as `Cache` has them.
+// Copies the keys and values of prompts into the layout of `Cache`. Prompt g has lengths[g] rows of k and v from starts[g].
 template <class T>
 void tables(float* const* keys, float* const* values, Rows<const T> k, Rows<const T> v, const int64_t* starts, const int64_t* lengths, int64_t prompts, int64_t kv_heads, int64_t dim, int threads) {
     int64_t wide = padded(dim);
@@ -249,7 +253,8 @@ void tables(float* const* keys, float* const* values, Rows<const T> k, Rows<cons
         }
 }
 
-// use(rows, row) with `count` rows as the products take them, a multiple of 16 wide and `row` apart: as they stand, or else widened.
+// Calls use(rows, row) with `count` rows whose width is a multiple of 16, as the products need. `row` is the row stride. If `dim` is no such
+// multiple, the rows are first copied to `room` and padded with 0.
 template <class T, class Use>
 inline void with_rows(const T* rows, int64_t count, int64_t dim, std::vector<float>& room, Use use) {
     int64_t wide = padded(dim);
@@ -260,8 +265,8 @@ inline void with_rows(const T* rows, int64_t count, int64_t dim, std::vector<flo
     use((const float*)room.data(), wide);
 }
 
-// One group under one key head: the queries of all its rows pass over the prompt's keys and values together. Every sum is of the same
-// numbers in the same order as in `forward`, whose bits come out.
+// A decoding step of one group for one key head. The queries of all rows of the group read the prompt's keys and values together. Every sum
+// has the same numbers in the same order as in `forward`, so that the results have the same bits.
 template <class T>
 struct Step {
     const Plan& p;
@@ -297,7 +302,7 @@ struct Step {
         }
     }
 
-    // where the keys and values of a row's slot begin
+    // Returns the index at which the keys and values of a row's slot begin.
     int64_t own(int64_t row, int64_t kv) const { return (c.slots[row] * p.kv_heads + kv) * c.capacity * p.dim; }
 
     void own_scores(Rows<const T> k, Rows<const T> v, int64_t row, int64_t m, int64_t kv, int64_t prompt) {
@@ -315,7 +320,7 @@ struct Step {
         }
     }
 
-    // scores to their exponentials, what these are to be multiplied with to sum to 1, and their log sum exp
+    // Replaces scores by their exponentials, and returns their log-sum-exp. The exponentials times `scale` sum to 1.
     float weigh(float* s, int64_t length, float& scale) const {
         int64_t low = lowest(p, length - 1);
         float top = s[low];
@@ -342,25 +347,25 @@ void one_step(T* out, float* normaliser, Rows<const T> q, Rows<const T> k, Rows<
 
 extern "C" {
 
-// out[S, heads, dim], normaliser[S, heads] = log sum exp of the scaled scores; q, k, v are rows of tables of these widths
+// Computes the output out[S, heads, dim] and normaliser[S, heads], the log-sum-exp of the scaled scores. q, k and v have these row strides.
 void attention(int half, void* out, float* normaliser, const void* q, const void* k, const void* v, int64_t q_row, int64_t k_row, int64_t v_row, const int64_t* prefixes, const int64_t* members, const int64_t* first, int64_t groups, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window, float scale, int threads) {
     Plan p{prefixes, members, first, groups, heads, kv_heads, dim, window, scale};
     BOTH(half, forward<T>((T*)out, normaliser, {(const T*)q, q_row}, {(const T*)k, k_row}, {(const T*)v, v_row}, p, threads))
 }
 
-// gradient[S, row] = d[q | k | v]
+// gradient[S, row] = the gradient of [q | k | v]
 void attention_gradient(int half, void* gradient, int64_t row, const void* dout, const void* out, const float* normaliser, const void* q, const void* k, const void* v, int64_t q_row, int64_t k_row, int64_t v_row, const int64_t* prefixes, const int64_t* members, const int64_t* first, int64_t groups, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window, float scale, int threads) {
     Plan p{prefixes, members, first, groups, heads, kv_heads, dim, window, scale};
     BOTH(half, backward<T>({(T*)gradient, row}, {(T*)gradient + heads * dim, row}, {(T*)gradient + (heads + kv_heads) * dim, row}, (const T*)dout, (const T*)out, normaliser, {(const T*)q, q_row}, {(const T*)k, k_row}, {(const T*)v, v_row}, p, threads))
 }
 
-// Of prompts whose rows start at `starts`: their keys and values as `decode` reads them.
+// Writes the keys and values of prompts in the layout that `decode` reads. Prompt g has lengths[g] rows from starts[g].
 void prompt_tables(int half, void* keys, void* values, const void* k, const void* v, int64_t k_row, int64_t v_row, const int64_t* starts, const int64_t* lengths, int64_t prompts, int64_t kv_heads, int64_t dim, int threads) {
     BOTH(half, tables<T>((float* const*)keys, (float* const*)values, {(const T*)k, k_row}, {(const T*)v, v_row}, starts, lengths, prompts, kv_heads, dim, threads))
 }
 
-// out[rows, heads, dim] and normaliser[rows, heads] of one new token for each of some slots, where its key and value enter tables as
-// `Cache` describes them; capacity is a multiple of 16
+// Computes out[rows, heads, dim] and normaliser[rows, heads] for one new token in each of some slots, and appends the token's key and value
+// to the slot (see `Cache`). `capacity` must be a multiple of 16.
 void decode(int half, void* out, float* normaliser, const void* q, const void* k, const void* v, int64_t q_row, int64_t k_row, int64_t v_row, void* keys, void* values, const int64_t* slots, const int64_t* places, int64_t capacity, const void* prompt_keys, const void* prompt_values, const int64_t* prompt_lengths, const int64_t* first, int64_t groups, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window, float scale, int threads) {
     Plan p{nullptr, nullptr, nullptr, 0, heads, kv_heads, dim, window, scale};
     BOTH(half, one_step<T>((T*)out, normaliser, {(const T*)q, q_row}, {(const T*)k, k_row}, {(const T*)v, v_row}, {(T*)keys, (T*)values, slots, places, capacity, (const float* const*)prompt_keys, (const float* const*)prompt_values, prompt_lengths, first, groups}, p, threads))

@@ -1,4 +1,4 @@
-"""The compiled kernels: a wheel's library for this kind of processor, or one that is compiled, tested and cached on first use.
+"""The library of compiled kernels: a wheel's, if it has one for this processor, or one that is compiled and cached on first use.
 
 A cached library is loaded only if its folder and file belong to this user alone. Its SHA-256 must be the one recorded when it was
 compiled. A damaged library is compiled again.
@@ -40,7 +40,7 @@ SOURCES = (
     "towers.cpp",
 )
 HEADERS = ("common.h", "codes.h", "amx.h")
-# Without masks, GCC vectorises no loop that chooses between floats, as that may trap where the program would not: exp in AVX2.
+# Without -fno-trapping-math, GCC does not vectorise a loop that chooses between floats, such as exp with AVX2.
 FLAGS: tuple[str, ...] = ("-O3", "-march=native", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared", "-std=c++17")
 PORTABLE = tuple(flag for flag in FLAGS if flag not in ("-march=native", "-shared"))  # for objects of one of `LEVELS`
 if platform.machine() == "x86_64":
@@ -55,7 +55,10 @@ def compiler() -> str | None:
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """Return the compiled kernels, or the reason why there are none. Raises `UserError` for a level that this processor lacks."""
+    """Return the library of compiled kernels, or a string with the reason why there is none.
+
+    Raises `UserError` if the environment names a level that this processor lacks.
+    """
     level = forced_level()
     if level == "0":
         return f"{SWITCH}=0"
@@ -86,7 +89,9 @@ def prebuilt() -> Path | None:
 
 
 def _load_prebuilt(path: Path) -> ctypes.CDLL:
-    """Load a library that is linked to no OpenMP: the process already has torch's, under a name that depends on torch's build."""
+    """Load a wheel's library after torch's OpenMP library. It is not linked to one, because torch's has a name that depends on
+    the build of torch.
+    """
     import torch
 
     for threads in Path(torch.__file__).parent.glob("lib/libgomp*.so*"):
@@ -95,7 +100,10 @@ def _load_prebuilt(path: Path) -> ctypes.CDLL:
 
 
 def bind(loaded: ctypes.CDLL, signatures: Mapping[str, str]) -> SimpleNamespace:
-    """Return functions of the library by name, from their kinds of arguments: p pointer, i int64, f float, t int."""
+    """Return the library's functions as attributes of a namespace.
+
+    `signatures` has one letter per argument of each function: p is a pointer, i an int64, f a float, and t an int.
+    """
     codes = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "t": ctypes.c_int}
     found = SimpleNamespace()
     for name, kinds in signatures.items():
@@ -106,7 +114,10 @@ def bind(loaded: ctypes.CDLL, signatures: Mapping[str, str]) -> SimpleNamespace:
 
 
 def _key(program: str) -> str:
-    """Return a hash of sources, flags, compiler and processor, since machines of different kinds may share a home folder."""
+    """Return a hash of the sources, flags, compiler and processor, which names the library in the cache folder.
+
+    Machines with different processors may share a home folder.
+    """
     source = resources.files("psigrad.kernels")
     parts = [(source / name).read_text(encoding="utf-8") for name in (*SOURCES, *HEADERS)]
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
@@ -121,7 +132,7 @@ def _flags() -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Let one process compile in the folder. Another one waits, then finds the library. Remove leftovers of killed compiles."""
+    """Lock the folder, so that one process compiles in it and others wait for its library. Remove what killed ones left."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _claim(folder)
     with (folder / ".lock").open("a") as lock:
@@ -147,7 +158,7 @@ def _claim(folder: Path) -> None:
 
 
 def _sound(path: Path) -> bool:
-    """Return True if the library is intact and only its owner could have written it."""
+    """Return True if the library has its recorded SHA-256, and only its owner, this user, could have written it."""
     try:
         for file in (path, _note(path)):
             found = file.lstat()
@@ -167,7 +178,7 @@ def _sha256(path: Path) -> str:
 
 
 def _compile(program: str, path: Path) -> None:
-    """Compile and test under a temporary name, then rename. A crash leaves either nothing or the complete library."""
+    """Compile and test the library under a temporary name, then rename it. A crash leaves nothing or the complete library."""
     with (
         tempfile.TemporaryDirectory(dir=path.parent) as folder,
         resources.as_file(resources.files("psigrad.kernels")) as source,
@@ -189,7 +200,7 @@ def _compile(program: str, path: Path) -> None:
         made.replace(path)
 
 
-# Compute 1² + 2² + … + 100² in a separate process, since code for another processor would kill it.
+# Compute 1² + 2² + … + 100² in a separate process, which is killed if the code needs instructions that this processor lacks.
 _SELF_TEST = """
 import ctypes, sys
 library = ctypes.CDLL(sys.argv[1])

@@ -1,6 +1,7 @@
-// Chunks of tokens of layers with state, and their gradients: the gated delta rule (Yang, Kautz & Hatamizadeh 2024, arXiv:2412.06464) and,
-// without its correction, Mamba-2 (Dao & Gu 2024, arXiv:2405.21060). For each token S <- e^g S, S <- S + k u^T and o = S^T q, where u is
-// beta (v - S^T k) or, in Mamba-2, beta v. Within a chunk the u solve a triangular system, and the rest is products of matrices.
+// Recurrent layers over whole sequences, in chunks of tokens, with their gradients: the gated delta rule (Yang, Kautz & Hatamizadeh 2024,
+// arXiv:2412.06464) and Mamba-2 (Dao & Gu 2024, arXiv:2405.21060). For each token S <- e^g S, S <- S + k u^T and o = S^T q, where u is
+// beta (v - S^T k), or in Mamba-2 beta v. Within a chunk, the vectors u are the solution of a triangular system, and everything else is
+// matrix products.
 #include <algorithm>
 #include <vector>
 
@@ -11,7 +12,8 @@ namespace {
 constexpr int64_t CHUNK = 32;
 typedef std::vector<float> floats;
 
-// C[m, n] (+)= A[m, k] B[k, n], n a multiple of 16, and the same with A[k, m] transposed. Out of line: each takes 4 KB of code.
+// C[m, n] (+)= A[m, k] B[k, n], and the same for a transposed A[k, m]. n is a multiple of 16. They are not inlined, because each has 4 KB of
+// code.
 __attribute__((noinline)) void times(int64_t m, int64_t n, int64_t k, const float* a, int64_t a_row, const float* b, int64_t b_row, float* c, int64_t c_row, bool add) {
     multiply(m, n, k, a, a_row, 1, b, b_row, c, c_row, add);
 }
@@ -19,7 +21,8 @@ __attribute__((noinline)) void turned_times(int64_t m, int64_t n, int64_t k, con
     multiply(m, n, k, a, 1, a_col, b, b_row, c, c_row, add);
 }
 
-// to[columns, to_row] from from[rows, from_row]; columns is a multiple of 16, and zeros fill up the rows.
+// Transposes `from` [rows, columns] to `to` [columns, rows], padded with zeros. The row strides are from_row and to_row. `columns` is a
+// multiple of 16.
 void transpose(const float* from, int64_t from_row, int64_t rows, int64_t columns, float* to, int64_t to_row) {
     for (int64_t i = 0; i < padded(rows); i += WIDTH)
         for (int64_t j = 0; j < columns; j += WIDTH) {
@@ -30,7 +33,7 @@ void transpose(const float* from, int64_t from_row, int64_t rows, int64_t column
         }
 }
 
-// to += x y, and the inner product of x and y, both of n numbers, a multiple of 16
+// add_scaled computes to += x y, and scale computes to *= x, for n numbers. n is a multiple of 16.
 void add_scaled(float* to, float x, const float* y, int64_t n) {
     for (int64_t j = 0; j < n; j += WIDTH) narrow(to + j, multiply_add(spread(x), widen(y + j), widen(to + j)));
 }
@@ -38,7 +41,7 @@ void scale(float* to, float x, int64_t n) {
     for (int64_t j = 0; j < n; j += WIDTH) narrow(to + j, widen(to + j) * x);
 }
 
-// Queries and keys [tokens, key_heads, width] and values [tokens, heads, values], with the distance between tokens.
+// The inputs: queries and keys [tokens, key_heads, width], and values [tokens, heads, values], with their row strides.
 template <class T>
 struct Inputs {
     const T *q, *k, *v;
@@ -46,13 +49,14 @@ struct Inputs {
     const float *g, *beta;  // [tokens, heads]
 };
 
-// `delta` is the gated delta rule, with normalised queries and keys and states [width, values]; Mamba-2's states are transposed.
+// The sizes of a layer. With `delta` it is the gated delta rule: queries and keys are normalised, and states are [width, values]. Otherwise
+// it is Mamba-2, whose states are [values, width].
 struct Shape {
     int64_t heads, key_heads, width, values, delta;
     int64_t state() const { return width * values; }
 };
 
-// What a thread keeps of a segment of tokens (start, length) under one key head.
+// A thread's computation of one segment of tokens (start, length) for one key head, with its memory.
 template <class T>
 struct Scan {
     const Inputs<T>& in;
@@ -69,7 +73,7 @@ struct Scan {
         keys_t.assign(wide * CHUNK, 0), u_t.assign(tall * CHUNK, 0), room.assign(CHUNK * wide, 0);
     }
 
-    // Normalises queries and keys, and divides queries by sqrt(width).
+    // Copies the queries and keys of a segment. For the gated delta rule, normalises them and divides queries by sqrt(width).
     void enter(const int64_t* segment, int64_t key_head) {
         start = segment[0], length = segment[1];
         query.assign(length * wide, 0), key.assign(length * wide, 0), q_norms.assign(length, 1), k_norms.assign(length, 1);
@@ -91,7 +95,8 @@ struct Scan {
     }
     float root_width() const { return s.delta ? 1.0f / std::sqrt((float)s.width) : 1.0f; }
 
-    // The state of one head from and to memory.
+    // `load` reads the state of one head, or zeros if `from` is null. `each` calls use(index in this object, index in memory) for all numbers
+    // of a state.
     void load(floats& to, const float* from) {
         if (!from) return std::fill(to.begin(), to.end(), 0.0f);
         each([&](int64_t here, int64_t there) { to[here] = from[there]; });
@@ -102,7 +107,8 @@ struct Scan {
             for (int64_t j = 0; j < s.values; j++) use(c * tall + j, s.delta ? c * s.values + j : j * s.width + c);
     }
 
-    // What forward and backward pass share of tokens first .. first + n: decays, the products of keys, and the system of the u.
+    // Computes what the forward and the backward pass of the tokens first .. first + n both need: the decays between tokens, the products of
+    // keys, and the triangular system of the u.
     void prepare(int64_t head, int64_t first) {
         n = std::min(CHUNK, length - first);
         float log[CHUNK], sum = 0;
@@ -130,7 +136,7 @@ struct Scan {
     }
     const T* value(int64_t head, int64_t i) const { return in.v + (start + i) * in.v_row + head * s.values; }
 
-    // Solves for u, moves the state on, and writes the outputs to out[tokens, heads, values] if it is given.
+    // Solves the system for the u of a chunk, updates the state, and writes the outputs to out[tokens, heads, values] unless it is null.
     void forward(int64_t head, int64_t first, float* out) {
         prepare(head, first);
         const float *k = key.data() + first * wide, *S = state.data();
@@ -161,7 +167,8 @@ struct Scan {
         turned_times(wide, tall, n, k, wide, scaled.data(), tall, state.data(), tall, true);
     }
 
-    // From the gradient of the state after a chunk, `slope`, and of its outputs to those of the state before it and of its inputs.
+    // Computes the gradients of a chunk's inputs, and of the state before the chunk, which replaces `slope`. Given are the gradient of the
+    // outputs, and that of the state after the chunk in `slope`.
     void backward(int64_t head, int64_t first, const float* given, float* dv, float* dg, float* db) {
         prepare(head, first), score(first), weigh_scores();
         const float *q = query.data() + first * wide, *k = key.data() + first * wide, *S = &starts[first / CHUNK * wide * tall];
@@ -171,7 +178,7 @@ struct Scan {
         for (int64_t i = 0; i < n; i++)
             over(s.values, [&](int64_t j, auto count) { give(&dout[i * tall + j], count, take(given + ((start + first + i) * s.heads + head) * s.values + j, count)); });
 
-        // the state after the chunk: gamma S + sum of decays k u^T
+        // the gradient through the state after the chunk: gamma S + sum of decay k u^T
         times(n, tall, wide, k, wide, slope.data(), tall, du.data(), tall, false);
         for (int64_t i = 0; i < n; i++) scale(&du[i * tall], last[i], tall);
         transpose(slope.data(), tall, wide, tall, flipped.data(), wide);
@@ -183,7 +190,7 @@ struct Scan {
             add_scaled(dk + i * wide, last[i], &room[i * wide], wide);
         }
 
-        // the outputs: gamma S^T q + scores u, and the system of the u
+        // the gradient through the outputs, gamma S^T q + scores u, and through the system of the u
         turned_times(n, tall, n, of_scores.data(), CHUNK, dout.data(), tall, du.data(), tall, true);
         if (s.delta)
             for (int64_t i = n - 2; i >= 0; i--) turned_times(1, tall, n - 1 - i, &system[(i + 1) * CHUNK + i], CHUNK, &du[(i + 1) * tall], tall, &du[i * tall], tall, true);
@@ -215,7 +222,7 @@ struct Scan {
         scale(slope.data(), gamma[n - 1], wide * tall);
         turned_times(wide, tall, n, q, wide, dout.data(), tall, slope.data(), tall, true);
 
-        // u before the system is solved: beta (v - gamma S^T k)
+        // the gradient through the right-hand side of the system, beta (v - gamma S^T k)
         for (int64_t i = 0; i < n; i++) {
             int64_t at = (start + first + i) * s.heads + head;
             vec sums = {};
@@ -243,7 +250,7 @@ struct Scan {
         }
     }
 
-    // Computes again what the backward pass reads, then goes through the chunks of one head from the last to the first.
+    // Runs the forward pass of one head again to get the state before each chunk, and then the backward pass from the last chunk to the first.
     void back(int64_t head, const float* begin, const float* given, float* dv, float* dg, float* db) {
         int64_t size = wide * tall;
         starts.resize((length + CHUNK - 1) / CHUNK * size);
@@ -255,7 +262,7 @@ struct Scan {
         for (int64_t first = (length + CHUNK - 1) / CHUNK * CHUNK - CHUNK; first >= 0; first -= CHUNK) backward(head, first, given, dv, dg, db);
     }
 
-    // The gradients of queries or keys before they were normalised.
+    // Writes the gradients of queries or keys before their normalisation to `to`, from those after it, `d`.
     void leave(const floats& d, const floats& normed, const floats& norms, float factor, float* to, int64_t key_head) {
         for (int64_t i = 0; i < length; i++) {
             const float *from = &d[i * wide], *x = &normed[i * wide];
@@ -266,8 +273,8 @@ struct Scan {
     }
 };
 
-// Segments (start, length, row of the state before it or -1, row of the state after it or -1); those of tree t, in the order in which they
-// continue one another, are first[t] .. first[t + 1].
+// The segments of a packed row: (start, length, row of the state before it or -1, row of the state after it or -1). The segments of tree t are
+// first[t] .. first[t + 1]. Each follows the segment that it continues.
 struct Trees {
     const int64_t *segments, *first;
     int64_t count;
@@ -294,7 +301,8 @@ void run(float* out, float* states, const Inputs<T>& in, const Trees& trees, con
     }
 }
 
-// The heads of a key head are divided into `parts`, each of which has its own gradients of queries and keys.
+// Runs the backward pass. The heads of each key head are divided into `parts`, which different threads can compute. Each part has its own
+// tensors of gradients of queries and keys, which the caller sums.
 template <class T>
 void run_back(float* dq, float* dk, float* dv, float* dg, float* db, float* slopes, const float* dout, const float* states, const Inputs<T>& in, const Trees& trees, const Shape& s, int64_t parts, int64_t tokens, int threads) {
     int64_t share = s.heads / s.key_heads / parts, size = tokens * s.key_heads * s.width;
@@ -329,7 +337,7 @@ void scan_chunks(int half, float* out, float* states, const void* q, const void*
     BOTH(half, run(out, states, Inputs<T>{(const T*)q, (const T*)k, (const T*)v, q_row, k_row, v_row, g, beta}, {segments, first, trees}, {heads, key_heads, width, values, delta}, threads));
 }
 
-// Adds to the gradients of the states, and overwrites all others.
+// Adds the gradients of the states to `slopes`, and overwrites the tensors of all other gradients.
 void scan_chunks_gradient(int half, float* dq, float* dk, float* dv, float* dg, float* db, float* slopes, const float* dout, const float* states, int64_t parts, int64_t tokens, const void* q, const void* k, const void* v, int64_t q_row, int64_t k_row, int64_t v_row, const float* g, const float* beta, const int64_t* segments, const int64_t* first, int64_t trees, int64_t heads, int64_t key_heads, int64_t width, int64_t values, int64_t delta, int threads) {
     BOTH(half, run_back(dq, dk, dv, dg, db, slopes, dout, states, Inputs<T>{(const T*)q, (const T*)k, (const T*)v, q_row, k_row, v_row, g, beta}, {segments, first, trees}, {heads, key_heads, width, values, delta}, parts, tokens, threads));
 }

@@ -1,23 +1,23 @@
-// Matrices in codes of 4 or 8 bits, and their numbers as the products read them.
+// Matrices that are quantised to codes of 4 or 8 bits, and their dequantisation for the matrix products.
 #pragma once
 #include <algorithm>
 
 #include "common.h"
 
-// Rows of a matrix whose codes stand side by side.
+// The number of rows whose codes are interleaved in memory (a panel).
 constexpr int64_t WIDE = 64;
 typedef uint8_t bytes __attribute__((vector_size(WIDTH)));
 
-// A matrix of `rows` rows, in panels of WIDE: number x = level * scale + offset. Neighbours in a row stand together, two of 4 bits in a byte,
-// the first below, or two of 8 in two bytes. Each `block` of a row has a scale, and an offset where there are any; 8 bits are levels
-// themselves.
+// A quantised matrix of `rows` rows, in panels of WIDE rows. A number is level * scale + offset. Two neighbours of a row are stored
+// together: 4-bit codes in one byte, the first in the lower half, and 8-bit codes in two bytes. Each `block` numbers of a row have a scale,
+// and an offset unless `offsets` is null. The level of a 4-bit code is in `levels`; that of an 8-bit code is the code itself.
 struct Codes {
     const uint8_t* codes;
     const float *scales, *offsets, *levels;
     int64_t rows, block, bits;
 };
 
-// Sixteen levels, in a register where it holds them all.
+// A table of sixteen levels, in a register if one register holds all of them.
 struct Levels {
     const float* table;
 #if defined(__AVX512F__)
@@ -37,7 +37,7 @@ struct Levels {
 #endif
 };
 
-// The levels of neighbours in WIDTH rows.
+// Reads the levels of two neighbours, `first` and `second`, in each of WIDTH rows.
 template <int BITS>
 inline void both_levels(vec& first, vec& second, const uint8_t* codes, const Levels& levels) {
     if constexpr (BITS == 4) {
@@ -53,7 +53,7 @@ inline void both_levels(vec& first, vec& second, const uint8_t* codes, const Lev
     }
 }
 
-// Both rounded to bfloat16, side by side in a word.
+// Returns both numbers rounded to bfloat16, in the lower and the upper half of a word.
 inline words paired(vec first, vec second) {
 #if defined(__AVX512BF16__)
     static const uint16_t TURNS[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
@@ -67,8 +67,8 @@ inline words paired(vec first, vec second) {
 #endif
 }
 
-// Columns from .. from + depth of COUNT rows from `row` on: as floats [depth, COUNT], or as pairs of bfloat16 [depth / 2, COUNT]. `from`
-// begins a block, and the rows are of one panel.
+// Dequantises the columns from .. from + depth of COUNT rows, the first of which is `row`. Writes floats [depth, COUNT], or if HALF
+// pairs of bfloat16 [depth / 2, COUNT]. `from` must be the start of a block, and the rows must be in one panel.
 template <bool HALF, int64_t COUNT, int BITS>
 inline void unpacked(void* to, const Codes& m, int64_t k, int64_t row, int64_t from, int64_t depth) {
     constexpr int64_t N = COUNT / WIDTH;

@@ -1,4 +1,4 @@
-"""Matrices in codes of 4 or 8 bits, in the layout that the kernels read: encoding and decoding."""
+"""Matrices that are quantised to codes of 4 or 8 bits, in the memory layout that the kernels read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 WIDE = 64
-"""The number of rows whose codes are interleaved."""
+"""The number of rows whose codes are interleaved in memory."""
 Kind = Literal["nf4", "int8", "gguf"]
 # The quantiles of a normal distribution between -1 and 1, with 0 (Dettmers et al. 2023, QLoRA, arXiv:2305.14314, appendix E).
 NF4 = (
@@ -26,12 +26,12 @@ BLOCKS = {"nf4": 64, "int8": 32}
 
 @dataclass(frozen=True)
 class CodedMatrix:
-    """A matrix [N, K] of numbers level · scale + offset, with N padded to a multiple of 64.
+    """A quantised matrix [N, K], with N padded to a multiple of 64. A number is level · scale + offset.
 
-    - `codes`, uint8 [N / 64, K / 2, 64] for 4 bits: two neighbours of a row in a byte, the first in the low half. For 8 bits
-      [N / 64, K / 2, 64, 2].
-    - `scales` and `offsets` (or None), float32 [N / 64, K / block, 64], for each `block` of a row.
-    - `levels`, float32 [16], the values of 4-bit codes. Codes of 8 bits are signed integers.
+    - `codes` of 4 bits are uint8 [N / 64, K / 2, 64]: a byte has two neighbours of a row, the first in the low half. Codes of 8
+      bits are [N / 64, K / 2, 64, 2].
+    - `scales` and `offsets` (or None) are float32 [N / 64, K / block, 64], one for each `block` elements of a row.
+    - `levels`, float32 [16], are the levels of 4-bit codes. The level of an 8-bit code is the code as a signed integer.
     """
 
     codes: Tensor
@@ -48,13 +48,13 @@ class CodedMatrix:
 
     @functools.cached_property
     def table(self) -> Tensor:
-        """The addresses and sizes that the kernels receive."""
+        """The addresses and sizes of the matrix as int64, in the order in which the kernels read them."""
         tensors = (self.codes, self.scales, self.offsets, self.levels)
         pointers = [0 if x is None else x.data_ptr() for x in tensors]
         return torch.tensor([*pointers, self.shape[0], self.block, self.bits])
 
     def by_torch(self, dtype: torch.dtype) -> Tensor:
-        """Return the numbers [N, K], without the kernels."""
+        """Return the dequantised numbers [N, K], computed by PyTorch."""
         rows, width = self.shape
         if self.bits == 4:
             levels = self.levels[torch.stack([self.codes & 15, self.codes >> 4], dim=-1).int()]
@@ -71,7 +71,10 @@ class CodedMatrix:
 
 
 def lay_out(codes: Tensor, scales: Tensor, offsets: Tensor | None, levels: Sequence[float], bits: int) -> CodedMatrix:
-    """Return a matrix of codes [N, K] (uint8 below 16, or int8) with scales and offsets [N, K / block]."""
+    """Return a `CodedMatrix` in the kernels' layout, from codes [N, K] and scales and offsets [N, K / block].
+
+    Codes of 4 bits are uint8 below 16, those of 8 bits int8.
+    """
     rows, width = codes.shape
     short = -rows % WIDE
 
@@ -87,16 +90,16 @@ def lay_out(codes: Tensor, scales: Tensor, offsets: Tensor | None, levels: Seque
 
 
 def can_code(weight: Tensor, kind: Kind) -> bool:
-    """Return True if `kind` can encode a matrix [N, K], whose rows must be whole blocks."""
+    """Return True if a matrix [N, K] can be quantised to `kind`, for which K must be a multiple of the block size."""
     return weight.dim() == 2 and kind in BLOCKS and weight.shape[1] % BLOCKS[kind] == 0
 
 
 @torch.no_grad()
 def code(weight: Tensor, kind: Kind) -> CodedMatrix:
-    """Encode a matrix by the levels of `kind`, each block scaled by its largest number.
+    """Quantise a matrix. Each block of a row is scaled by its largest absolute number.
 
-    nf4 takes the nearest level times the largest of the block (bitsandbytes' blocks of 64). int8 takes the nearest of 255 even
-    steps up to it (those of GGUF's Q8_0).
+    nf4 rounds to the nearest of 16 levels (in blocks of 64, as bitsandbytes). int8 rounds to the nearest of 255 evenly spaced
+    levels (in blocks of 32, as GGUF's Q8_0).
     """
     block, pieces = BLOCKS[kind], []
     middles = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(NF4)])

@@ -1,4 +1,5 @@
-// Types, conversions and the small matrix product that all kernels share. Arithmetic is float32 whatever is stored.
+// Types, conversions and the small matrix product that all kernels share. Numbers are stored as float32 or bfloat16, and
+// computed in float32.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -12,7 +13,7 @@
 #include <arm_neon.h>
 #endif
 
-// Numbers of one register. A wider vector would work too, but compilers then keep it in memory.
+// The number of floats in one vector register. Compilers keep a wider vector in memory instead.
 #if defined(__AVX512F__)
 constexpr int WIDTH = 16;
 #elif defined(__AVX__)
@@ -24,10 +25,10 @@ typedef float vec __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias))
 typedef int32_t ints __attribute__((vector_size(WIDTH * 4)));
 typedef uint32_t words __attribute__((vector_size(WIDTH * 4)));
 typedef uint16_t halves __attribute__((vector_size(WIDTH * 2)));
-// Numbers that stand together in what is laid out for the kernels, and the registers that they take.
+// The size of the blocks in the kernels' memory layouts, and the number of registers that hold one block.
 constexpr int64_t LANES = 16;
 constexpr int PARTS = LANES / WIDTH;
-// Numbers from which on it pays to wake other threads: they may be asleep, or another program's.
+// The number of elements from which a kernel uses several threads. For fewer, waking the threads takes longer than the work.
 constexpr int64_t WORTH_SHARING = 1 << 13;
 
 struct bfloat16 {
@@ -49,7 +50,7 @@ inline vec widen(const bfloat16* from) {
     return (vec)(__builtin_convertvector(bits, words) << 16);
 }
 inline void narrow(float* to, vec x) { *(vec*)to = x; }
-inline void narrow(bfloat16* to, vec x) {  // to the nearest, ties to even; NaN stays NaN
+inline void narrow(bfloat16* to, vec x) {  // round to the nearest, ties to even; NaN stays NaN
 #if defined(__AVX512BF16__)
     __m256bh out = _mm512_cvtneps_pbh((__m512)x);
 #else
@@ -59,7 +60,7 @@ inline void narrow(bfloat16* to, vec x) {  // to the nearest, ties to even; NaN 
     memcpy(to, &out, sizeof(out));
 }
 
-// -1 where low <= lane < high, else 0
+// Returns a mask: -1 where low <= lane < high, else 0.
 inline ints lanes(int64_t low, int64_t high) {
     static const int32_t COUNT[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     ints lane;
@@ -67,8 +68,8 @@ inline ints lanes(int64_t low, int64_t high) {
     return (lane >= int32_t(low)) & (lane < int32_t(high));
 }
 
-// The first `count` numbers of a vector, 0 after them, and their way back. By name where the processor leaves lanes out: a width that
-// is no multiple of WIDTH, heads of 40, has a last part in every row.
+// `take` loads `count` numbers into a vector, with 0 in the other lanes; `give` stores them. Masked instructions are used where the
+// processor has them, because a width that is no multiple of WIDTH (such as heads of 40) has an incomplete vector in every row.
 template <class T>
 inline vec take(const T* from, int64_t count) {
     if (count == WIDTH) return widen(from);
@@ -94,7 +95,7 @@ inline void give(T* to, int64_t count, vec x) {
     memcpy(to, room, count * sizeof(T));
 }
 
-// piece(i, count) for the n numbers of a row, a vector at a time: all of `count` but the last is the constant WIDTH.
+// Calls piece(i, count) for each vector of a row of n numbers. `count` is the constant WIDTH, except in a shorter last piece.
 template <class Piece>
 inline void over(int64_t n, Piece piece) {
     int64_t i = 0;
@@ -125,8 +126,8 @@ inline float total(vec x) {
     return sum;
 }
 
-// exp to about 1e-7 of its value; NaN stays NaN. Of vectors: of a number GCC makes a branch for what is out of bounds, computes that for
-// all numbers beside the rest and chooses, and 1 / (1 + exp(88)) takes many times as long as others, being denormal.
+// Returns exp(x) with a relative error of about 1e-7; NaN stays NaN. It is written for vectors: in a scalar version GCC computes
+// the values out of bounds for all numbers too, and the denormal 1 / (1 + exp(88)) takes many times as long as other numbers.
 inline vec exponential(vec x) {
     x = x < -87.0f ? spread(-87.0f) : x;
     x = x > 88.0f ? spread(88.0f) : x;
@@ -141,7 +142,7 @@ inline vec exponential(vec x) {
     return p * (vec)((__builtin_convertvector(n, ints) + 127) << 23);
 }
 
-// The inner product of n numbers, n a multiple of 16.
+// Returns the inner product of a and b, n numbers each. n is a multiple of 16.
 template <class T>
 inline float inner(const float* a, const T* b, int64_t n) {
     vec part[2 * PARTS] = {};  // sixteen numbers and the next sixteen
@@ -155,7 +156,8 @@ inline float inner(const float* a, const T* b, int64_t n) {
     return total(sum);
 }
 
-// a b + c, rounded once where the processor can. Left to itself a compiler does so in tiles of two rows and not in those of one.
+// Returns a b + c, rounded once if the processor can. It is explicit because compilers fuse the two operations in tiles of two rows
+// but not in tiles of one row, so that results would differ.
 inline vec multiply_add(vec a, vec b, vec c) {
 #if defined(__AVX512F__)
     return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -168,7 +170,7 @@ inline vec multiply_add(vec a, vec b, vec c) {
 #endif
 }
 
-// The largest tile of sums that the registers hold: 24 of 32 with AVX-512, 12 of 16 with AVX2, 8 of 16 with SSE.
+// The size of a tile of sums, as large as the registers allow: 24 of 32 with AVX-512, 12 of 16 with AVX2, 8 of 16 with SSE.
 #if defined(__AVX512F__)
 constexpr int TILE_ROWS = 6, TILE_COLUMNS = 4;
 #elif defined(__AVX__)
@@ -177,16 +179,16 @@ constexpr int TILE_ROWS = 6, TILE_COLUMNS = 1;
 constexpr int TILE_ROWS = 2, TILE_COLUMNS = 1;
 #endif
 
-// A packed matrix stands in panels of PANEL interleaved rows, as wide as a tile of sums.
+// A packed matrix is stored in panels of PANEL interleaved rows, as wide as a tile of sums.
 constexpr int64_t PANEL = LANES * TILE_COLUMNS;
-// Rows that a thread takes at a time in a product of any matrices, at most: half a MiB of them stays in a near cache beside a panel.
+// The most rows that a thread processes at a time in a product of any matrices. They are half a MiB, and fit into a cache with a panel.
 constexpr int64_t BLOCK_ROWS = 512;
 
-// Where it knows the strides GCC keeps a tile in registers; a function for any strides it gives a loop for each case of them, and its
-// sums are stored in every round.
+// GCC keeps a tile in registers if it knows the strides. Without inlining it compiles a loop for every case of strides, in which the sums
+// are stored in every iteration.
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
-// C[M, 16 NR] (+)= A[M, K] B[K, 16 NR]: A by any strides, B and C by rows.
+// C[M, 16 NR] (+)= A[M, K] B[K, 16 NR]. A has any strides; the rows of B and C are contiguous.
 template <int MR, int NR, class B>
 ALWAYS_INLINE void tile(int64_t k, const float* a, int64_t a_row, int64_t a_col, const B* b, int64_t b_row, float* c, int64_t c_row, bool add) {
     constexpr int N = NR * PARTS;
@@ -205,7 +207,7 @@ ALWAYS_INLINE void tile(int64_t k, const float* a, int64_t a_row, int64_t a_col,
         for (int j = 0; j < N; j++) *(vec*)(c + i * c_row + j * WIDTH) = sum[i][j];
 }
 
-// The last m < TILE_ROWS rows as one tile.
+// Computes the last m < TILE_ROWS rows as one tile.
 template <int NR, int MR = TILE_ROWS - 1, class B>
 ALWAYS_INLINE void last_tile(int64_t m, int64_t k, const float* a, int64_t a_row, int64_t a_col, const B* b, int64_t b_row, float* c, int64_t c_row, bool add) {
     if (m == MR) return tile<MR, NR>(k, a, a_row, a_col, b, b_row, c, c_row, add);
@@ -219,7 +221,7 @@ ALWAYS_INLINE void column_tiles(int64_t m, int64_t k, const float* a, int64_t a_
     last_tile<NR>(m - i, k, a + i * a_row, a_row, a_col, b, b_row, c + i * c_row, c_row, add);
 }
 
-// C[M, N] (+)= A[M, K] B[K, N], N a multiple of 16.
+// C[M, N] (+)= A[M, K] B[K, N]. N is a multiple of 16.
 template <class B>
 inline void multiply(int64_t m, int64_t n, int64_t k, const float* a, int64_t a_row, int64_t a_col, const B* b, int64_t b_row, float* c, int64_t c_row, bool add) {
     int64_t j = 0;
@@ -232,7 +234,7 @@ inline void multiply(int64_t m, int64_t n, int64_t k, const float* a, int64_t a_
 
 #ifdef __clang__
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else  // GCC has clang's from version 12 on
+#else  // GCC has __builtin_shufflevector only from version 12 on
 #define PICK(a, b, ...) __builtin_shuffle(a, b, ints{__VA_ARGS__})
 #endif
 
@@ -243,7 +245,7 @@ inline void swap_halves(vec& a, vec& b, std::integer_sequence<int, LANE...>) {
     a = first;
 }
 
-// A square of WIDTH vectors, transposed.
+// Transposes a square of WIDTH vectors in place.
 template <int HALF = WIDTH / 2>
 inline void turn(vec* a) {
     for (int i = 0; i < WIDTH; i++)
@@ -251,7 +253,7 @@ inline void turn(vec* a) {
     if constexpr (HALF > 1) turn<HALF / 2>(a);
 }
 
-// Runs a call with T as the stored type.
+// Runs `call` with T as the type of the stored numbers: bfloat16 if `half`, else float.
 #define BOTH(half, call)    \
     if (half) {             \
         using T = bfloat16; \

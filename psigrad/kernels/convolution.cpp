@@ -1,4 +1,4 @@
-// A convolution along packed sequences, channel by channel, with or without SiLU behind it, and its gradient.
+// A depthwise convolution along packed sequences, optionally followed by SiLU, and its gradient.
 #include <algorithm>
 #include <vector>
 
@@ -6,9 +6,10 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 128;  // channels that a thread takes at a time in the backward pass
+constexpr int64_t BLOCK = 128;  // the number of channels that a thread processes at a time in the backward pass
 
-// Row windows[token * taps + tap] of x[rows, channels] is what a tap sees (-1: zeros); weight[taps, channels].
+// The arguments of a convolution. For a token, tap number `tap` reads the row windows[token * taps + tap] of x[rows, channels], or zeros if
+// that is -1. `weight` is [taps, channels].
 template <class T>
 struct Convolution {
     const T* x;
@@ -76,7 +77,7 @@ void convolve(int half, void* out, const void* x, int64_t row, const float* weig
     BOTH(half, forward((T*)out, Convolution<T>{(const T*)x, row, weight, bias, windows, tokens, taps, channels, silu}, threads));
 }
 
-// dx[rows, channels] is overwritten, and the gradients of weight and bias are added to.
+// Writes the gradient of x to dx[rows, channels], and adds the gradients of weight and bias to dweight and dbias.
 void convolve_gradient(int half, void* dx, float* dweight, float* dbias, const void* dout, int64_t rows, const void* x, int64_t row, const float* weight, const float* bias, const int64_t* windows, int64_t tokens, int64_t taps, int64_t channels, int64_t silu, int threads) {
     BOTH(half, backward((T*)dx, dweight, dbias, (const T*)dout, rows, Convolution<T>{(const T*)x, row, weight, bias, windows, tokens, taps, channels, silu}, threads));
 }

@@ -1,5 +1,5 @@
-// One step of decoding through all layers, as one call: called one by one from Python, the kernels of a small model wait for it a
-// fifth of the time.
+// One decoding step through all layers in one call. If Python calls the kernels of a small model one by one, a fifth of the time is spent
+// waiting for Python.
 #include <algorithm>
 #include <vector>
 
@@ -18,12 +18,12 @@ void multiply_codes_bf16(void* out, const void* x, const Codes* codes, const voi
 
 namespace {
 
-// What the layer's four products multiply with: [q | k | v], output, [gate | up], down.
+// The four groups of matrices of a layer: [q | k | v], attention's output, [gate | up], down.
 enum { QKV, OUT, BOTH, DOWN, PRODUCTS };
 
-// One layer: its norms, the head norms (or null), its packed matrices, the bias of [q | k | v] (or null), matrices in codes that stand for
-// a packed one (or null), the packed A and s B of each product's adapters with how many numbers lie between them (0 where there are
-// none), its window.
+// The weights of one layer: the norms, the norms of queries and keys (or null), the packed matrices, the bias of [q | k | v] (or null), the
+// quantised matrices in place of packed ones (or null), the packed LoRA matrices A and s B of each group with their rank (0 without LoRA), and
+// the window.
 struct Weights {
     const void *norm, *feed_norm, *query_norm, *key_norm;
     const void *panels[PRODUCTS], *bias;
@@ -32,7 +32,7 @@ struct Weights {
     int64_t rank[PRODUCTS], window;
 };
 
-// What a layer makes of every row.
+// The addresses of the results of a layer.
 struct Made {
     char *y, *qkv, *mixed;
     float* normaliser;
@@ -44,7 +44,8 @@ struct Shape {
     float eps, head_eps, scale;
 };
 
-// Own keys and values of each layer [2, slots_there, kv_heads, capacity, dim], and those of prompts [layers, 2, groups].
+// The key-value cache: `own` has for each layer the keys and values [2, slots_there, kv_heads, capacity, dim] of the slots, and `prompts`
+// [layers, 2, groups] the addresses of those of the prompts.
 struct Caches {
     char* const* own;
     int64_t slots_there, capacity;
@@ -54,11 +55,11 @@ struct Caches {
     int64_t groups;
 };
 
-// Rows from .. to through all layers. room is for what no one reads afterwards, of all `rows` rows.
+// Computes the rows from .. to through all layers. `room` is temporary memory for all `rows` rows.
 void pass(int half, const Weights* weights, const Made* made, int64_t layers, const char* x, char* room, const float* cosine, const float* sine, const Caches& c, int64_t from, int64_t to, int64_t rows, const Shape& s, int threads) {
     int64_t queries = s.heads * s.dim, turning = (s.heads + s.kv_heads) * s.dim, row = turning + s.kv_heads * s.dim, size = half ? 2 : 4, count = to - from;
     int64_t table = c.slots_there * s.kv_heads * c.capacity * s.dim * size;
-    // the groups that these rows are of, and where each begins among the rows of this pass
+    // the first group of these rows, and the row at which each of their groups begins, counted from `from`
     int64_t group = std::upper_bound(c.first, c.first + c.groups + 1, from) - c.first - 1;
     std::vector<int64_t> first;
     for (int64_t g = group; g < c.groups && c.first[g] < to; g++) first.push_back(std::max(c.first[g], from) - from);
@@ -97,16 +98,16 @@ void pass(int half, const Weights* weights, const Made* made, int64_t layers, co
     }
 }
 
-// Rows of a thread from which on it goes through all layers with them alone: no thread waits for another, and what one made is not
-// fetched by another. With fewer the threads meet the matrices, each a part of them: read by every thread they would come too slowly.
+// The number of rows per thread from which each thread computes its rows through all layers by itself. No thread then waits for another or
+// reads another's results. With fewer rows, reading the matrices takes most of the time, so each thread reads a part of every matrix.
 constexpr int64_t ALONE = 48;
 
 }  // namespace
 
 extern "C" {
 
-// x[rows, width] through the layers, each of which reads the y of the one before. room has of every row width + (heads + kv_heads) dim +
-// inner + rank numbers, rank the largest of any product. A row's numbers depend on no other row.
+// Computes x[rows, width] through all layers. Each layer reads the result y of the previous one. `room` has width + (heads + kv_heads) dim +
+// inner + rank numbers per row, where `rank` is the largest of any group of matrices. A row's results do not depend on other rows.
 void decode_layers(int half, const void* weights, const void* made, int64_t layers, const char* x, char* room, const float* cosine, const float* sine, char* const* own, int64_t slots_there, int64_t capacity, const int64_t* slots, const int64_t* places, const void* const* prompts, const int64_t* prompt_lengths, const int64_t* first, int64_t groups, int64_t rows, int64_t width, int64_t inner, int64_t rank, int64_t heads, int64_t kv_heads, int64_t dim, float eps, float head_eps, float scale, int threads) {
     Caches c{own, slots_there, capacity, slots, places, prompts, prompt_lengths, first, groups};
     Shape s{width, inner, rank, heads, kv_heads, dim, eps, head_eps, scale};

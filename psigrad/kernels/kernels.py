@@ -1,4 +1,4 @@
-"""The kernels as functions of tensors: float32 or bfloat16 in memory, float32 inside. Every tensor has contiguous rows."""
+"""The C++ kernels as functions of tensors. Tensors are float32 or bfloat16 with contiguous rows; sums are in float32."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from psigrad.kernels.products import Products, TowerKernels, by_pytorch
 from psigrad.kernels.state_kernels import StateKernels
 
 _HALF = {torch.float32: 0, torch.bfloat16: 1}
-# The number of logits of a row whose exponentials are summed together.
+# The number of neighbouring logits of a row whose exponentials are summed together.
 STRETCH = 1024
 _SIGNATURES = {
     "rms_norm": "tpppiifft",
@@ -65,7 +65,10 @@ _SIGNATURES = {
 
 @dataclass(frozen=True)
 class Heads:
-    """The numbers of query heads and key heads, the width of a head, the epsilon of head norms, and the scale of the scores."""
+    """The sizes of attention: the numbers of query heads and of key heads, and the width `dim` of a head.
+
+    `eps` is the epsilon of the norms of queries and keys, and `scale` the factor of the scores.
+    """
 
     queries: int
     keys: int
@@ -75,15 +78,15 @@ class Heads:
 
     @property
     def row(self) -> int:
-        """The width of a row [q | k | v]."""
+        """The width of a row [q | k | v], in elements."""
         return (self.queries + 2 * self.keys) * self.dim
 
 
 class Spans:
-    """The positions of packed sequences: the `prefixes` (start, length), and for each the `members` (start, length, base).
+    """The positions of the sequences in a packed row, in the kernels' form.
 
-    A member continues the first `base` tokens of its prefix. A prefix attends to itself causally. A member attends to the tokens
-    that it continues, and causally to itself.
+    `prefixes` are (start, length). `members` has for each prefix the sequences (start, length, base) that continue its first
+    `base` tokens. A prefix attends to itself causally. A member attends to the tokens that it continues, and causally to itself.
     """
 
     def __init__(self, prefixes: Sequence[tuple[int, int]], members: Sequence[Sequence[tuple[int, int, int]]]) -> None:
@@ -97,24 +100,27 @@ class Spans:
 
 @dataclass(frozen=True)
 class Slots:
-    """A decoding step of B rows, each of which continues a slot, in G groups that share a prompt. All integers are int64."""
+    """The key-value cache in a decoding step of B rows, with one new token each. All integers are int64.
+
+    A slot of the cache stores the keys and values of one completion. The rows are in G groups, whose completions share a prompt.
+    """
 
     own: Sequence[Tensor]
-    """[2, slots, H_kv, capacity, D] for each layer: keys and values of each slot's own tokens. The capacity is a multiple of 16;
-    keys are stored in blocks [D, 16].
+    """[2, slots, H_kv, capacity, D] for each layer: the keys and values of each slot's completion. The capacity is a multiple of
+    16, and keys are stored in blocks [D, 16].
     """
     addresses: Tensor
-    """[layers] addresses of `own`."""
+    """[layers] the addresses of the tensors in `own`."""
     slots: Tensor
-    """[B] the slot that each row continues."""
+    """[B] the slot of each row."""
     places: Tensor
-    """[B] the position of its token in the slot."""
+    """[B] the position of each row's token in its slot."""
     prompts: Tensor
-    """[layers, 2, G] addresses of the prompts' keys and values, as written by `Kernels.prompt_tables`."""
+    """[layers, 2, G] the addresses of the prompts' keys and values, which `Kernels.prompt_tables` has written."""
     prompt_lengths: Tensor
-    """[G] lengths of the prompts."""
+    """[G] the lengths of the prompts in tokens."""
     first: Tensor
-    """[G + 1] the first row of each group, whose rows are adjacent."""
+    """[G + 1] the first row of each group, and then B. The rows of a group are adjacent."""
 
 
 @functools.cache
@@ -125,16 +131,16 @@ def kernels() -> Kernels | str:
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor | None = None, base: Tensor | None = None) -> Tensor:
-    """Compute out ← a · b + base by `Products.of`, or by PyTorch on a GPU or without kernels."""
+    """Compute out ← a · b + base and return out, by `Products.of`, or by PyTorch on a GPU or without kernels."""
     native = kernels() if a.device.type == "cpu" else "a GPU has its own"
     return by_pytorch(a, b, out, base) if isinstance(native, str) else native.products.of(a, b, out, base)
 
 
 class Kernels:
-    """The functions of the compiled library."""
+    """The functions of the compiled library. Its attributes, such as `products` and `gradients`, group further functions."""
 
     dtypes = tuple(_HALF)
-    """The dtypes that the kernels accept; `products` accepts any dtype."""
+    """The dtypes that the kernels accept; the functions of `products` that may use PyTorch accept any dtype."""
 
     def __init__(self, loaded: ctypes.CDLL) -> None:
         self._call = bind(loaded, _SIGNATURES)
@@ -144,28 +150,31 @@ class Kernels:
         self.states = StateKernels(self._call)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-        """Compute x / sqrt(mean(x²) + eps) · (weight + offset) over the last dimension of x [S, E]."""
+        """Return the RMS norm x / sqrt(mean(x²) + eps) · (weight + offset) over the last dimension of x [S, E]."""
         out, pointers = torch.empty_like(x), (x.data_ptr(), weight.data_ptr())
         self._call.rms_norm(_HALF[x.dtype], out.data_ptr(), *pointers, *x.shape, eps, offset, torch.get_num_threads())
         return out
 
     def rotary(self, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cosine: Tensor, sine: Tensor, heads: Heads) -> Tensor:
-        """Return normalised, rotated queries and keys [S, (H + H_kv)·D] of `qkv` [S, row]; cosine and sine are float32 [S, D]."""
+        """Return the queries and keys [S, (H + H_kv)·D] in `qkv` [S, row], normalised per head and then rotated (RoPE).
+
+        `norms` are the weights of the norms of queries and keys, or None. `cosine` and `sine` are float32 [S, D].
+        """
         out = qkv.new_empty(len(qkv), (heads.queries + heads.keys) * heads.dim)
         self._call.rotary(_HALF[qkv.dtype], out.data_ptr(), *_rotary(qkv, norms, cosine, sine, heads))
         return out
 
     def swiglu(self, both: Tensor) -> Tensor:
-        """Return silu(gate) · up of [S, gate | up]."""
+        """Return silu(gate) · up for `both` [S, gate | up]."""
         rows, width = both.shape[0], both.shape[1] // 2
         out = both.new_empty(rows, width)
         self._call.swiglu(_HALF[both.dtype], out.data_ptr(), both.data_ptr(), rows, width, torch.get_num_threads())
         return out
 
     def attention(self, rotated: Tensor, qkv: Tensor, spans: Spans, heads: Heads, window: int) -> tuple[Tensor, Tensor]:
-        """Return the output [S, H·D] and log-normaliser [S, H] of rotated queries and keys and the values in `qkv`.
+        """Compute attention of the queries and keys `rotated` and the values in `qkv`, between the tokens that `spans` allows.
 
-        `window` 0 means no sliding window.
+        Return its output [S, H·D] and the log-sum-exp of each query's scores [S, H]. `window` 0 means no sliding window.
         """
         out = qkv.new_empty(len(qkv), heads.queries * heads.dim)
         normaliser = torch.empty(len(qkv), heads.queries)
@@ -174,9 +183,9 @@ class Kernels:
         return out, normaliser
 
     def decode(self, rotated: Tensor, qkv: Tensor, slots: Slots, layer: int, heads: Heads, window: int) -> tuple[Tensor, Tensor]:
-        """Return the output [B, H·D] and log-normaliser [B, H] of one new token per row in a layer.
+        """Compute attention of one new token per row in a layer, and append its key and value to the row's slot.
 
-        The token attends to its prompt and to its own slot, where its key and value are appended.
+        The token attends to its prompt and to its slot. Return the output [B, H·D] and the log-sum-exp of its scores [B, H].
         """
         normaliser = torch.empty(len(qkv), heads.queries)
         out = qkv.new_empty(len(qkv), heads.queries * heads.dim)
@@ -190,9 +199,9 @@ class Kernels:
     def prompt_tables(self, rotated: Tensor, qkv: Tensor, starts: Tensor, lengths: Tensor, heads: Heads, to: Tensor) -> None:
         """Write the keys and values of prompts in float32, in the order in which `decode` reads them.
 
-        Prompt g has `lengths[g]` rows from `starts[g]`; both are [G]. `to` [2, G] holds the addresses of memory of `table_sizes`.
-        Keys are by head in blocks of 16 neighbours, [H_kv, ⌈L / 16⌉, D, 16]. Values are by head, [H_kv, L, D] with D padded to a
-        multiple of 16.
+        Prompt g has `lengths[g]` rows of `qkv` from `starts[g]`; both are [G]. `to` [2, G] has the addresses to which keys and
+        values are written; `table_sizes` gives the sizes. Keys are written by head in blocks of 16 neighbours,
+        [H_kv, ⌈L / 16⌉, D, 16]. Values are written by head, [H_kv, L, D], with D padded to a multiple of 16.
         """
         _, *tables = _tables(rotated, qkv, heads)
         pointers = (to[0].data_ptr(), to[1].data_ptr(), *tables[:2], *tables[3:], starts.data_ptr(), lengths.data_ptr())
@@ -210,13 +219,14 @@ class Kernels:
         heads: Heads,
         eps: float,
     ) -> None:
-        """Pass x [B, E] through all layers by `rms_norm`, `Products.multiply_packed`, `rotary`, `decode` and `swiglu`.
+        """Compute a decoding step of all decoder layers for x [B, E] in one call, with the numbers of the separate kernels.
 
-        `weights` holds int64 addresses [layers, …]. In order: the norms before attention and before the feed-forward part, and
-        those of queries and of keys (0 if absent); the packed matrices [q | k | v], output, [gate | up] and down; the bias of the
-        first (or 0); the tables of coded matrices (or 0); the packed A and s·B of each matrix's adapter, and their ranks, up to
-        `rank` (0 if absent); the window. `made` holds the addresses of the results: y [B, E], qkv [B, row], attention's output
-        [B, H·D] and normaliser [B, H], the middle [B, E], and [gate | up] [B, 2·`inner`].
+        A row of `weights` [layers, …], int64, has the addresses of a layer's weights (0 if absent). In order: the norms before
+        attention and before the feed-forward layer, and of queries and of keys; the packed matrices [q | k | v], output,
+        [gate | up] and down; the bias of [q | k | v]; the tables of quantised matrices; the packed A of each matrix's LoRA, then
+        each s·B, then the ranks, which are at most `rank`; the window. `made` has the addresses of each layer's results: y
+        [B, E], qkv [B, row], attention's output [B, H·D] and log-sum-exps [B, H], the residual stream after attention [B, E], and
+        [gate | up] [B, 2·`inner`].
         """
         rows, width = x.shape
         room = x.new_empty(rows * (width + (heads.queries + heads.keys) * heads.dim + inner + rank))
@@ -235,15 +245,15 @@ class Kernels:
         self._call.decode_layers(_HALF[x.dtype], *given, *own, *(y.data_ptr() for y in tables), *sizes, *factors)
 
     def copy(self, to: Sequence[int], given: Sequence[int], sizes: Sequence[int]) -> None:
-        """Copy `sizes` bytes from the addresses `given` to the addresses `to`."""
+        """Copy `sizes[i]` bytes from the address `given[i]` to the address `to[i]`, for each i."""
         count = len(to)
         tables = [(ctypes.c_int64 * count)(*numbers) for numbers in (to, given, sizes)]
         self._call.copies(*tables, count, torch.get_num_threads())
 
     def gather(self, out: Sequence[Tensor], tables: Tensor, rows: Sequence[Tensor], slab: int) -> None:
-        """Gather each of `out` [n, …] from the rows at its `rows` [n] of a table in slabs of `slab` rows.
+        """Gather the rows `rows[i]` [n] of table i into `out[i]` [n, …], for each i.
 
-        `tables` [len(out), slabs] holds the addresses of each table's slabs. Integers are int64.
+        A table is stored in slabs of `slab` rows, whose addresses are `tables[i]` [slabs]. Integers are int64.
         """
         wanted = []
         for to, table, places in zip(out, tables, rows, strict=True):
@@ -252,9 +262,9 @@ class Kernels:
         self._call.gather((ctypes.c_int64 * len(wanted))(*wanted), len(out), slab, torch.get_num_threads())
 
     def draw(self, logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return per row of logits [B, V] the first column whose cumulative probability exceeds u, and its log-prob.
+        """Sample a token from each row of logits [B, V]: return the tokens' ids [B] and their log-probs [B].
 
-        The probabilities are softmax(logits / temperature); u is float64 [B].
+        The token is the first one whose cumulative probability, under softmax(logits / temperature), exceeds u [B], float64.
         """
         ids, logp = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
         pointers = (ids.data_ptr(), logp.data_ptr(), logits.data_ptr(), u.data_ptr())
@@ -263,32 +273,35 @@ class Kernels:
 
 
 class LogProbs:
-    """Log-probs of chosen tokens, bit for bit those of `Kernels.draw`, from logits that arrive in pieces."""
+    """The computation of log-probs of given tokens, with the same bits as `Kernels.draw`, from logits that arrive in pieces."""
 
     def __init__(self, call: SimpleNamespace) -> None:
         self._call = call
 
     def sum_stretches(self, sums: Tensor, logits: Tensor, temperature: float) -> None:
-        """Write the terms that `of` needs from each `STRETCH` of logits [B, n] to `sums` [B, ⌈n / STRETCH⌉, 2], float64."""
+        """Write the sums over each `STRETCH` neighbouring logits of a row, which `of` needs, to `sums`.
+
+        `logits` is [B, n], and `sums` is [B, ⌈n / STRETCH⌉, 2], float64.
+        """
         pointers = (sums.data_ptr(), logits.data_ptr())
         sizes = (*logits.shape, logits.stride(0), sums.stride(0) // 2)
         self._call.sums_of_stretches(_HALF[logits.dtype], *pointers, *sizes, 1 / temperature, torch.get_num_threads())
 
     def of(self, logits: Tensor, sums: Tensor, temperature: float) -> Tensor:
-        """Return the log-probs of tokens with these logits [B], from the sums [B, …, 2] of their rows."""
+        """Return the log-probs [B] of tokens from their logits [B], and the `sums` [B, …, 2] over their rows of logits."""
         logp = logits.float().clone()
         self._call.log_probs(logp.data_ptr(), sums.data_ptr(), *sums.shape[:2], 1 / temperature, torch.get_num_threads())
         return logp
 
 
 class Gradients:
-    """The gradients of the kernels with the same names."""
+    """The gradients of the functions of `Kernels` with the same names."""
 
     def __init__(self, call: SimpleNamespace) -> None:
         self._call = call
 
     def rms_norm(self, dx: Tensor, x: Tensor, weight: Tensor, dy: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-        """Add the gradient of x to `dx` and return the gradient of the weight [E], float32."""
+        """Add the gradient of x to `dx` in place, and return the gradient of the weight [E], float32."""
         dw = torch.zeros(weight.shape)
         pointers = (dx.data_ptr(), dw.data_ptr(), x.data_ptr(), weight.data_ptr(), dy.data_ptr())
         self._call.rms_norm_gradient(_HALF[x.dtype], *pointers, *x.shape, eps, offset, torch.get_num_threads())
@@ -297,14 +310,20 @@ class Gradients:
     def rotary(
         self, gradient: Tensor, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cosine: Tensor, sine: Tensor, heads: Heads
     ) -> Tensor:
-        """Turn d[q' | k' | v] [S, row] into d[q | k | v] in place, and return the gradients of the norms' weights [2, D]."""
+        """Turn the gradient of [q' | k' | v] [S, row], q' and k' after `Kernels.rotary`, into that of [q | k | v], in place.
+
+        Return the gradients of the weights of the norms [2, D].
+        """
         dw = torch.zeros(2, heads.dim)
         half = _HALF[qkv.dtype]
         self._call.rotary_gradient(half, gradient.data_ptr(), dw.data_ptr(), *_rotary(qkv, norms, cosine, sine, heads))
         return dw
 
     def swiglu(self, both: Tensor, dy: Tensor, *, in_place: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the gradient [S, gate | up] and `swiglu(both)` again. With `in_place` they overwrite `both` and `dy`."""
+        """Return the gradient of `both` [S, gate | up], and `Kernels.swiglu(both)` again.
+
+        With `in_place` the results overwrite `both` and `dy`.
+        """
         gradient, out = (both, dy) if in_place else (torch.empty_like(both), torch.empty_like(dy))
         pointers = (gradient.data_ptr(), out.data_ptr(), both.data_ptr(), dy.data_ptr())
         self._call.swiglu_gradient(_HALF[both.dtype], *pointers, *dy.shape, torch.get_num_threads())
@@ -313,7 +332,7 @@ class Gradients:
     def attention(
         self, dout: Tensor, out: Tensor, normaliser: Tensor, rotated: Tensor, qkv: Tensor, spans: Spans, heads: Heads, window: int
     ) -> Tensor:
-        """Return d[q' | k' | v] [S, row]."""
+        """Return the gradient of [q' | k' | v] [S, row] from that of the output, `dout`; q' and k' are in `rotated`."""
         gradient = torch.empty_like(qkv)
         given = (*_tables(rotated, qkv, heads), *spans.arguments, *_shape(heads, window))
         pointers = (gradient.data_ptr(), heads.row, dout.data_ptr(), out.data_ptr(), normaliser.data_ptr())
@@ -322,12 +341,12 @@ class Gradients:
 
 
 def table_sizes(length: int, heads: Heads) -> tuple[int, int]:
-    """Return the number of elements of a prompt's keys and values in `Kernels.prompt_tables`."""
+    """Return the numbers of elements of the keys and of the values that `Kernels.prompt_tables` writes for a prompt."""
     return heads.keys * -(-length // 16) * 16 * heads.dim, heads.keys * length * -(-heads.dim // 16) * 16
 
 
 def _tables(rotated: Tensor, qkv: Tensor, heads: Heads) -> tuple[int, ...]:
-    """Return pointers to queries, keys and values, followed by the widths of their rows."""
+    """Return pointers to the queries, keys and values, followed by their row strides in elements."""
     size, width = qkv.element_size(), (heads.queries + heads.keys) * heads.dim
     start = rotated.data_ptr()
     pointers = (start, start + heads.queries * heads.dim * size, qkv.data_ptr() + width * size)
@@ -347,10 +366,10 @@ def _rotary(
 
 
 class HalfPrecision:
-    """The kernels of mixed-precision training.
+    """The kernels of AdamW in mixed precision.
 
-    They pass over memory twice, PyTorch five times: gradients are read in bfloat16 without a float32 copy, and weight and master
-    are written together.
+    They read gradients in bfloat16 without a float32 copy, and write weight and master together. A step passes over memory twice,
+    PyTorch's five times.
     """
 
     def __init__(self, call: SimpleNamespace) -> None:
@@ -366,10 +385,10 @@ class HalfPrecision:
         return out.value
 
     def adamw(self, weights: Sequence[AdamWWeight], lr: float, betas: tuple[float, float], eps: float, scale: float) -> None:
-        """Step by AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with each gradient multiplied by `scale`.
+        """Take a step of AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), with each gradient multiplied by `scale`.
 
-        Formula: m ← β₁·m + (1 - β₁)·g, v ← β₂·v + (1 - β₂)·g², θ ← (1 - η·λ)·θ - η·m̂ / (√v̂ + ε). Each weight has a master. All
-        tensors are contiguous.
+        Formula: m ← β₁·m + (1 - β₁)·g, v ← β₂·v + (1 - β₂)·g², θ ← (1 - η·λ)·θ - η·m̂ / (√v̂ + ε). Each weight must have a
+        master, and all tensors must be contiguous.
         """
         table = []
         for w in weights:
@@ -388,10 +407,10 @@ class HalfPrecision:
         scale: float,
         codes: Sequence[Tensor],
     ) -> None:
-        """Take the step of `adamw` for weights without a master or with moments in 8-bit codes.
+        """Take a step of AdamW, like `adamw`, for weights without a master or with moments in 8-bit codes.
 
-        For the codes of each moment, `codes` has the levels, the middles between them, and the first level of each cell (see
-        adamw.cpp).
+        For each moment, `codes` has the levels of its codes, the middles between them, and a table that speeds up the search for
+        the nearest level (see adamw.cpp).
         """
         table = []
         for w in weights:

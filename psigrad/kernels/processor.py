@@ -1,4 +1,4 @@
-"""The properties of this processor on which the choice of arithmetic depends."""
+"""The properties of this processor that decide which kernels and which dtypes are fast."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import platform
 from pathlib import Path
 
 SWITCH = "PSIGRAD_NATIVE"
-"""0 disables the kernels. The name of a level hides the instructions that this processor has beyond that level."""
+"""The environment variable that restricts the kernels. 0 disables them.
+
+With the name of one of `LEVELS`, kernels use only the instructions of that level.
+"""
 
 _V4, _AVX512 = "-march=x86-64-v4 -mprefer-vector-width=512", "avx512f avx512bw avx512cd avx512dq avx512vl"
 _BF16 = f"{_V4} -mavx512bf16", f"{_AVX512} avx512_bf16"
@@ -22,7 +25,10 @@ LEVELS = {
     },
     "aarch64": {"armv8-a": ("-march=armv8-a", "asimd")},
 }
-"""The processors for which a wheel has compiled kernels, best first: the compiler's flags and the required instructions."""
+"""The levels of instructions for which a wheel has compiled kernels, best first, by machine.
+
+A level has the compiler's flags and the instructions that a processor needs.
+"""
 
 _LIBRARIES = {
     "x86-64-v4-amx": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
@@ -33,17 +39,20 @@ _LIBRARIES = {
 
 
 def environment_of(level: str) -> dict[str, str]:
-    """Return the variables that restrict a new process to a level, its kernels and PyTorch; 0 disables the kernels."""
+    """Return the environment variables that restrict the kernels and PyTorch in a new process to a level of `LEVELS`.
+
+    The level "0" disables the kernels.
+    """
     return {SWITCH: level, **_LIBRARIES.get(level, {})}
 
 
 def forced_level() -> str | None:
-    """Return the level that the environment names; `levels` need not contain it."""
+    """Return the level that the environment variable `SWITCH` names, or None. The processor may lack it."""
     return os.environ.get(SWITCH) or None
 
 
 def _hidden() -> set[str]:
-    """Return the instructions that only the levels above the forced one have."""
+    """Return the instructions that only levels above the forced level have. They are treated as missing."""
     needed = [(name, set(words.split())) for name, (_, words) in LEVELS.get(platform.machine(), {}).items()]
     if forced_level() not in dict(needed):
         return set()
@@ -53,7 +62,7 @@ def _hidden() -> set[str]:
 
 @functools.cache
 def _described() -> tuple[str, ...]:
-    """Return the distinct lines of Linux's processor description, without the hidden instructions."""
+    """Return the distinct lines of /proc/cpuinfo on the processor's kind and instructions, without those in `_hidden()`."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -64,7 +73,7 @@ def _described() -> tuple[str, ...]:
 
 
 def identity() -> str:
-    """Return a string that is equal on processors that run the same compiled code."""
+    """Return a description of this processor, which is equal on processors that can run the same compiled code."""
     return "".join(_described()) or platform.platform() + platform.processor()
 
 
@@ -73,39 +82,39 @@ def _has(word: str) -> bool:
 
 
 def levels() -> list[str]:
-    """Return the names of the `LEVELS` whose code this processor runs, best first."""
+    """Return the names of the `LEVELS` whose code can run on this processor, best first."""
     known = LEVELS.get(platform.machine(), {}).items()
     return [name for name, (_, needed) in known if all(map(_has, needed.split()))]
 
 
 def fast_bfloat16() -> bool:
-    """Return True if a product of bfloat16 numbers takes less time than one of float32.
+    """Return True if matrix products in bfloat16 take less time than in float32.
 
-    Intel's avx512_bf16 without AMX computes no more products per cycle than float32. There, oneDNN's bfloat16 was two to three
-    times slower than MKL's float32. AMD's computes twice as many: 300 to 380 GFLOP/s, where float32 could reach 228 at most (Zen
-    4, two cores).
+    On Intel, avx512_bf16 without AMX computes no more products per cycle than float32, and oneDNN in bfloat16 was two to three
+    times slower than MKL in float32. On AMD it computes twice as many: 300 to 380 GFLOP/s, where float32 could reach 228 at most
+    (Zen 4, two cores).
     """
     return _has("amx_bf16") or (_has("AuthenticAMD") and _has("avx512_bf16"))
 
 
 def multiplies_bfloat16() -> bool:
-    """Return True if the kernels have instructions for products of bfloat16 numbers: vectors, with or without AMX's tiles."""
+    """Return True if this processor multiplies bfloat16 numbers by vector instructions (avx512_bf16), which kernels can use."""
     return _has("avx512_bf16")
 
 
 def slow_onednn() -> bool:
-    """Return True if PyTorch's bfloat16 products take as long as the kernels' or longer.
+    """Return True if PyTorch's bfloat16 products, computed by oneDNN, take as long as the kernels' or longer.
 
-    By vectors, without AMX, oneDNN is as fast only for a large product whose shape has occurred before. Otherwise the kernels
-    take 0.6 to 0.9 of its time, as it compiles code for every new shape. With AMX's tiles the two were never compared.
+    Without AMX, oneDNN is as fast as the kernels only for a large product whose shape has occurred before, because it compiles
+    code for every new shape. Otherwise the kernels take 0.6 to 0.9 of its time. With AMX the two were never compared.
     """
     return _has("avx512_bf16") and not _has("amx_bf16")
 
 
 def slow_mkl() -> bool:
-    """Return True if PyTorch's float32 products leave much of the processor idle.
+    """Return True if PyTorch's float32 products, computed by MKL, are slower than the kernels'.
 
-    MKL uses AVX2 on processors that are not Intel's, and reaches 60 to 80 % of Zen 4's peak. The kernels' `product` reaches 80 to
-    90 % there with AVX-512, and 65 to 80 % with AVX2 alone. In no shape was it measurably slower than MKL.
+    MKL uses only AVX2 on processors that are not Intel's, and reaches 60 to 80 % of Zen 4's peak. The kernels' `product` reaches
+    80 to 90 % there with AVX-512, and 65 to 80 % with AVX2. It was not measurably slower than MKL for any shape.
     """
     return _has("AuthenticAMD") and _has("avx2")

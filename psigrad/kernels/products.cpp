@@ -1,5 +1,5 @@
-// Products of matrices. In a step of decoding, of a few rows with a matrix as it stands, which is read once, as fast as memory delivers
-// it, and of any number of rows with a packed matrix; in training, of any two.
+// Products of float32 matrices: `few_rows` multiplies a few rows by a matrix, which is read once at the speed of memory; `multiply_packed` and
+// `multiply_codes` multiply any number of rows by a packed or quantised matrix, in decoding; `product` multiplies any matrices, in training.
 #include <omp.h>
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace {
 
-// ROWS of x meet COLUMNS rows of the matrix in registers: a tile of sums, each a vector of WIDTH.
+// The sizes of a tile of sums in registers: ROWS rows of x times COLUMNS rows of the matrix. Each sum is a vector of WIDTH.
 constexpr int COLUMNS = 4;
 constexpr int ROWS = WIDTH == 8 ? 2 : 4;  // AVX2 has sixteen registers
 static_assert(ROWS * COLUMNS % WIDTH == 0, "fold() makes one vector of WIDTH");
@@ -19,14 +19,15 @@ inline vec fold_pair(vec a, vec b, std::integer_sequence<int, LANE...>) {
     return PICK(a, b, (LANE & HALF ? WIDTH + LANE - HALF : LANE)...) + PICK(a, b, (LANE & HALF ? WIDTH + LANE : LANE + HALF)...);
 }
 
-// Element i of a[0] becomes the sum of the lanes of a[i]: 15 additions of vectors for 16 sums, where one by one takes 64.
+// Sets element i of a[0] to the sum of the lanes of a[i]. This takes 15 additions of vectors for 16 sums; one by one they would take 64.
 template <int HALF = WIDTH / 2>
 inline void fold(vec* a) {
     for (int i = 0; i < HALF; i++) a[i] = fold_pair<HALF>(a[i], a[i + HALF], std::make_integer_sequence<int, WIDTH>{});
     if constexpr (HALF > 1) fold<HALF / 2>(a);
 }
 
-// out[MR, NR] = x[MR, k] w[NR, k]^T + base. What is `ahead` of w will be wanted next: the processor foresees no jump to another row.
+// out[MR, NR] = x[MR, k] w[NR, k]^T + base. The numbers at the distance `ahead` from w are needed next and are prefetched, because the
+// processor does not predict a jump to another row.
 template <int MR, int NR>
 inline void tile_of_dots(int64_t k, const float* x, int64_t x_row, const float* w, int64_t ahead, const float* base, int64_t base_row, float* out, int64_t out_row) {
     vec sum[ROWS * COLUMNS] = {};
@@ -66,12 +67,12 @@ inline void column_of_dots(int64_t m, int64_t k, const float* x, int64_t x_row, 
     }
 }
 
-// Columns of the matrix at once: so much of a panel, 64 KiB, stays in a near cache while all rows of x pass over it.
+// The number of columns of a panel that are processed at a time. They are 64 KiB, which stay in a cache while all rows of x read them.
 constexpr int64_t DEPTH = (1 << 14) / PANEL;
-// Rows of x that meet all panels before the next do: of 256 numbers they fill 400 KB.
+// The number of rows of x that are multiplied by all panels before the next rows. With 256 numbers each they are 400 KB.
 constexpr int64_t NEAR_ROWS = 64 * TILE_ROWS;
 
-// `count` rows of w [count, k], w_row apart, as a panel [k, PANEL].
+// Copies `count` rows of w [count, k], whose row stride is w_row, to a panel [k, PANEL].
 inline void panel_of(float* to, const float* w, int64_t count, int64_t k, int64_t w_row) {
     for (int64_t c = 0; c < PANEL; c += WIDTH) {
         int64_t p = 0;
@@ -86,10 +87,10 @@ inline void panel_of(float* to, const float* w, int64_t count, int64_t k, int64_
     }
 }
 
-// `count` columns of b [k, count], whose rows lie b_row apart, as a panel.
+// Copies `count` columns of b [k, count], whose row stride is b_row, to a panel [k, PANEL].
 inline void panel_beside(float* to, const float* b, int64_t count, int64_t k, int64_t b_row) {
     for (int64_t p = 0; p < k; p++, b += b_row, to += PANEL) {
-        if (count == PANEL) {  // by name: a call of memcpy takes longer than the copy
+        if (count == PANEL) {  // a call of memcpy would take longer than the copy
             for (int64_t c = 0; c < PANEL; c += WIDTH) *(vec*)(to + c) = *(const vec*)(b + c);
             continue;
         }
@@ -98,7 +99,7 @@ inline void panel_beside(float* to, const float* b, int64_t count, int64_t k, in
     }
 }
 
-// `rows` rows of the transpose of a [k, rows] tile by tile, [k, TILE_ROWS] each: what a tile reads together stands together.
+// Copies the transpose of a [k, rows] tile by tile, each [k, TILE_ROWS], so that the numbers that a tile reads together are contiguous.
 inline void tiles_of(float* to, const float* a, int64_t rows, int64_t k, int64_t a_col) {
     for (int64_t i = 0; i < rows; i += TILE_ROWS, to += TILE_ROWS * k) {
         int64_t count = std::min<int64_t>(TILE_ROWS, rows - i);
@@ -112,7 +113,7 @@ inline void tiles_of(float* to, const float* a, int64_t rows, int64_t k, int64_t
     }
 }
 
-// C[m, PANEL] (+)= A[m, k] panel[k, PANEL]; A by rows, or as `tiles_of` puts it.
+// C[m, PANEL] (+)= A[m, k] panel[k, PANEL]. A has contiguous rows, or with `tiles` the layout of `tiles_of`.
 inline void through(int64_t m, int64_t k, const float* a, int64_t a_row, bool tiles, const float* panel, float* c, int64_t c_row, bool add) {
     if (!tiles) return column_tiles<TILE_COLUMNS>(m, k, a, a_row, 1, panel, PANEL, c, c_row, add);
     int64_t i = 0;
@@ -120,7 +121,7 @@ inline void through(int64_t m, int64_t k, const float* a, int64_t a_row, bool ti
     last_tile<TILE_COLUMNS>(m - i, k, a + i * k, 1, TILE_ROWS, panel, PANEL, c + i * c_row, c_row, add);
 }
 
-// out[m, count] = x[m, k] panel[k, count] + base for a panel of which only `count` columns are a matrix's.
+// out[m, count] = x[m, k] panel[k, count] + base for the last panel of a matrix, of which only `count` columns are not padding.
 inline void part_of_panel(float* out, const float* x, const float* panel, const float* base, int64_t m, int64_t count, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row) {
     float room[TILE_ROWS * PANEL] = {};
     for (int64_t i = 0; i < m; i += TILE_ROWS) {
@@ -143,8 +144,8 @@ inline void whole_panel(float* out, const float* x, const float* panel, const fl
 
 extern "C" {
 
-// out[m, n] = x[m, k] weight[n, k]^T + base: rows of out, x and base lie out_row, x_row and base_row apart; a base_row of 0 gives all
-// rows the same, no base adds nothing. A row's numbers do not depend on how many others there are.
+// out[m, n] = x[m, k] weight[n, k]^T + base. The row strides of out, x and base are out_row, x_row and base_row. With a base_row of 0 all
+// rows have the same base, and a null base adds nothing. A row's results do not depend on the number of rows.
 void few_rows(float* out, const float* x, const float* weight, const float* base, int64_t m, int64_t n, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row, int threads) {
     int64_t whole = n / COLUMNS * COLUMNS;
 #pragma omp parallel for num_threads(threads) schedule(static) if (n * k > WORTH_SHARING)
@@ -154,15 +155,15 @@ void few_rows(float* out, const float* x, const float* weight, const float* base
         column_of_dots<1>(m, k, x, x_row, weight + j * k, 0, base ? base + j : nullptr, base_row, out + j, out_row);
 }
 
-// to[panels, k, PANEL] = weight[n, k] packed.
+// Packs weight[n, k] to to[panels, k, PANEL].
 void pack_matrix(float* to, const float* weight, int64_t n, int64_t k, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (n * k > WORTH_SHARING)
     for (int64_t j = 0; j < n; j += PANEL) panel_of(to + j * k, weight + j * k, std::min(PANEL, n - j), k, k);
 }
 
-// As `few_rows`, for any number of rows and a packed matrix. Here too a row's result does not depend on the number of rows.
+// Computes the product of `few_rows` for any number of rows and a packed matrix. A row's results do not depend on the number of rows.
 void multiply_packed(float* out, const float* x, const float* panels, const float* base, int64_t m, int64_t n, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row, int threads) {
-    // fewer panels than would keep the threads busy are met by some of the rows at a time, and many rows by as many as a near cache holds
+    // Divide the rows into shares, if there are too few panels to occupy all threads, or more rows than fit into a cache.
     int64_t wide = (n + PANEL - 1) / PANEL, tall = (m + TILE_ROWS - 1) / TILE_ROWS;
     int64_t shares = std::max({int64_t(1), (m + NEAR_ROWS - 1) / NEAR_ROWS, std::min(tall, (4 * threads + wide - 1) / wide)});
     int64_t share = (tall + shares - 1) / shares * TILE_ROWS;
@@ -178,7 +179,7 @@ void multiply_packed(float* out, const float* x, const float* panels, const floa
         }
 }
 
-// to[rows, k] = the numbers of a matrix in codes, in rows.
+// to[rows, k] = the dequantised numbers of a matrix
 void unpack_codes(int half, void* to, const Codes* codes, int64_t k, int threads) {
     const Codes& m = *codes;
 #pragma omp parallel for num_threads(threads) schedule(static) if (m.rows * k > WORTH_SHARING)
@@ -199,7 +200,7 @@ void unpack_codes(int half, void* to, const Codes* codes, int64_t k, int threads
     }
 }
 
-// As `multiply_packed`, with a matrix in codes.
+// Computes the product of `multiply_packed` with a quantised matrix.
 void multiply_codes(float* out, const float* x, const Codes* codes, const float* base, int64_t m, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row, int threads) {
     int64_t n = codes->rows, wide = (n + PANEL - 1) / PANEL, tall = (m + TILE_ROWS - 1) / TILE_ROWS;
     int64_t shares = std::max<int64_t>(1, std::min(tall, threads / std::max<int64_t>(1, wide))), share = (tall + shares - 1) / shares * TILE_ROWS;
@@ -221,12 +222,12 @@ void multiply_codes(float* out, const float* x, const Codes* codes, const float*
         }
 }
 
-// c[m, n] = a[m, k] b[k, n] + base, or added to what c holds. Of a's two strides one is 1, and of b's; rows of c and base lie c_row and
-// base_row apart, a base_row of 0 gives all rows the same. A number does not depend on how many threads there are, nor on the number
-// of rows and columns.
+// c[m, n] = a[m, k] b[k, n] + base, or with `add` c += a b. One of the two strides of a is 1, and one of those of b. The row strides of c and
+// base are c_row and base_row; with a base_row of 0 all rows have the same base. A result does not depend on the number of threads, nor on
+// the number of rows and columns.
 void product(float* c, const float* a, const float* b, const float* base, int64_t m, int64_t n, int64_t k, int64_t c_row, int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col, int64_t base_row, int add, int threads) {
     int64_t tall = (m + TILE_ROWS - 1) / TILE_ROWS, wide = (n + PANEL - 1) / PANEL;
-    // rows can be shared evenly, panels are few; where rows are as well, each thread has panels of its own
+    // Divide the rows over the threads, which gives more equal shares than the few panels. If there are few rows too, divide the panels.
     int64_t down = std::max<int64_t>(1, (m + BLOCK_ROWS - 1) / BLOCK_ROWS), across = 1;
     if (tall >= 8 * threads)
         down = (down + threads - 1) / threads * threads;

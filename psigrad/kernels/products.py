@@ -1,4 +1,4 @@
-"""Matrix products for decoding, where every step multiplies a few rows by the same matrix, and for training, of any shape."""
+"""Matrix products by kernels: in decoding, where every step multiplies a few rows by the same matrix, and in training."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from torch import Tensor
 from psigrad.kernels.codes import CodedMatrix
 from psigrad.kernels.processor import multiplies_bfloat16, slow_mkl, slow_onednn
 
-# Up to this number of rows `few_rows` takes half the time of MKL, which reads the matrix once per two rows for 4 to 15 rows. With
-# fewer rows, or a matrix in the nearest caches, the two are about equal.
+# For 4 to this number of rows, `few_rows` takes half the time of MKL, which reads the matrix once for every two rows. With fewer
+# rows, or if the matrix is in the processor's nearest caches, the two are about equal.
 _FEW_ROWS = 15
 _WIDEST = 64  # the largest number of rows of a panel on any processor
 
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A matrix [N, K] in the layout of `Products.multiply_packed`: interleaved panels, each as high as a tile of sums is wide.
+    """A matrix [N, K] in the memory layout of `Products.multiply_packed`.
 
-    The last panel is padded with 0. bfloat16 numbers are stored in pairs of neighbours.
+    It is cut into panels of rows, and the rows of a panel are interleaved. The last panel is padded with 0. bfloat16 numbers are
+    interleaved in pairs of neighbours.
     """
 
     panels: Tensor
@@ -39,24 +40,22 @@ class Products:
     def __init__(self, call: SimpleNamespace) -> None:
         self._call = call
         self.float32 = slow_mkl()
-        """True if the kernels compute training's products in float32."""
+        """True if the kernels compute products in float32 in training, in place of PyTorch."""
         self.bfloat16 = slow_onednn()
-        """True if the kernels compute training's products in bfloat16."""
+        """True if the kernels compute products in bfloat16 in training, in place of PyTorch."""
         self.packs_bfloat16 = multiplies_bfloat16()
-        """True if the kernels compute sampling's products in bfloat16, with packed matrices."""
+        """True if the kernels compute products with packed bfloat16 matrices in sampling."""
 
     def instructions(self, dtype: torch.dtype) -> str:
-        """Return the instructions for products of this dtype: AVX2, AVX-512, NEON; bfloat16 also AVX-512 bfloat16 or AMX
-        tiles.
-        """
+        """Return the name of the CPU instructions that the kernels use for products of this dtype, such as AVX-512."""
         room = ctypes.create_string_buffer(64)
         self._call.instructions(int(dtype == torch.bfloat16), room)
         return room.value.decode()
 
     def of(self, a: Tensor, b: Tensor, out: Tensor | None = None, base: Tensor | None = None) -> Tensor:
-        """Compute out [M, N] ← a [M, K] · b [K, N] + base; matrices may be transposed views.
+        """Compute out [M, N] ← a [M, K] · b [K, N] + base, and return out. Matrices may be transposed views.
 
-        base is [M, N], or [N] for all rows, and may be `out` itself.
+        base is [M, N], or [N] for all rows, and may be `out` itself. PyTorch computes the product if it is faster.
         """
         kind = a.dtype
         mine = (self.float32 and kind == torch.float32) or (self.bfloat16 and kind == torch.bfloat16)
@@ -71,9 +70,9 @@ class Products:
         return out
 
     def linear(self, x: Tensor, weight: Tensor, out: Tensor, base: Tensor | None = None, *, exact: bool = False) -> Tensor:
-        """Compute out [M, N] ← x [M, K] · weight [N, K]ᵀ + base, which is [M, N] or a bias [N].
+        """Compute out [M, N] ← x [M, K] · weight [N, K]ᵀ + base, and return out. base is [M, N], or a bias [N].
 
-        With `exact` the results have the bits that they have among many rows, if the kernels compute those.
+        With `exact` a row's result has the same bits for a few rows as for many, if the kernels compute products of many rows.
         """
         if len(x) <= _FEW_ROWS and not (exact and self.float32) and _plain(x, weight, out, base):
             self._call.few_rows(*_product(x, weight, weight.shape, out, base))
@@ -81,7 +80,7 @@ class Products:
         return self.of(x, weight.t(), out, base)
 
     def pack(self, weight: Tensor) -> PackedMatrix:
-        """Pack a matrix that `can_pack` accepts, for `multiply_packed`."""
+        """Copy a matrix that `can_pack` accepts into the layout of `multiply_packed`."""
         height, width = weight.shape
         panels = weight.new_empty(-(-height // _WIDEST) * _WIDEST * width)
         words = width * weight.element_size() // 4
@@ -89,15 +88,18 @@ class Products:
         return PackedMatrix(panels, (height, width))
 
     def can_pack(self, weight: Tensor) -> bool:
-        """Return True if packing a matrix [N, K] is possible and pays: float32, or bfloat16 with an even number of columns."""
+        """Return True if a matrix [N, K] can be packed: it is float32, or bfloat16 with an even number of columns.
+
+        bfloat16 is excluded if this processor has no instructions for it.
+        """
         pairs = self.packs_bfloat16 and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
         return (pairs or weight.dtype == torch.float32) and weight.is_contiguous()
 
     def multiply_packed(self, x: Tensor, weight: PackedMatrix, out: Tensor, base: Tensor | None = None) -> Tensor:
-        """Compute `linear` with a packed matrix, which pays for a matrix that is used many times.
+        """Compute out [M, N] ← x [M, K] · weight [N, K]ᵀ + base with a packed matrix, and return out.
 
-        x, out and base must have the matrix' dtype and contiguous rows, otherwise `ValueError` is raised. A row's result does not
-        depend on the other rows.
+        It is faster than `linear` for a matrix that is used many times. A row's result does not depend on the other rows. Raises
+        `ValueError` if x, out and base do not have the matrix' dtype and contiguous rows.
         """
         kind = weight.panels.dtype
         if not _fits(x, weight.shape, out, base, kind):
@@ -110,7 +112,10 @@ class Products:
         return out
 
     def multiply_codes(self, x: Tensor, matrices: Sequence[CodedMatrix], out: Tensor, base: Tensor | None = None) -> Tensor:
-        """Compute `multiply_packed` with coded matrices, whose products are stored side by side in `out`."""
+        """Compute out ← x times each quantised matrix [N, K] + base, and return out. The products are side by side in `out`.
+
+        Shapes and dtypes are those of `multiply_packed`, with the sum of the matrices' N. Raises `ValueError` if they differ.
+        """
         call = self._call.multiply_codes if x.dtype == torch.float32 else self._call.multiply_codes_bf16
         height, width = sum(m.shape[0] for m in matrices), matrices[0].shape[1]
         if not _fits(x, (height, width), out, base, x.dtype):
@@ -124,7 +129,7 @@ class Products:
         return out
 
     def unpack(self, matrix: CodedMatrix, dtype: torch.dtype) -> Tensor:
-        """Return the numbers [N, K] of a coded matrix."""
+        """Return the dequantised numbers [N, K] of a matrix."""
         out = torch.empty(matrix.shape, dtype=dtype)
         half = int(dtype == torch.bfloat16)
         self._call.unpack_codes(half, out.data_ptr(), matrix.table.data_ptr(), matrix.shape[1], torch.get_num_threads())
@@ -132,7 +137,7 @@ class Products:
 
 
 def by_pytorch(a: Tensor, b: Tensor, out: Tensor | None = None, base: Tensor | None = None) -> Tensor:
-    """Compute `Products.of` by PyTorch."""
+    """Compute out ← a · b + base by PyTorch, and return out; the arguments are those of `Products.of`."""
     if base is None:
         return torch.mm(a, b, out=out) if out is not None else torch.mm(a, b)
     if base is out:
@@ -160,12 +165,12 @@ def _in_rows(x: Tensor, kind: torch.dtype) -> bool:
 
 
 def _plain(x: Tensor, weight: Tensor, out: Tensor, base: Tensor | None) -> bool:
-    """Return True if `few_rows` can compute the product. PyTorch computes the others, or raises an error."""
+    """Return True if the kernel `few_rows` can compute the product: all tensors are float32 with contiguous rows, and fit."""
     return weight.dtype == torch.float32 and weight.is_contiguous() and _fits(x, weight.shape, out, base)
 
 
 def _fits(x: Tensor, shape: Sequence[int], out: Tensor, base: Tensor | None, kind: torch.dtype = torch.float32) -> bool:
-    """Return True if x, out and base fit a matrix of this shape and have this dtype and contiguous rows."""
+    """Return True if x, out and base fit a matrix of this shape, and have the dtype `kind` and contiguous rows."""
     tensors = (x, out) if base is None else (x, out, base)
     return (
         all(_in_rows(t, kind) for t in tensors)
@@ -176,24 +181,30 @@ def _fits(x: Tensor, shape: Sequence[int], out: Tensor, base: Tensor | None, kin
 
 
 def _product(x: Tensor, stored: Tensor, shape: Sequence[int], out: Tensor, base: Tensor | None) -> tuple[int | None, ...]:
-    """Return pointers, sizes and row strides of a product with a matrix of this shape, which is in `stored`."""
+    """Return a product kernel's arguments: pointers, sizes and row strides. `stored` has the matrix, whose shape is `shape`."""
     pointers = (out.data_ptr(), x.data_ptr(), stored.data_ptr(), None if base is None else base.data_ptr())
     return (*pointers, len(x), *shape, out.stride(0), x.stride(0), _distance(base), torch.get_num_threads())
 
 
 def _distance(base: Tensor | None) -> int:
-    """Return the row stride of the added base; 0 for a bias."""
+    """Return the row stride of `base`, which is added to a product; 0 for a bias or None."""
     return base.stride(0) if base is not None and base.dim() == 2 else 0
 
 
 class TowerKernels:
-    """The kernels of `psigrad.control.networks.networks` on a flat vector of float32 numbers."""
+    """The kernels of the small networks in `psigrad.control.networks.networks`, whose weights are one flat float32 vector.
+
+    K networks (`towers`) with the same layer sizes are computed together.
+    """
 
     def __init__(self, call: SimpleNamespace) -> None:
         self._call = call
 
     def forward(self, flat: Tensor, x: Tensor, towers: int, sizes: Sequence[int]) -> Tensor:
-        """Return the outputs [K, M, out] of all layers for x [M, in], layer after layer, with a ReLU after all but the last."""
+        """Return the outputs [K, M, out] of all layers for x [M, in], concatenated as one flat tensor.
+
+        A ReLU follows every layer but the last. `sizes` are the widths of the input and of each layer.
+        """
         rows = len(x)
         hs = torch.empty(towers * rows * sum(sizes[1:]))
         shape = (ctypes.c_int64 * len(sizes))(*sizes)
@@ -202,7 +213,10 @@ class TowerKernels:
         return hs
 
     def backward(self, out: Tensor, flat: Tensor, x: Tensor, hs: Tensor, given: Tensor, sizes: Sequence[int]) -> None:
-        """Write the gradient to `out`, given the last layer's gradient [K, m, out] for the first m states of `forward`'s."""
+        """Write the gradient of the weights to `out`.
+
+        `given` [K, m, out] is the gradient of the last layer's outputs for the first m rows of x. `hs` is `forward`'s result.
+        """
         towers, states, _ = given.shape
         shape = (ctypes.c_int64 * len(sizes))(*sizes)
         pointers = (out.data_ptr(), flat.data_ptr(), x.data_ptr(), hs.data_ptr(), given.data_ptr(), ctypes.addressof(shape))
@@ -219,9 +233,9 @@ class TowerKernels:
         epsilon: float,
         scale: float,
     ) -> None:
-        """Step by Adam: m ← β₁·m + (1 − β₁)·g, v ← β₂·v + (1 − β₂)·g², θ ← θ − rate·m / (√(correction·v) + ε).
+        """Take a step of Adam on `weights` in place, with g = scale · gradient.
 
-        g is the gradient multiplied by `scale`.
+        Formula: m ← β₁·m + (1 − β₁)·g, v ← β₂·v + (1 − β₂)·g², θ ← θ − rate·m / (√(correction·v) + ε).
         """
         pointers = (weights.data_ptr(), gradient.data_ptr(), moments[0].data_ptr(), moments[1].data_ptr())
         rates = (1 - betas[0], betas[1], 1 - betas[1], rate, correction, 1e-30, epsilon, scale)

@@ -1,4 +1,4 @@
-// Products of bfloat16 matrices, two numbers at a time, summed in float32: with a packed matrix, and of any two.
+// Products of bfloat16 matrices, which multiply pairs of numbers and sum in float32: with a packed or quantised matrix, and of any matrices.
 #include <omp.h>
 
 #include <algorithm>
@@ -13,14 +13,14 @@
 
 namespace {
 
-// Neighbours in a row, as one word.
+// Returns two neighbours of a row as one word.
 inline uint32_t pair(const bfloat16* from) {
     uint32_t word;
     memcpy(&word, from, sizeof(word));
     return word;
 }
 
-// sum + the products of both halves of a with those of b
+// Returns sum + the product of the lower halves of a and b + the product of their upper halves.
 inline vec add_products(vec sum, words a, words b) {
 #if defined(__AVX512BF16__)
     return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
@@ -29,7 +29,7 @@ inline vec add_products(vec sum, words a, words b) {
 #endif
 }
 
-// sums[MR, PANEL] (+)= a[MR, 2 pairs] panel[pairs, PANEL]: `a` by any strides, in numbers, between its rows and its pairs.
+// sums[MR, PANEL] (+)= a[MR, 2 pairs] panel[pairs, PANEL]. `a` has any strides, in numbers, between its rows and between its pairs.
 template <int MR>
 ALWAYS_INLINE void half_tile(float* sums, const bfloat16* a, int64_t a_row, int64_t a_pair, const uint32_t* panel, int64_t pairs, bool add) {
     constexpr int N = TILE_COLUMNS * PARTS;
@@ -54,7 +54,8 @@ ALWAYS_INLINE void tile_of(int64_t m, float* sums, const bfloat16* a, int64_t a_
     if constexpr (MR > 1) tile_of<MR - 1>(m, sums, a, a_row, a_pair, panel, pairs, add);
 }
 
-// What a thread multiplies blocks of at most ROWS rows with; rows are shared by GRAIN. Where Linux gives no tiles vectors do it.
+// A thread's multiplication of blocks of at most ROWS rows, by AMX tiles or by vectors if Linux does not allow tiles. Rows are divided over
+// threads in multiples of GRAIN.
 struct Multiplier {
 #if defined(TILES)
     static constexpr int64_t ROWS = Tiles::ROWS, GRAIN = EDGE;
@@ -62,7 +63,7 @@ struct Multiplier {
 #else
     static constexpr int64_t ROWS = TILE_ROWS, GRAIN = TILE_ROWS;
 #endif
-    // sums[m, PANEL] (+)= a[m, 2 pairs] panel[pairs, PANEL], as `half_tile`
+    // sums[m, PANEL] (+)= a[m, 2 pairs] panel[pairs, PANEL], with the strides of `half_tile`
     ALWAYS_INLINE void operator()(int64_t m, float* sums, const bfloat16* a, int64_t a_row, int64_t a_pair, const uint32_t* panel, int64_t pairs, bool add) {
 #if defined(TILES)
         if (tiles_granted()) return tiles.multiply(m, sums, a, a_row, a_pair, panel, pairs, add);
@@ -73,7 +74,7 @@ struct Multiplier {
 };
 constexpr int64_t ROWS = Multiplier::ROWS, GRAIN = Multiplier::GRAIN;
 
-// to[count] = sums[count], and what is at `from`, rounded
+// to[count] = sums[count] + from[count], rounded to bfloat16; a null `from` adds nothing
 inline void rounded(bfloat16* to, const float* sums, const bfloat16* from, int64_t count) {
     over(count, [&](int64_t c, auto lanes) {
         vec sum = take(sums + c, lanes);
@@ -81,7 +82,7 @@ inline void rounded(bfloat16* to, const float* sums, const bfloat16* from, int64
     });
 }
 
-// Pairs that stand one above the other in `count` columns, side by side: low[i] | high[i] << 16. No `high` is 0.
+// Joins two rows of `count` numbers to words: to[i] = low[i] | high[i] << 16. A null `high` counts as 0.
 inline void interleaved(uint32_t* to, const bfloat16* low, const bfloat16* high, int64_t count) {
     int64_t i = 0;
     for (; i + WIDTH <= count; i += WIDTH) {
@@ -94,18 +95,19 @@ inline void interleaved(uint32_t* to, const bfloat16* low, const bfloat16* high,
     for (; i < count; i++) to[i] = low[i].bits | (high ? uint32_t(high[i].bits) << 16 : 0);
 }
 
-// Numbers of a row at once: a panel of these is 64 KiB.
+// The number of columns of A that are processed at a time. A panel of this depth is 64 KiB.
 constexpr int64_t DEPTH = (1 << 15) / PANEL;
-// Columns of what a thread sums up at a time: with BLOCK_ROWS a MiB.
+// The number of columns of the sums that a thread computes at a time. With BLOCK_ROWS rows they are 1 MiB.
 constexpr int64_t BLOCK_COLUMNS = 512 / PANEL * PANEL;
 
-// A part of A as tiles read it, [pairs, stride] words: an odd number of lines lies between neighbours, which are then in sets of their own.
+// A part of A in the layout that tiles read, [pairs, stride] words. The stride is an odd number of cache lines, so that neighbouring rows are
+// in different sets of the cache.
 struct Packed {
     int64_t stride;
     std::vector<uint32_t> words;
 
     explicit Packed(int64_t rows) : stride((rows + 31) / 32 * 32 + 16), words(stride * (DEPTH / 2)) {}
-    // a[rows, depth] by its strides, one of which is 1
+    // Copies a[rows, depth]. One of its strides is 1.
     void fill(const bfloat16* a, int64_t rows, int64_t depth, int64_t a_row, int64_t a_col) {
         for (int64_t p = 0; p < depth; p += 2) {
             uint32_t* to = words.data() + p / 2 * stride;
@@ -118,7 +120,7 @@ struct Packed {
     }
 };
 
-// `count` columns of b[depth, count] by its strides, one of which is 1, as a panel.
+// Copies `count` columns of b[depth, count] to a panel. One of b's strides is 1.
 inline void panel_of(uint32_t* to, const bfloat16* b, int64_t count, int64_t depth, int64_t b_row, int64_t b_col) {
     for (int64_t p = 0; p < depth; p += 2, to += PANEL) {
         if (b_col == 1) {
@@ -126,7 +128,7 @@ inline void panel_of(uint32_t* to, const bfloat16* b, int64_t count, int64_t dep
             std::fill(to + count, to + PANEL, 0);
             continue;
         }
-        if (p % (2 * WIDTH) == 0)  // squares of words, each a pair already
+        if (p % (2 * WIDTH) == 0)  // transpose squares of words, each of which is a pair
             for (int64_t c = 0; p + 2 * WIDTH <= depth && c + WIDTH <= count; c += WIDTH) {
                 vec square[WIDTH];
                 for (int i = 0; i < WIDTH; i++) memcpy(&square[i], b + (c + i) * b_col + p, sizeof(vec));
@@ -142,8 +144,8 @@ inline void panel_of(uint32_t* to, const bfloat16* b, int64_t count, int64_t dep
 
 extern "C" {
 
-// As `multiply_packed`, for bfloat16: k is even, and `pack_matrix` has packed the matrix as one of k / 2 words to a row. What is summed, base
-// included, is rounded once. A row's numbers do not depend on how many others there are here either.
+// Computes the product of `multiply_packed` in bfloat16. k is even, and `pack_matrix` has packed the matrix as one with k / 2 words per row.
+// The sum, with base, is rounded once. A row's results do not depend on the number of rows.
 void multiply_packed_bf16(bfloat16* out, const bfloat16* x, const uint32_t* panels, const bfloat16* base, int64_t m, int64_t n, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row, int threads) {
     int64_t wide = (n + PANEL - 1) / PANEL, tall = (m + GRAIN - 1) / GRAIN;
     int64_t shares = std::max<int64_t>(1, std::min(tall, (4 * threads + wide - 1) / wide));
@@ -165,7 +167,7 @@ void multiply_packed_bf16(bfloat16* out, const bfloat16* x, const uint32_t* pane
     }
 }
 
-// As `multiply_packed_bf16`, with a matrix in codes.
+// Computes the product of `multiply_packed_bf16` with a quantised matrix.
 void multiply_codes_bf16(bfloat16* out, const bfloat16* x, const Codes* codes, const bfloat16* base, int64_t m, int64_t k, int64_t out_row, int64_t x_row, int64_t base_row, int threads) {
     int64_t n = codes->rows, wide = (n + PANEL - 1) / PANEL, tall = (m + GRAIN - 1) / GRAIN;
     int64_t shares = std::max<int64_t>(1, std::min(tall, threads / std::max<int64_t>(1, wide))), share = (tall + shares - 1) / shares * GRAIN;
@@ -190,7 +192,7 @@ void multiply_codes_bf16(bfloat16* out, const bfloat16* x, const Codes* codes, c
     }
 }
 
-// As `product`, for bfloat16: what is summed, c or base included, is rounded once.
+// Computes `product` in bfloat16. The sum, with c or base, is rounded once.
 void product_bf16(bfloat16* c, const bfloat16* a, const bfloat16* b, const bfloat16* base, int64_t m, int64_t n, int64_t k, int64_t c_row, int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col, int64_t base_row, int add, int threads) {
     int64_t tall = std::max<int64_t>(1, (m + GRAIN - 1) / GRAIN), down = std::max<int64_t>(1, (m + BLOCK_ROWS - 1) / BLOCK_ROWS);
     int64_t columns = std::min(BLOCK_COLUMNS, std::max<int64_t>(1, (n + PANEL - 1) / PANEL) * PANEL);
@@ -217,7 +219,7 @@ void product_bf16(bfloat16* c, const bfloat16* a, const bfloat16* b, const bfloa
                     if (packs) packed.fill(a + i * a_row + p * a_col, rows, depth, a_row, a_col);
                     for (int64_t j = left; j < right; j += PANEL) {
                         panel_of(panel.data(), b + p * b_row + j * b_col, std::min(PANEL, n - j), depth, b_row, b_col);
-                        float* at = sums.data() + (j - left) * tiled;  // panel by panel
+                        float* at = sums.data() + (j - left) * tiled;  // sums are stored panel by panel
                         for (int64_t top = 0; top < rows; top += ROWS) {
                             int64_t count = std::min<int64_t>(ROWS, rows - top);
                             if (packs)
@@ -233,7 +235,7 @@ void product_bf16(bfloat16* c, const bfloat16* a, const bfloat16* b, const bfloa
     }
 }
 
-// The name of what multiplies float32 numbers, or `half` ones, in at most 64 letters.
+// Writes the name of the instructions that multiply float32 numbers, or bfloat16 numbers if `half`, in at most 64 characters.
 void instructions(int half, char* name) {
 #if defined(__AVX512F__)
     const char* found = "AVX-512";

@@ -1,4 +1,5 @@
-// Row by row: RMS norm, rotary embedding with the norm of queries and keys, SwiGLU, each with its gradient; and the draw of a token.
+// Kernels that process each row separately: RMS norm, rotary embedding with the norm of queries and keys, SwiGLU, their gradients, and
+// the sampling of a token.
 #include <omp.h>
 
 #include <algorithm>
@@ -9,7 +10,7 @@
 
 namespace {
 
-// 1 / sqrt(mean(x^2) + eps)
+// Returns 1 / sqrt(mean(x^2) + eps) of n numbers.
 template <class T>
 float inverse_rms(const T* x, int64_t n, float eps) {
     vec squares = {};
@@ -31,7 +32,8 @@ void norm_rows(T* y, const T* x, const T* weight, int64_t rows, int64_t width, f
     }
 }
 
-// put(i, count, gradient) for the input of a norm, piece by piece, from the gradient of its output; adds what the weight receives to dw.
+// Computes the gradients of a norm from that of its output, dy. Calls put(i, count, gradient) for each piece of the gradient of x, and adds
+// the gradient of the weight to dw.
 template <class T, class U, class Put>
 void norm_gradient(float* dw, const T* x, const T* weight, const U* dy, int64_t n, float eps, float offset, Put put) {
     vec squares = {}, dots = {};
@@ -48,7 +50,8 @@ void norm_gradient(float* dw, const T* x, const T* weight, const U* dy, int64_t 
     });
 }
 
-// Each thread's own sums to dw, in the order of the threads, so that they do not depend on who is first. In a parallel region.
+// Adds each thread's sums `own` to dw. The threads add in the order of their numbers, so that the result does not depend on which thread is
+// faster. Must be called in a parallel region.
 void add_in_order(float* dw, const std::vector<float>& own) {
 #pragma omp for ordered schedule(static, 1)
     for (int t = 0; t < omp_get_num_threads(); t++)
@@ -71,7 +74,7 @@ void norm_rows_gradient(T* dx, float* dw, const T* x, const T* weight, const T* 
     }
 }
 
-// out = x cos + (-x2, x1) sin for the halves x1, x2 of a head, which `read` gives.
+// Computes out = x cos + (-x2, x1) sin for a head x with the halves x1 and x2. `read` returns the numbers of x.
 template <class T, class Read>
 void rotate(T* out, Read read, const float* cosine, const float* sine, int64_t half) {
     over(half, [&](int64_t i, auto count) {
@@ -81,7 +84,7 @@ void rotate(T* out, Read read, const float* cosine, const float* sine, int64_t h
     });
 }
 
-// From the gradient of what `rotate` gives to that of what it reads; `out` may be x.
+// Computes the gradient of the input of `rotate`, `out`, from that of its output, x. They may be the same memory.
 template <class T, class U>
 void rotate_back(T* out, const U* x, const float* cosine, const float* sine, int64_t half) {
     over(half, [&](int64_t i, auto count) {
@@ -91,7 +94,7 @@ void rotate_back(T* out, const U* x, const float* cosine, const float* sine, int
     });
 }
 
-struct Heads {  // queries and keys of a row of [q | k | v], and the weights of their norms (null where there are none)
+struct Heads {  // the numbers of query heads and key heads in a row [q | k | v], the width of a head and of a row, and the norms' epsilon
     int64_t queries, keys, dim, row;
     float eps;
 };
@@ -114,7 +117,7 @@ void rotary_rows(T* out, const T* qkv, const T* query_norm, const T* key_norm, c
         }
 }
 
-// d[q | k | v] in place: from the gradient of rotated queries and keys to that of the projections.
+// Turns the gradient of rotated queries and keys into that of the projections [q | k | v], in place. Norm weights may be null.
 template <class T>
 void rotary_rows_gradient(T* gradient, float* dw, const T* qkv, const T* query_norm, const T* key_norm, const float* cosine, const float* sine, int64_t rows, Heads s, int threads) {
 #pragma omp parallel num_threads(threads)
@@ -167,11 +170,11 @@ void gated_rows_gradient(T* gradient, T* out, const T* both, const T* dy, int64_
     }
 }
 
-// Numbers of a row that are summed together; only where a draw falls are they looked at one by one.
+// The number of neighbours in a row whose exponentials are summed together. Only the stretch with the sampled token is searched one by one.
 constexpr int64_t STRETCH = 1024;
 
-// to[n] = exp(factor (x - top)), 0 from exp(-87) on downwards, and their sum. The difference first: that of two rounded products need not
-// be 0 for the largest, and a large factor would make much of it.
+// Computes to[n] = exp(factor (x - top)), with 0 for results up to exp(-87), and returns their sum. `top` is subtracted before the
+// multiplication: the difference of two rounded products may not be 0 for the largest number, and a large factor would magnify it.
 template <class T>
 double weigh(float* to, const T* x, int64_t n, float factor, float top) {
     over(n, [=](int64_t i, auto count) {
@@ -184,7 +187,7 @@ double weigh(float* to, const T* x, int64_t n, float factor, float top) {
     return sum;
 }
 
-// The largest of a stretch, and the sum of what `weigh` makes of it.
+// The largest number of a stretch, and the sum of the exponentials that `weigh` computes with it.
 struct Sum {
     double sum;
     float top;
@@ -197,14 +200,14 @@ Sum sum_up(float* room, const T* x, int64_t n, float factor) {
     return {top == -INFINITY ? 0 : weigh(room, x, n, factor, top), top};
 }
 
-// The largest of a row of stretches; ends[n] become the sums up to there, by it. A row's log-probs come of these sums in this order
-// alone, in sampling as in training.
+// Returns the largest number in a row of n stretches, and sets ends[n] to the cumulative sums of the exponentials relative to it. Sampling
+// and training compute log-probs from these sums in the same order, so that both get the same bits.
 float put_together(double* ends, const Sum* stretches, int64_t n, float factor) {
     float top = stretches[0].top;
     for (int64_t b = 0; b < n; b++) top = stretches[b].top > top ? stretches[b].top : top;
     double total = 0;
     for (int64_t b = 0; b < n; b++) {
-        bool none = stretches[b].sum == 0;  // of a row of -inf the largest is no number to subtract
+        bool none = stretches[b].sum == 0;  // if all logits are -inf, so is the largest, which cannot be subtracted
         ends[b] = total += none ? 0 : stretches[b].sum * std::exp(double((stretches[b].top - top) * factor));
     }
     return top;
@@ -224,11 +227,11 @@ void draw_rows(int64_t* ids, float* logp, const T* logits, const double* u, int6
             const T* x = logits + r * width;
             for (size_t b = 0; b < ends.size(); b++) sums[b] = sum_up(weights, x + b * STRETCH, std::min<int64_t>(STRETCH, width - b * STRETCH), factor);
             float top = put_together(ends.data(), sums.data(), ends.size(), factor);
-            // the first stretch that ends above the target; rounding may leave none, then the last that adds anything
+            // Find the first stretch whose cumulative sum exceeds the target. If rounding leaves none, take the last one that is not 0.
             double total = ends.back(), target = u[r] * total;
             size_t b = std::upper_bound(ends.begin(), ends.end(), target) - ends.begin();
             if (b == ends.size()) b = std::lower_bound(ends.begin(), ends.end(), total) - ends.begin();
-            if (b == ends.size()) b = 0;  // NaN: the log-prob will say so
+            if (b == ends.size()) b = 0;  // a logit is NaN, and so will be the log-prob
             int64_t start = b * STRETCH, n = std::min(STRETCH, width - start), found = 0;
             double sum = b ? ends[b - 1] : 0;
             weigh(weights, x + start, n, factor, top);
@@ -255,7 +258,8 @@ void sum_stretches(Sum* sums, const T* logits, int64_t rows, int64_t width, int6
 
 extern "C" {
 
-// Rows out of tables that stand in slabs of `slab` rows each: out[count, bytes] = those at the places `rows` of one table.
+// Gathers rows of tables, which are stored in slabs of `slab` rows. For each table, out[count, bytes] receives the rows with the indices
+// `rows`.
 struct Gathering {
     char* out;
     const char* const* slabs;
@@ -273,7 +277,8 @@ void gather(const Gathering* wanted, int64_t tables, int64_t slab, int threads) 
     }
 }
 
-// to[i] = from[i], bytes[i] each. New memory is cleared by the thread that first writes to it, so every table is shared.
+// Copies bytes[i] bytes from from[i] to to[i]. All threads share each table, because the kernel clears new memory in the thread that first
+// writes to it.
 void copies(char* const* to, const char* const* from, const int64_t* bytes, int64_t tables, int threads) {
     constexpr int64_t PIECE = 1 << 15;
     int64_t most = tables ? *std::max_element(bytes, bytes + tables) : 0;
@@ -288,45 +293,47 @@ void rms_norm(int half, void* y, const void* x, const void* weight, int64_t rows
     BOTH(half, norm_rows((T*)y, (const T*)x, (const T*)weight, rows, width, eps, offset, threads))
 }
 
-// dx += the gradient of x; dw (float) += that of the weight
+// dx += the gradient of x; dw (float) += the gradient of the weight
 void rms_norm_gradient(int half, void* dx, float* dw, const void* x, const void* weight, const void* dy, int64_t rows, int64_t width, float eps, float offset, int threads) {
     BOTH(half, norm_rows_gradient((T*)dx, dw, (const T*)x, (const T*)weight, (const T*)dy, rows, width, eps, offset, threads))
 }
 
-// out[rows, queries + keys, dim]: normalised and rotated queries and keys of qkv[rows, row]
+// out[rows, queries + keys, dim] = the queries and keys in qkv[rows, row], normalised and then rotated
 void rotary(int half, void* out, const void* qkv, const void* query_norm, const void* key_norm, const float* cosine, const float* sine, int64_t rows, int64_t queries, int64_t keys, int64_t dim, int64_t row, float eps, int threads) {
     Heads s{queries, keys, dim, row, eps};
     BOTH(half, rotary_rows((T*)out, (const T*)qkv, (const T*)query_norm, (const T*)key_norm, cosine, sine, rows, s, threads))
 }
 
-// gradient[rows, row] in place; dw (float) [2, dim] += what the norms' weights receive
+// Turns gradient[rows, row] of the rotated queries and keys into that of qkv, in place; dw (float) [2, dim] += the gradient of the norms'
+// weights.
 void rotary_gradient(int half, void* gradient, float* dw, const void* qkv, const void* query_norm, const void* key_norm, const float* cosine, const float* sine, int64_t rows, int64_t queries, int64_t keys, int64_t dim, int64_t row, float eps, int threads) {
     Heads s{queries, keys, dim, row, eps};
     BOTH(half, rotary_rows_gradient((T*)gradient, dw, (const T*)qkv, (const T*)query_norm, (const T*)key_norm, cosine, sine, rows, s, threads))
 }
 
-// out[rows, width] = silu(gate) up, of both[rows, gate | up]
+// out[rows, width] = silu(gate) up, for both[rows, gate | up]
 void swiglu(int half, void* out, const void* both, int64_t rows, int64_t width, int threads) {
     BOTH(half, gated_rows((T*)out, (const T*)both, rows, width, threads))
 }
 
-// gradient[rows, gate | up], and out once more; they may be both and dy themselves
+// Computes gradient[rows, gate | up], and `out` of `swiglu` again. These may be the memory of `both` and of dy.
 void swiglu_gradient(int half, void* gradient, void* out, const void* both, const void* dy, int64_t rows, int64_t width, int threads) {
     BOTH(half, gated_rows_gradient((T*)gradient, (T*)out, (const T*)both, (const T*)dy, rows, width, threads))
 }
 
-// A column of each row of logits[rows, width], drawn with probability softmax(factor logits): the first whose cumulative probability
-// exceeds u; and the log of its probability.
+// Samples a column of each row of logits[rows, width] by the probabilities softmax(factor logits): the first column whose cumulative
+// probability exceeds u. `logp` receives the log of its probability.
 void draw(int half, int64_t* ids, float* logp, const void* logits, const double* u, int64_t rows, int64_t width, float factor, int threads) {
     BOTH(half, draw_rows(ids, logp, (const T*)logits, u, rows, width, factor, threads));
 }
 
-// sums[rows] of every 1024 of logits[rows, width], which lie `row` apart; `apart` sums lie between two rows of sums, of 16 bytes each.
+// Computes the sums over every 1024 neighbours of logits[rows, width], whose row stride is `row`. The row stride of `sums` is `apart`, in
+// units of one sum of 16 bytes.
 void sums_of_stretches(int half, void* sums, const void* logits, int64_t rows, int64_t width, int64_t row, int64_t apart, float factor, int threads) {
     BOTH(half, sum_stretches((Sum*)sums, (const T*)logits, rows, width, row, apart, factor, threads));
 }
 
-// logp[rows] <- of logits in logp, the log-probs as `draw` has them of rows that `stretches` sums are of.
+// Replaces the logits in logp[rows] by their log-probs, with the same bits as `draw`. `sums` has `stretches` sums of each row.
 void log_probs(float* logp, const void* sums, int64_t rows, int64_t stretches, float factor, int threads) {
     std::vector<double> ends(stretches);
     for (int64_t r = 0; r < rows; r++) {

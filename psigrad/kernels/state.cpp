@@ -1,4 +1,5 @@
-// One token of layers with state, in place: the gated delta rule and Mamba-2. All numbers are float32.
+// Decoding steps of recurrent layers: one token of each sequence, by the gated delta rule or Mamba-2. States are updated in place. All
+// numbers are float32.
 #include <algorithm>
 #include <vector>
 
@@ -19,8 +20,9 @@ float inverse_norm(const float* x, int64_t n) {
 
 extern "C" {
 
-// For each row and head: S *= exp(g); S += k (beta (v - k^T S))^T; out = q^T S. Queries and keys [rows, key_heads, width] are normalised
-// here and queries divided by sqrt(width). S[slots, heads, width, values]; g[rows, heads] or, with `channels`, [rows, heads, width].
+// Computes for each row and head: S *= exp(g); S += k (beta (v - k^T S))^T; out = q^T S. The kernel normalises queries and keys
+// [rows, key_heads, width], and divides queries by sqrt(width). S is state[slots, heads, width, values], of which the first `rows` slots are
+// updated. g is [rows, heads], or with `channels` [rows, heads, width].
 void delta_step(float* out, float* state, const float* q, const float* k, const float* v, const float* g, const float* beta, int64_t rows, int64_t heads, int64_t key_heads, int64_t width, int64_t values, int64_t channels, int threads) {
 #pragma omp parallel num_threads(threads)
     {
@@ -54,8 +56,8 @@ void delta_step(float* out, float* state, const float* q, const float* k, const 
     }
 }
 
-// For each row and head: S *= exp(dt A); S += dt x B^T; out = S C. S[slots, heads, width, states]; x[rows, heads, width], dt[rows, heads],
-// B and C[rows, groups, states].
+// Computes for each row and head: S *= exp(dt A); S += dt x B^T; out = S C. S is state[slots, heads, width, states], of which the first
+// `rows` slots are updated. x is [rows, heads, width], dt is [rows, heads], and B and C are [rows, groups, states].
 void mamba2_step(float* out, float* state, const float* x, const float* dt, const float* A, const float* B, const float* C, int64_t rows, int64_t heads, int64_t groups, int64_t width, int64_t states, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t i = 0; i < rows * heads; i++) {

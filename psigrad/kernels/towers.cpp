@@ -1,5 +1,5 @@
-// Layers with ReLUs between them, forwards and backwards, and Adam's step: control's networks are so small that calling PyTorch for each
-// operation takes longer than the operation.
+// Forward and backward pass of small ReLU networks, and Adam's step on their weights. The networks of psigrad.control are so small that
+// calling PyTorch for an operation takes longer than the operation.
 #include <algorithm>
 #include <vector>
 
@@ -9,8 +9,9 @@ extern "C" void product(float* c, const float* a, const float* b, const float* b
 
 extern "C" {
 
-// K towers of `layers` layers with `sizes`[layers + 1], whose weights [K, in, out] and biases [K, out] lie layer after layer in `flat`. What
-// each layer gives for x [rows, in] goes to `hs`: [K, rows, out] after another, behind a ReLU but for the last.
+// Computes K networks ("towers") with `layers` layers for x [rows, in]. sizes[layers + 1] are the widths of the input and of each layer.
+// `flat` has the weights [K, in, out] and biases [K, out] of each layer. The outputs [K, rows, out] of each layer are written to `hs`. A ReLU
+// follows every layer but the last.
 void relu_towers(float* hs, const float* flat, const float* x, const int64_t* sizes, int64_t layers, int64_t towers, int64_t rows, int threads) {
     const float* before = nullptr;
     for (int64_t i = 0; i < layers; i++) {
@@ -30,9 +31,10 @@ void relu_towers(float* hs, const float* flat, const float* x, const int64_t* si
     }
 }
 
-// The gradient with respect to `flat`, given that of the last layer [K, states, out] for the first `states` of the rows.
+// Computes the gradient of the weights `flat`. `given` [K, states, out] is the gradient of the last layer's outputs for the first `states`
+// rows of x.
 void relu_towers_gradient(float* grads, const float* flat, const float* x, const float* hs, const float* given, const int64_t* sizes, int64_t layers, int64_t towers, int64_t rows, int64_t states, int threads) {
-    std::vector<int64_t> at(layers + 1), layer(layers + 1);  // where a layer's weights begin, and what it gave
+    std::vector<int64_t> at(layers + 1), layer(layers + 1);  // the indices at which a layer's weights and outputs begin
     int64_t widest = 0;
     for (int64_t i = 0; i < layers; i++) {
         at[i + 1] = at[i] + towers * (sizes[i] + 1) * sizes[i + 1];
@@ -63,8 +65,8 @@ void relu_towers_gradient(float* grads, const float* flat, const float* x, const
     }
 }
 
-// w -= rate · m / (sqrt(v · correction + tiny) + eps) after Adam's new averages of the gradient times `scale`; new1 is 1 - beta1, new2
-// 1 - beta2.
+// Takes a step of Adam with the gradient times `scale`: updates the moments m and v, then w -= rate · m / (sqrt(v · correction + tiny) + eps).
+// new1 is 1 - beta1, and new2 is 1 - beta2.
 void adam(float* w, const float* gradient, float* first, float* second, int64_t count, float new1, float beta2, float new2, float rate, float correction, float tiny, float eps, float scale) {
     over(count, [=](int64_t i, auto lanes) {
         vec g = take(gradient + i, lanes) * scale, m = take(first + i, lanes), v = take(second + i, lanes);

@@ -1,4 +1,4 @@
-"""Optimisers of networks of any kind: rules, learning rates, and the loop that applies them."""
+"""Optimisers of networks of any kind: update rules, learning rates, and the `Optimizer` that applies them."""
 
 from __future__ import annotations
 

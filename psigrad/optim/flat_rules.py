@@ -1,8 +1,8 @@
 """Adam and RMSprop on one flat vector of weights.
 
-They are `torch.optim`'s rules, written out. On one small vector, torch spends ten times as long on bookkeeping as on numbers.
-`tests/optim/test_flat_rules.py` compares them with the originals. Denormal numbers are flushed to 0. The moments of a weight
-behind a dead unit decay to them, and arithmetic on them takes a hundred times as long.
+They compute the steps of `torch.optim`'s classes, with which `tests/optim/test_flat_rules.py` compares them. On one small vector,
+torch's classes spend ten times as long on bookkeeping as on numbers. Denormal numbers are flushed to 0, because arithmetic on
+them takes a hundred times as long, and the moments of a weight whose gradient stays 0 decay to such numbers.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Adam:
     by_rows = False
 
     def init(self, name: str, p: Tensor) -> dict[str, Tensor]:
-        """Return zero moments."""
+        """Return the initial state: step 0, and moments of 0."""
         return {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Step by the kernel on a CPU, which makes one pass over memory instead of seven; otherwise by torch."""
+        """Take a step: by a kernel on a CPU, which makes one pass over memory instead of seven, otherwise by torch."""
         torch.set_flush_denormal(True)
         try:
             for u in updates:
@@ -70,11 +70,11 @@ class RMSprop:
     by_rows = False
 
     def init(self, name: str, p: Tensor) -> dict[str, Tensor]:
-        """Return a zero mean square."""
+        """Return the initial state: a mean square of 0 for each weight."""
         return {"square_avg": torch.zeros_like(p)}
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Step by torch's operations."""
+        """Take a step by torch's operations."""
         torch.set_flush_denormal(True)
         try:
             for u in updates:
@@ -108,5 +108,5 @@ def _tiny(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _root(square: Tensor, scale: float) -> Tensor:
-    """Return √(scale·v), with 1e-30 added: MKL's square root of 0 takes twenty times as long as that of other numbers."""
+    """Return √(scale·v + 1e-30) for v = `square`. MKL takes twenty times as long for the square root of 0."""
     return torch.add(_tiny(square.dtype, square.device), square, alpha=scale).sqrt_()

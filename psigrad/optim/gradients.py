@@ -1,8 +1,9 @@
-"""Gradients of vocabulary-sized weights, added in place or not stored at all.
+"""Gradients of vocabulary-sized weights (embedding and head), which are summed in place or not stored at all.
 
-Autograd allocates a full gradient for every use of a weight, then adds it to the sum. An embedding tied to the head is used
-twice, and each gradient is as large as the weight. Inside `in_place` each use adds to the sum directly. With `recompute` the sum
-is not stored either: each use keeps a few numbers per token, and rows of the gradient are computed on demand.
+Autograd allocates a full gradient for every use of a weight in a forward pass, then adds it to the sum. An embedding that is tied
+to the head is used twice, and each gradient is as large as the weight. Inside `in_place` each use adds to the sum directly. With
+`recompute` the sum is not stored either: each use stores a few numbers per token, and rows of the gradient are computed from
+these on demand.
 """
 
 from __future__ import annotations
@@ -17,36 +18,36 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-# The number of gradient elements computed at a time, and the memory for stored uses as a share of the gradient's.
+# The number of gradient elements that are computed at a time, and the memory limit of stored uses as a share of the gradient's.
 BLOCK_ELEMENTS = 1 << 20
 HELD = 0.5
 
 
 class Use(Protocol):
-    """A use of a weight [V, E] whose gradient can be computed again."""
+    """One use of a weight [V, E] in a forward pass, with what is needed to compute the weight's gradient from it again."""
 
     @property
     def size(self) -> int:
-        """The number of elements that the use stores."""
+        """The number of elements that this object stores."""
         ...
 
     def add_to(self, out: Tensor, rows: slice) -> None:
-        """Add these rows of its gradient to `out` [rows, E]."""
+        """Add the rows `rows` of the weight's gradient from this use to `out` [rows, E]."""
         ...
 
 
 class Sums:
-    """Sums of the gradients of `weights` (None: of any weight).
+    """The sums of the gradients of `weights` (None: of any weight) over their uses in a step.
 
-    A sum keeps its tensor between optimiser steps: a freed block of that size gets fragmented by smaller tensors. With
-    `recompute` there is no tensor, as long as every use of the weight in the step can compute its gradient again.
+    A sum's tensor is reused in the next optimiser step, because a freed block of that size would be fragmented by smaller
+    tensors. With `recompute` a sum has no tensor, if every use of the weight in the step can compute its gradient again.
     """
 
     def __init__(self, weights: Iterable[Tensor] | None = None, *, recompute: bool = False) -> None:
         self.recompute = recompute
         self.tensors: dict[Tensor, Tensor] = {}
         self.wide: dict[Tensor, Tensor] = {}
-        """Float32 sums of the gradients of half-precision weights, for the uses that request one."""
+        """The float32 sums of the gradients of half-precision weights, to which `add_wide` adds."""
         self.uses: dict[Tensor, list[Use]] = {}
         self._weights = None if weights is None else set(weights)
 
@@ -55,7 +56,10 @@ class Sums:
         return self._weights is None or weight in self._weights
 
     def of(self, weight: Tensor) -> Tensor:
-        """Return the sum of a weight's gradients, initially 0. It reuses the tensor of the previous step."""
+        """Return the tensor of the sum of a weight's gradients, which is `weight.grad`. If there is none, set it to 0.
+
+        The tensor of the previous step is reused.
+        """
         if weight.grad is None:
             before = self.tensors.get(weight)
             fits = before is not None and (before.shape, before.dtype, before.device) == (
@@ -68,14 +72,17 @@ class Sums:
         return weight.grad
 
     def add_wide(self, weight: Tensor, gradient: Tensor) -> None:
-        """Add to the float32 sum of a half-precision weight's gradients."""
+        """Add `gradient` to the float32 sum of a half-precision weight's gradients."""
         if weight in self.wide:
             self.wide[weight].add_(gradient)
         else:
             self.wide[weight] = gradient.float()
 
     def defers(self, weight: Tensor, use: Use) -> bool:
-        """Return True if `blocks` will compute the use's gradient. If False, the caller must add it to the sum now."""
+        """Store `use` and return True if `blocks` can compute its gradient later; otherwise return False.
+
+        In that case the caller must add the gradient to the sum now.
+        """
         held = self.uses.get(weight, [])
         room = HELD * weight.numel() - use.size - sum(u.size for u in held)
         if self.recompute and weight.grad is None and room >= 0:
@@ -85,13 +92,13 @@ class Sums:
         return False
 
     def settle(self) -> None:
-        """End the backward passes of a step: add deferred gradients to sums that autograd has created for the same weights."""
+        """End the backward passes of a step. If a weight has a gradient and also stored uses, add the uses' gradients to it."""
         for weight in [w for w in self.uses if w.grad is not None]:
             self._store(weight)
         self.tensors = {weight: total for weight, total in self.tensors.items() if weight.grad is total}
 
     def blocks(self, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the gradient of a weight with deferred uses, one block of rows at a time. Each block overwrites the previous one.
+        """Yield (rows, gradient of these rows) for a weight with stored uses. Each block overwrites the previous one.
 
         The caller may change rows of the weight after their block was yielded.
         """
@@ -105,7 +112,7 @@ class Sums:
             yield rows, block
 
     def forget(self) -> None:
-        """Drop all deferred uses, and the float32 sums."""
+        """Drop all stored uses and the float32 sums."""
         self.uses, self.wide = {}, {}
 
     def _store(self, weight: Tensor) -> None:
@@ -118,9 +125,9 @@ _SUMS: ContextVar[tuple[Sums, ...]] = ContextVar("sums of gradients that are wri
 
 @contextlib.contextmanager
 def in_place(*sums: Sums) -> Iterator[None]:
-    """Make `backward()` add directly to `.grad` or `sums` inside this context.
+    """Inside this context, let the backward pass add gradients of vocabulary-sized weights directly to `.grad` or `sums`.
 
-    `torch.autograd.grad` and hooks on parameters do not see those gradients.
+    `torch.autograd.grad` and hooks on parameters do not receive these gradients.
     """
     token = _SUMS.set(sums or (Sums(),))
     try:
@@ -130,15 +137,16 @@ def in_place(*sums: Sums) -> Iterator[None]:
 
 
 def sums_for(weight: Tensor) -> Sums | None:
-    """Return the `Sums` for the gradients of `weight`, or None if autograd must sum them. Half-precision sums lose small terms.
+    """Return the `Sums` for the gradients of `weight`; None if autograd must sum them.
 
-    Call this in the forward pass: backward passes may run in another thread, where `in_place` is not set.
+    That is so outside `in_place`, and for a weight in half precision, whose sum would lose small terms. Call this in the forward
+    pass, because backward passes may run in another thread, where `in_place` is not set.
     """
     return _sums_of(weight) if weight.dtype in (torch.float32, torch.float64) else None
 
 
 def wide_sums_for(weight: Tensor) -> Sums | None:
-    """Return the `Sums` whose `add_wide` takes the gradients of a half-precision `weight`, or None if autograd must sum them."""
+    """Return the `Sums` whose `add_wide` sums the gradients of a half-precision `weight`; None if autograd must sum them."""
     return _sums_of(weight) if weight.dtype in (torch.bfloat16, torch.float16) else None
 
 
@@ -149,25 +157,25 @@ def _sums_of(weight: Tensor) -> Sums | None:
 
 
 class _Rows:
-    """A use of rows `ids` [N] of a table, with the gradient [N, E] of each row."""
+    """The use of an embedding table in a lookup of the rows `ids` [N], with the gradients dy [N, E] of these rows."""
 
     def __init__(self, ids: Tensor, dy: Tensor) -> None:
         self.ids, self.dy = ids, dy
 
     @property
     def size(self) -> int:
-        """The number of elements of the gradient."""
+        """The number of elements of dy."""
         return self.dy.numel()
 
     @torch.no_grad()
     def add_to(self, out: Tensor, rows: slice) -> None:
-        """Add rows of the table's gradient to `out`."""
+        """Add the rows `rows` of the table's gradient to `out`."""
         inside = ((self.ids >= rows.start) & (self.ids < rows.stop)).nonzero()[:, 0]
         out.index_add_(0, self.ids[inside] - rows.start, self.dy[inside])
 
 
 class _Lookup(torch.autograd.Function):
-    """The lookup of rows of a table, whose gradients go to those rows of the sum."""
+    """The function `F.embedding`, whose backward pass adds the gradients to the rows of a `Sums`."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, ids: Tensor, padding: int | None, sums: Sums) -> Tensor:
@@ -188,6 +196,9 @@ class _Lookup(torch.autograd.Function):
 
 
 def embedding(table: Tensor, ids: Tensor, padding: int | None, sums: Sums) -> Tensor:
-    """Return rows of a table [V, E] by `ids` [...], with gradients that go to `sums`. The row `padding` gets no gradient."""
+    """Return the rows `ids` [...] of a table [V, E]. The backward pass adds the table's gradient to `sums`.
+
+    The row `padding` gets no gradient.
+    """
     rows: Tensor = _Lookup.apply(table, ids, padding, sums)
     return rows

@@ -1,4 +1,4 @@
-"""AdamW with little memory: 8-bit moments, and bfloat16 weights without float32 masters or with their lower halves alone."""
+"""AdamW with less memory: 8-bit moments, and bfloat16 weights without float32 masters, or with 16-bit remainders of them."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from psigrad.optim.rules import StepSize, Update, adamw_kernels
 from psigrad.seeds import derive
 
 BLOCK = 256
-"""The number of neighbours whose moments share a scale."""
+"""The number of neighbouring elements of a weight whose moments share a scale."""
 _LEAST = 4096
-# The number of elements that are stepped at a time by torch, a multiple of BLOCK. A step needs up to 60 bytes of temporaries for
-# each: 0.25 GB here, where a whole embedding of 600 million elements took 40 GB.
+# The number of elements that torch updates at a time, a multiple of BLOCK. A step needs up to 60 bytes of temporary memory for
+# each element: 0.25 GB for a chunk, but 40 GB for a whole embedding of 600 million elements.
 CHUNK = 1 << 22
-# Smaller weights have whole masters, which one launch of a fused kernel steps all together.
+# Smaller weights have float32 masters without a split, because one launch of a fused kernel updates all of these together.
 SPLIT = 1 << 20
 _EMBEDDING = re.compile(r"embed|wte|wpe", re.IGNORECASE)
 
 
 @functools.cache
 def levels(signed: bool) -> Tensor:
-    """Return the 256 levels to which a moment, divided by the largest of its block, is rounded.
+    """Return the 256 levels to which a moment, divided by the largest in its block, is rounded.
 
-    They are 0, 1, and for each power of ten 10⁻ⁱ, i = 0 … 6, the middles of equal parts of [0.1, 1] · 10⁻ⁱ. There are as many
-    parts as codes are left. This is dynamic tree quantisation (Dettmers et al. 2022, arXiv:2110.02861) as in bitsandbytes. The
-    second moment has no sign, so its levels are twice as dense.
+    They are 0, 1, and for each power of ten 10⁻ⁱ, i = 0 … 6, the middles of 2^(6 − i) equal parts of [0.1, 1] · 10⁻ⁱ, with both
+    signs. The second moment has no sign (`signed` is False), so there are twice as many parts. This is dynamic tree quantisation
+    (Dettmers et al. 2022, arXiv:2110.02861) as in bitsandbytes.
     """
     found = [0.0, 1.0]
     for i in range(7):
@@ -46,9 +46,9 @@ def levels(signed: bool) -> Tensor:
 
 @functools.cache
 def middles(signed: bool) -> Tensor:
-    """Return the upper bound of each level; the last one is infinity.
+    """Return for each level the largest number that is rounded to it: the middle to the next level, and infinity for the last.
 
-    A second moment above 0 stays above 0, unlike in bitsandbytes: the next step is divided by its root and little else.
+    Unlike in bitsandbytes, a second moment above 0 is never rounded to 0, because the next step is divided by its root plus ε.
     """
     own = levels(signed)
     found = torch.cat([(own[1:] + own[:-1]) / 2, torch.tensor([math.inf])])
@@ -57,21 +57,24 @@ def middles(signed: bool) -> Tensor:
 
 
 def encode(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Encode numbers [blocks, 256] as (codes [blocks, 256] of uint8, scales [blocks]): each the nearest level times the scale."""
+    """Quantise numbers [blocks, 256] to (codes [blocks, 256] uint8, scales [blocks]).
+
+    The scale of a block is its largest absolute number. A code is the index of the nearest level to number / scale.
+    """
     scales = x.abs().amax(1)
     shares = (x / scales[:, None]).nan_to_num_(0.0)
     return torch.bucketize(shares, middles(signed)[:-1].to(x.device)).to(torch.uint8), scales
 
 
 def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """Decode codes and scales, the inverse of `encode`."""
+    """Return the numbers [blocks, 256] that the codes and scales from `encode` stand for: level times scale."""
     return levels(signed).to(codes.device)[codes.int()] * scales[:, None]
 
 
 def round_stochastically(x: Tensor, seed: int, first: int = 0) -> Tensor:
-    """Round x [n] to bfloat16: each number to one of its two neighbours, with probabilities such that the mean is x.
+    """Round x [n] to bfloat16, each number at random to one of its two neighbours, so that the expected value is x.
 
-    Number i's draw depends on `seed` and `first` + i alone. The arithmetic is modulo 2³², in place.
+    The random number for element i depends only on `seed` and `first` + i. The arithmetic is modulo 2³², in place.
     """
     i = torch.arange(x.numel(), dtype=torch.int32, device=x.device).add_(_signed(first)).bitwise_xor_(_signed(seed))
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
@@ -86,9 +89,9 @@ def _signed(number: int) -> int:
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Split float32 numbers into (the nearest bfloat16, a remainder of 16 bits), from which `join` makes them again.
+    """Split float32 numbers into (the nearest bfloat16, a remainder of 16 bits), from which `join` computes them again.
 
-    Of a number midway between two of bfloat16 the last bit changes: its remainder of 2¹⁵ is one more than fits.
+    The last bit of a number changes if it is midway between two bfloat16 numbers, since its remainder 2¹⁵ exceeds 16 bits by 1.
     """
     stored = master.to(torch.bfloat16)
     remainder = master.view(torch.int32) - (stored.view(torch.int16).int() << 16)
@@ -96,31 +99,33 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(stored: Tensor, remainder: Tensor) -> Tensor:
-    """Return the float32 numbers that were split."""
+    """Return the float32 numbers from the two parts that `split` returned."""
     return (stored.view(torch.int16).int() << 16).add_(remainder).view(torch.float32)
 
 
 def has_remainder(p: Tensor) -> bool:
-    """Return True if a weight's float32 master is stored as the bfloat16 weight and a remainder: a large one on a GPU.
+    """Return True if the float32 master of `p` is stored as the bfloat16 weight plus a 16-bit remainder.
 
-    With the sum of several passes in float32, AdamW then takes 16 bytes a parameter instead of 18; with one pass 14, not 20.
+    This is so for large bfloat16 weights on a GPU. Weight, gradient and optimiser state then take 14 bytes a parameter instead of
+    20. If gradients of several passes are summed in float32, they take 16 bytes instead of 18.
     """
     return p.dtype == torch.bfloat16 and p.device.type != "cpu" and p.numel() >= SPLIT
 
 
 def has_codes(name: str, p: Tensor) -> bool:
-    """Return True if 8-bit moments are used for a parameter: one of at least 4,096 numbers that is not an embedding."""
+    """Return True if a parameter gets 8-bit moments: if it has at least 4,096 elements and is not an embedding."""
     return p.numel() >= _LEAST and not _EMBEDDING.search(name)
 
 
 @dataclass(frozen=True)
 class LowMemoryAdamW:
-    """AdamW with 8-bit moments, without float32 masters, or both. With `remainders` masters exist, `split` in two.
+    """AdamW with 8-bit moments, without float32 masters, or both.
 
-    With `eight_bits` the moments are codes in blocks of 256 numbers. Embeddings keep float32 moments as in transformers, since
-    their rows learn at very different rates. A bfloat16 weight is stepped without a master: θ ← θ - η·m̂ / (√v̂ + ε) is rounded
-    up or down at random, so that steps smaller than a 256th of a weight are right on average (Zamirai et al. 2020,
-    arXiv:2010.06192). Draws depend on `seed`, the weight's name and the step.
+    With `eight_bits` the moments are codes in blocks of 256 numbers. Embeddings have float32 moments, as in transformers, because
+    their rows learn at very different rates. With `remainders` a float32 master is stored as the bfloat16 weight and a remainder
+    (`split`). Without, θ ← θ - η·m̂ / (√v̂ + ε) of a bfloat16 weight is rounded up or down at random, so that steps smaller than
+    a 256th of a weight are right on average (Zamirai et al. 2020, arXiv:2010.06192). The random numbers depend on `seed`, the
+    weight's name and the step.
     """
 
     betas: tuple[float, float]
@@ -131,11 +136,11 @@ class LowMemoryAdamW:
 
     @property
     def by_rows(self) -> bool:
-        """True if neither blocks of codes nor draws count a weight's elements from its start."""
+        """True if rows of a weight can be updated separately: without blocks of codes and without stochastic rounding."""
         return self.remainders and not self.eight_bits
 
     def init(self, name: str, p: Tensor) -> dict[str, Tensor]:
-        """Return zero moments, in float32 or as codes with their scales."""
+        """Return the initial state: step 0, and moments of 0 in float32 or as codes with scales; also a remainder if needed."""
         coded, state = self.eight_bits and has_codes(name, p), {"step": torch.zeros(())}  # on the host, where it is read
         for key in ("exp_avg", "exp_avg_sq"):
             state[key] = torch.zeros(p.shape, dtype=torch.uint8 if coded else torch.float32, device=p.device)
@@ -144,7 +149,7 @@ class LowMemoryAdamW:
         return {**state, "remainder": torch.zeros(p.shape, dtype=torch.int16, device=p.device)} if self.remainders else state
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Step by the kernels where possible, otherwise by torch."""
+        """Take a step on all parameters, by the kernels where possible, otherwise by torch."""
         weights = [self._weight(u) for u in updates]
         native = [w for w in weights if _has_kernel(w)]
         if native:
@@ -171,7 +176,10 @@ class LowMemoryAdamW:
         )
 
     def _step_by_torch(self, w: AdamWWeight, remainder: Tensor | None, step: StepSize) -> None:
-        """Take the same step by torch, for other devices and as the oracle of the kernel, a chunk of elements at a time."""
+        """Take the step of one weight by torch, a chunk of elements at a time.
+
+        It is for other devices than the CPU, and tests compare the kernel with it.
+        """
         weight, whole = w.weight, w.weight.reshape(-1)  # a copy of a weight that is not contiguous
         flat = [x.view(-1) for x in (w.gradient, w.exp_avg, w.exp_avg_sq)]
         for first in range(0, whole.numel(), CHUNK):
@@ -195,7 +203,7 @@ class LowMemoryAdamW:
     def _step_chunk(
         self, x: Tensor, g: Tensor, stored: list[Tensor], scales: Sequence[Tensor | None], w: AdamWWeight, step: StepSize
     ) -> Tensor:
-        """Return stepped numbers, and store their moments, or codes of them with their scales."""
+        """Return the numbers x of a chunk after the step, and store their new moments, or the moments' codes and scales."""
         beta1, beta2 = self.betas
         moments = [m if s is None else decode(_blocks(m), s, i == 0).view(-1)[: len(x)]
                    for i, (m, s) in enumerate(zip(stored, scales, strict=True))]  # fmt: skip
@@ -211,7 +219,7 @@ class LowMemoryAdamW:
         return x
 
     def _step_fused(self, x: Tensor, g: Tensor, moments: list[Tensor], w: AdamWWeight, step: StepSize) -> None:
-        """Step a chunk of masters by torch's fused kernel, as `AdamW` does."""
+        """Take the step of a chunk of float32 masters by torch's fused AdamW kernel, in place."""
         fused: Any = adamw
         count, divisor = torch.full((), w.step - 1.0, device=x.device), torch.full((), step.divisor, device=x.device)
         fused([x], [g], moments[:1], moments[1:], [], [count], fused=True, grad_scale=divisor if step.divisor != 1.0 else None,
@@ -220,7 +228,7 @@ class LowMemoryAdamW:
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """Reshape [n] to [blocks, 256], with the last block padded by 0."""
+    """Reshape x [n] to [blocks, 256], with the last block padded by 0."""
     return torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
 
 
@@ -232,8 +240,11 @@ def _has_kernel(w: AdamWWeight) -> bool:
 
 @functools.cache
 def _tables() -> tuple[Tensor, ...]:
-    """Return tables for the signed moment, then the unsigned one: levels, middles, and the first possible level of each cell."""
-    # A cell is a value of a float's upper 16 bits, from 2^-24 to 1. There is no middle below 2^-24.
+    """Return the kernels' tables of the codes of the first (signed) moment, then those of the second (unsigned) moment.
+
+    They are the levels, the middles between them, and the first possible level of each cell.
+    """
+    # A cell is the interval of floats with the same upper 16 bits, from 2^-24 to 1. There is no middle below 2^-24.
     edges = ((torch.arange((24 << 7) + 2) + (103 << 7)) << 16).to(torch.int32).view(torch.float32)
     found: list[Tensor] = []
     for signed in (True, False):

@@ -1,7 +1,8 @@
-"""The optimiser step: gradients of all micro-batches, their norm, clipping, the finite-gradient guard, and a rule's update.
+"""The optimiser step: sum the gradients of all micro-batches, check and clip their norm, and update weights by a rule.
 
-Rules are in `rules.py`, `low_memory.py` and `flat_rules.py`. Half-precision weights have float32 masters, since a bfloat16 weight
-loses any update smaller than 1/256 of itself, which is most of them at fine-tuning rates.
+Rules are in `rules.py`, `low_memory.py` and `flat_rules.py`. A half-precision weight has a float32 copy, its master, which the
+rule updates. Without a master, a bfloat16 weight would lose any update smaller than 1/256 of itself, which is most updates at
+the learning rates of fine-tuning.
 """
 
 from __future__ import annotations
@@ -28,75 +29,77 @@ if TYPE_CHECKING:
     from psigrad.config import Optim
 
 STATE_FILE = "optimizer.safetensors"
-"""The file of a checkpoint that holds `Optimizer.state_dict()`."""
+"""The file in a checkpoint with the tensors of `Optimizer.state_dict()`."""
 
 
 _HALF = (torch.bfloat16, torch.float16)
 MAX_NONFINITE = 3
-"""The number of consecutive steps without a finite gradient that ends a run."""
+"""The number of consecutive steps without a finite gradient after which a run ends with an error."""
 
 
 class NonFiniteError(UserError):
-    """An error: the gradient was not finite for `MAX_NONFINITE` steps in a row, or a weight is not finite."""
+    """Raised if the gradient was not finite for `MAX_NONFINITE` steps in a row, or if a weight is not finite."""
 
 
 class PassOutOfMemoryError(MemoryError):
-    """An error: a pass ran out of memory, here or in another process. All processes raise it, and no weight has changed."""
+    """Raised by all processes if a forward or backward pass of one of them runs out of memory. No weight has changed."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True for an out-of-memory error. PyTorch's CPU allocator has no exception class for it."""
+    """Return True for an out-of-memory error, also one of PyTorch's CPU allocator, which has no exception class of its own."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 @dataclass(eq=False)
 class Weight:
-    """A trainable parameter, its master, and the state of its rule."""
+    """A trainable parameter, its float32 master if it is in half precision, and its update rule with the rule's state."""
 
     name: str
     parameter: nn.Parameter
     """The model's parameter; with FSDP it is sharded."""
     local: nn.Parameter
-    """The part stored by this process: the parameter itself, or the rows of its shard."""
+    """The part of the parameter that this process stores: the parameter itself, or its shard's rows."""
     master: nn.Parameter
-    """The tensor that is stepped: `local`, or a float32 copy of it in half precision.
+    """The tensor that the rule updates: `local`, or its float32 copy if it is in half precision.
 
-    If the weight is `uncopied` it is a placeholder of that shape, which takes no memory and only has a gradient.
+    If `uncopied`, it is a placeholder of the same shape, which takes no memory and only has a gradient.
     """
     uncopied: bool
-    """True if the rule steps `local` itself: it is rounded stochastically, or the rule's state holds the rest of its master."""
+    """True if a half-precision weight has no master, and the rule updates `local`: with stochastic rounding, or with the
+    remainder of its master in the rule's state.
+    """
     kernels: OptimizerKernels | None
-    """The kernels that step `local` and the master along a bfloat16 gradient, if they can."""
+    """The kernels that update `local` and its master from a bfloat16 gradient; None if there are none."""
     rule: UpdateRule
     state: dict[str, Tensor]
     buffer: Tensor | None = None
-    """The float32 gradient of the last step with several passes. It is reused, since allocating it again among the activations of
-    each step would fragment the heap.
+    """The tensor for the float32 sum of gradients in a step with several passes. It is reused in the next step, because a new
+    allocation between activations would fragment the heap.
     """
 
     @property
     def half(self) -> bool:
-        """True if the weights are in half precision."""
+        """True if the weight is in half precision."""
         return self.master is not self.local
 
     @property
     def gradient(self) -> Tensor | None:
-        """The gradient that is applied."""
+        """The gradient that the next step applies: the master's if it has one, otherwise that of `local`."""
         return self.local.grad if self.master.grad is None else self.master.grad
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the rule's state and the float32 master by kind."""
+        """Return the tensors that a checkpoint stores: the rule's state by name, and the float32 master as "master"."""
         return self.state if self.uncopied or not self.half else {**self.state, "master": self.master.detach()}
 
     def update(self, gradient: Tensor, weight_decay: float) -> Update:
-        """Return the rule's view of this step."""
+        """Return the `Update` that the rule receives for this weight in one step. Vectors have no weight decay."""
         weight = self.local if self.uncopied else self.master
         decay = weight_decay if weight.dim() > 1 else 0.0
         stored = None if self.uncopied or self.kernels is None else self.local
         return Update(self.name, weight, gradient, self.state, decay, stored)
 
     def move_gradient(self) -> None:
-        """Move the gradient that autograd computed to the master, in float32."""
+        """Add the parameter's gradient to the master's in float32, and remove it from the parameter."""
         if self.parameter.grad is None:
             return
         own, self.parameter.grad = local_of(self.parameter.grad), None
@@ -107,11 +110,11 @@ class Weight:
 
 
 class Optimizer:
-    """Optimiser of named parameters by the rule in `optim.optimizer` or a custom `rule`. Weight decay acts on matrices only.
+    """The optimiser of named parameters by the rule in `optim.optimizer`, or by `rule`. Only matrices have weight decay.
 
-    `seed` seeds stochastic rounding. `reduces` switches the reduction of shards' gradients on and off, if they are reduced in the
-    last pass of a step alone. With `recompute` the gradient of a large head is not stored: its rows are computed twice,
-    for the norm and for the step. In a `world` of several processes gradients are summed over them.
+    `seed` is that of stochastic rounding. With `recompute` the gradient of a large head is not stored; its rows are computed
+    twice, for the norm and for the update. In a `world` of several processes, gradients are summed over them. `reduces` is a
+    function that switches the summation over shards on and off, for summing only in the last pass of a step.
     """
 
     def __init__(
@@ -128,7 +131,7 @@ class Optimizer:
         self.parameters, self.optim, self.world, self.reduces = dict(parameters), optim, world, reduces
         self.weights = {name: _weight(name, p, optim, rule, seed) for name, p in self.parameters.items()}
         self.nonfinite = self.updates = 0
-        """The number of consecutive steps without a finite gradient, and the number of weight updates by this object."""
+        """The number of steps without a finite gradient since the last finite one, and the number of updates of the weights."""
         rows = all(w.rule.by_rows for w in self.weights.values())
         self._half = [w for w in self.weights.values() if w.half]
         self._sharded = [w for w in self.weights.values() if w.local is not w.parameter]
@@ -141,13 +144,13 @@ class Optimizer:
 
     @property
     def masters(self) -> dict[str, nn.Parameter]:
-        """The tensors that are stepped, by name (see `Weight.master`)."""
+        """The tensors that rules update, by parameter name: the parameters, or their float32 masters (`Weight.master`)."""
         return {name: w.master for name, w in self.weights.items()}
 
     def step(self, losses: Iterable[Callable[[], Tensor]], lr: float) -> float | None:
-        """Add up the gradients of `losses` (one micro-batch each) and step at rate `lr`.
+        """Sum the gradients of `losses` (one per micro-batch), and update the weights with the learning rate `lr`.
 
-        Returns the gradient norm before clipping, or None if it is not finite. In that case nothing is stepped.
+        Return the gradient norm before clipping. If it is not finite, change no weight and return None.
         """
         norms = step_together([(self, lr)], losses)
         return None if norms is None else norms[0]
@@ -160,14 +163,14 @@ class Optimizer:
 
     @property
     def has_buffers(self) -> bool:
-        """True if the last step of half-precision weights had several passes."""
+        """True if the last step summed several passes of half-precision weights, so that float32 sums are allocated."""
         return any(w.buffer is not None for w in self._half)
 
     @contextlib.contextmanager
     def float32_sums(self) -> Iterator[None]:
-        """Add up gradients of half-precision weights on their float32 masters inside this context.
+        """Sum the gradients of half-precision weights in float32, on their masters, inside this context.
 
-        A sum in bfloat16 of 1,000 micro-batches is 3 % off.
+        A sum of 1,000 micro-batches in bfloat16 has an error of 3 %.
         """
         handles = []
         for w in self._half:
@@ -180,14 +183,14 @@ class Optimizer:
                 handle.remove()
 
     def restore_precision(self) -> None:
-        """Move the gradients of a single pass from the masters back to the weights, in the weights' precision."""
+        """After a step of one pass, move gradients from the masters back to the weights, in the weights' precision."""
         for w in self._half:
             if (total := w.master.grad) is not None:
                 w.parameter.grad, w.master.grad = total.to(w.parameter.dtype), None
             w.buffer = None
 
     def settle(self) -> None:
-        """End the backward passes of a step: store each gradient in one place, on the weight or on its master."""
+        """End the backward passes of a step, so that each weight has one gradient: on the weight, or on its master."""
         self.sums.settle()
         for w in self._half:
             if w.parameter in self.sums.wide:
@@ -198,13 +201,13 @@ class Optimizer:
 
     @property
     def unsharded(self) -> list[nn.Parameter]:
-        """The tensors whose gradients several processes sum: the masters of weights that are not sharded."""
+        """The masters of the weights that are not sharded, whose gradients must be summed over processes."""
         return [w.master for w in self.weights.values() if w.local is w.parameter]
 
     def norm(self) -> float:
-        """Return the gradient's norm, and move the gradient to where the rule reads it.
+        """Return the norm of the gradient, over all shards, and move each gradient to where its rule reads it.
 
-        That is the master, except for half-precision weights that kernels step. With shards it is the norm of the whole gradient.
+        A rule reads the master's gradient. If kernels update a half-precision weight, they read the weight's own.
         """
         for w in self._sharded:
             w.local.grad = None if w.parameter.grad is None else local_of(w.parameter.grad)
@@ -222,7 +225,7 @@ class Optimizer:
         return math.sqrt(stored**2 + math.fsum(squares)) if squares else stored
 
     def _norm_over_ranks(self) -> float:
-        """Return the norm from the parts that each process stores. A weight that is not sharded counts once."""
+        """Return the norm of the gradient from the shards of all processes. A weight that is not sharded counts once."""
         parts, learns = [0.0, 0.0], [w for w in self.weights.values() if w.gradient is not None]
         squares = [w.gradient.double().pow(2).sum() for w in learns if w.gradient is not None]
         for w, square in zip(learns, torch.stack(squares).tolist() if squares else [], strict=True):
@@ -231,7 +234,7 @@ class Optimizer:
 
     @torch.no_grad()
     def apply(self, norm: float, lr: float) -> None:
-        """Step at rate `lr` along the gradient, whose norm is `norm`, clipped to `max_grad_norm`."""
+        """Update the weights with the learning rate `lr`. The gradient, whose norm is `norm`, is clipped to `max_grad_norm`."""
         self.updates += 1
         step, decay = StepSize(lr, norm, self.optim.max_grad_norm), self.optim.weight_decay
         changed: list[Tensor] = []
@@ -243,7 +246,7 @@ class Optimizer:
         for weight in [w for w in self.weights.values() if w.parameter in self.sums.uses] if self.sums.uses else ():
             self._step_by_rows(weight, step)
             changed.append(weight.master)
-        # Kernels and fused steps do not increment the versions by which other code notices a change.
+        # Caches notice a changed weight by its version counter, which kernels and fused steps do not increment.
         torch.autograd.graph.increment_version(changed)
         self.sums.forget()
         for w in self._half:
@@ -251,7 +254,7 @@ class Optimizer:
                 w.local.copy_(w.master)
 
     def _step_by_rows(self, w: Weight, step: StepSize) -> None:
-        """Step along a gradient that is not stored, one block of rows at a time."""
+        """Update a weight whose gradient is not stored. Compute the gradient of one block of rows at a time."""
         for rows, gradient in self.sums.blocks(w.parameter):
             state = {key: x[rows] if x.dim() else x.clone() for key, x in w.state.items()}
             whole = w.update(gradient, self.optim.weight_decay)
@@ -259,18 +262,22 @@ class Optimizer:
         w.state["step"] += 1
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the rules' state and the float32 masters as "kind.<parameter>", sharded if the weights are."""
+        """Return the states of the rules and the float32 masters, sharded if the weights are.
+
+        The names are "<kind>.<parameter>", such as "exp_avg.<parameter>" or "master.<parameter>".
+        """
         weights = self.weights.values()
         return {f"{kind}.{w.name}": like(x, w.parameter) for w in weights for kind, x in w.tensors().items()}
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the result of `state_dict`. The state of an absent parameter becomes 0.
+        """Restore the result of `state_dict`. The state of a parameter that `tensors` lacks becomes 0.
 
-        Raises `UserError` if the state belongs to other parameters or to another rule. In that case nothing is changed.
+        Raises `UserError`, and changes nothing, if `tensors` has the state of other parameters or of another rule.
         """
         tensors, masters = dict(tensors), {f"master.{name}" for name in self.weights}
-        for name, w in self.weights.items():  # what another device has stored: a whole master here, and there a part of it
+        # A checkpoint may be from another device: a CPU stores a master as it is, a GPU as a remainder.
+        for name, w in self.weights.items():
             master, rest = f"master.{name}", f"remainder.{name}"
             if "remainder" in w.state and rest not in tensors and master in tensors:
                 tensors[rest] = split(tensors.pop(master))[1]
@@ -298,8 +305,9 @@ class Optimizer:
 
 
 def check_gradients(nonfinite: int, step: int) -> None:
-    """Raise `NonFiniteError` if `nonfinite`, the number of consecutive steps without a finite gradient until `step`, is
-    too big.
+    """Raise `NonFiniteError` if there were `MAX_NONFINITE` steps without a finite gradient in a row.
+
+    `nonfinite` is the number of such steps up to `step`.
     """
     if nonfinite >= MAX_NONFINITE:
         raise NonFiniteError(
@@ -309,7 +317,7 @@ def check_gradients(nonfinite: int, step: int) -> None:
 
 
 def check_weights(weights: Mapping[str, Tensor], step: int) -> None:
-    """Raise `NonFiniteError` if a weight is not finite, since no run should resume from it."""
+    """Raise `NonFiniteError` if a weight is not finite, so that no checkpoint is made from which a run could resume."""
     if bad := [name for name, x in weights.items() if x.numel() and not _is_finite(x)]:
         raise NonFiniteError(
             f"The weights are not finite after step {step} ({', '.join(bad[:3])}), so no checkpoint was made of them. The last "
@@ -323,7 +331,7 @@ def _is_finite(x: Tensor) -> bool:
 
 
 def _weight(name: str, parameter: nn.Parameter, optim: Optim, rule: UpdateRule | None, seed: int) -> Weight:
-    """Return the parameter with its master and its rule."""
+    """Return the `Weight` of a parameter: decide its master, kernels and rule, and initialise the rule's state."""
     local = held_of(parameter)
     adamw = rule is None and optim.optimizer in ("adamw", "adamw_8bit")
     half = local.dtype in _HALF
@@ -340,7 +348,7 @@ def _weight(name: str, parameter: nn.Parameter, optim: Optim, rule: UpdateRule |
 
 
 def _rule(name: str, p: Tensor, optim: Optim, stochastic: bool, remainder: bool, seed: int) -> UpdateRule:
-    """Return the rule of a parameter."""
+    """Return the update rule of a parameter by the settings in `optim`. Its master is `p`."""
     betas, eight_bits = (optim.adam_beta1, optim.adam_beta2), optim.optimizer == "adamw_8bit"
     if optim.optimizer == "adafactor":
         return Adafactor()
@@ -364,7 +372,7 @@ def _total_norm(gradients: list[Tensor]) -> float:
 
 
 def _reduced_once(losses: Iterable[Callable[[], Tensor]], reduces: Callable[[bool], None]) -> Iterator[Callable[[], Tensor]]:
-    """Yield the losses, with the reduction of gradients switched off in all passes but the last."""
+    """Yield the losses, and let `reduces` enable the summation of gradients over processes only for the last one."""
     held: Callable[[], Tensor] | None = None
     for loss in losses:
         reduces(False)
@@ -377,9 +385,10 @@ def _reduced_once(losses: Iterable[Callable[[], Tensor]], reduces: Callable[[boo
 
 
 def add_up(optimizers: Sequence[Optimizer], losses: Iterable[Callable[[], Tensor]]) -> None:
-    """Replace the gradients of the optimisers by the gradient of the sum of `losses`, one micro-batch each.
+    """Compute the gradient of the sum of `losses` (one per micro-batch) for all parameters of the optimisers.
 
-    Raise `PassOutOfMemoryError` on all processes if one of them runs out of memory, unless a sharded pass needs all of them.
+    Previous gradients are dropped. If a process runs out of memory, raise `PassOutOfMemoryError` on all processes. With sharded
+    weights the process raises the original error instead, because a pass needs all processes until its end.
     """
     failed: Exception | None = None
     world = optimizers[0].world
@@ -413,9 +422,9 @@ def add_up(optimizers: Sequence[Optimizer], losses: Iterable[Callable[[], Tensor
 
 
 def apply_together(rates: Sequence[tuple[Optimizer, float]]) -> list[float]:
-    """Step several optimisers along their gradients, each at its rate and clipped by its own norm.
+    """Update the weights of several optimisers, each with its learning rate and clipped by its own gradient norm.
 
-    If a norm is not finite, nothing is stepped and the first optimiser counts the failure. Returns the norms before clipping.
+    Return the norms before clipping. If one is not finite, change no weight; the first optimiser counts this in `nonfinite`.
     """
     norms = [optimizer.norm() for optimizer, _ in rates]
     if not all(map(math.isfinite, norms)):
@@ -428,9 +437,9 @@ def apply_together(rates: Sequence[tuple[Optimizer, float]]) -> list[float]:
 
 
 def step_together(rates: Sequence[tuple[Optimizer, float]], losses: Iterable[Callable[[], Tensor]]) -> list[float] | None:
-    """Step several optimisers on the sum of `losses` by `apply_together`.
+    """Compute the gradients of the sum of `losses` for several optimisers, and update their weights.
 
-    Returns the norms before clipping, or None if one is not finite.
+    Return the norms before clipping. If one is not finite, change no weight and return None.
     """
     add_up([optimizer for optimizer, _ in rates], losses)
     norms = apply_together(rates)

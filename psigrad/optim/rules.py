@@ -1,7 +1,7 @@
 """Update rules of named parameters (AdamW, Muon and Adafactor), and learning rates.
 
-A rule stores no tensors; the loop stores its state by name. AdamW with less memory is in `low_memory.py`, and the rules for one
-flat vector are in `flat_rules.py`.
+A rule stores no tensors; `Optimizer` stores the state of each parameter. AdamW with less memory is in `low_memory.py`, and the
+rules for one flat vector are in `flat_rules.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class StepSize(NamedTuple):
-    """One optimiser step: its rate, the gradient's norm, and the maximal norm after clipping (0: no clipping)."""
+    """The learning rate of one optimiser step, the gradient's norm, and the maximal norm after clipping (0: no clipping)."""
 
     lr: float
     norm: float = 0.0
@@ -40,7 +40,7 @@ class StepSize(NamedTuple):
 
 
 class Update(NamedTuple):
-    """One parameter in a step. The rule changes `weight` and `state` in place, and may change `gradient`."""
+    """The tensors of one parameter in a step. The rule updates `weight` and `state` in place, and may overwrite `gradient`."""
 
     name: str
     weight: Tensor
@@ -48,15 +48,15 @@ class Update(NamedTuple):
     state: dict[str, Tensor]
     weight_decay: float
     stored: Tensor | None = None
-    """The bfloat16 weight of a float32 master `weight`, if kernels step both along a bfloat16 gradient."""
+    """The bfloat16 weight whose float32 master is `weight`, if kernels update both from a bfloat16 gradient; else None."""
 
 
 class UpdateRule(Protocol):
-    """An update rule."""
+    """An update rule, such as AdamW: a function from weights, gradients and states to new weights and states."""
 
     @property
     def by_rows(self) -> bool:
-        """True if rows of a weight can be stepped one block after another."""
+        """True if the rows of a weight can be updated separately, one block of rows after another."""
         ...
 
     def init(self, name: str, p: Tensor) -> dict[str, Tensor]:
@@ -64,12 +64,12 @@ class UpdateRule(Protocol):
         ...
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Step all parameters that have a gradient."""
+        """Update the parameters in `updates`, those with a gradient, and their states in place."""
         ...
 
 
 def adamw_kernels(dtype: torch.dtype, device: str) -> OptimizerKernels | None:
-    """Return the kernels that step weights of this type on this device along half-precision gradients, or None."""
+    """Return the kernels for AdamW steps on weights of this dtype and device; None if there are none."""
     if dtype != torch.bfloat16 or device != "cpu":
         return None  # without loading the kernels, which may have to be compiled
     found = kernels()
@@ -78,10 +78,10 @@ def adamw_kernels(dtype: torch.dtype, device: str) -> OptimizerKernels | None:
 
 @dataclass(frozen=True)
 class AdamW:
-    """`torch.optim.AdamW`'s fused step (Loshchilov & Hutter 2019, arXiv:1711.05101), in its functional form.
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), by the function that `torch.optim.AdamW(fused=True)` calls.
 
-    torch's class imports the compiler before its first step, which takes a second and 60 MB. It also allocates the moments in
-    that step, which fragments the heap: with a large vocabulary that cost a tenth more memory. Here they are allocated first.
+    The class `torch.optim.AdamW` is not used. It imports the compiler before its first step, which takes a second and 60 MB. It
+    also allocates the moments in that step, which fragments the heap and cost a tenth more memory with a large vocabulary.
     """
 
     betas: tuple[float, float]
@@ -90,14 +90,14 @@ class AdamW:
     by_rows = True
 
     def init(self, name: str, p: Tensor) -> dict[str, Tensor]:
-        """Return zero moments. The fused step counts steps on the parameter's device."""
+        """Return the initial state: step 0, on the parameter's device as the fused function needs it, and moments of 0."""
         moments = {key: torch.zeros_like(p, memory_format=torch.preserve_format) for key in ("exp_avg", "exp_avg_sq")}
         return {"step": torch.zeros((), device=p.device), **moments}
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Step by torch, or by the kernels along half-precision gradients.
+        """Take a step on all parameters: by kernels if the gradient is in half precision and there are any, otherwise by torch.
 
-        Both divide gradients while they read them: a separate pass for the division takes a third of the step's time.
+        Both divide gradients for clipping while they read them. A separate pass over memory would take a third of a step's time.
         """
         half = [u for u in updates if u.stored is not None and u.gradient.dtype == u.stored.dtype]
         plain = [u for u in updates if u.stored is None or u.gradient.dtype != u.stored.dtype]
@@ -144,27 +144,27 @@ MOMENTUM = 0.95
 
 
 def is_hidden_matrix(name: str, p: Tensor) -> bool:
-    """Return True if Muon steps the parameter: a matrix, also of an adapter, that is neither an embedding nor a head."""
+    """Return True if Muon updates the parameter: if it is a matrix, also of a LoRA adapter, but no embedding and no head."""
     return p.dim() == 2 and not _NOT_HIDDEN.search(name)
 
 
 @dataclass(frozen=True)
 class Muon:
-    """`torch.optim.Muon`'s step on hidden matrices, in its functional form.
+    """Muon on hidden matrices, by the function that `torch.optim.Muon` calls.
 
-    Formula: B ← μB + g;  W ← W − lr·λ·W − 0.2·lr·√max(n, m) · NS(g + μB), with the Newton–Schulz iteration NS, which makes all
-    singular values about 1, and μ = 0.95. The factor gives the steps AdamW's size, so that its rates apply (Jordan 2024; Liu et
-    al. 2025, arXiv:2502.16982).
+    Formula: B ← μB + g;  W ← W − lr·λ·W − 0.2·lr·√max(n, m) · NS(g + μB), with μ = 0.95. The Newton–Schulz iteration NS makes all
+    singular values about 1. The factor 0.2·√max(n, m) makes the steps as large as AdamW's, so that AdamW's learning rates can be
+    used (Jordan 2024; Liu et al. 2025, arXiv:2502.16982).
     """
 
     by_rows = False
 
     def init(self, name: str, p: Tensor) -> dict[str, Tensor]:
-        """Return zero momentum."""
+        """Return the initial state: a momentum of 0."""
         return {"momentum_buffer": torch.zeros_like(p)}
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Step all matrices."""
+        """Take a step on all matrices."""
         for decay in dict.fromkeys(u.weight_decay for u in updates):
             group = [u for u in updates if u.weight_decay == decay]
             muon(
@@ -185,8 +185,8 @@ class Muon:
 
 @dataclass(frozen=True)
 class Adafactor:
-    """Adafactor with a given learning rate, bit for bit as transformers' `Trainer` configures it. For a matrix it keeps only the
-    mean squares of the gradient's rows and columns (Shazeer & Stern 2018, arXiv:1804.04235).
+    """Adafactor with a given learning rate, with the same bits as in transformers' `Trainer` (Shazeer & Stern 2018,
+    arXiv:1804.04235). For a matrix it stores only the mean squares of the gradient's rows and columns.
 
     Formula: R ← β·R + (1 − β)·mean_cols(g² + 10⁻³⁰),  C likewise of rows, β = 1 − t^−0.8;  u = g / √(R·Cᵀ / mean(R));
              θ ← θ − lr·λ·θ − lr · u / max(1, rms(u))
@@ -195,14 +195,17 @@ class Adafactor:
     by_rows = False
 
     def init(self, name: str, p: Tensor) -> dict[str, Tensor]:
-        """Return zero mean squares: of rows and columns for a matrix, otherwise of each number."""
+        """Return the initial state: step 0 and mean squares that are all 0.
+
+        A matrix has one mean square per row and one per column, any other parameter one per element.
+        """
         if p.dim() < 2:
             return {"step": torch.zeros(()), "exp_avg_sq": torch.zeros_like(p)}
         rows, columns = p.new_zeros(p.shape[:-1]), p.new_zeros(p.shape[:-2] + p.shape[-1:])
         return {"step": torch.zeros(()), "exp_avg_sq_row": rows, "exp_avg_sq_col": columns}
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Step one parameter after another."""
+        """Take a step on all parameters, one after the other."""
         if step.divisor != 1.0:
             torch._foreach_div_([u.gradient for u in updates], step.divisor)
         for u in updates:
@@ -224,10 +227,10 @@ class Adafactor:
 
 
 def learning_rate(optim: Optim, step: int, total: int) -> float:
-    """Return the rate of step `step` (from 0) of `total`: linear warm-up, then the decay of `lr_scheduler_type`.
+    """Return the learning rate of step `step` (from 0) of `total`: linear warm-up, then the decay of `lr_scheduler_type`.
 
-    The values are those of transformers' schedule of `total` + 1 steps with `warmup_steps` + 1 of warm-up, without its first
-    step, whose rate is 0.
+    The rates are those of transformers' schedule with `total` + 1 steps, of which `warmup_steps` + 1 are warm-up. Its first step,
+    whose rate is 0, is left out.
     """
     if step < optim.warmup_steps and optim.lr_scheduler_type not in _OWN_WARM_UP:
         return optim.learning_rate * (step + 1) / (optim.warmup_steps + 1)
@@ -242,7 +245,7 @@ DECAYS = ("linear", "cosine", "constant")
 
 
 def decayed(peak: float, kind: str, progress: float) -> float:
-    """Return the rate after a share `progress` of the steps, by one of the `DECAYS`."""
+    """Return the learning rate after a share `progress` of the steps, from `peak`, by the decay `kind` of `DECAYS`."""
     match kind:
         case "linear":
             return peak * max(0.0, 1 - progress)
@@ -252,13 +255,16 @@ def decayed(peak: float, kind: str, progress: float) -> float:
             return peak
 
 
-# These schedules' warm-up starts above 0, or lr_scheduler_kwargs configure it.
+# The schedules whose warm-up starts above 0, or is configured by lr_scheduler_kwargs.
 _OWN_WARM_UP = ("cosine_warmup_with_min_lr", "warmup_stable_decay")
 
 
 @lru_cache(maxsize=16)
 def _factor(name: str, arguments: str, warmup: int, total: int, peak: float) -> Callable[[int], float]:
-    """Return a function from the step to its share of the `peak`, by transformers' `get_scheduler`."""
+    """Return a function from the step to the factor of the `peak` rate, which transformers' `get_scheduler` computes.
+
+    Raises `UserError` for arguments that the schedule `name` does not accept.
+    """
     from transformers.optimization import get_scheduler
 
     given = {**({"timescale": warmup or 10_000} if name == "inverse_sqrt" else {}), **json.loads(arguments)}
@@ -275,7 +281,7 @@ def _factor(name: str, arguments: str, warmup: int, total: int, peak: float) -> 
 
 
 def check_schedule(optim: Optim) -> None:
-    """Raise `UserError` if the schedule does not take these parameters."""
+    """Raise `UserError` if the schedule `lr_scheduler_type` does not accept `lr_scheduler_kwargs`."""
     if optim.lr_scheduler_type in DECAYS and optim.lr_scheduler_kwargs:
         raise UserError(
             f"lr_scheduler_type {optim.lr_scheduler_type} takes no lr_scheduler_kwargs. cosine_with_min_lr is one that does."

@@ -1,1 +1,1 @@
-"""Language models: loading, the packed forward, chunked log-probs, LoRA."""
+"""Language models: loading, packed forward passes, log-probs in chunks, LoRA."""

@@ -22,7 +22,7 @@ Tensors = tuple[Tensor, ...]
 
 
 class Attending(Protocol):
-    """The properties of a fused layer that a layout reads. `window` is 0 if a token sees all tokens before it."""
+    """The properties of a fused layer that `FusedLayout.mix` reads. `window` is the sliding window in tokens, 0 for none."""
 
     index: int
     heads: Heads
@@ -43,8 +43,8 @@ def softened(
 ) -> Tensor:
     """Compute attention like `scaled_dot_product_attention`, with capped scores or with sinks.
 
-    `softcap` c caps scores s to c·tanh(s/c) (Gemma 2). `sinks` [H] is an extra score per head that takes its share of the softmax
-    and adds nothing (gpt-oss). All scores are held in memory.
+    `softcap` c caps scores s to c·tanh(s/c) (Gemma 2). `sinks` [H] is an extra score per head: it enters the softmax, and its
+    probability multiplies no value (gpt-oss). The matrix of all scores is in memory at once.
     """
     scores = q @ k.mT * scale
     if softcap is not None:
@@ -52,7 +52,7 @@ def softened(
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if attn_mask is not None:
-        unseen = torch.finfo(scores.dtype).min  # a row that sees nothing is padding, and must not become NaN
+        unseen = torch.finfo(scores.dtype).min  # -inf would make rows of padding, which attend to nothing, NaN
         scores = scores.masked_fill(~attn_mask, unseen) if attn_mask.dtype == torch.bool else scores + attn_mask
     if sinks is not None:
         beside = sinks.to(scores.dtype).view(1, scores.shape[1], -1, 1).expand(*scores.shape[:3], 1)
@@ -62,32 +62,31 @@ def softened(
 
 
 class Recurrence(Protocol):
-    """The recurrence of a layer with state, such as the gated delta rule or Mamba-2.
+    """The state update of a recurrent layer, such as the gated delta rule or Mamba-2.
 
-    A token whose inputs are zeros leaves the state unchanged, so that shorter sequences can be padded.
+    A token whose inputs are zeros leaves the state unchanged, so shorter sequences are padded with zeros.
     """
 
     def scan(self, inputs: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return outputs [N, L, ...] and the states [N, ...] after the last token. Inputs are [N, L, ...], and zeros if the
-        state is None.
+        """Return the outputs [N, L, ...] for inputs [N, L, ...], and the states [N, ...] after the last token. `state` [N, ...]
+        is the state before the first token; None means zeros.
         """
 
     def step(self, inputs: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return outputs [N, ...] of one token [N, ...] of each sequence, and the states after it.
-
-        Without gradient they may be `state` itself, changed in place.
+        """Return the outputs [N, ...] of one token [N, ...] of each sequence, and the states after it. If no gradient is enabled,
+        these may be `state` itself, changed in place.
         """
 
     def scan_trees(self, inputs: Tensors, trees: Trees) -> tuple[Tensor, Tensor] | None:
-        """Return the outputs [S, ...] of a packed row whose inputs are [S, ...], and the states by kernels; None without them."""
+        """Return the outputs [S, ...] and the states for a packed row's inputs [S, ...], by C++ kernels; None if none fits."""
 
 
 @dataclass(frozen=True)
 class ShortConvolution:
-    """A convolution along sequences, channel by channel, and what follows it: a token with the K - 1 before it.
+    """A causal depthwise convolution along sequences, with its activation. Each output reads a token and the K - 1 before it.
 
-    `weight` is [C, K]. `kernel(x, windows)` computes it from x [S, C] and the K rows [S, K] that each token sees (-1: none), or
-    returns None.
+    `weight` is [C, K]. `kernel(x, windows)` is a C++ kernel for x [S, C] and the rows [S, K] that each token reads (-1: none); it
+    returns None if it cannot compute them.
     """
 
     weight: Tensor
@@ -96,43 +95,43 @@ class ShortConvolution:
     kernel: Callable[[Tensor, Tensor], Tensor | None] = lambda x, windows: None
 
     def finish(self, made: Tensor) -> Tensor:
-        """Return the outputs from the sums over the taps [S, C]."""
+        """Add the bias to the sums over the taps [S, C], and apply the activation."""
         return self.activation(made if self.bias is None else made + self.bias)
 
 
 class Layout(Protocol):
-    """The sequences that the tokens of a forward pass belong to, inside transformers' modules."""
+    """The division of a forward pass's tokens into sequences, which layers in transformers' modules call to mix tokens."""
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
-        """Return the output [1, S, H, D] from q [1, H, S, D] and k and v [1, H_kv, S, D].
+        """Compute attention within each sequence: the output [1, S, H, D] from q [1, H, S, D] and k and v [1, H_kv, S, D].
 
-        `how` is `scaled_dot_product_attention` or `softened`.
+        `how` computes it for padded tensors: `scaled_dot_product_attention` or `softened`.
         """
 
     def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
         """Convolve x [S, C] along each sequence."""
 
     def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
-        """Return the outputs [S, ...] of a recurrence whose inputs are [S, ...]. Its state begins at zero in each sequence."""
+        """Run a recurrence along each sequence, from a zero state. Inputs and outputs are [S, ...]."""
 
 
 class FusedLayout(Protocol):
-    """The pattern of attention between tokens, inside fused layers."""
+    """The division of a forward pass's tokens into sequences, which fused layers call for attention."""
 
     @property
     def packed_weights(self) -> PackedWeights | None:
-        """The layers' packed matrices, if this pass may use them."""
+        """The cache of weight matrices that are packed for the kernels; None if this pass may not use it."""
 
     @property
     def slots(self) -> Slots | None:
-        """The slots where a decoding step puts its new tokens; None in any other pass."""
+        """The slots of the key-value cache in which a decoding step stores its new tokens; None in any other pass."""
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output [S, H·D] and log-normaliser of the scores [S, H].
+        """Compute attention, and return its output [S, H·D] and the log-sum-exp of each query's scores [S, H].
 
-        `rotated` holds queries and keys after the rotary embedding, [S, (H + H_kv)·D]; `qkv` the rows [q | k | v] before it.
+        `rotated` holds queries and keys after the rotary embedding, [S, (H + H_kv)·D]. `qkv` has the rows [q | k | v] before it.
         """
 
 
@@ -140,7 +139,7 @@ class FusedLayout(Protocol):
 def no_mask(device: torch.device) -> Tensor:
     """Return a dummy 4-D mask, which transformers passes on unchanged, so that no [S, S] mask is built for a packed row.
 
-    It is cached on the device: no copy can be made while a CUDA graph is recorded.
+    The mask is cached per device, because no copy to the device can be made while a CUDA graph is captured.
     """
     return torch.zeros(1, 1, 1, 1, device=device)
 
@@ -151,9 +150,9 @@ def rows_at(x: Tensor, index: Tensor) -> Tensor:
 
 
 class _Take(torch.autograd.Function):
-    """The function `rows_at(x, index)` where `index` names every row of x at most once and `inverse` undoes it.
+    """The function `rows_at(x, index)` for an `index` that has every row of x at most once, with `inverse` as its inverse.
 
-    The backward is then `rows_at(grad, inverse)`, a gather; autograd's own would be a slower scatter.
+    The backward is then `rows_at(grad, inverse)`, a gather. The backward of autograd would be a slower scatter.
     """
 
     @staticmethod
@@ -175,9 +174,9 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 
 class Pieces(NamedTuple):
-    """A packed row in the host's memory: the numbers of tokens of each prefix [B] and, after them, of each sequence [N].
+    """The pieces of a packed row, as NumPy arrays: the token counts of B prefixes, and of N sequences that follow them.
 
-    `prefix` [N] is the prefix that each sequence continues, and `seen` [N] the number of its tokens that the sequence sees.
+    `prefix` [N] is the prefix that each sequence continues, and `seen` [N] the number of prefix tokens that it attends to.
     """
 
     prefixes: np.ndarray
@@ -198,12 +197,12 @@ class Pieces(NamedTuple):
 
     @property
     def before(self) -> np.ndarray:
-        """[B + N] the number of prefix tokens that each piece sees."""
+        """[B + N] the number of prefix tokens that each piece attends to; 0 for a prefix itself."""
         return np.concatenate([0 * self.prefixes, self.seen])
 
     @property
     def base(self) -> np.ndarray:
-        """[B + N] the position in the row where that prefix starts."""
+        """[B + N] the position in the row where the prefix of each piece starts; 0 for a prefix itself."""
         return np.concatenate([0 * self.prefixes, self.starts[self.prefix] if len(self.prefixes) else self.prefix])
 
 
@@ -214,19 +213,19 @@ def on_device(numbers: Any, device: torch.device | str, dtype: torch.dtype = tor
 
 
 def _table(lengths: np.ndarray, start: int, device: torch.device) -> Tensor:
-    """Return [len(lengths), longest]: packed positions of consecutive pieces from `start`, -1 where a piece is shorter."""
+    """Return [len(lengths), longest], the packed positions of pieces that follow each other from `start`; -1 is padding."""
     first, steps = start + lengths.cumsum() - lengths, np.arange(lengths.max(initial=0))
     return on_device(np.where(steps < lengths[:, None], first[:, None] + steps, -1), device)
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """The layout of S tokens on a device: B prefixes and N sequences, each continuing one prefix (or none, if B is 0)."""
+    """The layout of a packed row of S tokens: B prefixes, and N sequences that each continue one prefix (or none, if B is 0)."""
 
     pieces: Pieces
     device: torch.device
     blocks: Tensor | None = None
-    """[S] the number of each token's block, 0 for none; tokens of a block see each other, as those of an image in Gemma 3."""
+    """[S] the number of each token's block, 0 for none. Tokens of a block, such as an image in Gemma 3, attend to each other."""
     packed_weights = slots = None
 
     @cached_property
@@ -246,30 +245,30 @@ class PackedLayout:
 
     @cached_property
     def sequence_prefix(self) -> Tensor:
-        """[N] the prefix that each sequence continues."""
+        """[N] the index of the prefix that each sequence continues, on the device."""
         return on_device(self.pieces.prefix, self.device)
 
     @cached_property
     def seen(self) -> Tensor:
-        """[N] the number of prefix tokens that each sequence sees."""
+        """[N] the number of prefix tokens that each sequence attends to, on the device."""
         return on_device(self.pieces.seen, self.device)
 
     @cached_property
     def _order(self) -> Tensor:
-        """[B·P + N·L] packed positions of the padded views, -1 at padding."""
+        """[B·P + N·L] the packed position of each token of the padded prefixes [B, P] and sequences [N, L]; -1 at padding."""
         return torch.cat([self.prefix_rows.flatten(), self.sequence_rows.flatten()])
 
     @cached_property
     def _inverse(self) -> Tensor:
-        """[S] the position of each packed token in `_order`; made on the host, so that no pass waits for a GPU."""
+        """[S] the position of each packed token in `_order`. It is computed on the CPU, so that no pass waits for a GPU."""
         pieces, count, width = self.pieces, len(self.pieces.prefixes), int(self.pieces.prefixes.max(initial=0))
         wide = np.concatenate([np.full(count, width), np.full(len(pieces.sequences), pieces.sequences.max(initial=0))])
         begin = wide.cumsum() - wide
         return on_device((begin - pieces.starts).repeat(pieces.lengths) + np.arange(self.rows), self.device)
 
     def _prefix_mask(self, window: int | None) -> Tensor | None:
-        """Return the mask [P, P], or [B, 1, P, P] with blocks, for a sliding window that is shorter than the prefixes; None for
-        plainly causal attention.
+        """Return the mask of attention within prefixes: [P, P], or [B, 1, P, P] with blocks. Return None if causal attention is
+        the same: without blocks, and without a sliding window that is shorter than the prefixes.
         """
         length = self.prefix_rows.shape[1]
         if self.blocks is None and (window is None or window >= length):
@@ -279,16 +278,16 @@ class PackedLayout:
         return near & self._or_same_block((distance >= 0).to(near.device), self.prefix_rows)
 
     def _or_same_block(self, causal: Tensor, rows: Tensor) -> Tensor:
-        """Return the mask [L, L] or, with blocks, [K, 1, L, L] in which tokens `rows` [K, L] of a block see each other too."""
+        """Return the mask `causal` [L, L], or with blocks [K, 1, L, L]: tokens `rows` [K, L] of a block also see each other."""
         if self.blocks is None:
             return causal
         own = rows_at(self.blocks, rows.flatten()).view(rows.shape)
         return (causal | ((own[:, :, None] == own[:, None, :]) & (own[:, :, None] > 0)))[:, None]
 
     def _sequence_mask(self, window: int | None) -> Tensor:
-        """Return the mask [N, 1, L, P + L].
+        """Return the mask [N, 1, L, P + L] of attention from sequences to their prefixes and themselves.
 
-        A token sees the tokens that its sequence continues, itself, and the earlier tokens of its sequence.
+        A token attends to the tokens that its sequence continues, to the earlier tokens of its sequence, and to itself.
         """
         n, length = self.sequence_rows.shape
         device = self._order.device
@@ -310,7 +309,7 @@ class PackedLayout:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
-        """Let prefixes attend to themselves, and each sequence to its prefix and itself. Shapes are those of `Layout.attend`."""
+        """Compute attention of prefixes to themselves, and of each sequence to its prefix and itself; see `Layout.attend`."""
         heads = q.shape[1]
         split = self.prefix_rows.numel()
         q, k, v = (_Take.apply(x[0].transpose(0, 1), self._order, self._inverse) for x in (q, k, v))
@@ -336,7 +335,7 @@ class PackedLayout:
         return taken[None]
 
     def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
-        """Convolve each sequence after the last tokens of its prefix. Shapes are those of `Layout.convolve`."""
+        """Convolve x [S, C] along each sequence. Its first tokens also read the last tokens of its prefix."""
         taps = how.weight.shape[1]
         rows, own, windows = self._windows(taps)
         if (ready := how.kernel(x, windows)) is not None:
@@ -346,8 +345,9 @@ class PackedLayout:
         return how.finish(made).index_select(0, own)
 
     def _windows(self, taps: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return [E] the row's tokens piece by piece, each piece after the `taps - 1` tokens before it (-1: none), [S] where
-        the window of each token begins there, and [S, taps] the tokens in that window.
+        """Return the tables (`rows` [E], `begin` [S], `windows` [S, taps]) of a convolution: `rows` has the tokens of each piece
+        after the `taps - 1` tokens that precede the piece (-1: none), `begin` is the position in `rows` where the window of each
+        token begins, and `windows` are the tokens in that window.
         """
         if taps not in self._taps:
             pieces, before = self.pieces, np.arange(1 - taps, 0)
@@ -365,13 +365,12 @@ class PackedLayout:
         return {}
 
     def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
-        """Run each prefix once, and continue from its state in each of its sequences. Shapes are those of `Layout.scan`."""
+        """Run the recurrence once over each prefix, and over each sequence from the state after its prefix; see `Layout.scan`."""
         return self.scan_with_states(recurrence, inputs, every=False)[0]
 
     def scan_with_states(self, recurrence: Recurrence, inputs: Tensors, every: bool = True) -> tuple[Tensor, Tensor | None]:
-        """Return the outputs of `scan`, and the states [segments, ...] after each segment of `segments`.
-
-        Unless `every` state is wanted, kernels keep only those that another segment continues.
+        """Return the outputs of `scan`, and the states [segments, ...] after each segment of `segments`. If `every` is False,
+        the C++ kernels return only the states from which another segment continues.
         """
         if self.device.type == "cpu" and (ready := recurrence.scan_trees(inputs, self._trees(every))) is not None:
             return ready
@@ -391,7 +390,7 @@ class PackedLayout:
         return waves(self.pieces)
 
     def _trees(self, every: bool) -> Trees:
-        """Return the segments for kernels. The states are those of `every` segment, or of those that others continue."""
+        """Return the segments in the form of the C++ kernels, cached. `every` is as in `scan_with_states`."""
         if every not in self._forests:
             self._forests[every] = trees(self._waves, every)
         return self._forests[every]
@@ -402,10 +401,11 @@ class PackedLayout:
 
     @cached_property
     def segments(self) -> tuple[Tensor, Tensor, list[tuple[tuple[int, int], Tensor | None]]]:
-        """The row as segments that a recurrence can run side by side, in waves. A segment continues one of an earlier wave.
+        """The tables (`order`, `inverse` [S], waves) of the row as segments, which a recurrence runs in parallel, wave by wave.
 
-        A prefix is cut where sequences leave it. Returns the packed position of each padded token (-1: padding), its inverse [S],
-        and for each wave its shape [segments, longest] and the earlier segment that each continues (-1 or None: none).
+        A segment continues one of an earlier wave, or none. A prefix is cut where its sequences start. `order` is the packed
+        position of each padded token (-1: padding), and `inverse` its inverse. A wave is its shape (segments, longest) and the
+        earlier segment that each of its segments continues (-1 or None: none).
         """
         tables, shapes = [], []
         for wave in self._waves:
@@ -419,12 +419,12 @@ class PackedLayout:
         return on_device(order, self.device), on_device(inverse, self.device), shapes
 
     def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the same attention by the native kernel. Shapes are those of `FusedLayout.mix`."""
+        """Compute the attention of `attend` by the C++ kernel. Shapes are those of `FusedLayout.mix`."""
         return layer.native.attention(rotated, qkv, self.spans, layer.heads, layer.window)
 
     @cached_property
     def spans(self) -> Spans:
-        """The layout for the kernels, which treat a sequence without a prefix as a prefix that nothing continues."""
+        """The layout in the kernels' form. A sequence without a prefix is given as a prefix that no sequence continues."""
         spans = list(zip(self.pieces.starts.tolist(), self.pieces.lengths.tolist(), strict=True))
         count = len(self.pieces.prefixes)
         if not count:
@@ -446,5 +446,5 @@ class PackedLayout:
 
 
 def _view(x: Tensor, rows: Tensor) -> Tensor:
-    """Reshape [B·L, H, D] -> [B, H, L, D]."""
+    """Reshape x [B·L, H, D] -> [B, H, L, D], where `rows` is [B, L]."""
     return x.view(*rows.shape, *x.shape[1:]).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The base of psigrad's pretrained models: weights, the packed forward pass and whether it may be used, LoRA, and saving."""
+"""The base class of psigrad's pretrained models: weights, the choice between packed and padded passes, LoRA, and saving."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder or hub model. Raises `ValueError` if there is none. The same happens if transformers
-    creates one without a single word, as for Qwen, Gemma and GPT-2, since every text would be empty.
+    """Return the tokenizer of a folder or hub model. Raises `ValueError` if there is none, or if its vocabulary is empty. For
+    Qwen, Gemma and GPT-2, transformers creates an empty tokenizer if the files are missing, and every text would be empty.
     """
     from transformers import AutoTokenizer
 
@@ -74,9 +74,7 @@ def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
 
 @torch.no_grad()
 def check_finite(network: nn.Module) -> None:
-    """Raise `UserError` if a weight is NaN or infinite. Otherwise every log-prob would be too, and only the first step would
-    fail.
-    """
+    """Raise `UserError` if a weight is NaN or infinite. Otherwise all log-probs would be NaN, and the first step would fail."""
     for name, weight in network.named_parameters():
         if weight.is_meta or not weight.is_floating_point() or not weight.numel():
             continue
@@ -92,17 +90,18 @@ def check_finite(network: nn.Module) -> None:
 class Pretrained(ABC):
     """A pretrained model with its tokenizer.
 
-    - `network` is transformers' model, which holds the weights. With LoRA it contains the adapters' layers.
-    - `adapter` is the peft wrapper that saves and merges adapters. If `continued`, the model without it is not the initial one.
-    - `why_padded` is empty if the packed forward pass reproduces the model; otherwise it is why the padded one runs instead.
+    - `network` is transformers' model, which has the weights. With LoRA it contains the adapters' layers.
+    - `adapter` is the peft wrapper that saves and merges adapters. `continued` is True if training started with an adapter, so
+      that the model without it is not the initial model.
+    - `why_padded` is empty if the packed forward pass reproduces the model; otherwise it is the reason for padded passes.
     - `decoder` runs the packed forward pass in fused kernels; if it is None, `why_unfused` is the reason.
-    - `parts` are the kernels inside transformers' modules, if these run packed on a CPU.
-    - `attends` is how packed sequences attend in transformers' modules; `why_sdpa` is why a GPU pads them anyway.
-    - `texts` are the texts on which ways to compute were compared.
-    - `balance` is the auxiliary loss of a mixture-of-experts model; `routing` records the sampler's choices for training.
-    - `root` makes sharded weights whole while its forward pass runs (`language/models/sharded.py`).
-    - `masks` are those of the adapter's dropout.
-    - `context` is the processes that divide the tokens of a row, if there are several (`psigrad_extras/mesh/ulysses.py`).
+    - `parts` are psigrad's kernels inside transformers' modules, if these run packed on a CPU.
+    - `attends` is the attention that transformers' modules use for packed sequences. `why_sdpa` is why a GPU uses "sdpa".
+    - `texts` are the texts on which psigrad's computation was compared with transformers'.
+    - `balance` is the auxiliary loss of a mixture-of-experts model; `routing` records the experts of sampling for training.
+    - `root` gathers sharded weights while its forward pass runs (`language/models/sharded.py`).
+    - `masks` are the masks of the adapter's dropout.
+    - `context` is the group of processes that divide the tokens of each row (`psigrad_extras/mesh/ulysses.py`), or None.
     """
 
     network: PreTrainedModel
@@ -130,18 +129,18 @@ class Pretrained(ABC):
 
     @property
     def vision(self) -> Vision | None:
-        """The form of images in prompts; None if the model reads text alone."""
+        """The reader of the images in prompts; None if the model reads text alone."""
         found: Vision | None = sight_of(self.tokenizer)
         return found
 
     @property
     def is_own_reference(self) -> bool:
-        """True if the model without its adapter is the one that training starts from."""
+        """True if the model without its adapter is the initial model, so that it can be the reference of a KL term."""
         return self.adapter is not None and not self.continued
 
     @property
     def slower(self) -> str:
-        """The reason why the model does not run in its device's fastest way, and the cost; empty if it does."""
+        """The reason why the model runs more slowly than its device allows, and the cost; empty if it does not."""
         if self.why_padded:
             return f"Sequences are padded, not packed, which takes two to five times the time and memory: {self.why_padded}."
         if self.why_unfused and self.device.type == "cpu":
@@ -152,7 +151,7 @@ class Pretrained(ABC):
 
     @property
     def instructions(self) -> str:
-        """The instructions of the products in fused layers: AVX2, AVX-512, AMX tiles, …; empty without fused layers."""
+        """The CPU instructions of the fused layers' matrix products: AVX2, AVX-512, AMX tiles, …; empty without fused layers."""
         if self.decoder is not None:
             return self.decoder.native.products.instructions(self.decoder.dtype)
         return "" if self.parts is None else self.parts.native.products.instructions(self.network.dtype)
@@ -164,20 +163,20 @@ class Pretrained(ABC):
         return min(size(config, "positions") or 1 << 31, *_unscaled_lengths(config))
 
     def switch(self, training: bool) -> None:
-        """Set training or evaluation mode. Skip it if the mode is set already, since it visits every module."""
+        """Set training or evaluation mode. If it is set already, do nothing, because setting it visits every module."""
         if self.network.training != training:
             set_mode(self.network, training)
 
     @abstractmethod
     def _probe(self, texts: Groups, packed: bool) -> Tensor:
-        """Return the model's outputs on `texts`, to compare two ways to compute it."""
+        """Return the model's outputs on `texts`, packed or padded, to compare psigrad's computation with transformers'."""
 
     @abstractmethod
     def _sample_texts(self, length: int) -> list[list[int]]:
         """Return two texts of `length` tokens that are typical of the model."""
 
     def _texts(self) -> Groups:
-        """Return the texts on which ways to compute are compared, drawn once."""
+        """Return the texts on which psigrad's computation is compared with transformers'. They are drawn once."""
         if self.texts is None:
             self.texts = shared_prompts(*self._sample_texts(min(LENGTH, self.max_length)))
         return self.texts
@@ -192,9 +191,9 @@ class Pretrained(ABC):
         wanted: Tensor | None = None,
         experts: Tensor | None = None,
     ) -> Tensor:
-        """Return hidden states [B, S, E], or [M, E] of the tokens `wanted`, which are positions in the B·S. `layout` is the
-        attention pattern; ids and positions are [B, S]. A fused decoder adds its activations to `keep`, or reads them from
-        `cached`. Routers choose `experts` [layers, B·S, k].
+        """Return the hidden states [B, S, E] of ids and positions [B, S], or only those [M, E] of the tokens `wanted` [M], which
+        are indices into the B·S tokens. `layout` says which tokens attend to which. A fused decoder adds its activations to
+        `keep`, or reads them from `cached`. Routers choose `experts` [layers, B·S, k], unless it is None.
         """
         if self.decoder is not None:
             fused: Any = layout
@@ -221,7 +220,8 @@ class Pretrained(ABC):
     def _embedded(self, input_ids: Tensor) -> tuple[Any, dict[str, Any]]:
         """Return the module of the packed pass and its inputs: ids, or embeddings with the features of images.
 
-        A decoding step reads images on a CPU alone (`dialogue.py`). On a GPU it may be recorded, and must not wait for its ids.
+        A decoding step, with one token per sequence, reads images only on a CPU (`dialogue.py`). On a GPU it may be captured as a
+        CUDA graph, which cannot check on the host whether an id is an image's.
         """
         if self.vision is None or (input_ids.shape[1] == 1 and self.device.type != "cpu"):
             return self.network.base_model, {"input_ids": input_ids}
@@ -235,17 +235,17 @@ class Pretrained(ABC):
 
     @property
     def logit_factor(self) -> float:
-        """The factor of the head's logits: Cohere's scale, or 1 / Granite's scaling. Here it multiplies the hidden states."""
+        """The factor of the logits: Cohere's logit_scale, or 1 / Granite's logits_scaling. It multiplies the hidden states."""
         config: Any = self.network.config.get_text_config()
         return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
     def placed(self, inputs: ForwardInputs) -> ForwardInputs:
-        """Return packed inputs with the positions and the attention of their images. Raises `UserError` if it reads none."""
+        """Return packed inputs with the positions and the attention of their images. Raises `UserError` for a text-only model."""
         vision = self._check_images(inputs)
         return inputs if vision is None else vision.place(inputs)
 
     def _check_images(self, inputs: ForwardInputs) -> Vision | None:
-        """Return how the images of `inputs` are read, None without images. Raises `UserError` if this model reads text alone."""
+        """Return the reader of images if `inputs` have any, else None. Raises `UserError` if this model reads text alone."""
         if inputs.has_images and self.vision is None:
             raise UserError(
                 f"A row has an image, and {type(self.network).__name__} reads text alone; give a vision-language model, also as "
@@ -266,12 +266,12 @@ class Pretrained(ABC):
         return self._scaled(hidden.flatten(0, 1).index_select(0, wanted))
 
     def _scaled(self, hidden: Tensor) -> Tensor:
-        """Return hidden states for the head, in its dtype: Mamba-2's stream is float32 beside weights in bfloat16."""
+        """Return hidden states times `logit_factor`, in the head's dtype. Those of Mamba-2 are float32 with bfloat16 weights."""
         hidden = hidden * factor if (factor := self.logit_factor) != 1.0 else hidden
         return hidden.to(self.network.dtype)
 
     def _padded(self, module: Any, inputs: ForwardInputs) -> Any:
-        """Return the output of transformers' `module` for padded inputs. Positions are the model's own: RoBERTa's begin at 2."""
+        """Return the output of transformers' `module` for padded inputs. It computes positions itself: RoBERTa's start at 2."""
         if self.masks.used:
             self.masks.read(inputs)
         vision = self._check_images(inputs)
@@ -284,7 +284,7 @@ class Pretrained(ABC):
         return self._balanced(made, inputs.attention_mask)
 
     def _balanced(self, made: Any, mask: Tensor | None = None) -> Any:
-        """Return a forward pass's output, and record its routers' load."""
+        """Return the output `made` of a forward pass, after the auxiliary loss (if there is one) has read its router logits."""
         if self.balance is not None:
             self.balance.see(made, mask)
         return made
@@ -303,11 +303,11 @@ class Pretrained(ABC):
         known: bool,
         towers: Sequence[str] = (),
     ) -> Self:
-        """Choose the ways to compute, and add the adapter if there is one.
+        """Choose packed or padded passes and fused or transformers' layers, and add the adapter if there is one.
 
-        A `known` model (`fused.families.load`) runs packed and fused at once. Any other is compared with its own modules first.
-        The model's own dropout is switched off as in TRL, since the first-step ratio would not be 1 with it. Of the modules
-        outside the text half, `towers` learn.
+        A `known` model (`fused.families.load`) runs packed and fused without a test. For any other, psigrad's outputs are first
+        compared with those of transformers' modules. The model's dropout is switched off as in TRL; otherwise the ratio of the
+        first update would not be 1. Outside the text model, only the vision and audio modules `towers` are trained.
         """
         check_finite(self.network)
         hf, known = self.network, known and lora is None
@@ -337,9 +337,8 @@ class Pretrained(ABC):
         return self
 
     def attend(self, how: str) -> None:
-        """Set how the packed model attends. "auto" on a GPU takes the first way that runs, and changes nothing on a CPU.
-
-        Raises `UserError` if another way does not run, or does not give the numbers and the gradient of "sdpa".
+        """Set the attention of packed passes. "auto" takes the first of "varlen", "flex" and "sdpa" that works on a GPU, and
+        "sdpa" on a CPU. Raises `UserError` if `how` does not run, or if its outputs or gradients differ from those of "sdpa".
         """
         if how == "auto" and self.device.type == "cuda" and self.decoder is None and not self.why_padded:
             reasons = []
@@ -372,14 +371,14 @@ class Pretrained(ABC):
             ) from error
 
     def _probe_with_gradient(self, learns: list[nn.Parameter]) -> list[Tensor]:
-        """Return the outputs on the model's own texts, and the direction of the gradient of their sum for each parameter."""
+        """Return the outputs on `_texts`, and for each parameter the gradient of their sum, divided by its norm."""
         with torch.set_grad_enabled(bool(learns)):
             found = self._probe(self._texts(), packed=True)
             slopes = torch.autograd.grad(found.sum(), learns, allow_unused=True) if learns else ()
         return [found.detach(), *(g / g.norm().clamp(min=1e-6) for g in slopes if g is not None)]
 
     def frozen_copy(self) -> Self:
-        """Return a copy that never learns: the reference of full fine-tuning."""
+        """Return a copy with frozen weights, which is the reference in full fine-tuning."""
         twin = copy.deepcopy(self.network)
         twin.requires_grad_(False)
         decoder = None if self.decoder is None else Decoder(twin, vision=self.vision)
@@ -388,7 +387,7 @@ class Pretrained(ABC):
         return type(self)(twin.eval(), self.tokenizer, decoder=decoder, parts=parts, **own)
 
     def save(self, folder: Path) -> None:
-        """Save weights and tokenizer in Hugging Face form. A LoRA model saves only its adapter (and a scalar head)."""
+        """Save weights and tokenizer in Hugging Face format. A LoRA model saves only its adapter (and a scalar head)."""
         write(self.adapter or self.network, self.tokenizer, folder)
 
     def save_merged(self, folder: Path) -> None:
@@ -399,7 +398,7 @@ class Pretrained(ABC):
 
 
 def with_whole_weights(model: Pretrained, compute: Callable[[], R]) -> R:
-    """Return the result of `compute`, run with whole weights: directly, or inside the forward pass of the model's `root`."""
+    """Return the result of `compute`. If the weights are sharded, run it in the forward pass of `root`, which gathers them."""
     if model.root is None:
         return compute()
     found: list[R] = []
@@ -408,7 +407,7 @@ def with_whole_weights(model: Pretrained, compute: Callable[[], R]) -> R:
 
 
 def own_share(model: Pretrained, inputs: ForwardInputs) -> ForwardInputs:
-    """Return this process's share of the inputs: all of them, or its tokens of a row that several processes divide."""
+    """Return this process's part of the inputs: its tokens if several processes divide each row (cp_size), otherwise all."""
     packed = inputs.layout
     if model.context is None or not isinstance(packed, attention.PackedLayout):
         return inputs
@@ -425,7 +424,7 @@ def own_share(model: Pretrained, inputs: ForwardInputs) -> ForwardInputs:
 
 
 def reshard(model: Pretrained) -> None:
-    """Free the whole weights that a forward pass without gradient has left. Afterwards `network` holds sharded tensors."""
+    """Free the gathered weights that FSDP retains after a forward pass without gradient, so that all tensors are sharded."""
     modules: Any = model.root.modules() if model.root is not None else ()
     for module in modules:
         if hasattr(module, "reshard"):
@@ -433,8 +432,8 @@ def reshard(model: Pretrained) -> None:
 
 
 def _unscaled_lengths(config: Any) -> list[int]:
-    """Return the lengths up to which rotary embeddings do not depend on the longest position of a pass. Beyond these, Phi's
-    longrope and dynamic NTK do, so that a sequence's result would depend on the other sequences of its pass.
+    """Return the lengths up to which rotary embeddings do not depend on the longest sequence of a pass. Beyond them, those of
+    longrope (Phi) and dynamic NTK do, so that a sequence's result would depend on the other sequences of its pass.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     tables = list(rope.values()) if rope and all(isinstance(table, dict) for table in rope.values()) else [rope]
@@ -447,7 +446,7 @@ def _unscaled_lengths(config: Any) -> list[int]:
 
 
 def _check_repeatable(model: Pretrained) -> None:
-    """Raise `UserError` if two passes in training mode, which checkpointing and dropout need, give different results."""
+    """Raise `UserError` if two passes differ in training mode, which gradient checkpointing and LoRA dropout need."""
     with torch.enable_grad():  # training mode is set only when a gradient is enabled
         one, other = (model._probe(model._texts(), packed=not model.why_padded).detach() for _ in range(2))
     if gap := float((one - other).abs().max()):
@@ -458,6 +457,6 @@ def _check_repeatable(model: Pretrained) -> None:
 
 
 def check_whole(missing: Iterable[str]) -> None:
-    """Raise `ValueError` if weights are missing in a model's files. transformers draws them at random and continues."""
+    """Raise `ValueError` if weights are `missing` in a model's files. transformers would initialise them at random."""
     if names := sorted(missing):
         raise ValueError(f"its files lack {', '.join(names[:3])}{', …' * (len(names) > 3)}, which would be random numbers")

@@ -1,4 +1,4 @@
-"""Linear layers whose matrices are stored in codes of 4 or 8 bits and never learn: the base of an adapter (QLoRA)."""
+"""Linear layers with frozen matrices that are quantised to codes of 4 or 8 bits: the base of an adapter (QLoRA)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from psigrad.kernels.codes import CodedMatrix, Kind, can_code, code
 from psigrad.kernels.kernels import kernels
 
 CODED_BASE = "quantized_base.json"
-"""The file next to an adapter that was trained over a coded base. It holds the kind of codes and the dtype of the coded numbers.
-peft has no field for the kind.
+"""The file next to an adapter that was trained on a quantised base. It has the kind of codes and the base's dtype.
+
+peft's configuration has no field for the kind.
 """
 _PARTS = ("scales", "offsets", "levels")
 
 
 class CodedLinear(nn.Linear):
-    """The layer x · Wᵀ + b with W in codes (Dettmers et al. 2023, QLoRA, arXiv:2305.14314). Its `weight` holds codes of a
-    `kind`.
+    """The layer x · Wᵀ + b with a quantised W (Dettmers et al. 2023, QLoRA, arXiv:2305.14314).
+
+    `weight` has the codes of W, and `kind` says what they mean.
     """
 
     def __init__(self, matrix: CodedMatrix, bias: nn.Parameter | None, kind: Kind) -> None:
@@ -33,12 +35,12 @@ class CodedLinear(nn.Linear):
 
     @property
     def matrix(self) -> CodedMatrix:
-        """The matrix with its current tensors, on any device."""
+        """The quantised matrix W with the layer's current tensors, which may have been moved to another device."""
         scales, offsets, levels = (getattr(self, name) for name in _PARTS)
         return CodedMatrix(self.weight.data, scales, offsets, levels, (self.out_features, self.in_features), self.block)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the layer for x in float32 or bfloat16. The gradient is that of the decoded numbers."""
+        """Compute the layer for x in float32 or bfloat16. The gradient with respect to x uses the dequantised W."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         native = kernels()
         plain = x.device.type == "cpu" and x.is_contiguous() and not torch.is_grad_enabled()
@@ -50,7 +52,7 @@ class CodedLinear(nn.Linear):
 
 
 def unpack(matrix: CodedMatrix, dtype: torch.dtype) -> Tensor:
-    """Return the numbers [N, K] of a coded matrix."""
+    """Return the dequantised numbers [N, K] of a matrix."""
     native = kernels()
     if matrix.codes.device.type == "cpu" and not isinstance(native, str) and dtype in native.dtypes:
         return native.products.unpack(matrix, dtype)
@@ -58,9 +60,9 @@ def unpack(matrix: CodedMatrix, dtype: torch.dtype) -> Tensor:
 
 
 def code_linears(network: nn.Module, kind: Kind) -> None:
-    """Encode the linear layers inside lists of layers, except those whose rows are not whole blocks.
+    """Replace the linear layers inside the transformer blocks by quantised ones, in place.
 
-    Raises `UserError` if no layer can be encoded.
+    A layer remains as it is if the codes' block size does not divide its rows. Raises `UserError` if no layer can be quantised.
     """
     found = False
     for name, child in list(network.named_modules()):
@@ -73,12 +75,12 @@ def code_linears(network: nn.Module, kind: Kind) -> None:
 
 
 def coded_as(network: nn.Module) -> Kind | None:
-    """Return the kind of codes of a model's layers, from `code_linears` or the GGUF loader; None if they are plain."""
+    """Return the kind of codes in a model's layers; None if no layer is quantised."""
     return next((module.kind for module in network.modules() if isinstance(module, CodedLinear)), None)
 
 
 def uncode_linears(network: nn.Module, dtype: torch.dtype) -> None:
-    """Replace coded layers by plain ones with the decoded numbers, so that an adapter can be added to them."""
+    """Replace quantised layers by plain ones with the dequantised numbers, into which an adapter can be merged."""
     for name, child in list(network.named_modules()):
         if isinstance(child, CodedLinear):
             plain = nn.Linear(child.in_features, child.out_features, bias=False, device="meta")

@@ -1,7 +1,7 @@
-"""Mixture-of-experts models: the loss that balances their load, and the replay in training of the experts chosen in sampling.
+"""Mixture-of-experts models: the load-balancing loss, and the reuse in training of the experts that were chosen in sampling.
 
-A router sends each token to k of E experts. If two experts score about the same, rounding decides. Sampler and trainer then
-compute with different weights, and the log-probs differ by far more than rounding. Following a recorded choice avoids this.
+A router sends each token to k of E experts. If two experts score about the same, rounding decides. Sampler and trainer may then
+use different experts, and their log-probs differ by far more than rounding. Training with the sampler's choice avoids this.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from psigrad.objective import Loss
 class Balance:
     """The auxiliary loss of a mixture-of-experts model, and its coefficient.
 
-    Formula: E · Σ_e f_e · P_e, with f_e the assignments to expert e, P_e the sum of its probabilities, each over all tokens and
-    layers and divided by their number; 1·k if all are used equally.
+    Formula: E · Σ_e f_e · P_e. f_e is the number of tokens sent to expert e, and P_e the sum of its router probabilities. Both
+    are summed over all layers and divided by the number of tokens times layers. The loss is k if all experts are used equally.
 
     Source: Fedus et al. 2021, Switch Transformer, arXiv:2101.03961; transformers' `load_balancing_loss_func`.
     """
@@ -40,11 +40,14 @@ class Balance:
 
     @property
     def asked(self) -> dict[str, bool]:
-        """The arguments of transformers' forward pass: it returns router logits if a gradient is enabled."""
+        """The extra arguments of transformers' forward pass, which request router logits if a gradient is enabled."""
         return {"output_router_logits": True} if torch.is_grad_enabled() else {}
 
     def see(self, made: Any, mask: Tensor | None = None) -> None:
-        """Compute the loss from the logits [S, E] of all routers in a forward pass's output; `mask` [B, S] excludes padding."""
+        """Compute and store the auxiliary loss from the router logits, [S, E] per layer, in the output `made` of a forward pass.
+
+        `mask` [B, S] excludes padding.
+        """
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
         logits = getattr(made, "router_logits", None)
@@ -53,7 +56,7 @@ class Balance:
             self._last = found
 
     def add_to(self, loss: Loss, passes: float) -> Loss:
-        """Return the loss of the last of `passes` forward passes with its auxiliary loss, so that a step gets their mean."""
+        """Add the last forward pass's auxiliary loss to `loss`, divided by the number of `passes` in a step."""
         last, self._last = self._last, None
         if last is None:
             return loss
@@ -63,7 +66,10 @@ class Balance:
 
 
 def balance_of(network: Any, coefficient: float | None) -> Balance | None:
-    """Return the balance for `coefficient`; None means the model's own. Raises `UserError` for a model without such a loss."""
+    """Return the auxiliary loss of a model, or None if it has none or its coefficient is 0.
+
+    If `coefficient` is None, the configuration's own is used. Raises `UserError` for a coefficient if the model has no routers.
+    """
     config = network.config.get_text_config()
     own, chosen = getattr(config, "router_aux_loss_coef", None), size(config, "chosen")
     if not hasattr(config, "output_router_logits") or not chosen:
@@ -78,13 +84,13 @@ def balance_of(network: Any, coefficient: float | None) -> Balance | None:
 
 
 def balanced(model: Any, share: Callable[[], Loss], passes: float) -> Loss:
-    """Return the result of `share`, with the auxiliary loss if `model` has one."""
+    """Return the loss that `share` computes for one of `passes` passes, plus the auxiliary loss if `model` has one."""
     loss = share()
     return loss if model.balance is None else model.balance.add_to(loss, passes)
 
 
 class Routing:
-    """The experts that the routers of a network choose for tokens: recorded, or followed."""
+    """The recorder of the experts that the routers of a network choose for tokens. It can also make routers choose given ones."""
 
     def __init__(self, network: Any) -> None:
         self.routers = routers_of(network)
@@ -99,11 +105,14 @@ class Routing:
 
     @property
     def dtype(self) -> type[np.unsignedinteger[Any]]:
-        """The dtype in which a choice is stored."""
+        """The NumPy dtype in which the index of an expert is stored."""
         return np.uint8 if self.count <= 256 else np.uint16
 
     def _route(self, place: int, router: Any, given: Any, named: Any, made: Any) -> Any:
-        """Return a router's logits, weights [S, k] and experts [S, k]."""
+        """Return a router's output (logits, weights [S, k], experts [S, k]), with the given choice if there is one.
+
+        This is the forward hook of the router `place`. It also records the output if `record` is active.
+        """
         if self._followed is not None:
             with _Choosing(self._followed[place], made[0].shape[-1]):
                 made = router.forward(*given, **named)
@@ -123,9 +132,9 @@ class Routing:
 
     @contextlib.contextmanager
     def follow(self, choices: Tensor | None) -> Iterator[None]:
-        """Make the routers choose `choices` [layers, S, k] inside this context.
+        """Make the routers choose the experts `choices` [layers, S, k] inside this context; None lets them choose freely.
 
-        After a pass with gradient the choices stay set, since the backward pass may recompute layers.
+        If a gradient is enabled, the choices remain set afterwards, because the backward pass may recompute layers.
         """
         before, self._followed = self._followed, choices
         try:
@@ -145,7 +154,10 @@ class Routing:
 
 
 class _Choosing(TorchFunctionMode):
-    """A mode in which the best k of `count` are `choices` [S, k]. The router's other computations are unchanged."""
+    """A context in which `torch.topk` of a router's `count` scores returns the experts `choices` [S, k] with their scores.
+
+    All other operations are unchanged, so the router computes its weights from the scores of these experts.
+    """
 
     def __init__(self, choices: Tensor, count: int) -> None:
         super().__init__()
@@ -162,7 +174,10 @@ class _Choosing(TorchFunctionMode):
 
 
 class Routes:
-    """The choices that a sampler records in one call: the experts of each prompt, and of each written token but the last."""
+    """The experts that a sampler records in one call: those of each prompt's tokens, and of each sampled token but the last.
+
+    The last token of a completion is never an input of the model, so no router sees it.
+    """
 
     def __init__(self, routing: Routing, sequences: int, longest: int) -> None:
         self.routing = routing
@@ -171,21 +186,21 @@ class Routes:
         self.written = np.zeros(shape, dtype=routing.dtype)
 
     def _found(self, seen: list[tuple[Tensor, Tensor]]) -> np.ndarray:
-        """Return the choices as [S, layers, k]."""
+        """Return the recorded choices of all routers as an array [S, layers, k]."""
         found: np.ndarray = torch.stack([choice for _, choice in seen], 1).cpu().numpy().astype(self.routing.dtype)
         return found
 
     def read(self, requests: Sequence[int], lengths: Sequence[int], seen: list[tuple[Tensor, Tensor]]) -> None:
-        """Record the prompts of these requests, which were read one after the other."""
+        """Record the experts of the prompts of `requests`, which one forward pass has computed one after the other."""
         parts = np.split(self._found(seen), np.cumsum(lengths)[:-1])
         self.prompts |= {r: _text(part) for r, part in zip(requests, parts, strict=True)}
 
     def write(self, sequences: np.ndarray, places: np.ndarray, seen: list[tuple[Tensor, Tensor]]) -> None:
-        """Record the tokens of these sequences at `places`, which were read."""
+        """Record the experts of one token of each of these sequences, at its position `places` in the completion."""
         self.written[sequences, places] = self._found(seen)
 
     def of(self, request: int, sequence: int, count: int) -> dict[str, str]:
-        """Return the recorded experts of a completion of `count` tokens."""
+        """Return the recorded experts of a prompt and of its completion of `count` tokens, in base64."""
         return {"prompt_experts": self.prompts[request], "experts": _text(self.written[sequence, : max(count - 1, 0)])}
 
 
@@ -194,7 +209,7 @@ def _text(choices: np.ndarray) -> str:
 
 
 def routers_of(network: Any) -> list[nn.Module]:
-    """Return the modules that transformers knows as routers and that return (logits, weights, experts), in layer order."""
+    """Return the router modules in layer order: those that transformers lists and that return (logits, weights, experts)."""
     known = (getattr(type(network.base_model), "_can_record_outputs", None) or {}).get("router_logits")
     recorders: list[Any] = known if isinstance(known, list) else [known]
     kinds = tuple(one.target_class for one in recorders if getattr(one, "index", None) == 0)
@@ -203,7 +218,10 @@ def routers_of(network: Any) -> list[nn.Module]:
 
 @torch.no_grad()
 def replay_routers(model: Any) -> Routing:
-    """Record and follow the routers of `model` from now on. Raises `UserError` if the choice of a router cannot be set."""
+    """Set `model.routing`, so that sampling records the experts of each token and training chooses the same ones.
+
+    Raises `UserError` if the choice of a router cannot be set.
+    """
     hf = model.network
     name = type(hf).__name__
     if model.why_padded:

@@ -1,4 +1,4 @@
-"""The memory of this machine, and the share of it for activations that training reuses from sampling."""
+"""The memory of this machine, and the part of it for the activations that training reuses from sampling."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
-# Most limits of a cgroup are "max". A number above this means no limit either.
+# A number above this is no limit, like the "max" that most cgroups have.
 _NO_LIMIT = 1 << 60
 WHOLE, ADAPTER = 8, 1
-"""The memory of training all weights (bfloat16, with float32 masters and moments), or an adapter, as multiples of the files."""
+"""The memory of training as a multiple of the weights' files: all weights (with float32 masters and moments), or an adapter."""
 
 
 def share_for_activations(model: str, times: int) -> float:
-    """Return a quarter of the memory that is free beside a model, in 1e9 bytes, rounded down to a tenth.
+    """Return a quarter of the memory that training leaves free, in 1e9 bytes, rounded down to a tenth.
 
-    `model` is its folder or hub name. Training takes `times` the size of its weights' files; one that is not here counts nothing.
+    Training is estimated to take `times` the size of the weight files of `model`, a folder or hub name. The size counts as 0 if
+    the files are not on this machine.
     """
     files = list(Path(model).glob("*.safetensors")) if model and Path(model).is_dir() else []
     if model and not files and isinstance(cached := _cached(model), str):
@@ -46,7 +47,7 @@ def installed_memory() -> int:
 
 
 def available_memory() -> int:
-    """Return the bytes of memory that a new program could use without swapping; all of it if the system does not say."""
+    """Return the bytes of memory that a new program could use without swapping; all memory if the system does not report it."""
     found = [installed_memory()]
     try:
         told = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())

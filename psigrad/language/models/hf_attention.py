@@ -1,7 +1,7 @@
-"""psigrad's attention inside any transformers model: by scaled_dot_product_attention, and on GPUs without padding.
+"""psigrad's attention inside any transformers model: by scaled_dot_product_attention, or without padding by GPU kernels.
 
 transformers can replace a model's attention by a registered function. psigrad's function receives the layout of the packed row as
-a keyword argument of the forward call. Without a layout it is transformers' own SDPA, so that the same model still runs padded
+a keyword argument of the forward call. Without a layout it calls transformers' SDPA, so that the same model still runs padded
 batches and `generate`.
 """
 
@@ -50,7 +50,7 @@ def attention(
     layout: Layout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention with transformers' signature. With a layout, dropout is off and `attention_mask` is not read."""
+    """Compute attention with transformers' signature. With a `layout`, ignore `attention_mask` and apply no dropout."""
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     plain = softcap is None and sinks is None
     if layout is None and plain:
@@ -73,17 +73,17 @@ AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 # The number of queries and keys of a block of FlexAttention.
 BLOCK = 128
-# The arguments: queries, keys and values [·, H, D]; ends of pieces among queries and among keys; the longest of both; scale;
-# window.
+# The arguments: queries, keys and values [·, H, D]; the cumulative lengths of the pieces' queries and keys, from 0; the largest
+# number of queries and of keys in a piece; the scale; the window.
 Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float, int | None], Tensor]
 
 
 @functools.cache
 def varlen_kernel() -> Varlen:
-    """Return a kernel for causal attention of pieces of different lengths: torch's, or flash-attn's.
+    """Return a kernel for causal attention within pieces of different lengths: torch's `varlen_attn`, or flash-attn's.
 
-    A piece's last query is at its last key. Both kernels compute in half precision only. Raises `ValueError` if neither is
-    installed.
+    If a piece has more keys than queries, its queries are at the last keys. Both kernels need half precision. Raises `ValueError`
+    if neither is installed.
     """
 
     def left(window: int | None) -> tuple[int, int]:
@@ -106,25 +106,25 @@ def varlen_kernel() -> Varlen:
 
 @dataclass(frozen=True)
 class _Unpadded:
-    """A layout whose layers with state are those of the packed layout."""
+    """The base class of layouts that compute attention without padding. Recurrent layers use the packed layout's methods."""
 
     packed: PackedLayout
 
     def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
-        """See `Layout.convolve`."""
+        """Convolve x [S, C] along each sequence; see `Layout.convolve`."""
         return self.packed.convolve(layer, x, how)
 
     def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
-        """See `Layout.scan`."""
+        """Run a recurrence along each sequence; see `Layout.scan`."""
         return self.packed.scan(layer, recurrence, inputs)
 
 
 @dataclass(frozen=True)
 class VarlenLayout(_Unpadded):
-    """A packed layout that attends without padding inside transformers' modules; see `Layout`.
+    """A packed layout that computes attention by a kernel for pieces of different lengths, without padding; see `Layout`.
 
-    Every prefix is a piece for a kernel that takes pieces of any length. So is every sequence, whose keys start with those of its
-    prefix. Only the scores that are needed are computed. The cost is a copy of the prefix's keys and values.
+    Every prefix is a piece, and so is every sequence, with a copy of its prefix's keys and values before its own. Only the scores
+    that are needed are computed.
     """
 
     kernel: Varlen
@@ -151,9 +151,8 @@ class VarlenLayout(_Unpadded):
 
     @cached_property
     def _copies(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Indices of keys: the row's token of each key [K], the keys of each prefix token [P, most], the key of others [S - P].
-
-        Only prefixes are copied, so other tokens have one key. Missing keys are -1.
+        """The index tables of the copied keys: the token of each key [K], the keys of each prefix token [P, most] (-1: none), and
+        the key of each other token [S - P]. Only tokens of prefixes are copied, so each of the others has one key.
         """
         pieces, device = self.packed.pieces, self.packed.device
         real = pieces.lengths > 0
@@ -169,9 +168,9 @@ class VarlenLayout(_Unpadded):
 
 
 class _Copies(torch.autograd.Function):
-    """Rows of x [S, ...] by `index` [K], with gradients of a row's copies summed in float32 in a fixed order.
+    """The function x[index] for x [S, ...] and `index` [K]. The gradients of a row's copies are summed in float32.
 
-    Autograd would add them in half precision in any order.
+    Autograd would sum them in half precision, and in an order that changes from run to run.
     """
 
     @staticmethod
@@ -189,10 +188,10 @@ class _Copies(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class FlexLayout(_Unpadded):
-    """A packed layout that attends by FlexAttention inside transformers' modules; see `Layout`.
+    """A packed layout that computes attention by FlexAttention inside transformers' modules; see `Layout`.
 
-    One compiled kernel skips the blocks that no query attends to (Dong et al. 2024, arXiv:2412.05496).
-    scaled_dot_product_attention needs padded views and a mask of every pair instead.
+    A compiled kernel skips the blocks of keys that no query attends to (Dong et al. 2024, arXiv:2412.05496).
+    scaled_dot_product_attention would need padded tensors and a mask of all pairs of tokens.
     """
 
     def attend(
@@ -213,17 +212,15 @@ class FlexLayout(_Unpadded):
             enable_gqa=q.shape[1] != k.shape[1],
             return_aux=AuxRequest(lse=sinks is not None),
         )
-        if sinks is not None:  # a sink is an extra score that takes its share of the softmax and adds nothing
+        if sinks is not None:  # a sink is an extra score in the softmax whose probability multiplies no value
             out = out * torch.sigmoid(more.lse - sinks.to(more.lse.dtype)[:, None])[..., None].to(out.dtype)
         turned: Tensor = out.transpose(1, 2)
         return turned
 
     @cached_property
     def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Four numbers [S] per token: its prompt (or its sequence, without prompts), its completion, its position in its
-        sequence, and the position where its sequence starts.
-
-        The completion of a prompt's token is -1: every completion that continues after it sees it.
+        """Four tensors [S] with a number per token: its prefix (or its sequence, without prefixes), its sequence (-1 for a token
+        of a prefix), its position in the text, and the position in the text where its sequence starts.
         """
         pieces, count, rows = self.packed.pieces, len(self.packed.pieces.prefixes), self.packed.rows
         numbers, nothing = np.arange(len(pieces.sequences)), np.full(len(pieces.sequences), -1)
@@ -235,7 +232,10 @@ class FlexLayout(_Unpadded):
         return tuple(on_device(x, self.packed.device) for x in columns)  # type: ignore[return-value]
 
     def blocks(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return [Q, K] the blocks of BLOCK tokens where some query sees some key, and those where all see all."""
+        """Return two masks [Q, K] over blocks of BLOCK queries and of BLOCK keys.
+
+        The first is True where some query attends to some key, the second where all queries attend to all keys.
+        """
         pieces, size, reach = self.packed.pieces, -(-self.packed.rows // BLOCK), window or self.packed.rows
         some, whole = np.zeros((2, size, size), dtype=bool)
         for start, length, before, first in zip(pieces.starts, pieces.lengths, pieces.before, pieces.base, strict=True):
@@ -278,19 +278,21 @@ class FlexLayout(_Unpadded):
 
 
 def unpad(packed: PackedLayout, how: str) -> Layout:
-    """Return the layout that attends by "varlen" or "flex". Blocks of images need a mask of every pair."""
+    """Return the layout whose attention is "varlen" or "flex". A row with blocks of images needs a mask, and is unchanged."""
     if packed.blocks is not None:
         return packed
     return FlexLayout(packed) if how == "flex" else VarlenLayout(packed, varlen_kernel())
 
 
 def _list_blocks(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the number of blocks in each row of [Q, K] blocks, [1, 1, Q], and their indices first in each row, [1, 1, Q, K]."""
+    """Return FlexAttention's form of a mask [Q, K] of blocks: the number of True in each row, [1, 1, Q], and their columns,
+    followed by those of the others, [1, 1, Q, K].
+    """
     return blocks.sum(1)[None, None], (~blocks).argsort(1, kind="stable")[None, None]
 
 
 @functools.cache
 def _kernel(device: str) -> Callable[..., Any]:
-    """Return flex_attention: compiled once for all lengths on a GPU, elsewhere its plain form, an oracle with all scores."""
+    """Return flex_attention: on a GPU compiled once for all lengths, elsewhere uncompiled, which computes all scores."""
     plain: Callable[..., Any] = flex_attention
     return torch.compile(plain, dynamic=True) if device == "cuda" else plain

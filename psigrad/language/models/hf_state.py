@@ -1,10 +1,10 @@
-"""Layers with state inside any transformers model: the gated delta rule, Mamba-2 and short convolutions, over packed rows.
+"""Recurrent layers inside any transformers model: the gated delta rule, Mamba-2 and short convolutions, over packed rows.
 
-transformers lets a program register an attention, but no recurrence. Its mixers call a few global functions, and pass on the
-keyword arguments of the forward call. So a mixer of a loaded model runs the same code with psigrad's functions under these names.
-They read the layout of the packed row from the keywords: state and window begin at zero in each sequence, and those of a prompt
-are computed once for its completions. Without a layout they are transformers' own. On a CPU kernels compute a packed row, with
-its gradient, while the mixer's `Switch` is on.
+transformers has a registry for attention functions, but none for recurrences. Its recurrent layers (mixers) call a few global
+functions, and pass on the keyword arguments of the forward call. `attach` lets a mixer of a loaded model run the same code with
+psigrad's functions under these names. They read the layout of the packed row from the keyword arguments. State and window start
+at zero in each sequence, and those of a prompt are computed once for its completions. Without a layout they call transformers'
+functions. On a CPU, C++ kernels compute packed rows with their gradients if the mixer's `Switch` has them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ Function = Callable[..., Any]
 
 
 def attach(network: nn.Module) -> None:
-    """Give the mixers of `network` the functions that read layouts, and mark them by `has_state`, the switch of their kernels."""
+    """Replace the global functions that the recurrent layers of `network` call by psigrad's, which read layouts.
+
+    Each of these layers gets the attribute `has_state`, the `Switch` of its kernels.
+    """
     for module in network.modules():
         own: Any = inspect.unwrap(type(module).forward)
         called = set(getattr(getattr(own, "__code__", None), "co_names", ())) & _MADE.keys()
@@ -45,7 +48,7 @@ def attach(network: nn.Module) -> None:
 
 
 class Switch:
-    """The kernels that scan the packed rows of a mixer, if they are on. A copy of the mixer has its functions, and its switch."""
+    """The C++ kernels for the packed rows of a recurrent layer, or None. A copy of the layer shares this object."""
 
     native: Kernels | None = None
 
@@ -54,7 +57,7 @@ class Switch:
 
 
 def _convolution(own: Function, layer: int, switch: Switch) -> Function:
-    """Return `causal_conv1d_fn` for one layer."""
+    """Return a function that replaces transformers' `causal_conv1d_fn` in one layer."""
 
     def convolve(
         hidden_states: Tensor,
@@ -85,7 +88,7 @@ def _convolution(own: Function, layer: int, switch: Switch) -> Function:
 
 
 def _delta_rule(own: Function, layer: int, switch: Switch) -> Function:
-    """Return `torch_chunk_gated_delta_rule` or `chunk_kimi_delta_attention` for one layer."""
+    """Return a function that replaces `torch_chunk_gated_delta_rule` or `chunk_kimi_delta_attention` in one layer."""
     rule = DeltaRule(own, switch)
 
     def scan(
@@ -101,7 +104,7 @@ def _delta_rule(own: Function, layer: int, switch: Switch) -> Function:
 
 
 def _mamba2(own: Function, layer: int, switch: Switch) -> Function:
-    """Return `mamba2_chunk_scan` for one layer."""
+    """Return a function that replaces transformers' `mamba2_chunk_scan` in one layer."""
 
     def scan(
         hidden_states: Tensor,
@@ -120,7 +123,7 @@ def _mamba2(own: Function, layer: int, switch: Switch) -> Function:
         if layout is None:
             more = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit, **given}
             return own(hidden_states, dt, A, B, C, chunk_size=chunk_size, **more)
-        # made here, so that padding can have a step of 0
+        # computed here, so that padding tokens can have the step 0
         dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
         dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
         out = layout.scan(layer, Mamba2(own, A, chunk_size, switch), tuple(x.flatten(0, 1) for x in (hidden_states, dt, B, C)))
@@ -131,7 +134,10 @@ def _mamba2(own: Function, layer: int, switch: Switch) -> Function:
 
 
 def _never(own: Function, layer: int, switch: Switch) -> Function:
-    """Return `mamba2_split_conv1d_scan_combined` without its kernel, which knows no layout; a mixer then takes the other path."""
+    """Return a function that replaces `mamba2_split_conv1d_scan_combined`, and returns None if there is a layout.
+
+    Its fused kernel cannot read a layout. With None, the mixer calls the functions above instead.
+    """
 
     def scan(*args: Any, layout: Layout | None = None, **given: Any) -> Any:
         return own(*args, **given) if layout is None else None
@@ -149,7 +155,7 @@ _MADE: dict[str, Callable[[Function, int, Switch], Function]] = {
 
 
 def _native(state: Tensor) -> Kernels | None:
-    """Return the kernels if they can step this state."""
+    """Return the C++ kernels if they can compute a decoding step with this state, else None."""
     usable = state.device.type == "cpu" and state.dtype == torch.float32 and state.is_contiguous()
     found = kernels() if usable and not torch.is_grad_enabled() else ""
     return None if isinstance(found, str) else found
@@ -160,7 +166,7 @@ def _plain(inputs: Tensors) -> list[Tensor]:
 
 
 class _Convolution(torch.autograd.Function):
-    """The function of `StateKernels.convolve`, with a weight [C, K]."""
+    """The function `StateKernels.convolve` with its gradient, for a weight [C, K]."""
 
     @staticmethod
     def forward(ctx: Any, native: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None, windows: Tensor, silu: bool) -> Tensor:
@@ -177,7 +183,7 @@ class _Convolution(torch.autograd.Function):
 
 
 class _Scan(torch.autograd.Function):
-    """The function of `StateKernels.chunks`, from states of 0."""
+    """The function `StateKernels.chunks` with its gradient, for states that start at 0."""
 
     @staticmethod
     def forward(ctx: Any, native: Kernels, trees: Trees, delta: bool, states: Tensor, *inputs: Tensor) -> Tensor:
@@ -196,7 +202,7 @@ class _Scan(torch.autograd.Function):
 def _scan(
     switch: Switch, trees: Trees, delta: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """Compute `StateKernels.chunks` from states of 0. Return None if its kernel is off or does not take such inputs."""
+    """Return the outputs and states of `StateKernels.chunks` from states of 0; None if its kernel is disabled or does not fit."""
     native = switch.native
     if native is None or g.dim() != 2 or v.dtype not in native.dtypes or not q.dtype == k.dtype == v.dtype:
         return None
@@ -211,35 +217,35 @@ def _scan(
 class DeltaRule:
     """The gated delta rule (Yang, Kautz & Hatamizadeh 2024, arXiv:2412.06464): S ← e^g S, then S ← S + β k (v - kᵀS), o = qᵀS/√d.
 
-    Inputs are queries and keys [N, L, H_k, D], values [N, L, H, V], and per head g (or per head and channel, Kimi) and β. Queries
-    and keys are normalised. `chunks` is the function of the model's module.
+    Inputs are queries and keys [N, L, H_k, D], values [N, L, H, V], and g and β per head; Kimi's g is per head and channel.
+    Queries and keys are normalised. `chunks` is transformers' function for whole sequences.
     """
 
     chunks: Function
     switch: Switch = field(default_factory=Switch)
 
     def scan_trees(self, inputs: Tensors, trees: Trees) -> tuple[Tensor, Tensor] | None:
-        """See `Recurrence.scan_trees`. The kernel takes a gate per head, not one per channel."""
+        """Compute a packed row by C++ kernels; see `Recurrence.scan_trees`. Return None for a gate per channel (Kimi)."""
         q, k, v, g, beta = inputs
         made = _scan(self.switch, trees, True, q, k, v, g, beta)
         return None if made is None else (made[0].to(q.dtype), made[1])
 
     def scan(self, inputs: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `Recurrence.scan`."""
+        """Compute whole sequences by transformers' function; see `Recurrence.scan`."""
         q, k, v, g, beta = inputs
         given = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
         made: tuple[Tensor, Tensor] = self.chunks(q, k, v, g=g, beta=beta, **given)
         return made
 
     def step(self, inputs: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Recurrence.step`."""
+        """Compute one token of each sequence, by the C++ kernel if possible; see `Recurrence.step`."""
         native = _native(state)
         if native is not None:
             return native.states.delta_rule(state, *_plain(inputs)).to(inputs[0].dtype), state
         return self.step_by_torch(inputs, state)
 
     def step_by_torch(self, inputs: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute `step` without the kernel; the state is not changed."""
+        """Compute `step` in PyTorch, without changing `state`."""
         q, k, v, g, beta = (x.float() for x in inputs)
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
         q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q * q.shape[-1] ** -0.5, k))
@@ -253,8 +259,8 @@ class DeltaRule:
 class Mamba2:
     """The recurrence of Mamba-2 (Dao & Gu 2024, arXiv:2405.21060): S ← e^(Δ·A) S + Δ x ⊗ B, y = S·C.
 
-    Inputs are x [N, L, H, P], steps Δ [N, L, H], and B and C [N, L, groups, states]. `A` [H] is negative. `chunks` is the
-    function of the model's module, and `size` the number of tokens that it computes at once.
+    Inputs are x [N, L, H, P], steps Δ [N, L, H], and B and C [N, L, groups, states]. `A` [H] is negative. `chunks` is
+    transformers' function for whole sequences, and `size` the number of tokens in one of its chunks.
     """
 
     chunks: Function
@@ -263,26 +269,26 @@ class Mamba2:
     switch: Switch = field(default_factory=Switch)
 
     def scan_trees(self, inputs: Tensors, trees: Trees) -> tuple[Tensor, Tensor] | None:
-        """See `Recurrence.scan_trees`."""
+        """Compute a packed row by C++ kernels; see `Recurrence.scan_trees`."""
         x, dt, b, c = inputs
         return _scan(self.switch, trees, False, c, b, x, dt.float() * self.A.float(), dt)
 
     def scan(self, inputs: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `Recurrence.scan`."""
+        """Compute whole sequences by transformers' function; see `Recurrence.scan`."""
         x, dt, b, c = inputs
         given = {"chunk_size": self.size, "initial_states": state, "return_final_states": True}
         out, after = self.chunks(x, dt, self.A, b, c, **given)
         return out, after
 
     def step(self, inputs: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Recurrence.step`."""
+        """Compute one token of each sequence, by the C++ kernel if possible; see `Recurrence.step`."""
         native, (x, dt, *rest) = _native(state), _plain(inputs)
         if native is not None:
             return native.states.mamba2(state, x, dt, self.A.detach().float(), *rest), state
         return self.step_by_torch(inputs, state)
 
     def step_by_torch(self, inputs: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute `step` without the kernel; the state is not changed."""
+        """Compute `step` in PyTorch, without changing `state`."""
         x, dt, b, c = (y.float() for y in inputs)
         b, c = (y.repeat_interleave(x.shape[1] // y.shape[1], 1) for y in (b, c))
         state = state * (dt * self.A.float()).exp()[..., None, None] + (dt[..., None] * x)[..., None] * b[..., None, :]

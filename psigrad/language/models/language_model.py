@@ -46,32 +46,34 @@ VALUE_HEAD = "value_head"
 
 @dataclass(frozen=True)
 class Divergence:
-    """The reference of an exact divergence that `LanguageModel.evaluate` also measures, summed over the vocabulary."""
+    """The request for a divergence between policy and reference, which `LanguageModel.evaluate` sums over the vocabulary."""
 
     model: LanguageModel | Top
-    """The reference or teacher, or its most probable tokens [N, T, k]. A LoRA model may be its own, with its adapter off."""
+    """The reference or teacher, or its most probable tokens [N, T, k]. A LoRA model that is given itself is evaluated without
+    its adapter.
+    """
     kind: str = "exact"
     """KL(π‖ref) ("exact"), KL(ref‖π) ("exact_forward") or the Jensen–Shannon divergence ("exact_js")."""
     mixture: float = 0.5
-    """With "exact_js": the share of the reference in the mixture."""
+    """The weight of the reference in the mixture of "exact_js"."""
     inputs: Groups | None = None
-    """The reference's inputs if they differ from the policy's: the same completions after other prompts."""
+    """The inputs of the reference if they differ from the policy's. They have the same completions after other prompts."""
 
 
 class Capped:
-    """A head whose logits z are c·tanh(z/c) (Gemma 2)."""
+    """An LM head with softcapping: logits z become c·tanh(z/c) (Gemma 2)."""
 
     def __init__(self, head: Any, cap: float) -> None:
         self.head, self.cap = head, cap
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return the logits of hidden states."""
+        """Return the capped logits of hidden states."""
         logits: Tensor = self.cap * torch.tanh(self.head(hidden) / self.cap)
         return logits
 
     @property
     def base_layer(self) -> Capped:
-        """The head with its adapter off."""
+        """The capped head without its LoRA adapter."""
         return Capped(base_of(self.head), self.cap)
 
 
@@ -84,9 +86,11 @@ class LanguageModel(Pretrained):
 
     value_head: nn.Linear | None = None
     whole_logits: bool = False
-    """True if a padded model's logits are not those of its head on its last hidden states, so that all exist at once."""
+    """True if the logits of a padded pass differ from the LM head's on the last hidden states, so that transformers computes them
+    for all tokens at once.
+    """
     new_cache: ClassVar[type[ActivationCache]] = ActivationCache
-    """The class of the cache for activations that sampling shares with training; its argument is the limit in bytes."""
+    """The class of the cache of activations that training reuses from sampling. Its argument is the limit in bytes."""
 
     @cached_property
     def vocabulary(self) -> int:
@@ -95,14 +99,14 @@ class LanguageModel(Pretrained):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """All ids that end a completion: the generation config's and the tokenizer's."""
+        """All token ids that end a completion: the EOS ids of the generation config and of the tokenizer."""
         ids = self.network.generation_config.eos_token_id if self.network.generation_config else None
         known = {*(ids if isinstance(ids, list) else [ids]), self.tokenizer.eos_token_id} - {None}
         return tuple(sorted(known))
 
     @torch.no_grad()
     def _why_whole(self) -> str:
-        """Return why a padded model's head cannot be applied to its last hidden states; empty if it can."""
+        """Return why the LM head on the last hidden states does not give the logits of a padded pass; empty if it does."""
 
         def logits(whole: bool) -> Tensor:
             self.whole_logits = whole
@@ -116,7 +120,7 @@ class LanguageModel(Pretrained):
             return reason_of(error)
 
     def usable(self, cache: ActivationCache | None) -> ActivationCache | None:
-        """Return `cache` if the fused decoder computes the trained model: not with the adapter off, nor with other code."""
+        """Return `cache` if its activations can be those of this model: if a fused decoder runs, with the adapter enabled."""
         return cache if self.decoder is not None and (self.adapter is None or self.decoder.adapted) else None
 
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -125,7 +129,7 @@ class LanguageModel(Pretrained):
         return super().trainable() | head
 
     def _probe(self, texts: Groups, packed: bool) -> Tensor:
-        """Return the logits of the completions' tokens. Log-probs would hide small logits behind -ln V."""
+        """Return the logits of the completions' tokens, [N, T]. If logits are small, log-probs hide their differences."""
         self.switch(self.train_mode and torch.is_grad_enabled())
         forward = lay_out(texts, self.device, packed)
 
@@ -136,13 +140,13 @@ class LanguageModel(Pretrained):
         return forward.targets.unpack(with_whole_weights(self, logits))
 
     def _sample_texts(self, length: int) -> list[list[int]]:
-        """Return two texts that the model itself generates."""
+        """Return two texts of `length` tokens that the model generates after its BOS or EOS token."""
         begin = self.tokenizer.bos_token_id
         known = [token for token in (begin, *self.eos_token_ids) if token is not None and token < self.vocabulary]
         return draw_texts(self.network, int(known[0]) if known else 0, self.vocabulary, length)
 
     def add_value_head(self, folder: Path | None = None) -> None:
-        """Give the model a value head: the one saved in `folder`, or one that outputs 0 everywhere."""
+        """Add a value head to the model: the one saved in `folder`, or a new one whose outputs are 0."""
         head = nn.Linear(self.network.get_output_embeddings().in_features, 1)
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
@@ -151,7 +155,7 @@ class LanguageModel(Pretrained):
         self.value_head = head.to(self.device)
 
     def output_head(self) -> Any:
-        """Return the module that maps hidden states to logits: the LM head, with the model's cap if it has one."""
+        """Return the module that maps hidden states to logits: the LM head, with softcapping if the model has it."""
         head = self.network.get_output_embeddings()
         cap = getattr(self.network.config.get_text_config(), "final_logit_softcapping", None)
         return head if cap is None else Capped(head, float(cap))
@@ -159,8 +163,8 @@ class LanguageModel(Pretrained):
     def head(self, hidden: Tensor, exact: bool, packed_weights: PackedWeights | None = None) -> Tensor:
         """Return the logits [B, V] of hidden states [B, E].
 
-        With `exact` they have the same bits as in training, however few rows there are. `packed_weights` may hold the packed
-        head, for many decoding steps.
+        With `exact` the logits have the same bits as in training, even if there are few rows. `packed_weights` is a cache that
+        packs the head's matrix when many decoding steps use it.
         """
         output = self.output_head()
         plain = type(output) is nn.Linear and output.bias is None and not torch.is_grad_enabled()
@@ -188,11 +192,11 @@ class LanguageModel(Pretrained):
         packed: bool | None = None,
         cache: ActivationCache | None = None,
     ) -> PolicyOutputs:
-        """Return log pi of every target token as [N, T] (zeros elsewhere).
+        """Return log π of every target token as [N, T] (zeros elsewhere).
 
-        On request the entropy, the exact KL to `kl_to` (or another `Divergence`) and the value head's V are added. Gradients flow
-        unless the caller is under `torch.no_grad()`. A LoRA model may be its own `kl_to`, with its adapter off. `packed=False`
-        selects the padded oracle. Activations of these tokens in `cache` are not computed again.
+        On request the result also has the entropy, the exact KL to `kl_to` (or another `Divergence`), and the value head's V.
+        Gradients flow unless the caller is under `torch.no_grad()`. If `kl_to` is this LoRA model itself, it is evaluated without
+        its adapter. `packed=False` selects padded passes, which are slower. Activations of these tokens in `cache` are reused.
         """
         stats, targets = self.stats(
             inputs, temperature=temperature, entropy=entropy, kl_to=kl_to, value=value, packed=packed, cache=cache
@@ -217,9 +221,9 @@ class LanguageModel(Pretrained):
         packed: bool | None = None,
         cache: ActivationCache | None = None,
     ) -> tuple[TokenStats, Targets]:
-        """Compute `evaluate` as one value per target token [M], with the `Targets` that say where each belongs.
+        """Return the statistics of `evaluate` as tensors [M] over the target tokens, and the `Targets` with their positions.
 
-        The entropy may be requested as a "figure", without gradient.
+        The entropy "figure" is for logging, and may have no gradient.
         """
         self.switch(self.train_mode and torch.is_grad_enabled())
         whole = lay_out(inputs, self.device, packed if packed is not None else not self.why_padded)
@@ -258,7 +262,10 @@ class LanguageModel(Pretrained):
     def _reference_hidden(
         self, asked: Divergence, other: LanguageModel, inputs: Groups | Rows, forward: ForwardInputs
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Compute `_target_hidden` of the reference: without gradient, and without the adapter if it is this model itself."""
+        """Return the reference's `_target_hidden`, without gradient. `other` is the reference's model.
+
+        If `other` is this model itself, its adapter is disabled.
+        """
         theirs = replace(forward, cached=None, experts=None)
         if asked.inputs is not None or other.why_padded != self.why_padded:
             whole = lay_out(asked.inputs or inputs, other.device, not other.why_padded)
@@ -288,7 +295,7 @@ class LanguageModel(Pretrained):
         return self.evaluate(inputs).logp, Top(*(x.new_zeros(*shape, x.shape[-1]).index_put(at, x) for x in columns))
 
     def _with_values(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor], Tensor]:
-        """Compute `_target_hidden` and the value head's V [M] of the state before each target, in at least float32."""
+        """Return `_target_hidden`, and the value head's V [M] of the state before each target, in at least float32."""
         if self.value_head is None:
             raise ValueError("This model has no value head; call add_value_head() first.")
         hidden = self.target_hidden(inputs)
@@ -298,10 +305,10 @@ class LanguageModel(Pretrained):
         return hidden, self.output_head(), values
 
     def _target_hidden(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return the predictors of each target [M, …], and the head that maps them to logits.
+        """Return the hidden states [M, E] that predict the targets, and the head that maps them to logits.
 
-        They are hidden states. In the padded pass of a packed model, which is an oracle, they are the logits themselves, and so
-        they are with `whole_logits`.
+        If the padded pass of a model is used although it can be packed, or with `whole_logits`, transformers computes the logits.
+        The result is then these logits [M, V], and an identity.
         """
         if inputs.layout is not None or self._head_apart:
             return self.target_hidden(inputs), self.output_head()
@@ -310,11 +317,11 @@ class LanguageModel(Pretrained):
 
     @property
     def _head_apart(self) -> bool:
-        """True if the head of a padded pass is applied to chunks of hidden states."""
+        """True if a padded pass ends with hidden states, to which psigrad applies the LM head in chunks."""
         return bool(self.why_padded) and not self.whole_logits
 
     def without_adapter(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which a LoRA model is the model it started from, so that its reference costs no memory."""
+        """Return a context in which the LoRA adapter is disabled. The model is then its own reference, without more memory."""
         if self.adapter is None:
             raise ValueError("Only a LoRA model carries its own reference; use frozen_copy() for full fine-tuning.")
         adapter: Any = self.adapter
@@ -322,7 +329,10 @@ class LanguageModel(Pretrained):
         return off
 
     def save(self, folder: Path) -> None:
-        """Save weights and tokenizer in Hugging Face form, and the value head separately. A LoRA model saves only its adapter."""
+        """Save weights and tokenizer in Hugging Face format, and the value head in its own file.
+
+        A LoRA model saves only its adapter instead of all weights.
+        """
         if self.value_head is not None:
             folder.mkdir(parents=True, exist_ok=True)
             save_file(self.value_head.state_dict(), folder / f"{VALUE_HEAD}.safetensors")
@@ -347,12 +357,15 @@ def load(
 ) -> LanguageModel:
     """Load the model at `path` (a folder or a hub name), ready for training and sampling.
 
-    `adapter` is a folder with LoRA weights to resume from. `tokenizer` is another tokenizer than the model's, or its folder.
-    `eos_token` sets its EOS token, if that is missing or different. `trust_remote_code` runs the Python code that comes with the
-    model. `for_shards` leaves the weights in the host's memory, on their file's pages if possible; `sharded.shard` then moves
-    this process' share to its device. `base` is the code of the layers that `lora` adapts. With `vision`, a checkpoint whose
-    text half could be loaded alone is loaded with its vision tower; `towers` names the modules outside the text half that learn.
-    Raises `UserError` if nothing loads from `path`.
+    - `adapter` is a folder with LoRA weights to resume from.
+    - `tokenizer` is a tokenizer, or its folder, that replaces the one at `path`. `eos_token` replaces its EOS token.
+    - `trust_remote_code` runs the Python code that comes with the model.
+    - `for_shards` leaves the weights in the host's memory, where `sharded.shard` reads this process's shard.
+    - `base` is the quantisation of the layers under a LoRA adapter: "nf4", "int8" or "gguf".
+    - `vision` loads the vision tower too, if transformers can load the language model of a checkpoint without it.
+    - `towers` names the modules outside the language model that are trained.
+
+    Raises `UserError` if no model can be loaded from `path`.
     """
     from psigrad.language.models.vision import needs_vision, settle_vision
 
@@ -378,7 +391,7 @@ def load(
         if eos_token in tokenizer.get_vocab():
             tokenizer.eos_token = eos_token
     except LOADING_ERRORS as error:
-        what = "" if isinstance(error, OSError) else _why_no_text(path)  # a hub that does not answer is asked once
+        what = "" if isinstance(error, OSError) else _why_no_text(path)  # do not ask a hub again that does not answer
         reason = "" if what else f" ({reason_of(error)})"
         raise UserError(
             f"No causal language model could be loaded from {path!r}{reason}; {what or 'give a folder or a hub name'}."
@@ -398,7 +411,7 @@ def prepare(
     known: bool = False,
     towers: Sequence[str] = (),
 ) -> LanguageModel:
-    """Return a `LanguageModel` around a transformers model in memory. A model of `fused.families.load` is `known`."""
+    """Return a `LanguageModel` for a transformers model in memory. `known` is True if `fused.families.load` loaded it."""
     if tokenizer.eos_token_id is None:
         raise UserError("The tokenizer has no EOS token, so no completion could ever end; set tokenizer.eos_token and save it.")
     model = LanguageModel(network, tokenizer).prepare("CAUSAL_LM", lora, adapter, gradient_checkpointing, known, towers)
@@ -407,7 +420,7 @@ def prepare(
 
 
 def _why_no_text(path: str) -> str:
-    """Return `why_not_text` of the checkpoint at `path`; empty if its configuration cannot be read."""
+    """Return the advice of `vision.why_not_text` on the checkpoint at `path`; empty if its configuration cannot be read."""
     from psigrad.language.models.vision import why_not_text
 
     try:

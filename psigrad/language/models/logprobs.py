@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens from hidden states, in chunks, so that no [tokens, vocabulary] tensor outlives its chunk."""
+"""Log-probabilities of given tokens from hidden states, in chunks, so that a whole [tokens, vocabulary] tensor never exists."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from psigrad.optim import gradients
 
 # The number of logits of one chunk: 2^24 floats are 64 MiB.
 CHUNK_ELEMENTS = 1 << 24
-# The number of logits of one tile of the closed form, and the largest number of states in it.
+# The number of logits of one tile of `_ChosenLogProbs`, and the largest number of hidden states in it.
 TILE_ELEMENTS = 1 << 20
 TILE_ROWS = 4096
-# The factors for a GPU, which has no cache to stay within and a hundred processors to occupy.
+# The factors of these sizes on a GPU: its hundred processors need more work at once, and a tile need not fit into a cache.
 CHUNK_ON_GPU, TILE_ON_GPU = 4, 256
 
 
 class _Logits(torch.autograd.Function):
-    """The function h·Wᵀ, with products in both directions that need no code compiled for every number of tokens. `sums` adds up
-    the weight's gradient in float32. Autograd's sum over many chunks in half precision loses small terms.
+    """The function h·Wᵀ by `kernels.multiply`. Unlike PyTorch's product, it compiles no code for each new number of tokens.
+
+    With `sums`, the weight's gradient is summed over chunks in float32. Autograd's sum in half precision would lose small terms.
     """
 
     @staticmethod
@@ -51,9 +52,10 @@ class _Logits(torch.autograd.Function):
 
 
 class _ChosenLogProbs(torch.autograd.Function):
-    """log π of chosen tokens under a large head, forward and backward in tiles, of which only a normaliser per token is stored.
-    With z = h·Wᵀ / T and π = softmax(z): d log π(a) / dz = e_a − π. The tiles cover the vocabulary with as many tokens at once as
-    fit, so that the head is read once in each direction (Wijmans et al. 2024, arXiv:2411.09009).
+    """The function log π(a) of given tokens a, computed in tiles of logits. Only a log-sum-exp per token is stored for backward.
+
+    Formula: with z = h·Wᵀ / T and π = softmax(z), d log π(a) / dz = e_a − π. A tile has as many hidden states as possible, so
+    that the head's weights are read once in each direction (Wijmans et al. 2024, arXiv:2411.09009).
     """
 
     @staticmethod
@@ -112,7 +114,7 @@ class _ChosenLogProbs(torch.autograd.Function):
 
 
 class _Figures:
-    """The most probable token of each of M states and the entropy, from tiles of logits divided by the temperature."""
+    """The most probable token and the entropy at each of M positions, summed up from tiles of logits (after the temperature)."""
 
     def __init__(self, count: int, like: Tensor) -> None:
         self._top, self._total, self._mean = (like.new_zeros(count) for _ in range(3))
@@ -120,7 +122,7 @@ class _Figures:
         self.best = torch.zeros(count, dtype=torch.long, device=like.device)
 
     def add(self, rows: slice, columns: slice, logits: Tensor) -> None:
-        """Add a tile, which is overwritten. Σ eᶻ⁻ᵐ and Σ eᶻ⁻ᵐ(z − m) are stored, with m the largest z so far."""
+        """Add a tile of logits, and overwrite it. Σ eᶻ⁻ᵐ and Σ eᶻ⁻ᵐ(z − m) are stored, with m the largest logit z so far."""
         highest, place = logits.max(1)
         self.best[rows] = torch.where(highest > self._top[rows], place + columns.start, self.best[rows])
         higher = torch.maximum(self._top[rows], highest)
@@ -132,13 +134,14 @@ class _Figures:
         self._top[rows] = higher
 
     def entropy(self) -> Tensor:
-        """Return log Σ eᶻ⁻ᵐ − Σ eᶻ⁻ᵐ(z − m) / Σ eᶻ⁻ᵐ."""
+        """Return the entropy [M] in nats: log Σ eᶻ⁻ᵐ − Σ eᶻ⁻ᵐ(z − m) / Σ eᶻ⁻ᵐ."""
         return self._total.log() - self._mean / self._total
 
 
 class _RowLogProbs(torch.autograd.Function):
-    """The form of `_ChosenLogProbs` for a GPU. Chunks are so large that each operation is one kernel over full rows of logits.
-    They also give the most probable token, if `best`, and the entropy, if `mixed`; neither has a gradient.
+    """The function of `_ChosenLogProbs` for a GPU, in large chunks that each have complete rows of logits.
+
+    If `best`, it also returns the most probable tokens, and if `mixed`, the entropies. Neither has a gradient.
     """
 
     @staticmethod
@@ -202,7 +205,10 @@ class _RowLogProbs(torch.autograd.Function):
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the logits of some states at a time, as stored; the next overwrite them. The first chunk is the largest."""
+    """Yield chunks (rows, logits [rows, V]) of the hidden states, in the weight's dtype. Each chunk overwrites the previous one.
+
+    The first chunk is the largest.
+    """
     height = min(len(hidden), max(1, TILE_ELEMENTS * TILE_ON_GPU // len(weight)))
     room = hidden.new_empty(height, len(weight))
     for top in range(0, len(hidden), height):
@@ -216,7 +222,10 @@ def _on_gpu(x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _HeadUse:
-    """The inputs and the normaliser of a head's log-probs, and the gradient of the loss with respect to each log-prob."""
+    """The tensors of one backward pass through a head: its inputs, the log-sum-exp per token, and the log-probs' gradient.
+
+    The gradient of the head's weight can be computed from them at any later time.
+    """
 
     hidden: Tensor
     weight: Tensor
@@ -227,16 +236,19 @@ class _HeadUse:
 
     @property
     def size(self) -> int:
-        """The number of elements that the use stores."""
+        """The number of elements that this object stores."""
         return self.hidden.numel() + 3 * len(self.ids)
 
     @torch.no_grad()
     def add_to(self, out: Tensor, rows: slice) -> None:
-        """Add rows of the head's gradient to `out`."""
+        """Add the rows `rows` of the gradient of the head's weight to `out`."""
         self.add_products(None, out, rows)
 
     def add_products(self, dhidden: Tensor | None, dweight: Tensor | None, tokens: slice) -> None:
-        """Add the share of these vocabulary tokens to the gradient of the hidden states, and their own gradient to `dweight`."""
+        """Add the gradients that come from the logits of the vocabulary's `tokens`.
+
+        `dhidden` [M, E] is that of the hidden states, and `dweight` that of the weight's rows `tokens`; None is not computed.
+        """
         weight, ids = self.weight.detach()[tokens], self.ids - tokens.start
         for rows, columns, logits, stored in _tiles(self.hidden, weight, self.temperature):
             slope = self.dlogp[rows] / self.temperature
@@ -251,7 +263,7 @@ class _HeadUse:
 
 
 def _native(hidden: Tensor, weight: Tensor) -> Kernels | None:
-    """Return the kernels if they can draw from such logits."""
+    """Return psigrad's C++ kernels if they can compute log-probs for this device and dtype, else None."""
     native = kernels() if hidden.device.type == "cpu" and hidden.dtype == weight.dtype else ""
     return None if isinstance(native, str) or weight.dtype not in native.dtypes else native
 
@@ -259,9 +271,12 @@ def _native(hidden: Tensor, weight: Tensor) -> Kernels | None:
 def _as_drawn(
     native: Kernels, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, figures: _Figures | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probs [M] of tokens, bit for bit as in a draw from the same logits, and their logits."""
+    """Return the log-probs [M] of tokens, with the same bits as when the sampler draws from these logits, and their logits [M].
+
+    `figures` also receives the logits.
+    """
     height = max(1, min(len(hidden), TILE_ELEMENTS // STRETCH))
-    most = TILE_ELEMENTS if figures is None else TILE_ELEMENTS // 4  # figures make three copies of it
+    most = TILE_ELEMENTS if figures is None else TILE_ELEMENTS // 4  # figures make three copies of a tile
     width = max(1, most // height // STRETCH) * STRETCH
     room = hidden.new_empty(height * min(width, len(weight)))
     chosen = torch.zeros(len(ids))
@@ -281,7 +296,10 @@ def _as_drawn(
 
 
 def _tiles(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """Yield logits of some states and tokens at a time, in at least float32, and as stored; the next overwrite them."""
+    """Yield tiles (rows, columns, logits, stored) of some hidden states and some tokens; each tile overwrites the previous one.
+
+    `logits` are in at least float32 and divided by the temperature. `stored` are those in the weight's dtype before that.
+    """
     height = min(len(hidden), TILE_ROWS)
     width = min(len(weight), max(1, TILE_ELEMENTS // height))
     room = hidden.new_empty(height * width)
@@ -299,7 +317,7 @@ def _tiles(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple
 
 
 def _hits(ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return [m] True for ids among the columns, and [m, 1] their columns, arbitrary for the others."""
+    """Return a mask [m] of the ids in the range `columns`, and their index in it, [m, 1], which is arbitrary for other ids."""
     hit = (ids >= columns.start) & (ids < columns.stop)
     return hit, (ids - columns.start).clamp_(0, columns.stop - columns.start - 1)[:, None]
 
@@ -313,7 +331,7 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _check_ids(ids: Tensor, count: int) -> None:
-    if _on_gpu(ids):  # without waiting for it
+    if _on_gpu(ids):  # the assertion does not wait for the GPU
         return torch._assert_async(((ids >= 0) & (ids < count)).all(), "A target is not a token of the head.")
     low, high = torch.stack(torch.aminmax(ids)).tolist()
     if low < 0 or high >= count:
@@ -329,9 +347,11 @@ def token_stats(
     reference_hidden: Tensor | Top | None = None,
     cached: CachedLogProbs | None = None,
 ) -> TokenStats:
-    """Return the `TokenStats` of hidden states [M, E] under `head` (E -> V), chunked over M and recomputed in the backward pass.
-    If only log-probs are requested and `head` is a plain linear layer, the gradient is in closed form. Log-probs `cached` from
-    the same head are then reused. Entropy and accuracy without gradient are computed in the same pass.
+    """Return the `TokenStats` of hidden states [M, E] under `head` (E -> V), computed in chunks of M.
+
+    Chunks are recomputed in the backward pass. If `head` is a linear layer without bias and only log-probs need a gradient, its
+    closed form is used, and entropy and accuracy are computed in the same pass. If only log-probs are requested, those in
+    `cached` from the same head are reused. `reference_hidden` are the hidden states or the `Top` of a divergence's reference.
     """
     linear: Any = head if (plain := type(head) is nn.Linear and head.bias is None) else None
     if plain and _on_gpu(hidden) and wanted.closed and len(ids):

@@ -1,6 +1,6 @@
 """LoRA adapters of peft: creating, resuming, merging and saving them, and their dropout.
 
-The masks of dropout are functions of (run, step, text, layer), and never of a generator's state.
+A dropout mask is a function of the run, the step, the text and the layer. It does not depend on the state of a random generator.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ _DESCRIBES = frozenset(
 
 @dataclass(frozen=True)
 class Lora:
-    """A LoRA adapter: W + s·B A on the named modules. "all-linear" names every linear layer but the head. A single regular
-    expression names the modules whose full name it matches, as in peft.
+    """The settings of a LoRA adapter, which replaces the matrix W of each module in `target_modules` by W + s·B A.
 
-    Formula: s = alpha / rank, with `rslora` alpha / √rank; with `dora` the sum is scaled so that each of its rows has a learnt
-    length. Modules named in `modules_to_save` are trained fully.
+    Formula: s = alpha / rank, or alpha / √rank with `rslora`. With `dora` each row of W + s·B A is scaled to a trained length.
+
+    `target_modules` are names as in peft. "all-linear" means every linear layer but the head, and a single regular expression the
+    modules whose full name it matches. The modules in `modules_to_save` are trained in full.
 
     Source: Hu et al. 2021, LoRA, arXiv:2106.09685; Kalajdzievski 2023, rsLoRA, arXiv:2312.03732; Liu et al. 2024, DoRA,
     arXiv:2402.09353.
@@ -72,7 +73,7 @@ class Lora:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
-        """Return the adapter of a peft configuration, given as in peft's `to_dict` or its file."""
+        """Return the settings in a peft configuration, given as a dict like `LoraConfig.to_dict()` or adapter_config.json."""
         named = config.get("target_modules") or ("all-linear",)
         return cls(
             rank=int(config["r"]),
@@ -86,23 +87,24 @@ class Lora:
 
 
 def _as_pattern(name: str) -> str:
-    """Convert a string of peft's `target_modules`, a regular expression over full names, to a form that no module's name has."""
+    """Return a string from peft's `target_modules`, which is a regular expression, in a form that `_is_pattern` recognises."""
     return name if name == "all-linear" or _is_pattern(name) else f"(?:{name})"
 
 
 def _is_pattern(name: str) -> bool:
+    """Return True if a target has a character that no module's name has, so that it is a regular expression."""
     return re.search(r"[^\w.-]", name) is not None
 
 
 def is_adapted(name: str, targets: Sequence[str]) -> bool:
-    """Return True if a linear layer with this full name gets an adapter, as peft decides. The caller excludes the head."""
+    """Return True if peft puts an adapter on a linear layer with this full name. The caller excludes the head."""
     if len(targets) == 1 and _is_pattern(targets[0]):
         return re.fullmatch(targets[0], name) is not None
     return tuple(targets) == ("all-linear",) or any(f".{name}".endswith(f".{target}") for target in targets)
 
 
 def _peft_targets(targets: Sequence[str]) -> str | list[str]:
-    """Return the targets in peft's form. Raises `UserError` for an invalid regular expression, or one among other targets."""
+    """Return `target_modules` for peft. Raises `UserError` for an invalid regular expression, or one next to other targets."""
     patterns = [target for target in targets if target != "all-linear" and _is_pattern(target)]
     if patterns and len(targets) > 1:
         raise UserError(f"lora_target_modules has the regular expression {patterns[0]!r} among {len(targets)}; give it alone.")
@@ -142,13 +144,13 @@ def settings_of(config: Any) -> dict[str, Any]:
 
 
 def is_adapter(path: str | Path) -> bool:
-    """Return True if a folder holds an adapter and no complete model."""
+    """Return True if a folder contains an adapter and no complete model."""
     place = Path(path).expanduser()
     return (place / CONFIG).is_file() and not (place / "config.json").exists()
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Return a saved adapter's configuration. Raises `UserError` if it is not LoRA's."""
+    """Return a saved adapter's configuration. Raises `UserError` if the adapter is not of peft's type LORA."""
     try:
         held: dict[str, Any] = json.loads((folder / CONFIG).read_text())
         kind, _ = held["peft_type"], held["base_model_name_or_path"]
@@ -165,9 +167,9 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def with_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str, towers: Sequence[str] = ()) -> nn.Module:
-    """Return the peft wrapper of a model that now contains LoRA layers: new ones, or those saved in the folder `saved`.
+    """Add LoRA layers to a model, new ones or those saved in the folder `saved`, and return the peft wrapper of the model.
 
-    Modules outside the text half get none, except `towers`.
+    Modules outside the text half, such as a vision tower, get no LoRA layers, except those named in `towers`.
     """
     import peft
 
@@ -214,17 +216,17 @@ def with_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str, to
 
 
 def _in_half(hf: PreTrainedModel, lora: Lora) -> bool:
-    """Return True if an adapter is in bfloat16 as its base is: on a GPU.
+    """Return True if the adapter's weights are bfloat16: on a GPU, if the base is bfloat16 too.
 
-    A float32 adapter casts the input of every layer and its own output, which takes a tenth of a step. The optimiser has float32
-    masters of it. The lengths of DoRA need float32, and layers in codes have no type.
+    A float32 adapter would cast the input of every layer and its own output, which takes a tenth of a step. The optimiser has
+    float32 masters of the adapter anyway. An adapter with DoRA or on a quantised base is float32.
     """
     coded = any(isinstance(module, CodedLinear) for module in hf.modules())
     return hf.device.type == "cuda" and hf.dtype == torch.bfloat16 and not lora.dora and not coded
 
 
 def check_untied(network: Any) -> None:
-    """Raise `UserError` for an adapter on a matrix that is both embedding and head: merging one update would change both."""
+    """Raise `UserError` if an adapter is on a matrix that is both embedding and head. Merging it would change both of them."""
     ends = [network.get_input_embeddings(), network.get_output_embeddings()]
     if None in ends or not any(hasattr(layer, "base_layer") for layer in ends):
         return
@@ -245,7 +247,7 @@ def without_peft_warning() -> Iterator[None]:
 
 
 def merge_adapter(network: PreTrainedModel, adapter: nn.Module | None) -> Any:
-    """Return the complete model, with a copy of its adapter merged in."""
+    """Return a copy of the complete model with its adapter merged in; `network` itself if `adapter` is None."""
     wrapped: Any = copy.deepcopy(adapter)
     if wrapped is None:
         return network
@@ -257,7 +259,8 @@ def merge_adapter(network: PreTrainedModel, adapter: nn.Module | None) -> Any:
 def merging_loss(adapter: Any) -> float:
     """Return the share of an adapter's update ΔW that merging rounds away: ‖round(W + ΔW) − W − ΔW‖ / ‖ΔW‖ over all layers.
 
-    The result is 0 for a base in float32. DoRA scales the sum, so its separate update is unknown and counts as 0.
+    The result is 0 for a base in float32. Layers with DoRA are not counted, because DoRA also rescales W, so that there is no
+    separate ΔW.
     """
     lost = whole = 0.0
     for module in adapter.modules():
@@ -273,7 +276,7 @@ def merging_loss(adapter: Any) -> float:
 
 
 def describe_merging(adapter: Any) -> str:
-    """Return a sentence on the share that merging into half precision rounds away; empty if it is below a hundredth."""
+    """Return a message with the share of the update that merging into half precision rounds away; empty if it is below 1 %."""
     lost = merging_loss(adapter)
     if lost < 0.01:
         return ""
@@ -284,13 +287,13 @@ def describe_merging(adapter: Any) -> str:
 
 
 def base_of(module: Any) -> Any:
-    """Return a layer as it is with its adapter off."""
+    """Return the original layer of a layer that peft has wrapped; any other layer unchanged."""
     return getattr(module, "original_module", getattr(module, "base_layer", module))
 
 
 @dataclass
 class Masks:
-    """The seed and the text that determine a model's dropout masks."""
+    """The seed and the text from which a model's dropout masks are computed (`CountedDropout`)."""
 
     seed: int = 0
     tokens: Tensor | None = None
@@ -299,28 +302,28 @@ class Masks:
     """True if the model has dropout."""
 
     def count(self, adapter: nn.Module) -> None:
-        """Replace the dropout layers of a peft adapter by counted ones."""
+        """Replace each dropout layer of a peft adapter by a `CountedDropout` with these masks."""
         for name, module in list(adapter.named_modules()):
             if isinstance(module, nn.Dropout) and ".lora_dropout." in name:
                 adapter.set_submodule(name, CountedDropout(module.p, name, self))
                 self.used = True
 
     def draw(self, *parts: int | str) -> None:
-        """Draw other masks for the next passes, as a function of `parts`, such as the run's seed and the step."""
+        """Set the seed of the masks for the next passes. It is derived from `parts`, such as the run's seed and the step."""
         self.seed = seeds.derive("dropout", *parts)
 
     def read(self, inputs: ForwardInputs) -> None:
-        """Read the text of a pass. One without gradient, such as a reference's, drops nothing."""
+        """Store the text of a forward pass, from which its masks are computed. A pass without gradient has no dropout."""
         if self.used and torch.is_grad_enabled():
             whole = inputs.texts is None
             self.tokens = text_sums(inputs.input_ids, inputs.position_ids, inputs.layout) if whole else inputs.texts
 
 
 class CountedDropout(nn.Module):
-    """Dropout: in training mode, x · m / (1 − p) with m 0 at a share p of the features of x, and 1 elsewhere.
+    """Dropout whose mask is a hash, so that it is the same in every micro-batch, on every rank and after a restart.
 
-    m is a function of the seed of `masks`, the layer's name and the text up to the token. It is the same in every micro-batch,
-    on every rank, and after a kill. p is rounded to a multiple of 1/65,536.
+    Formula: in training mode x · m / (1 − p), with m = 0 at a share p of the features of x, and 1 elsewhere. m is a function of
+    the seed of `masks`, the layer's name and the text up to the token. p is rounded to a multiple of 1/65,536.
 
     Source: Srivastava et al. 2014, Dropout, JMLR 15:1929.
     """
@@ -330,7 +333,7 @@ class CountedDropout(nn.Module):
         self.threshold, self.layer, self.masks = min(round(p * _VALUES), _VALUES - 1), layer, masks
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop features of x [B, S, …], [B·S, …] or, one token per text, [B, E]. Raises `UserError` for any other selection."""
+        """Drop features of x [B, S, …] or [B·S, …], or of [B, E] with one token per text. Raises `UserError` for other rows."""
         if not self.training or not self.threshold:
             return x
         tokens = self._tokens_of(x)
@@ -341,7 +344,7 @@ class CountedDropout(nn.Module):
         return x.masked_fill(dropped.reshape(x.shape), 0.0) / (1 - self.threshold / _VALUES)
 
     def _tokens_of(self, x: Tensor) -> Tensor:
-        """Return the tokens' numbers, one for each row of x."""
+        """Return the number of the token (`text_sums`) in each row of x."""
         tokens = self.masks.tokens
         assert tokens is not None, "no forward pass has given its text"
         if x.shape[:2] == tokens.shape or len(x) == tokens.numel():
@@ -355,9 +358,9 @@ class CountedDropout(nn.Module):
 
 
 def text_sums(ids: Tensor, positions: Tensor, layout: Any = None) -> Tensor:
-    """Return one number per token [B, S], which only the text up to it determines: Σ w(id_i, i) modulo 2^64, w a random word.
+    """Return a hash per token [B, S] of the text up to the token: Σ w(id_i, i) modulo 2^64 over its tokens i, w a random word.
 
-    Packed, padded, alone or behind a shared prompt, a token has the same number.
+    A token has the same number in a packed row, in a padded row, and behind a prompt that other sequences share.
     """
     sums = seeds.words_on_device(ids, positions).cumsum(-1)
     if not isinstance(layout, PackedLayout):  # padding is at the end, and no text follows it

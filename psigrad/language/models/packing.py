@@ -1,6 +1,7 @@
-"""The assignment of rows to forward passes, and the layout of token ids: packed (prefixes once, no padding) or padded.
+"""The assignment of rows to forward passes, and the layout of their token ids: packed or padded.
 
-Padded passes are the slow oracle, for models that cannot pack.
+In a packed pass each prefix is computed once, and there is no padding. Padded passes are slower. They are used for models that
+cannot pack, and to check packed ones.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ def order(n: int, seed: int, epoch: int) -> np.ndarray:
 def batch_at(step: int, batch_size: int, n: int, seed: int) -> list[int]:
     """Return the indices of the `batch_size` rows of step `step` (from 0), out of `n` rows.
 
-    The epochs' orders are concatenated and cut into batches: no row is dropped at the end of an epoch, and a batch may span
-    two epochs (or several, if it is larger than the dataset). The result depends only on the arguments, so a resumed run needs no
-    cursor.
+    The epochs' orders are concatenated and cut into batches. No row is dropped at the end of an epoch, and a batch may span two
+    epochs (or several, if it is larger than the dataset). The result depends only on the arguments, so a resumed run needs no
+    stored position.
     """
     if n < 1:
         raise UserError("There are 0 rows to take batches from; give a dataset with at least one row.")
@@ -48,10 +49,11 @@ def batch_at(step: int, batch_size: int, n: int, seed: int) -> list[int]:
 def pack_by_tokens(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[list[int]]:
     """Split rows of these token `lengths` into micro-batches of at most `budget` tokens; every index occurs exactly once.
 
-    For several `ranks`, which take micro-batches in turn, each gets about as many tokens.
+    With several `ranks`, micro-batches are assigned to them in turn, so that each rank gets about the same number of tokens.
 
-    First-fit decreasing (Johnson 1973): at most 11/9 of the fewest possible micro-batches, plus one. A row above the budget gets
-    its own micro-batch. The longest row is in the first micro-batch, so memory runs out at once or never.
+    The algorithm is first-fit decreasing (Johnson 1973): it needs at most 11/9 of the fewest possible micro-batches, plus one. A
+    row above the budget gets its own micro-batch. The longest row is in the first micro-batch, so that a run that lacks memory
+    fails at once.
     """
     if budget < 1:
         raise UserError(f"A micro-batch of {budget} tokens is not possible; give micro_batch_tokens of at least 1.")
@@ -71,7 +73,10 @@ def pack_by_tokens(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[
 
 
 def _evenly(lengths: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
-    """Return equally many micro-batches for each rank, by the smallest budget that needs no more; the fullest come first."""
+    """Return equally many micro-batches for each rank, with about the same number of tokens; the largest come first.
+
+    The budget is the smallest, in steps of 3 %, that needs no more micro-batches than the given one.
+    """
     tokens = sum(lengths)
     rounds = max(1, math.ceil(len(pack_by_tokens(lengths, budget)) / ranks))
     room = max(1.0, tokens / (rounds * ranks))
@@ -83,10 +88,10 @@ def _evenly(lengths: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
 def pack_groups(
     prompts: Sequence[int], completions: Sequence[Sequence[int]], budget: int, ranks: int = 1
 ) -> list[list[tuple[int, list[int]]]]:
-    """Return micro-batches of `(group, its completions)`, with each group's prompt computed once for its completions.
+    """Return micro-batches of (g, ks): the completions ks of group g, whose prompt is computed once for them.
 
-    `prompts[g]` and `completions[g][k]` are token counts; a group costs its prompt plus its completions. A group is split only
-    if it alone is above the budget, or above the share of each of several `ranks`. Each part then includes the prompt again.
+    `prompts[g]` and `completions[g][k]` are token counts. A group costs its prompt plus its completions. A group is split only
+    if it alone is above the budget, or above each rank's share of all tokens. Each part of it then includes the prompt again.
     Every (g, k) occurs exactly once.
     """
     most = budget
@@ -107,9 +112,10 @@ Ids = Sequence[int]
 
 @dataclass(frozen=True)
 class Groups:
-    """`completions[b]` continue `prompts[b]`, or their first `starts[b][k]` tokens: N completions in order, T = the longest.
+    """Completions that share prompts: `completions[b][k]` continues `prompts[b]`, or its first `starts[b][k]` tokens.
 
-    All completion tokens are targets, or only those where the completion's mask is True.
+    Results are [N, T] for the N completions in order, T the length of the longest. All tokens of a completion are targets, or
+    with `masks` those where `masks[b][k]` is True.
     """
 
     prompts: Sequence[Ids]
@@ -117,16 +123,16 @@ class Groups:
     masks: Sequence[Sequence[Sequence[bool]]] | None = None
     starts: Sequence[Sequence[int]] | None = None
     experts: Sequence[tuple[str, Sequence[str]]] | None = None
-    """The experts of each prompt's and each completion's tokens in sampling (`experts.Routing`)."""
+    """The experts that routers chose in sampling for the tokens of each prompt and each completion (`experts.Routing`)."""
 
     def begin(self) -> list[int]:
-        """Return [N]: the number of prompt tokens that each completion continues."""
+        """Return a list of N numbers: how many tokens of its prompt each completion continues."""
         if self.starts is not None:
             return [start for group in self.starts for start in group]
         return [len(prompt) for prompt, group in zip(self.prompts, self.completions, strict=True) for _ in group]
 
     def wanted(self, count: int) -> np.ndarray:
-        """Return [count]: True for completion tokens that are targets, one completion after the other."""
+        """Return a mask [count] over the tokens of all completions, one completion after the other: True for targets."""
         if self.masks is None:
             return np.ones(count, dtype=bool)
         return np.fromiter((own for group in self.masks for mask in group for own in mask), dtype=bool, count=count)
@@ -134,9 +140,10 @@ class Groups:
 
 @dataclass(frozen=True)
 class Rows:
-    """Independent rows; the tokens where `masks` is True are targets. T = the longest row; token t of row n is at [n, t].
+    """Independent rows of tokens. The tokens where `masks` is True are targets.
 
-    A row's first token has no context, so its mask must be False.
+    Results are [N, T], T the length of the longest row: token t of row n is at [n, t]. A row's first token has no context, so its
+    mask must be False.
     """
 
     rows: Sequence[Ids]
@@ -154,7 +161,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Targets:
-    """M requested log-probs: the hidden states at flat positions `rows` [M] predict `ids` [M]; the m-th is at [n[m], t[m]]."""
+    """The M tokens of a forward pass whose log-probs are computed.
+
+    The hidden state at the flat position `rows[m]` predicts the token `ids[m]`, whose log-prob is at [n[m], t[m]] of the result.
+    `shape` is the result's, (N, T).
+    """
 
     rows: Tensor
     ids: Tensor
@@ -163,7 +174,7 @@ class Targets:
     shape: tuple[int, int]
 
     def some(self, which: Tensor) -> Targets:
-        """Return the targets at the indices `which` [K] of the M."""
+        """Return the K targets with the indices `which` [K]."""
         rows, ids, n, t = (x.index_select(0, which) for x in (self.rows, self.ids, self.n, self.t))
         return Targets(rows, ids, n, t, self.shape)
 
@@ -174,9 +185,9 @@ class Targets:
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """The inputs `input_ids` and `position_ids` [B, S], packed with a `layout` (B = 1), or padded with an `attention_mask`.
+    """The inputs of a forward pass, [B, S]: one packed row (B = 1) with a `layout`, or padded rows with an `attention_mask`.
 
-    `prefix_ends` are the flat positions of the last token of each prefix (packed groups only).
+    `prefix_ends` are the flat positions of the last token of each prefix (only in a packed row from `Groups`).
     """
 
     input_ids: Tensor
@@ -186,15 +197,15 @@ class ForwardInputs:
     attention_mask: Tensor | None = None
     prefix_ends: Tensor | None = None
     cached: CacheHit | None = None
-    """Activations of these tokens from sampling, if they were cached. The layers then need not run."""
+    """The activations of these tokens from sampling, if they were cached. The forward pass then skips the layers."""
     experts: Tensor | None = None
-    """[layers, S, k] the experts that routers must choose."""
+    """[layers, S, k] the experts that routers must choose; None if routers choose freely."""
     texts: Tensor | None = None
     """[B, S] `lora.text_sums` of these tokens, if several processes divide the row and dropout needs them."""
     has_images: bool = False
     """True if a token is an image's."""
     mine: Tensor | None = None
-    """The indices of these targets among those of the whole row, if several processes divide it (`Pretrained.context`)."""
+    """The indices of this process's targets in the whole row, if several processes divide the row (`Pretrained.context`)."""
 
 
 @dataclass
@@ -221,7 +232,7 @@ def _shape(lengths: Sequence[int]) -> tuple[int, int]:
 
 
 def _places(lengths: np.ndarray) -> np.ndarray:
-    """Return 0 … length - 1 for each piece, one piece after the other."""
+    """Return the position of each token in its piece: 0 … length - 1 for each of `lengths`, concatenated."""
     places: np.ndarray = np.arange(lengths.sum()) - (lengths.cumsum() - lengths).repeat(lengths)
     return places
 
@@ -236,7 +247,10 @@ def _lengths(pieces: Iterable[Sized]) -> np.ndarray:
 
 
 def pack(inputs: Groups | Rows, device: torch.device | str = "cpu") -> ForwardInputs:
-    """Return one packed row. Each prompt appears once. A completion's last token predicts nothing and is never computed."""
+    """Return one packed row without padding, in which each prompt appears once.
+
+    The last token of a completion predicts nothing, so it is left out.
+    """
     return _pack_groups(inputs, device) if isinstance(inputs, Groups) else _pack_rows(inputs, device)
 
 
@@ -267,7 +281,7 @@ def _pack_groups(groups: Groups, device: torch.device | str) -> ForwardInputs:
 
 
 def _targets(found: tuple[np.ndarray, ...], lengths: np.ndarray, device: torch.device | str) -> Targets:
-    # An image that an environment shows is nobody's choice and has no log-prob.
+    # The id of an image's token is not in the vocabulary. An environment wrote it and its log-prob is unused; 0 replaces the id.
     rows, ids, n, t = (on_device(x, device) for x in (found[0], np.where(found[1] >= FIRST, 0, found[1]), *found[2:]))
     return Targets(rows, ids, n, t, (len(lengths), int(lengths.max(initial=0))))
 
@@ -290,12 +304,12 @@ def _pack_rows(rows: Rows, device: torch.device | str) -> ForwardInputs:
 
 
 def lay_out(inputs: Groups | Rows, device: torch.device, packed: bool) -> ForwardInputs:
-    """Return the inputs packed, or padded."""
+    """Return the inputs of a forward pass: one packed row (`pack`), or padded rows (`pad`)."""
     return pack(inputs, device) if packed else pad(inputs, device)
 
 
 def pad(inputs: Groups | Rows, device: torch.device | str = "cpu") -> ForwardInputs:
-    """Return one right-padded batch with every sequence complete, as transformers itself would run it."""
+    """Return one right-padded batch, as for transformers' own forward pass. Each row is a prompt with one completion."""
     sequences, targets = [], _TargetLists()
     if isinstance(inputs, Groups):
         flat = [(p, c) for p, group in zip(inputs.prompts, inputs.completions, strict=True) for c in group]

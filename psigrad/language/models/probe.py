@@ -1,8 +1,8 @@
-"""Comparison of a faster way to compute a model with the model's own, relative to the rounding error of bfloat16.
+"""Tests that psigrad's faster computation of a model gives the same outputs as transformers' modules.
 
-In bfloat16 two correct ways can differ widely: on ids of no real text, SmolLM2's own forward pass is 7 nats from itself in
-float32. So both ways also run in float32, where they must agree to a small share of that distance. There, rounding is a thousand
-times smaller, and an error of 1 % in a layer's weights is not.
+In bfloat16 two correct computations can differ widely: on random token ids, SmolLM2 in bfloat16 is 7 nats from SmolLM2 in
+float32. Both computations therefore also run in float32. Their difference there must be a small share of that between bfloat16
+and float32. In float32 rounding is a thousand times smaller, but an error of 1 % in a layer's weights is as large as before.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from psigrad.language.models.packing import Groups, lay_out
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# The number of tokens of a text, and the window that a longer one is temporarily shortened to, so that the texts reach beyond it.
+# The number of tokens of a text. A longer attention window is shortened to `WINDOW` for the test, so that the texts exceed it.
 LENGTH, WINDOW = 14, 4
-# In float32, the largest allowed difference as a share of that between bfloat16 and float32. Correct ways stay below 0.001.
+# In float32, the largest allowed difference as a share of that between bfloat16 and float32. Correct code stays below 0.001.
 SHARE = 0.02
-# In bfloat16, how many times farther from float32 a faster way may be than the model's own. With so few tokens two equally good
-# ways differ by chance, by up to a factor of two.
+# The largest allowed distance of the faster computation in bfloat16 from float32, as a multiple of that of transformers' modules.
+# With so few tokens, two equally good computations differ by chance, by up to a factor of two.
 ROUNDING = 4.0
 
 Numbers = Callable[[], Tensor]
@@ -37,10 +37,10 @@ Numbers = Callable[[], Tensor]
 
 @torch.no_grad()
 def choose_attention(hf: PreTrainedModel, texts_of: Callable[[], Groups], probe: Callable[[Groups, bool], Tensor]) -> str:
-    """Return why the packed forward pass can't be used for this model; empty if it reproduces the model's own attention.
+    """Return why the packed forward pass can't be used for this model; empty if it gives the outputs of transformers' attention.
 
-    `texts_of()` returns the model's own texts, and `probe(texts, packed)` its outputs on them, without the decoder. Afterwards
-    the model has psigrad's attention if that works, otherwise its own.
+    `texts_of()` returns the texts for the test, and `probe(texts, packed)` the model's outputs on them, without a fused decoder.
+    Afterwards the model uses psigrad's attention if the test passed, otherwise transformers'.
     """
     from psigrad.language.models.hf_attention import IMPLEMENTATION
     from psigrad.language.models.hf_state import attach
@@ -69,7 +69,10 @@ def choose_attention(hf: PreTrainedModel, texts_of: Callable[[], Groups], probe:
 
 @torch.no_grad()
 def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, str]:
-    """Return the fused decoder if it reproduces the model's own modules, otherwise None and the reason."""
+    """Return the fused decoder if its outputs are those of transformers' modules; otherwise None and the reason.
+
+    `recompute` enables gradient checkpointing in the decoder.
+    """
     hf = model.network
     try:
         decoder = Decoder(hf, recompute, vision=model.vision)
@@ -95,9 +98,10 @@ def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, st
 
 @torch.no_grad()
 def compose(model: Any, texts: Groups) -> tuple[Any, str]:
-    """Return the kernels inside the modules of a packed model if they reproduce these modules, otherwise None.
+    """Return psigrad's kernels inside the modules of a packed model (`Parts`) if they do not change its outputs; otherwise None.
 
-    Also switch on the kernels of its layers with state, or return why they are off.
+    Also enable the kernels of its recurrent layers, if these do not change the outputs. The second result is the reason why they
+    are disabled, or empty.
     """
     from psigrad.language.models.fused.parts import Parts
 
@@ -105,7 +109,7 @@ def compose(model: Any, texts: Groups) -> tuple[Any, str]:
     if isinstance(native, str) or hf.device.type != "cpu" or hf.dtype not in native.dtypes:
         return None, ""
     parts, inputs = Parts(hf, native), lay_out(texts, model.device, packed=True)
-    hf.eval()  # a new adapter drops numbers until its model is in evaluation mode
+    hf.eval()  # the dropout of a new adapter is active until then
 
     def numbers(on: bool) -> Tensor:
         parts.on = on
@@ -131,7 +135,7 @@ def compose(model: Any, texts: Groups) -> tuple[Any, str]:
 
 
 def _why_not(hf: PreTrainedModel, numbers: Callable[[bool], Tensor]) -> str:
-    """Return the fault in `numbers(True)`, assuming that `numbers(False)` are right; empty if there is none."""
+    """Return `difference` of the outputs `numbers(True)` with kernels from those without, or the error that kernels raise."""
     try:
         return difference(hf, lambda: numbers(False), lambda: numbers(True))
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -139,9 +143,9 @@ def _why_not(hf: PreTrainedModel, numbers: Callable[[bool], Tensor]) -> str:
 
 
 def difference(hf: PreTrainedModel, own: Numbers, fast: Numbers) -> str:
-    """Return the fault in the numbers of `fast`, assuming that those of `own` are right; empty if there is none.
+    """Return a text about the difference of `fast()` from the correct outputs `own()`; empty if it is within rounding.
 
-    Windows longer than the texts are shortened for one more comparison in float32.
+    If the model has attention windows longer than the texts, they are shortened for one more comparison in float32.
     """
     half = hf.dtype not in (torch.float32, torch.float64)
     exact = torch.float32 if half else hf.dtype
@@ -163,14 +167,14 @@ def difference(hf: PreTrainedModel, own: Numbers, fast: Numbers) -> str:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Return the root mean square of the differences."""
+    """Return the root mean square of a - b."""
     return float((a.double() - b.double()).pow(2).mean().sqrt())
 
 
 def shared_prompts(one: Sequence[int], other: Sequence[int]) -> Groups:
-    """Return two texts as prompts of different lengths with completions that share them.
+    """Return two prompts of different lengths, with two completions each, cut from two texts.
 
-    This is enough to detect a model that leaks between packed sequences.
+    They are enough to detect a model in which packed sequences affect each other.
     """
     third, half = len(one) // 3, len(one) // 2
     completions = ((one[third:], one[third : third + 1]), (other[half : half + 2], other[half:]))
@@ -178,7 +182,7 @@ def shared_prompts(one: Sequence[int], other: Sequence[int]) -> Groups:
 
 
 def draw_texts(hf: PreTrainedModel, first: int, vocabulary: int, length: int) -> list[list[int]]:
-    """Return two texts of `length` tokens that the model generates after the token `first`, by its own forward pass."""
+    """Return two texts of `length` tokens that start with the token `first`, sampled from transformers' forward pass."""
     draw = torch.Generator().manual_seed(0)
     # full length from the start: a product of a new shape would be compiled again
     ids = torch.full((2, length), first, device=hf.device)
@@ -194,8 +198,8 @@ def draw_texts(hf: PreTrainedModel, first: int, vocabulary: int, length: int) ->
 def in_precision(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
     """Run the model in another precision inside this context.
 
-    A layer's weights are cast while the layer runs, so that little more memory is needed; all others are cast at once. float32
-    products use full precision.
+    A layer's weights are cast only while the layer runs, to save memory. Weights outside layers are cast at once. float32
+    products do not use TF32.
     """
     kept: dict[nn.Parameter, Tensor] = {}
     matmul = torch.backends.cuda.matmul
@@ -212,7 +216,7 @@ def in_precision(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
             if p in kept:
                 p.data = kept.pop(p)
 
-    # Some forward passes leave their buffers in the precision that they run in (CTRL).
+    # Some models (CTRL) replace their buffers in a forward pass by ones of its precision.
     buffers = [(module._buffers, name, held) for module in hf.modules() for name, held in module._buffers.items()]
     layers = _layers(hf)
     inside = {p for layer in layers for p in layer.parameters()}
@@ -231,7 +235,7 @@ def in_precision(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _layers(hf: nn.Module) -> list[nn.Module]:
-    """Return the items of the model's outermost lists of modules."""
+    """Return the modules in the model's outermost `ModuleList`s, such as its transformer blocks."""
     found: list[nn.Module] = []
     held: set[nn.Module] = set()
     for module in hf.modules():
@@ -243,9 +247,9 @@ def _layers(hf: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def short_windows(hf: PreTrainedModel) -> Iterator[bool]:
-    """Shorten windows and chunks of attention that are longer than the texts to `WINDOW` tokens. Yield True if there are any.
+    """Shorten the windows and chunks of attention that exceed `LENGTH` tokens to `WINDOW`. Yield True if there are any.
 
-    The number is stored in the model's modules, and in its configuration, from which masks are built.
+    The size is set in the model's modules, and in its configuration, from which masks are built. Both are restored at the end.
     """
     names = ("sliding_window", "attention_chunk_size")
     owners = [vars(owner) for owner in (hf.config.get_text_config(), *hf.modules())]
@@ -263,7 +267,7 @@ def short_windows(hf: PreTrainedModel) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def _without_advice(hf: PreTrainedModel) -> Iterator[None]:
-    """Hide transformers' advice to install CUDA kernels, which it logs once, while a model on a CPU runs for the first time."""
+    """Suppress transformers' advice to install CUDA kernels while a model runs on a CPU."""
     logger = logging.getLogger("transformers.integrations.hub_kernels")
     before = logger.level
     if hf.device.type == "cpu":
@@ -276,7 +280,7 @@ def _without_advice(hf: PreTrainedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _perturb_fresh_adapters(decoder: Decoder) -> Iterator[None]:
-    """Give new adapters, whose B is 0, random weights inside this context, so that a probe sees them."""
+    """Set B, which is 0 in new adapters, to random weights inside this context, so that the adapters affect the outputs."""
     fresh = [b for layer in decoder.layers for _, b in (a.weights for a in layer.adapters.values()) if not b.any()]
     generator = torch.Generator().manual_seed(0)
     for b in fresh:
@@ -289,7 +293,7 @@ def _perturb_fresh_adapters(decoder: Decoder) -> Iterator[None]:
 
 
 def _try(hf: PreTrainedModel, implementation: str, run: Callable[[], Any]) -> tuple[Any, str]:
-    """Return the result of `run` under an attention implementation, or None and the error."""
+    """Return the result of `run` with transformers' attention set to `implementation`; if it fails, None and the error."""
     try:
         hf.set_attn_implementation(implementation)
         return run(), ""
@@ -298,7 +302,7 @@ def _try(hf: PreTrainedModel, implementation: str, run: Callable[[], Any]) -> tu
 
 
 def dropouts_of(hf: nn.Module) -> list[tuple[nn.Module, str, float]]:
-    """List the dropout probabilities of a model: (module, attribute, value)."""
+    """Return (module, attribute, value) of each dropout probability in a model."""
     return [
         (module, name, value)
         for module in hf.modules()
@@ -308,16 +312,16 @@ def dropouts_of(hf: nn.Module) -> list[tuple[nn.Module, str, float]]:
 
 
 def switch_dropout_off(hf: PreTrainedModel) -> None:
-    """Set all dropout to 0, and evaluation mode. The model's outputs in that mode stay the same."""
+    """Set all dropout probabilities to 0, and set evaluation mode, in which the outputs are the same as before."""
     for module, name, _ in dropouts_of(hf):
         setattr(module, name, 0.0)
     hf.eval()
 
 
 def set_mode(network: nn.Module, training: bool) -> None:
-    """Set training or evaluation mode. Routers stay in evaluation mode, where they draw no noise.
+    """Set training or evaluation mode. Routers with jitter remain in evaluation mode, in which they add no random noise.
 
-    Setting their jitter to 0 would be wrong: in evaluation mode PhiMoE's jitter is a threshold for choosing experts.
+    The jitter cannot be set to 0 instead, because PhiMoE also uses it as a threshold for choosing experts.
     """
     network.train(training)
     for module in network.modules() if training else ():
@@ -326,5 +330,5 @@ def set_mode(network: nn.Module, training: bool) -> None:
 
 
 def recompute_activations(hf: PreTrainedModel) -> None:
-    """Enable gradient checkpointing. transformers recomputes only in training mode, which changes no result."""
+    """Enable gradient checkpointing. It has an effect only in training mode, and changes no result."""
     hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

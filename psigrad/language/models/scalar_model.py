@@ -1,4 +1,4 @@
-"""A backbone with one number per position: the reward model (its number at the last token) and the critic (at every token)."""
+"""A pretrained model with a scalar head: a reward model (one score per text) or a critic (a value at every token)."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from psigrad.language.models.towers import read_tensor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Fields of a reward model's config.json: a process reward model's step separator, and if plain prompts were text, not turns.
+# Fields of a reward model's config.json: a process reward model's step separator, and True if its prompts had no chat template.
 STEP_SEPARATOR, PLAIN_PROMPTS = "step_separator", "plain_prompts"
 
-# The texts for comparing ways to compute it.
+# The texts on which packed and padded outputs of the model are compared.
 TEXTS = ("The capital of France is Paris, and that of Peru is Lima.", "Water boils at a hundred degrees, ice melts at none.")
 
 
@@ -51,12 +51,12 @@ class ScalarModel(Pretrained):
 
     @property
     def per_token(self) -> bool:
-        """True if the model has a number at every token."""
+        """True if the model has a `score` layer, so that it has a value at every token; otherwise it scores only whole texts."""
         return isinstance(getattr(self.network, "score", None), nn.Module)
 
     @property
     def plain_prompts(self) -> bool:
-        """True if it was trained on unformatted prompts, although its tokenizer has a chat template."""
+        """True if the model was trained on prompts without a chat template, although its tokenizer has one."""
         return bool(getattr(self.network.config, PLAIN_PROMPTS, False))
 
     def _probe(self, texts: Groups, packed: bool) -> Tensor:
@@ -64,12 +64,12 @@ class ScalarModel(Pretrained):
         return self.values(texts, packed=packed) if self.per_token else self.scores(texts)[:, None]
 
     def _sample_texts(self, length: int) -> list[list[int]]:
-        """Return two plain sentences, since the model generates none."""
+        """Return two fixed sentences, repeated up to `length` tokens, because a scalar model cannot generate texts."""
         rows = [self.tokenizer(text, add_special_tokens=False)["input_ids"] or [0] for text in TEXTS]
         return [(row * length)[:length] for row in rows]
 
     def values(self, inputs: Groups | Rows, *, packed: bool | None = None) -> Tensor:
-        """Return V of the state before every target token, [N, T] in at least float32, zeros elsewhere."""
+        """Return V of the state before every target token, [N, T] in at least float32 (zeros elsewhere)."""
         forward = lay_out(inputs, self.device, packed if packed is not None else not self.why_padded)
         return forward.targets.unpack(self._read(forward))
 
@@ -84,10 +84,10 @@ class ScalarModel(Pretrained):
         return wide
 
     def scores(self, inputs: Groups, *, packed: bool | None = None) -> Tensor:
-        """Return [N] scores of every prompt with its completion, read after the last token. A group's prompt is computed once."""
+        """Return the scores [N] of every prompt with its completion, at the last token. A group's prompt is computed once."""
         if not self.per_token:
             return self._whole([[*p, *c] for p, group in zip(inputs.prompts, inputs.completions, strict=True) for c in group])
-        # V "before" a token that is never computed is V after the last real one.
+        # V before the extra token 0, which is not computed, is V after the last real token.
         longer = replace(inputs, completions=[[[*c, 0] for c in group] for group in inputs.completions])
         forward = lay_out(longer, self.device, packed if packed is not None else not self.why_padded)
         last = torch.tensor([len(c) + 1 for group in inputs.completions for c in group], dtype=torch.long).cumsum(0) - 1
@@ -107,7 +107,7 @@ class ScalarModel(Pretrained):
 
 
 def _read_out(head: Any, hidden: Tensor) -> Tensor:
-    """Return w · h [M]. In half precision the sum and the result are float32, as for a policy's value head.
+    """Return w · h [M]. If the hidden states are in half precision, the product is computed and returned in float32.
 
     In bfloat16 a reward of 12.3 would become 12.3125.
     """
@@ -132,11 +132,11 @@ def load(
     base: Kind | Literal[""] = "",
     towers: Sequence[str] = (),
 ) -> ScalarModel:
-    """Load the scalar model at `path`: one that was saved as such, or any causal language model, which gets a new head.
+    """Load the scalar model at `path`: a saved reward model or critic, or any causal language model, which gets a new head.
 
-    `fresh_head` is "random" (N(0, initializer_range²), from torch's generator), "zero", or "refuse" if only a trained head is
-    acceptable. `tokenizer` replaces its own. `for_shards`, `base` and `towers` are those of `language_model.load`. Raises
-    `UserError` if nothing loads from `path`.
+    `fresh_head` initialises a new head: "random" (N(0, initializer_range²), from torch's generator) or "zero". With "refuse" a
+    model without a trained head raises `UserError`. `tokenizer` replaces the model's own. `adapter`, `for_shards`, `base` and
+    `towers` are those of `language_model.load`. Raises `UserError` if no model can be loaded from `path`.
     """
     from psigrad.language.models.vision import settle_vision
 
@@ -168,7 +168,7 @@ def load(
 
 
 def _by_transformers(path: str, dtype: torch.dtype, trust: bool) -> tuple[PreTrainedModel, list[str]]:
-    """Return transformers' model, and the names of its head's weights if they are new."""
+    """Return transformers' model with a scalar head, and the names of the head's weights if the checkpoint lacks them."""
     from psigrad.language.models.vision import needs_vision
 
     with _quiet():
@@ -183,9 +183,9 @@ def _by_transformers(path: str, dtype: torch.dtype, trust: bool) -> tuple[PreTra
 
 
 def _with_tower(path: str, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
-    """Return a vision-language model with a head `score`, which transformers has no class for, and the head's name if it is new.
+    """Return a vision-language model with a scalar head `score`, and the names of the head's weights if they are new.
 
-    The head is saved among the weights of the model.
+    transformers has no class for such a model. The head is saved with the other weights.
     """
     read: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype, output_loading_info=True)
     hf, found = read
@@ -210,7 +210,7 @@ def prepare(
     known: bool = False,
     towers: Sequence[str] = (),
 ) -> ScalarModel:
-    """Return a `ScalarModel` around a transformers model in memory. A model of `fused.families.load` is `known`."""
+    """Return a `ScalarModel` for a transformers model in memory. `known` is True if `fused.families.load` loaded it."""
     network.config.pad_token_id = _padding(tokenizer)
     model = ScalarModel(network, tokenizer)
     if not model.per_token:
@@ -219,17 +219,17 @@ def prepare(
 
 
 def _padding(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the padding id by which transformers finds a row's last real token.
+    """Return the padding id by which transformers finds the last token of a row, or None if it equals EOS.
 
-    It takes the last token that is not padding, so with padding equal to EOS it would score a text without its end. None makes it
-    raise an error on batches instead.
+    transformers scores a row at its last token that is not padding. With padding equal to EOS, it would score a text before its
+    EOS token. With None, it raises an error on batches instead.
     """
     return None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress transformers' warning that the head is new, which is intended here."""
+    """Suppress transformers' warning that the head is newly initialised, which `load` checks itself."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -1,4 +1,4 @@
-"""A packed row as segments in which a recurrence runs: each continues at most one other."""
+"""The division of a packed row into segments for a recurrence. Each segment continues at most one other segment."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from psigrad.kernels.state_kernels import Trees
 
 Wave = list[tuple[int, int, int]]
-"""Segments that can run side by side: the first token, the length, and the number of the segment before it (-1: none)."""
+"""Segments that can run in parallel: (first token, length, number of the segment that it continues, or -1)."""
 
 
 def waves(pieces: Any) -> list[Wave]:
-    """Return the segments of a row of `attention.Pieces`, numbered through all waves. A segment continues one of an earlier wave.
+    """Return the segments of a row of `attention.Pieces` in waves. A segment continues one of an earlier wave, or none.
 
-    A prefix is cut where sequences leave it.
+    Segments are numbered consecutively over all waves. A prefix is cut into segments where its sequences start.
     """
     count, starts = len(pieces.prefixes), pieces.starts
     found: list[Wave] = []
@@ -36,7 +36,10 @@ def waves(pieces: Any) -> list[Wave]:
 
 
 def trees(each: list[Wave], every: bool) -> Trees:
-    """Return the segments for kernels. The states are those of `every` segment, or of those that others continue."""
+    """Return the segments in the form of the C++ kernels, which return the states after some of them.
+
+    These are all segments with `every`, otherwise those that another segment continues.
+    """
     flat, root = [segment for wave in each for segment in wave], list[int]()
     for i, (_, _, before) in enumerate(flat):
         root.append(i if before < 0 else root[before])

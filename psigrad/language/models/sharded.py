@@ -1,6 +1,6 @@
 """A model sharded over the processes (FSDP2, torch's `fully_shard`): a layer's weights are gathered for its pass, then freed.
 
-Gradients are summed, not averaged: the losses already divide by counts over all processes.
+Gradients are summed, not averaged, because the losses already divide by counts over all processes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from psigrad.processes.parallel.world import Division, World
 
 
 class Root(nn.Module):
-    """A module inside whose forward pass weights are whole.
+    """The FSDP root module. Sharded weights are gathered while its forward pass runs.
 
-    Those of the embedding, the last norm and the head are whole all the time, those of a layer inside the layer's own forward
-    pass.
+    The weights of the embedding, the last norm and the head are gathered during the whole pass, those of a layer only during the
+    layer's own forward pass.
     """
 
     def __init__(self, network: nn.Module, value_head: nn.Module | None) -> None:
@@ -34,7 +34,7 @@ class Root(nn.Module):
         self.network, self.value_head = network, value_head
 
     def forward(self, compute: Callable[[], Any], found: list[Any]) -> list[Tensor]:
-        """Append the result of `compute` to `found`, and return its tensors, so that hooks see them."""
+        """Append the result of `compute` to `found`, and return the tensors in it, on which FSDP sets its backward hooks."""
         found.append(compute())
         return list(_tensors(found[0]))
 
@@ -51,9 +51,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def shard(model: Pretrained, world: World, device: str = "cpu") -> None:
-    """Reduce this process to its share of the model's weights, moved to its device block by block.
+    """Shard the model's weights over the processes, and move this process's shard to its device layer by layer.
 
-    Afterwards all processes must make the same calls of `model.evaluate` and similar methods, and `model.trainable()` has sharded
+    Afterwards all processes must call `model.evaluate` and similar methods together, and `model.trainable()` returns sharded
     tensors.
     """
     from torch.distributed.device_mesh import init_device_mesh
@@ -70,13 +70,13 @@ def shard(model: Pretrained, world: World, device: str = "cpu") -> None:
     for layer in layers_of(network):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     value_head: Any = getattr(model, "value_head", None)
-    if value_head is not None:  # in its own group, since it is in float32 whatever the network's dtype
+    if value_head is not None:  # in its own group, since it is always float32 and a group has one dtype
         fully_shard(value_head, mesh=mesh, mp_policy=policy)
     root: Any = fully_shard(Root(network, value_head), mesh=mesh, mp_policy=policy)
     for module in root.modules():
-        if isinstance(module, FSDPModule):  # each module has its own factor
+        if isinstance(module, FSDPModule):  # the settings are per module
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no product with the sum
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it sums
     model.root = root
     if model.decoder is not None:
         model.decoder.in_shards = True
@@ -89,14 +89,17 @@ def _run_inside(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def layers_of(network: Any) -> list[nn.Module]:
-    """Return the blocks of the text half, which are gathered one at a time. Towers are gathered with everything else."""
+    """Return the transformer blocks of the text half, whose weights are gathered one block at a time.
+
+    Vision and audio towers are not among them; they are gathered with the embedding and the head.
+    """
     names, half = set(getattr(network, "_no_split_modules", None) or ()), text_half(network)
     found = [module for module in half.modules() if type(module).__name__ in names]
     return found or [m for child in half.modules() if isinstance(child, nn.ModuleList) for m in child]
 
 
 def named_weights(model: Pretrained) -> dict[str, Tensor]:
-    """Return the weights that a checkpoint stores, sharded: all of them, or those that an adapter adds."""
+    """Return the sharded weights that a checkpoint stores, by name: all weights, or with a LoRA adapter only the trained ones."""
     reshard(model)
     learns = model.trainable()
     if model.adapter is not None:
@@ -105,7 +108,7 @@ def named_weights(model: Pretrained) -> dict[str, Tensor]:
 
 
 def save(model: Pretrained, folder: Path, tensors: dict[str, Tensor], world: World) -> None:
-    """Write a part of a checkpoint: each process writes its rows of the tensors; rank 0 adds configuration and tokenizer."""
+    """Write a checkpoint. Each process writes its rows of `tensors`, and rank 0 the configuration and the tokenizer."""
     shards.write(folder, tensors, getattr(world, "group", None))
     if world.rank == 0:
         _describe(model, folder)
@@ -125,7 +128,7 @@ def _describe(model: Pretrained, folder: Path) -> None:
 
 @torch.no_grad()
 def gather(model: Pretrained, wanted: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, whole weight) of every parameter, or of the `wanted`, one after the other, on every process."""
+    """Yield (name, gathered weight) of every parameter, or of those in `wanted`. All processes must iterate together."""
     reshard(model)
     for name, parameter in model.network.named_parameters():
         if wanted is None or name in wanted:
@@ -134,9 +137,9 @@ def gather(model: Pretrained, wanted: set[str] | None = None) -> Iterator[tuple[
 
 
 def save_merged(model: Pretrained, world: World, folder: Path, kept: str = "merged") -> None:
-    """Save the complete model in Hugging Face form with the adapter merged in. Rank 0 holds it in memory while writing.
+    """Save the complete model in Hugging Face format with the adapter merged in. Rank 0 gathers all of it in memory.
 
-    `kept` selects the adapter alone ("adapter"), or also the adapter in adapter/ ("both").
+    With `kept` "adapter" only the adapter is saved, and with "both" also the adapter, in the folder adapter/.
     """
     state: dict[str, Tensor] = {}
     for name, weight in gather(model):
@@ -153,7 +156,7 @@ def save_merged(model: Pretrained, world: World, folder: Path, kept: str = "merg
 
 
 def write_adapter(model: Pretrained, state: dict[str, Tensor], folder: Path) -> None:
-    """Write the adapter in peft's form, from whole weights by the network's own names."""
+    """Write the adapter in peft's format. `state` has the gathered weights by their names in `model.network`."""
     wrapper: Any = model.adapter
     first = next(iter(state))
     prefix = next(name.removesuffix(first) for name, _ in wrapper.named_parameters() if name.endswith(first))
@@ -172,7 +175,7 @@ class _Saved:
 
 
 def merge(model: Pretrained, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state with the adapters' products added to the matrices, under the model's names without adapters."""
+    """Return `state` with the adapters merged: s·B A is added to each matrix, and names are those of the model without LoRA."""
     found = {}
     for name, weight in state.items():
         if ".lora_" in name:
@@ -188,7 +191,7 @@ def merge(model: Pretrained, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Replica:
-    """A whole copy of a sharded model for sampling. `refresh` copies the current weights; all processes must call it."""
+    """A complete, unsharded copy of a sharded model for sampling. `refresh` copies the current weights into it."""
 
     def __init__(self, model: LanguageModel, twin: LanguageModel) -> None:
         self.model, self.twin = model, twin
@@ -197,7 +200,7 @@ class Replica:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the model's weights to the copy."""
+        """Gather the model's trained weights, and copy them into the twin. All processes must call it together."""
         own = dict(self.twin.network.named_parameters())
         for name, weight in gather(self.model, self._learns):
             own[name].copy_(weight)

@@ -1,7 +1,8 @@
 """The sizes of a model, read from its configuration.
 
-Architectures name the same size differently and nest their text half (`get_text_config`). Layers may differ too: in a list (the
-feed-forward widths of Gemma 3n), or in transformers' `per_layer_config` (the head_dim of Gemma 4), where the global value raises.
+Architectures name the same size differently, and multimodal ones nest their language model's configuration (`get_text_config`).
+A size may differ by layer: in a list (the feed-forward widths of Gemma 3n), or in transformers' `per_layer_config` (the head_dim
+of Gemma 4). With the latter, reading the global value raises an error.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ NAMES = {
     "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "chosen": ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk"),
 }
-"""The names of each size, the preferred one first."""
+"""The names of each size in transformers' configurations, the preferred one first."""
 # The kinds of layers that store a state of fixed size, or nothing, instead of keys and values.
 _WITHOUT_KEYS = frozenset(("linear_attention", "conv", "mamba", "mlp", "moe"))
 
 
 def size(config: Any, what: str) -> int:
-    """Return one size of the model's text half, the largest if layers differ, and 0 if the configuration has none.
+    """Return the size `what`, a key of `NAMES`, of the language model (without vision or audio towers).
 
-    `what` is a key of `NAMES`.
+    If layers differ, it is the largest. If the configuration does not have this size, it is 0.
     """
     return max(_values(config.get_text_config(), what), default=0)
 
 
 def layer_sizes(config: Any, what: str) -> tuple[int, ...]:
-    """Return the size of every layer of the text half; see `size`."""
+    """Return the size `what`, a key of `NAMES`, of every layer of the language model."""
     found = _values(config.get_text_config(), what)
     return tuple(found) if len(found) > 1 else tuple(found) * size(config, "layers")
 
 
 def cached_numbers(config: Any) -> int:
-    """Count the elements that a cache of keys and values stores per token: Σ over layers of H_kv · (D_key + D_value).
+    """Return the number of elements in the key-value cache per token: Σ over layers of H_kv · (D_key + D_value).
 
-    Layers without attention hold none. Multi-head latent attention is cached after its projection to all heads.
+    Layers without attention add none. Multi-head latent attention is cached after its projection to all heads.
     """
     text = config.get_text_config()
     if _first(text, ("kv_lora_rank",)):
@@ -57,7 +58,7 @@ def cached_numbers(config: Any) -> int:
 
 
 def _values(text: Any, what: str) -> Sequence[int]:
-    """Return the size of the whole model, or of each layer if they differ."""
+    """Return the size `what` of each layer if layers differ, otherwise one number for all of them."""
     names = NAMES[what]
     read = (*names, *NAMES["hidden"], *NAMES["heads"]) if what == "head_dim" else names
     differ = getattr(text, "per_layer_attributes", None) or ()
@@ -72,7 +73,7 @@ def _values(text: Any, what: str) -> Sequence[int]:
 
 
 def _first(config: Any, names: Sequence[str]) -> Any:
-    """Return the first of these attributes that is set: a number, or a list with one number per layer."""
+    """Return the first of the attributes `names` that is set: a number, or a list with one number per layer; else 0."""
     found = (getattr(config, name, None) for name in names)
     value = next((value for value in found if value is not None), 0)
     return [int(one) for one in value] if isinstance(value, list | tuple) else int(value)

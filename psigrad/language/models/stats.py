@@ -1,4 +1,4 @@
-"""Statistics of tokens under a model, their request, and their computation from whole logits."""
+"""Statistics of tokens under a model: the request for them, and their computation from logits over the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-# The least probability that a reference of which only the most probable tokens are known gives to all others.
+# The least probability that all tokens outside a reference's `Top` get together.
 LEAST_REST = 1e-6
 
 
 @dataclass(frozen=True)
 class TokenStats:
-    """Statistics per token [M]: log pi(a|s), and on request the entropy of pi(.|s) and KL(pi||ref) over the vocabulary (in nats),
-    True if a is the most probable token, the critic's V(s), and the mean of log pi over the vocabulary.
+    """Statistics per token [M]: `logp` is log π(a|s); the others are computed on request.
+
+    `entropy` is that of π(·|s) and `kl` is KL(π‖ref) over the vocabulary, in nats. `hit` is True if a is the most probable token.
+    `value` is the critic's V(s), and `mean_logp` the mean of log π over the vocabulary.
     """
 
     logp: Tensor
@@ -28,7 +30,7 @@ class TokenStats:
 
     @property
     def columns(self) -> tuple[Tensor | None, ...]:
-        """All statistics, None for those not requested."""
+        """All statistics in the order of the fields; None for those not requested."""
         return (self.logp, self.entropy, self.kl, self.hit, self.value, self.mean_logp)
 
     def detach(self) -> TokenStats:
@@ -44,7 +46,7 @@ def upcast(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Top:
-    """The k most probable tokens of a reference at M positions: ids and log-probs, [M, k]. Nothing else is known of it."""
+    """The k most probable tokens of a reference at M positions: ids and log-probs [M, k]. Its other probabilities are unknown."""
 
     ids: Tensor
     logp: Tensor
@@ -53,22 +55,27 @@ class Top:
         return Top(self.ids[where], self.logp[where])
 
     def beside(self, logits: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor]:
-        """Return [M, k + 1] log π of these tokens and of all others together, from logits [M, V], and the reference's."""
+        """Return two tensors [M, k + 1]: log π, from logits [M, V], and log π_ref, each of the k tokens and of all others summed.
+
+        `normaliser` [M] is the log-sum-exp of the logits.
+        """
         log_pi = logits.gather(-1, self.ids) - normaliser[:, None]
         rest, rest_ref = (torch.full_like(normaliser, -torch.inf) for _ in range(2))
         if self.ids.shape[-1] < logits.shape[-1]:
             rest = logits.scatter(-1, self.ids, -torch.inf).logsumexp(-1) - normaliser
-            # A server's rounding to 0 is no reason to avoid a token for ever.
+            # If a server rounds the rest to 0, log π_ref would be −∞ and the KL infinite.
             rest_ref = torch.log1p(-self.logp.exp().sum(-1).clamp(max=1 - LEAST_REST))
         return torch.cat([log_pi, rest[:, None]], -1), torch.cat([self.logp, rest_ref[:, None]], -1)
 
 
 @dataclass(frozen=True)
 class TokenStatsRequest:
-    """The statistics to compute for each token, and the softmax temperature. `reference_head` requests the exact divergence:
-    KL(π‖ref) ("exact"), KL(ref‖π) ("exact_forward") or Jensen–Shannon with the share `mixture` of ref ("exact_js"). With only the
-    `Top` of a reference, all other tokens count as one: a lower bound, exact if k = V. An entropy for logging ("figure") may lack
-    a gradient.
+    """The statistics to compute for each token, and the softmax temperature.
+
+    `reference_head` requests a divergence over the vocabulary: KL(π‖ref) ("exact"), KL(ref‖π) ("exact_forward"), or
+    Jensen–Shannon with the weight `mixture` for ref ("exact_js"). If only the `Top` of the reference is known, all other tokens
+    count as one. The result is then a lower bound, which is exact if k = V. The entropy "figure" is for logging, and may have no
+    gradient.
     """
 
     temperature: float = 1.0
@@ -86,12 +93,18 @@ class TokenStatsRequest:
 
     @property
     def closed(self) -> bool:
-        """True if everything has a gradient in closed form, given whole rows of logits on a GPU."""
+        """True if a GPU can compute all requested statistics together with the closed-form gradient of log-probs.
+
+        This excludes the mean of log π, divergences, and an entropy with gradient, which need autograd.
+        """
         slopes = self.entropy is True and torch.is_grad_enabled()
         return not (slopes or self.mean_logp) and self.reference_head is None
 
     def of(self, logits: Tensor, ids: Tensor, reference_hidden: Tensor | Top | None) -> tuple[Tensor, ...]:
-        """Return the columns of `TokenStats` from logits [M, V] and ids [M]; those not requested are empty."""
+        """Return logp, entropy, kl, hit and mean_logp of `TokenStats` from logits [M, V] and ids [M]; empty if not requested.
+
+        `reference_hidden` are the reference's hidden states for `reference_head`, or its `Top`.
+        """
         raw, logits = logits, upcast(logits)
         logits = logits if self.temperature == 1.0 else logits / self.temperature
         normaliser = logits.logsumexp(-1)
@@ -117,7 +130,10 @@ class TokenStatsRequest:
         return logp, entropy, kl, hit, mean_logp
 
     def _divergence(self, pi: Tensor, log_pi: Tensor, never: Tensor, log_ref: Tensor) -> Tensor:
-        """Return the divergence [M] from log π [M, V], 0 at the tokens that π `never` takes, and log π_ref, which may be −∞."""
+        """Return the divergence [M] of π from ref. Where `never` is True, π is 0 and `log_pi` [M, V] is 0 in place of −∞.
+
+        `log_ref` [M, V] may be −∞.
+        """
         if self.divergence == "exact":
             return (pi * (log_pi - log_ref.masked_fill(never, 0.0))).sum(-1)
         ref = log_ref.exp()
@@ -130,6 +146,6 @@ class TokenStatsRequest:
 
 
 def _exp(log_pi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return π, log π with 0 where π is 0, and the mask of those: 0 · log 0 = 0, and so is its gradient."""
+    """Return π, log π, and the mask where π is 0. There log π is set to 0, so that 0 · log 0 and its gradient are 0."""
     pi, never = log_pi.exp(), log_pi.isneginf()
     return pi, log_pi.masked_fill(never, 0.0), never

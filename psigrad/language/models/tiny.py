@@ -1,4 +1,4 @@
-"""Small models and tokenizers created on the spot: for the demo, for tests, and for experiments on a laptop."""
+"""Small, randomly initialised models and their tokenizers, for the demo, for tests, and for experiments on a laptop."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ PARTS_CHATML = (
     "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""ChatML whose contents may have parts, with Idefics 3's word for an image."""
+"""A ChatML template for messages whose content may be a list of text and image parts, with Idefics 3's image token."""
 Architecture = Literal["qwen3", "llama", "gpt2", "gpt_neox"]
 
 
 def tokenizer(corpus: Iterable[str], vocabulary: int = 256, *, digits_alone: bool = True) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer on `corpus`, with distinct EOS and PAD tokens and a ChatML template.
+    """Train a byte-level BPE tokenizer on `corpus`, with distinct EOS and PAD tokens and the special tokens of ChatML.
 
-    Any text round-trips: the 256 bytes are in the alphabet. `digits_alone` makes every digit a separate token, so that each
-    number has only one tokenisation.
+    It can encode any text, because the 256 bytes are in its alphabet. `digits_alone` makes every digit a separate token, so that
+    each number has only one tokenisation.
     """
     bpe = Tokenizer(models.BPE())
     steps = [pre_tokenizers.Digits(individual_digits=True)] if digits_alone else []
@@ -66,7 +66,7 @@ def model(
     eos_token_id: int = 0,
     pad_token_id: int = 1,
 ) -> PreTrainedModel:
-    """Return a freshly initialised causal language model of a Hugging Face architecture, with grouped queries if supported."""
+    """Return a randomly initialised causal language model of a transformers architecture, with grouped queries if supported."""
     common: dict[str, Any] = {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
@@ -99,7 +99,7 @@ def model(
 def save_vision_model(
     corpus: Iterable[str], folder: Path, *, pixels: int, patch: int, hidden: int = 64, layers: int = 2, seed: int = 0
 ) -> None:
-    """Save a freshly initialised Idefics 3 with its tokenizer and image processor in `folder`.
+    """Save a randomly initialised Idefics 3 with its tokenizer and image processor in `folder`.
 
     An image of `pixels` × `pixels` has one token for each patch of `patch` × `patch`; larger images are scaled down.
     """
@@ -109,7 +109,7 @@ def save_vision_model(
     words = tokenizer(corpus, 290)
     words.add_special_tokens({"additional_special_tokens": [EDGE, WHOLE, IMAGE]})
     words.eos_token, words.chat_template = "<|im_end|>", PARTS_CHATML
-    # 0.02, the usual deviation, is for wide models; with it, a narrow one hardly tells two images apart.
+    # The usual standard deviation of 0.02 is for wide models. With it, a narrow model's outputs hardly differ between two images.
     sizes: dict[str, Any] = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": 4}
     sizes["initializer_range"] = hidden**-0.5
     ends = {"pad_token_id": 1, "bos_token_id": None, "eos_token_id": words.eos_token_id}

@@ -1,7 +1,7 @@
-"""Models as files, and the vision and audio towers next to the text half of a checkpoint, which are never lost.
+"""Saving models, and the vision and audio towers of multimodal checkpoints. The language model in them is called the text half.
 
-If transformers loads the whole model (Gemma 3 and 4), its towers are frozen. If it loads the text half alone (Qwen3.5), a saved
-model gets them back from its original checkpoint.
+If transformers loads the whole model (Gemma 3 and 4), its towers are frozen. If transformers loads the text half alone (Qwen3.5),
+the towers are copied from the original checkpoint when the model is saved.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_prepr
 
 
 def text_half(network: Any) -> Any:
-    """Return the module that maps embeddings to hidden states: the text half of a model with towers."""
+    """Return the module that maps embeddings to hidden states. In a multimodal model it is the language model without towers."""
     return network.base_model if network.config.get_text_config() is network.config else network.get_decoder()
 
 
 def towers_of(network: Any) -> list[str]:
-    """Return the names of the modules of a network outside its text half."""
+    """Return the names of a network's modules outside its text half: vision and audio towers, and their projectors."""
     config = network.config
     if config.get_text_config() is config:
         return []
@@ -54,14 +54,17 @@ def tower_parameters(network: Any) -> list[nn.Parameter]:
 
 
 def freeze_towers(network: Any, learns: Sequence[str] = ()) -> None:
-    """Freeze all modules outside the text half but those whose names end in one of `learns`. Raises `UserError` for others."""
+    """Freeze all modules outside the text half, except those whose last name is in `learns`.
+
+    Raises `UserError` for a name in `learns` that no such module has.
+    """
     names = towers_of(network)
     for name in check_names(names, learns):
         network.get_submodule(name).requires_grad_(False)
 
 
 def check_names(names: Sequence[str], learns: Sequence[str]) -> list[str]:
-    """Return the towers' names that are none of `learns`. Raises `UserError` for a name in `learns` that no tower has."""
+    """Return the full `names` whose last part is not in `learns`. Raises `UserError` if `learns` has a part that none ends in."""
     short = {name.rpartition(".")[2]: name for name in names}
     for name in learns:
         if name not in short:
@@ -70,16 +73,16 @@ def check_names(names: Sequence[str], learns: Sequence[str]) -> list[str]:
 
 
 class Towers:
-    """The parts of a checkpoint outside the text half that was loaded from it: configuration, tensors and processors.
+    """The configuration, tensors and processor files of a checkpoint of which only the text half was loaded.
 
-    The files stay open, so that they may be deleted meanwhile.
+    Its weight files stay open, so that training can finish if they are deleted meanwhile.
     """
 
     def __init__(self, config: dict[str, Any], files: Sequence[Path], processors: dict[str, bytes]) -> None:
         self.config, self.processors = config, processors
         self._open = [safe_open(file, framework="pt") for file in files]
         self.text: dict[str, str] = {}
-        """The name in the checkpoint of each tensor of the text half, by its plain name."""
+        """The checkpoint's name of each tensor of the text half, by the name without enclosing modules."""
         self.beside: list[tuple[Any, str]] = []
         for file in self._open:
             for name in file.keys():  # noqa: SIM118 (it is no dictionary)
@@ -93,7 +96,7 @@ class Towers:
 
     @classmethod
     def find(cls, path: str, network: Any) -> Self | None:
-        """Return the towers of the checkpoint at `path` whose text half is `network`; None if `network` is all of it."""
+        """Return the towers of the checkpoint at `path`, from which `network` was loaded; None if `network` is all of it."""
         from transformers import PreTrainedConfig
 
         config, _ = PreTrainedConfig.get_config_dict(path)
@@ -102,8 +105,9 @@ class Towers:
         return cls(config, _weight_files(path), processor_files(path))
 
     def put_back(self, folder: Path) -> bool:
-        """Extend the saved text half in `folder` to the complete checkpoint. If names do not fit, return False and change
-        nothing.
+        """Add the towers to the text half saved in `folder`, so that it is a complete checkpoint, and return True.
+
+        If the names of its tensors are not those of the original checkpoint, change nothing and return False.
         """
         shards = sorted(folder.glob("model*.safetensors"))
         last = len(shards) + 1
@@ -131,7 +135,7 @@ class Towers:
 
 
 def processor_files(path: str) -> dict[str, bytes]:
-    """Return the files at `path` from which processors of images, sounds and video are read."""
+    """Return the configuration files of the image, sound and video processors at `path`: content by file name."""
     return {name: file.read_bytes() for name in _PROCESSORS if (file := _file(path, name)) is not None}
 
 
@@ -145,31 +149,31 @@ def read_tensor(path: str, name: str) -> Any:
 
 
 def keep_towers(network: Any, path: str) -> None:
-    """Store the parts of the checkpoint at `path` outside `network`, for `put_back`."""
+    """Open the tensors of the checkpoint at `path` that `network` lacks, such as a vision tower, for a later `put_back`."""
     setattr(network, _BESIDE, Towers.find(path, network))
 
 
 def put_back(network: Any, folder: Path) -> bool:
-    """Make the model saved in `folder` complete again. Return False if it stays the text half alone."""
+    """Add the towers that `keep_towers` found to the model saved in `folder`. Return False if that was not possible."""
     found: Towers | None = getattr(network, _BESIDE, None)
     return found is None or not (folder / "config.json").exists() or found.put_back(folder)
 
 
 def names_beside(network: Any) -> list[str]:
-    """Return the names of the modules in a network's checkpoint outside the text half, loaded or not."""
+    """Return the names of the modules outside the text half in a network's checkpoint, whether they were loaded or not."""
     found = getattr(network, _BESIDE, None)
     tensors = [] if found is None else [name for _, name in found.beside]
     return towers_of(network) or sorted({".".join(name.split(".")[: 1 + name.startswith("model.")]) for name in tensors})
 
 
 def lora_exclusion(network: nn.Module, learns: Sequence[str] = ()) -> str | None:
-    """Return the regular expression of the modules that get no adapter: the towers but `learns`; None if there are none."""
+    """Return a regular expression for the modules that get no adapter: the towers except `learns`; None without towers."""
     names = check_names(towers_of(network), learns)
     return rf"({'|'.join(map(re.escape, names))})(\..*)?" if names else None
 
 
 def _plain(name: str) -> str:
-    """Return the name of a tensor of the text half without the modules that it is nested in."""
+    """Return a tensor's name without the prefixes `model.` and `language_model.` of the modules that enclose the text half."""
     return name.replace("language_model.", "").removeprefix("model.").removeprefix("model.")
 
 
@@ -208,7 +212,7 @@ def _rename(source: Path, target: Path, renamed: Callable[[str], str]) -> list[s
 
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
-    """Disable transformers' progress bar per weight file, which hides psigrad's; the caller's setting is restored."""
+    """Disable transformers' progress bars in this context, which would hide psigrad's, and restore the caller's setting."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -221,7 +225,7 @@ def without_bars() -> Iterator[None]:
 
 
 def save_pretrained(network: Any, folder: Path, **given: Any) -> None:
-    """Call `network.save_pretrained` on any process: transformers 5.23 silently writes weights on rank 0 alone."""
+    """Call `network.save_pretrained` so that this process writes the weights. transformers 5.23 writes them on rank 0 only."""
     network.should_save_on_this_rank = lambda is_main_process: is_main_process
     try:
         network.save_pretrained(folder, safe_serialization=True, **given)
@@ -231,7 +235,7 @@ def save_pretrained(network: Any, folder: Path, **given: Any) -> None:
 
 @without_bars()
 def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write weights and tokenizer in Hugging Face form."""
+    """Write a model's weights, tokenizer and image processor to `folder` in Hugging Face format, with its towers."""
     save_pretrained(model, folder)
     tokenizer.save_pretrained(folder)
     if (vision := sight_of(tokenizer)) is not None:
@@ -243,5 +247,5 @@ def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         (folder / CODED_BASE).write_text(json.dumps(numbers) + "\n")
     umask = os.umask(0)
     os.umask(umask)
-    for path in folder.iterdir():  # safetensors makes its files readable by their owner alone
+    for path in folder.iterdir():  # safetensors creates files that only their owner can read
         path.chmod(0o666 & ~umask)

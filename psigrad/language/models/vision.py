@@ -1,7 +1,7 @@
-"""Vision towers: images of a prompt as features in place of embeddings, for the families that psigrad trains with images.
+"""Vision towers of the model families that psigrad trains with images. An image's features replace embeddings in a prompt.
 
-transformers' own modules compute the features of an image, alone, so that they depend on no other image of a batch. With a frozen
-tower they are computed once and kept. The text half then runs as for text: packed, with kernels or fused.
+transformers' modules compute the features of each image separately, so that they do not depend on other images of a batch. If the
+tower is frozen, features are computed once and cached. The language model then runs as on text: packed, with kernels or fused.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
     from psigrad.language.models.packing import ForwardInputs
 
 KEPT_BYTES = 1 << 29
-"""The most memory that features of images take between passes, and that their pixels take if the tower learns."""
+"""The limit of the cache of images' features, and of the cache of their pixels if the tower is trained, in bytes."""
 
 
 Features = tuple[Tensor, ...]
-"""An image's features [n, E], and those that DeepStack adds after the first layers [n, E] each."""
+"""An image's features [n, E], and for DeepStack a tensor [n, E] for each of the first layers, to whose output it is added."""
 
 
 class _Kept:
-    """Tensors of images by SHA-256. Beyond `KEPT_BYTES`, the least recently used are dropped."""
+    """A cache of tensors by the SHA-256 of an image. Beyond `KEPT_BYTES`, the least recently used are dropped."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, tuple[Tensor, ...]] = OrderedDict()
         self._bytes = 0
 
     def get(self, digest: str, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Return the tensors of an image, made now if they are not kept."""
+        """Return the cached tensors of an image. If there are none, `make` computes them."""
         if digest not in self._kept:
             self._kept[digest] = make()
             self._bytes += sum(x.nbytes for x in self._kept[digest])
@@ -59,7 +59,7 @@ class _Kept:
 
 @dataclass
 class _Held:
-    """The features that one network's tower, with weights of these `versions`, has computed."""
+    """The cached features from the vision tower of one network, and the versions of the weights that computed them."""
 
     parameters: list[nn.Parameter]
     versions: list[Version] = field(default_factory=list)
@@ -67,17 +67,17 @@ class _Held:
 
 
 class Vision:
-    """The images of one family: their form in prompts and their features. It is the `Sight` of a tokenizer.
+    """The images of one model family: their text in prompts, and their features. A tokenizer has one as its `images.Sight`.
 
-    `two_way` families let the tokens of an image attend to each other in both directions. Those with `axes` give an image token a
-    position in time, height and width (M-RoPE).
+    If `two_way`, the tokens of an image attend to each other in both directions. If `axes`, an image token has a position in
+    time, height and width (M-RoPE).
     """
 
     two_way = axes = False
     inputs: tuple[str, ...] = ("pixel_values",)
-    """The tower's arguments."""
+    """The names of the vision tower's arguments, as the image processor returns them."""
     along = 0
-    """The axis of the arguments along which several images are joined."""
+    """The axis along which the arguments of several images are concatenated."""
 
     def __init__(self, processor: Any, config: Any, tokenizer: Any, files: dict[str, bytes] | None = None) -> None:
         self.processor, self.config, self.tokenizer, self.files = processor, config, tokenizer, files or {}
@@ -94,28 +94,28 @@ class Vision:
 
     @property
     def version(self) -> str:
-        """A hash of everything that pixels depend on besides the image: the processor's settings and transformers' version."""
+        """A hash of what determines an image's pixels besides the image: the processor's settings and transformers' version."""
         settings = self.processor.to_json_string()
         return hashlib.sha256(f"{transformers.__version__}\n{settings}".encode()).hexdigest()
 
     def expand(self, picture: Picture) -> str:
-        """See `Sight`."""
+        """Return the text of an image in a prompt, with one placeholder per feature; see `Sight`."""
         return self.placeholder * self.count(picture)
 
     def count(self, picture: Picture) -> int:
-        """See `Sight`."""
+        """Return the number of an image's features; see `Sight`."""
         raise NotImplementedError
 
     def pixels(self, pictures: Sequence[Picture]) -> tuple[Tensor, ...]:
-        """Return the tower's `inputs` for images, by the processor."""
+        """Return the vision tower's `inputs` for some images, computed by the image processor."""
         made = self.processor(images=[one.open() for one in pictures], return_tensors="pt")
         return tuple(made[name] for name in self.inputs)
 
     def features(self, network: Any, pictures: Sequence[Picture]) -> list[Features]:
         """Return the features of each image.
 
-        Each is computed alone and kept until a weight of the tower changes, up to `KEPT_BYTES`. A tower that learns computes
-        those of a pass together, with their gradient.
+        Without gradient they are computed image by image, and cached until a weight of the tower changes. If the tower is
+        trained and a gradient is enabled, those of all images are computed together and not cached.
         """
         if network not in self._held:
             self._held[network] = _Held(tower_parameters(network))
@@ -132,9 +132,9 @@ class Vision:
         return self._compute(network, [picture], learns)[0]
 
     def _compute(self, network: Any, pictures: Sequence[Picture], learns: bool) -> list[Features]:
-        """Return the features of each image, computed together where their pixels have one shape.
+        """Return the features of each image. Images whose pixels have the same shape are computed together.
 
-        Their pixels are kept for later passes of a tower that `learns`.
+        If the tower `learns` (is trained), the pixels are cached for later passes.
         """
         given = [self._inputs.get(one.digest, partial(self.pixels, [one])) if learns else self.pixels([one]) for one in pictures]
         together: dict[Any, list[int]] = {}
@@ -156,7 +156,10 @@ class Vision:
         return [found[i] for i in range(len(pictures))]
 
     def fill(self, network: Any, embedded: Tensor, ids: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return embeddings [N, E] of ids [N] with the features of image tokens, and DeepStack's features of these tokens."""
+        """Replace the embeddings [N, E] of the image tokens in `ids` [N] by the images' features.
+
+        Return the new embeddings, and DeepStack's features of the image tokens.
+        """
         seen = (ids >= FIRST).nonzero()[:, 0]
         if not len(seen):
             return embedded, ()
@@ -171,15 +174,15 @@ class Vision:
         return filled, tuple(columns[1:])
 
     def shift(self, ids: Sequence[int]) -> int:
-        """Return the position of the token after `ids`, minus their number; images change it in families with axes."""
+        """Return the position of the next token after `ids`, minus their number. It is 0 but in families with `axes`."""
         return 0
 
     def place(self, inputs: ForwardInputs) -> ForwardInputs:
-        """Return packed inputs that have images with the positions and the attention of these."""
+        """Return packed inputs with images, with the positions and the attention that the family gives image tokens."""
         return inputs
 
     def beside(self, inputs: ForwardInputs) -> dict[str, Tensor]:
-        """Return transformers' own arguments for padded inputs with images: ids, pixels, and the kinds of tokens."""
+        """Return the arguments of transformers' forward pass for padded inputs with images: ids, pixels, and token types."""
         ids, seen = inputs.input_ids, inputs.input_ids >= FIRST
         found: dict[str, Tensor] = {"input_ids": ids.masked_fill(seen, self.token_id)}
         pictures = [picture for token in ids[seen].tolist() for picture, place in [split_id(token)] if place == 0]
@@ -191,19 +194,23 @@ class Vision:
         return {}
 
     def save(self, folder: Path) -> None:
-        """Write the processor's files beside a model."""
+        """Write the configuration files of the image processor to a model's folder."""
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
 
 
 class Tiles(Vision):
-    """Idefics 3 and SmolVLM: an image and its tiles, each of the same number of features, between named tokens."""
+    """The images of Idefics 3 and SmolVLM, which are cut into tiles.
+
+    In a prompt an image's tiles and then the whole image, scaled down, follow each other. Each has the same number of features,
+    after a token that names it.
+    """
 
     inputs, along = ("pixel_values", "pixel_attention_mask"), 1
 
     @property
     def each(self) -> int:
-        """The number of features of a tile."""
+        """The number of features of one tile."""
         vision = self.config.vision_config
         return int((vision.image_size // vision.patch_size) ** 2 / self.config.scale_factor**2)
 
@@ -212,7 +219,7 @@ class Tiles(Vision):
         return int(rows), int(columns)
 
     def expand(self, picture: Picture) -> str:
-        """See `Sight`."""
+        """Return the text of an image in a prompt, tile by tile, and then the whole image; see `Sight`."""
         rows, columns = self._tiles(picture)
         edge, tile = "<fake_token_around_image>", self.placeholder * self.each
         whole = f"{edge}<global-img>{tile}{edge}"
@@ -220,18 +227,18 @@ class Tiles(Vision):
         return "".join(lines) + ("\n" if rows else "") + whole
 
     def count(self, picture: Picture) -> int:
-        """See `Sight`."""
+        """Return the number of features of an image with all its tiles; see `Sight`."""
         rows, columns = self._tiles(picture)
         return self.each * (rows * columns + 1)
 
     def pixels(self, pictures: Sequence[Picture]) -> tuple[Tensor, ...]:
-        """Return the tiles of all images as those of one prompt."""
+        """Return the vision tower's `inputs`: the tiles of all images, as if all were in one prompt."""
         made = self.processor(images=[[one.open() for one in pictures]], return_tensors="pt")
         return tuple(made[name] for name in self.inputs)
 
 
 class Blocks(Vision):
-    """Gemma 3: a fixed number of features per image, which attend to each other in both directions."""
+    """The images of Gemma 3. Each has a fixed number of features, which attend to each other in both directions."""
 
     two_way = True
 
@@ -242,15 +249,15 @@ class Blocks(Vision):
         self.placeholder = begin
 
     def expand(self, picture: Picture) -> str:
-        """See `Sight`."""
+        """Return the text of an image in a prompt, which is the same for all images; see `Sight`."""
         return self._whole
 
     def count(self, picture: Picture) -> int:
-        """See `Sight`."""
+        """Return the number of an image's features, which is the same for all images; see `Sight`."""
         return int(self.config.mm_tokens_per_image)
 
     def place(self, inputs: ForwardInputs) -> ForwardInputs:
-        """Let the tokens of an image attend to each other."""
+        """Return the inputs with a layout in which the tokens of an image attend to each other."""
         ids = inputs.input_ids.flatten()
         seen = ids >= FIRST
         # A run of image tokens is one image, as for transformers: those of two images have text between them.
@@ -263,13 +270,13 @@ class Blocks(Vision):
 
 
 class Grid(Vision):
-    """Qwen 3 VL and Qwen 3.5: a grid of features with positions in time, height and width."""
+    """The images of Qwen 3 VL and Qwen 3.5: a grid of features with positions in time, height and width."""
 
     axes = True
     inputs = ("pixel_values", "image_grid_thw")
 
     def _grid(self, picture: Picture) -> tuple[int, int]:
-        """Return the rows and columns of an image's features."""
+        """Return the numbers of rows and columns of an image's grid of features."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         own = self.processor
@@ -279,12 +286,12 @@ class Grid(Vision):
         return height // factor, width // factor
 
     def count(self, picture: Picture) -> int:
-        """See `Sight`."""
+        """Return the number of an image's features; see `Sight`."""
         rows, columns = self._grid(picture)
         return rows * columns
 
     def shift(self, ids: Sequence[int]) -> int:
-        """See `Vision`. An image of h × w features takes max(h, w) positions."""
+        """Return the position of the next token after `ids`, minus their number. An image of h × w features takes max(h, w)."""
         found = 0
         for token in ids:
             if token >= FIRST:
@@ -310,7 +317,7 @@ class Grid(Vision):
         return made
 
     def place(self, inputs: ForwardInputs) -> ForwardInputs:
-        """Give every token its three positions, [3, 1, S]. A sequence continues after the tokens of its prefix that it sees."""
+        """Return the inputs with three positions per token, [3, 1, S]. A sequence's positions follow those of its prefix."""
         ids = inputs.input_ids.flatten()
         layout: PackedLayout = inputs.layout
         every, pieces = ids.tolist(), layout.pieces
@@ -338,21 +345,23 @@ FAMILIES: dict[str, type[Vision]] = {
 
 
 def needs_vision(path: str) -> bool:
-    """Return True if transformers loads the model at `path` with its tower or not at all."""
+    """Return True if transformers can load the model at `path` only together with its vision tower."""
     from transformers import PreTrainedConfig
 
     return always_sees(PreTrainedConfig.get_config_dict(path)[0].get("model_type"))
 
 
 def always_sees(kind: Any) -> bool:
-    """Return True if transformers has no class for the text half of the model type `kind` alone."""
+    """Return True if `kind`, a `model_type` of `FAMILIES`, has no class in transformers for its language model alone."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return kind in FAMILIES and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def why_not_text(config: Any) -> str:
-    """Return advice on a checkpoint of images or sounds whose text half transformers does not load; empty for others."""
+    """Return advice for a checkpoint that psigrad cannot load: a model of images or sounds outside `FAMILIES`, whose language
+    model transformers cannot load alone. It is empty for any other checkpoint.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     parts = [part for part in ("vision_config", "audio_config") if getattr(config, part, None) is not None]
@@ -367,7 +376,7 @@ def why_not_text(config: Any) -> str:
 
 
 def settle_vision(tokenizer: Any, network: Any, path: str) -> None:
-    """Allow images in prompts if and only if `network`, loaded from `path`, has its tower."""
+    """Allow images in the tokenizer's prompts if `network`, loaded from `path`, has a vision tower; forbid them otherwise."""
     if not hasattr(network, "get_image_features"):
         images.see(tokenizer, None)
     elif images.sight_of(tokenizer) is None:
@@ -375,9 +384,9 @@ def settle_vision(tokenizer: Any, network: Any, path: str) -> None:
 
 
 def attach(tokenizer: Any, path: str, config: Any = None) -> None:
-    """Let prompts of this tokenizer contain images if the model at `path` is of `FAMILIES` and has an image processor.
+    """Allow images in the tokenizer's prompts if the model at `path` is of `FAMILIES` and has an image processor.
 
-    With a model's `config`, only the processor is read from `path`.
+    If the model's `config` is given, only the processor is read from `path`.
     """
     from transformers import AutoConfig, AutoImageProcessor, PreTrainedConfig
 
@@ -393,7 +402,7 @@ def attach(tokenizer: Any, path: str, config: Any = None) -> None:
 
 
 def tokenizer_of(processor: Any, config: Any) -> Any:
-    """Return a processor's tokenizer with its chat template, and with its image processor for a model of `config`."""
+    """Return the tokenizer of a multimodal processor, with its chat template. It allows images if `config` is of `FAMILIES`."""
     tokenizer = processor.tokenizer
     if getattr(processor, "chat_template", None) and not tokenizer.chat_template:
         tokenizer.chat_template = processor.chat_template
@@ -405,6 +414,6 @@ def tokenizer_of(processor: Any, config: Any) -> Any:
 
 
 def _rows(features: Any) -> Tensor:
-    """Return the features of one image [n, E]; transformers returns a tensor or a list of them."""
+    """Return features [n, E] as one tensor; transformers returns a tensor, or a list with one per image."""
     whole = torch.cat([x.flatten(0, -2) for x in features]) if isinstance(features, list | tuple) else features
     return whole.flatten(0, -2)

@@ -1,4 +1,5 @@
-"""The fused decoders of Llama, Mistral, Qwen2 and Qwen3 on a CPU: native kernels between matrix products, in all passes.
+"""The fused decoders of Llama, Mistral, Qwen2 and Qwen3 on a CPU: C++ kernels for all work between large matrix products.
 
-They run forward, backward and in decoding. transformers' modules are their oracle and their fallback.
+They compute the forward pass, the backward pass and decoding. Tests compare them with transformers' modules, which run other
+models.
 """

@@ -1,12 +1,11 @@
-"""Data that is reused between passes while no weight changes: activations of sampling, and packed matrices.
-
-Activations serve the backward pass over the same tokens. A decoder's matrices are packed once in the layout of decoding and used
-at every step.
+"""Caches that are valid while no weight changes: the activations of sampled tokens, and packed weight matrices.
 
 On policy, the sampler runs the same tokens through the same weights as training. It has already computed the activations that the
 backward pass needs, and the log-probs of the tokens that it drew. With both in the cache, training skips its forward pass, which
 is a third of its arithmetic. Activations depend only on tokens and weights. They are looked up by token ids, and the cache
 empties itself once a weight has changed.
+
+Packed matrices have the memory layout that decoding kernels read. They are packed once and used in every decoding step.
 """
 
 from __future__ import annotations
@@ -26,46 +25,48 @@ from psigrad.kernels.products import PackedMatrix, Products
 
 Ids = Sequence[int]
 Version = tuple[int, int]
-# The first tensor of a layer that is computed row by row from attention's output. `Layer.kinds` lists all of them.
+# The index in `Layer.kinds` of the first tensor that depends on attention's output row by row.
 FIRST_PART_AFTER_ATTENTION = 4
-# The marker of log-probs from several heads or temperatures, which are unusable.
+# The marker that completions have log-probs of several heads or temperatures, so that they cannot be reused.
 _MIXED = ((0, 0), float("nan"))
-# The number of rows of one block of memory. Single pieces would fragment the heap between sampling's allocations: a gigabyte of
-# holes with a large vocabulary. With blocks of 1024 rows, the last half-empty one wastes as much.
+# The number of rows of one block of memory. Smaller blocks would fragment the heap between sampling's allocations, which wasted a
+# gigabyte with a large vocabulary. With 1024 rows, the partly empty last block wastes as much.
 SLAB = 256
 # For each layer, its output [rows, E] and the tensors of its backward pass [rows, …].
 Layers = list[tuple[Tensor, ...]]
 _ALIGNED = 64  # bytes
-# packing the head takes as long as this many products; packed products are three times as fast for few rows
+# The limits of the packed matrices of all layers, and of the packed head, in bytes.
 LIMIT, HEAD_LIMIT = 1 << 30, 1 << 29
-_PAYS = 4  # packing the head takes as long as this many products, which are three times as fast for few rows
+# The number of requests after which the head is packed. Packing takes as long as this many products with few rows. Packed
+# products are then three times as fast.
+_PAYS = 4
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The tensors that each of `layers` layers computes for a row: `kinds` has the width and dtype of each."""
+    """The tensors that are cached per row: in each of `layers` layers those of `kinds`, given as (width, dtype)."""
 
     layers: int
     kinds: tuple[tuple[int, torch.dtype], ...]
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """The bytes of a row of each tensor."""
+        """The bytes of one row of each tensor of a layer."""
         return tuple(width * kind.itemsize for width, kind in self.kinds)
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of a row in all layers."""
+        """The bytes of one row of all tensors of all layers."""
         return self.layers * sum(self.sizes)
 
 
 class Block:
-    """The memory for `rows` rows of every tensor of every layer."""
+    """A block of memory for `rows` rows of all tensors in a `RowLayout`."""
 
     def __init__(self, parts: RowLayout, rows: int) -> None:
         self.parts, self.rows = parts, rows
         whole = [math.ceil(rows * size / _ALIGNED) * _ALIGNED for size in parts.sizes]
-        # One allocation per layer: a single one would be too large for any free hole in the heap.
+        # One allocation per layer. A single large one would not fit into any free part of the heap.
         self._memory = [torch.empty(sum(whole), dtype=torch.uint8) for _ in range(parts.layers)]
         self._starts = np.cumsum([0, *whole[:-1]])
         self._places = self._starts + np.array([[x.data_ptr()] for x in self._memory])
@@ -76,7 +77,7 @@ class Block:
         return torch.from_numpy(self._places + self._sizes * start)
 
     def part(self, layer: int, index: int, start: int = 0, count: int | None = None) -> Tensor:
-        """Return rows [count, width] of one tensor from `start`; all the following rows if no count is given."""
+        """Return `count` rows of one tensor from the row `start`, [count, width]; without a count, all rows from there."""
         width, kind = self.parts.kinds[index]
         count, size = self.rows - start if count is None else count, self.parts.sizes[index]
         first = int(self._starts[index]) + start * size
@@ -87,9 +88,9 @@ class Block:
         return [tuple(self.part(i, j) for j in range(len(self.parts.kinds))) for i in range(self.parts.layers)]
 
     def write(self, start: int, layers: Layers, first: int, count: int) -> None:
-        """Copy `count` rows of `layers`, starting at `first`, to the rows starting at `start`.
+        """Copy `count` rows of the tensors in `layers`, from the row `first`, to this block's rows from `start`.
 
-        Raises `ValueError` if their widths or dtypes differ from this block's.
+        Raises `ValueError` if widths or dtypes differ from this block's.
         """
         given = [x for layer in layers for x in layer]
         kinds = [kind for _ in range(self.parts.layers) for kind in self.parts.kinds]
@@ -105,7 +106,7 @@ class Block:
 
 
 def native() -> Kernels:
-    """Return the kernels, which must exist: only the fused decoder creates blocks."""
+    """Return the C++ kernels. They always exist here, because only the fused decoder, which needs them, creates blocks."""
     found = kernels()
     assert not isinstance(found, str), found
     return found
@@ -113,20 +114,20 @@ def native() -> Kernels:
 
 @dataclass(frozen=True)
 class CachedLogProbs:
-    """Log-probs [M] of tokens, with the softmax temperature and the version of the head that computed them."""
+    """Cached log-probs [M] of tokens, with the softmax temperature and the version of the LM head that computed them."""
 
     logps: Tensor
     temperature: float
     version: Version
 
     def for_head(self, head: Tensor, temperature: float) -> Tensor | None:
-        """Return the log-probs if they belong to this head, unchanged, at this temperature; otherwise None."""
+        """Return the log-probs if this head with its present weights computed them at this temperature; otherwise None."""
         return self.logps if (self.version, self.temperature) == (version_of(head), temperature) else None
 
 
 @dataclass(frozen=True)
 class CachedCompletion:
-    """A completion: its ids [T], the cache's rows [T - 1] of all its tokens but the last, and its log-probs [T]."""
+    """A sampled completion: its ids [T], its log-probs [T], and the cache's row of each token but the last, `rows` [T - 1]."""
 
     ids: tuple[int, ...]
     rows: np.ndarray
@@ -134,9 +135,9 @@ class CachedCompletion:
 
 
 class ActivationCache:
-    """A cache of the activations of sampled tokens, one row per token, up to `limit` bytes.
+    """A cache of the activations of sampled tokens, one row per token, up to `limit` bytes. Its memory blocks are called slabs.
 
-    It empties itself and stores nothing more once the limit is exceeded or a weight has changed.
+    Once the limit is exceeded or a weight has changed, it empties itself and stores nothing more.
     """
 
     def __init__(self, limit: float) -> None:
@@ -155,16 +156,16 @@ class ActivationCache:
         return self.bytes <= self.limit
 
     def next_row(self, count: int) -> int:
-        """Return the index of the first of the next `count` rows. The others follow it, in the same slab if they fit."""
+        """Return the index of the row at which the next `count` rows start. They are in one slab if they fit into one."""
         for slab, taken in enumerate(self._taken):
             if taken + count <= SLAB:
                 return slab * SLAB + taken
         return len(self._taken) * SLAB
 
     def reserve(self, count: int, parts: RowLayout) -> tuple[Block, int] | None:
-        """Return the slab and row of the next `count` rows, for a kernel that writes them in place; call `add` afterwards.
+        """Return the slab and the row in it where the next `count` rows start, or None if they do not fit into one slab.
 
-        Return None if they do not fit into a slab.
+        A kernel can then write the activations there. The caller must call `add` afterwards.
         """
         if count > SLAB:
             return None
@@ -172,9 +173,9 @@ class ActivationCache:
         return self._slab(slab, parts), place
 
     def add(self, count: int, parts: RowLayout, now: list[Version], layers: Layers | None = None) -> None:
-        """Store the next `count` rows: copied from `layers`, or already written at the place from `reserve`.
+        """Add the next `count` rows: copied from `layers`, or, if that is None, already written where `reserve` said.
 
-        `now` are the versions of the weights that computed them.
+        `now` are the versions of the weights that computed the activations.
         """
         self._versions = self._versions or now
         self.bytes += count * parts.row_bytes
@@ -198,23 +199,23 @@ class ActivationCache:
         return self.slabs[index]
 
     def register(self, prompt: tuple[int, ...], prompt_rows: np.ndarray, completions: Iterable[CachedCompletion]) -> None:
-        """Register rows under their tokens: `prompt_rows` [P] of the prompt, and those of each of its completions."""
+        """Record which rows of the cache belong to which tokens: `prompt_rows` [P] to `prompt`, and those of its completions."""
         if self.slabs:
             self._prompts[prompt] = prompt_rows
             self._completions |= {(prompt, written.ids): written for written in completions}
 
     def set_head(self, head: Tensor, temperature: float) -> None:
-        """Set the head and softmax temperature of the log-probs in the completions that are registered next."""
+        """Set the LM head and softmax temperature that computed the log-probs of the completions to be registered next."""
         head_now = (version_of(head), temperature)
         self._head = head_now if self._head == head_now or not self._completions else _MIXED
 
     def clear(self) -> None:
-        """Free everything and store nothing more, since the caller's row indices depend on the earlier rows."""
+        """Free all rows, and store nothing more, because the row indices that callers have would be wrong afterwards."""
         self.limit = -1.0
         self.slabs, self._taken, self._prompts, self._completions = [], [], {}, {}
 
     def find(self, prompts: Sequence[Ids], completions: Sequence[Sequence[Ids]], weights: Iterable[Tensor]) -> CacheHit | None:
-        """Return the cached activations of packed prompts and completions; None unless all exist and no weight has changed."""
+        """Return the cached activations of packed prompts and completions; None if some are missing or a weight has changed."""
         if not self.slabs:
             return None
         if versions(weights) != self._versions:
@@ -236,9 +237,9 @@ _NOTHING = np.zeros(0, dtype=np.float32)
 
 
 class CacheHit:
-    """The cached activations and log-probs of one packed forward pass, in its order of rows.
+    """The cached activations and log-probs of one packed forward pass, in the order of its tokens.
 
-    Tensors are gathered on request, so that only one layer's copies exist next to the slabs.
+    A layer's tensors are copied out of the cache when they are requested, so that copies of only one layer exist at a time.
     """
 
     def __init__(self, slabs: list[Block], rows: Tensor, logps: CachedLogProbs) -> None:
@@ -248,13 +249,13 @@ class CacheHit:
         self._slabs, self._where = slabs, torch.stack([slab.addresses() for slab in slabs], dim=2)
 
     def output(self, index: int, wanted: Tensor | None = None) -> Tensor:
-        """Return the layer's output [W, E] of the tokens `wanted` [W], or of all."""
+        """Return the output [W, E] of the layer `index` at the tokens `wanted` [W]; at all tokens if that is None."""
         return self._gather([(index, 0, self._of(wanted))])[0]
 
     def saved_for_backward(self, index: int, wanted: Tensor | None = None) -> tuple[Tensor | None, list[Tensor]]:
-        """Return the tensors of the layer's backward pass: its input (None for the first layer) and those of `Layer.forward`.
+        """Return the tensors for a layer's backward pass: its input (None for the first layer), and those of `Layer.forward`.
 
-        Tensors that are computed from attention's output are restricted to the tokens `wanted`.
+        Tensors that depend on attention's output row by row have only the rows of the tokens `wanted`.
         """
         some, parts = self._of(wanted), range(1, len(self._parts.kinds))
         asked = [(index, part, some if part >= FIRST_PART_AFTER_ATTENTION else self._rows) for part in parts]
@@ -264,7 +265,7 @@ class CacheHit:
         return x, own
 
     def _gather(self, wanted: list[tuple[int, int, Tensor]]) -> list[Tensor]:
-        """Gather the rows of each (layer, part, rows)."""
+        """Return a tensor for each (layer, index of the tensor in `Layer.kinds`, rows of the cache)."""
         kinds = [self._parts.kinds[part] for _, part, _ in wanted]
         out = [torch.empty(len(rows), width, dtype=kind) for (*_, rows), (width, kind) in zip(wanted, kinds, strict=True)]
         layers, parts = zip(*((layer, part) for layer, part, _ in wanted), strict=True)
@@ -276,31 +277,31 @@ class CacheHit:
 
 
 def versions(weights: Iterable[Tensor]) -> list[Version]:
-    """Return the versions of weights, which are equal as long as none has changed."""
+    """Return the versions of some weights. Two results are equal if and only if no weight has changed in between."""
     return [version_of(p) for p in weights]
 
 
 def version_of(weight: Tensor) -> Version:
-    """Return a weight's address and version. An in-place change, such as an optimiser's step, increments the version."""
+    """Return a weight's address and PyTorch's version counter, which an in-place change (an optimiser's step) increments."""
     return weight.data_ptr(), weight._version
 
 
 @dataclass(frozen=True)
 class Factors:
-    """The matrices that are applied to one input, and the terms added to their outputs, which are stored side by side."""
+    """The matrices that multiply the same input, with their biases and LoRA matrices. Their outputs are stored side by side."""
 
     matrices: Sequence[Tensor | CodedMatrix]
     bias: Tensor | None
     low: tuple[Tensor, Tensor] | None
-    """A and s·B of all their adapters: A's stacked, B's along the diagonal, each with an even number of ranks."""
+    """The LoRA matrices A and s·B of all matrices: A stacked, s·B as a block diagonal, each padded to an even rank."""
 
     @property
     def each(self) -> list[Tensor]:
-        """All matrices to be packed; coded ones stay unchanged."""
+        """The tensors that `pack` packs: matrices that are not quantised, and the LoRA matrices."""
         return [x for x in (*self.matrices, *(self.low or ())) if isinstance(x, Tensor)]
 
     def pack(self, products: Products) -> PackedFactors:
-        """Return the packed factors."""
+        """Pack the matrices for the decoding kernels. Quantised matrices already have the kernels' layout."""
         low = None if self.low is None else (products.pack(self.low[0]), products.pack(self.low[1]))
         coded = [x for x in self.matrices if isinstance(x, CodedMatrix)]
         if coded:  # a group's matrices have the same input, so all of them are coded
@@ -311,27 +312,27 @@ class Factors:
 
 @dataclass(frozen=True)
 class PackedFactors:
-    """`Factors` whose matrices are packed, or coded."""
+    """The form of `Factors` for the decoding kernels, with one packed `matrix` or with quantised matrices `coded`."""
 
     matrix: PackedMatrix | None
     bias: Tensor | None
     low: tuple[PackedMatrix, PackedMatrix] | None
     coded: Sequence[CodedMatrix] = ()
     table: Tensor | None = None
-    """The table of the coded matrices, in the kernels' form."""
+    """The addresses and sizes of the quantised matrices (`CodedMatrix.table`), one after the other."""
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """The addresses of the packed matrix and of the table of coded ones; 0 if absent."""
+        """The address of the packed matrix, and that of the table of quantised ones; 0 if absent."""
         return (0 if self.matrix is None else self.matrix.panels.data_ptr(), 0 if self.table is None else self.table.data_ptr())
 
     @property
     def rank(self) -> int:
-        """The total rank of the adapters."""
+        """The sum of the ranks of the LoRA matrices."""
         return 0 if self.low is None else self.low[0].shape[0]
 
     def multiply(self, x: Tensor, out: Tensor, residual: Tensor | None, products: Products) -> Tensor:
-        """Compute out ← x through the matrices, plus the residual stream, the bias and the adapters' terms."""
+        """Compute out ← x times the matrices, side by side, plus the residual stream, the bias and the LoRA terms."""
         base = self.bias if residual is None else residual
         if self.matrix is None:
             products.multiply_codes(x, self.coded, out, base)
@@ -346,7 +347,7 @@ class PackedFactors:
 
 
 class PackedWeights:
-    """Packed matrices by layer, up to `limit` bytes. A layer is packed again whenever its values have changed."""
+    """A cache of packed weight matrices by layer, up to `limit` bytes. A layer is packed again after its weights change."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.bytes, self.limit = 0, limit
@@ -358,10 +359,11 @@ class PackedWeights:
     def of(
         self, key: Hashable, weights: Sequence[Tensor], make: Callable[[], Sequence[Factors]], products: Products
     ) -> list[PackedFactors] | None:
-        """Return the packed matrices of layer `key`, from the result of `make`.
+        """Return the packed matrices of the layer `key`. If they are missing or outdated, pack the result of `make`.
 
-        Return None if the memory limit is reached, or if a matrix can't be packed. `weights` are the stored tensors that the
-        matrices are, or were cast from. Packing pays for a single sequence too: all layers in one call took 0.8 of the time.
+        Return None if the memory limit is reached, or if a matrix can't be packed. `weights` are the tensors whose versions show
+        if the matrices have changed. Packing is faster even for one sequence, because all layers then run in one kernel call
+        (0.8 of the time).
         """
         have = self._layers.get(key)
         if have is not None and have[0] == versions(weights):
@@ -379,9 +381,9 @@ class PackedWeights:
         return self._layers[key][1]
 
     def head(self, weight: Tensor, products: Products) -> PackedMatrix | None:
-        """Return the packed LM head once it has been requested so often that packing pays.
+        """Return the packed LM head. It is packed at the fourth request with the same weights, when packing saves time.
 
-        Return None before that, if it exceeds `HEAD_LIMIT`, and if PyTorch multiplies with it.
+        Return None before that, if the head is larger than `HEAD_LIMIT`, or if PyTorch computes its products.
         """
         asked_of, asked, packed = self._head
         asked = 1 + (asked if asked_of == version_of(weight) else 0)
@@ -393,7 +395,10 @@ class PackedWeights:
         return packed
 
     def table(self, key: Hashable, now: list[Version], make: Callable[[], Tensor | None]) -> Tensor | None:
-        """Return the addresses of all layers' weights. `make` recomputes them if `key` or the versions `now` have changed."""
+        """Return a table with the addresses of all layers' weights. `make` computes it if `key` or the versions `now` changed.
+
+        None if `make` returns None.
+        """
         if self._table is None or self._table[:2] != (key, now):
             made = make()
             self._table = None if made is None else (key, now, made)

@@ -1,6 +1,6 @@
 """The decoder of Llama, Mistral, Qwen2 and Qwen3 on a CPU: large products by PyTorch, everything else by psigrad's kernels.
 
-Tests compare it with transformers' own modules. Those also run all other cases: other architectures, other devices, float64.
+Tests compare it with transformers' modules, which run all other cases: other architectures, other devices, float64.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _WHOLE = RowSelection()
 
 
 class _LayerFunction(torch.autograd.Function):
-    """The function of a layer, with a hand-written gradient.
+    """The function of a fused layer, with a hand-written gradient.
 
-    With cached activations the forward pass is skipped, and the backward pass reads the cache. The output that goes to the next
-    layer is then NaN: autograd needs a tensor there, which must not be used. With `recompute` the backward pass runs the layer
-    again. torch's own checkpoint would import the compiler first, which takes two seconds and forty megabytes.
+    With `cached` activations the forward pass is skipped, and the backward pass reads the cache. The output of the layer is then
+    NaN, because autograd needs a tensor there, but no layer may use it. With `recompute` the backward pass runs the layer's
+    forward pass again. `torch.utils.checkpoint` is not used, since it imports the compiler (two seconds and forty megabytes).
     """
 
     @staticmethod
@@ -84,7 +84,7 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, native: Kernels, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        """See `Kernels.rms_norm`."""
+        """Compute the norm of each row of x by `Kernels.rms_norm`."""
         ctx.native, ctx.how = native, (eps, offset)
         ctx.save_for_backward(x, weight)
         return native.rms_norm(x, weight, eps, offset)
@@ -92,7 +92,7 @@ class NormFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        """Return the gradients of x and of the weight."""
+        """Return the gradients of x and of the weight; the other inputs have none."""
         x, weight = ctx.saved_tensors
         dx = torch.zeros_like(x)
         dw = ctx.native.gradients.rms_norm(dx, x, weight, dy.contiguous(), *ctx.how)
@@ -100,10 +100,11 @@ class NormFunction(torch.autograd.Function):
 
 
 class Decoder:
-    """A whole decoder, from token ids to hidden states. Raises `Unsupported` if the model's architecture is not in `FAMILIES`.
+    """The fused form of a model's decoder, from token ids to hidden states.
 
-    `recompute` is gradient checkpointing: a layer stores only its input, and runs forward again in the backward pass. An `exact`
-    decoder computes in float32 whatever the weights' dtype. `vision` embeds the tokens of images.
+    `recompute` is gradient checkpointing: a layer stores only its input, and runs forward again in the backward pass. With
+    `exact` it computes in float32 even if the weights are bfloat16. `vision` embeds the tokens of images. Raises `Unsupported`
+    if the model's architecture is not in `FAMILIES`, or if another property of the model prevents it.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Decoder:
         self.fill = None if vision is None else partial(vision.fill, network)
         self.parameters: list[nn.Parameter] = [*base.parameters(), *(tower_parameters(network) if vision is not None else ())]
         self.in_shards = False
-        """True if the weights are sharded: a layer's are whole only inside its module's forward pass."""
+        """True if the weights are sharded. A layer's weights are then gathered only inside its module's forward pass."""
 
     def __call__(
         self,
@@ -150,16 +151,16 @@ class Decoder:
         cached: CacheHit | None = None,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """Return hidden states [B, S, E], or [M, E] of the tokens `wanted` [M]; ids and positions are [B, S].
+        """Return the hidden states [B, S, E] of ids and positions [B, S], or only those [M, E] of the tokens `wanted` [M].
 
-        Without gradient, the layers' activations are added to `keep`. With `cached` activations the layers are not run.
+        If no gradient is enabled, the layers' activations are added to `keep`. With `cached` activations the layers do not run.
         """
         ids, inputs = input_ids.flatten(), None
         if isinstance(layout, PackedLayout):  # a decoding step has too few rows to benefit
             distinct, places = ids.unique(return_inverse=True)
             if 2 * len(distinct) <= len(ids):
                 ids, inputs = distinct, places
-        # A cached row must hold every token's output.
+        # `keep` needs the output of every token.
         outputs, back = (None, None) if wanted is None or keep is not None else wanted.unique(return_inverse=True)
         selection = [_WHOLE] * len(self.layers)
         if inputs is not None:
@@ -187,7 +188,7 @@ class Decoder:
         return x.view(*input_ids.shape, -1) if wanted is None else x.index_select(0, wanted)
 
     def _with_weights(self, layer: Layer, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Return the result of `run` on x with the layer's weights available."""
+        """Return `run(x)`. If weights are sharded, run it in the forward pass of the layer's module, which gathers them."""
         if not self.in_shards:
             return run(x)
 
@@ -212,11 +213,11 @@ class Decoder:
 
     @property
     def adapted(self) -> bool:
-        """True if adapters are active. A LoRA model with its adapters off is the model that it started from."""
+        """True if LoRA adapters are enabled in any layer."""
         return any(layer.adapted for layer in self.layers)
 
     def _run(self, x: Tensor, how: Pass, selection: Sequence[RowSelection], keep: ActivationCache | None) -> Tensor:
-        """Return the last layer's output, without gradient."""
+        """Run all layers without gradient, add their activations to `keep`, and return the last layer's output."""
         now = versions(self.parameters) if keep is not None or how.layout.packed_weights is not None else []
         y = None if self.in_shards else self._step(x, how, keep, now)
         if y is not None:
@@ -236,9 +237,9 @@ class Decoder:
         return x
 
     def _step(self, x: Tensor, how: Pass, keep: ActivationCache | None, now: list[Version]) -> Tensor | None:
-        """Run one decoding step through all layers in a single kernel call, which writes activations directly into the cache.
+        """Run one decoding step through all layers in one kernel call, which writes activations directly into the cache `keep`.
 
-        Return None if this is not a decoding step, or if matrices are not packed.
+        Return the last layer's output; None if this is not a decoding step, or if matrices are not packed.
         """
         packed_weights, slots, rows = how.layout.packed_weights, how.layout.slots, len(x)
         if packed_weights is None or slots is None:
@@ -257,7 +258,7 @@ class Decoder:
         return block.part(block.parts.layers - 1, 0, start, rows)
 
     def _addresses(self, packed_weights: PackedWeights, adapted: bool) -> Tensor | None:
-        """Return the weights' addresses in the form of `Kernels.decode_layers`; None if a matrix can't be packed."""
+        """Return the addresses of all layers' weights for `Kernels.decode_layers`; None if a matrix can't be packed."""
         found = [layer.addresses(packed_weights, adapted) for layer in self.layers]
         packed = [row for row in found if row is not None]
         return torch.tensor(packed) if len(packed) == len(found) else None

@@ -1,7 +1,7 @@
 """The architectures that the fused decoder supports, and the loader of their weights.
 
-Such a model runs fused without a comparison with transformers' modules, which the tests make. Its weights are read one at a time
-into transformers' model, so that they can be coded while they are read.
+A model that `load` returns runs fused at once. The test suite compares these architectures with transformers' modules, so a run
+does not. Weights are read one at a time into transformers' model, so that they can be quantised while they are read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Family:
-    """The features in which an architecture differs: biases of (q, k, v) and of o, each layer's sliding window, head norms."""
+    """The features of an architecture, as functions of its configuration.
+
+    `biases` returns two booleans: (q, k and v have biases, o has one). `window` returns a layer's sliding window, or None.
+    `head_norms` is True if queries and keys of each head are normalised.
+    """
 
     biases: Callable[[Any], tuple[bool, bool]]
     window: Callable[[Any, int], int | None]
@@ -47,7 +51,7 @@ def _by_layer(config: Any, layer: int) -> int | None:
     return config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
 
 
-# The architectures that the fused decoder supports. A Llama has no window, whatever its file says.
+# The architectures that the fused decoder supports. transformers' Llama ignores a sliding window in its configuration.
 FAMILIES = {
     "Llama": Family(_by_setting, lambda config, layer: None),
     "Mistral": Family(lambda config: (False, False), lambda config, layer: config.sliding_window),
@@ -57,12 +61,12 @@ FAMILIES = {
 
 
 def suits(config: PreTrainedConfig, dtype: torch.dtype) -> bool:
-    """Return True if the fused decoder supports such a model on a CPU without a comparison."""
+    """Return True if the fused decoder supports this configuration and dtype, and its kernels run on this CPU."""
     return describes(config) and dtype in (torch.float32, torch.bfloat16) and not isinstance(kernels(), str)
 
 
 def describes(config: PreTrainedConfig) -> bool:
-    """Return True if the fused decoder supports every part of the model, down to its rotary embedding and activation."""
+    """Return True if the fused decoder supports every feature of this configuration, such as rotary embedding and activation."""
     rope = getattr(config, "rope_parameters", None) or {}
     layer_types = set(getattr(config, "layer_types", None) or ())
     return (
@@ -79,7 +83,7 @@ def describes(config: PreTrainedConfig) -> bool:
 
 
 def _empty(config: PreTrainedConfig, generation: GenerationConfig | None, scalar: bool) -> Any:
-    """Return transformers' model without memory for its weights."""
+    """Return transformers' model with its weights on the meta device, so that they take no memory."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.initialization import no_init_weights
 
@@ -87,7 +91,7 @@ def _empty(config: PreTrainedConfig, generation: GenerationConfig | None, scalar
     with torch.random.fork_rng(devices=[]), no_init_weights(), torch.device("meta"):
         network = auto.from_config(config)
     network.tie_weights()
-    # Its buffers are computed, not read.
+    # The files have no buffers, so the rotary embedding's are computed.
     network.base_model.rotary_emb = type(network.base_model.rotary_emb)(config=network.config)
     if generation is not None:
         network.generation_config = generation
@@ -97,12 +101,13 @@ def _empty(config: PreTrainedConfig, generation: GenerationConfig | None, scalar
 def load(
     path: str, dtype: torch.dtype, *, scalar: bool = False, mapped: bool = False, kind: Kind | None = None
 ) -> tuple[PreTrainedModel, list[str]] | None:
-    """Load the model at `path` (a folder or a hub name). Return it with the names of missing weights.
+    """Load the model at `path` (a folder or a hub name), and return it with the names of missing weights.
 
-    `mapped` leaves weights of the requested dtype on the file's pages, for a process that soon frees most of them. With a `kind`
-    of codes the layers' matrices are coded one by one while they are read. At most a scalar head may be missing; it is drawn from
-    N(0, initializer_range²). Return None for a model that only transformers can read or judge. Raises `OSError` if `path` is a
-    hub name that can't be reached and is not in the cache, `ValueError` if a tensor's shape is not the configuration's.
+    Return None if the fused decoder or this loader does not support the model, so that transformers must load it. With `mapped`,
+    weights of the requested dtype are mapped from their file into memory, for a process that soon frees most of them. With a
+    `kind` of codes, the layers' matrices are quantised one by one while they are read. Only a scalar head may be missing; it is
+    drawn from N(0, initializer_range²). Raises `OSError` if `path` is a hub name that can't be reached and is not in the cache,
+    and `ValueError` if a tensor's shape differs from the configuration's.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False, **({"num_labels": 1} if scalar else {}))
@@ -135,7 +140,7 @@ def load(
                 if name == "score.weight":
                     raise ValueError(f"its head gives {shape[0]} numbers; a reward model's or critic's gives one")
                 raise ValueError(f"{name} has shape {shape}; by the configuration it is {tuple(wanted[name])}")
-        tensors: dict[str, Tensor] = {}  # with codes, they are read below, one by one
+        tensors: dict[str, Tensor] = {}  # those to be quantised are read below, one by one
         if mapped and kind is None:
             tensors = {name: file.get_tensor(name).to(dtype) for name, file in found.items()}
         elif kind is None:
@@ -157,7 +162,7 @@ def load(
 def _put_codes(
     network: PreTrainedModel, each: Iterator[tuple[str, Tensor | CodedMatrix]], dtype: torch.dtype, kind: Kind
 ) -> dict[str, Tensor]:
-    """Put coded matrices into their layers. Return the other tensors."""
+    """Put the quantised matrices among the tensors `each` into new `CodedLinear` layers. Return the other tensors by name."""
     rest = {}
     for name, read in each:
         if isinstance(read, CodedMatrix):
@@ -168,7 +173,7 @@ def _put_codes(
 
 
 def _of_gguf(path: str, config: PreTrainedConfig, wanted: set[str]) -> Iterator[tuple[str, CodedMatrix | Tensor]]:
-    """Read a GGUF file's weights. The reader is imported for such a file alone."""
+    """Yield the weights `wanted` of a GGUF file. The reader is imported here, because only GGUF files need it."""
     from psigrad.language.models.fused import gguf_weights
 
     yield from gguf_weights.read(path, config, wanted)
@@ -177,7 +182,10 @@ def _of_gguf(path: str, config: PreTrainedConfig, wanted: set[str]) -> Iterator[
 def _code_layers(
     places: Mapping[str, str], wanted: Iterable[str], dtype: torch.dtype, kind: Kind
 ) -> Iterator[tuple[str, Tensor | CodedMatrix]]:
-    """Yield tensors of safetensors files one by one, with layers' matrices coded from the same numbers as in other loaders."""
+    """Yield the tensors `wanted` of safetensors files one by one, with the layers' matrices quantised.
+
+    They are quantised from numbers in `dtype`, as in `coded_linear.code_linears`. `places` is the file of each tensor.
+    """
     for name in wanted:
         with safe_open(places[name], "pt") as alone:  # closing the file frees its pages
             read = alone.get_tensor(name).to(dtype)

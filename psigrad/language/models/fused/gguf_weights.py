@@ -1,4 +1,4 @@
-"""The weights of a GGUF file in their stored form: matrices in codes, the rest as numbers."""
+"""The weights of a GGUF file. Quantised matrices keep their codes if psigrad has an equal kind; others are dequantised."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from psigrad.kernels.codes import CodedMatrix, lay_out
 from psigrad.language.models.sizes import size
 
 WEIGHTS = "weights.gguf"
-"""The link to the file, in a folder with its configuration and tokenizer."""
+"""The name of the link to the GGUF file, in a folder with a configuration and a tokenizer."""
 _PERMUTED = ("attn_q.", "attn_k.")
 
 
 def read(folder: str, config: Any, wanted: Collection[str]) -> Iterator[tuple[str, Tensor | CodedMatrix]]:
-    """Yield the tensors with these names in transformers' model. Raises `ValueError` if one is missing."""
+    """Yield the tensors of the GGUF file in `folder` whose names in transformers' model are in `wanted`.
+
+    Raises `ValueError` if one is missing.
+    """
     import gguf
 
     reader = gguf.GGUFReader(Path(folder) / WEIGHTS)
@@ -44,14 +47,14 @@ def read(folder: str, config: Any, wanted: Collection[str]) -> Iterator[tuple[st
 
 
 def has_head(file: Path) -> bool:
-    """Return True if a file has its own output matrix; otherwise it is the embedding."""
+    """Return True if a GGUF file has an output matrix (LM head). Without one, the embedding is also the head."""
     import gguf
 
     return any(tensor.name == "output.weight" for tensor in gguf.GGUFReader(file).tensors)
 
 
 def ends_in(file: Path) -> list[int]:
-    """Return the tokens that end a text, a turn or a message according to the file."""
+    """Return the ids of the tokens that end a text, a turn or a message according to a GGUF file."""
     import gguf
 
     fields = gguf.GGUFReader(file).fields
@@ -60,14 +63,17 @@ def ends_in(file: Path) -> list[int]:
 
 
 def _rows(x: Any, permuted: list[int]) -> Any:
-    """Reorder the rows of a Llama's heads, whose halves llama.cpp interleaves, to transformers' order."""
+    """Reorder the rows of query and key matrices from llama.cpp's order to transformers'. llama.cpp interleaves a head's halves.
+
+    `permuted` has the number of heads, or is empty if the rows already have transformers' order.
+    """
     for heads in permuted:
         x = x.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
     return x
 
 
 def _read_coded(kind: str, data: Any, permuted: list[int]) -> CodedMatrix | None:
-    """Return a matrix in psigrad's codes, number for number; None if no such code exists for its form."""
+    """Return a quantised matrix in psigrad's codes, with the same dequantised numbers; None if psigrad has none for `kind`."""
     if kind not in _FORMS:
         return None
     size, form, bits, levels = _FORMS[kind]
@@ -79,7 +85,7 @@ def _read_coded(kind: str, data: Any, permuted: list[int]) -> CodedMatrix | None
     return lay_out(made[0], made[1], made[2], levels, bits)
 
 
-# The forms of ggml (ggml-common.h). `_FORMS` holds the bytes of a block, the function that unpacks blocks, bits and levels.
+# The quantisations of ggml (ggml-common.h). `_FORMS` has the bytes of a block, the function that unpacks blocks, bits and levels.
 def _q4_0(blocks: Any) -> tuple[Any, Any, None]:
     codes = blocks[:, 2:]
     return np.concatenate([codes & 15, codes >> 4], 1), _halves(blocks[:, :2]), None

@@ -1,8 +1,9 @@
 """One layer of the fused decoder, forward and backward.
 
-The forward pass stores what the backward pass can't recompute row by row: the residual stream at both norms, the projections,
-attention's output and log-normaliser. LoRA's product is computed separately from the layer's own. Switching an adapter off then
-gives exactly the original model, and rounding to half precision does not swallow the adapter's update.
+The forward pass stores what the backward pass can't recompute row by row: the residual stream before both norms, the projections,
+attention's output and the log-sum-exp of its scores. The product with LoRA's matrices is computed separately from that with the
+layer's matrices. Without an adapter the layer then is exactly the original one, and rounding to half precision does not remove
+the adapter's small update.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 # The seven matrices, grouped by their input. The outputs of a group are stored side by side.
 _GROUPS = ((0, 1, 2), (3,), (4, 5), (6,))
 _QKV, _OUT, _GATE_UP, _DOWN = range(4)
-# The indices of the adapters' ranks in the result of `Layer.addresses`.
+# The slice of `Layer.addresses` that has the ranks of the adapters.
 RANKS = slice(-5, -1)
 
 
 class Unsupported(Exception):
-    """The reason why the fused decoder can't run a model."""
+    """Raised if the fused decoder can't run a model, with the reason as its message."""
 
 
 def compute_dtype(stored: torch.dtype) -> torch.dtype:
-    """Return the dtype to compute in: bfloat16 for bfloat16 weights if the processor is faster at it, otherwise float32."""
+    """Return the dtype of a layer's computation: bfloat16 if weights are and the processor is faster with it, else float32."""
     return torch.bfloat16 if stored == torch.bfloat16 and fast_bfloat16() else torch.float32
 
 
 class Weights:
-    """Tensors in the dtype to compute in. One that is stored in another dtype is cast again whenever it has changed.
+    """Tensors in the dtype of a layer's computation. Those of another dtype are cast, and cast again whenever they change.
 
-    With `exact` they are cast to float32 each time, and nothing is stored. Codes stay codes.
+    With `exact` they are cast to float32 at each use, and the copies are not stored. Codes of quantised matrices are not cast.
     """
 
     def __init__(self, given: Sequence[Tensor], exact: bool = False) -> None:
@@ -56,7 +57,7 @@ class Weights:
         self._cast: list[Tensor] = [p.detach() for p in self.given]
 
     def now(self) -> list[Tensor]:
-        """Return the tensors with their present values, in the given order."""
+        """Return the tensors with their present values in the dtype of the computation, in the given order."""
         if all(p.dtype in (self.dtype, torch.uint8) for p in self.given):
             return self.given
         if self.exact:
@@ -73,7 +74,7 @@ class LoraDelta:
 
     a: Tensor
     b: Tensor
-    """s·B."""
+    """s·B [out, r]: the scale s = `scale` is already in it."""
     scale: float
     products: Products
 
@@ -94,7 +95,9 @@ class LoraDelta:
 
 
 class Pass(NamedTuple):
-    """The constants of a forward pass in every layer: the angles of its tokens, the attention layout, and active adapters."""
+    """The arguments of a forward pass that are the same in every layer: `angles` are the cosines and sines of the rotary
+    embedding, and `adapted` is True if the LoRA adapters are active.
+    """
 
     angles: tuple[Tensor, Tensor]
     layout: FusedLayout
@@ -103,36 +106,36 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class RowSelection:
-    """The rows that a layer reads and writes, if that is not one row for each of the S tokens.
+    """The rows that a layer reads and writes. None means one row for each of the S tokens.
 
-    `input_rows` [S] is each token's row of x; before the first layer equal tokens share a row. `output_rows` [W] lists the tokens
-    whose output is needed, each once. After the last layer only those that predict a target are needed, and the others need only
-    keys and values there. None means one row per token.
+    `input_rows` [S] is the row of the input x for each token: in the first layer, equal tokens share a row. `output_rows` [W]
+    lists the tokens whose output is needed, each once: in the last layer, those that predict a target. The other tokens have only
+    keys and values there.
     """
 
     input_rows: Tensor | None = None
     output_rows: Tensor | None = None
 
     def gather_inputs(self, x: Tensor) -> Tensor:
-        """Gather [rows, …] -> [S, …]: a row for every token."""
+        """Gather x [rows, …] -> [S, …], the input row of every token."""
         return x if self.input_rows is None else x.index_select(0, self.input_rows)
 
     def sum_input_grads(self, dx: Tensor, count: int) -> Tensor:
-        """Return the gradient of the `count` input rows from that of the tokens [S, …]."""
+        """Return the gradient of the `count` input rows. It sums the gradients dx [S, …] of the tokens that share a row."""
         return dx if self.input_rows is None else dx.new_zeros(count, dx.shape[1]).index_add_(0, self.input_rows, dx)
 
     def gather_outputs(self, x: Tensor) -> Tensor:
-        """Gather [S, …] -> [W, …]: the tokens whose output is needed."""
+        """Gather x [S, …] -> [W, …], the rows of the tokens whose output is needed."""
         return x if self.output_rows is None else x.index_select(0, self.output_rows)
 
     def scatter_output_grads(self, dx: Tensor, tokens: int) -> Tensor:
-        """Return the gradient of all tokens [S, …] from that of the output rows [W, …]; it may be the same tensor."""
+        """Scatter the gradient dx [W, …] of the output rows to all tokens [S, …], with zeros elsewhere. May return dx itself."""
         return dx if self.output_rows is None else dx.new_zeros(tokens, dx.shape[1]).index_copy_(0, self.output_rows, dx)
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """A layer's weights in the dtype to compute in, with the LoRA of each of its seven matrices, if any."""
+    """A layer's weights in the dtype of its computation, with the LoRA term of each of its seven matrices (None without one)."""
 
     matrices: list[Tensor]
     norms: list[Tensor]
@@ -141,12 +144,12 @@ class LayerWeights:
     lora: list[LoraDelta | None]
     native: Kernels
     packed: list[PackedFactors] | None = None
-    """The packed weights, for each group of `_GROUPS`."""
+    """The packed matrices of each group of `_GROUPS`; None if they are not packed."""
     decoding: bool = False
-    """True if few rows may be summed in another order, which is faster."""
+    """True in decoding. Products of few rows may then be summed in another order than in training, which is faster."""
 
     def apply(self, group: int, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Compute out ← the products of x with a group's matrices, side by side, plus biases, LoRA and the residual stream."""
+        """Compute out ← x times each matrix of a group, side by side, plus biases, LoRA terms and the `residual` stream."""
         if self.packed is not None:
             return self.packed[group].multiply(x, out, residual, self.native.products)
         members = _GROUPS[group]
@@ -162,7 +165,7 @@ class LayerWeights:
         return out
 
     def factors(self, group: int) -> Factors:
-        """Return a group's matrices, biases and LoRA, to be packed."""
+        """Return the matrices, biases and LoRA matrices of a group, in the form that `PackedWeights` packs."""
         members = _GROUPS[group]
         heights = [self.matrices[i].shape[0] for i in members]
         biases, deltas = [self.biases[i] for i in members], [self.lora[i] for i in members]
@@ -172,21 +175,21 @@ class LayerWeights:
         if any(delta is not None for delta in deltas):
             a = [like.new_zeros(0, width) if delta is None else delta.a for delta in deltas]
             b = [like.new_zeros(n, 0) if delta is None else delta.b for delta, n in zip(deltas, heights, strict=True)]
-            # bfloat16 numbers are summed in pairs. No pair may span two adapters, which training multiplies one by one.
+            # The kernels sum bfloat16 numbers in pairs. A pair must not span two adapters, which training multiplies separately.
             odd = [len(x) % 2 for x in a]
             a = [nn.functional.pad(x, (0, 0, 0, more)) for x, more in zip(a, odd, strict=True)]
             low = torch.cat(a), torch.block_diag(*(nn.functional.pad(x, (0, more)) for x, more in zip(b, odd, strict=True)))
         return Factors([self.matrices[i] for i in members], bias, low)
 
     def add_input_grad(self, i: int, dy: Tensor, dx: Tensor) -> Tensor:
-        """Return dx plus the gradient through the LoRA of matrix i."""
+        """Add the gradient through the LoRA term of matrix i to dx in place, and return dx."""
         if (delta := self.lora[i]) is not None:
             delta.add_input_grad(dx, dy)
         return dx
 
 
 class Layer:
-    """One decoder layer over rows [S, E]. `window` is 0 if a token sees all tokens before it."""
+    """One fused decoder layer over rows [S, E]. `window` is its sliding window in tokens, 0 for none."""
 
     def __init__(self, index: int, module: Any, heads: Heads, window: int, native: Kernels, exact: bool = False) -> None:
         attention, mlp = module.self_attn, module.mlp
@@ -212,19 +215,20 @@ class Layer:
         return given + [weight for adapter in self.adapters.values() for weight in adapter.weights]
 
     def reread(self) -> None:
-        """Read the modules' current parameters again. A sharded model gathers new tensors, whose version counters do not show the
-        change.
-        """
+        """Read the modules' parameters again. In a sharded model each pass has new tensors, which `Weights` cannot notice."""
         self.weights = Weights(self._read_weights())
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that it computes in."""
+        """The dtype of the layer's computation."""
         return self.weights.dtype
 
     @property
     def adapted(self) -> bool:
-        """True if it has adapters and they are on. Raises `ValueError` if they are no longer those of its construction."""
+        """True if the layer has LoRA adapters and they are enabled.
+
+        Raises `ValueError` if they have been merged, or if other adapters are active than when this object was created.
+        """
         for adapter in self.adapters.values():
             if adapter.module.merged or adapter.module.active_adapters != [adapter.name]:
                 raise ValueError(
@@ -234,7 +238,7 @@ class Layer:
         return any(not adapter.module.disable_adapters for adapter in self.adapters.values())
 
     def current_weights(self, adapted: bool, packed_weights: PackedWeights | None = None) -> LayerWeights:
-        """Return the current weights, with LoRA if `adapted`, and packed if `packed_weights` can provide that."""
+        """Return the current weights, with LoRA if `adapted`, and packed if `packed_weights` is given and has room for them."""
         now = iter(self.weights.now())
         matrices: list[Any] = [self.coded.get(i, next(now)) for i in range(7)]
         norms = [next(now), next(now)]
@@ -257,7 +261,10 @@ class Layer:
         return plain if packed_weights is None else replace(plain, packed=made, decoding=True)
 
     def addresses(self, packed_weights: PackedWeights, adapted: bool) -> list[int] | None:
-        """Return its weights for `Kernels.decode_layers`; None if they are not packed, or attention's output has a bias."""
+        """Return the addresses of the layer's weights for `Kernels.decode_layers`.
+
+        Return None if the weights cannot be packed, or if the projection of attention's output has a bias.
+        """
         weights = self.current_weights(adapted, packed_weights)
         if weights.packed is None or weights.packed[_OUT].bias is not None:
             return None
@@ -278,7 +285,7 @@ class Layer:
 
     @property
     def kinds(self) -> tuple[tuple[int, torch.dtype], ...]:
-        """The width and dtype of the tensors of a row: the output, then those that `forward` returns for `backward`."""
+        """The width and dtype of the tensors that `forward` returns per row: the output, then those for `backward`."""
         heads, width, inner = self.heads, self._linear[3].out_features, self._linear[4].out_features
         own = [(n, self.dtype) for n in (width, heads.row, heads.queries * heads.dim, width, 2 * inner)]
         return (*own[:3], (heads.queries, torch.float32), *own[3:])
@@ -286,8 +293,8 @@ class Layer:
     def forward(self, x: Tensor, how: Pass, selection: RowSelection) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the layer's output [W, E], and the tensors that `backward` needs besides x.
 
-        These are [q|k|v], attention's output and log-normaliser of every token [S, …]; the stream after attention and [gate|up]
-        of the output rows [W, …].
+        For every token [S, …] they are [q|k|v], attention's output, and the log-sum-exps of its scores. For the output rows
+        [W, …] they are the residual stream after attention, and [gate|up].
         """
         weights = self.current_weights(how.adapted, how.layout.packed_weights)
         normed = self.native.rms_norm(x, weights.norms[0], self.eps)
@@ -311,9 +318,10 @@ class Layer:
         selection: RowSelection,
         overwrite: bool,
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Return the gradients of x and of the weights that learn.
+        """Return the gradients of x and of the layer's weights, in the order of `weights`; `learns` selects the seven matrices.
 
-        The list `kept` is emptied, so that each tensor is freed after its last use. With `overwrite` they are also written to.
+        `kept` has the tensors from `forward`. The list is emptied, so that each tensor is freed after its last use. With
+        `overwrite` the gradients may be written into these tensors.
         """
         (angles, layout, adapted), multiply = how, self.native.products.of
         assert isinstance(layout, PackedLayout)
@@ -376,7 +384,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Adapter:
-    """The LoRA of a linear layer: peft's module, the adapter's name in it, and its A and B."""
+    """The LoRA adapter of a linear layer: peft's module, the adapter's name in it, and the weights (A, B)."""
 
     module: Any
     name: str
@@ -384,7 +392,10 @@ class Adapter:
 
 
 def _split_adapter(child: Any) -> tuple[nn.Linear, Adapter | None]:
-    """Return a linear layer and its adapter. Raises `Unsupported` unless the module is a plain linear layer or plain LoRA."""
+    """Return the linear layer of a module, and its LoRA adapter or None.
+
+    Raises `Unsupported` unless the module is a linear layer, or peft's LoRA layer without dropout or variants.
+    """
     if type(child) in (nn.Linear, CodedLinear):
         return child, None
     kind = f"{type(child).__module__}.{type(child).__name__}"

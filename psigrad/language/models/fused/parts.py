@@ -1,7 +1,7 @@
-"""psigrad's kernels inside transformers' modules, for models on a CPU whose whole layers are not fused.
+"""psigrad's kernels inside transformers' modules, for models on a CPU that the fused decoder does not support.
 
-Linear layers, RMS norms and gated feed-forward parts run in kernels, and sampling multiplies by packed matrices. transformers'
-own code calls them, so that a new architecture needs no code here.
+The forward methods of linear layers, RMS norms and gated feed-forward layers are replaced by kernels, and sampling multiplies by
+packed matrices. The rest of the model is transformers' code, so that a new architecture needs no code here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 
 
 class Parts:
-    """The modules of a network that run in kernels while `on`. `packed` holds the packed matrices of a decoding step."""
+    """The kernels in a network's modules. `Parts(network, native)` replaces the forward methods of these modules.
+
+    They run in kernels while `on` is True. `packed` is the cache of packed matrices in a decoding step, else None.
+    """
 
     def __init__(self, network: PreTrainedModel, native: Kernels) -> None:
         self.native, self.on = native, True
@@ -39,7 +42,7 @@ class Parts:
                 owner.forward = types.MethodType(made, module)
 
     def _forward_of(self, module: Any) -> Callable[..., Tensor] | None:
-        """Return the forward pass of a module that runs in kernels; None for any other."""
+        """Return a forward method by kernels for a module; None if there are no kernels for the module."""
         if type(module) is nn.Linear:
             return self._linear
         if all(type(getattr(module, name, None)) is nn.Linear for name in _FEED_FORWARD) and _is_gated(module):
@@ -48,7 +51,7 @@ class Parts:
         return None if offset is None else self._norm(type(module).forward, offset)
 
     def _runs(self, x: Tensor, *weights: Tensor) -> bool:
-        """Return True if the kernels accept these tensors: not in shards, on a CPU and of one dtype."""
+        """Return True if kernels are on and accept these tensors: unsharded, on a CPU, and all of one supported dtype."""
         plain = all(type(w) in (nn.Parameter, Tensor) and w.dtype == x.dtype and w.device.type == "cpu" for w in weights)
         return self.on and plain and type(x) is Tensor and x.dtype in self.native.dtypes
 
@@ -64,7 +67,7 @@ class Parts:
         return made.view(*x.shape[:-1], len(weight))
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """Return x · weightᵀ + bias, by packed matrices if there are any."""
+        """Return x · weightᵀ + bias. In a decoding step it multiplies by the packed weight if `packed` has room for it."""
         out, products = x.new_empty(len(x), len(weight)) if out is None else out, self.native.products
         if self.packed is not None and not torch.is_grad_enabled():
             made = self.packed.of(id(weight), [weight], lambda: [Factors([weight.detach()], bias, None)], products)
@@ -95,7 +98,10 @@ class Parts:
 
     @torch.no_grad()
     def _norm_offset(self, module: Any) -> float | None:
-        """Return the offset of the weight of an RMS norm, 0 or 1; None if the module is none."""
+        """Return the number that an RMS norm adds to its weight, 0 or 1 (Gemma); None if the module is no plain RMS norm.
+
+        The module's output on random numbers is compared with the kernel's.
+        """
         weight = getattr(module, "weight", None)
         if (
             "RMSNorm" not in type(module).__name__
@@ -122,7 +128,7 @@ def _eps(module: Any) -> Any:
 
 @torch.no_grad()
 def _is_gated(module: Any) -> bool:
-    """Return True if a feed-forward part computes down(silu(gate(x)) · up(x)) without biases."""
+    """Return True if a feed-forward layer computes down(silu(gate(x)) · up(x)) without biases, tested on random numbers."""
     gate, up, down = (getattr(module, name) for name in _FEED_FORWARD)
     if any(child.bias is not None for child in (gate, up, down)):
         return False
@@ -133,6 +139,8 @@ def _is_gated(module: Any) -> bool:
 
 
 class _Linear(torch.autograd.Function):
+    """A linear layer computed by kernels, with its gradient."""
+
     @staticmethod
     def forward(ctx: Any, parts: Parts, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.parts = parts
@@ -150,6 +158,8 @@ class _Linear(torch.autograd.Function):
 
 
 class _FeedForward(torch.autograd.Function):
+    """A feed-forward layer down(silu(gate(x)) · up(x)) computed by kernels, with its gradient."""
+
     @staticmethod
     def forward(ctx: Any, parts: Parts, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         both = x.new_empty(len(x), 2 * len(gate))
