@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from psigrad.language.data.posted_forms import for_model
+from psigrad.language.data.dataset_layouts import for_model
 from psigrad.language.data.sources import from_rows
 from psigrad.language.data.templates import decode
 from psigrad.language.episodes.episode_history import EpisodeHistory

@@ -14,8 +14,8 @@ from psigrad import seeds
 from psigrad.config import SampleConfig
 from psigrad.config.sections import columns_of
 from psigrad.errors import UserError, kind_of
+from psigrad.language.data.dataset_layouts import map_columns
 from psigrad.language.data.image_rows import for_file
-from psigrad.language.data.posted_forms import map_columns
 from psigrad.language.data.templates import completion_for_reward
 from psigrad.language.recipes import evaluate
 from psigrad.language.rollout.types import Trajectory

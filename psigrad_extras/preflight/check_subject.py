@@ -12,8 +12,8 @@ from torch import Tensor
 from psigrad import redaction
 from psigrad.config import OnlineConfig
 from psigrad.errors import UserError
+from psigrad.language.data.dataset_layouts import for_model
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.sources import form_of, from_rows, read_rows
 from psigrad.language.data.templates import prompt_ids
 from psigrad.language.loading import samplers

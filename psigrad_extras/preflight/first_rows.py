@@ -12,9 +12,9 @@ from psigrad.config import OnlineConfig
 from psigrad.errors import UserError
 from psigrad.language import images
 from psigrad.language.data import rendered_rows
+from psigrad.language.data.dataset_layouts import for_model
 from psigrad.language.data.dataset_rows import Row, show
 from psigrad.language.data.image_rows import for_file, observed
-from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.rendered_rows import Rendered
 from psigrad.language.data.sources import form_of, from_rows, read_dataset
 from psigrad.language.episodes.environments import Fault, Playing, library_of

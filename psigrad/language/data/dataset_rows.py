@@ -4,7 +4,7 @@ Forms and column names are those of TRL (docs/source/dataset_formats.md): prompt
 `completion`; conversations `messages`, or plain text in `text`; preference `prompt`, `chosen`, `rejected`; unpaired-preference
 `prompt`, `completion`, `label`; stepwise `prompt`, `completions`, `labels`. Each is plain (strings) or conversational (lists of
 {"role", "content"}); stepwise rows are plain. Messages of ShareGPT ({"from", "value"}) and text in content parts are read too.
-`posted_forms` reads rows with other column names.
+`dataset_layouts` reads rows with other column names.
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ from typing import Any, Literal, NamedTuple
 from psigrad.config import Data
 from psigrad.config.sections import columns_of
 from psigrad.errors import UserError, nearest, several
-from psigrad.language.data import image_rows, posted_forms
+from psigrad.language.data import dataset_layouts, image_rows
 from psigrad.language.data.chat.messages import is_trained
+from psigrad.language.data.dataset_layouts import Tell, as_turns
 from psigrad.language.data.dataset_rows import FORMS, MAX_DEPTH, BadRow, Row, RowError, find_form, rows_of
 from psigrad.language.data.named_datasets import SINGLE, encoded, read_named
-from psigrad.language.data.posted_forms import Tell, as_turns
 from psigrad.language.data.row_files import Raw, Records
 from psigrad.language.data.splits import parse_split
 from psigrad.seeds import permutation
@@ -33,7 +33,7 @@ _WEIGHT = re.compile(r"^(.+):(\d+(?:\.\d*)?|\.\d+)$")
 class LoadedRows:
     """The valid rows in the order of the source, the skipped rows, and the recognised layouts.
 
-    Rows are skipped with `bad_rows="skip"`. `recognised` maps each layout (`posted_forms`) to the number of its rows.
+    Rows are skipped with `bad_rows="skip"`. `recognised` maps each layout (`dataset_layouts`) to the number of its rows.
     """
 
     rows: list[Row]
@@ -57,7 +57,7 @@ def load(
     validation, test and their usual variants), only the files of the split are read. A source without splits, such as a file,
     provides the split in its name, and those of `single`. A hub configuration is named after a colon: "openai/gsm8k:main".
     "task:NAME" makes rows of a reasoning-gym task. With `max_rows` only the first rows are read, and a hub dataset is streamed.
-    `columns` renames some columns (`posted_forms.map_columns`).
+    `columns` renames some columns (`dataset_layouts.map_columns`).
 
     Raise UserError naming file, line, column and reason. With `bad_rows="skip"`, malformed rows are skipped and returned as
     `skipped`; only an unreadable file raises an error.
@@ -192,7 +192,7 @@ def _collect(records: Records, form: str, name: str, bad_rows: str, columns: Map
         raise UserError(f"bad_rows is {bad_rows!r}; it must be 'stop' or 'skip'.")
     rows, bad, fits, hint = [], [], "", ""
     recognised: Counter[str] = Counter()
-    renamed = {new: name for name, new in columns.items() if name != new and not posted_forms.is_template(new)}
+    renamed = {new: name for name, new in columns.items() if name != new and not dataset_layouts.is_template(new)}
     for record in records:
         if isinstance(record, BadRow):
             bad.append(record)
@@ -200,25 +200,25 @@ def _collect(records: Records, form: str, name: str, bad_rows: str, columns: Map
         value, found, given = record.value, list[str](), record.value
         try:
             if isinstance(value, Mapping):
-                value = posted_forms.map_columns(value, columns, record.source) if columns else value
+                value = dataset_layouts.map_columns(value, columns, record.source) if columns else value
                 own = base / Path(record.source.rpartition(":")[0]).parent
                 marked, notes = image_rows.with_marks(value, record.source, own)
                 given = given if marked is value else marked
-                value, found = posted_forms.translate(marked, form, record.source)
+                value, found = dataset_layouts.translate(marked, form, record.source)
                 found += notes
             made = rows_of(value, form, record.source)
             if isinstance(given, Mapping) and isinstance(value, Mapping) and (found or columns or "chosen" in value):
-                made = [replace(row, places=posted_forms.places_of(given, value)) for row in made]
+                made = [replace(row, places=dataset_layouts.places_of(given, value)) for row in made]
             rows += made
             recognised.update(found)
         except RowError as error:
             found_at = error.bad
             if isinstance(value, Mapping) and isinstance(given, Mapping):
-                place = posted_forms.place_in(given, value, found_at.column)
+                place = dataset_layouts.place_in(given, value, found_at.column)
                 found_at = replace(found_at, column=renamed.get(place, place))
             bad.append(found_at)
             if len(bad) == 1 and isinstance(value, Mapping) and not columns:
-                fits, hint = find_form(value), posted_forms.usual_names(value, form)
+                fits, hint = find_form(value), dataset_layouts.usual_names(value, form)
     if bad and (bad_rows == "stop" or not rows):
         raise UserError(_summary(name, form, len(rows) + len(bad), bad, fits, hint))
     if not rows:

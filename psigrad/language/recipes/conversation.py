@@ -12,8 +12,8 @@ from psigrad import extras
 from psigrad.config import OnlineConfig, Placement
 from psigrad.config.language import Played
 from psigrad.errors import UserError
+from psigrad.language.data.dataset_layouts import Tell, for_model
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.posted_forms import Tell, for_model
 from psigrad.language.data.sources import HELD_OUT, ONE_OF, check_held_out, from_rows, read_rows, tell_held_out
 from psigrad.language.episodes import environments
 from psigrad.language.episodes.environment_pool import EnvironmentPool

@@ -15,8 +15,8 @@ from psigrad.config.fields import idle
 from psigrad.config.sections import columns_of
 from psigrad.errors import UserError
 from psigrad.language import images
+from psigrad.language.data.dataset_layouts import for_model
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.reward_view import score
 from psigrad.language.data.sources import read_dataset
 from psigrad.language.episodes.players import Player

@@ -15,8 +15,8 @@ import torch
 from psigrad.errors import UserError
 from psigrad.language.data.chat.dialect import specials_of
 from psigrad.language.data.chat.messages import Message
+from psigrad.language.data.dataset_layouts import as_turns
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.posted_forms import as_turns
 from psigrad.language.data.templates import example, prompt_ids
 from psigrad.language.models.packing import Groups, Ids, pack_by_tokens
 from psigrad.language.models.scalar_model import STEP_SEPARATOR, ScalarModel

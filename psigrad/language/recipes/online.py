@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.config import OnlineConfig
+from psigrad.language.data.dataset_layouts import Tell
 from psigrad.language.data.kept_rows import PreparedRows
-from psigrad.language.data.posted_forms import Tell
 from psigrad.language.data.reward_view import reward_view
 from psigrad.language.episodes.players import Player, collector_of
 from psigrad.language.episodes.seats import Games

@@ -30,10 +30,10 @@ from psigrad.language import rewards as rewards_room
 from psigrad.language.data import kept_rows
 from psigrad.language.data.chat import rendering
 from psigrad.language.data.chat.dialect import fixed
+from psigrad.language.data.dataset_layouts import Tell
 from psigrad.language.data.dataset_rows import BadRow, Row, RowError
 from psigrad.language.data.image_rows import digests_of
 from psigrad.language.data.kept_rows import Packed, PreparedRows, batch_of, pack, unpack
-from psigrad.language.data.posted_forms import Tell
 from psigrad.language.data.sources import parse_mixture
 from psigrad.processes.proc import die_with_parent
 from psigrad.records import pins

@@ -12,8 +12,8 @@ from psigrad import redaction
 from psigrad.config import Reward
 from psigrad.config.sections import columns_of
 from psigrad.errors import UserError
+from psigrad.language.data.dataset_layouts import as_turns
 from psigrad.language.data.dataset_rows import Row, column_names
-from psigrad.language.data.posted_forms import as_turns
 from psigrad.language.data.sources import describe_skipped, from_rows, load
 from psigrad.language.data.templates import example
 from psigrad.language.loading.model_source import load_tokenizer

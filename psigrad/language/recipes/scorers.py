@@ -16,8 +16,8 @@ from psigrad.config import Placement, Reward
 from psigrad.config.language import EpisodeSettings, Scored
 from psigrad.config.sections import columns_of
 from psigrad.errors import UserError, several
+from psigrad.language.data.dataset_layouts import Tell
 from psigrad.language.data.dataset_rows import Row, column_names
-from psigrad.language.data.posted_forms import Tell
 from psigrad.language.data.templates import hidden_marks
 from psigrad.language.episodes.players import Player
 from psigrad.language.loading.load_model import load_trained_scalar_model

@@ -13,8 +13,8 @@ from psigrad.config import Model, OnlineConfig, PreferenceConfig, RewardConfig, 
 from psigrad.config.algorithms import resolve_loss
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
+from psigrad.language.data.dataset_layouts import for_model
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.posted_forms import for_model
 from psigrad.language.data.sources import read_rows
 from psigrad.language.data.templates import examples, prompt_ids
 from psigrad.language.examples import Example, Judged, Pair

@@ -17,8 +17,8 @@ from psigrad import api
 from psigrad.config import Data, OnlineConfig
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
+from psigrad.language.data.dataset_layouts import as_turns
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.posted_forms import as_turns
 from psigrad.language.data.templates import prompt_ids, stop_token_ids
 from psigrad.language.models import scalar_model, tiny
 from psigrad.language.models.packing import Groups

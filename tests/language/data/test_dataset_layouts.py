@@ -23,10 +23,10 @@ from psigrad.config.load import to_dict
 from psigrad.config.methods import list_declarations
 from psigrad.config.sections import columns_of
 from psigrad.errors import UserError
+from psigrad.language.data.dataset_layouts import as_turns, for_model, map_columns
 from psigrad.language.data.dataset_rows import Row, RowError
 from psigrad.language.data.kept_rows import pack_row, unpack_row
 from psigrad.language.data.pairs import encode_pair
-from psigrad.language.data.posted_forms import as_turns, for_model, map_columns
 from psigrad.language.data.sources import from_rows, read_dataset
 from psigrad.language.data.templates import example, examples, prompt_ids
 from psigrad.language.recipes.scorers import RewardSetup
