@@ -12,8 +12,8 @@ from typing import Any
 
 from psigrad.config import OnlineConfig
 from psigrad.language.data.dataset_layouts import Tell
-from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.reward_view import reward_view
+from psigrad.language.data.row_cache import PreparedRows
 from psigrad.language.episodes.players import Player, collector_of
 from psigrad.language.episodes.seats import Games
 from psigrad.language.episodes.tools import schemas

@@ -14,7 +14,7 @@ from psigrad.config.algorithms import resolve_loss, resolve_online
 from psigrad.importing import imported_callable
 from psigrad.language import images
 from psigrad.language.data.chat.rendering import day_of, prints_date
-from psigrad.language.data.kept_rows import PreparedRows
+from psigrad.language.data.row_cache import PreparedRows
 from psigrad.language.data.sources import parse_mixture
 from psigrad.language.episodes import environments
 from psigrad.language.loading.model_source import meant

@@ -27,13 +27,13 @@ from psigrad.errors import UserError
 from psigrad.language import data as data_room
 from psigrad.language import images
 from psigrad.language import rewards as rewards_room
-from psigrad.language.data import kept_rows
+from psigrad.language.data import row_cache
 from psigrad.language.data.chat import rendering
 from psigrad.language.data.chat.dialect import fixed
 from psigrad.language.data.dataset_layouts import Tell
 from psigrad.language.data.dataset_rows import BadRow, Row, RowError
 from psigrad.language.data.image_rows import digests_of
-from psigrad.language.data.kept_rows import Packed, PreparedRows, batch_of, pack, unpack
+from psigrad.language.data.row_cache import Packed, PreparedRows, batch_of, pack, unpack
 from psigrad.language.data.sources import parse_mixture
 from psigrad.processes.proc import die_with_parent
 from psigrad.records import pins
@@ -93,7 +93,7 @@ def encode_rows(
         made, refused, counts = encoder(rows)
     else:
         found = list(_batches(rows, encoder, data.num_proc))
-        made = Packed([kept_rows.batch_from(*batch) for batch, _, _ in found], unpack)
+        made = Packed([row_cache.batch_from(*batch) for batch, _, _ in found], unpack)
         refused, counts = [bad for _, some, _ in found for bad in some], sum((more for _, _, more in found), Counter[str]())
     if refused and (data.bad_rows == "stop" or len(refused) == len(rows)):
         more = f" (and {len(refused) - 1} more of {len(rows)})" if len(refused) > 1 else ""
@@ -142,7 +142,7 @@ def _encode_span(span: slice) -> Encoded:
 
 def _encode(encoder: Encoder[Any], rows: Sequence[Any]) -> Encoded:
     made, refused, counts = encoder(rows)
-    return kept_rows.serialise(batch_of(list(map(pack, made)))), refused, counts
+    return row_cache.serialise(batch_of(list(map(pack, made)))), refused, counts
 
 
 def prepare(
@@ -178,7 +178,7 @@ def prepare(
 
 
 def _make_or_map(place: Path | None, tell: Tell, make: Callable[[Tell], PreparedRows[T]]) -> PreparedRows[T]:
-    if place is not None and (kept := kept_rows.read(place)) is not None:
+    if place is not None and (kept := row_cache.read(place)) is not None:
         prepared, told = kept
         for kind, text, facts in told:
             tell(kind, text, **facts)
@@ -193,8 +193,8 @@ def _make_or_map(place: Path | None, tell: Tell, make: Callable[[Tell], Prepared
     if place is None:
         return made
     made = replace(made, sums=sum_parts(made))
-    kept_rows.write(place, made, told, kept_rows.limit())
-    kept = kept_rows.read(place)
+    row_cache.write(place, made, told, row_cache.limit())
+    kept = row_cache.read(place)
     return made if kept is None else kept[0]
 
 
@@ -219,7 +219,7 @@ def _key(data: Data, tokenizer: PreTrainedTokenizerBase, settings: Sequence[Any]
     Return "" if that is unknown, or if a cache would save little.
     """
     names = [share.dataset for given in (data.dataset, data.eval_dataset) if given for share in parse_mixture(given)]
-    if not all(isinstance(name, str) for name in names) or not kept_rows.limit():
+    if not all(isinstance(name, str) for name in names) or not row_cache.limit():
         return ""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not type(tokenizer).__module__.startswith("transformers."):

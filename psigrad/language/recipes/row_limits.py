@@ -15,7 +15,7 @@ from psigrad.errors import UserError
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_layouts import Tell, as_turns, for_model
 from psigrad.language.data.dataset_rows import Row, RowError
-from psigrad.language.data.kept_rows import PreparedRows
+from psigrad.language.data.row_cache import PreparedRows
 from psigrad.language.data.sources import read_rows
 from psigrad.language.data.templates import prompt_ids, said_otherwise
 from psigrad.language.loading.teacher import Teacher

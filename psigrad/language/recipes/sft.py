@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from psigrad.config import SFTConfig
 from psigrad.errors import UserError, several
 from psigrad.language.data.dataset_layouts import Tell, for_model
-from psigrad.language.data.kept_rows import PreparedRows
+from psigrad.language.data.row_cache import PreparedRows
 from psigrad.language.data.sources import read_rows
 from psigrad.language.data.templates import encode_ahead, examples
 from psigrad.language.examples import Example

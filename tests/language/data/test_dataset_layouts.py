@@ -25,8 +25,8 @@ from psigrad.config.sections import columns_of
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_layouts import as_turns, for_model, map_columns
 from psigrad.language.data.dataset_rows import Row, RowError
-from psigrad.language.data.kept_rows import pack_row, unpack_row
 from psigrad.language.data.pairs import encode_pair
+from psigrad.language.data.row_cache import pack_row, unpack_row
 from psigrad.language.data.sources import from_rows, read_dataset
 from psigrad.language.data.templates import example, examples, prompt_ids
 from psigrad.language.recipes.scorers import RewardSetup

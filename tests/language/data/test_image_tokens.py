@@ -10,7 +10,7 @@ from pictures import EDGE, IMAGE, PARTS_CHATML, WHOLE, draw, encoded, tokenizer
 
 from psigrad.errors import UserError
 from psigrad.language import images
-from psigrad.language.data import kept_rows
+from psigrad.language.data import row_cache
 from psigrad.language.data.chat.turns import Talk
 from psigrad.language.data.dataset_rows import RowError
 from psigrad.language.data.pairs import encode_pair
@@ -149,9 +149,9 @@ def test_prompts_are_shown_with_labels(words):
 def test_ids_of_images_survive_arrow_and_rows_with_images_are_not_cached():
     wide, narrow = Example([1, *places(R, 2)], [False] * 3, False), Example([1, 2**31 - 1], [False, True], False)
     for items, kind in (([wide, narrow], np.int64), ([narrow], np.int32)):
-        batch = kept_rows.batch_of(list(map(kept_rows.pack, items)))
+        batch = row_cache.batch_of(list(map(row_cache.pack, items)))
         assert batch.column(1).values.to_numpy().dtype == kind
-        again = kept_rows.Packed([kept_rows.batch_from(*kept_rows.serialise(batch))], kept_rows.unpack)
+        again = row_cache.Packed([row_cache.batch_from(*row_cache.serialise(batch))], row_cache.unpack)
         assert list(again) == items
-    with pytest.raises(kept_rows.NotKeptError):
-        kept_rows.pack_row(read(prompt=[say({"type": "image", "image": RED})]))
+    with pytest.raises(row_cache.NotKeptError):
+        row_cache.pack_row(read(prompt=[say({"type": "image", "image": RED})]))

@@ -12,8 +12,8 @@ from psigrad.errors import UserError
 from psigrad.language import images
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.image_rows import digests_of
-from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.reward_view import reward_view
+from psigrad.language.data.row_cache import PreparedRows
 from psigrad.language.data.sources import from_rows
 from psigrad.language.data.templates import prompt_ids
 from psigrad.language.episodes.environment_pool import EnvironmentPool

@@ -27,11 +27,11 @@ from timing import until
 
 from psigrad.config import Data, Evaluation, RewardConfig, SFTConfig
 from psigrad.errors import UserError
-from psigrad.language.data import kept_rows
+from psigrad.language.data import row_cache
 from psigrad.language.data.chat.dialect import specials_of
 from psigrad.language.data.chat.rendering import settle
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.kept_rows import NotKeptError, Packed, PreparedRows, pack, pack_row, unpack, unpack_row
+from psigrad.language.data.row_cache import NotKeptError, Packed, PreparedRows, pack, pack_row, unpack, unpack_row
 from psigrad.language.data.templates import CHATML, encode_ahead, examples
 from psigrad.language.examples import Answer, Example, Judged, Pair, Steps
 from psigrad.language.models import tiny
@@ -80,7 +80,7 @@ def test_a_row_that_json_would_change_is_not_kept(column: Any) -> None:
 
 
 def test_packed_things_are_a_sequence() -> None:
-    batches = [kept_rows.batch_of([pack([i]) for i in some]) for some in ([1], [2], [], [3, 4])]
+    batches = [row_cache.batch_of([pack([i]) for i in some]) for some in ([1], [2], [], [3, 4])]
     found: Packed[Any] = Packed(batches, unpack)
     assert [*found] == [[1], [2], [3], [4]] and found[-1] == [4] and found[1:3] == [[2], [3]] and len(found) == 4
     with pytest.raises(IndexError):
@@ -200,7 +200,7 @@ def test_a_disk_that_is_full_only_means_that_nothing_is_kept(home: Path, tokeniz
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(kept_rows._Hashing, "write", full)
+    monkeypatch.setattr(row_cache._Hashing, "write", full)
     start = Start(home, tokenizer)
     assert [*start().made] == [*start().made] and start.times == 2 and not files(home)
 
