@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 
 from psigrad import paths, redaction
 from psigrad.errors import NO_LOCKS, UserError
-from psigrad.records import checkpoint, own_folder, pins, row_lines
-from psigrad.records.own_folder import ROWS
+from psigrad.records import checkpoint, output_folder, pins, row_lines
+from psigrad.records.output_folder import ROWS
 from psigrad.records.rows import FORMAT, parse_row
 
 VIDEO = "episode.gif"
@@ -101,8 +101,8 @@ class RunFolder:
         if str(path).encode("utf-8", "replace") != os.fsencode(path):  # the Rust libraries that write models accept no other name
             raise RunFolderError(f"The name of {str(path)!r} is not UTF-8; choose another output_dir.")
         with _errors_of(path):
-            paths.check_folder(path, "output_dir", own_folder.is_run)
-            fresh, created = not (path.exists() and any(path.iterdir())), own_folder.create(path)
+            paths.check_folder(path, "output_dir", output_folder.is_run)
+            fresh, created = not (path.exists() and any(path.iterdir())), output_folder.create(path)
             for name in (".lock", ".config.json.tmp", "config.json", *(f"{rows}.jsonl" for rows in ROWS)):
                 _must_be_own(path / name, Path.is_file, "regular file")
             for name in ("checkpoints", "model"):
@@ -118,7 +118,7 @@ class RunFolder:
             yield folder
         except (UserError, KeyboardInterrupt):
             if fresh and not folder._has_begun():
-                own_folder.remove_unused(path, created)
+                output_folder.remove_unused(path, created)
             raise
         finally:
             for stream in folder._files.values():
