@@ -28,7 +28,7 @@ from psigrad.language.recipes.online_settings import check
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Completion, Prompt, Sampler, SamplingParams, State
 from psigrad.language.training.online import online_rl
-from psigrad.language.training.online.annotators.past_selves import PastSelves
+from psigrad.language.training.online.annotators.past_policies import PastPolicies
 from psigrad.language.training.online.collect import group_scored
 from psigrad.language.training.online.online_run import Online
 from psigrad.optim import Optimizer
@@ -244,7 +244,7 @@ def test_the_expected_gradient_at_a_fixed_opponent_is_the_exact_one(seat, monkey
 
 
 def test_past_selves_are_the_last_snapshots_and_the_share_of_prompts_that_they_play():
-    past = PastSelves([new_model(seed=n) for n in range(3)], every=5, share=0.5)
+    past = PastPolicies([new_model(seed=n) for n in range(3)], every=5, share=0.5)
     at = lambda version: [past.pick(seed, version) for seed in range(400)]  # noqa: E731
     for version, count in ((4, 1), (9, 2), (40, 3)):
         assert {id(one.model) for one in at(version) if one} == {*map(id, past.models[:count])}

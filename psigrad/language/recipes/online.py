@@ -39,7 +39,7 @@ from psigrad.language.rollout.collectors import ScoredRollout
 from psigrad.language.rollout.scoring import Scorer
 from psigrad.language.rollout.types import Prompts, Sampler, State
 from psigrad.language.training.online.annotators.old_log_probs import OldEntropy, OldLogProbs
-from psigrad.language.training.online.annotators.past_selves import PastSelves
+from psigrad.language.training.online.annotators.past_policies import PastPolicies
 from psigrad.language.training.online.annotators.reference import Reference
 from psigrad.language.training.online.annotators.values import Values
 from psigrad.language.training.online.online_run import Annotator, Online, ValueModel
@@ -122,7 +122,7 @@ def open_job(
         critic = _critic(config, model, checkpoint, journal.world) if algorithm.needs_critic and not value_head else None
         row_limits.check_positions(longest or model.max_length, reference=own_reference, critic=critic and critic.model)
         optimizer, world = optimizer_of(model, config, journal.world), journal.world
-        past = _past_selves(config, model, checkpoint, journal.world)
+        past = _past_policies(config, model, checkpoint, journal.world)
         learners = _learners(config, model, optimizer, critic, own_reference, past)
         fresh, pins = State(algorithm=algorithm.initial_state()), collect_pins(config, model.tokenizer, prepared, setup)
         pins |= {"engine": sampler.engine} if sampler.engine else {}
@@ -153,7 +153,7 @@ def _learners(
     optimizer: Optimizer,
     critic: ValueModel | None,
     reference: LanguageModel | Teacher | None,
-    past: PastSelves | None,
+    past: PastPolicies | None,
 ) -> list[Learner | Follower]:
     """Return the models whose weights a checkpoint stores: policy, critic, moving reference, and past selves."""
     learners: list[Learner | Follower] = [Learner(model, optimizer)]
@@ -164,13 +164,13 @@ def _learners(
     return learners + [Follower(one, f"past-{n}") for n, one in enumerate(past.models if past else ())]
 
 
-def _past_selves(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World) -> PastSelves | None:
+def _past_policies(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World) -> PastPolicies | None:
     """Return the past selves of the policy that are its opponents, from the checkpoint if there is one; None without them."""
     if not config.past_opponents:
         return None
     places = [checkpoint and checkpoint / f"past-{n}" for n in range(config.past_kept)]
     models = [load_start(config, model, checkpoint, world, saved=place) for place in places]
-    return PastSelves(models, config.past_every, config.past_opponents, config.sampling.max_decode_batch)
+    return PastPolicies(models, config.past_every, config.past_opponents, config.sampling.max_decode_batch)
 
 
 def _rollout(
@@ -180,7 +180,7 @@ def _rollout(
     scorer: Scorer | None,
     player: Player | None,
     world: World,
-    past: PastSelves | None,
+    past: PastPolicies | None,
 ) -> ScoredRollout:
     if isinstance(player, Games):  # evaluations play without past selves
         player = replace(player, opponents=past)
@@ -194,7 +194,7 @@ def _rollout(
     )
 
 
-def annotators_of(reference: LanguageModel | Teacher | None, past: PastSelves | None = None) -> list[Annotator]:
+def annotators_of(reference: LanguageModel | Teacher | None, past: PastPolicies | None = None) -> list[Annotator]:
     """Return the annotators of a run. Each adds its column only if the algorithm needs the column."""
     if reference is None:
         first: list[Annotator] = []

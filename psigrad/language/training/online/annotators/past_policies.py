@@ -14,7 +14,7 @@ from psigrad.language.training.online.annotators.reference import follow
 from psigrad.language.training.online.online_run import Annotator, Online
 
 
-class PastSelves(Annotator):
+class PastPolicies(Annotator):
     """The annotator that stores a snapshot of the policy every `every` steps, from the start on; `models` are the latest ones.
 
     Snapshot n, taken after n · every steps, is `models[n % len(models)]`. So the step alone says which models are snapshots. A
