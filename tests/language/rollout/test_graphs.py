@@ -13,9 +13,9 @@ from hybrid_models import HYBRID, network
 from psigrad import seeds
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import Lora, prepare
-from psigrad.language.rollout.samplers import embedded, recorded
+from psigrad.language.rollout.samplers import cuda_graph, embedded
+from psigrad.language.rollout.samplers.cuda_graph import CudaGraphDecoding
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
-from psigrad.language.rollout.samplers.recorded import RecordedDecoding
 from psigrad.language.rollout.types import Request, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=24, stop_token_ids=tuple(range(40)))  # some end early
@@ -57,7 +57,7 @@ def watch(monkeypatch, recorder):
     """Record on the CPU too; returns the shapes that are recorded, one list for each set of recordings."""
     shapes = []
 
-    class Watched(RecordedDecoding):
+    class Watched(CudaGraphDecoding):
         def __init__(self, *given):
             shapes.append([])
             super().__init__(*given, record=recorder)
@@ -67,7 +67,7 @@ def watch(monkeypatch, recorder):
                 shapes[-1].append((size, columns))
             super()._step(params, size, columns)
 
-    monkeypatch.setattr(embedded, "RecordedDecoding", Watched)
+    monkeypatch.setattr(embedded, "CudaGraphDecoding", Watched)
     monkeypatch.setattr(embedded, "fits", lambda *_: True)
     return shapes
 
@@ -172,7 +172,7 @@ def test_negative_control_a_recording_that_reads_nothing_new_differs(model, requ
 
 
 def test_on_a_cpu_nothing_is_recorded(model):
-    assert not recorded.fits(model, 1, 1)
+    assert not cuda_graph.fits(model, 1, 1)
 
 
 def test_uniform_numbers_on_the_device_are_those_of_the_host():

@@ -20,7 +20,7 @@ from rank_gradients import CASES, distance, gradient, make_models
 
 from psigrad.language.models import hf_attention, logprobs, tiny
 from psigrad.language.models.lora import Lora
-from psigrad.language.rollout.samplers import recorded
+from psigrad.language.rollout.samplers import cuda_graph
 from psigrad.language.rollout.types import State
 from psigrad.language.training.online.collect import collect
 from psigrad.language.training.online.online_rl import learn
@@ -38,7 +38,7 @@ def again(run):
 def gpu(monkeypatch):
     """gpu(): a block with a GPU, and what was asked of it."""
     asked = []
-    monkeypatch.setattr(recorded, "on_cuda", lambda: lambda run: asked.append("recording") or again(run))
+    monkeypatch.setattr(cuda_graph, "on_cuda", lambda: lambda run: asked.append("recording") or again(run))
     monkeypatch.setattr(hf_attention, "varlen_kernel", lambda: lambda *given: asked.append("attention") or oracle(*given))
     own = logprobs._RowLogProbs.apply
     monkeypatch.setattr(logprobs._RowLogProbs, "apply", lambda *given: asked.append("head") or own(*given))

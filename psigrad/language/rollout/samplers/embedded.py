@@ -20,9 +20,9 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.models.probe import difference
 from psigrad.language.rollout.samplers.cache import KVCache, SharedCache, new_cache, prefill
+from psigrad.language.rollout.samplers.cuda_graph import TOKENS_AT_ONCE, CudaGraphDecoding, fits
 from psigrad.language.rollout.samplers.dialogue import CachedDialogue
 from psigrad.language.rollout.samplers.distribution import draw
-from psigrad.language.rollout.samplers.recorded import TOKENS_AT_ONCE, RecordedDecoding, fits
 from psigrad.language.rollout.types import Completion, Dialogue, Request, Sampler, SamplingParams
 
 
@@ -52,7 +52,7 @@ class EmbeddedSampler(OwnWeights):
     A prompt is prefilled once for its group. Finished sequences leave immediately, and waiting groups enter as slots become free.
     A token depends on its seed and on the number of tokens before it, never on other sequences in the batch. Only the rounding of
     matrix products varies with the batch size. After each step `progress` gets its number of tokens. With `cuda_graphs`, decoding
-    steps are recorded and replayed if `recorded.fits`. The cache then persists between calls, which must not overlap.
+    steps are recorded and replayed if `cuda_graph.fits`. The cache then persists between calls, which must not overlap.
     """
 
     engine = "embedded 1"
@@ -65,7 +65,7 @@ class EmbeddedSampler(OwnWeights):
         cuda_graphs: bool = True,
     ) -> None:
         self.model, self.max_batch, self.progress, self.cuda_graphs = model, max_batch, progress, cuda_graphs
-        self._recorded: RecordedDecoding | None = None
+        self._recorded: CudaGraphDecoding | None = None
 
     @torch.inference_mode()
     def steps(
@@ -99,7 +99,7 @@ class EmbeddedSampler(OwnWeights):
         check_room(model, [Request(prompt, (0,)) for prompt in prompts], params, images=True)
         return CachedDialogue(model, prompts, without_placeholders(model, params))
 
-    def _recording(self, requests: list[Request], params: SamplingParams) -> RecordedDecoding | None:
+    def _recording(self, requests: list[Request], params: SamplingParams) -> CudaGraphDecoding | None:
         """Return recorded decoding steps with room for these requests, if possible those of the last call; None: not recorded."""
         own = self.model
         if not self.cuda_graphs or own.decoder is not None or own.root is not None or own.routing is not None or not requests:
@@ -118,7 +118,7 @@ class EmbeddedSampler(OwnWeights):
             room = next((room for room in rooms if fits(self.model, *room)), None)
             if room is None:
                 return None
-            self._recorded = RecordedDecoding(self.model, *room)
+            self._recorded = CudaGraphDecoding(self.model, *room)
         self._recorded.begin(params)
         return self._recorded
 
@@ -190,7 +190,7 @@ class _Batch:
         requests: list[Request],
         params: SamplingParams,
         max_batch: int,
-        recorded: RecordedDecoding | None,
+        recorded: CudaGraphDecoding | None,
         cache: ActivationCache | None,
     ) -> None:
         self.model, self.requests, self.params, self.max_batch = model, requests, params, max_batch

@@ -33,7 +33,7 @@ _KEPT = 4
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 
 
-class RecordedDecoding:
+class CudaGraphDecoding:
     """Recorded decoding steps of a model (CUDA graphs), and their cache, whose slots have full capacity from the start.
 
     Both persist between calls, since a recording contains the memory addresses of the cache and of the weights. A recording is
