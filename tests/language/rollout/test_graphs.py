@@ -172,7 +172,7 @@ def test_negative_control_a_recording_that_reads_nothing_new_differs(model, requ
 
 
 def test_on_a_cpu_nothing_is_recorded(model):
-    assert not cuda_graph.fits(model, 1, 1)
+    assert not cuda_graph.fits_on_gpu(model, 1, 1)
 
 
 def test_uniform_numbers_on_the_device_are_those_of_the_host():

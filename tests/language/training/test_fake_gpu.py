@@ -38,7 +38,7 @@ def again(run):
 def gpu(monkeypatch):
     """gpu(): a block with a GPU, and what was asked of it."""
     asked = []
-    monkeypatch.setattr(cuda_graph, "on_cuda", lambda: lambda run: asked.append("recording") or again(run))
+    monkeypatch.setattr(cuda_graph, "cuda_recorder", lambda: lambda run: asked.append("recording") or again(run))
     monkeypatch.setattr(hf_attention, "varlen_kernel", lambda: lambda *given: asked.append("attention") or oracle(*given))
     own = logprobs._RowLogProbs.apply
     monkeypatch.setattr(logprobs._RowLogProbs, "apply", lambda *given: asked.append("head") or own(*given))

@@ -248,7 +248,7 @@ class CachedPrompt:
         """The addresses of the first layer's keys and values, and the distance between layers, in bytes."""
 
 
-def addresses(prompts: list[CachedPrompt], layers: int) -> Tensor:
+def prompt_addresses(prompts: list[CachedPrompt], layers: int) -> Tensor:
     """Return the memory addresses [layers, 2, G] of the prompts' keys and values."""
     *first, apart = np.array([p.addresses for p in prompts], dtype=np.int64).reshape(-1, 3).T
     return torch.from_numpy(np.stack(first) + np.arange(layers)[:, None, None] * apart)
@@ -316,7 +316,7 @@ class SharedCache:
         self.slots = np.concatenate([self.slots, taken])
         self._met += len(new)
         self._arranged = None
-        return SharedPrefill(prompts, addresses(new, self.layers), starts, lengths, self.packed_weights)
+        return SharedPrefill(prompts, prompt_addresses(new, self.layers), starts, lengths, self.packed_weights)
 
     def decode(self) -> SharedDecode:
         """Return the layout of one decoding step: a new token for every active slot."""
@@ -377,7 +377,7 @@ class SharedCache:
             prompts = [self.prompts[number] for number in self.prompt[first[:-1]].tolist()]
             lengths = np.array([prompt.length for prompt in prompts])
             tables = (lengths, first, lengths.repeat(np.diff(first)))
-            self._arranged = Arrangement(addresses(prompts, self.layers), *map(torch.from_numpy, tables))
+            self._arranged = Arrangement(prompt_addresses(prompts, self.layers), *map(torch.from_numpy, tables))
         return self._arranged
 
 

@@ -45,8 +45,8 @@ class CudaGraphDecoding:
         """Create the cache; `longest` is the capacity of a slot, in tokens. Call `begin` before each batch."""
         self.model = model
         self.cache = KVCache(slots, longest)
-        self.weights = addresses(model)
-        self._record = record or on_cuda()
+        self.weights = weight_addresses(model)
+        self._record = record or cuda_recorder()
         self._kept: dict[Hashable, dict[tuple[int, int], Callable[[], None]]] = {}
         device = model.device
         # For each slot: its last token, the position of the next, the number of drawn tokens, and the seed.
@@ -55,10 +55,10 @@ class CudaGraphDecoding:
         self.ids = torch.zeros(TOKENS_AT_ONCE, slots, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(TOKENS_AT_ONCE, 2, slots, device=device)
 
-    def serves(self, slots: int, longest: int) -> bool:
+    def fits(self, slots: int, longest: int) -> bool:
         """Return True if the recordings use the model's current weights, and `slots` sequences of `longest` tokens have room."""
         room = self.cache.slots >= slots and self.cache.longest >= longest
-        return room and self.weights == addresses(self.model)
+        return room and self.weights == weight_addresses(self.model)
 
     def begin(self, params: SamplingParams) -> None:
         """Empty all slots, and select the recordings of this distribution and of the active adapters."""
@@ -117,7 +117,7 @@ class CudaGraphDecoding:
         self.at.add_(1)
 
 
-def fits(model: LanguageModel, slots: int, longest: int) -> bool:
+def fits_on_gpu(model: LanguageModel, slots: int, longest: int) -> bool:
     """Return True if the model is on a GPU and these slots, of `longest` tokens each, take at most a fifth of its memory."""
     if model.device.type != "cuda":
         return False
@@ -126,7 +126,7 @@ def fits(model: LanguageModel, slots: int, longest: int) -> bool:
     return bool(5 * values * model.network.dtype.itemsize <= memory)
 
 
-def addresses(model: LanguageModel) -> tuple[int, ...]:
+def weight_addresses(model: LanguageModel) -> tuple[int, ...]:
     """Return the memory addresses of the weights."""
     return tuple(p.data_ptr() for p in model.network.parameters())
 
@@ -137,7 +137,7 @@ def active_adapters(model: LanguageModel) -> Hashable:
     return tuple((layer.disable_adapters, *layer.active_adapters, *getattr(layer, "merged_adapters", ())) for layer in layers)
 
 
-def on_cuda() -> Recorder:
+def cuda_recorder() -> Recorder:
     """Return a function that records CUDA graphs, which share one memory pool.
 
     It runs the function once before recording, so that first allocations and choices of kernels are not in the graph.

@@ -20,7 +20,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.models.probe import difference
 from psigrad.language.rollout.samplers.cache import KVCache, SharedCache, new_cache, prefill
-from psigrad.language.rollout.samplers.cuda_graph import TOKENS_AT_ONCE, CudaGraphDecoding, fits
+from psigrad.language.rollout.samplers.cuda_graph import TOKENS_AT_ONCE, CudaGraphDecoding, fits_on_gpu
 from psigrad.language.rollout.samplers.dialogue import CachedDialogue
 from psigrad.language.rollout.samplers.distribution import draw
 from psigrad.language.rollout.types import Completion, Dialogue, Request, Sampler, SamplingParams
@@ -52,7 +52,7 @@ class EmbeddedSampler(OwnWeights):
     A prompt is prefilled once for its group. Finished sequences leave immediately, and waiting groups enter as slots become free.
     A token depends on its seed and on the number of tokens before it, never on other sequences in the batch. Only the rounding of
     matrix products varies with the batch size. After each step `progress` gets its number of tokens. With `cuda_graphs`, decoding
-    steps are recorded and replayed if `cuda_graph.fits`. The cache then persists between calls, which must not overlap.
+    steps are recorded and replayed if `cuda_graph.fits_on_gpu`. The cache then persists between calls, which must not overlap.
     """
 
     engine = "embedded 1"
@@ -65,7 +65,7 @@ class EmbeddedSampler(OwnWeights):
         cuda_graphs: bool = True,
     ) -> None:
         self.model, self.max_batch, self.progress, self.cuda_graphs = model, max_batch, progress, cuda_graphs
-        self._recorded: CudaGraphDecoding | None = None
+        self._graphs: CudaGraphDecoding | None = None
 
     @torch.inference_mode()
     def steps(
@@ -107,20 +107,20 @@ class EmbeddedSampler(OwnWeights):
         if own.vision is not None and own.vision.axes:  # recorded steps do not support M-RoPE
             return None
         slots, longest = _room_for(requests, params, self.max_batch)
-        if self._recorded is None or not self._recorded.serves(slots, longest):
+        if self._graphs is None or not self._graphs.fits(slots, longest):
             # Round up, so that the slightly longer prompts of the next call need no new recording.
             slots = min(self.max_batch, 1 << (slots - 1).bit_length())
             longest = min(self.model.max_length, -(-longest // 256) * 256)
             rooms = [(slots, longest)]
-            if self._recorded is not None:  # the sizes of earlier calls will recur
-                rooms.insert(0, (max(slots, self._recorded.cache.slots), max(longest, self._recorded.cache.longest)))
-            self._recorded = None  # free its memory before the next allocates
-            room = next((room for room in rooms if fits(self.model, *room)), None)
+            if self._graphs is not None:  # the sizes of earlier calls will recur
+                rooms.insert(0, (max(slots, self._graphs.cache.slots), max(longest, self._graphs.cache.longest)))
+            self._graphs = None  # free its memory before the next allocates
+            room = next((room for room in rooms if fits_on_gpu(self.model, *room)), None)
             if room is None:
                 return None
-            self._recorded = CudaGraphDecoding(self.model, *room)
-        self._recorded.begin(params)
-        return self._recorded
+            self._graphs = CudaGraphDecoding(self.model, *room)
+        self._graphs.begin(params)
+        return self._graphs
 
 
 def without_placeholders(model: LanguageModel, params: SamplingParams) -> SamplingParams:
@@ -190,7 +190,7 @@ class _Batch:
         requests: list[Request],
         params: SamplingParams,
         max_batch: int,
-        recorded: CudaGraphDecoding | None,
+        graphs: CudaGraphDecoding | None,
         cache: ActivationCache | None,
     ) -> None:
         self.model, self.requests, self.params, self.max_batch = model, requests, params, max_batch
@@ -205,9 +205,9 @@ class _Batch:
         )
         self.firsts = firsts
         slots, longest = _room_for(requests, params, max_batch)
-        self.recorded = recorded
+        self.graphs = graphs
         self.cache: KVCache | SharedCache
-        self.cache = new_cache(model, slots, longest, params.max_tokens) if recorded is None else recorded.cache
+        self.cache = new_cache(model, slots, longest, params.max_tokens) if graphs is None else graphs.cache
         self.sequences = np.zeros(0, dtype=np.int64)
         self.ids = np.zeros((len(self.seeds), params.max_tokens), dtype=np.int64)
         self.logprobs = np.zeros((2, len(self.seeds), params.max_tokens), dtype=np.float32)
@@ -251,9 +251,9 @@ class _Batch:
         """Decode a token for every sequence in the batch, or several if steps are recorded. Returns the number of tokens."""
         counts = self.counts[self.sequences]
         last = self.ids[self.sequences, counts - 1]
-        if self.recorded is not None:
+        if self.graphs is not None:
             steps = min(TOKENS_AT_ONCE, self.params.max_tokens - int(counts.min()))
-            ids, logprobs = self.recorded.decode(last, counts, self.seeds[self.sequences], steps)
+            ids, logprobs = self.graphs.decode(last, counts, self.seeds[self.sequences], steps)
             return self._write(ids, logprobs, self.sequences)
         step = self.cache.decode()
         keep = self._keep()
