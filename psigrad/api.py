@@ -136,7 +136,11 @@ def _in_memory(objects: GivenModel, named: Mapping[str, Any], recipe: str) -> di
             "the model first."
         )
     network: Any = objects.network
-    sees = {} if images.sight_of(objects.tokenizer) is None or always_sees(network.config.model_type) else {"model.vision": True}
+    sees = (
+        {}
+        if images.image_format_of(objects.tokenizer) is None or always_sees(network.config.model_type)
+        else {"model.vision": True}
+    )
     return {"run.output_dir": folder, "model.path": start, "model.dtype": objects.dtype, **sees}
 
 

@@ -25,7 +25,7 @@ class Pictures:
     """The images of a server's requests. One is decoded at a time, so that their memory does not add up."""
 
     def __init__(self, engine: SamplingEngine) -> None:
-        self.engine, self.sight = engine, images.sight_of(engine.model.tokenizer)
+        self.engine, self.image_format = engine, images.image_format_of(engine.model.tokenizer)
         self._decoding, self._lock = threading.Lock(), threading.Lock()
         self._own: dict[str, int] = {}
         """The bytes of each image that this server has kept, the oldest first."""
@@ -34,7 +34,7 @@ class Pictures:
     @property
     def refusal(self) -> str:
         """The reason why no image is read here; empty if images are read."""
-        if self.sight is None:
+        if self.image_format is None:
             return (
                 "an image, and this model reads text alone; leave it out, or serve a vision-language model (Qwen 3.5: --vision)"
             )
@@ -77,7 +77,7 @@ class Pictures:
             except ValueError as error:
                 raise ApiError(f"{place} {error}.", param=place, code="invalid_image") from None
         left[0] -= picture.width * picture.height
-        left[1] -= self.sight.count(picture)
+        left[1] -= self.image_format.count(picture)
         if left[0] < 0:
             why = f"The request's images have more than {MOST_PIXELS:,} pixels; send smaller ones, or fewer."
             raise ApiError(why, param=place, code="image_too_large")
@@ -86,13 +86,13 @@ class Pictures:
             why = f"The request's images have more tokens than this model's {most} positions; send smaller ones, or fewer."
             raise ApiError(why, param=place, code="context_length_exceeded")
         with self._lock:
-            if picture.digest in self._own or not images.is_known(picture.digest):
+            if picture.digest in self._own or not images.is_registered(picture.digest):
                 self._own[picture.digest] = self._own.pop(picture.digest, len(picture.data or b""))
-            return {"type": "text", "text": images.keep(picture)}
+            return {"type": "text", "text": images.register(picture)}
 
     def shown_ids(self, ids: Sequence[int]) -> list[int]:
         """Return a prompt's tokens as clients get them: ids of the vocabulary, with the placeholder in place of image tokens."""
-        return list(ids) if self.sight is None else images.without_images(ids, self.sight.token_id)
+        return list(ids) if self.image_format is None else images.without_images(ids, self.image_format.token_id)
 
     def hold(self, row: Row) -> None:
         """Keep a request's images as long as its row."""
@@ -109,7 +109,7 @@ class Pictures:
                 break
             if self._used[digest] <= 0:
                 held -= self._own.pop(digest, size)
-                images.forget(digest)
+                images.unregister(digest)
 
 
 def refuse_marks(texts: Mapping[str, Any]) -> None:

@@ -66,8 +66,11 @@ class Picture:
         return upright(self.read())
 
 
-class Sight(Protocol):
-    """The form of images in a model family's prompts: a placeholder token for each feature. `see` attaches it to a tokenizer."""
+class ImageFormat(Protocol):
+    """The form of images in a model family's prompts: a placeholder token for each feature.
+
+    `attach_image_format` attaches it to a tokenizer.
+    """
 
     @property
     def placeholder(self) -> str:
@@ -91,48 +94,48 @@ class Sight(Protocol):
         """Return the number of the image's features."""
 
 
-_SIGHT = "psigrad_sight"
+_IMAGE_FORMAT = "psigrad_image_format"
 
 
-def see(tokenizer: Any, sight: Sight | None) -> None:
-    """Attach a `Sight` to a tokenizer, so that its prompts may have images. With None, prompts are text only."""
-    setattr(tokenizer, _SIGHT, sight)
+def attach_image_format(tokenizer: Any, image_format: ImageFormat | None) -> None:
+    """Attach a `ImageFormat` to a tokenizer, so that its prompts may have images. With None, prompts are text only."""
+    setattr(tokenizer, _IMAGE_FORMAT, image_format)
 
 
-def sight_of(tokenizer: Any) -> Any:
-    """Return the `Sight` that `see` attached to a tokenizer; None if its model reads only text."""
-    return getattr(tokenizer, _SIGHT, None)
+def image_format_of(tokenizer: Any) -> Any:
+    """Return the `ImageFormat` that `attach_image_format` attached to a tokenizer; None if its model reads only text."""
+    return getattr(tokenizer, _IMAGE_FORMAT, None)
 
 
-_album: dict[str, Picture] = {}
+_register: dict[str, Picture] = {}
 _by_first: dict[int, str] = {}
 _run: list[Path] = []
 
 
-def keep(picture: Picture) -> str:
+def register(picture: Picture) -> str:
     """Register an image in this process, and return its mark. An image with the same content is registered only once."""
     other = _by_first.setdefault(first_id(picture.digest), picture.digest)
     if other != picture.digest:
         raise UserError(
-            f"The images {_album[other].path} and {picture.path} share 46 bits of their SHA-256; change a pixel of one."
+            f"The images {_register[other].path} and {picture.path} share 46 bits of their SHA-256; change a pixel of one."
         )
-    if picture.digest not in _album or picture.data is not None:
-        _album[picture.digest] = _stored(picture, _run[0]) if _run else picture
+    if picture.digest not in _register or picture.data is not None:
+        _register[picture.digest] = _stored(picture, _run[0]) if _run else picture
     return f"\ufffc{picture.digest}\ufffc"
 
 
-def is_known(digest: str) -> bool:
+def is_registered(digest: str) -> bool:
     """Return True if an image with this SHA-256 is registered in this process."""
-    return digest in _album
+    return digest in _register
 
 
-def forget(digest: str) -> None:
+def unregister(digest: str) -> None:
     """Remove an image from the register, once nothing refers to it."""
-    if (held := _album.pop(digest, None)) is not None:
+    if (held := _register.pop(digest, None)) is not None:
         _by_first.pop(first_id(held.digest), None)
 
 
-def keep_in(folder: Path | None, digests: Iterable[str] = ()) -> None:
+def store_in(folder: Path | None, digests: Iterable[str] = ()) -> None:
     """Store a run's images in this folder: those of its rows (`digests`), and all that are registered later. None stops this.
 
     Images given as bytes become files named by their SHA-256. For images given as files, paths.jsonl has the paths. A resumed
@@ -141,8 +144,8 @@ def keep_in(folder: Path | None, digests: Iterable[str] = ()) -> None:
     _run[:] = [] if folder is None else [folder]
     if folder is None:
         return
-    found = [_album[digest] for digest in dict.fromkeys(digests)]
-    _album.update({one.digest: _stored(one, folder) for one in found})
+    found = [_register[digest] for digest in dict.fromkeys(digests)]
+    _register.update({one.digest: _stored(one, folder) for one in found})
     paths = {one.digest: one for one in found if one.data is None and one.path is not None and one.path.parent != folder}
     if lines := [json.dumps([digest, str(one.path), one.width, one.height]) for digest, one in sorted(paths.items())]:
         _write(folder / "paths.jsonl", "".join(f"{line}\n" for line in lines).encode())
@@ -180,11 +183,11 @@ def _recall(begins: str) -> Iterable[Picture]:
 
 def picture(digest: str) -> Picture:
     """Return the image with this SHA-256. Raises `UserError` if neither this process nor the run's folder has it."""
-    if digest not in _album and (found := next(iter(_recall(digest)), None)) is not None:
-        keep(found)
-    if digest not in _album:
+    if digest not in _register and (found := next(iter(_recall(digest)), None)) is not None:
+        register(found)
+    if digest not in _register:
         raise UserError(f"The image {digest[:12]}… is not among the images of this run; read its rows first.")
-    return _album[digest]
+    return _register[digest]
 
 
 def first_id(digest: str) -> int:
@@ -200,11 +203,11 @@ def split_id(token: int) -> tuple[Picture, int]:
         begins = f"{(first ^ FIRST) >> _PLACES << 2:012x}"[:11]
         for one in _recall(begins):
             if first_id(one.digest) == first:
-                keep(one)
+                register(one)
     known = _by_first.get(first)
     if known is None:
         raise UserError("A prompt has tokens of an image that is not among the images of this run; read its rows first.")
-    return _album[known], place
+    return _register[known], place
 
 
 def without_images(ids: Iterable[int], token_id: int) -> list[int]:
@@ -215,16 +218,16 @@ def without_images(ids: Iterable[int], token_id: int) -> list[int]:
 def decode(tokenizer: Any, ids: Iterable[int], **options: Any) -> str:
     """Return the text of ids for display, with a label in place of each image, such as [image 640×480 3fa2b1]."""
     kept, labels = [], []
-    sight = sight_of(tokenizer)
+    image_format = image_format_of(tokenizer)
     for token in ids:
         if token < FIRST:
             kept.append(token)
-        elif sight is not None and (one := label_of(token)):
-            kept.append(sight.token_id)
+        elif image_format is not None and (one := label_of(token)):
+            kept.append(image_format.token_id)
             labels.append(one)
     made = tokenizer.decode(kept, **options)
     text = made if isinstance(made, str) else "".join(made)
-    word = str(tokenizer.convert_ids_to_tokens(sight.token_id)) if sight is not None and labels else ""
+    word = str(tokenizer.convert_ids_to_tokens(image_format.token_id)) if image_format is not None and labels else ""
     for one in labels:
         text = text.replace(word, one, 1)
     return text
@@ -232,7 +235,7 @@ def decode(tokenizer: Any, ids: Iterable[int], **options: Any) -> str:
 
 def label(digest: str) -> str:
     """Return an image's label for display: its size if it is known, and the start of its SHA-256."""
-    known = _album.get(digest)
+    known = _register.get(digest)
     return f"[image {f'{known.width}×{known.height} ' if known else ''}{digest[:6]}]"
 
 
@@ -299,7 +302,9 @@ def _open_all(value: Any) -> Any:
     return value
 
 
-def marked(text: str, messages: Iterable[Mapping[str, Any]], sight: Sight | None) -> tuple[str, list[tuple[int, int]]]:
+def marked(
+    text: str, messages: Iterable[Mapping[str, Any]], image_format: ImageFormat | None
+) -> tuple[str, list[tuple[int, int]]]:
     """Replace the placeholders of images in a rendered text by marks. Return the text, and a shift for each image.
 
     A shift is (the index of the placeholder, the number of characters by which the mark is longer). Raises `ValueError` if the
@@ -313,9 +318,9 @@ def marked(text: str, messages: Iterable[Mapping[str, Any]], sight: Sight | None
     ]
     if not wanted:
         return text, []
-    if sight is None:
+    if image_format is None:
         raise ValueError("it has an image, and the model reads text alone; use a vision-language model")
-    at, made, moves, word = 0, "", [], sight.placeholder
+    at, made, moves, word = 0, "", [], image_format.placeholder
     for part in wanted:
         piece = word if "sha256" in part else part["text"].strip()
         found = text.find(piece, at)
@@ -329,7 +334,7 @@ def marked(text: str, messages: Iterable[Mapping[str, Any]], sight: Sight | None
     return made + text[at:], moves
 
 
-def written(text: str, sight: Sight | None) -> tuple[str, list[Picture]]:
+def written(text: str, image_format: ImageFormat | None) -> tuple[str, list[Picture]]:
     """Return a text for the tokenizer, with placeholder tokens in place of image marks, and its images in order.
 
     Raises `UserError` if the model reads only text.
@@ -339,24 +344,24 @@ def written(text: str, sight: Sight | None) -> tuple[str, list[Picture]]:
     found = [picture(digest) for digest in MARK.findall(text)]
     if not found:
         return text, []
-    if sight is None:
+    if image_format is None:
         raise UserError("The prompt has an image, and the model reads text alone; give a vision-language model.")
-    return MARK.sub(lambda mark: sight.expand(picture(mark[1])), text), found
+    return MARK.sub(lambda mark: image_format.expand(picture(mark[1])), text), found
 
 
-def with_images(ids: Sequence[int], pictures: Sequence[Picture], sight: Sight) -> list[int]:
+def with_images(ids: Sequence[int], pictures: Sequence[Picture], image_format: ImageFormat) -> list[int]:
     """Return encoded ids in which each image's own ids replace its placeholder tokens.
 
     Raises `UserError` if there are more or fewer placeholders than features, for example because a text contains one.
     """
-    own = [first_id(one.digest) + place for one in pictures for place in range(sight.count(one))]
-    if (count := sum(token == sight.token_id for token in ids)) != len(own):
+    own = [first_id(one.digest) + place for one in pictures for place in range(image_format.count(one))]
+    if (count := sum(token == image_format.token_id for token in ids)) != len(own):
         raise UserError(
             f"The text has {count} image tokens, and its {len(pictures)} images have {len(own)} features; leave "
-            f"{sight.placeholder!r} out of the text."
+            f"{image_format.placeholder!r} out of the text."
         )
     left = iter(own)
-    return [next(left) if token == sight.token_id else token for token in ids]
+    return [next(left) if token == image_format.token_id else token for token in ids]
 
 
 def upright(data: bytes, *, small: bool = False) -> Image:

@@ -64,9 +64,9 @@ def test_the_three_apis_read_an_image_as_a_row_and_sample_its_tokens(behind, cli
     ask = {"model": "eyes", "seed": 7, "max_tokens": 6, "extra_body": {"return_token_ids": True}}
     first = client.chat.completions.create(messages=talk, **ask)
     row = from_rows([{"prompt": talk}], "prompt-only").rows[0]
-    ids, sight = prompt_ids(served.tokenizer, row), served.pictures.sight
-    assert sum(token >= images.FIRST for token in ids) == sum(sight.count(images.picture(d)) for d in digests(row)) > 0
-    assert first.prompt_token_ids == images.without_images(ids, sight.token_id)
+    ids, image_format = prompt_ids(served.tokenizer, row), served.pictures.image_format
+    assert sum(token >= images.FIRST for token in ids) == sum(image_format.count(images.picture(d)) for d in digests(row)) > 0
+    assert first.prompt_token_ids == images.without_images(ids, image_format.token_id)
     assert first.usage.prompt_tokens == len(ids)
     want = served.engine.submit(ids, served.call({}, row, tuple(ids), {"max_tokens": 6}).params, 7).result()
     assert tuple(first.choices[0].token_ids) == want.ids
@@ -178,21 +178,21 @@ def test_refusals_are_in_the_endpoint_s_own_form_and_place(behind, monkeypatch):
         "1,000 pixels"
         in refused("chat/completions", {"messages": [{"role": "user", "content": chat_parts(RED, BLUE)}]})["message"]
     )
-    monkeypatch.setattr(served.pictures, "sight", None)
+    monkeypatch.setattr(served.pictures, "image_format", None)
     assert "reads text alone; leave it out" in refused("chat/completions", mine)["message"]
 
 
 @of_one
 def test_images_that_no_request_has_are_dropped_beyond_their_bytes(client, monkeypatch):
     drawn = [encoded(draw((i, 1, 2), (9, 9))) for i in range(4)]
-    names = [images.keep(vision_models.known(one, 9, 9))[1:-1] for one in drawn]
+    names = [images.register(vision_models.known(one, 9, 9))[1:-1] for one in drawn]
     for name in names:
-        images.forget(name)
+        images.unregister(name)
     monkeypatch.setattr(pictures, "KEPT_BYTES", 2 * len(drawn[0]) + 10)
     for one in drawn:
         client.chat.completions.create(model="eyes", messages=[{"role": "user", "content": chat_parts(one)}], max_tokens=1)
         gc.collect()
-    assert not images.is_known(names[0]) and images.is_known(names[-1])
+    assert not images.is_registered(names[0]) and images.is_registered(names[-1])
     again = client.chat.completions.create(
         model="eyes", messages=[{"role": "user", "content": chat_parts(drawn[0])}], max_tokens=1
     )

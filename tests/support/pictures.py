@@ -32,12 +32,12 @@ class Wrapped:
         return -(-picture.width // 8)
 
 
-def tokenizer(chat_template: str = PARTS_CHATML, sight: bool = True) -> Any:
+def tokenizer(chat_template: str = PARTS_CHATML, image_format: bool = True) -> Any:
     made = tiny.tokenizer(["how many red squares are there user assistant system tool\n"] * 3, 300)
     made.add_special_tokens({"additional_special_tokens": [EDGE, WHOLE, IMAGE]})
     made.chat_template = chat_template
-    if sight:
-        images.see(made, Wrapped(made.convert_tokens_to_ids(IMAGE)))
+    if image_format:
+        images.attach_image_format(made, Wrapped(made.convert_tokens_to_ids(IMAGE)))
     return made
 
 

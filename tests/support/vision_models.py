@@ -136,16 +136,16 @@ def known(data: bytes, width: int, height: int) -> images.Picture:
     import hashlib
 
     made = images.Picture(hashlib.sha256(data).hexdigest(), width, height, data=data)
-    images.keep(made)
+    images.register(made)
     return made
 
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:
     """Return the ids of a text with marks."""
-    sight = images.sight_of(tokenizer)
-    out, pictures = images.written(text, sight)
+    image_format = images.image_format_of(tokenizer)
+    out, pictures = images.written(text, image_format)
     ids = tokenizer(out, add_special_tokens=False)["input_ids"]
-    return images.with_images(ids, pictures, sight) if pictures else ids
+    return images.with_images(ids, pictures, image_format) if pictures else ids
 
 
 class _WithoutVideo(t.Qwen3VLProcessor):
@@ -157,8 +157,8 @@ class _WithoutVideo(t.Qwen3VLProcessor):
 
 def processor_of(family: str, tokenizer: Any) -> Any:
     """Return transformers' own processor of a family around this tokenizer, with the text that stands for an image."""
-    sight = images.sight_of(tokenizer)
-    own = sight.processor
+    image_format = images.image_format_of(tokenizer)
+    own = image_format.processor
     if family == "gemma3":
         begin, end = MARKS["gemma3"][1:]
         for name, token in (("boi_token", begin), ("eoi_token", end), ("image_token", MARKS["gemma3"][0])):
@@ -166,8 +166,8 @@ def processor_of(family: str, tokenizer: Any) -> Any:
             setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
         made = t.Gemma3Processor(own, tokenizer, image_seq_length=4)
     elif family in ("idefics3", "smolvlm"):
-        made = t.Idefics3Processor(own, copy.deepcopy(tokenizer), image_seq_len=sight.each)
+        made = t.Idefics3Processor(own, copy.deepcopy(tokenizer), image_seq_len=image_format.each)
     else:
         made = _WithoutVideo(own, tokenizer, None)
-    made.psigrad_place = lambda mark: sight.placeholder
+    made.psigrad_place = lambda mark: image_format.placeholder
     return made

@@ -131,7 +131,7 @@ class _Reader:
         except (OSError, ValueError) as error:
             self.fail(where, f"{error}{advice}")
         self.moves = self.moves or moves
-        return images.keep(picture)
+        return images.register(picture)
 
 
 def read(given: Any, base: Path) -> tuple[Picture, bool]:
@@ -192,7 +192,9 @@ def observed(said: Any) -> Any:
     """
 
     def join(parts: list[Any]) -> str:
-        return "".join(images.keep(read(source_of(part), Path())[0]) if is_image(part) else plain(_text(part)) for part in parts)
+        return "".join(
+            images.register(read(source_of(part), Path())[0]) if is_image(part) else plain(_text(part)) for part in parts
+        )
 
     def plain(text: str) -> str:
         if MARK.search(text):

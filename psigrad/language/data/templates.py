@@ -281,8 +281,8 @@ def _encodable(text: str) -> str:
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
     # verbose=False suppresses the tokenizer's warning about its model's limit: psigrad checks `max_length` itself.
-    text, known, sight = _encodable(text), dialect.specials_of(tokenizer), images.sight_of(tokenizer)
-    text, pictures = images.written(text, sight)
+    text, known, image_format = _encodable(text), dialect.specials_of(tokenizer), images.image_format_of(tokenizer)
+    text, pictures = images.written(text, image_format)
     if special or not _is_plain(known.backend):
         ids = list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
     elif (ahead := known.ahead.get(text)) is not None:
@@ -291,8 +291,8 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = Fa
         ids = known.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
     # Rendered text has a BOS already, and the tokenizer adds a second one.
     check_known(tokenizer, ids)
-    if sight is not None and (pictures or sight.token_id in ids):
-        ids = images.with_images(ids, pictures, sight)
+    if image_format is not None and (pictures or image_format.token_id in ids):
+        ids = images.with_images(ids, pictures, image_format)
     doubled = special and tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2
     return ids[1:] if doubled and not text.startswith(2 * str(tokenizer.bos_token)) else ids
 

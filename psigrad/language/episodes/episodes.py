@@ -333,11 +333,11 @@ def _begin(
 
 def mark_images(tokenizer: Any, said: Any, step: Step | None = None) -> Any:
     """Return an observation with marks in place of its images, or the step that it belongs to; a fault if it cannot be read."""
-    sight = images.sight_of(tokenizer)
+    image_format = images.image_format_of(tokenizer)
     try:
         read: Any = said if said is None or isinstance(said, Fault) else observed(said)
-        if sight is not None and sight.placeholder in str(read):
-            raise ValueError(f"has the text {sight.placeholder!r}, which stands for an image")
+        if image_format is not None and image_format.placeholder in str(read):
+            raise ValueError(f"has the text {image_format.placeholder!r}, which stands for an image")
     except ValueError as error:
         return Fault(f"the environment's observation {error}")
     return read if step is None else step._replace(observation=read)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from psigrad import redaction
 from psigrad.errors import UserError, reason_of
-from psigrad.language.images import FIRST, sight_of
+from psigrad.language.images import FIRST, image_format_of
 from psigrad.language.models import attention
 from psigrad.language.models.experts import Balance, Routing
 from psigrad.language.models.fused.caches import ActivationCache, CacheHit
@@ -130,7 +130,7 @@ class Pretrained(ABC):
     @property
     def vision(self) -> Vision | None:
         """The reader of the images in prompts; None if the model reads text alone."""
-        found: Vision | None = sight_of(self.tokenizer)
+        found: Vision | None = image_format_of(self.tokenizer)
         return found
 
     @property

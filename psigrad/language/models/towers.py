@@ -21,7 +21,7 @@ from torch import nn
 
 from psigrad import redaction
 from psigrad.errors import UserError
-from psigrad.language.images import sight_of
+from psigrad.language.images import image_format_of
 from psigrad.language.models.coded_linear import CODED_BASE, coded_as
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a model's weights, tokenizer and image processor to `folder` in Hugging Face format, with its towers."""
     save_pretrained(model, folder)
     tokenizer.save_pretrained(folder)
-    if (vision := sight_of(tokenizer)) is not None:
+    if (vision := image_format_of(tokenizer)) is not None:
         vision.save(folder)
     if not put_back(getattr(model, "network", model), folder):
         redaction.say(f"{folder} holds the text half alone: the names of its weights are not those of the checkpoint it is from.")

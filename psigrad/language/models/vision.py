@@ -67,7 +67,7 @@ class _Held:
 
 
 class Vision:
-    """The images of one model family: their text in prompts, and their features. A tokenizer has one as its `images.Sight`.
+    """The images of one model family: their text in prompts, and their features. A tokenizer has one as its `images.ImageFormat`.
 
     If `two_way`, the tokens of an image attend to each other in both directions. If `axes`, an image token has a position in
     time, height and width (M-RoPE).
@@ -99,11 +99,11 @@ class Vision:
         return hashlib.sha256(f"{transformers.__version__}\n{settings}".encode()).hexdigest()
 
     def expand(self, picture: Picture) -> str:
-        """Return the text of an image in a prompt, with one placeholder per feature; see `Sight`."""
+        """Return the text of an image in a prompt, with one placeholder per feature; see `ImageFormat`."""
         return self.placeholder * self.count(picture)
 
     def count(self, picture: Picture) -> int:
-        """Return the number of an image's features; see `Sight`."""
+        """Return the number of an image's features; see `ImageFormat`."""
         raise NotImplementedError
 
     def pixels(self, pictures: Sequence[Picture]) -> tuple[Tensor, ...]:
@@ -219,7 +219,7 @@ class Tiles(Vision):
         return int(rows), int(columns)
 
     def expand(self, picture: Picture) -> str:
-        """Return the text of an image in a prompt, tile by tile, and then the whole image; see `Sight`."""
+        """Return the text of an image in a prompt, tile by tile, and then the whole image; see `ImageFormat`."""
         rows, columns = self._tiles(picture)
         edge, tile = "<fake_token_around_image>", self.placeholder * self.each
         whole = f"{edge}<global-img>{tile}{edge}"
@@ -227,7 +227,7 @@ class Tiles(Vision):
         return "".join(lines) + ("\n" if rows else "") + whole
 
     def count(self, picture: Picture) -> int:
-        """Return the number of features of an image with all its tiles; see `Sight`."""
+        """Return the number of features of an image with all its tiles; see `ImageFormat`."""
         rows, columns = self._tiles(picture)
         return self.each * (rows * columns + 1)
 
@@ -249,11 +249,11 @@ class Blocks(Vision):
         self.placeholder = begin
 
     def expand(self, picture: Picture) -> str:
-        """Return the text of an image in a prompt, which is the same for all images; see `Sight`."""
+        """Return the text of an image in a prompt, which is the same for all images; see `ImageFormat`."""
         return self._whole
 
     def count(self, picture: Picture) -> int:
-        """Return the number of an image's features, which is the same for all images; see `Sight`."""
+        """Return the number of an image's features, which is the same for all images; see `ImageFormat`."""
         return int(self.config.mm_tokens_per_image)
 
     def place(self, inputs: ForwardInputs) -> ForwardInputs:
@@ -286,7 +286,7 @@ class Grid(Vision):
         return height // factor, width // factor
 
     def count(self, picture: Picture) -> int:
-        """Return the number of an image's features; see `Sight`."""
+        """Return the number of an image's features; see `ImageFormat`."""
         rows, columns = self._grid(picture)
         return rows * columns
 
@@ -378,8 +378,8 @@ def why_not_text(config: Any) -> str:
 def settle_vision(tokenizer: Any, network: Any, path: str) -> None:
     """Allow images in the tokenizer's prompts if `network`, loaded from `path`, has a vision tower; forbid them otherwise."""
     if not hasattr(network, "get_image_features"):
-        images.see(tokenizer, None)
-    elif images.sight_of(tokenizer) is None:
+        images.attach_image_format(tokenizer, None)
+    elif images.image_format_of(tokenizer) is None:
         attach(tokenizer, path)
 
 
@@ -396,7 +396,7 @@ def attach(tokenizer: Any, path: str, config: Any = None) -> None:
             return
         processor = AutoImageProcessor.from_pretrained(path, backend="pil")
         config = config or AutoConfig.from_pretrained(path)
-        images.see(tokenizer, FAMILIES[kind](processor, config, tokenizer, processor_files(path)))
+        images.attach_image_format(tokenizer, FAMILIES[kind](processor, config, tokenizer, processor_files(path)))
     except (OSError, ValueError, KeyError, ImportError):
         return  # a checkpoint without the processor's files reads text alone
 

@@ -38,8 +38,8 @@ def collect_pins(
     `judges` are the reward and the held-out metric, whose functions are pinned too.
     """
     content = pins.hash_parts({"tokenizer": tokenizer.get_vocab(), "chat_template": tokenizer.chat_template})
-    if (sight := images.sight_of(tokenizer)) is not None:
-        content["processor"] = str(getattr(sight, "version", ""))
+    if (image_format := images.image_format_of(tokenizer)) is not None:
+        content["processor"] = str(getattr(image_format, "version", ""))
     rows = prepared.sums or sum_parts(prepared)
     day = {"date": day_of(tokenizer).isoformat()} if prints_date(tokenizer) else {}
     return {**rows, **content, **day, **_models(config), **_code(config, judges), **pins_of(config.run, kernels())}

@@ -158,11 +158,11 @@ def prepare(
     first, and the ranks on its disk then read them from the cache, which is memory-mapped.
     """
     folder = journal.folder.path / "images"
-    images.keep_in(folder)
+    images.store_in(folder)
 
     def prepared(tell: Tell) -> PreparedRows[T]:
         made = make(tell)
-        images.keep_in(folder, [digest for row in (*made.rows, *made.held_out) for digest in digests_of(row)])
+        images.store_in(folder, [digest for row in (*made.rows, *made.held_out) for digest in digests_of(row)])
         return made
 
     world, key = journal.world, _key(data, tokenizer, settings)

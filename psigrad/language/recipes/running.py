@@ -47,7 +47,7 @@ def run(config: TrainingConfig, given: GivenModel | None = None) -> Result:
         with contextlib.nullcontext() if given is None else given.as_it_was():
             result = _run(config, given)
     finally:
-        images.keep_in(None)
+        images.store_in(None)
     if given is not None and given.network is not None and given.made is None:  # the run had already finished
         given_model.take_weights(given.network, result.model)
     if speaks:

@@ -134,7 +134,7 @@ def test_a_user_s_placeholder_is_refused_by_name(words, parts):
 
 
 def test_a_text_model_refuses_images_and_takes_literal_placeholders():
-    bare = tokenizer(sight=False)
+    bare = tokenizer(image_format=False)
     with pytest.raises(UserError, match="vision-language model"):
         prompt_ids(bare, read(prompt=[say(PART, "a")], images=[RED]))
     assert bare.convert_tokens_to_ids(IMAGE) in prompt_ids(bare, read(prompt=[say("a<image>")]))

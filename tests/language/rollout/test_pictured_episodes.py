@@ -94,7 +94,7 @@ def test_a_tool_answers_with_a_picture():
 
 
 def test_a_cut_never_tears_a_picture_and_text_never_becomes_one():
-    mark = images.keep(images.Picture("ab" * 32, 8, 8, data=encoded(draw("red", (8, 8)))))
+    mark = images.register(images.Picture("ab" * 32, 8, 8, data=encoded(draw("red", (8, 8)))))
     assert [cut(f"abc{mark}d", kept) for kept in (2, 4, 68, 69)] == ["ab…", "abc…", "abc…", f"abc{mark}…"]
 
     class Typing(Gallery):
@@ -112,7 +112,7 @@ def forgotten(monkeypatch):
     """A process that has read no image."""
 
     def forget():
-        for name in ("_album", "_by_first", "_run"):
+        for name in ("_register", "_by_first", "_run"):
             monkeypatch.setattr(images, name, type(getattr(images, name))())
 
     forget()
@@ -124,11 +124,11 @@ def test_a_resumed_run_finds_its_images_and_refuses_changed_ones(tmp_path, forgo
     raw = {"prompt": [{"role": "user", "content": "a"}], "images": [{"bytes": encoded(draw("cyan"))}, str(tmp_path / "wide.png")]}
     row = row_of(**raw)
     ids = prompt_ids(WORDS, row)
-    images.keep_in(tmp_path / "run" / "images", digests_of(row))
+    images.store_in(tmp_path / "run" / "images", digests_of(row))
     own, wide = digests_of(row)
     assert (tmp_path / "run" / "images" / f"{own}.png").read_bytes() == encoded(draw("cyan"))
     assert json.loads((tmp_path / "run/images/paths.jsonl").read_text()) == [wide, str(tmp_path / "wide.png"), 24, 8]
-    later = images.keep(images.Picture("cd" * 32, 8, 8, data=encoded(draw("pink"))))
+    later = images.register(images.Picture("cd" * 32, 8, 8, data=encoded(draw("pink"))))
     assert images.picture(later[1:-1]).path == tmp_path / "run" / "images" / f"{'cd' * 32}.png"
 
     shown = rollout_row(SimpleNamespace(**TRAJECTORY), 1, "eval", row.dataset_prompt)["prompt"]
@@ -138,7 +138,7 @@ def test_a_resumed_run_finds_its_images_and_refuses_changed_ones(tmp_path, forgo
     forgotten()
     with pytest.raises(UserError, match="not among the images of this run"):
         images.split_id(max(ids))
-    images.keep_in(tmp_path / "run" / "images")
+    images.store_in(tmp_path / "run" / "images")
     assert [images.split_id(token)[1] for token in ids if token >= FIRST] == [0, 1, 0, 1, 2]
     assert images.picture(own).open().getpixel((0, 0)) == (0, 255, 255)
 

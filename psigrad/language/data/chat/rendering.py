@@ -101,7 +101,7 @@ def render(
         made: Any = tokenizer.apply_chat_template(
             list(messages), **{**arguments, "tokenize": False, "add_generation_prompt": generation_prompt}
         )
-    return images.marked(str(made), messages, images.sight_of(tokenizer))[0]
+    return images.marked(str(made), messages, images.image_format_of(tokenizer))[0]
 
 
 def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], messages: Sequence[Message]) -> Any:
@@ -118,7 +118,7 @@ def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str
     with limited(template):
         _set_clock(tokenizer, template)
         rendered: Any = render_jinja_template([said], return_assistant_tokens_mask=True, **given)
-    text, moves = images.marked(rendered[0][0], messages, images.sight_of(tokenizer))
+    text, moves = images.marked(rendered[0][0], messages, images.image_format_of(tokenizer))
     return text, [[place + sum(more for at, more in moves if at < place) for place in span] for span in rendered[1][0]]
 
 
@@ -129,9 +129,9 @@ def refuse(row: Row, what: str, why: str) -> RowError:
 
 def refuse_placeholder(tokenizer: PreTrainedTokenizerBase, row: Row, *texts: Any) -> None:
     """Raise `RowError` if one of the texts contains the placeholder that marks an image in rendered text."""
-    sight = images.sight_of(tokenizer)
-    if sight is not None and any(sight.placeholder in str(text) for text in texts):
-        raise refuse(row, "", f"has the text {sight.placeholder!r}, which stands for an image; leave it out")
+    image_format = images.image_format_of(tokenizer)
+    if image_format is not None and any(image_format.placeholder in str(text) for text in texts):
+        raise refuse(row, "", f"has the text {image_format.placeholder!r}, which stands for an image; leave it out")
 
 
 def refusal(row: Row, error: Exception) -> RowError:
