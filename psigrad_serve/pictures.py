@@ -92,7 +92,7 @@ class Pictures:
 
     def shown_ids(self, ids: Sequence[int]) -> list[int]:
         """Return a prompt's tokens as clients get them: ids of the vocabulary, with the placeholder in place of image tokens."""
-        return list(ids) if self.image_format is None else images.without_images(ids, self.image_format.token_id)
+        return list(ids) if self.image_format is None else images.replace_image_ids(ids, self.image_format.token_id)
 
     def hold(self, row: Row) -> None:
         """Keep a request's images as long as its row."""

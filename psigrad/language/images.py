@@ -63,7 +63,7 @@ class Picture:
 
     def open(self) -> Image:
         """Return the pixels in RGB, upright, on white where the image is transparent."""
-        return upright(self.read())
+        return decode_upright(self.read())
 
 
 class ImageFormat(Protocol):
@@ -120,7 +120,7 @@ def register(picture: Picture) -> str:
             f"The images {_register[other].path} and {picture.path} share 46 bits of their SHA-256; change a pixel of one."
         )
     if picture.digest not in _register or picture.data is not None:
-        _register[picture.digest] = _stored(picture, _run[0]) if _run else picture
+        _register[picture.digest] = _store(picture, _run[0]) if _run else picture
     return f"\ufffc{picture.digest}\ufffc"
 
 
@@ -145,17 +145,17 @@ def store_in(folder: Path | None, digests: Iterable[str] = ()) -> None:
     if folder is None:
         return
     found = [_register[digest] for digest in dict.fromkeys(digests)]
-    _register.update({one.digest: _stored(one, folder) for one in found})
+    _register.update({one.digest: _store(one, folder) for one in found})
     paths = {one.digest: one for one in found if one.data is None and one.path is not None and one.path.parent != folder}
     if lines := [json.dumps([digest, str(one.path), one.width, one.height]) for digest, one in sorted(paths.items())]:
         _write(folder / "paths.jsonl", "".join(f"{line}\n" for line in lines).encode())
 
 
-def _stored(picture: Picture, folder: Path) -> Picture:
+def _store(picture: Picture, folder: Path) -> Picture:
     """Write an image that was given as bytes to the folder, and return it as that file."""
     if picture.data is None:
         return picture
-    with _opened(picture.data) as image:
+    with _open(picture.data) as image:
         place = folder / f"{picture.digest}.{str(image.format).lower()}"
     if not place.exists():
         _write(place, picture.data)
@@ -169,11 +169,11 @@ def _write(place: Path, data: bytes) -> None:
     os.replace(beside, place)
 
 
-def _recall(begins: str) -> Iterable[Picture]:
+def _find_stored(begins: str) -> Iterable[Picture]:
     """Yield the images of the run's folder whose SHA-256 starts with `begins`."""
     for folder in _run:
         for file in folder.glob(f"{begins}*.*"):
-            with _opened(file.read_bytes()) as image:
+            with _open(file.read_bytes()) as image:
                 yield Picture(file.stem, *_size_of(image), file)
         if (paths := folder / "paths.jsonl").exists():
             for digest, path, width, height in map(json.loads, paths.read_text().splitlines()):
@@ -183,7 +183,7 @@ def _recall(begins: str) -> Iterable[Picture]:
 
 def picture(digest: str) -> Picture:
     """Return the image with this SHA-256. Raises `UserError` if neither this process nor the run's folder has it."""
-    if digest not in _register and (found := next(iter(_recall(digest)), None)) is not None:
+    if digest not in _register and (found := next(iter(_find_stored(digest)), None)) is not None:
         register(found)
     if digest not in _register:
         raise UserError(f"The image {digest[:12]}… is not among the images of this run; read its rows first.")
@@ -201,7 +201,7 @@ def split_id(token: int) -> tuple[Picture, int]:
     first = token - place
     if first not in _by_first:
         begins = f"{(first ^ FIRST) >> _PLACES << 2:012x}"[:11]
-        for one in _recall(begins):
+        for one in _find_stored(begins):
             if first_id(one.digest) == first:
                 register(one)
     known = _by_first.get(first)
@@ -210,7 +210,7 @@ def split_id(token: int) -> tuple[Picture, int]:
     return _register[known], place
 
 
-def without_images(ids: Iterable[int], token_id: int) -> list[int]:
+def replace_image_ids(ids: Iterable[int], token_id: int) -> list[int]:
     """Return ids of the vocabulary only: `token_id` replaces image tokens. Tokenizers and other engines need this."""
     return [token_id if token >= FIRST else token for token in ids]
 
@@ -239,7 +239,7 @@ def label(digest: str) -> str:
     return f"[image {f'{known.width}×{known.height} ' if known else ''}{digest[:6]}]"
 
 
-def shown(text: str) -> str:
+def label_images(text: str) -> str:
     """Return a text for display, with labels in place of image marks."""
     return MARK.sub(lambda mark: label(mark[1]), text) if "\ufffc" in text else text
 
@@ -262,7 +262,7 @@ def parts_of(content: str) -> list[dict[str, Any]]:
     return [part for part in parts if part.get("text") != "" or len(parts) == 1]
 
 
-def in_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def split_contents(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return messages with each content that has images split into parts; see `parts_of`."""
     found = []
     for message in messages:
@@ -273,16 +273,16 @@ def in_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return found
 
 
-def recorded(prompt: str | Sequence[Mapping[str, Any]]) -> str | Sequence[Mapping[str, Any]]:
+def record_prompt(prompt: str | Sequence[Mapping[str, Any]]) -> str | Sequence[Mapping[str, Any]]:
     """Return a prompt as rollouts.jsonl stores it. A text with images becomes a user message with parts."""
     if isinstance(prompt, str):
-        return in_parts([{"role": "user", "content": prompt}]) if MARK.search(prompt) else prompt
-    return in_parts(prompt)
+        return split_contents([{"role": "user", "content": prompt}]) if MARK.search(prompt) else prompt
+    return split_contents(prompt)
 
 
-def for_rewards(said: Any) -> Any:
+def remove_marks(said: Any) -> Any:
     """Return a prompt or completion for reward functions and environments: text without marks, messages with images as parts."""
-    return MARK.sub("", said) if isinstance(said, str) else in_parts(said) if isinstance(said, list) else said
+    return MARK.sub("", said) if isinstance(said, str) else split_contents(said) if isinstance(said, list) else said
 
 
 def open_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,13 +296,13 @@ def _open_all(value: Any) -> Any:
     given = (value.get("bytes") or value.get("path")) if isinstance(value, Mapping) else value
     with contextlib.suppress(OSError, ValueError):  # not an image: another column of that name
         if isinstance(given, str) and given.startswith("data:"):
-            return _opened(base64.b64decode(given.partition(",")[2]))
+            return _open(base64.b64decode(given.partition(",")[2]))
         if isinstance(given, bytes | str | os.PathLike):
-            return _opened(given if isinstance(given, bytes) else Path(given).read_bytes())
+            return _open(given if isinstance(given, bytes) else Path(given).read_bytes())
     return value
 
 
-def marked(
+def insert_marks(
     text: str, messages: Iterable[Mapping[str, Any]], image_format: ImageFormat | None
 ) -> tuple[str, list[tuple[int, int]]]:
     """Replace the placeholders of images in a rendered text by marks. Return the text, and a shift for each image.
@@ -334,7 +334,7 @@ def marked(
     return made + text[at:], moves
 
 
-def written(text: str, image_format: ImageFormat | None) -> tuple[str, list[Picture]]:
+def expand_marks(text: str, image_format: ImageFormat | None) -> tuple[str, list[Picture]]:
     """Return a text for the tokenizer, with placeholder tokens in place of image marks, and its images in order.
 
     Raises `UserError` if the model reads only text.
@@ -349,7 +349,7 @@ def written(text: str, image_format: ImageFormat | None) -> tuple[str, list[Pict
     return MARK.sub(lambda mark: image_format.expand(picture(mark[1])), text), found
 
 
-def with_images(ids: Sequence[int], pictures: Sequence[Picture], image_format: ImageFormat) -> list[int]:
+def insert_image_ids(ids: Sequence[int], pictures: Sequence[Picture], image_format: ImageFormat) -> list[int]:
     """Return encoded ids in which each image's own ids replace its placeholder tokens.
 
     Raises `UserError` if there are more or fewer placeholders than features, for example because a text contains one.
@@ -364,13 +364,13 @@ def with_images(ids: Sequence[int], pictures: Sequence[Picture], image_format: I
     return [next(left) if token == image_format.token_id else token for token in ids]
 
 
-def upright(data: bytes, *, small: bool = False) -> Image:
+def decode_upright(data: bytes, *, small: bool = False) -> Image:
     """Return the pixels of an encoded image in RGB; see `rgb`. Of an animation this is the first frame.
 
     If `small`, a JPEG is decoded at an eighth of its size, which still reads all of its data. Raises whatever Pillow raises, and
     `ValueError` for more than `MOST_PIXELS`.
     """
-    with _opened(data) as image:
+    with _open(data) as image:
         if (count := image.width * image.height) > MOST_PIXELS:
             raise ValueError(f"it has {count:,} pixels, and the most is {MOST_PIXELS:,}")
         if small:
@@ -397,8 +397,8 @@ def rgb(image: Image) -> Image:
 
 def inspect(data: bytes) -> tuple[tuple[int, int], bool]:
     """Return the upright size of an encoded image after decoding all of it, and True if it is animated."""
-    upright(data, small=True)
-    with _opened(data) as image:
+    decode_upright(data, small=True)
+    with _open(data) as image:
         return _size_of(image), image.format != "MPO" and bool(getattr(image, "is_animated", False))
 
 
@@ -406,7 +406,7 @@ def media_type(data: bytes) -> str:
     """Return the media type of an encoded image, such as image/png."""
     from PIL import Image
 
-    with _opened(data) as image:
+    with _open(data) as image:
         # Phones write JPEG files with a second picture, which Pillow calls MPO; other readers take them for JPEG.
         return Image.MIME["JPEG" if image.format == "MPO" else str(image.format)]
 
@@ -416,7 +416,7 @@ def _size_of(image: Image) -> tuple[int, int]:
     return (image.height, image.width) if turned else (image.width, image.height)
 
 
-def _opened(data: bytes) -> Image:
+def _open(data: bytes) -> Image:
     from PIL import Image
 
     return Image.open(io.BytesIO(data), formats=_FORMATS)

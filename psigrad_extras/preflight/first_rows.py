@@ -105,7 +105,7 @@ def try_turns(config: OnlineConfig) -> list[tuple[str, str]]:
     with playing_for(config, CallForm("Hermes")) as playing:
         if (row := _first_row(config, playing)) is None:
             return []
-        given = {"prompt": images.for_rewards(row.dataset_prompt), **row.columns}
+        given = {"prompt": images.remove_marks(row.dataset_prompt), **row.columns}
         turns = {f"tool {name}": _call(name, parameters, given) for name, parameters in called.items()}
         turns = turns or {"the environment": ("?", "'?'")}
         answers: list[Any] = playing.begin([given] * len(turns))
@@ -118,7 +118,9 @@ def try_turns(config: OnlineConfig) -> list[tuple[str, str]]:
         said = observed(answer.observation)
         text = said if isinstance(said, str) else "\n".join(str(message.get("content", "")) for message in said)
         reward = "" if called else f" and the reward {show_number(answer.reward)}"
-        lines.append((redaction.clear(f"{name} answers {show(images.shown(text))}{reward} to {shown} on {row.source}"), ""))
+        lines.append(
+            (redaction.clear(f"{name} answers {show(images.label_images(text))}{reward} to {shown} on {row.source}"), "")
+        )
     return lines
 
 

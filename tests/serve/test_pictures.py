@@ -66,7 +66,7 @@ def test_the_three_apis_read_an_image_as_a_row_and_sample_its_tokens(behind, cli
     row = from_rows([{"prompt": talk}], "prompt-only").rows[0]
     ids, image_format = prompt_ids(served.tokenizer, row), served.pictures.image_format
     assert sum(token >= images.FIRST for token in ids) == sum(image_format.count(images.picture(d)) for d in digests(row)) > 0
-    assert first.prompt_token_ids == images.without_images(ids, image_format.token_id)
+    assert first.prompt_token_ids == images.replace_image_ids(ids, image_format.token_id)
     assert first.usage.prompt_tokens == len(ids)
     want = served.engine.submit(ids, served.call({}, row, tuple(ids), {"max_tokens": 6}).params, 7).result()
     assert tuple(first.choices[0].token_ids) == want.ids

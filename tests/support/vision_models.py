@@ -143,9 +143,9 @@ def known(data: bytes, width: int, height: int) -> images.Picture:
 def ids_of(tokenizer: Any, text: str) -> list[int]:
     """Return the ids of a text with marks."""
     image_format = images.image_format_of(tokenizer)
-    out, pictures = images.written(text, image_format)
+    out, pictures = images.expand_marks(text, image_format)
     ids = tokenizer(out, add_special_tokens=False)["input_ids"]
-    return images.with_images(ids, pictures, image_format) if pictures else ids
+    return images.insert_image_ids(ids, pictures, image_format) if pictures else ids
 
 
 class _WithoutVideo(t.Qwen3VLProcessor):

@@ -262,7 +262,7 @@ def row_for_agents(row: Row, *, as_json: bool = False) -> dict[str, Any]:
             return list(map(plain, value))
         return value if value is None or isinstance(value, str) else _data_url(read(value, Path())[0].read())
 
-    made = {"prompt": images.for_rewards(row.dataset_prompt), **row.columns}
+    made = {"prompt": images.remove_marks(row.dataset_prompt), **row.columns}
     if isinstance(made["prompt"], list):
         made["prompt"] = in_data_urls(made["prompt"])
     return made | {name: plain(made[name]) for name in COLUMNS if as_json and name in made}
@@ -275,7 +275,7 @@ def for_file(row: Mapping[str, Any]) -> dict[str, Any]:
     if not found:
         return dict(row)
     own = {name: value for name, value in row.items() if name not in COLUMNS}
-    made = {name: images.for_rewards(row[name]) for name in ("prompt", "completion") if name in row}
+    made = {name: images.remove_marks(row[name]) for name in ("prompt", "completion") if name in row}
     return {**own, **made, "images": [_data_url(one.data) if one.data is not None else str(one.path) for one in found]}
 
 

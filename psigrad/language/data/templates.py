@@ -282,7 +282,7 @@ def _encodable(text: str) -> str:
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
     # verbose=False suppresses the tokenizer's warning about its model's limit: psigrad checks `max_length` itself.
     text, known, image_format = _encodable(text), dialect.specials_of(tokenizer), images.image_format_of(tokenizer)
-    text, pictures = images.written(text, image_format)
+    text, pictures = images.expand_marks(text, image_format)
     if special or not _is_plain(known.backend):
         ids = list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
     elif (ahead := known.ahead.get(text)) is not None:
@@ -292,7 +292,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = Fa
     # Rendered text has a BOS already, and the tokenizer adds a second one.
     check_known(tokenizer, ids)
     if image_format is not None and (pictures or image_format.token_id in ids):
-        ids = images.with_images(ids, pictures, image_format)
+        ids = images.insert_image_ids(ids, pictures, image_format)
     doubled = special and tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2
     return ids[1:] if doubled and not text.startswith(2 * str(tokenizer.bos_token)) else ids
 

@@ -300,7 +300,7 @@ def _begin(
     limits: EpisodeLimits,
 ) -> list[LiveEpisode]:
     """Start `count` episodes of each prompt. The observation of `reset` follows the prompt and is the same within a group."""
-    shown = [{"prompt": images.for_rewards(row.dataset_prompt), **row.columns} for _, _, row in prompts for _ in range(count)]
+    shown = [{"prompt": images.remove_marks(row.dataset_prompt), **row.columns} for _, _, row in prompts for _ in range(count)]
     openings_of_all = [mark_images(tokenizer, opening) for opening in rules.playing.begin(shown)]
     episodes: list[LiveEpisode] = []
     for place, (index, ids, row) in enumerate(prompts):
@@ -373,7 +373,7 @@ def episode_trajectory(episode: LiveEpisode, version: int, tokenizer: Any) -> Tr
         prompt_ids=episode.prompt,
         completion=completion,
         version=version,
-        text=images.shown(transcript_of(episode.messages)) if episode.branches else decode(tokenizer, episode.ids),
+        text=images.label_images(transcript_of(episode.messages)) if episode.branches else decode(tokenizer, episode.ids),
         reason=episode.reason,
         mask=tuple(episode.mask),
         step_rewards=tuple(episode.rewards),

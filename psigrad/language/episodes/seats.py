@@ -100,7 +100,7 @@ class Games:
     def _begin(self, games: Sequence[SeatedGame], entries: Entries) -> None:
         """Start all games, which begin alike within a group."""
         rows = [game.seats[0].row for game in games]
-        openings = self.playing.begin([{"prompt": images.for_rewards(row.dataset_prompt), **row.columns} for row in rows])
+        openings = self.playing.begin([{"prompt": images.remove_marks(row.dataset_prompt), **row.columns} for row in rows])
         first: dict[int, Opening] = {}
         for game, row, opening in zip(games, rows, openings, strict=True):
             if not isinstance(opening, Opening):

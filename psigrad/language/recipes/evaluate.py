@@ -71,7 +71,7 @@ class Report:
     @property
     def prompts(self) -> list[str]:
         """The prompt of each completion, as text."""
-        return [str(prompt_text(images.recorded(self.rows[t.row].dataset_prompt))) for t in self.trajectories]
+        return [str(prompt_text(images.record_prompt(self.rows[t.row].dataset_prompt))) for t in self.trajectories]
 
 
 def run(config: EvalConfig) -> Report:

@@ -241,7 +241,7 @@ def rollout_row(
         "kind": kind,
         "row": trajectory.row,
         "k": trajectory.k,
-        "prompt": images.recorded(prompt),
+        "prompt": images.record_prompt(prompt),
         "completion": trajectory.text,
         "completion_ids": list(completion.ids),
         "reward": trajectory.reward,

@@ -49,7 +49,7 @@ class Samples:
     def shown(self) -> dict[str, Sequence[Any]]:
         """The columns sent to the reward functions' workers, by name."""
         said = {"prompts": self.prompts, "completions": self.completions}
-        own = {name: list(map(images.for_rewards, values)) for name, values in said.items()}
+        own = {name: list(map(images.remove_marks, values)) for name, values in said.items()}
         own |= {"completion_ids": list(self.completion_ids)}
         policy = {"policy_turns": self.policy_turns, "policy_ids": self.policy_ids, "opened_thoughts": self.opened_thoughts}
         return {**self.columns, **own, **{name: values for name, values in policy.items() if values is not None}}

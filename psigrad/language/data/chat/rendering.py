@@ -101,7 +101,7 @@ def render(
         made: Any = tokenizer.apply_chat_template(
             list(messages), **{**arguments, "tokenize": False, "add_generation_prompt": generation_prompt}
         )
-    return images.marked(str(made), messages, images.image_format_of(tokenizer))[0]
+    return images.insert_marks(str(made), messages, images.image_format_of(tokenizer))[0]
 
 
 def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], messages: Sequence[Message]) -> Any:
@@ -118,7 +118,7 @@ def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str
     with limited(template):
         _set_clock(tokenizer, template)
         rendered: Any = render_jinja_template([said], return_assistant_tokens_mask=True, **given)
-    text, moves = images.marked(rendered[0][0], messages, images.image_format_of(tokenizer))
+    text, moves = images.insert_marks(rendered[0][0], messages, images.image_format_of(tokenizer))
     return text, [[place + sum(more for at, more in moves if at < place) for place in span] for span in rendered[1][0]]
 
 
