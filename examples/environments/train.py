@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import psigrad
-from psigrad.language.data.chat.turns import Talk
+from psigrad.language.data.chat.turns import Conversation
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import CHATML
 from psigrad.language.episodes.environments import resolve
@@ -56,7 +56,7 @@ def prepare(folder: Path, tools: Sequence[Any] = ()) -> str:
     tokenizer = tiny.tokenizer(["user assistant system"], 300)
     tokenizer.chat_template = CHATML
     if tools:  # what stands around the numbers is a token each
-        texts = [Talk(tokenizer, Row("a game", columns={"tools": tools})).render(row["messages"]) for row in shown[:50]]
+        texts = [Conversation(tokenizer, Row("a game", columns={"tools": tools})).render(row["messages"]) for row in shown[:50]]
         tokenizer.add_tokens(
             sorted({part for text in texts for part in re.split(r"\d|<\|\w+\|>|assistant\n", text) if len(part) > 1})
         )

@@ -26,7 +26,7 @@ from lm_eval.tasks import TaskManager
 from psigrad import redaction, seeds
 from psigrad.config import LmEvalConfig, Model, Run, Sampling
 from psigrad.errors import UserError, nearest, reason_of
-from psigrad.language.data.chat.turns import Talk
+from psigrad.language.data.chat.turns import Conversation
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.loading import samplers
 from psigrad.language.loading.load_model import load_model, settle_chat
@@ -117,7 +117,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Return the prompt. If the last message is from the assistant, generation continues that message."""
-        return Talk(self.tokenizer, Row("a question of lm-eval")).prompt(chat_history)
+        return Conversation(self.tokenizer, Row("a question of lm-eval")).prompt(chat_history)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Return token ids, without the tokenizer's special tokens if the text already starts with its BOS."""

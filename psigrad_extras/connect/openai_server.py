@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from psigrad.errors import UserError, nearest
-from psigrad.language.data.chat.dialect import Dialect, speak
+from psigrad.language.data.chat.dialect import Dialect, rewrite
 from psigrad.language.data.chat.rendering import tools_of
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.image_rows import in_data_urls
@@ -118,7 +118,7 @@ class ServedModel:
         if isinstance(row.prompt, str):
             body |= {"prompt": row.prompt, "logprobs": 1}
         else:
-            messages, tools = speak(row.prompt or (), tools_of(row), Dialect(calls="text"))
+            messages, tools = rewrite(row.prompt or (), tools_of(row), Dialect(calls="text"))
             body |= {"messages": in_data_urls(messages), "logprobs": True, **({"tools": tools} if tools else {})}
         # A small seed, since some servers keep only 32 bits.
         body |= {"top_p": params.top_p, "seed": seed % 2**31}

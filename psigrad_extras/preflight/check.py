@@ -21,7 +21,7 @@ from psigrad.config import Model, OnlineConfig
 from psigrad.errors import UserError, reason_of
 from psigrad.language.data.dataset_rows import Row, show
 from psigrad.language.data.rendered_rows import Rendered
-from psigrad.language.data.templates import observation_ids, said_otherwise, stop_token_ids
+from psigrad.language.data.templates import describe_rewrites, observation_ids, stop_token_ids
 from psigrad.language.episodes.tool_calls import BrokenCall
 from psigrad.language.episodes.tools import PROBE, call_form_of
 from psigrad.language.loading import model_source
@@ -148,7 +148,7 @@ def check_text(subject: Subject) -> Finding:
         overrun = len(completion.ids) - 1 - completion.ids.index(token) if token in completion.ids else 0
         if overrun or (token in completion.ids and completion.finish_reason != "stop"):
             found.append(f"the sampler goes on {overrun} tokens behind one that stops")
-    notes = said_otherwise(model.tokenizer, row)
+    notes = describe_rewrites(model.tokenizer, row)
     notes += [f"generation_config has {', '.join(acts)}, which is not used"] if (acts := _acts(model)) else []
     control = list(_problems(model, row, [*stops, model.vocabulary], model.vocabulary))
     what = "tokens that end a text, chat template, stopping"

@@ -11,7 +11,7 @@ from psigrad.errors import UserError
 from psigrad.language import images
 from psigrad.language.data.chat.dialect import specials_of
 from psigrad.language.data.chat.messages import Message
-from psigrad.language.data.chat.turns import Talk
+from psigrad.language.data.chat.turns import Conversation
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import decode, encode_after, prompt_ids
 from psigrad.language.rollout.types import Completion, SamplingParams, Trajectory
@@ -62,7 +62,7 @@ class Session:
 
     def _text(self, request: Row, ids: tuple[int, ...]) -> str:
         if isinstance(request.prompt, list):
-            return Talk(self.tokenizer, request).prompt(request.prompt)
+            return Conversation(self.tokenizer, request).prompt(request.prompt)
         return request.prompt or self._words(ids)  # plain completions may be requested by tokens
 
     def _words(self, ids: tuple[int, ...]) -> str:
@@ -82,14 +82,14 @@ class Session:
         prompt = self._text(request, asked.prompt_ids)
         if not isinstance(request.prompt, list):
             return Heard(prompt, prompt + self._words(completion.ids))
-        talk, messages = Talk(self.tokenizer, request), request.prompt
+        conversation, messages = Conversation(self.tokenizer, request), request.prompt
         if not whole or messages[-1]["role"] == "assistant":
             return Heard(prompt)
         try:
-            said = talk.render([*messages, reply]).rstrip()
+            said = conversation.render([*messages, reply]).rstrip()
         except UserError:  # a template may be unable to write the policy's answer
             return Heard(prompt)
-        ends = talk.special.findall(talk.closing(reply))
+        ends = conversation.special.findall(conversation.closing(reply))
         end = ends[-1] if ends else ""
         return Heard(prompt, said.removesuffix(end), end, completion.ids[-1] in specials_of(self.tokenizer).ids)
 

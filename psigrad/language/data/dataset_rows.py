@@ -131,8 +131,8 @@ def validate(raw: object, form: str, source: str, *, empty: bool = False) -> Row
     check.columns(columns, for_rewards=kind.for_rewards)
     _refuse_several_missing(check, raw, kind.needs)
     if form in ("sft", "messages", "prompt-completion"):
-        talk = raw.get("messages") if kind is FORMS["messages"] else None
-        if (weighed := weigh_turns(talk, columns, check.fail)) is not talk:
+        messages = raw.get("messages") if kind is FORMS["messages"] else None
+        if (weighed := weigh_turns(messages, columns, check.fail)) is not messages:
             raw = {**raw, "messages": weighed}
     return Row(source, columns=columns, **kind.fields(check, raw))
 

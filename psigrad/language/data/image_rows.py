@@ -46,25 +46,25 @@ def with_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mapping
     column, held = next(iter(given.items()), ("", []))
     several_given = isinstance(held, list | tuple)
     held = list(held) if several_given else [held]
-    talks = [name for name in (*_ASKED, *_ANSWERS) if _is_talk(raw.get(name))]
-    has_images = bool(held) or any(is_image(part) for name in talks for turn in raw[name] for part in _parts(turn))
+    conversations = [name for name in (*_ASKED, *_ANSWERS) if _is_conversation(raw.get(name))]
+    has_images = bool(held) or any(is_image(part) for name in conversations for turn in raw[name] for part in _parts(turn))
     refuse_marks(raw, fail, "\ufffc" if has_images else "")
     if not has_images:
         return raw, []
     reader = _Reader(base, fail)
     other = f"; give a column without images another name: --columns {column}=other"
     marks = [reader.mark(one, f"{column}[{i}]" if several_given else column, other) for i, one in enumerate(held)]
-    made, first = dict(raw), _bare(raw["prompt"]) if "prompt" in talks else 0
-    for name in talks:
+    made, first = dict(raw), _count_placeholders(raw["prompt"]) if "prompt" in conversations else 0
+    for name in conversations:
         begun = first if name in _ANSWERS else 0
-        wanted = begun + _bare(raw[name])
-        if wanted not in (0, len(marks)) and not (name == "prompt" and set(_ANSWERS).intersection(talks)):
+        wanted = begun + _count_placeholders(raw[name])
+        if wanted not in (0, len(marks)) and not (name == "prompt" and set(_ANSWERS).intersection(conversations)):
             have = several(len(marks), "image", "is", "are")
             fail(name, f"has {several(wanted, 'image part')} without an image of their own, and {have} in the column images")
         rest = iter(marks[begun:])
         made[name] = [reader.turn(turn, f"{name}[{i}]", rest) for i, turn in enumerate(raw[name])]
-    if marks and not any(_bare(raw[name]) for name in talks):
-        _put_first(made, talks, "".join(marks), column, fail)
+    if marks and not any(_count_placeholders(raw[name]) for name in conversations):
+        _put_first(made, conversations, "".join(marks), column, fail)
     kept = [_anchored(one, base) for one in held or reader.found]
     made[column or "images"] = kept if several_given or not held else kept[0]
     return made, [MOVES] if reader.moves else []
@@ -80,9 +80,9 @@ def _path(text: str | os.PathLike[str], base: Path) -> Path:
     return (base / Path(os.fspath(text).removeprefix("file://")).expanduser()).absolute()
 
 
-def _put_first(made: dict[str, Any], talks: list[str], marks: str, column: str, fail: Fail) -> None:
+def _put_first(made: dict[str, Any], conversations: list[str], marks: str, column: str, fail: Fail) -> None:
     """Put the marks before the text of the first user's turn, or of a prompt that is text."""
-    asked = [name for name in talks if name in _ASKED] or [name for name in talks if made.get("prompt") is None]
+    asked = [name for name in conversations if name in _ASKED] or [name for name in conversations if made.get("prompt") is None]
     for name in asked:
         place = next((i for i, turn in enumerate(made[name]) if role_of(turn) == "user"), None)
         if place is None:
@@ -240,15 +240,15 @@ def _digests_in(said: Any) -> list[str]:
 
 
 def in_data_urls(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """Return messages in which image parts (`images.in_parts`) have OpenAI's form, with data URLs."""
+    """Return messages in which image parts (`images.split_contents`) have OpenAI's form, with data URLs."""
 
     def part(one: Mapping[str, Any]) -> Mapping[str, Any]:
         if "sha256" not in one:
             return one
         return {"type": "image_url", "image_url": {"url": _data_url(images.picture(one["sha256"]).read())}}
 
-    talk = [(m, m.get("content")) for m in messages]
-    return [{**m, "content": list(map(part, said))} if isinstance(said, list) else m for m, said in talk]
+    contents = [(m, m.get("content")) for m in messages]
+    return [{**m, "content": list(map(part, content))} if isinstance(content, list) else m for m, content in contents]
 
 
 def row_for_agents(row: Row, *, as_json: bool = False) -> dict[str, Any]:
@@ -283,7 +283,7 @@ def _data_url(data: bytes) -> str:
     return f"data:{images.media_type(data)};base64,{base64.b64encode(data).decode()}"
 
 
-def _is_talk(value: Any) -> bool:
+def _is_conversation(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(turn, Mapping) for turn in value)
 
 
@@ -292,8 +292,8 @@ def _parts(turn: Mapping[str, Any]) -> list[Any]:
     return content if isinstance(content, list) else []
 
 
-def _bare(talk: Iterable[Mapping[str, Any]]) -> int:
-    return sum(is_image(part) and source_of(part) is None for turn in talk for part in _parts(turn))
+def _count_placeholders(messages: Iterable[Mapping[str, Any]]) -> int:
+    return sum(is_image(part) and source_of(part) is None for turn in messages for part in _parts(turn))
 
 
 def _is_pillow(value: Any) -> bool:

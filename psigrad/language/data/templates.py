@@ -18,7 +18,16 @@ from psigrad.language import images
 from psigrad.language.data.chat import dialect
 from psigrad.language.data.chat.messages import Message
 from psigrad.language.data.chat.rendering import check_known, refuse, refuse_placeholder
-from psigrad.language.data.chat.turns import OPEN, Context, Talk, between, check_shown, contexts, stop_tokens, turn_form
+from psigrad.language.data.chat.turns import (
+    OPEN,
+    Context,
+    Conversation,
+    check_rendered,
+    contexts,
+    render_between,
+    stop_tokens,
+    turn_form,
+)
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.examples import Example
 
@@ -63,9 +72,9 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row, *, strict: bool = T
                 "set tokenizer.add_eos_token = False."
             )
     else:
-        talk = Talk(tokenizer, row)
-        text = talk.prompt(row.prompt)
-        check_shown(talk, row.prompt, dict.fromkeys(range(len(row.prompt)), text), set(), every_field=strict)
+        conversation = Conversation(tokenizer, row)
+        text = conversation.prompt(row.prompt)
+        check_rendered(conversation, row.prompt, dict.fromkeys(range(len(row.prompt)), text), set(), every_field=strict)
         ids = _encode(tokenizer, text)
     if not ids:
         raise refuse(row, "prompt", "has no tokens; give it some text, or the tokenizer a BOS token")
@@ -88,9 +97,9 @@ def examples(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0, 
     if isinstance(row.completion, str):
         made = [_plain(tokenizer, row, row.completion)]
     elif row.completion or row.messages:
-        talk, found = _rendered(tokenizer, row, empty_thinking)
-        stops = _stops_of(talk)
-        made = [_conversation(talk, pieces, stops) for pieces in found]
+        conversation, found = _render(tokenizer, row, empty_thinking)
+        stops = _stops_of(conversation)
+        made = [_conversation(conversation, pieces, stops) for pieces in found]
     else:
         raise UserError(f"{row.source} has no completion to train on; give a row of the form prompt-completion or messages.")
     cut = []
@@ -101,32 +110,35 @@ def examples(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0, 
     return cut
 
 
-def encode_ahead(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, empty_thinking: bool = False) -> None:
+def encode_batch(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, empty_thinking: bool = False) -> None:
     """Render the conversations among `rows`, and encode in one call the texts that `examples` will need.
 
-    Do nothing outside of `dialect.fixed`. One call is faster: running a template between the encodings of texts evicts the
-    encoder's data from the processor's caches.
+    Do nothing outside of `dialect.cache_specials`. One call is faster: running a template between the encodings of texts evicts
+    the encoder's data from the processor's caches.
     """
     known, texts = dialect.specials_of(tokenizer), dict[str, None]()
-    if known.begun is None or known.cuts is None or not _is_plain(known.backend):
+    if known.prefix_ids is None or known.cuts is None or not _is_plain(known.backend):
         return
     for row in rows:
         if row.messages or isinstance(row.completion, list):
             with contextlib.suppress(UserError):  # the error is raised again when the row is encoded
-                known.talks[id(row)] = found = _rendered(tokenizer, row, empty_thinking)
-                all_of = [_encodable(before + text) for pieces in found[1] for before, text, _ in pieces]
+                known.conversations[id(row)] = found = _render(tokenizer, row, empty_thinking)
+                all_of = [_escape_surrogates(before + text) for pieces in found[1] for before, text, _ in pieces]
                 texts.update((text, None) for text in all_of if not images.MARK.search(text))
     made = known.backend.encode_batch_fast([*texts], add_special_tokens=False)
-    known.ahead.update(zip(texts, (one.ids for one in made), strict=True))
+    known.encoded.update(zip(texts, (one.ids for one in made), strict=True))
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, row: Row, empty_thinking: bool) -> tuple[Talk, list[list[Piece]]]:
-    """Return a row's conversation and, for each of its contexts, the pieces to encode. `encode_ahead` may have prepared them."""
-    made: tuple[Talk, list[list[Piece]]] | None = dialect.specials_of(tokenizer).talks.pop(id(row), None)
+def _render(tokenizer: PreTrainedTokenizerBase, row: Row, empty_thinking: bool) -> tuple[Conversation, list[list[Piece]]]:
+    """Return a row's conversation and, for each of its contexts, the pieces to encode. `encode_batch` may have prepared them."""
+    made: tuple[Conversation, list[list[Piece]]] | None = dialect.specials_of(tokenizer).conversations.pop(id(row), None)
     if made is None or made[0].row is not row:
-        talk = Talk(tokenizer, row)
-        found = contexts(talk, empty_thinking=empty_thinking)
-        made = talk, [[(_last_cut(tokenizer, before), text, trained) for before, text, trained in _pieces(one)] for one in found]
+        conversation = Conversation(tokenizer, row)
+        found = contexts(conversation, empty_thinking=empty_thinking)
+        made = (
+            conversation,
+            [[(_last_cut(tokenizer, before), text, trained) for before, text, trained in _pieces(one)] for one in found],
+        )
     return made
 
 
@@ -141,22 +153,22 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, row: Row | None = None) -
     A sampler must stop at them, and they are not always the EOS. A turn that calls a tool may end with its own token, which is
     included if the row offers tools. Return the EOS if the template has no end of turn.
     """
-    return _stops_of(Talk(tokenizer, row or Row("a test conversation")))
+    return _stops_of(Conversation(tokenizer, row or Row("a test conversation")))
 
 
-def _stops_of(talk: Talk) -> tuple[int, ...]:
-    found: Any = talk.tokenizer.convert_tokens_to_ids(stop_tokens(talk)) or [talk.tokenizer.eos_token_id]
+def _stops_of(conversation: Conversation) -> tuple[int, ...]:
+    found: Any = conversation.tokenizer.convert_tokens_to_ids(stop_tokens(conversation)) or [conversation.tokenizer.eos_token_id]
     return tuple(token for token in found if token is not None)
 
 
-def said_otherwise(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[str]:
+def describe_rewrites(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[str]:
     """Return notes on the features of a row that its chat template lacks, and the replacement of each."""
     prompt = row.prompt if isinstance(row.prompt, list) else []
     messages = row.messages or [*prompt, *(row.completion if isinstance(row.completion, list) else [])]
     if not messages:
         return []
-    talk = Talk(tokenizer, row)
-    return dialect.said_otherwise(messages, talk.arguments["tools"], talk.dialect)
+    conversation = Conversation(tokenizer, row)
+    return dialect.describe_rewrites(messages, conversation.arguments["tools"], conversation.dialect)
 
 
 def observation_ids(tokenizer: PreTrainedTokenizerBase, row: Row, observation: str | list[Message]) -> list[int]:
@@ -168,7 +180,7 @@ def observation_ids(tokenizer: PreTrainedTokenizerBase, row: Row, observation: s
         text = observation if isinstance(observation, str) else "\n".join(str(m.get("content", "")) for m in observation)
         return _encode(tokenizer, text) if text else []
     said = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-    end, text = between(Talk(tokenizer, row), said)
+    end, text = render_between(Conversation(tokenizer, row), said)
     return encode_after(tokenizer, end, text)
 
 
@@ -184,20 +196,20 @@ class Reading:
     anew: bool
 
 
-def read_on(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], known: str) -> Reading:
+def next_reading(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], known: str) -> Reading:
     """Return the input of the policy for the next turn of a conversation, given the text `known` so far.
 
     The text is the chat template's rendering for sampling, as a server would render the messages. If it extends the known text,
     earlier tokens stay as sampled. If the template rewrites earlier turns (Qwen3 drops thoughts), the whole text is encoded.
     Raise `UserError` if the template cannot render the messages.
     """
-    text = Talk(tokenizer, row).prompt(messages)
+    text = Conversation(tokenizer, row).prompt(messages)
     if text.startswith(known):
         return Reading(text, encode_after(tokenizer, known, text[len(known) :]), False)
     return Reading(text, _encode(tokenizer, text), True)
 
 
-def words_of(tokenizer: PreTrainedTokenizerBase, before: int, ids: Iterable[int]) -> str:
+def decode_after(tokenizer: PreTrainedTokenizerBase, before: int, ids: Iterable[int]) -> str:
     """Return the text of tokens that follow the token `before`, with special tokens."""
     kept, whole = (images.decode(tokenizer, some, clean_up_tokenization_spaces=False) for some in ([before], [before, *ids]))
     return whole[len(kept) :]
@@ -209,7 +221,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
     The tokenizer's named tokens (BOS, EOS, padding, …) and the end of a turn are dropped. Other special tokens are the policy's
     words and stay, such as <think>, <answer> and <tool_call> in some vocabularies.
     """
-    hidden = _unsaid_ids(tokenizer, str(tokenizer.chat_template), *tokenizer.special_tokens_map.values())
+    hidden = _dropped_ids(tokenizer, str(tokenizer.chat_template), *tokenizer.special_tokens_map.values())
     said = [i for i in ids if i not in hidden]
     text = images.decode(tokenizer, said, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return images.MARK.sub(r"\1", text)  # a policy that writes a mark shows no image
@@ -241,7 +253,7 @@ def hidden_marks(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     pairs = closing | {word.replace("</", "<") for word in closing}
     marks = set[str]()
     with contextlib.suppress(UserError):  # no template
-        form = turn_form(Talk(tokenizer, Row("a test conversation")), "user")
+        form = turn_form(Conversation(tokenizer, Row("a test conversation")), "user")
         marks = {*special.pattern.findall(form.opens + form.closes)}
     return [word for word in words if word in (pairs | marks) - named]
 
@@ -256,16 +268,16 @@ def opened_thought(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]
 
 
 @functools.lru_cache(maxsize=8)
-def _unsaid_ids(tokenizer: PreTrainedTokenizerBase, template: str, *named: str) -> frozenset[int]:
+def _dropped_ids(tokenizer: PreTrainedTokenizerBase, template: str, *named: str) -> frozenset[int]:
     """Return the ids that `decode` drops.
 
     `template` and `named` belong to the cache key, so that a change of them takes effect.
     """
     ids = {tokenizer.convert_tokens_to_ids(token) for token in named}
     with contextlib.suppress(UserError):  # no template, or one that does not end turns
-        talk = Talk(tokenizer, Row("a test conversation"))
-        ends = talk.special.findall(talk.dialect.turn_end)  # Cohere ends the answer, and then the turn
-        ids |= {*_stops_of(talk), *(tokenizer.convert_tokens_to_ids(end) for end in ends)}
+        conversation = Conversation(tokenizer, Row("a test conversation"))
+        ends = conversation.special.findall(conversation.dialect.turn_end)  # Cohere ends the answer, and then the turn
+        ids |= {*_stops_of(conversation), *(tokenizer.convert_tokens_to_ids(end) for end in ends)}
     return frozenset(i for i in ids if isinstance(i, int))
 
 
@@ -274,18 +286,18 @@ def completion_for_reward(row: Row, text: str) -> str | list[Message]:
     return text if isinstance(row.dataset_prompt, str) else [{"role": "assistant", "content": text}]
 
 
-def _encodable(text: str) -> str:
+def _escape_surrogates(text: str) -> str:
     r"""Escape lone surrogates (`\ud800`): they have no UTF-8 form and make tokenizers raise."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
     # verbose=False suppresses the tokenizer's warning about its model's limit: psigrad checks `max_length` itself.
-    text, known, image_format = _encodable(text), dialect.specials_of(tokenizer), images.image_format_of(tokenizer)
+    text, known, image_format = _escape_surrogates(text), dialect.specials_of(tokenizer), images.image_format_of(tokenizer)
     text, pictures = images.expand_marks(text, image_format)
     if special or not _is_plain(known.backend):
         ids = list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
-    elif (ahead := known.ahead.get(text)) is not None:
+    elif (ahead := known.encoded.get(text)) is not None:
         ids = ahead.copy()
     else:
         ids = known.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -312,7 +324,7 @@ def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> 
     Encoding `text` alone is not enough: SentencePiece tokenizers put a space before it.
     """
     before = _last_cut(tokenizer, before)
-    known = dialect.specials_of(tokenizer).begun
+    known = dialect.specials_of(tokenizer).prefix_ids
     if known is None:
         base = _encode(tokenizer, before)
     elif (base := known.get(before, _NONE)) is _NONE:
@@ -353,8 +365,8 @@ def _ends_text(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
     return token in dialect.specials_of(tokenizer).ids and not is_tag
 
 
-def _conversation(talk: Talk, pieces: Sequence[Piece], stops: tuple[int, ...]) -> tuple[list[int], list[bool]]:
-    tokenizer, row = talk.tokenizer, talk.row
+def _conversation(conversation: Conversation, pieces: Sequence[Piece], stops: tuple[int, ...]) -> tuple[list[int], list[bool]]:
+    tokenizer, row = conversation.tokenizer, conversation.row
     ids: list[int] = []
     runs: list[tuple[int, int]] = []
     for before, piece, trained in pieces:

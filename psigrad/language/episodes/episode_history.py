@@ -8,9 +8,9 @@ from typing import Any
 
 from psigrad.errors import UserError
 from psigrad.language.data.chat.rendering import tools_of
-from psigrad.language.data.chat.turns import Talk, turn_form
+from psigrad.language.data.chat.turns import Conversation, turn_form
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.templates import Reading, observation_ids, read_on, words_of
+from psigrad.language.data.templates import Reading, decode_after, next_reading, observation_ids
 from psigrad.language.episodes.environments import Message, Observation
 from psigrad.language.episodes.tools import CallForm
 
@@ -43,7 +43,7 @@ class EpisodeHistory:
         """Return the history of a row whose prompt has been read."""
         if not isinstance(row.prompt, list):
             return cls(tokenizer, row, form, [], "")
-        return cls(tokenizer, row, form, list(row.prompt), Talk(tokenizer, row).prompt(row.prompt))
+        return cls(tokenizer, row, form, list(row.prompt), Conversation(tokenizer, row).prompt(row.prompt))
 
     def copy(self) -> EpisodeHistory:
         """Return a copy that changes independently."""
@@ -53,7 +53,7 @@ class EpisodeHistory:
         """Add a turn of the policy, which follows the token `before`."""
         if not self.known:
             return
-        self.known += words_of(self.tokenizer, before, ids)
+        self.known += decode_after(self.tokenizer, before, ids)
         begun = self.messages.pop()["content"] if self.messages[-1]["role"] == "assistant" else ""
         self.messages.append({"role": "assistant", "content": begun + text})
 
@@ -61,7 +61,7 @@ class EpisodeHistory:
         """Return what the policy reads for this observation. The text is empty if no template can render it."""
         if self.known and (turn := self._turn(said)) is not None:
             try:
-                return read_on(self.tokenizer, self.row, [*self.messages[:-1], turn, *as_messages(said)], self.known)
+                return next_reading(self.tokenizer, self.row, [*self.messages[:-1], turn, *as_messages(said)], self.known)
             except UserError:  # a template need not be able to render what the policy wrote
                 pass
         return Reading("", observation_ids(self.tokenizer, self.row, said), False)
@@ -78,7 +78,7 @@ class EpisodeHistory:
         None if a tool answers a turn without a call.
         """
         text, before = self.messages[-1]["content"], self.messages[-2]["role"] if len(self.messages) > 1 else "user"
-        form = turn_form(Talk(self.tokenizer, self.row), before)
+        form = turn_form(Conversation(self.tokenizer, self.row), before)
         if all(message["role"] != "tool" for message in as_messages(said)):
             return form.read_back(text)
         functions = [tool.get("function", tool) for tool in tools_of(self.row) or ()]

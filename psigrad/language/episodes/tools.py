@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError, validate_call
 from psigrad import extras
 from psigrad.errors import UserError
 from psigrad.importing import imported_callable
-from psigrad.language.data.chat.turns import Talk, TurnForm
+from psigrad.language.data.chat.turns import Conversation, TurnForm
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.image_rows import has_parts, is_image
 from psigrad.language.data.templates import decode
@@ -172,7 +172,10 @@ class CallForm:
             return None
         said = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls]  # type: ignore[union-attr]
         before = form.read_back(text[: self.begin(text)])
-        parts = before["content"].rstrip(), text[self.end(text) :].removesuffix(form.beside).strip() if form.beside else ""
+        parts = (
+            before["content"].rstrip(),
+            text[self.end(text) :].removesuffix(form.content_end).strip() if form.content_end else "",
+        )
         return {**before, "content": "\n".join(filter(None, parts)), "tool_calls": said}
 
 
@@ -202,15 +205,15 @@ def _play(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> t
     turn: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
     offered = {"tools": [{"type": "function", "function": _PROBE_SCHEMA}], "chat_template_kwargs": arguments}
     try:
-        talk = Talk(tokenizer, Row("a test conversation", columns=offered))
-        before, after = talk.render([question], generation_prompt=True), talk.render([question, turn])
+        conversation = Conversation(tokenizer, Row("a test conversation", columns=offered))
+        before, after = conversation.render([question], generation_prompt=True), conversation.render([question, turn])
     except UserError:  # no template, or one that rejects calls
         return "", "", False
     shared = common_prefix(before, after)
     # <think> and <tool_call> share their first letters.
     mark = re.search(r"[<\[][^<>\[\]\s]*$", before[:shared])
     seen = decode(tokenizer, tokenizer(after[mark.start() if mark else shared :], add_special_tokens=False)["input_ids"])
-    shows_hermes = talk.dialect.calls == "hermes" or not talk.dialect.tools
+    shows_hermes = conversation.dialect.calls == "hermes" or not conversation.dialect.tools
     return (before, seen, shows_hermes) if PROBE.name in seen else ("", "", False)
 
 

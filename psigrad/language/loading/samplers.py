@@ -83,9 +83,9 @@ def sampling_params(
     completion. If one of the first thousand rows offers tools, the end of a tool call stops it too. `model` is None if a server
     samples, which adds these stop tokens itself.
     """
-    talks = islice((row for row in rows if not isinstance(row.prompt, str)), 1000)
-    talk = max(talks, key=lambda row: bool(row.columns.get("tools")), default=None)
-    chat = stop_token_ids(model.tokenizer, talk) if talk is not None and model is not None else ()
+    conversations = islice((row for row in rows if not isinstance(row.prompt, str)), 1000)
+    conversation = max(conversations, key=lambda row: bool(row.columns.get("tools")), default=None)
+    chat = stop_token_ids(model.tokenizer, conversation) if conversation is not None and model is not None else ()
     return SamplingParams(
         max_tokens=sampling.max_completion_length,
         temperature=sampling.temperature if temperature is None else temperature,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from psigrad.errors import UserError
 from psigrad.language import images
-from psigrad.language.data.templates import encode_after, words_of
+from psigrad.language.data.templates import decode_after, encode_after
 from psigrad.language.models.language_model import Divergence, LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.models.stats import Top
@@ -213,7 +213,7 @@ def text_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[s
     before = ids[0] if ids else 0
     for token in ids:
         new.append(token)
-        piece = words_of(tokenizer, before, new)
+        piece = decode_after(tokenizer, before, new)
         if piece.endswith(_HALF):
             ends.append(-1)
             continue

@@ -29,7 +29,7 @@ from psigrad.language import images
 from psigrad.language import rewards as rewards_room
 from psigrad.language.data import row_cache
 from psigrad.language.data.chat import rendering
-from psigrad.language.data.chat.dialect import fixed
+from psigrad.language.data.chat.dialect import cache_specials
 from psigrad.language.data.dataset_layouts import Tell
 from psigrad.language.data.dataset_rows import BadRow, Row, RowError
 from psigrad.language.data.image_rows import digests_of
@@ -64,7 +64,7 @@ class Encoder(Generic[R]):
     def __call__(self, rows: Sequence[R]) -> tuple[list[Any], list[BadRow], Counter[str]]:
         """Encode some rows, and return (encoded rows, rows that could not be encoded, counts by name)."""
         found, refused, counts = [], list[BadRow](), Counter[str]()
-        with fixed(self.tokenizer):
+        with cache_specials(self.tokenizer):
             if self.ahead is not None:
                 self.ahead(rows)
             for row in rows:

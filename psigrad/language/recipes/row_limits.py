@@ -17,7 +17,7 @@ from psigrad.language.data.dataset_layouts import Tell, as_turns, for_model
 from psigrad.language.data.dataset_rows import Row, RowError
 from psigrad.language.data.row_cache import PreparedRows
 from psigrad.language.data.sources import read_rows
-from psigrad.language.data.templates import prompt_ids, said_otherwise
+from psigrad.language.data.templates import describe_rewrites, prompt_ids
 from psigrad.language.loading.teacher import Teacher
 from psigrad.language.models.backbone import Pretrained
 from psigrad.language.models.language_model import LanguageModel
@@ -62,7 +62,7 @@ def tell_translations(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], t
     """Log a message about content that the chat template can render only in other words, for the first such row of a hundred."""
     for row in rows[:100]:
         with contextlib.suppress(RowError):  # such a row was dropped and reported already
-            if notes := said_otherwise(tokenizer, row):
+            if notes := describe_rewrites(tokenizer, row):
                 text = f"The chat template has no words for some of {row.source}: {'; '.join(notes)}."
                 tell("said_otherwise", text, what=notes)
                 return

@@ -13,7 +13,7 @@ from psigrad.errors import UserError, several
 from psigrad.language.data.dataset_layouts import Tell, for_model
 from psigrad.language.data.row_cache import PreparedRows
 from psigrad.language.data.sources import read_rows
-from psigrad.language.data.templates import encode_ahead, examples
+from psigrad.language.data.templates import encode_batch, examples
 from psigrad.language.examples import Example
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_model, load_start
@@ -55,7 +55,7 @@ def _prepare(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int, 
     rows, held_out = for_model(tokenizer, read, config.data.plain_prompts, tell)
     empty = config.train_empty_thinking
     encode = partial(examples, tokenizer, max_length=limit, empty_thinking=empty)
-    encoder = Encoder(tokenizer, encode, _with_targets, partial(encode_ahead, tokenizer, empty_thinking=empty))
+    encoder = Encoder(tokenizer, encode, _with_targets, partial(encode_batch, tokenizer, empty_thinking=empty))
     learned, counts = encode_rows(rows, encoder, config.data, tell)
     tell_translations(tokenizer, rows, tell)
     found, texts = counts["rows"], counts["texts"]

@@ -21,7 +21,7 @@ from psigrad.errors import UserError
 from psigrad.language.data.chat.rendering import arguments_of, day_of, settle
 from psigrad.language.data.dataset_rows import Row, RowError, validate
 from psigrad.language.data.sources import from_rows, load
-from psigrad.language.data.templates import example, examples, observation_ids, prompt_ids, said_otherwise, stop_token_ids
+from psigrad.language.data.templates import describe_rewrites, example, examples, observation_ids, prompt_ids, stop_token_ids
 from psigrad.language.loading.load_model import settle_chat
 from psigrad.language.loading.samplers import sampling_params
 from psigrad.language.recipes.row_limits import tell_translations
@@ -180,7 +180,7 @@ def test_thoughts_a_template_has_no_field_for_stand_in_tags(plain_chatml: PreTra
     for name in ("reasoning_content", "reasoning", "thinking"):
         row = sft(USER, {**BOT, name: "two"})
         assert texts(plain_chatml, row) == ["<think>\ntwo\n</think>\n\nthe cat<|im_end|>"]
-        assert said_otherwise(plain_chatml, row) == ["thoughts are in <think> tags before the answer"]
+        assert describe_rewrites(plain_chatml, row) == ["thoughts are in <think> tags before the answer"]
 
 
 def test_calls_that_a_template_does_not_show_are_written_in_hermes_form(plain_chatml: PreTrainedTokenizerFast) -> None:

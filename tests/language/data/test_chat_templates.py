@@ -85,7 +85,7 @@ def _deaf(field: str, value: Any) -> Callable[..., Any]:
 
 
 def _without(field: str) -> Callable[..., Any]:
-    real = turns.speak
+    real = turns.rewrite
     strip = lambda m: {k: v for k, v in m.items() if k != field}  # noqa: E731
     return lambda messages, tools, way: real([strip(m) for m in messages], tools, way)
 
@@ -98,7 +98,7 @@ def _kept(tokenizer: Any, row: Any, messages: Any, known: str) -> Any:
 
 
 def _end_twice(talk: Any, said: Any) -> tuple[str, str]:
-    end, text = turns.between(talk, said)
+    end, text = turns.render_between(talk, said)
     return end, end + text
 
 
@@ -107,19 +107,24 @@ FAULTS: dict[str, tuple[str, Any, str, Any]] = {
     "one turn": ("qwen2_5", templates, "examples", _shift(templates.examples)),
     "two turns": ("deepseek_r1_distill", templates, "contexts", _rendered_once),
     "thinking": ("llama3", turns, "dialect_of", _deaf("reasoning", "field")),
-    "system": ("gemma3", turns, "speak", lambda messages, tools, way: (messages[-1:], tools)),
+    "system": ("gemma3", turns, "rewrite", lambda messages, tools, way: (messages[-1:], tools)),
     "developer": ("qwen3", turns, "dialect_of", _deaf("developer", True)),
     "tools": ("llama3", turns, "dialect_of", _deaf("tools", True)),
     "tool answers": ("gemma", turns, "dialect_of", _deaf("calls", "object")),
     "two rounds": ("glm4moe", turns, "dialect_of", _deaf("call_next", "</arg_value>\n</tool_call><|observation|>")),
     "two calls": ("qwen2_5", templates, "examples", _shift(templates.examples)),
-    "thoughts with calls": ("gptoss", turns, "_own_words", lambda talk, messages, before, text: text[-9:]),
-    "words beside a call": ("gemma4_v5", turns, "_own_words", lambda talk, messages, *rest: rest[1][rest[1].index("Usambara") :]),
-    "environment turn": ("qwen3", templates, "between", _end_twice),
-    "episode": ("qwen3", episode_history, "read_on", _kept),
+    "thoughts with calls": ("gptoss", turns, "_find_last_turn", lambda talk, messages, before, text: text[-9:]),
+    "words beside a call": (
+        "gemma4_v5",
+        turns,
+        "_find_last_turn",
+        lambda talk, messages, *rest: rest[1][rest[1].index("Usambara") :],
+    ),
+    "environment turn": ("qwen3", templates, "render_between", _end_twice),
+    "episode": ("qwen3", episode_history, "next_reading", _kept),
     "call parsed": ("qwen2_5", maker.tools, "read_calls", lambda *given: []),
     "stop token": ("llama3", templates, "stop_token_ids", lambda tokenizer, row=None: (tokenizer.eos_token_id,)),
-    "generation prompt": ("qwen2_5", turns.Talk, "render", None),
+    "generation prompt": ("qwen2_5", turns.Conversation, "render", None),
     "date": ("gptoss", rendering, "day_of", lambda tokenizer: date.today()),
 }
 assert dialect.SENTINEL  # what the faults are planted into
@@ -130,7 +135,7 @@ def test_a_fault_in_a_column_is_noticed(column: str, monkeypatch: pytest.MonkeyP
     name, place, attribute, fault = FAULTS[column]
     before = maker.outcome(name, column)
     if column == "generation prompt":
-        real = turns.Talk.render
+        real = turns.Conversation.render
         fault = lambda self, messages, generation_prompt=False: real(self, messages)  # noqa: E731
     monkeypatch.setattr(place, attribute, fault)
     assert (before, maker.outcome(name, column) != "yes") == ("yes", True)
@@ -187,7 +192,7 @@ def test_what_is_said_beside_a_call_is_read_where_it_was_trained(name: str) -> N
         assert trained == read == served
     assert "Look first." in case.text(read)
     row, form = case.row("prompt-only", prompt=talk[:1], tools=[maker.TOOL]), maker.tools.call_form_of(case.tokenizer)
-    shape, asked = turns.turn_form(turns.Talk(case.tokenizer, row), "user"), {maker.CITY: {"city": {"type": "string"}}}
+    shape, asked = turns.turn_form(turns.Conversation(case.tokenizer, row), "user"), {maker.CITY: {"city": {"type": "string"}}}
     ((_, bare),) = case.turns(messages=[maker.user(maker.SAID), {**said, "content": ""}], tools=[maker.TOOL])
     end = maker.SPECIAL.findall(bare)[-1]
     message = form.turn(

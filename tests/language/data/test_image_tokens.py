@@ -11,12 +11,12 @@ from pictures import EDGE, IMAGE, PARTS_CHATML, WHOLE, draw, encoded, tokenizer
 from psigrad.errors import UserError
 from psigrad.language import images
 from psigrad.language.data import row_cache
-from psigrad.language.data.chat.turns import Talk
+from psigrad.language.data.chat.turns import Conversation
 from psigrad.language.data.dataset_rows import RowError
 from psigrad.language.data.pairs import encode_pair
 from psigrad.language.data.rendered_rows import render
 from psigrad.language.data.sources import from_rows
-from psigrad.language.data.templates import examples, observation_ids, prompt_ids, read_on
+from psigrad.language.data.templates import examples, next_reading, observation_ids, prompt_ids
 from psigrad.language.examples import Example
 from psigrad.language.images import FIRST
 
@@ -83,9 +83,9 @@ def test_later_turns_keep_the_images_of_earlier_ones(words):
     trained = [token for token, own in zip(made[0].ids, made[0].mask, strict=True) if own]
     assert trained == by_hand(words, "x<|im_end|>", "y<|im_end|>")
     row = read(prompt=talk[:1], images=[RED])
-    known = Talk(words, row).prompt(row.prompt) + "x<|im_end|>"
+    known = Conversation(words, row).prompt(row.prompt) + "x<|im_end|>"
     later = read(prompt=talk[:3], images=[RED, WIDE]).prompt
-    on = read_on(words, row, later, known)
+    on = next_reading(words, row, later, known)
     assert not on.anew
     assert [token for token in on.ids if token >= FIRST] == places(W, 3)
     assert observation_ids(words, row, later[2:])[-len(on.ids) :] == on.ids

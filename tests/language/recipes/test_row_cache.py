@@ -32,7 +32,7 @@ from psigrad.language.data.chat.dialect import specials_of
 from psigrad.language.data.chat.rendering import settle
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.row_cache import NotKeptError, Packed, PreparedRows, pack, pack_row, unpack, unpack_row
-from psigrad.language.data.templates import CHATML, encode_ahead, examples
+from psigrad.language.data.templates import CHATML, encode_batch, examples
 from psigrad.language.examples import Answer, Example, Judged, Pair, Steps
 from psigrad.language.models import tiny
 from psigrad.language.recipes import row_encoding, sft
@@ -383,7 +383,7 @@ def test_what_is_encoded_ahead_is_what_is_encoded_row_by_row(family: str) -> Non
     for empty in (False, True):
         encode = partial(examples, tokenizer, empty_thinking=empty)
         plain = Encoder(tokenizer, encode, sft._with_targets)
-        ahead = replace(plain, ahead=partial(encode_ahead, tokenizer, empty_thinking=empty))
+        ahead = replace(plain, ahead=partial(encode_batch, tokenizer, empty_thinking=empty))
         assert (found := row_encoding._encode(ahead, rows)) == row_encoding._encode(plain, rows)
         assert found[1] and found[2]["rows"] == len(rows) - len(found[1])
         wrong = replace(plain, ahead=partial(_spoil, tokenizer))
@@ -391,6 +391,6 @@ def test_what_is_encoded_ahead_is_what_is_encoded_row_by_row(family: str) -> Non
 
 
 def _spoil(tokenizer: Any, rows: Any) -> None:
-    encode_ahead(tokenizer, rows)
-    for ids in specials_of(tokenizer).ahead.values():
+    encode_batch(tokenizer, rows)
+    for ids in specials_of(tokenizer).encoded.values():
         ids.append(5)

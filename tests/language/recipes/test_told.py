@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, MambaConfig
 
 from psigrad.config import Model
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.templates import CHATML, said_otherwise
+from psigrad.language.data.templates import CHATML, describe_rewrites
 from psigrad.language.models import language_model, tiny
 from psigrad.language.recipes import online
 from psigrad.records.read import load
@@ -36,7 +36,7 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "sum", "p
 def test_a_template_without_words_for_tools_is_noticed(template, row, ignored):
     tokenizer = tiny.tokenizer(["2 + 3?"] * 5, 280)
     tokenizer.chat_template = template
-    assert bool([note for note in said_otherwise(tokenizer, row) if note.startswith("tools are offered")]) == ignored
+    assert bool([note for note in describe_rewrites(tokenizer, row) if note.startswith("tools are offered")]) == ignored
 
 
 @pytest.mark.parametrize(("template", "told"), [(CHATML, 1), (OFFERS, 0)])

@@ -68,7 +68,7 @@ def watch(monkeypatch, recorder):
             super()._step(params, size, columns)
 
     monkeypatch.setattr(embedded, "CudaGraphDecoding", Watched)
-    monkeypatch.setattr(embedded, "fits", lambda *_: True)
+    monkeypatch.setattr(embedded, "fits_on_gpu", lambda *_: True)
     return shapes
 
 

@@ -79,7 +79,7 @@ class Dialect:
     """`turn_next` and `call_next` are the parts of both ends that the next turn renders (GLM), otherwise the same texts."""
     header: str = ""
     """The text that opens the assistant's turn if the template ignores add_generation_prompt."""
-    kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    probes: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """A cache of further results of probing the template (`turns.turn_form`)."""
 
 
@@ -93,14 +93,14 @@ class Specials:
     """The pattern of added tokens at which the tokenizer splits a text first; None if such a split is not certain."""
     backend: Any = None
     """The underlying tokenizer of `tokenizers`, if transformers adds nothing to its result."""
-    named: str = ""
+    named_tokens: str = ""
     """The named special tokens (EOS, BOS, …) as text. Templates refer to them by name, so a change makes cached dialects invalid.
     """
-    begun: dict[str, list[int]] | None = field(default=None, compare=False)
-    """Inside `fixed`, a cache of the tokens of texts that others follow (`templates.encode_after`); otherwise None."""
-    ahead: dict[str, list[int]] = field(default_factory=dict, compare=False)
-    """The tokens of texts encoded ahead (`templates.encode_ahead`). `talks` are their conversations, by the id of the row."""
-    talks: dict[int, Any] = field(default_factory=dict, compare=False)
+    prefix_ids: dict[str, list[int]] | None = field(default=None, compare=False)
+    """Inside `cache_specials`, a cache of the tokens of texts that others follow (`templates.encode_after`); otherwise None."""
+    encoded: dict[str, list[int]] = field(default_factory=dict, compare=False)
+    """The tokens of texts from `templates.encode_batch`. `conversations` are their conversations, by the id of the row."""
+    conversations: dict[int, Any] = field(default_factory=dict, compare=False)
 
 
 _specials: WeakKeyDictionary[Any, tuple[Any, Specials]] = WeakKeyDictionary()
@@ -123,9 +123,9 @@ def specials_of(tokenizer: PreTrainedTokenizerBase) -> Specials:
 
 
 @contextlib.contextmanager
-def fixed(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+def cache_specials(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
     """Cache the special tokens inside this block, in which the tokenizer must not change."""
-    _fixed[tokenizer] = replace(specials_of(tokenizer), begun={}, ahead={}, talks={})
+    _fixed[tokenizer] = replace(specials_of(tokenizer), prefix_ids={}, encoded={}, conversations={})
     try:
         yield
     finally:
@@ -162,13 +162,13 @@ def dialect_of(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any])
     key = (template, json.dumps(settings, sort_keys=True, default=str), special)
     held = _dialects.setdefault(tokenizer, {})
     if key not in held:
-        held[key] = _ask(tokenizer, {**settings, "tools": None}, special.pattern)
+        held[key] = _probe(tokenizer, {**settings, "tools": None}, special.pattern)
     return held[key]
 
 
-def _ask(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], special: re.Pattern[str]) -> Dialect:
+def _probe(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], special: re.Pattern[str]) -> Dialect:
     def shows(words: Sequence[str], *messages: Message, tools: Any = None, **dialect: Any) -> bool:
-        spoken, offered = speak(messages, tools, Dialect(**dialect))
+        spoken, offered = rewrite(messages, tools, Dialect(**dialect))
         try:
             text = render(tokenizer, {**arguments, "tools": offered}, spoken)
         except Exception:  # a template is a program: it can raise anything
@@ -194,7 +194,7 @@ def _ask(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], speci
 
     def text_of(*messages: Message, generation_prompt: bool = False) -> str:
         try:
-            return render(tokenizer, arguments, speak(messages, None, found)[0], generation_prompt=generation_prompt)
+            return render(tokenizer, arguments, rewrite(messages, None, found)[0], generation_prompt=generation_prompt)
         except Exception:
             return ""
 
@@ -229,7 +229,7 @@ def _closing(special: re.Pattern[str], last: str, followed: str) -> tuple[str, s
     return end, end.removeprefix(own)
 
 
-def speak(messages: Sequence[Message], tools: Any, dialect: Dialect) -> tuple[list[Message], Any]:
+def rewrite(messages: Sequence[Message], tools: Any, dialect: Dialect) -> tuple[list[Message], Any]:
     """Return the messages and tools, rewritten where necessary so that the template renders all of them."""
     spoken: list[Message] = []
     if tools and not dialect.tools:
@@ -263,8 +263,8 @@ def speak(messages: Sequence[Message], tools: Any, dialect: Dialect) -> tuple[li
     return spoken, tools
 
 
-def said_otherwise(messages: Sequence[Message], tools: Any, dialect: Dialect) -> list[str]:
-    """Return a note for each feature of the messages that `speak` rewrites because the template lacks it."""
+def describe_rewrites(messages: Sequence[Message], tools: Any, dialect: Dialect) -> list[str]:
+    """Return a note for each feature of the messages that `rewrite` rewrites because the template lacks it."""
     roles = {message["role"] for message in messages}
     calls = any(message.get("tool_calls") for message in messages)
     thoughts = any(message.get(name) for message in messages for name in REASONING)

@@ -58,12 +58,12 @@ def is_trained(message: Message) -> bool:
     return message["role"] == "assistant" and all(message.get(name, 1) for name in WEIGHTS)
 
 
-def weigh_turns(talk: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
+def weigh_turns(messages: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
     """Return the messages of a fine-tuning row, each with its weight if a column named in `WEIGHTS` lists the weights.
 
-    `talk` is None if the row has a completion. Reject a mask of tokens, and a weight of the whole row other than 1.
+    `messages` is None if the row has a completion. Reject a mask of tokens, and a weight of the whole row other than 1.
     """
-    weighed = talk
+    weighed = messages
     for name, given in columns.items():
         says_nothing = given in (None, 1, "1") or (isinstance(given, str) and not _NUMBERS.match(given))
         if says_nothing or not (name in WEIGHTS or _MASK.search(name)):
@@ -71,12 +71,12 @@ def weigh_turns(talk: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
         other = f"or rename the column where it is none: --columns {name}=other"
         if not isinstance(given, list):
             fail(name, f"is {given!r}; all rows are trained alike, so remove those that should not be trained, {other}")
-        if name not in WEIGHTS or not isinstance(talk, list):
+        if name not in WEIGHTS or not isinstance(messages, list):
             fail(name, f"would be a mask of tokens, which are made here; give messages, each with a weight of 0 or 1, {other}")
-        if (count := len(given) - given.count(None)) != len(talk):
-            both = f"{several(count, 'weight')} for {several(len(talk), 'message')}"
+        if (count := len(given) - given.count(None)) != len(messages):
+            both = f"{several(count, 'weight')} for {several(len(messages), 'message')}"
             fail(name, f"has {both}; give one per message, not one per token")
-        if any(isinstance(turn, Mapping) and turn.get(name) is not None for turn in talk):
+        if any(isinstance(turn, Mapping) and turn.get(name) is not None for turn in messages):
             fail(name, "is a column, and a field of the messages too; keep one of them")
         weighed = [{**turn, name: one} if isinstance(turn, Mapping) else turn for turn, one in zip(weighed, given, strict=True)]
     return weighed

@@ -94,7 +94,7 @@ def render(
     *,
     generation_prompt: bool = False,
 ) -> str:
-    """Return the text of messages that the template understands (`dialect.speak`). Raise whatever the template raises."""
+    """Return the text of messages that the template understands (`dialect.rewrite`). Raise whatever the template raises."""
     template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments["tools"])
     with limited(template):
         _set_clock(tokenizer, template)

@@ -21,7 +21,7 @@ from psigrad.language.data.chat.dialect import (
     USER,
     call_of,
     dialect_of,
-    speak,
+    rewrite,
     specials_of,
 )
 from psigrad.language.data.chat.messages import REASONING, WEIGHTS, Message, is_trained
@@ -59,7 +59,7 @@ class Context:
     spans: Sequence[Span] = ()
 
 
-class Talk:
+class Conversation:
     """A row's conversation, with the chat template that renders it and the template's features (`Dialect`)."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, row: Row) -> None:
@@ -111,7 +111,7 @@ class Talk:
     def _run(self, template: Callable[..., T], messages: Sequence[Message]) -> T:
         refuse_placeholder(self.tokenizer, self.row, *(value for message in messages for value in message.values()))
         try:
-            spoken, tools = speak(messages, self.arguments["tools"], self.dialect)
+            spoken, tools = rewrite(messages, self.arguments["tools"], self.dialect)
             return template(self.tokenizer, {**self.arguments, "tools": tools}, spoken)
         except Exception as error:  # a template is a program: it can raise anything
             raise refusal(self.row, error) from error
@@ -126,7 +126,7 @@ def _has_blocks(template: str) -> bool:
     return _GENERATION.search(template) is not None
 
 
-def contexts(talk: Talk, *, empty_thinking: bool = False) -> list[Context]:
+def contexts(conversation: Conversation, *, empty_thinking: bool = False) -> list[Context]:
     """Return the assistant's turns of a row in contexts: each turn after the text that the template renders to sample it.
 
     A template that leaves earlier turns unchanged gives one context for all turns. A template that rewrites them (Qwen3 drops
@@ -135,7 +135,7 @@ def contexts(talk: Talk, *, empty_thinking: bool = False) -> list[Context]:
 
     Raise `RowError` for a turn without such a context, and for content that the template leaves out.
     """
-    row = talk.row
+    row = conversation.row
     prompt = row.prompt if isinstance(row.prompt, list) else []
     answer = list(row.completion) if isinstance(row.completion, list) else []
     first = len(prompt)
@@ -149,9 +149,9 @@ def contexts(talk: Talk, *, empty_thinking: bool = False) -> list[Context]:
     for i in range(first, len(messages)):
         if not is_trained(messages[i]):
             continue
-        before, text, spans = _turn(talk, messages[: i + 1], empty_thinking)
+        before, text, spans = _render_turn(conversation, messages[: i + 1], empty_thinking)
         if i < len(prompt):  # the policy writes the text after the prompt
-            begun = len(talk.prompt(prompt))
+            begun = len(conversation.prompt(prompt))
             spans = [(max(start, begun), end) for start, end in spans if end > begun]
         if not spans:
             continue
@@ -159,45 +159,45 @@ def contexts(talk: Talk, *, empty_thinking: bool = False) -> list[Context]:
             made[-1] = Context(text, [*((start, min(end, len(known))) for start, end in made[-1].spans), *spans])
         else:
             made.append(Context(text, spans))
-        closing = talk.closing(messages[i])
+        closing = conversation.closing(messages[i])
         ended, closed, _ = text.rpartition(closing) if closing and closing in text[spans[-1][0] :] else (text, "", "")
         texts[i], known = text[len(before) :], (ended + closed).rstrip()
     if not made:
         raise refuse(row, "messages", "has no trained assistant turn; check weights and the template's generation blocks")
-    whole = talk.render(messages)
+    whole = conversation.render(messages)
     if whole.startswith(made[-1].text.rstrip()):
         made[-1] = Context(whole, made[-1].spans)
-    check_shown(talk, messages, {i: texts.get(i, whole) for i in range(len(messages))}, set(texts))
+    check_rendered(conversation, messages, {i: texts.get(i, whole) for i in range(len(messages))}, set(texts))
     return made
 
 
-def _turn(talk: Talk, messages: Sequence[Message], empty_thinking: bool) -> tuple[str, str, list[Span]]:
+def _render_turn(conversation: Conversation, messages: Sequence[Message], empty_thinking: bool) -> tuple[str, str, list[Span]]:
     """Return the text before the last message as it is sampled, the text up to the end of that message, and its trained spans."""
     said = messages[-1]
-    before, blocks = talk.render(messages[:-1], generation_prompt=True), talk.blocks(messages)
-    text = as_rendered = talk.render(messages)
+    before, blocks = conversation.render(messages[:-1], generation_prompt=True), conversation.blocks(messages)
+    text = as_rendered = conversation.render(messages)
     begun = common_prefix(before, text)
     if blocks is not None and all(end <= begun for _, end in blocks):
         return before, text, []
     thought = _thought_of(said)
     if not text.startswith(before):
         opened = OPEN.search(before)
-        own_words = None if opened else _own_words(talk, messages, before, text)
+        own_words = None if opened else _find_last_turn(conversation, messages, before, text)
         if own_words is None:
-            before, text = _behind_open_thought(talk, said, before, text, len(messages))
+            before, text = _continue_thought(conversation, said, before, text, len(messages))
             begun = opened.start() if opened else begun
         else:
             text, begun = before + own_words, len(text) - len(own_words)
-    elif talk.dialect.reasoning == "hidden" and thought and thought not in text[len(before) :]:
-        form = CHANNEL + "\n{}\n<channel|>" if CHANNEL in talk.template else THINK
+    elif conversation.dialect.reasoning == "hidden" and thought and thought not in text[len(before) :]:
+        form = CHANNEL + "\n{}\n<channel|>" if CHANNEL in conversation.template else THINK
         text = before + form.format(thought) + text[len(before) :]
-    ends = talk.special.findall(talk.closing(said))
+    ends = conversation.special.findall(conversation.closing(said))
     if ends and ends[-1] not in text[len(before) :]:  # GLM: the next turn's token ends this one
         text = text if text.endswith(str(said.get("content")) or "\0") else text.rstrip()  # spaces of the answer stay
-        text += talk.dialect.call_next if said.get("tool_calls") else talk.dialect.turn_next
+        text += conversation.dialect.call_next if said.get("tool_calls") else conversation.dialect.turn_next
     start = len(before)
     if thought and said.get("tool_calls") and thought in text[text.find(said["tool_calls"][0]["function"]["name"], start) :]:
-        raise refuse(talk.row, "", "is a thought that the chat template writes after the call; use another template")
+        raise refuse(conversation.row, "", "is a thought that the chat template writes after the call; use another template")
     if not empty_thinking and not _EMPTY.match(str(said.get("content", ""))):
         empty = (_CLOSE if OPEN.search(before) else _EMPTY).match(text, start)
         start = empty.end() if empty else start
@@ -206,22 +206,22 @@ def _turn(talk: Talk, messages: Sequence[Message], empty_thinking: bool) -> tupl
     own = [(first, end) for first, end in blocks if end > begun]
     # The policy continues at the end of the prompt, even if the template's first block starts elsewhere. It has stopped before a
     # later block of special tokens alone (Phi-3: the EOS).
-    later = [(first, end) for first, end in own[1:] if talk.special.sub("", text[first:end]).strip()]
+    later = [(first, end) for first, end in own[1:] if conversation.special.sub("", text[first:end]).strip()]
     return before, text, [(start, own[0][1]), *later] if own else []
 
 
-def _own_words(talk: Talk, messages: Sequence[Message], before: str, text: str) -> str | None:
+def _find_last_turn(conversation: Conversation, messages: Sequence[Message], before: str, text: str) -> str | None:
     """Return the last turn's text after its generation prompt, although the turn changes the rendering of earlier turns.
 
     For example, gpt-oss drops the thought beside a call once an answer follows, and Gemma 4 the end of the turn. Return None if
     the beginning of the turn is not found.
     """
-    unended = before.rstrip().removesuffix(talk.dialect.turn_end)
+    unended = before.rstrip().removesuffix(conversation.dialect.turn_end)
     if unended != before.rstrip() and text.startswith(unended):
         return text[len(unended) :]
-    past, asked = talk.render(messages[:-1]), talk.render([USER], generation_prompt=True)
-    stem, found, _ = talk.render([*messages[:-1], {"role": "assistant", "content": SENTINEL}]).partition(SENTINEL)
-    alone, _, _ = talk.render([USER, {"role": "assistant", "content": SENTINEL}]).partition(SENTINEL)
+    past, asked = conversation.render(messages[:-1]), conversation.render([USER], generation_prompt=True)
+    stem, found, _ = conversation.render([*messages[:-1], {"role": "assistant", "content": SENTINEL}]).partition(SENTINEL)
+    alone, _, _ = conversation.render([USER, {"role": "assistant", "content": SENTINEL}]).partition(SENTINEL)
     if not (found and before.startswith(past) and alone.startswith(asked)):
         return None
     opener, lead = before.removeprefix(past), alone.removeprefix(asked)
@@ -229,7 +229,7 @@ def _own_words(talk: Talk, messages: Sequence[Message], before: str, text: str) 
     return text[len(head) :] if opener and head.endswith(opener) and stem.endswith(lead) and text.startswith(head) else None
 
 
-def _behind_open_thought(talk: Talk, said: Message, before: str, text: str, place: int) -> tuple[str, str]:
+def _continue_thought(conversation: Conversation, said: Message, before: str, text: str, place: int) -> tuple[str, str]:
     """Return the text before a turn, and the text up to its end, if the generation prompt opens a thought.
 
     The template leaves that thought out or writes it differently once the turn is there.
@@ -243,7 +243,7 @@ def _behind_open_thought(talk: Talk, said: Message, before: str, text: str, plac
             "so no context is known in which the turn would be sampled; give the template the arguments under which it would be "
             "(chat_template_kwargs, as enable_thinking), or use another"
         )
-        raise refuse(talk.row, "", why)
+        raise refuse(conversation.row, "", why)
     if (empty := _EMPTY.match(tail)) is not None:
         stem = before[: opened.start()] + empty.group()
         return stem, stem + tail[empty.end() :]
@@ -258,8 +258,8 @@ def _thought_of(said: Message) -> str:
     return str(next((said[name] for name in REASONING if said.get(name)), found.group(1) if found else "")).strip("\n")
 
 
-def check_shown(
-    talk: Talk, messages: Sequence[Message], texts: dict[int, str], trained: set[int], *, every_field: bool = True
+def check_rendered(
+    conversation: Conversation, messages: Sequence[Message], texts: dict[int, str], trained: set[int], *, every_field: bool = True
 ) -> None:
     """Raise `RowError` if the template leaves out part of a row. The error names the turn and the field.
 
@@ -272,17 +272,17 @@ def check_shown(
         calls = message.get("tool_calls", ())
         for k, call in enumerate(calls[1:] if j in trained else (), 1):
             fewer = {**message, "tool_calls": [*calls[:k], *calls[k + 1 :]]}
-            if talk.render(part) == talk.render([*part[:-1], fewer]):
-                raise _vanished(talk.row, j, f"tool_calls[{k}]", call["function"])
+            if conversation.render(part) == conversation.render([*part[:-1], fewer]):
+                raise _missing_error(conversation.row, j, f"tool_calls[{k}]", call["function"])
         for name, piece in _pieces(message, j in trained or j == len(messages) - 1):
-            if piece not in texts[j] and talk.render(part) == talk.render(_without(part, j, name, piece)):
-                raise _vanished(talk.row, j, name, piece)
+            if piece not in texts[j] and conversation.render(part) == conversation.render(_without(part, j, name, piece)):
+                raise _missing_error(conversation.row, j, name, piece)
         for name in message.keys() - _KNOWN if every_field else ():
             if name == "name" and message["role"] == "tool":
                 continue  # the call has it
             other = [{k: v for k, v in m.items() if k != name} if i == j else m for i, m in enumerate(part)]
-            if message[name] not in (None, "", [], {}) and talk.render(part) == talk.render(other):
-                raise _vanished(talk.row, j, name, message[name])
+            if message[name] not in (None, "", [], {}) and conversation.render(part) == conversation.render(other):
+                raise _missing_error(conversation.row, j, name, message[name])
 
 
 _KNOWN = {"role", "content", "tool_calls", "tool_call_id", *WEIGHTS, *REASONING}
@@ -314,7 +314,7 @@ def _without(messages: Sequence[Message], place: int, name: str, piece: str) -> 
     return [{**m, name: cut(m[name])} if i == place else m for i, m in enumerate(messages)]
 
 
-def _vanished(row: Row, place: int, name: str, value: Any) -> Exception:
+def _missing_error(row: Row, place: int, name: str, value: Any) -> Exception:
     # The place uses the row's own columns: in messages, or in the completion after the prompt.
     count = len(row.prompt) if isinstance(row.prompt, list) else 0
     column, at = ("messages", place) if row.messages else ("prompt", place) if place < count else ("completion", place - count)
@@ -336,7 +336,7 @@ class TurnForm:
     """`opens` is the text before a thought, `closes` that between a thought and an answer; empty if thoughts are not rendered."""
     ends: str = ""
     """The beginning of `closes` that also follows a thought before a call, in a turn without an answer."""
-    beside: str = ""
+    content_end: str = ""
     """The text that ends a turn whose content follows a call (Gemma 4); empty if the content comes before the call."""
 
     def read_back(self, text: str) -> Message:
@@ -353,21 +353,21 @@ class TurnForm:
         return {**said, "content": text}
 
 
-def turn_form(talk: Talk, role: str) -> TurnForm:
+def turn_form(conversation: Conversation, role: str) -> TurnForm:
     """Return the texts that the template writes around an assistant's turn after a message of this role. Probe it only once."""
-    kept = talk.dialect.kept
+    kept = conversation.dialect.probes
     if role not in kept:
-        kept[role] = _ask_turn(
-            talk, [USER, call_of(), {"role": "tool", "name": OTHER, "content": "b"}] if role == "tool" else [USER]
+        kept[role] = _probe_turn_form(
+            conversation, [USER, call_of(), {"role": "tool", "name": OTHER, "content": "b"}] if role == "tool" else [USER]
         )
     found: TurnForm = kept[role]
     return found
 
 
-def _ask_turn(talk: Talk, before: Sequence[Message]) -> TurnForm:
+def _probe_turn_form(conversation: Conversation, before: Sequence[Message]) -> TurnForm:
     def around(answer: Message, *words: str) -> list[str]:
         try:
-            _, text, spans = _turn(talk, [*before, answer], False)
+            _, text, spans = _render_turn(conversation, [*before, answer], False)
         except UserError:
             return [""] * len(words)
         rest, found = text[spans[0][0] :], []
@@ -384,7 +384,7 @@ def _ask_turn(talk: Talk, before: Sequence[Message]) -> TurnForm:
     return TurnForm(lead, opens, closes, ends, behind.strip() if OTHER in first else "")
 
 
-def between(talk: Talk, observation: Sequence[Message]) -> tuple[str, str]:
+def render_between(conversation: Conversation, observation: Sequence[Message]) -> tuple[str, str]:
     """Return (the special token that ends the policy's turn, the template's text from there to the next turn).
 
     That text has the observation. It is rendered after a turn of one word, since a template may rewrite real turns.
@@ -393,24 +393,24 @@ def between(talk: Talk, observation: Sequence[Message]) -> tuple[str, str]:
     calls = [call_of(name or "call")] if observation[0]["role"] == "tool" else []
     for turn in [*calls, {"role": "assistant", "content": SENTINEL}]:
         try:
-            text = talk.render([USER, turn, *observation], generation_prompt=True)
+            text = conversation.render([USER, turn, *observation], generation_prompt=True)
         except UserError:
             if turn.get("tool_calls"):
                 continue
             raise
         _, found, behind = text.partition(SENTINEL)
-        closing = talk.closing(turn)
-        first = talk.special.search(behind)
+        closing = conversation.closing(turn)
+        first = conversation.special.search(behind)
         if found and (behind.startswith(closing) and closing):
-            return talk.special.findall(closing)[-1], behind[len(closing) :]
+            return conversation.special.findall(closing)[-1], behind[len(closing) :]
         if found and first is not None:
             return first.group(), behind[first.end() :]
     raise refuse(
-        talk.row, "prompt", "is a conversation, but the template does not end the assistant's turn; use another template"
+        conversation.row, "prompt", "is a conversation, but the template does not end the assistant's turn; use another template"
     )
 
 
-def stop_tokens(talk: Talk) -> list[str]:
+def stop_tokens(conversation: Conversation) -> list[str]:
     """Return the special tokens that end an assistant's turn: after an answer, and after a call if the row offers tools."""
-    ends = [talk.dialect.turn_end, *([talk.dialect.call_end] if talk.arguments["tools"] else [])]
-    return list(dict.fromkeys(found[-1] for end in ends if (found := talk.special.findall(end))))
+    ends = [conversation.dialect.turn_end, *([conversation.dialect.call_end] if conversation.arguments["tools"] else [])]
+    return list(dict.fromkeys(found[-1] for end in ends if (found := conversation.special.findall(end))))
