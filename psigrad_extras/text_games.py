@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from psigrad.language.data.dataset_layouts import for_model
+from psigrad.language.data.dataset_layouts import to_model_rows
 from psigrad.language.data.sources import from_rows
 from psigrad.language.data.templates import decode
 from psigrad.language.episodes.episode_history import EpisodeHistory
@@ -131,7 +131,9 @@ def text_policy(
     """
     if not params.temperature:
         raise ValueError("temperature is 0; expected a number above 0, since the policy is a distribution over texts.")
-    (row,), _ = for_model(model.tokenizer, (from_rows([{"prompt": prompt or game.rules}], "prompt-only", "game").rows, []), False)
+    (row,), _ = to_model_rows(
+        model.tokenizer, (from_rows([{"prompt": prompt or game.rules}], "prompt-only", "game").rows, []), False
+    )
     entries = Entries(model.tokenizer, EpisodeLimits(params.max_tokens, 0, 0, model.max_length, 1 << 30))
     ways: dict[Information, list[tuple[float, LiveEpisode]]] = {}
     policy: dict[Information, FloatArray] = {}

@@ -12,7 +12,7 @@ from torch import Tensor
 from psigrad import redaction
 from psigrad.config import OnlineConfig
 from psigrad.errors import UserError
-from psigrad.language.data.dataset_layouts import for_model
+from psigrad.language.data.dataset_layouts import to_model_rows
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.sources import form_of, from_rows, read_rows
 from psigrad.language.data.templates import prompt_ids
@@ -104,7 +104,7 @@ def _rows(config: OnlineConfig, model: LanguageModel) -> list[Row]:
             raise
         read = read_rows(config.data, form, 0, config.run.seed)[0]
     rows = [Row(row.source, prompt=row.prompt or row.completion, columns=row.columns, places=row.places) for row in read]
-    return for_model(model.tokenizer, [rows], config.data.plain_prompts)[0]
+    return to_model_rows(model.tokenizer, [rows], config.data.plain_prompts)[0]
 
 
 def load_subject(config: OnlineConfig) -> Subject:

@@ -12,7 +12,7 @@ from psigrad.config import OnlineConfig
 from psigrad.errors import UserError
 from psigrad.language import images
 from psigrad.language.data import rendered_rows
-from psigrad.language.data.dataset_layouts import for_model
+from psigrad.language.data.dataset_layouts import to_model_rows
 from psigrad.language.data.dataset_rows import Row, show
 from psigrad.language.data.image_rows import for_file, observed
 from psigrad.language.data.rendered_rows import Rendered
@@ -45,7 +45,7 @@ def read_first_rows(config: OnlineConfig) -> list[Rendered]:
     tokenizer, form = load_tokenizer(tokenizer_path(config.model)), form_of(config.data) or "prompt-only"
     settle_chat(tokenizer, config.model)
     rows = read_dataset(config.data, form, config.data.dataset, config.data.split, redaction.tell).rows
-    (rows,) = for_model(tokenizer, [rows], config.data.plain_prompts, redaction.tell)
+    (rows,) = to_model_rows(tokenizer, [rows], config.data.plain_prompts, redaction.tell)
     return rendered_rows.first_rows(tokenizer, offer_tools(config, rows[: rendered_rows.SHOWN]))
 
 

@@ -27,8 +27,8 @@ ANSWERS = ("completion", "chosen", "rejected")
 SYSTEM = ("system", "system_prompt")
 _FIELD = re.compile(r"\{\{|\}\}|\{([^{}]+)\}")
 _COPY = re.compile(r"\{([^{}]+)\}")
-_USUAL = ("question", "problem", "query", "instruction", "input", "user")
-_USUAL_ANSWERS = ("answer", "final_answer", "solution", "ground_truth", "target", "response", "output")
+_PROMPT_NAMES = ("question", "problem", "query", "instruction", "input", "user")
+_ANSWER_NAMES = ("answer", "final_answer", "solution", "ground_truth", "target", "response", "output")
 
 
 def map_columns(raw: Mapping[str, Any], columns: Mapping[str, str], source: str) -> dict[str, Any]:
@@ -89,13 +89,13 @@ def is_template(text: str) -> bool:
 def translate(raw: Mapping[str, Any], form: str, source: str) -> tuple[dict[str, Any], list[str]]:
     """Return (the row in TRL's columns, the names of recognised layouts). Unused columns stay. Raise `RowError`."""
     row, found = dict(raw), []
-    for step in (_conversations, _alpaca, _split_messages, _same_kind, _system_turn):
+    for step in (_conversations, _alpaca, _split_messages, _unify_kinds, _system_turn):
         if said := step(row, form, source):
             found.append(said)
     return row, found
 
 
-def place_in(raw: Mapping[str, Any], row: Mapping[str, Any], column: str) -> str:
+def to_raw_path(raw: Mapping[str, Any], row: Mapping[str, Any], column: str) -> str:
     """Translate a path in a translated row, such as messages[0].role, to the original row: conversations[0].from."""
     name, index, rest = re.fullmatch(r"([^[.]*)(?:\[(\d+)\])?(.*)", column, re.DOTALL).groups()  # type: ignore[union-attr]
     if index and row.get("prompt") is None and "chosen" in row:  # the prompt is the common beginning of both answers
@@ -113,7 +113,7 @@ def place_in(raw: Mapping[str, Any], row: Mapping[str, Any], column: str) -> str
     return at + rest
 
 
-def places_of(raw: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, list[Any]]:
+def to_raw_paths(raw: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return the value of `Row.places`, which maps the columns of a translated row to those of the raw row."""
     found: dict[str, list[Any]] = {}
     # the prompt is the common beginning of both answers
@@ -121,7 +121,7 @@ def places_of(raw: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, list[
     shared = common_prefix(row["chosen"], row["rejected"]) if split else 0
     for name, read in (("messages", "messages"), ("prompt", "prompt"), ("completion", "completion"), *_PAIR):
         last = len(row[name]) - 1 - shared if isinstance(row.get(name), list) else -1
-        own = re.fullmatch(r"(.*)\[(\d+)\]\.(\w+)", place_in(raw, row, f"{name}[{last}].content")) if last >= 0 else None
+        own = re.fullmatch(r"(.*)\[(\d+)\]\.(\w+)", to_raw_path(raw, row, f"{name}[{last}].content")) if last >= 0 else None
         if own is not None and own[0] != f"{read}[{last}].content":
             found[read] = [own[1], int(own[2]) - last, own[3]]
     return found
@@ -170,7 +170,7 @@ def _split_messages(row: dict[str, Any], form: str, source: str) -> str:
     return "the prompt is what comes before the last answer of messages" if ends else "messages are the prompt"
 
 
-def _same_kind(row: dict[str, Any], form: str, source: str) -> str:
+def _unify_kinds(row: dict[str, Any], form: str, source: str) -> str:
     """Convert prompt and answers so that all are text, or all are messages.
 
     In ultrafeedback_binarized the prompt is text, and the answers are conversations that begin with it.
@@ -189,7 +189,7 @@ def _same_kind(row: dict[str, Any], form: str, source: str) -> str:
     if not isinstance(prompt, str) or not lists or len(lists) < len(names):
         return ""
     lead = _common_lead(lists)
-    users = [_said(turn, source) for turn in lists[0] if isinstance(turn, Mapping) and role_of(turn) == "user"]
+    users = [_text_of(turn, source) for turn in lists[0] if isinstance(turn, Mapping) and role_of(turn) == "user"]
     if users and prompt.strip() not in users:
         _fail(source, "prompt", f"is text and {names[0]} does not have it as a user's turn; remove the column, or fix it")
     row["prompt"] = lead if users else [*lead, _turn("user", prompt)]
@@ -198,7 +198,7 @@ def _same_kind(row: dict[str, Any], form: str, source: str) -> str:
 
 
 def _system_turn(row: dict[str, Any], form: str, source: str) -> str:
-    """Make a system column the first turn of the conversation. With a plain prompt, `as_turns` uses the column."""
+    """Make a system column the first turn of the conversation. With a plain prompt, `to_turns` uses the column."""
     name, text = system_of(row)
     if not text or form == "stepwise":
         return ""
@@ -210,7 +210,7 @@ def _system_turn(row: dict[str, Any], form: str, source: str) -> str:
         if role_of(first) not in ("system", "developer"):
             row[place] = [_turn("system", text), *row[place]]
             row |= {weights: [0, *row[weights]] for weights in WEIGHTS if isinstance(row.get(weights), list)}
-        elif _said(first, source) != text.strip():
+        elif _text_of(first, source) != text.strip():
             _fail(source, name, f"and the first turn of {place} are two system turns that differ; keep one of them")
     return f"{name} is the system turn" if lists or (places == ["prompt"] and isinstance(row["prompt"], str)) else ""
 
@@ -220,26 +220,26 @@ def system_of(row: Mapping[str, Any]) -> tuple[str, str]:
     return next(((n, row[n]) for n in SYSTEM if isinstance(row.get(n), str) and row[n].strip()), ("", ""))
 
 
-def usual_names(raw: Mapping[str, Any], form: str) -> str:
+def suggest_columns(raw: Mapping[str, Any], form: str) -> str:
     """Return a hint, for an error message, that maps the likely prompt and answer columns; empty if none looks like one."""
-    found = next((name for name in _USUAL if isinstance(raw.get(name), str)), "")
+    found = next((name for name in _PROMPT_NAMES if isinstance(raw.get(name), str)), "")
     if not found or "prompt" in raw:
         return ""
     wanted = {"prompt-only": "answer", "sft": "completion", "prompt-completion": "completion"}.get(form, "")
-    answer = next((name for name in _USUAL_ANSWERS if raw.get(name) is not None), "")
+    answer = next((name for name in _ANSWER_NAMES if raw.get(name) is not None), "")
     more = f",{answer}={wanted}" if wanted and answer and wanted not in raw else ""
     return f"; to read another column as the prompt give --columns {found}=prompt{more}"
 
 
-def for_model(
+def to_model_rows(
     tokenizer: PreTrainedTokenizerBase | None, parts: Sequence[Sequence[Row]], plain_prompts: bool, tell: Tell | None = None
 ) -> list[list[Row]]:
-    """Return the rows of each part as this model reads them (`as_turns`).
+    """Return the rows of each part as this model reads them (`to_turns`).
 
     `tell` logs whether plain prompts are sent as user turns or unchanged, unless `plain_prompts` is set and there is no template.
     Without a tokenizer, the model is a server's and is assumed to have a template.
     """
-    made = [[as_turns(tokenizer, row, plain_prompts) for row in part] for part in parts]
+    made = [[to_turns(tokenizer, row, plain_prompts) for row in part] for part in parts]
     rows = [row for part in made for row in part]
     sent = [isinstance(row.prompt, list) for row in rows if row.plain_prompt is not None or isinstance(row.prompt, str)]
     begun = sum(isinstance(row.prompt, list) and row.prompt[-1]["role"] == "assistant" for row in rows)
@@ -261,7 +261,7 @@ def for_model(
     return made
 
 
-def as_turns(tokenizer: PreTrainedTokenizerBase | None, row: Row, plain_prompts: bool = False) -> Row:
+def to_turns(tokenizer: PreTrainedTokenizerBase | None, row: Row, plain_prompts: bool = False) -> Row:
     """Return the row with its plain prompt as a user turn and its plain answers as assistant turns.
 
     This applies if the tokenizer has a chat template. A prompt with special tokens is already rendered and stays unchanged.
@@ -291,7 +291,7 @@ def _turn(role: str, content: Any) -> Message:
     return {"role": role, "content": content}
 
 
-def _said(turn: Mapping[str, Any], source: str) -> str:
+def _text_of(turn: Mapping[str, Any], source: str) -> str:
     content = turn.get("content", turn.get("value"))
     return str(join_parts(content, "content", partial(_fail, source)) if isinstance(content, list) else content).strip()
 

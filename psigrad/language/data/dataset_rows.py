@@ -64,7 +64,7 @@ class Row:
     labels: tuple[float, ...] = ()
     columns: dict[str, Any] = field(default_factory=dict)
     plain_prompt: str | None = None
-    places: dict[str, list[Any]] = field(default_factory=dict, compare=False)
+    raw_paths: dict[str, list[Any]] = field(default_factory=dict, compare=False)
     """For columns that the file names differently: its column, the offset of turn numbers, its name of a turn's content."""
 
     @property
@@ -72,12 +72,12 @@ class Row:
         """The prompt in the form of the dataset, for reward functions, environments and display."""
         return self.prompt if self.plain_prompt is None else self.plain_prompt
 
-    def place_of(self, what: str) -> str:
+    def raw_path(self, what: str) -> str:
         """Translate a path in the row, such as messages[0].content, to the names of the file: conversations[0].value."""
         name, index, rest = re.fullmatch(r"([^[.]*)(?:\[(\d+)\])?(.*)", what, re.DOTALL).groups()  # type: ignore[union-attr]
-        if name not in self.places:
+        if name not in self.raw_paths:
             return "chosen" + what.removeprefix(name) if name == "completion" and self.rejected is not None else what
-        own, further, content = self.places[name]
+        own, further, content = self.raw_paths[name]
         if not index or int(index) + further < 0:
             return str(own) if not index else what
         return f"{own}[{int(index) + further}]{f'.{content}' if rest == '.content' else rest}"

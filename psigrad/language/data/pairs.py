@@ -21,8 +21,8 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, row: Row, *, whole: bool = T
     With `whole`, every turn of an answer is included; a template that rewrites earlier turns makes several texts of them.
     Otherwise only the last text is included. Raise `RowError` if there is no shared prompt, or the margin is not a number.
     """
-    own = {**row.places, "completion": row.places.get("rejected", ["rejected", 0, "content"])}
-    other = replace(row, completion=row.rejected, places=own)
+    own = {**row.raw_paths, "completion": row.raw_paths.get("rejected", ["rejected", 0, "content"])}
+    other = replace(row, completion=row.rejected, raw_paths=own)
     sides = [examples(tokenizer, side)[0 if whole else -1 :] for side in (row, other)]
     pair = pair_of(*sides)
     if not pair.prompt:

@@ -18,7 +18,7 @@ from psigrad.config.sections import columns_of
 from psigrad.errors import UserError, nearest, several
 from psigrad.language.data import dataset_layouts, image_rows
 from psigrad.language.data.chat.messages import is_trained
-from psigrad.language.data.dataset_layouts import Tell, as_turns
+from psigrad.language.data.dataset_layouts import Tell, to_turns
 from psigrad.language.data.dataset_rows import FORMS, MAX_DEPTH, BadRow, Row, RowError, find_form, rows_of
 from psigrad.language.data.named_datasets import SINGLE, encoded, read_named
 from psigrad.language.data.row_files import Raw, Records
@@ -179,7 +179,7 @@ def _prompt_key(row: Row) -> bytes:
 
     For a conversation, hash the turns before the first trained one. For a row of text alone, hash its text.
     """
-    asked = as_turns(None, row).prompt or row.completion
+    asked = to_turns(None, row).prompt or row.completion
     read = list(takewhile(lambda turn: not is_trained(turn), row.messages)) if row.messages else asked
     return blake2b(json.dumps(read, sort_keys=True, default=repr).encode(), digest_size=16).digest()
 
@@ -208,17 +208,17 @@ def _collect(records: Records, form: str, name: str, bad_rows: str, columns: Map
                 found += notes
             made = rows_of(value, form, record.source)
             if isinstance(given, Mapping) and isinstance(value, Mapping) and (found or columns or "chosen" in value):
-                made = [replace(row, places=dataset_layouts.places_of(given, value)) for row in made]
+                made = [replace(row, raw_paths=dataset_layouts.to_raw_paths(given, value)) for row in made]
             rows += made
             recognised.update(found)
         except RowError as error:
             found_at = error.bad
             if isinstance(value, Mapping) and isinstance(given, Mapping):
-                place = dataset_layouts.place_in(given, value, found_at.column)
+                place = dataset_layouts.to_raw_path(given, value, found_at.column)
                 found_at = replace(found_at, column=renamed.get(place, place))
             bad.append(found_at)
             if len(bad) == 1 and isinstance(value, Mapping) and not columns:
-                fits, hint = find_form(value), dataset_layouts.usual_names(value, form)
+                fits, hint = find_form(value), dataset_layouts.suggest_columns(value, form)
     if bad and (bad_rows == "stop" or not rows):
         raise UserError(_summary(name, form, len(rows) + len(bad), bad, fits, hint))
     if not rows:

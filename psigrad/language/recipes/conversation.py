@@ -12,7 +12,7 @@ from psigrad import extras
 from psigrad.config import OnlineConfig, Placement
 from psigrad.config.language import Played
 from psigrad.errors import UserError
-from psigrad.language.data.dataset_layouts import Tell, for_model
+from psigrad.language.data.dataset_layouts import Tell, to_model_rows
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.sources import HELD_OUT, ONE_OF, check_held_out, from_rows, read_rows, tell_held_out
 from psigrad.language.episodes import environments
@@ -116,7 +116,7 @@ def rows_for(config: OnlineConfig, episodes: Player | None, tokenizer: Any, tell
         check_held_out(count, len(own))
         tell_held_out(count, len(own), "the environment's first", tell)
         read = own[count:], own[:count]
-    train, held = for_model(tokenizer, read, config.data.plain_prompts, tell)
+    train, held = to_model_rows(tokenizer, read, config.data.plain_prompts, tell)
     return offer_tools(config, train), offer_tools(config, held)
 
 

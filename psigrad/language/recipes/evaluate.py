@@ -15,7 +15,7 @@ from psigrad.config.fields import idle
 from psigrad.config.sections import columns_of
 from psigrad.errors import UserError
 from psigrad.language import images
-from psigrad.language.data.dataset_layouts import for_model
+from psigrad.language.data.dataset_layouts import to_model_rows
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.reward_view import score
 from psigrad.language.data.sources import read_dataset
@@ -249,7 +249,7 @@ def _rows(config: EvalConfig | SampleConfig, episodes: Player | None, tokenizer:
         rows = _benchmark_rows(config)
     else:
         rows = read_dataset(data, "prompt-only", data.dataset, data.split, redaction.tell).rows if own is None else own
-    (rows,) = for_model(tokenizer, [rows[: config.evaluation.eval_prompts or len(rows)]], data.plain_prompts, redaction.tell)
+    (rows,) = to_model_rows(tokenizer, [rows[: config.evaluation.eval_prompts or len(rows)]], data.plain_prompts, redaction.tell)
     return offer_tools(config, rows)
 
 

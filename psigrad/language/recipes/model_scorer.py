@@ -15,7 +15,7 @@ import torch
 from psigrad.errors import UserError
 from psigrad.language.data.chat.dialect import specials_of
 from psigrad.language.data.chat.messages import Message
-from psigrad.language.data.dataset_layouts import as_turns
+from psigrad.language.data.dataset_layouts import to_turns
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import example, prompt_ids
 from psigrad.language.models.packing import Groups, Ids, pack_by_tokens
@@ -89,7 +89,7 @@ class ModelScorer:
             turn: Message = {"role": "user", "content": prompt}
             prompt, completion = ([turn], completion) if talks else (prompt, transcript_of(completion))
         columns = {name: values[i] for name, values in samples.columns.items() if values[i] is not None}
-        return as_turns(self.model.tokenizer, Row("a completion", prompt, completion, columns=columns), self.model.plain_prompts)
+        return to_turns(self.model.tokenizer, Row("a completion", prompt, completion, columns=columns), self.model.plain_prompts)
 
     def _tokens(self, row: Row, own: tuple[Ids, Ids] | None) -> tuple[Ids, Ids]:
         """Return the tokens of a prompt and of its completion.
@@ -145,7 +145,7 @@ def beyond_positions(model: ScalarModel, pair: tuple[Ids, Ids]) -> str:
 
 def judged_ids(model: ScalarModel, row: Row) -> Ids:
     """Return the tokens of a prompt with its answer, rendered as in the reward model's training. The last token has the score."""
-    return example(model.tokenizer, as_turns(model.tokenizer, row, model.plain_prompts)).ids
+    return example(model.tokenizer, to_turns(model.tokenizer, row, model.plain_prompts)).ids
 
 
 def answer_end(tokenizer: Any, plain: bool) -> list[int] | None:
@@ -155,7 +155,7 @@ def answer_end(tokenizer: Any, plain: bool) -> list[int] | None:
     Return [] if the template cannot render a conversation, so that only the policy's own tokens can be scored.
     """
     rows = [Row("a test conversation", "a", text) for text in ("b", "c")]
-    rows = rows if plain else [as_turns(tokenizer, row) for row in rows]
+    rows = rows if plain else [to_turns(tokenizer, row) for row in rows]
     try:
         head, (one, other) = list(prompt_ids(tokenizer, rows[0])), (example(tokenizer, row).ids for row in rows)
     except UserError:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from psigrad.config import Data, OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
-from psigrad.language.data.dataset_layouts import Tell, as_turns, for_model
+from psigrad.language.data.dataset_layouts import Tell, to_model_rows, to_turns
 from psigrad.language.data.dataset_rows import Row, RowError
 from psigrad.language.data.row_cache import PreparedRows
 from psigrad.language.data.sources import read_rows
@@ -104,7 +104,7 @@ def _teacher_row(row: Row, column: str, tokenizer: PreTrainedTokenizerBase) -> R
     if isinstance(own, str) != isinstance(row.dataset_prompt, str):
         raise UserError(f"{row.source}: prompt and {column} are text and messages; give both in the same form.")
     read = replace(row, prompt=own, plain_prompt=None)
-    return read if isinstance(row.prompt, str) else as_turns(tokenizer, read)
+    return read if isinstance(row.prompt, str) else to_turns(tokenizer, read)
 
 
 def token_limit(config: SFTConfig | RewardConfig | PreferenceConfig, model: LanguageModel | ScalarModel) -> int:
@@ -152,7 +152,7 @@ def _answers(
     config: RewardConfig | PreferenceConfig, form: str, encoder: Encoder[Row], limit: int, tell: Tell
 ) -> PreparedRows[Any]:
     read = read_rows(config.data, form, config.evaluation.eval_prompts, config.run.seed, tell)
-    rows = for_model(encoder.tokenizer, read, config.data.plain_prompts, tell)
+    rows = to_model_rows(encoder.tokenizer, read, config.data.plain_prompts, tell)
     short = replace(encoder, keep=lambda made: (made, {}) if pairs.longest(made) <= limit else (None, {"long": 1}))
     found = []
     for part in filter(None, rows):

@@ -12,7 +12,7 @@ from psigrad import redaction
 from psigrad.config import Reward
 from psigrad.config.sections import columns_of
 from psigrad.errors import UserError
-from psigrad.language.data.dataset_layouts import as_turns
+from psigrad.language.data.dataset_layouts import to_turns
 from psigrad.language.data.dataset_rows import Row, column_names
 from psigrad.language.data.sources import describe_skipped, from_rows, load
 from psigrad.language.data.templates import example
@@ -119,7 +119,7 @@ def _ids(tokenizer: str) -> Callable[[Row], list[int]]:
     loaded = load_tokenizer(tokenizer)
 
     def ids_of(row: Row) -> list[int]:
-        whole = example(loaded, as_turns(loaded, row))
+        whole = example(loaded, to_turns(loaded, row))
         return [token for token, own in zip(whole.ids, whole.mask, strict=True) if own]
 
     return ids_of

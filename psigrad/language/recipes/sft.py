@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from psigrad.config import SFTConfig
 from psigrad.errors import UserError, several
-from psigrad.language.data.dataset_layouts import Tell, for_model
+from psigrad.language.data.dataset_layouts import Tell, to_model_rows
 from psigrad.language.data.row_cache import PreparedRows
 from psigrad.language.data.sources import read_rows
 from psigrad.language.data.templates import encode_batch, examples
@@ -52,7 +52,7 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
 def _prepare(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int, tell: Tell) -> PreparedRows[list[Example]]:
     """Return the training and held-out rows as tokens with a mask of the target tokens."""
     read = read_rows(config.data, "sft", config.evaluation.eval_prompts, config.run.seed, tell)
-    rows, held_out = for_model(tokenizer, read, config.data.plain_prompts, tell)
+    rows, held_out = to_model_rows(tokenizer, read, config.data.plain_prompts, tell)
     empty = config.train_empty_thinking
     encode = partial(examples, tokenizer, max_length=limit, empty_thinking=empty)
     encoder = Encoder(tokenizer, encode, _with_targets, partial(encode_batch, tokenizer, empty_thinking=empty))

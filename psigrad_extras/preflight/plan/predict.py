@@ -13,7 +13,7 @@ from psigrad.config import Model, OnlineConfig, PreferenceConfig, RewardConfig, 
 from psigrad.config.algorithms import resolve_loss
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
-from psigrad.language.data.dataset_layouts import for_model
+from psigrad.language.data.dataset_layouts import to_model_rows
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.sources import read_rows
 from psigrad.language.data.templates import examples, prompt_ids
@@ -306,7 +306,7 @@ def _measure_rows(config: Config) -> tuple[list[tuple[int, list[int]]], int]:
     settle_chat(tokenizer, config.model)
     form, lengths = _reader(config)
     train, _ = read_rows(config.data, form, config.evaluation.eval_prompts, config.run.seed)
-    (first,) = for_model(tokenizer, [train[:_ROWS]], config.data.plain_prompts)
+    (first,) = to_model_rows(tokenizer, [train[:_ROWS]], config.data.plain_prompts)
     return [lengths(tokenizer, row) for row in first], len(train)
 
 

@@ -23,7 +23,7 @@ from psigrad.config.load import to_dict
 from psigrad.config.methods import list_declarations
 from psigrad.config.sections import columns_of
 from psigrad.errors import UserError
-from psigrad.language.data.dataset_layouts import as_turns, for_model, map_columns
+from psigrad.language.data.dataset_layouts import map_columns, to_model_rows, to_turns
 from psigrad.language.data.dataset_rows import Row, RowError
 from psigrad.language.data.pairs import encode_pair
 from psigrad.language.data.row_cache import pack_row, unpack_row
@@ -308,27 +308,27 @@ def test_a_row_without_a_prompt_says_how_to_map_one() -> None:
 
 def test_a_plain_prompt_is_one_user_turn_of_a_chat_model(plain_chatml: Any, bare: Any) -> None:
     row = Row("x:1", prompt="hello\n", completion="there", rejected="world", columns={"answer": 1})
-    turns = as_turns(plain_chatml, row)
+    turns = to_turns(plain_chatml, row)
     said = Row("x:1", [user("hello")], [bot("there")], rejected=[bot("world")], columns={"answer": 1})
     assert turns == replace(said, plain_prompt="hello\n") and turns.dataset_prompt == "hello\n"
     text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     assert plain_chatml.decode(prompt_ids(plain_chatml, turns)) == text
-    assert as_turns(plain_chatml, row, plain_prompts=True) is row and as_turns(bare, row) is row
-    assert as_turns(plain_chatml, turns) is turns
+    assert to_turns(plain_chatml, row, plain_prompts=True) is row and to_turns(bare, row) is row
+    assert to_turns(plain_chatml, turns) is turns
     rendered = Row("x:2", prompt=text)
-    assert as_turns(plain_chatml, rendered) is rendered, "it would be rendered twice"
+    assert to_turns(plain_chatml, rendered) is rendered, "it would be rendered twice"
 
 
 def test_a_system_column_beside_a_plain_prompt_is_used_with_a_template_and_without(plain_chatml: Any, bare: Any) -> None:
     row = from_rows([{"system": "be brief", "prompt": "hello"}], "prompt-only").rows[0]
-    assert as_turns(plain_chatml, row).prompt == [system("be brief"), user("hello")]
-    assert as_turns(bare, row).prompt == "be brief\n\nhello" and as_turns(bare, row).dataset_prompt == "hello"
+    assert to_turns(plain_chatml, row).prompt == [system("be brief"), user("hello")]
+    assert to_turns(bare, row).prompt == "be brief\n\nhello" and to_turns(bare, row).dataset_prompt == "hello"
 
 
 def test_which_way_plain_prompts_go_is_said(plain_chatml: Any, bare: Any) -> None:
     def said(tokenizer: Any, rows: list[Row], plain: bool = False) -> list[str]:
         told: list[str] = []
-        for_model(tokenizer, [rows, []], plain, lambda kind, text, **_: told.append(text))
+        to_model_rows(tokenizer, [rows, []], plain, lambda kind, text, **_: told.append(text))
         return told
 
     rows = [Row("x", prompt="a"), Row("x", prompt="<|im_start|>b"), Row("x", prompt=[user("c")])]
@@ -382,8 +382,8 @@ def test_two_columns_cannot_have_one_name() -> None:
 def test_a_row_that_was_read_for_a_model_is_not_read_again(template: str, request: pytest.FixtureRequest) -> None:
     """Reward models read rows that were read before: a system column must not be said twice."""
     tokenizer = request.getfixturevalue(template)
-    once = as_turns(tokenizer, Row("x", prompt="hello", completion="the cat", columns={"system": "Be brief."}))
-    assert as_turns(tokenizer, once) == once
+    once = to_turns(tokenizer, Row("x", prompt="hello", completion="the cat", columns={"system": "Be brief."}))
+    assert to_turns(tokenizer, once) == once
     assert tokenizer.decode(prompt_ids(tokenizer, once)).count("Be brief.") == 1
 
 

@@ -55,14 +55,14 @@ def test_plain_prompts_of_a_run_with_a_chat_model(plain: bool, chat: Path, job: 
 
 
 def test_rewards_are_shown_the_text_of_the_dataset(chat: Path) -> None:
-    from psigrad.language.data.dataset_layouts import as_turns
+    from psigrad.language.data.dataset_layouts import to_turns
     from psigrad.language.loading import samplers
     from psigrad.language.loading.load_model import load_model
     from psigrad.language.rollout.scoring import Scored, Scoring
     from psigrad.language.rollout.types import Prompt, SamplingParams
 
     model = load_model(Model(path=str(chat)), Run(device="cpu"), None)
-    row = as_turns(model.tokenizer, Row("x", prompt="say a:\n", columns={"answer": "a"}))
+    row = to_turns(model.tokenizer, Row("x", prompt="say a:\n", columns={"answer": "a"}))
     seen: list[Any] = []
 
     class Watching:
@@ -79,11 +79,11 @@ def test_rewards_are_shown_the_text_of_the_dataset(chat: Path) -> None:
 
 
 def test_tools_go_with_plain_prompts_of_a_chat_model_and_an_environment_gets_the_text(chat: Path) -> None:
-    from psigrad.language.data.dataset_layouts import as_turns
+    from psigrad.language.data.dataset_layouts import to_turns
     from psigrad.language.loading.load_model import load_model
 
     tokenizer = load_model(Model(path=str(chat)), Run(device="cpu"), None).tokenizer
-    row = as_turns(tokenizer, Row("x", prompt="say a:"))
+    row = to_turns(tokenizer, Row("x", prompt="say a:"))
 
     def add(a: int, b: int) -> int:
         """The sum.

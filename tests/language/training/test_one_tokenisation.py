@@ -17,7 +17,7 @@ from psigrad import api
 from psigrad.config import Data, OnlineConfig
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
-from psigrad.language.data.dataset_layouts import as_turns
+from psigrad.language.data.dataset_layouts import to_turns
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import prompt_ids, stop_token_ids
 from psigrad.language.models import scalar_model, tiny
@@ -70,7 +70,7 @@ def judge(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def rewards_in_rl(folder: Path, tokenizer: Any, answers: list[list[int]], texts: list[Any], **data: Any) -> list[float]:
     """What a policy with this tokenizer gets for its tokens. The prompts go to it as they go in RL."""
     scorer = _load_model(str(folder), "judge", OnlineConfig(data=Data(**data)), tokenizer)
-    rows = [as_turns(tokenizer, Row("x", prompt=prompt), data.get("plain_prompts", False)) for prompt in PROMPTS]
+    rows = [to_turns(tokenizer, Row("x", prompt=prompt), data.get("plain_prompts", False)) for prompt in PROMPTS]
     samples = Samples(PROMPTS, texts, answers, prompt_ids=[prompt_ids(tokenizer, row) for row in rows])
     return [result.value for result in scorer.score(samples)]
 
@@ -80,7 +80,7 @@ def test_reward_in_training_scoring_and_rl_is_one_number(judge: Path) -> None:
     given = [{"prompt": p, "completion": a} for p, a in zip(PROMPTS, ANSWERS, strict=True)]
     said = [row["reward"] for row in reward.score_rows(str(judge), given, device="cpu")]
     model = scalar_model.load(str(judge))
-    rows = [as_turns(tokenizer, Row("x", p, a, rejected=f"{a}!")) for p, a in zip(PROMPTS, ANSWERS, strict=True)]
+    rows = [to_turns(tokenizer, Row("x", p, a, rejected=f"{a}!")) for p, a in zip(PROMPTS, ANSWERS, strict=True)]
     encoded = [pairs.encode_pair(tokenizer, row) for row in rows]
     with torch.no_grad():
         trained = model.scores(Groups([pair.prompt for pair in encoded], [[pair.chosen.ids] for pair in encoded])).tolist()

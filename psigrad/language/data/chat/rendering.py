@@ -124,7 +124,7 @@ def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str
 
 def refuse(row: Row, what: str, why: str) -> RowError:
     """Return an error for a row that the template cannot render. It names the file, the line and the path in the row."""
-    return RowError(BadRow(row.source, row.place_of(what), why))
+    return RowError(BadRow(row.source, row.raw_path(what), why))
 
 
 def refuse_placeholder(tokenizer: PreTrainedTokenizerBase, row: Row, *texts: Any) -> None:
