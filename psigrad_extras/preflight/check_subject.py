@@ -103,7 +103,7 @@ def _rows(config: OnlineConfig, model: LanguageModel) -> list[Row]:
         if (form := form_of(config.data)) in ("", "prompt-only"):
             raise
         read = read_rows(config.data, form, 0, config.run.seed)[0]
-    rows = [Row(row.source, prompt=row.prompt or row.completion, columns=row.columns, places=row.places) for row in read]
+    rows = [Row(row.source, prompt=row.prompt or row.completion, columns=row.columns, raw_paths=row.raw_paths) for row in read]
     return to_model_rows(model.tokenizer, [rows], config.data.plain_prompts)[0]
 
 

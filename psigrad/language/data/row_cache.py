@@ -34,30 +34,30 @@ _ENDING = 64
 """The number of bytes of the SHA-256, in hexadecimal, at the end of a file."""
 
 
-class NotKeptError(ValueError):
+class UncacheableError(ValueError):
     """An error for a value that would change if it were written and read again."""
 
 
 def pack_row(row: Row) -> tuple[str, list[int]]:
-    """Return a row as JSON. Raise `NotKeptError` if JSON cannot represent it, or if it may have an image: an image file can
+    """Return a row as JSON. Raise `UncacheableError` if JSON cannot represent it, or if it may have an image: an image file can
     change while the file of the rows stays the same.
     """
-    held = {f.name: value for f in fields(row) if (value := getattr(row, f.name)) not in (None, (), {})}
+    values = {f.name: value for f in fields(row) if (value := getattr(row, f.name)) not in (None, (), {})}
     try:
-        text = json.dumps(held)
+        text = json.dumps(values)
         if r"\ufffc" not in text and unpack_row(text, []) == row:
             return text, []
     except (TypeError, ValueError, RecursionError):
         pass
-    raise NotKeptError(row.source)
+    raise UncacheableError(row.source)
 
 
 def unpack_row(text: str, _: list[int]) -> Row:
     """Return the row that `pack_row` packed."""
-    held: dict[str, Any] = json.loads(text)
+    values: dict[str, Any] = json.loads(text)
     for name in ("steps", "labels"):
-        held[name] = tuple(held.get(name, ()))
-    return Row(**held)
+        values[name] = tuple(values.get(name, ()))
+    return Row(**values)
 
 
 def pack(value: Any) -> tuple[str, list[int]]:
@@ -131,18 +131,18 @@ def serialise(batch: pa.RecordBatch) -> tuple[int, bytes]:
     return batch.schema.field("ids").type.value_type.bit_width, batch.serialize().to_pybytes()
 
 
-def batch_from(bits: int, data: bytes) -> pa.RecordBatch:
+def deserialise(bits: int, data: bytes) -> pa.RecordBatch:
     """Return the batch that `serialise` turned into bytes."""
     import pyarrow as pa
 
     return pa.ipc.read_record_batch(pa.py_buffer(data), _schema(bits))
 
 
-class Packed(Sequence[T], Generic[T]):
-    """A sequence of items stored in Arrow batches. `made_of` decodes an item on every access."""
+class ArrowSequence(Sequence[T], Generic[T]):
+    """A sequence of items stored in Arrow batches. `decode` decodes an item on every access."""
 
-    def __init__(self, batches: Sequence[pa.RecordBatch], made_of: Callable[[str, list[int]], T]) -> None:
-        self.batches, self._made_of = [batch for batch in batches if batch.num_rows], made_of
+    def __init__(self, batches: Sequence[pa.RecordBatch], decode: Callable[[str, list[int]], T]) -> None:
+        self.batches, self._decode = [batch for batch in batches if batch.num_rows], decode
         self._starts: list[int] = [0, *itertools.accumulate(batch.num_rows for batch in self.batches)]
 
     def __len__(self) -> int:
@@ -158,7 +158,7 @@ class Packed(Sequence[T], Generic[T]):
         i = range(len(self))[place]
         at = bisect.bisect_right(self._starts, i) - 1
         texts, ids = self.batches[at].columns
-        return self._made_of(texts[i - self._starts[at]].as_py(), ids[i - self._starts[at]].values.to_pylist())
+        return self._decode(texts[i - self._starts[at]].as_py(), ids[i - self._starts[at]].values.to_pylist())
 
     def __iter__(self) -> Iterator[T]:
         return (self[i] for i in range(len(self)))
@@ -166,44 +166,47 @@ class Packed(Sequence[T], Generic[T]):
 
 @dataclass(frozen=True)
 class PreparedRows(Generic[T]):
-    """A run's training `rows` and `held_out` rows as the model reads them. `made` and `judged` are their training items."""
+    """A run's training `rows` and `held_out` rows as the model reads them. `items` and `held_out_items` are their training
+    items.
+    """
 
     rows: Sequence[Row]
     held_out: Sequence[Row]
-    made: Sequence[T]
-    judged: Sequence[T]
+    items: Sequence[T]
+    held_out_items: Sequence[T]
     sums: Mapping[str, str] = field(default_factory=dict)
     """The checksums of the rows that a run pins, if known."""
 
 
-def write(path: Path, prepared: PreparedRows[Any], told: Any, most: int) -> None:
-    """Write the rows and `told`, the messages logged about them. Evict the oldest files until the cache is at most `most` bytes.
+def write(path: Path, prepared: PreparedRows[Any], messages: Any, max_bytes: int) -> None:
+    """Write the rows and `messages`, the messages logged about them. Evict the oldest files until the cache is at most
+    `max_bytes` bytes.
 
     If the disk is full or a row would change in a round trip, nothing is cached and no error is raised.
     """
     import pyarrow as pa
 
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     rows = [_batches(part, pack_row) for part in (prepared.rows, prepared.held_out)]
-    made = [_batches(part, pack) for part in (prepared.made, prepared.judged)]
-    with contextlib.suppress(OSError, NotKeptError, pa.ArrowException):
+    made = [_batches(part, pack) for part in (prepared.items, prepared.held_out_items)]
+    with contextlib.suppress(OSError, UncacheableError, pa.ArrowException):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with beside.open("wb") as file:
+            with temporary.open("wb") as file:
                 stream = _Hashing(file)
                 counts = []
                 with pa.ipc.new_file(pa.PythonFile(stream, "w"), _schema()) as out:
                     for part in (*rows, *made):
                         counts.append(sum(1 for batch in part if out.write_batch(batch) is None))
-                    note = {"parts": counts, "told": told, "sums": dict(prepared.sums)}
+                    note = {"parts": counts, "told": messages, "sums": dict(prepared.sums)}
                     out.write_batch(batch_of([(json.dumps(note), [])]))
                 file.write(stream.digest.hexdigest().encode())
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(beside, path)
+            os.replace(temporary, path)
         finally:
-            beside.unlink(missing_ok=True)
-        _make_room(path, most)
+            temporary.unlink(missing_ok=True)
+        _evict(path, max_bytes)
 
 
 def read(path: Path) -> tuple[PreparedRows[Any], Any] | None:
@@ -230,7 +233,7 @@ def read(path: Path) -> tuple[PreparedRows[Any], Any] | None:
         return None
     ends = [0, *itertools.accumulate(note["parts"])]
     parts = [batches[start:end] for start, end in itertools.pairwise(ends)]
-    rows, made = [Packed(part, unpack_row) for part in parts[:2]], [Packed[Any](part, unpack) for part in parts[2:]]
+    rows, made = [ArrowSequence(part, unpack_row) for part in parts[:2]], [ArrowSequence[Any](part, unpack) for part in parts[2:]]
     return PreparedRows(rows[0], rows[1], made[0], made[1], note["sums"]), note["told"]
 
 
@@ -244,21 +247,23 @@ def limit() -> int:
 
 
 def _batches(part: Sequence[Any], packed: Callable[[Any], tuple[str, list[int]]]) -> Iterator[pa.RecordBatch]:
-    if isinstance(part, Packed):
+    if isinstance(part, ArrowSequence):
         yield from part.batches
         return
     for start in range(0, len(part), 2048):
         yield batch_of([packed(one) for one in part[start : start + 2048]])
 
 
-def _make_room(newest: Path, most: int) -> None:
-    """Delete the least recently used files beyond `most` bytes, and temporary files that a killed process left an hour ago."""
+def _evict(newest: Path, max_bytes: int) -> None:
+    """Delete the least recently used files beyond `max_bytes` bytes, and temporary files that a killed process left an hour
+    ago.
+    """
     kept = sorted(newest.parent.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True)
     used = 0
     for file in kept:
         used += file.stat().st_size
         stale = file.name.startswith(".") and file.stat().st_mtime < newest.stat().st_mtime - 3600
-        if stale or (used > most and not file.name.startswith(".")):
+        if stale or (used > max_bytes and not file.name.startswith(".")):
             file.unlink(missing_ok=True)
 
 

@@ -115,7 +115,7 @@ def open_job(
             judge = stack.enter_context(metric.scorer(model.tokenizer, journal)) if metric else scorer
             by = metric or rewards
             evaluator = evaluator_for(config, model, by, judge, held_out, own_reference, player, world=journal.world)
-        prompts = row_limits.add_teacher_prompts(Prompts(rows, prepared.made), config, model, own_reference)
+        prompts = row_limits.add_teacher_prompts(Prompts(rows, prepared.items), config, model, own_reference)
         note_rows(config, model, rows, journal, checkpoint)
         sampler = stack.enter_context(sampler_of(config, model, journal, longest := longest_of(config, prepared, evaluator)))
         algorithm = correct(algorithm, config, replay(config, model, sampler), model, journal)
@@ -233,7 +233,7 @@ def _prepare_rows(
         given, held = rows_for(config, episodes, model.tokenizer, tell)
         rows, held_out = rewards.judgeable(given, tell), (metric or rewards).judgeable(held, tell)
         prompts = row_limits.encode_prompts(rows, model, config.data, completion_room(config), tell)
-        return PreparedRows(rows, held_out, prompts.made, [])
+        return PreparedRows(rows, held_out, prompts.encoded, [])
 
     asked = [one for judge in setup if judge for one in judge.functions if hasattr(one, "check_row")]
     judges = [(type(one).__qualname__, repr(vars(one)), hash_code(one)) for one in asked]
@@ -250,7 +250,7 @@ def longest_of(config: OnlineConfig, prepared: PreparedRows[Any], evaluator: Eva
     """
     if config.plays:
         return 0
-    lengths = [len(ids) for _, ids in prepared.made] + [len(p.ids) for p in (evaluator.prompts if evaluator else ())]
+    lengths = [len(ids) for _, ids in prepared.items] + [len(p.ids) for p in (evaluator.prompts if evaluator else ())]
     return max(lengths, default=0) + config.sampling.max_completion_length
 
 

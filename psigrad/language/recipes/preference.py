@@ -61,9 +61,9 @@ def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
         encoder, limit = Encoder(model.tokenizer, partial(encode, model.tokenizer)), token_limit(config, model)
         prepared = prepare_answers(config, form, encoder, limit, journal)
         reference = _reference(config, loss, model, checkpoint, journal.world)
-        check_positions(max(map(pairs.longest, [*prepared.made, *prepared.judged])), reference=reference)
-        task = _task(config, loss, model, reference, list(prepared.made), journal)
-        held_out = _task(config, loss, model, reference, list(prepared.judged), journal) if prepared.held_out else None
+        check_positions(max(map(pairs.longest, [*prepared.items, *prepared.held_out_items])), reference=reference)
+        task = _task(config, loss, model, reference, list(prepared.items), journal)
+        held_out = _task(config, loss, model, reference, list(prepared.held_out_items), journal) if prepared.held_out else None
         start = lambda: reference or model.frozen_copy()  # noqa: E731
         generated = stack.enter_context(generated_of(config, model, metric or rewards, prepared.held_out, start, journal))
         return train_on_rows(config, journal, model, prepared, checkpoint, task, held_out, generated, (rewards, metric), given)
@@ -94,17 +94,17 @@ def _task(
     loss: Preference | KahnemanTversky,
     model: LanguageModel,
     reference: LanguageModel | None,
-    made: Sequence[Any],
+    items: Sequence[Any],
     journal: Journal,
 ) -> Task:
-    """Return the training task on the tokenized rows `made`, with the reference's log-probs if the loss needs them."""
+    """Return the training task on the tokenized rows `items`, with the reference's log-probs if the loss needs them."""
     if isinstance(loss, KahnemanTversky):
-        answers = [[row.answer, other] for row, other in zip(made, mismatch(made), strict=True)]
-        return KTOTask(model, loss, made, _logps(config, reference, [row.prompt for row in made], answers, journal.world))
+        answers = [[row.answer, other] for row, other in zip(items, mismatch(items), strict=True)]
+        return KTOTask(model, loss, items, _logps(config, reference, [row.prompt for row in items], answers, journal.world))
     if not loss.needs_reference:
-        return PreferenceTask(model, loss, made)
-    known = _logps(config, reference, [p.prompt for p in made], [[p.chosen, p.rejected] for p in made], journal.world)
-    return PreferenceTask(model, loss, made, known)
+        return PreferenceTask(model, loss, items)
+    known = _logps(config, reference, [p.prompt for p in items], [[p.chosen, p.rejected] for p in items], journal.world)
+    return PreferenceTask(model, loss, items, known)
 
 
 def _logps(

@@ -54,8 +54,8 @@ def run(config: RewardConfig, given: GivenModel | None = None) -> Result:
             encode = partial(pairs.encode_steps, model.tokenizer, separator=config.step_separator)
         limit = token_limit(config, model)
         prepared = prepare_answers(config, form, Encoder(model.tokenizer, encode), limit, journal)
-        task = _task(config, model, prepared.made)
-        held_out = _task(config, model, prepared.judged) if prepared.held_out else None
+        task = _task(config, model, prepared.items)
+        held_out = _task(config, model, prepared.held_out_items) if prepared.held_out else None
         return train_on_rows(config, journal, model, prepared, checkpoint, task, held_out, given=given)
 
 

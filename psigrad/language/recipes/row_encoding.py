@@ -33,7 +33,7 @@ from psigrad.language.data.chat.dialect import cache_specials
 from psigrad.language.data.dataset_layouts import Tell
 from psigrad.language.data.dataset_rows import BadRow, Row, RowError
 from psigrad.language.data.image_rows import digests_of
-from psigrad.language.data.row_cache import Packed, PreparedRows, batch_of, pack, unpack
+from psigrad.language.data.row_cache import ArrowSequence, PreparedRows, batch_of, pack, unpack
 from psigrad.language.data.sources import parse_mixture
 from psigrad.processes.proc import die_with_parent
 from psigrad.records import pins
@@ -93,7 +93,7 @@ def encode_rows(
         made, refused, counts = encoder(rows)
     else:
         found = list(_batches(rows, encoder, data.num_proc))
-        made = Packed([row_cache.batch_from(*batch) for batch, _, _ in found], unpack)
+        made = ArrowSequence([row_cache.deserialise(*batch) for batch, _, _ in found], unpack)
         refused, counts = [bad for _, some, _ in found for bad in some], sum((more for _, _, more in found), Counter[str]())
     if refused and (data.bad_rows == "stop" or len(refused) == len(rows)):
         more = f" (and {len(refused) - 1} more of {len(rows)})" if len(refused) > 1 else ""

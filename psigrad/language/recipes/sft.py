@@ -44,8 +44,8 @@ def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
         prepared = prepare(config.data, model.tokenizer, settings, journal, partial(_prepare, config, model.tokenizer, limit))
         start = partial(load_start, config, model, checkpoint, journal.world)
         generated = stack.enter_context(generated_of(config, model, metric or rewards, prepared.held_out, start, journal))
-        task = SFTTask(model, prepared.made, label_smoothing=config.label_smoothing_factor)
-        held_out = SFTTask(model, prepared.judged) if prepared.judged else None
+        task = SFTTask(model, prepared.items, label_smoothing=config.label_smoothing_factor)
+        held_out = SFTTask(model, prepared.held_out_items) if prepared.held_out_items else None
         return train_on_rows(config, journal, model, prepared, checkpoint, task, held_out, generated, (rewards, metric), given)
 
 

@@ -32,13 +32,13 @@ class Prompt:
 
 
 class Prompts(Sequence[Prompt]):
-    """A sequence of prompts, each created on access. `made[i]` is (index of a row in `rows`, the token ids of its prompt)."""
+    """A sequence of prompts, each created on access. `encoded[i]` is (index of a row in `rows`, the token ids of its prompt)."""
 
-    def __init__(self, rows: Sequence[Any], made: Sequence[Any]) -> None:
-        self.rows, self.made = rows, made
+    def __init__(self, rows: Sequence[Any], encoded: Sequence[Any]) -> None:
+        self.rows, self.encoded = rows, encoded
 
     def __len__(self) -> int:
-        return len(self.made)
+        return len(self.encoded)
 
     @overload
     def __getitem__(self, place: int) -> Prompt: ...
@@ -47,7 +47,7 @@ class Prompts(Sequence[Prompt]):
     def __getitem__(self, place: int | slice) -> Prompt | list[Prompt]:
         if isinstance(place, slice):
             return [self[i] for i in range(*place.indices(len(self)))]
-        index, ids = self.made[place]
+        index, ids = self.encoded[place]
         return Prompt(index, tuple(ids), self.rows[index])
 
 

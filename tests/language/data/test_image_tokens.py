@@ -151,7 +151,7 @@ def test_ids_of_images_survive_arrow_and_rows_with_images_are_not_cached():
     for items, kind in (([wide, narrow], np.int64), ([narrow], np.int32)):
         batch = row_cache.batch_of(list(map(row_cache.pack, items)))
         assert batch.column(1).values.to_numpy().dtype == kind
-        again = row_cache.Packed([row_cache.batch_from(*row_cache.serialise(batch))], row_cache.unpack)
+        again = row_cache.ArrowSequence([row_cache.deserialise(*row_cache.serialise(batch))], row_cache.unpack)
         assert list(again) == items
-    with pytest.raises(row_cache.NotKeptError):
+    with pytest.raises(row_cache.UncacheableError):
         row_cache.pack_row(read(prompt=[say({"type": "image", "image": RED})]))

@@ -31,7 +31,7 @@ from psigrad.language.data import row_cache
 from psigrad.language.data.chat.dialect import specials_of
 from psigrad.language.data.chat.rendering import settle
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.row_cache import NotKeptError, Packed, PreparedRows, pack, pack_row, unpack, unpack_row
+from psigrad.language.data.row_cache import ArrowSequence, PreparedRows, UncacheableError, pack, pack_row, unpack, unpack_row
 from psigrad.language.data.templates import CHATML, encode_batch, examples
 from psigrad.language.examples import Answer, Example, Judged, Pair, Steps
 from psigrad.language.models import tiny
@@ -75,13 +75,13 @@ def test_a_row_comes_back_as_it_was(column: Any) -> None:
 
 @pytest.mark.parametrize("column", [(1, 2), {1: 2}, Path("a"), b"a"])
 def test_a_row_that_json_would_change_is_not_kept(column: Any) -> None:
-    with pytest.raises(NotKeptError):
+    with pytest.raises(UncacheableError):
         pack_row(Row("x:1", prompt="a", columns={"c": column}))
 
 
 def test_packed_things_are_a_sequence() -> None:
     batches = [row_cache.batch_of([pack([i]) for i in some]) for some in ([1], [2], [], [3, 4])]
-    found: Packed[Any] = Packed(batches, unpack)
+    found: ArrowSequence[Any] = ArrowSequence(batches, unpack)
     assert [*found] == [[1], [2], [3], [4]] and found[-1] == [4] and found[1:3] == [[2], [3]] and len(found) == 4
     with pytest.raises(IndexError):
         found[4]
@@ -133,9 +133,9 @@ def test_the_second_start_maps_what_the_first_has_kept(home: Path, tokenizer: An
     first, told = start(), [*start.told]
     second = start()
     assert start.times == 1 and start.told == [*told, *told] and told
-    for name in ("rows", "held_out", "made", "judged"):
+    for name in ("rows", "held_out", "items", "held_out_items"):
         assert [*getattr(first, name)] == [*getattr(second, name)]
-    assert [*second.made] == [examples(tokenizer, row) for row in second.rows] and len(second.rows) == 2
+    assert [*second.items] == [examples(tokenizer, row) for row in second.rows] and len(second.rows) == 2
     assert second.sums == sum_parts(second) == sum_parts(sft._prepare(start.config, tokenizer, 64, lambda *_, **__: None))
     (line,) = {row.source for row in second.held_out}
     assert line.startswith("a.jsonl:")
@@ -175,13 +175,13 @@ def test_the_number_of_processes_is_no_reason_to_make_them_anew(home: Path, toke
 @pytest.mark.parametrize("harm", ["cut", "one bit", "empty", "half"])
 def test_a_damaged_file_is_noticed_and_written_again(harm: str, home: Path, tokenizer: Any) -> None:
     start = Start(home, tokenizer)
-    before = [*start().made]
+    before = [*start().items]
     (file,) = files(home)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes({"cut": data[:-1], "one bit": data, "empty": b"", "half": data[: len(data) // 2]}[harm])
-    assert [*start().made] == before and start.times == 2
-    assert [*start().made] == before and start.times == 2
+    assert [*start().items] == before and start.times == 2
+    assert [*start().items] == before and start.times == 2
 
 
 def test_what_a_kill_left_is_no_file_of_rows_and_goes(home: Path, tokenizer: Any) -> None:
@@ -202,7 +202,7 @@ def test_a_disk_that_is_full_only_means_that_nothing_is_kept(home: Path, tokeniz
 
     monkeypatch.setattr(row_cache._Hashing, "write", full)
     start = Start(home, tokenizer)
-    assert [*start().made] == [*start().made] and start.times == 2 and not files(home)
+    assert [*start().items] == [*start().items] and start.times == 2 and not files(home)
 
 
 def test_the_files_used_longest_ago_go_first(home: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +233,7 @@ def test_rows_of_which_no_file_is_here_are_not_kept(given: Any, home: Path, toke
 
 
 def _start_twice(home: Path, tokenizer: Any) -> None:
-    assert len(Start(home, tokenizer)().made) == 2
+    assert len(Start(home, tokenizer)().items) == 2
 
 
 def test_two_starts_at_once_leave_one_whole_file(home: Path, tokenizer: Any) -> None:
@@ -254,7 +254,7 @@ def test_of_several_ranks_the_first_alone_makes_them(home: Path, tokenizer: Any)
         start.world = SimpleNamespace(rank=number, broadcast=lambda value: together.wait())
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(Start.__call__, ranks)
-    assert [start.times for start in ranks] == [1, 0] and [*first.made] == [*second.made] and len(first.made) == 2
+    assert [start.times for start in ranks] == [1, 0] and [*first.items] == [*second.items] and len(first.items) == 2
 
 
 @pytest.fixture
@@ -268,7 +268,7 @@ def test_several_processes_give_what_one_gives_in_the_same_order(tokenizer: Any)
     encoder: Encoder[Row] = Encoder(tokenizer, partial(examples, tokenizer), sft._with_targets)
     alone, counts = encode_rows(rows, encoder, Data(num_proc=1))
     several, counted = encode_rows(rows, encoder, Data(num_proc=3))
-    assert [*alone] == [*several] and isinstance(several, Packed)
+    assert [*alone] == [*several] and isinstance(several, ArrowSequence)
     assert counts == counted and counts["rows"] == 25
 
 
@@ -352,7 +352,7 @@ def test_answers_above_the_limit_are_left_out_and_counted(tokenizer: Any) -> Non
     tokenizer.chat_template = None
     encoder: Encoder[Row] = Encoder(tokenizer, partial(encode_pair, tokenizer))
     config = RewardConfig(data=Data(rows), evaluation=Evaluation(eval_prompts=0))
-    assert len(prepare_answers(config, "preference", encoder, 6, journal).made) == 1
+    assert len(prepare_answers(config, "preference", encoder, 6, journal).items) == 1
     assert ("rows_left_out", {"longer_than_max_length": 1, "kept": 1}) in told
     with pytest.raises(UserError, match="All 2 rows have more than 5 tokens"):
         prepare_answers(config, "preference", encoder, 5, journal)
