@@ -14,8 +14,8 @@ from psigrad.config import EvalConfig, Reward, RewardConfig
 from psigrad.config.methods import of_spec
 from psigrad.errors import UserError, kind_of
 from psigrad.language import images
-from psigrad.language.data.named_datasets import encoded
-from psigrad.language.data.sources import unformatted
+from psigrad.language.data.named_datasets import keep_images_encoded
+from psigrad.language.data.sources import remove_format
 from psigrad.language.data.splits import parse_split
 from psigrad.language.loading import given_model
 from psigrad.language.loading.given_model import START, GivenModel
@@ -218,7 +218,7 @@ def _rows(dataset: Dataset, split: str = "train", setting: str = "split", usual:
         raise UserError(f"{setting} is {split!r}, but the given rows have no splits; remove it.")
     if not isinstance(dataset, Iterable):
         raise UserError(f"The dataset is {dataset!r}; expected the name of a file, folder or hub dataset, or rows.")
-    return list(encoded(unformatted(dataset)))
+    return list(keep_images_encoded(remove_format(dataset)))
 
 
 def _plain(value: Any) -> Any:

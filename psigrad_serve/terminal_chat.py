@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TextIO
 from psigrad import seeds
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.image_rows import portable
+from psigrad.language.data.image_rows import observation_json
 from psigrad.records.row_lines import last_event
 from psigrad_serve.api_errors import ApiError
 from psigrad_serve.engine.engine import SamplingEngine
@@ -110,7 +110,7 @@ def _image(path: str, refusal: str, say: Callable[[str], None]) -> list[dict[str
     try:
         if refusal:
             raise ValueError(f"is {refusal}")
-        part: dict[str, Any] = portable([{"type": "image", "path": path}])[0]
+        part: dict[str, Any] = observation_json([{"type": "image", "path": path}])[0]
     except (OSError, ValueError) as error:
         say(f"{path} {error}.\n")
         return []

@@ -283,12 +283,12 @@ def generation_prompt(case: Case) -> None:
 
 def printed_date(case: Case) -> None:
     """The date is that of the run, whatever the clock says."""
-    rendering.settle(case.tokenizer, {}, date(1999, 12, 31))
+    rendering.set_render_settings(case.tokenizer, {}, date(1999, 12, 31))
     text = case.prompt([user(SAID)])
     today = date.today()
     for form in ("%Y-%m-%d", "%d %b %Y"):
         assert today.strftime(form) not in text
-    if rendering.prints_date(case.tokenizer):
+    if rendering.reads_clock(case.tokenizer):
         assert "1999-12-31" in text or "31 Dec 1999" in text
 
 

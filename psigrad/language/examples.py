@@ -64,7 +64,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Judged:
+class LabelledAnswer:
     """A prompt with one answer that is desirable or not."""
 
     prompt: list[int]

@@ -19,7 +19,7 @@ from psigrad.errors import UserError, nearest
 from psigrad.language.data.chat.dialect import Dialect, rewrite
 from psigrad.language.data.chat.rendering import tools_of
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.image_rows import in_data_urls
+from psigrad.language.data.image_rows import to_data_urls
 from psigrad.language.rollout.types import Completion, FinishReason, SamplingParams
 from psigrad_extras.connect.endpoint import NoAnswerError, ask, pause
 
@@ -119,7 +119,7 @@ class ServedModel:
             body |= {"prompt": row.prompt, "logprobs": 1}
         else:
             messages, tools = rewrite(row.prompt or (), tools_of(row), Dialect(calls="text"))
-            body |= {"messages": in_data_urls(messages), "logprobs": True, **({"tools": tools} if tools else {})}
+            body |= {"messages": to_data_urls(messages), "logprobs": True, **({"tools": tools} if tools else {})}
         # A small seed, since some servers keep only 32 bits.
         body |= {"top_p": params.top_p, "seed": seed % 2**31}
         beyond = {"top_k": params.top_k, "min_p": params.min_p, "stop_token_ids": list(params.stop_token_ids)}

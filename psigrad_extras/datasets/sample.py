@@ -15,7 +15,7 @@ from psigrad.config import SampleConfig
 from psigrad.config.sections import columns_of
 from psigrad.errors import UserError, kind_of
 from psigrad.language.data.dataset_layouts import map_columns
-from psigrad.language.data.image_rows import for_file
+from psigrad.language.data.image_rows import to_json_row
 from psigrad.language.data.templates import completion_for_reward
 from psigrad.language.recipes import evaluate
 from psigrad.language.rollout.types import Trajectory
@@ -134,7 +134,7 @@ def _reward(trajectory: Trajectory) -> float:
 def _row(trajectory: Trajectory, sampled: evaluate.Report) -> dict[str, Any]:
     row = sampled.rows[trajectory.row]
     completion = list(trajectory.messages) or completion_for_reward(row, trajectory.text)
-    return for_file({**row.columns, "prompt": row.dataset_prompt, "completion": completion})
+    return to_json_row({**row.columns, "prompt": row.dataset_prompt, "completion": completion})
 
 
 def convert(

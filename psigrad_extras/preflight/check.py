@@ -20,7 +20,7 @@ from torch import Tensor
 from psigrad.config import Model, OnlineConfig
 from psigrad.errors import UserError, reason_of
 from psigrad.language.data.dataset_rows import Row, show
-from psigrad.language.data.rendered_rows import Rendered
+from psigrad.language.data.row_rendering import RenderedRow
 from psigrad.language.data.templates import describe_rewrites, observation_ids, stop_token_ids
 from psigrad.language.episodes.tool_calls import BrokenCall
 from psigrad.language.episodes.tools import PROBE, call_form_of
@@ -74,7 +74,7 @@ def all_pass(findings: Sequence[Finding]) -> bool:
     return all(finding.verdict == "ok" for finding in findings)
 
 
-def report(findings: Sequence[Finding], *, as_json: bool = False, rows: Sequence[Rendered] = ()) -> str:
+def report(findings: Sequence[Finding], *, as_json: bool = False, rows: Sequence[RenderedRow] = ()) -> str:
     """Return a line for each check, or one JSON object {"passed", "checks", "rows"}."""
     if as_json:
         shown = [{"title": title, "pieces": pieces} for title, pieces in rows]

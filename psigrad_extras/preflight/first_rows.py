@@ -11,11 +11,11 @@ from psigrad import redaction
 from psigrad.config import OnlineConfig
 from psigrad.errors import UserError
 from psigrad.language import images
-from psigrad.language.data import rendered_rows
+from psigrad.language.data import row_rendering
 from psigrad.language.data.dataset_layouts import to_model_rows
 from psigrad.language.data.dataset_rows import Row, show
-from psigrad.language.data.image_rows import for_file, observed
-from psigrad.language.data.rendered_rows import Rendered
+from psigrad.language.data.image_rows import observation_text, to_json_row
+from psigrad.language.data.row_rendering import RenderedRow
 from psigrad.language.data.sources import form_of, from_rows, read_dataset
 from psigrad.language.episodes.environments import Fault, Playing, library_of
 from psigrad.language.episodes.tools import CallForm, ServerTool, ToolBox
@@ -35,7 +35,7 @@ _COLOURS = {"prompt": "cyan", "trained": "green", "masked": "yellow", "sampled":
 _VALUES: Mapping[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}, "null": None}
 
 
-def read_first_rows(config: OnlineConfig) -> list[Rendered]:
+def read_first_rows(config: OnlineConfig) -> list[RenderedRow]:
     """Return the first rows of the dataset in its own form, with the tools; [] without a dataset.
 
     The recognised form is printed on stderr. Raises `UserError` if the tokenizer, the dataset or a tool cannot be read.
@@ -46,10 +46,10 @@ def read_first_rows(config: OnlineConfig) -> list[Rendered]:
     settle_chat(tokenizer, config.model)
     rows = read_dataset(config.data, form, config.data.dataset, config.data.split, redaction.tell).rows
     (rows,) = to_model_rows(tokenizer, [rows], config.data.plain_prompts, redaction.tell)
-    return rendered_rows.first_rows(tokenizer, offer_tools(config, rows[: rendered_rows.SHOWN]))
+    return row_rendering.first_rows(tokenizer, offer_tools(config, rows[: row_rendering.SHOWN]))
 
 
-def lines(rendered: Iterable[Rendered]) -> Iterable[tuple[str, str]]:
+def lines(rendered: Iterable[RenderedRow]) -> Iterable[tuple[str, str]]:
     """Yield (line, colour) for a terminal. Each line starts with its kind, so that nothing is lost without colours."""
     for title, pieces in rendered:
         yield title, "bold"
@@ -84,7 +84,7 @@ def try_rewards(config: OnlineConfig) -> list[tuple[str, str]]:
 
 def _as_given(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row that is read again, with its images under the name and of the type that reward functions get in training."""
-    made = for_file(raw)
+    made = to_json_row(raw)
     name = next((name for name in COLUMNS if raw.get(name)), "")
     own = raw[name] if name and isinstance(raw[name], list) else [raw[name]] if name else []
     if own and len(own) == len(made.get("images") or ()):
@@ -115,7 +115,7 @@ def try_turns(config: OnlineConfig) -> list[tuple[str, str]]:
     for (name, (_, shown)), answer in zip(turns.items(), answers, strict=True):
         if isinstance(answer, Fault):
             raise UserError(f"On {row.source}, {name} did not answer {shown}: {answer.reason.rstrip('.')}.")
-        said = observed(answer.observation)
+        said = observation_text(answer.observation)
         text = said if isinstance(said, str) else "\n".join(str(message.get("content", "")) for message in said)
         reward = "" if called else f" and the reward {show_number(answer.reward)}"
         lines.append(

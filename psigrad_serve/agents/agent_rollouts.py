@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, Unpack
 
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.image_rows import row_for_agents
+from psigrad.language.data.image_rows import to_agent_row
 from psigrad.language.episodes.episodes import settle
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.types import Sampler, SamplingParams, Trajectory
@@ -122,7 +122,7 @@ class Agents:
         return settle(sampler, made, params)
 
     def _place(self, session: Session, name: str) -> Place:
-        row = row_for_agents(session.row, as_json=self.pool.is_program)
+        row = to_agent_row(session.row, as_json=self.pool.is_program)
         return Place(row, f"{self.gateway.address}/s/{name}/v1", name, self.gateway.tunnel)
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from psigrad.language.data.image_rows import observed
+from psigrad.language.data.image_rows import observation_text
 from psigrad.paths import claim
 from psigrad_extras import squares
 from psigrad_extras.squares import Board, Squares
@@ -45,7 +45,7 @@ def test_demonstrations_are_the_games_with_a_share_of_mistakes(tmp_path):
         right += [float(game.step(turn["content"])[1]) * 2 for turn in shown["messages"] if turn["role"] == "assistant"]
     assert len(right) == 600 and sum(right) / 600 == pytest.approx(0.5, abs=0.06)
     assert all(len(row["images"]) == 2 for row in made) and len(list(tmp_path.iterdir())) == 600
-    assert observed([{"type": "image", "image": given[0]["images"][0]}]).count("\ufffc") == 2
+    assert observation_text([{"type": "image", "image": given[0]["images"][0]}]).count("\ufffc") == 2
 
 
 def test_the_demo_runs_to_its_report(tmp_path):

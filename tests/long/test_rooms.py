@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from transformers.utils import get_json_schema
 
-from psigrad.language.data.chat.rendering import settle
+from psigrad.language.data.chat.rendering import set_render_settings
 from psigrad.language.data.dataset_rows import validate
 from psigrad.language.data.templates import examples, prompt_ids, stop_token_ids
 from psigrad.language.episodes.environments import InProcess
@@ -55,7 +55,7 @@ def test_what_a_demonstration_says_is_what_an_episode_plays(family):
     tools, asked = [get_json_schema(rooms.open_door)], [{"role": "user", "content": "K7: two doors on?"}]
     shown = [{"messages": [*asked, *rooms.demonstration("K7", random.Random(n))], "tools": tools} for n in range(9)]
     tokenizer, kwargs = rooms.tokenizer_of(family, shown), rooms.kwargs_of(family)
-    settle(tokenizer, kwargs, date.today())
+    set_render_settings(tokenizer, kwargs, date.today())
     right = validate({"messages": [*asked, *rooms.demonstration("K7", Careful())], "tools": tools}, "sft", "x")
     turns = [ids for text in examples(tokenizer, right) for own, ids in runs(text.ids, text.mask) if own]
     first, second = rooms.open_door("K7"), rooms.open_door(rooms.open_door("K7"))

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from psigrad.config import OnlineConfig, Optim
 from psigrad.config.algorithms import resolve
-from psigrad.language.examples import Answer, Example, Judged, Pair
+from psigrad.language.examples import Answer, Example, LabelledAnswer, Pair
 from psigrad.language.models import language_model, scalar_model, sharded, tiny
 from psigrad.language.models.backbone import Pretrained
 from psigrad.language.models.experts import balance_of, balanced
@@ -153,7 +153,7 @@ def dpo(model, rows, groups):
 
 
 def kto(model, rows, groups):
-    made = [Judged(list(t.prompt_ids), _answer(t), bool(i % 2)) for i, t in enumerate(rows)]
+    made = [LabelledAnswer(list(t.prompt_ids), _answer(t), bool(i % 2)) for i, t in enumerate(rows)]
     return KTOTask(model, KTO, made, [[-5.0 - i, -6.0] for i in range(len(made))])
 
 

@@ -30,7 +30,7 @@ _SOURCES = ("image", "image_url", "url", "path", "bytes")
 MOVES = "an animated image is its first frame"
 
 
-def with_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mapping[str, Any], list[str]]:
+def insert_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mapping[str, Any], list[str]]:
     """Return (a raw row with its images as marks in the text, notes on how they were read). A row without images is unchanged.
 
     Paths are relative to `base`. The column `images` keeps the images as given, for reward functions. Raises `RowError` for an
@@ -185,7 +185,7 @@ def _of_bytes(data: bytes, path: Path | None = None) -> tuple[Picture, bool]:
     return Picture(hashlib.sha256(data).hexdigest(), *size, path, None if path is not None else data), moves
 
 
-def observed(said: Any) -> Any:
+def observation_text(said: Any) -> Any:
     """Return an observation with marks in place of images. A list of content parts becomes one text.
 
     Raises `ValueError` for an image that cannot be read, and for text with a mark.
@@ -204,7 +204,7 @@ def observed(said: Any) -> Any:
     return _each_content(said, join, plain)
 
 
-def portable(said: Any) -> Any:
+def observation_json(said: Any) -> Any:
     """Return an observation whose images are data URLs, so that it is JSON. Raises `ValueError` for one that cannot be read."""
 
     def part(one: Any) -> Any:
@@ -239,7 +239,7 @@ def _digests_in(said: Any) -> list[str]:
     return [digest for text in texts if isinstance(text, str) and "\ufffc" in text for digest in MARK.findall(text)]
 
 
-def in_data_urls(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
+def to_data_urls(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
     """Return messages in which image parts (`images.split_contents`) have OpenAI's form, with data URLs."""
 
     def part(one: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -251,7 +251,7 @@ def in_data_urls(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
     return [{**m, "content": list(map(part, content))} if isinstance(content, list) else m for m, content in contents]
 
 
-def row_for_agents(row: Row, *, as_json: bool = False) -> dict[str, Any]:
+def to_agent_row(row: Row, *, as_json: bool = False) -> dict[str, Any]:
     """Return a row's prompt and columns for an agent, with messages in OpenAI's form and images as data URLs.
 
     If `as_json`, images in columns become data URLs or paths too.
@@ -264,12 +264,12 @@ def row_for_agents(row: Row, *, as_json: bool = False) -> dict[str, Any]:
 
     made = {"prompt": images.remove_marks(row.dataset_prompt), **row.columns}
     if isinstance(made["prompt"], list):
-        made["prompt"] = in_data_urls(made["prompt"])
+        made["prompt"] = to_data_urls(made["prompt"])
     return made | {name: plain(made[name]) for name in COLUMNS if as_json and name in made}
 
 
-def for_file(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a raw row with marks as JSON that `with_marks` reads: images become parts, and a column of paths and data URLs."""
+def to_json_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a raw row with marks as JSON that `insert_marks` reads: images become parts, and a column of paths and data URLs."""
     texts = [row.get("prompt"), row.get("completion")]
     found = [images.picture(digest) for text in texts for digest in _digests_in(text)]
     if not found:

@@ -11,8 +11,8 @@ from psigrad import redaction
 from psigrad.errors import UserError, name_reason, nearest
 from psigrad.language.data import tasks
 from psigrad.language.data.dataset_rows import show
-from psigrad.language.data.row_files import READERS, Raw, Records, kind_of_file, read_file
-from psigrad.language.data.splits import SplitSlice, parse_split, split_of, usual_split
+from psigrad.language.data.row_files import READERS, RawRow, Records, kind_of_file, read_file
+from psigrad.language.data.splits import SplitSlice, canonical_split, parse_split, split_of
 
 SINGLE = ("train", "test")
 """The splits that a source without splits, such as a file, stands for: the first in training, both in evaluation."""
@@ -30,7 +30,7 @@ def read_named(dataset: str, split: str, *, streaming: bool = False, single: Seq
     part = parse_split(split)
     if dataset.startswith("task:"):
         _check_single(part, dataset, "", single)
-        return part.take(Raw(f"{dataset}:{i}", raw) for i, raw in enumerate(tasks.rows_by_name(dataset), 1))
+        return part.take(RawRow(f"{dataset}:{i}", raw) for i, raw in enumerate(tasks.rows_by_name(dataset), 1))
     try:
         path = Path(dataset).expanduser()
         is_folder, exists = path.is_dir(), path.exists()
@@ -47,7 +47,7 @@ def read_named(dataset: str, split: str, *, streaming: bool = False, single: Seq
         return part.take(read_file(path, path.name))
     if kind_of_file(path.name) or dataset.startswith((".", "/", "~")) or "\\" in dataset:
         raise UserError(
-            f"There is no file or folder {show(dataset)}; give an existing path or a hub name{_neighbour(path) or '.'}"
+            f"There is no file or folder {show(dataset)}; give an existing path or a hub name{_suggest_file(path) or '.'}"
         )
     file, _, behind = dataset.partition(":")
     if kind_of_file(file):
@@ -60,12 +60,12 @@ def read_named(dataset: str, split: str, *, streaming: bool = False, single: Seq
 
 def _check_single(part: SplitSlice, name: str, own: str, single: Sequence[str]) -> None:
     """Raise `UserError` for a split that a source without splits does not have."""
-    if usual_split(part.name) not in (own, *single):
+    if canonical_split(part.name) not in (own, *single):
         cut = f"{own or single[0]}[:90%]"
         raise UserError(f"{name} has no split {part.name!r}: it has no splits; remove the split, or give a slice: {cut}.")
 
 
-def _neighbour(path: Path) -> str:
+def _suggest_file(path: Path) -> str:
     """Return a hint for an error message: the name in the path's folder that is most similar to the path's."""
     return nearest(path.name, os.listdir(path.parent)) if path.parent.is_dir() else ""
 
@@ -87,7 +87,7 @@ def _folder(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
     if not any(splits.values()):
         _check_single(part, f"The folder {path}", "", single)
     else:
-        read = [name for name in read if splits[name] == usual_split(part.name)]
+        read = [name for name in read if splits[name] == canonical_split(part.name)]
         found = ", ".join(sorted({found for found in splits.values() if found}))
         if not read:
             raise UserError(f"The folder {path} has no files of the split {part.name!r}; it has {found}. Name one of these.")
@@ -111,7 +111,7 @@ def _read_saved(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
         else:
             _check_single(part, str(path), str(saved.split or ""), single)
         # a format such as "torch" is saved too, but rewards get plain values
-        yield from (Raw(f"{path.name}:{i}", raw) for i, raw in enumerate(encoded(saved.with_format(None)), 1))
+        yield from (RawRow(f"{path.name}:{i}", raw) for i, raw in enumerate(keep_images_encoded(saved.with_format(None)), 1))
     except UserError:
         raise
     except Exception as error:  # a damaged folder raises Arrow's, json's or datasets' own error types
@@ -120,7 +120,7 @@ def _read_saved(path: Path, part: SplitSlice, single: Sequence[str]) -> Records:
         ) from error
 
 
-def encoded(rows: Any) -> Iterable[Any]:
+def keep_images_encoded(rows: Any) -> Iterable[Any]:
     """Return the rows of a `datasets.Dataset` with images as encoded bytes: pixels take more memory and have no SHA-256."""
     if "Image(" not in str(getattr(rows, "features", "")):
         return rows  # type: ignore[no-any-return]
@@ -137,12 +137,12 @@ def _hub(dataset: str, split: str, streaming: bool) -> Records:
     try:  # a stream has no slices
         asked = part.name if streaming else split
         rows: Iterable[Any] = datasets.load_dataset(name, config or None, split=asked, streaming=streaming)
-        records = (Raw(f"{dataset}[{split}]:{i}", raw) for i, raw in enumerate(encoded(rows), 1))
+        records = (RawRow(f"{dataset}[{split}]:{i}", raw) for i, raw in enumerate(keep_images_encoded(rows), 1))
         yield from part.take(records) if streaming else records
     except Exception as error:  # no network, no such name, split or configuration: datasets raises a dozen types
         raise UserError(
-            f"{show(dataset)} is neither a file or folder here{_neighbour(Path(dataset))} nor a dataset that the hub could load "
-            f"(split {split!r}: {name_reason(error)}); check the name, the split and the network."
+            f"{show(dataset)} is neither a file or folder here{_suggest_file(Path(dataset))} nor a dataset that the hub could "
+            f"load (split {split!r}: {name_reason(error)}); check the name, the split and the network."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Preference, unpaired-preference and stepwise rows as training items: `Pair`, `Judged` and `Steps`."""
+"""Preference, unpaired-preference and stepwise rows as training items: `Pair`, `LabelledAnswer` and `Steps`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from psigrad.language import images
-from psigrad.language.data.chat.rendering import refuse
+from psigrad.language.data.chat.rendering import row_error
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import encode_after, examples, prompt_ids
-from psigrad.language.examples import Judged, Pair, Steps, answer_behind, pair_of, shared_prefix
+from psigrad.language.examples import LabelledAnswer, Pair, Steps, answer_behind, pair_of, shared_prefix
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,18 +27,18 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, row: Row, *, whole: bool = T
     pair = pair_of(*sides)
     if not pair.prompt:
         why = "the tokens of chosen and rejected do not begin with the same prompt"
-        raise refuse(row, "", f"{why}; give the prompt in a column of its own, or use another tokenizer")
+        raise row_error(row, "", f"{why}; give the prompt in a column of its own, or use another tokenizer")
     margin = row.columns.get("margin")
     if margin is not None and not isinstance(margin, int | float):
-        raise refuse(row, "margin", f"is {margin!r}; expected a number, or no such column")
+        raise row_error(row, "margin", f"is {margin!r}; expected a number, or no such column")
     return pair if margin is None else replace(pair, margin=float(margin))
 
 
-def encode_judged(tokenizer: PreTrainedTokenizerBase, row: Row) -> Judged:
-    """Return an unpaired-preference row as a `Judged`."""
+def encode_labelled(tokenizer: PreTrainedTokenizerBase, row: Row) -> LabelledAnswer:
+    """Return an unpaired-preference row as a `LabelledAnswer`."""
     texts = examples(tokenizer, row)
     start = shared_prefix(texts)
-    return Judged(texts[0].ids[:start], answer_behind(start, texts), bool(row.label))
+    return LabelledAnswer(texts[0].ids[:start], answer_behind(start, texts), bool(row.label))
 
 
 def encode_steps(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") -> Steps:
@@ -53,7 +53,7 @@ def encode_steps(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = 
     return Steps(ids, ends, list(row.labels))
 
 
-def longest(made: Pair | Judged | Steps) -> int:
+def longest_text(made: Pair | LabelledAnswer | Steps) -> int:
     """Return the number of tokens in the longest text of a pair, or in a prompt with its only answer."""
     if not isinstance(made, Pair):
         return made.tokens

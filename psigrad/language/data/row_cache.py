@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.examples import Answer, Example, Judged, Pair, Steps
+from psigrad.language.examples import Answer, Example, LabelledAnswer, Pair, Steps
 from psigrad.language.images import FIRST
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 T = TypeVar("T")
-_MADE: dict[str, Any] = {kind.__name__: kind for kind in (Example, Answer, Pair, Judged, Steps)}
+_MADE: dict[str, Any] = {kind.__name__: kind for kind in (Example, Answer, Pair, LabelledAnswer, Steps)}
 _NAMES = {name: [f.name for f in fields(kind)] for name, kind in _MADE.items()}
 _ENDING = 64
 """The number of bytes of the SHA-256, in hexadecimal, at the end of a file."""

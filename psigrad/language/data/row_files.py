@@ -35,14 +35,14 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """Endings of compressed files, after the ending of a text file, as in rows.jsonl.gz."""
 
 
-class Raw(NamedTuple):
+class RawRow(NamedTuple):
     """A row as read from a file, before any check, and its position, as in "my.jsonl:12"."""
 
     source: str
     value: object
 
 
-Records = Iterator["Raw | BadRow"]
+Records = Iterator["RawRow | BadRow"]
 
 
 def read_file(path: Path, name: str) -> Records:
@@ -115,19 +115,19 @@ def _json_lines(path: Path, name: str) -> Records:
                 yield _json_line(line.rstrip(b"\r\n"), f"{name}:{number}")
 
 
-def _json_line(line: bytes, source: str) -> Raw | BadRow:
+def _json_line(line: bytes, source: str) -> RawRow | BadRow:
     try:
-        return Raw(source, _DECODER.decode(line.decode("utf-8")))
+        return RawRow(source, _DECODER.decode(line.decode("utf-8")))
     except UnicodeDecodeError as error:
         return BadRow(f"{source}:{error.start + 1}", "", f"is not UTF-8 (byte 0x{line[error.start]:02x}); save the file as UTF-8")
     except json.JSONDecodeError as error:
         hint = "; a file that is one JSON list must be named .json" if line.lstrip().startswith(b"[") else ""
         return BadRow(f"{source}:{error.colno}", "", f"is not JSON ({error.msg}){hint}")
     except (ValueError, RecursionError) as error:  # duplicate keys; integers of more than 4300 digits; nesting too deep
-        return BadRow(source, "", _flaw(error))
+        return BadRow(source, "", _describe_error(error))
 
 
-def _flaw(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return str(error) if isinstance(error, _DuplicateKeyError) else f"can't be decoded ({name_reason(error)})"
 
 
@@ -170,11 +170,11 @@ def _json_list(text: str, name: str) -> Records:
         source = f"{name}:{line}"
         try:
             value, end = _DECODER.raw_decode(text, at)
-            yield Raw(source, value)
+            yield RawRow(source, value)
         except json.JSONDecodeError:
             raise
         except (ValueError, RecursionError) as error:
-            yield BadRow(source, "", _flaw(error))
+            yield BadRow(source, "", _describe_error(error))
             end = _end_of(text, at)
         at = _skip(text, end)
         if text[at : at + 1] not in (",", "]"):
@@ -223,26 +223,26 @@ def _parquet(path: Path, name: str) -> Records:
 def _batch(batch: Any, name: str, number: int) -> Records:
     """Yield the rows of an Arrow batch. Arrow does not check text when reading, so bad UTF-8 raises an error only here."""
     try:
-        yield from [Raw(f"{name}:{number + i}", raw) for i, raw in enumerate(batch.to_pylist(), 1)]
+        yield from [RawRow(f"{name}:{number + i}", raw) for i, raw in enumerate(batch.to_pylist(), 1)]
     except UnicodeDecodeError:
         for i in range(batch.num_rows):
             yield _cells(batch, i, f"{name}:{number + i + 1}")
 
 
-def _cells(batch: Any, i: int, source: str) -> Raw | BadRow:
+def _cells(batch: Any, i: int, source: str) -> RawRow | BadRow:
     raw: dict[str, object] = {}
     for column in batch.schema.names:
         try:
             raw[column] = batch.column(column)[i].as_py()
         except UnicodeDecodeError as error:
             return BadRow(source, column, f"is not UTF-8 (byte 0x{error.object[error.start]:02x})")
-    return Raw(source, raw)
+    return RawRow(source, raw)
 
 
 def _csv(usual: str, path: Path, name: str) -> Records:
     for line, row in _csv_rows(path, usual):
         source = f"{name}:{line}"
-        yield BadRow(source, "", row) if isinstance(row, str) else Raw(source, row)
+        yield BadRow(source, "", row) if isinstance(row, str) else RawRow(source, row)
 
 
 def _csv_rows(path: Path, usual: str) -> Iterator[tuple[int, dict[str, object] | str]]:

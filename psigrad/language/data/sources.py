@@ -20,8 +20,8 @@ from psigrad.language.data import dataset_layouts, image_rows
 from psigrad.language.data.chat.messages import is_trained
 from psigrad.language.data.dataset_layouts import Tell, to_turns
 from psigrad.language.data.dataset_rows import FORMS, MAX_DEPTH, BadRow, Row, RowError, find_form, rows_of
-from psigrad.language.data.named_datasets import SINGLE, encoded, read_named
-from psigrad.language.data.row_files import Raw, Records
+from psigrad.language.data.named_datasets import SINGLE, keep_images_encoded, read_named
+from psigrad.language.data.row_files import RawRow, Records
 from psigrad.language.data.splits import parse_split
 from psigrad.seeds import permutation
 
@@ -82,31 +82,31 @@ def from_rows(
     if isinstance(iterable, Mapping):
         parts = ", ".join(map(str, iterable))
         raise UserError(f"The dataset is a mapping of {parts}; give one of them: a name, or rows as a list or datasets.Dataset.")
-    records = (Raw(f"{source}:{i}", _plain(raw)) for i, raw in enumerate(encoded(unformatted(iterable)), 1))
+    records = (RawRow(f"{source}:{i}", _to_plain(raw)) for i, raw in enumerate(keep_images_encoded(remove_format(iterable)), 1))
     return _collect(records, form, source, bad_rows, columns or {}, Path())
 
 
-def unformatted(rows: Any) -> Any:
+def remove_format(rows: Any) -> Any:
     """Return rows with Python's own values: a `datasets.Dataset` loses its format, such as "torch"."""
     return rows.with_format(None) if hasattr(rows, "with_format") else rows
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
+def _to_plain(value: Any, depth: int = 0) -> Any:
     """Return a value with arrays, tensors and their scalars as lists and numbers; the same object if it has none."""
     if depth > MAX_DEPTH:  # the checks reject such depths
         return value
     if isinstance(value, dict):
-        made = {name: _plain(inner, depth + 1) for name, inner in value.items()}
+        made = {name: _to_plain(inner, depth + 1) for name, inner in value.items()}
         return made if any(made[name] is not inner for name, inner in value.items()) else value
     if isinstance(value, list | tuple):
-        items = [_plain(inner, depth + 1) for inner in value]
+        items = [_to_plain(inner, depth + 1) for inner in value]
         return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
     if value is None or type(value) in (str, bool, int, float) or not callable(getattr(value, "tolist", None)):
         return value
-    return _plain(value.tolist(), depth + 1)
+    return _to_plain(value.tolist(), depth + 1)
 
 
-def holdout(parts: Sequence[Sequence[Row]], counts: Sequence[int], seed: int = 0) -> tuple[list[list[Row]], list[Row]]:
+def hold_out(parts: Sequence[Sequence[Row]], counts: Sequence[int], seed: int = 0) -> tuple[list[list[Row]], list[Row]]:
     """Return (the rows of each part to train on, held-out rows of all parts), in the order of the source.
 
     About `counts` rows of each part are held out, drawn with `seed`. The rows of a prompt, in any part, are all trained on or all
@@ -202,7 +202,7 @@ def _collect(records: Records, form: str, name: str, bad_rows: str, columns: Map
             if isinstance(value, Mapping):
                 value = dataset_layouts.map_columns(value, columns, record.source) if columns else value
                 own = base / Path(record.source.rpartition(":")[0]).parent
-                marked, notes = image_rows.with_marks(value, record.source, own)
+                marked, notes = image_rows.insert_marks(value, record.source, own)
                 given = given if marked is value else marked
                 value, found = dataset_layouts.translate(marked, form, record.source)
                 found += notes
@@ -237,21 +237,21 @@ def _summary(name: str, form: str, total: int, bad: list[BadRow], fits: str, hin
     return f"{name} has {len(bad)} malformed of {total} rows ({shown}); {cure}{hint}."
 
 
-class Share(NamedTuple):
+class MixturePart(NamedTuple):
     """One dataset of several, and its weight; None if no weight is given."""
 
     dataset: Any
     weight: float | None
 
 
-def parse_mixture(dataset: object) -> list[Share]:
+def parse_mixture(dataset: object) -> list[MixturePart]:
     """Return the datasets of a list of names, where "a.jsonl:0.7" has a weight at the end. Anything else is one dataset.
 
     Raise `UserError` if only some have a weight, or if a weight is 0.
     """
     if not isinstance(dataset, list | tuple) or not dataset or not all(isinstance(name, str) for name in dataset):
-        return [Share(dataset, None)]
-    shares = [Share(m[1], float(m[2])) if (m := _WEIGHT.match(text)) else Share(text, None) for text in dataset]
+        return [MixturePart(dataset, None)]
+    shares = [MixturePart(m[1], float(m[2])) if (m := _WEIGHT.match(text)) else MixturePart(text, None) for text in dataset]
     weighted = [share for share in shares if share.weight is not None]
     if weighted and len(weighted) < len(shares):
         bare = next(share.dataset for share in shares if share.weight is None)
@@ -317,7 +317,7 @@ def read_rows(
         counts = quotas(wanted, sizes)
         if eval_prompts is None:  # a dataset may have few rows and a large weight
             counts = [min(n, -(-len(part.rows) // ONE_OF), len(part.rows) - 1) for part, n in zip(parts, counts, strict=True)]
-        rows, held_out_rows = holdout(rows, counts, seed)
+        rows, held_out_rows = hold_out(rows, counts, seed)
         if len(held_out_rows) != sum(counts):
             which = f"drawn at random by whole prompts where {sum(counts)} were wanted"
     if not data.eval_dataset:
@@ -344,7 +344,7 @@ def form_of(data: Data) -> str:
 
 
 def _read_each(
-    data: Data, form: str, shares: Sequence[Share], split: str, tell: Tell | None, single: Sequence[str] = SINGLE
+    data: Data, form: str, shares: Sequence[MixturePart], split: str, tell: Tell | None, single: Sequence[str] = SINGLE
 ) -> list[LoadedRows]:
     """Return the rows of each dataset. `tell` receives the recognised layouts and the number of skipped rows."""
     parts = [_read_one(data, form, share.dataset, split, single) for share in shares]
@@ -375,8 +375,8 @@ def _read_one(data: Data, form: str, dataset: Any, split: str, single: Sequence[
     columns = columns_of(data.columns)
     if not isinstance(dataset, str):
         part = parse_split(split)
-        some = part.take(unformatted(dataset)) if part.is_slice and not isinstance(dataset, Mapping) else dataset
-        some = islice(unformatted(some), data.max_rows) if data.max_rows else some
+        some = part.take(remove_format(dataset)) if part.is_slice and not isinstance(dataset, Mapping) else dataset
+        some = islice(remove_format(some), data.max_rows) if data.max_rows else some
         return from_rows(some, form, bad_rows=data.bad_rows, columns=columns)
     if not dataset:
         raise UserError(

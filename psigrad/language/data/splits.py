@@ -59,6 +59,6 @@ def split_of(name: str) -> str:
     return next((_SPLIT_OF[word] for word in words if word in _SPLIT_OF), "")
 
 
-def usual_split(name: str) -> str:
+def canonical_split(name: str) -> str:
     """Return the standard name of a split, such as validation for dev."""
     return _SPLIT_OF.get(name, name)

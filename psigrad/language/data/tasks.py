@@ -21,13 +21,13 @@ SHORTEST, LONGEST = 3, 8
 
 
 @functools.cache
-def words() -> tuple[str, ...]:
+def load_words() -> tuple[str, ...]:
     """Return 88,186 words of 3 to 8 letters from Webster's Second (1934, public domain), in the order of reasoning-gym's file."""
     packed = resources.files("psigrad.language.data").joinpath("words.txt.xz").read_bytes()
     return tuple(lzma.decompress(packed).decode().split("\n"))
 
 
-def spells(name: str, settings: dict[str, Any]) -> bool:
+def can_spell(name: str, settings: dict[str, Any]) -> bool:
     """Return True if `spell_rows` can make this task with these settings; reasoning-gym makes all others."""
     if name != TASK or not settings.keys() <= {"min_word_len", "max_word_len"}:
         return False
@@ -37,7 +37,7 @@ def spells(name: str, settings: dict[str, Any]) -> bool:
 
 def spell_rows(size: int, seed: int, *, min_word_len: int = SHORTEST, max_word_len: int) -> list[dict[str, Any]]:
     """Return `size` rows that ask to spell a word of such a length backward; row i depends on `seed` + i only."""
-    known, found = [word for word in words() if min_word_len <= len(word) <= max_word_len], []
+    known, found = [word for word in load_words() if min_word_len <= len(word) <= max_word_len], []
     lengths = {"difficulty": {"word_len": (min_word_len, max_word_len)}}
     for i in range(size):
         word = random.Random(seed + i).choice(known)
@@ -60,7 +60,7 @@ def score_spelling(text: str, entry: dict[str, Any]) -> float:
     return 0.8 if share == 1 else share
 
 
-def library() -> Any:
+def import_reasoning_gym() -> Any:
     """Return the module reasoning_gym.
 
     Raise `UserError` if it is not installed. It is optional, since its installation needs a C compiler.
@@ -77,7 +77,7 @@ def library() -> Any:
 
 def task_names() -> list[str]:
     """Return the names of reasoning-gym's tasks."""
-    library()
+    import_reasoning_gym()
     from reasoning_gym.factory import DATASETS
 
     return sorted(DATASETS)
@@ -88,9 +88,9 @@ def generate(name: str, size: int, seed: int, **settings: Any) -> list[dict[str,
 
     The `reasoning_gym` reward can score them. Row i depends on (seed, i) only.
     """
-    if spells(name, settings):
+    if can_spell(name, settings):
         return spell_rows(size, seed, **settings)
-    reasoning_gym, known = library(), task_names()
+    reasoning_gym, known = import_reasoning_gym(), task_names()
     if name not in known:
         raise UserError(f"There is no reasoning-gym task {name!r}; `psigrad tasks` lists them{nearest(name, known) or '.'}")
     dataset = reasoning_gym.create_dataset(name, size=size, seed=seed, **settings)
@@ -99,7 +99,7 @@ def generate(name: str, size: int, seed: int, **settings: Any) -> list[dict[str,
     ]
 
 
-def distinct(name: str, size: int, seed: int, **settings: Any) -> list[dict[str, Any]]:
+def generate_distinct(name: str, size: int, seed: int, **settings: Any) -> list[dict[str, Any]]:
     """Return `size` rows with different prompts, so that no held-out prompt is ever trained on.
 
     They are in a random order that depends on `seed`. In the order of drawing, prompts that a task rarely makes would come last,
@@ -135,7 +135,7 @@ def rows_by_name(text: str) -> list[dict[str, Any]]:
     if not isinstance(size, int) or not isinstance(seed, int) or size < 1:
         raise UserError(f"{text!r} has size {size} and seed {seed}; expected whole numbers, size at least 1.")
     try:
-        return distinct(name, size, seed, **given)
+        return generate_distinct(name, size, seed, **given)
     except (TypeError, AssertionError, ValueError) as error:  # reasoning-gym checks settings by assertions
         if isinstance(error, UserError):
             raise

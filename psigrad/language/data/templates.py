@@ -17,7 +17,7 @@ from psigrad.errors import UserError
 from psigrad.language import images
 from psigrad.language.data.chat import dialect
 from psigrad.language.data.chat.messages import Message
-from psigrad.language.data.chat.rendering import check_known, refuse, refuse_placeholder
+from psigrad.language.data.chat.rendering import check_embedded, reject_placeholder, row_error
 from psigrad.language.data.chat.turns import (
     OPEN,
     Context,
@@ -64,7 +64,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row, *, strict: bool = T
     if row.prompt is None:
         raise UserError(f"{row.source} has no prompt; a row of the form prompt-only or prompt-completion was expected.")
     if isinstance(row.prompt, str):
-        refuse_placeholder(tokenizer, row, row.prompt)
+        reject_placeholder(tokenizer, row, row.prompt)
         ids = _encode(tokenizer, row.prompt, special=True)
         if ids and ids[-1] == tokenizer.eos_token_id and not row.prompt.endswith(str(tokenizer.eos_token)):
             raise UserError(
@@ -77,7 +77,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row, *, strict: bool = T
         check_rendered(conversation, row.prompt, dict.fromkeys(range(len(row.prompt)), text), set(), every_field=strict)
         ids = _encode(tokenizer, text)
     if not ids:
-        raise refuse(row, "prompt", "has no tokens; give it some text, or the tokenizer a BOS token")
+        raise row_error(row, "prompt", "has no tokens; give it some text, or the tokenizer a BOS token")
     return ids
 
 
@@ -302,7 +302,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = Fa
     else:
         ids = known.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
     # Rendered text has a BOS already, and the tokenizer adds a second one.
-    check_known(tokenizer, ids)
+    check_embedded(tokenizer, ids)
     if image_format is not None and (pictures or image_format.token_id in ids):
         ids = images.insert_image_ids(ids, pictures, image_format)
     doubled = special and tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2
@@ -347,7 +347,7 @@ def _last_cut(tokenizer: PreTrainedTokenizerBase, before: str) -> str:
 def _plain(tokenizer: PreTrainedTokenizerBase, row: Row, completion: str) -> tuple[list[int], list[bool]]:
     if tokenizer.eos_token_id is None:
         raise UserError("The tokenizer has no EOS token, so a model could never learn to stop; set tokenizer.eos_token.")
-    refuse_placeholder(tokenizer, row, completion)
+    reject_placeholder(tokenizer, row, completion)
     if row.prompt is None:
         prompt, ids = [], _encode(tokenizer, completion, special=True)
     else:
@@ -425,7 +425,7 @@ def _end_of_turn(
         return outer
     if next_one in special:
         return behind + 1
-    raise refuse(
+    raise row_error(
         row,
         "",
         f"the chat template doesn't end assistant turn {turn} with a special token of the tokenizer, so the "

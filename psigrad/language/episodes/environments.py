@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self
 from psigrad import extras
 from psigrad.errors import UserError, nearest
 from psigrad.importing import imported_callable
-from psigrad.language.data.image_rows import has_parts, portable
+from psigrad.language.data.image_rows import has_parts, observation_json
 from psigrad.language.images import open_columns
 from psigrad.processes.workers.child import reason_for
 
@@ -21,7 +21,7 @@ Message = dict[str, Any]
 # Environments of other libraries: the prefix before the colon, and the module's name in `psigrad.extras`.
 LIBRARIES = {"openenv": "openenv", "verifiers": "verifiers", "mcp": "mcp environment", "textarena": "textarena"}
 # The policy's next input: text (a user turn if the prompt is a conversation), or messages with their own roles. An environment
-# may also give Pillow's image or a list of content parts, which become text with marks (`image_rows.observed`).
+# may also give Pillow's image or a list of content parts, which become text with marks (`image_rows.observation_text`).
 Observation = str | list[Message]
 
 
@@ -295,7 +295,7 @@ def _is_observation(value: object) -> bool:
 def _without_objects(said: Any) -> Any:
     """Return an observation with its images as text, which any process can read, or a fault."""
     try:
-        return portable(said)
+        return observation_json(said)
     except ValueError as error:
         return Fault(f"the environment's image {error}")
 

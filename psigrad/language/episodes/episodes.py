@@ -17,7 +17,7 @@ from psigrad import seeds
 from psigrad.errors import UserError
 from psigrad.language import images
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.image_rows import observed
+from psigrad.language.data.image_rows import observation_text
 from psigrad.language.data.templates import Reading, decode, prompt_ids
 from psigrad.language.episodes.environments import Fault, Message, Observation, Opening, Playing, Step
 from psigrad.language.episodes.episode_history import EpisodeHistory, as_messages
@@ -335,7 +335,7 @@ def mark_images(tokenizer: Any, said: Any, step: Step | None = None) -> Any:
     """Return an observation with marks in place of its images, or the step that it belongs to; a fault if it cannot be read."""
     image_format = images.image_format_of(tokenizer)
     try:
-        read: Any = said if said is None or isinstance(said, Fault) else observed(said)
+        read: Any = said if said is None or isinstance(said, Fault) else observation_text(said)
         if image_format is not None and image_format.placeholder in str(read):
             raise ValueError(f"has the text {image_format.placeholder!r}, which stands for an image")
     except ValueError as error:

@@ -17,7 +17,7 @@ from psigrad import extras, redaction
 from psigrad.config import Model, OnlineConfig, PreferenceConfig, Run
 from psigrad.errors import UserError, kind_of, nearest, reason_of
 from psigrad.language.data.chat.arguments import check_arguments, templates_of
-from psigrad.language.data.chat.rendering import settle
+from psigrad.language.data.chat.rendering import set_render_settings
 from psigrad.language.loading import teacher
 from psigrad.language.loading.given_model import GivenModel, take_weights
 from psigrad.language.loading.model_source import coded_base, find_adapter, locate, lora_of
@@ -332,7 +332,7 @@ def settle_chat(tokenizer: PreTrainedTokenizerBase, settings: Model, checkpoint:
     today = date.fromisoformat(began) if began else date.today()
     kwargs = template_kwargs(settings.chat_template_kwargs)
     check_arguments(templates_of(tokenizer), kwargs)
-    settle(tokenizer, kwargs, today, rows)
+    set_render_settings(tokenizer, kwargs, today, rows)
 
 
 def _first_day(checkpoint: Path) -> str | None:

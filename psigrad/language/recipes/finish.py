@@ -15,8 +15,8 @@ from psigrad import extras, redaction
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.errors import reason_of
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.rendered_rows import first_rows
 from psigrad.language.data.row_cache import PreparedRows
+from psigrad.language.data.row_rendering import first_rows
 from psigrad.language.loading import samplers
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_model, load_scalar_model

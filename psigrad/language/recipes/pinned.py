@@ -13,7 +13,7 @@ from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConf
 from psigrad.config.algorithms import resolve_loss, resolve_online
 from psigrad.importing import imported_callable
 from psigrad.language import images
-from psigrad.language.data.chat.rendering import day_of, prints_date
+from psigrad.language.data.chat.rendering import day_of, reads_clock
 from psigrad.language.data.row_cache import PreparedRows
 from psigrad.language.data.sources import parse_mixture
 from psigrad.language.episodes import environments
@@ -41,7 +41,7 @@ def collect_pins(
     if (image_format := images.image_format_of(tokenizer)) is not None:
         content["processor"] = str(getattr(image_format, "version", ""))
     rows = prepared.sums or sum_parts(prepared)
-    day = {"date": day_of(tokenizer).isoformat()} if prints_date(tokenizer) else {}
+    day = {"date": day_of(tokenizer).isoformat()} if reads_clock(tokenizer) else {}
     return {**rows, **content, **day, **_models(config), **_code(config, judges), **pins_of(config.run, kernels())}
 
 

@@ -57,11 +57,11 @@ def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
         checkpoint = session.newest_checkpoint(journal)
         form = "unpaired-preference" if isinstance(loss, KahnemanTversky) else "preference"
         model = load_model(config.model, config.run, checkpoint, journal.world, given=given)
-        encode: Any = pairs.encode_judged if isinstance(loss, KahnemanTversky) else pairs.encode_pair
+        encode: Any = pairs.encode_labelled if isinstance(loss, KahnemanTversky) else pairs.encode_pair
         encoder, limit = Encoder(model.tokenizer, partial(encode, model.tokenizer)), token_limit(config, model)
         prepared = prepare_answers(config, form, encoder, limit, journal)
         reference = _reference(config, loss, model, checkpoint, journal.world)
-        check_positions(max(map(pairs.longest, [*prepared.items, *prepared.held_out_items])), reference=reference)
+        check_positions(max(map(pairs.longest_text, [*prepared.items, *prepared.held_out_items])), reference=reference)
         task = _task(config, loss, model, reference, list(prepared.items), journal)
         held_out = _task(config, loss, model, reference, list(prepared.held_out_items), journal) if prepared.held_out else None
         start = lambda: reference or model.frozen_copy()  # noqa: E731

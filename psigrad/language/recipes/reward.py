@@ -11,7 +11,7 @@ from psigrad import redaction
 from psigrad.config import Data, Model, RewardConfig, Run
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
-from psigrad.language.data.image_rows import for_file
+from psigrad.language.data.image_rows import to_json_row
 from psigrad.language.data.sources import read_dataset
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_scalar_model, load_trained_scalar_model
@@ -93,6 +93,6 @@ def score_rows(
             raise UserError(f"{row.source}: the reward model {model!r} cannot read {why}; shorten the row.")
     scores = score_all(loaded, pairs, budget)
     return [
-        for_file({**row.columns, "prompt": row.prompt, "completion": row.completion, "reward": own})
+        to_json_row({**row.columns, "prompt": row.prompt, "completion": row.completion, "reward": own})
         for row, own in zip(read.rows, scores, strict=True)
     ]

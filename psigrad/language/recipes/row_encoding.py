@@ -227,7 +227,7 @@ def _key(data: Data, tokenizer: PreTrainedTokenizerBase, settings: Sequence[Any]
     paths = [Path(name).expanduser() for name in names]
     if sum(map(_size, paths)) < FEW * 100 or not all(map(Path.exists, paths)):
         return ""
-    settled = getattr(tokenizer, rendering.SETTLED, None)
+    settled = getattr(tokenizer, rendering.RENDER_SETTINGS, None)
     held = {
         "files": [pins.identify_data(name) for name in names],
         "data": {name: value for name, value in asdict(data).items() if name != "num_proc"},
@@ -236,7 +236,7 @@ def _key(data: Data, tokenizer: PreTrainedTokenizerBase, settings: Sequence[Any]
         # Exclude file names, which differ in a checkpoint.
         "flags": {name: value for name, value in tokenizer.init_kwargs.items() if isinstance(value, bool)},
         "settled": repr(settled and (settled.kwargs, settled.rows)),
-        "day": rendering.day_of(tokenizer).isoformat() if rendering.prints_date(tokenizer) else "",
+        "day": rendering.day_of(tokenizer).isoformat() if rendering.reads_clock(tokenizer) else "",
         "code": [_code(), *(version(name) for name in ("transformers", "tokenizers", "jinja2", "pyarrow"))],
     }
     return hashlib.sha256(json.dumps(held, sort_keys=True, default=repr).encode()).hexdigest()

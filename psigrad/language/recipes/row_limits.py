@@ -153,7 +153,7 @@ def _answers(
 ) -> PreparedRows[Any]:
     read = read_rows(config.data, form, config.evaluation.eval_prompts, config.run.seed, tell)
     rows = to_model_rows(encoder.tokenizer, read, config.data.plain_prompts, tell)
-    short = replace(encoder, keep=lambda made: (made, {}) if pairs.longest(made) <= limit else (None, {"long": 1}))
+    short = replace(encoder, keep=lambda made: (made, {}) if pairs.longest_text(made) <= limit else (None, {"long": 1}))
     found = []
     for part in filter(None, rows):
         made, counts = encode_rows(part, short, config.data, tell)

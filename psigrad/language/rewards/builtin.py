@@ -113,7 +113,7 @@ def _scorer(task: str) -> Callable[..., float]:
     """Return the scorer of a task, cached: reasoning-gym builds a whole dataset for it, which takes a tenth of a second."""
     if task == tasks.TASK:
         return tasks.score_spelling
-    scorer: Callable[..., float] = tasks.library().get_score_answer_fn(task)
+    scorer: Callable[..., float] = tasks.import_reasoning_gym().get_score_answer_fn(task)
     return scorer
 
 

@@ -17,7 +17,7 @@ from psigrad.language.data.dataset_layouts import to_model_rows
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.sources import read_rows
 from psigrad.language.data.templates import examples, prompt_ids
-from psigrad.language.examples import Example, Judged, Pair
+from psigrad.language.examples import Example, LabelledAnswer, Pair
 from psigrad.language.loading.load_model import settle_chat
 from psigrad.language.loading.model_source import load_tokenizer, resolve_for_plan, tokenizer_path
 from psigrad.language.models.backbone import DTYPES
@@ -321,7 +321,7 @@ def _reader(config: Config) -> tuple[str, Callable[[Any, Row], tuple[int, list[i
     if isinstance(config, RewardConfig) and config.process:
         return "stepwise", lambda tokenizer, row: (1, [pairs.encode_steps(tokenizer, row, config.step_separator).tokens])
     if isinstance(config, PreferenceConfig) and isinstance(resolve_loss(config.loss), KahnemanTversky):
-        return "unpaired-preference", lambda tokenizer, row: _judged_lengths(pairs.encode_judged(tokenizer, row))
+        return "unpaired-preference", lambda tokenizer, row: _judged_lengths(pairs.encode_labelled(tokenizer, row))
     return "preference", lambda tokenizer, row: _pair_lengths(pairs.encode_pair(tokenizer, row))
 
 
@@ -330,7 +330,7 @@ def _split_lengths(texts: list[Example]) -> tuple[int, list[int]]:
     return sum(before), [sum(len(text.ids) for text in texts) - sum(before)]
 
 
-def _judged_lengths(made: Judged) -> tuple[int, list[int]]:
+def _judged_lengths(made: LabelledAnswer) -> tuple[int, list[int]]:
     return len(made.prompt), [made.answer.tokens]
 
 

@@ -12,7 +12,7 @@ import pytest
 from tiny_chat import HEAD, save_chat_model
 
 from psigrad import cli
-from psigrad.language.data.rendered_rows import Rendered, Segment
+from psigrad.language.data.row_rendering import RenderedRow, Segment
 from psigrad.records.report import terminal
 from psigrad_extras.preflight import check, first_rows
 
@@ -54,6 +54,6 @@ def test_each_kind_has_a_colour_of_its_own_where_there_are_colours(capsys: Any, 
     monkeypatch.setattr(terminal, "Console", partial(terminal.Console, force_terminal=True, color_system="standard"))
     monkeypatch.delenv("NO_COLOR", raising=False)
     pieces = [Segment("prompt", "say a:"), Segment("trained", "a"), Segment("masked", "b")]
-    terminal.print_lines(first_rows.lines([Rendered("x:1", pieces)]))
+    terminal.print_lines(first_rows.lines([RenderedRow("x:1", pieces)]))
     shown = capsys.readouterr().out.splitlines()
     assert [re.findall(r"\033\[(\d+)m", line)[0] for line in shown] == ["1", "36", "32", "33"]

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from psigrad.config import Model, Sampling
 from psigrad.errors import UserError
-from psigrad.language.data.chat.rendering import arguments_of, day_of, settle
+from psigrad.language.data.chat.rendering import arguments_of, day_of, set_render_settings
 from psigrad.language.data.dataset_rows import Row, RowError, validate
 from psigrad.language.data.sources import from_rows, load
 from psigrad.language.data.templates import describe_rewrites, example, examples, observation_ids, prompt_ids, stop_token_ids
@@ -303,10 +303,10 @@ def test_the_date_that_a_template_prints_is_the_runs(build: Build) -> None:
     tokenizer, row = build(DATED), Row("x", prompt=[USER])
     today = date.today().strftime("%d.%m.%Y")
     assert tokenizer.decode(prompt_ids(tokenizer, row)).startswith(today), "without a run it is today: the trap"
-    settle(tokenizer, {}, date(2001, 2, 3))
+    set_render_settings(tokenizer, {}, date(2001, 2, 3))
     assert tokenizer.decode(prompt_ids(tokenizer, row)).startswith("03.02.2001") and day_of(tokenizer) == date(2001, 2, 3)
     other = build(DATED)
-    settle(other, {}, date(2004, 5, 6))
+    set_render_settings(other, {}, date(2004, 5, 6))
     assert other.decode(prompt_ids(other, row)).startswith("06.05.2004")
     assert tokenizer.decode(prompt_ids(tokenizer, row)).startswith("03.02.2001"), "each tokenizer has its own"
 
@@ -388,7 +388,7 @@ def test_an_argument_that_the_template_does_not_take_is_refused(template: str, k
 def test_a_token_without_an_embedding_is_refused_by_name(plain_chatml: PreTrainedTokenizerFast, build: Build) -> None:
     tokenizer = build(PLAIN)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
-    settle(tokenizer, {}, date.today(), rows=len(tokenizer) - 1)
+    set_render_settings(tokenizer, {}, date.today(), rows=len(tokenizer) - 1)
     assert prompt_ids(tokenizer, Row("x", prompt=[USER]))
     with pytest.raises(UserError, match=r"'<\|new\|>' has the id \d+.*resize_token_embeddings"):
         prompt_ids(tokenizer, Row("x", prompt="a<|new|>"))

@@ -214,7 +214,7 @@ def test_what_a_turn_is_trained_behind_is_what_transformers_renders_to_sample_it
     ]
     for kwargs in ({}, {"enable_thinking": False}) if name == "qwen3" else ({},):
         tokenizer = maker.tokenizer_of(name)
-        rendering.settle(tokenizer, kwargs, date.today())
+        rendering.set_render_settings(tokenizer, kwargs, date.today())
         found = maker._recited(maker.Case(tokenizer), talk)
         for place, (trained, read, _) in zip((1, 3, 5), found, strict=True):
             text = tokenizer.apply_chat_template(talk[:place], add_generation_prompt=True, tokenize=False, **kwargs)

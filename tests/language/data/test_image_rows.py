@@ -233,7 +233,7 @@ def seen(prompts, completions, images):
 
 def test_a_written_row_is_read_back(files):
     row = read(prompt=[say("a", PART, PART)], images=[RED, str(files / "blue.png")], answer="3")
-    written = json.loads(json.dumps(image_rows.for_file({**row.columns, "prompt": row.prompt, "completion": [X]})))
+    written = json.loads(json.dumps(image_rows.to_json_row({**row.columns, "prompt": row.prompt, "completion": [X]})))
     again = read("prompt-completion", **written)
     assert (again.prompt, again.columns["answer"]) == (row.prompt, "3")
 

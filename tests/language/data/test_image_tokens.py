@@ -14,7 +14,7 @@ from psigrad.language.data import row_cache
 from psigrad.language.data.chat.turns import Conversation
 from psigrad.language.data.dataset_rows import RowError
 from psigrad.language.data.pairs import encode_pair
-from psigrad.language.data.rendered_rows import render
+from psigrad.language.data.row_rendering import render
 from psigrad.language.data.sources import from_rows
 from psigrad.language.data.templates import examples, next_reading, observation_ids, prompt_ids
 from psigrad.language.examples import Example

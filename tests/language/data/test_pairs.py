@@ -86,7 +86,7 @@ def test_a_prompt_without_tokens_is_a_row_that_may_be_left_out(tokenizer):
 
 def test_unpaired_rows(tokenizer):
     row = {"prompt": "say:", "completion": " one", "label": True}
-    made = pairs.encode_judged(tokenizer, validate(row, "unpaired-preference", "x"))
+    made = pairs.encode_labelled(tokenizer, validate(row, "unpaired-preference", "x"))
     assert made.desirable and made.prompt == tokenizer("say:").input_ids and all(made.answer.mask)
 
 
@@ -147,7 +147,7 @@ def test_turns_that_the_template_rewrites_are_compared_each_in_its_own_context(f
     # the control: the last text alone is another number
     assert abs(float(answer_logps(model, [made.prompt], [[replace(made.chosen, apart=())]])[0][0]) - float(logp[0])) > 1
     labelled = {"prompt": prompt, "completion": turns, "label": True}
-    judged = pairs.encode_judged(forgetful, validate(labelled, "unpaired-preference", "x"))
+    judged = pairs.encode_labelled(forgetful, validate(labelled, "unpaired-preference", "x"))
     assert judged.prompt == made.prompt and judged.answer == made.chosen
 
 

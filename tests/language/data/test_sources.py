@@ -19,9 +19,9 @@ from huggingface_hub import constants
 
 from psigrad.config import Data
 from psigrad.errors import UserError
-from psigrad.language.data import named_datasets, tasks
+from psigrad.language.data import named_datasets, sources, tasks
 from psigrad.language.data.dataset_rows import Row, RowError, validate
-from psigrad.language.data.sources import LoadedRows, from_rows, holdout, load, read_rows
+from psigrad.language.data.sources import LoadedRows, from_rows, load, read_rows
 from psigrad.seeds import permutation
 
 USER = {"role": "user", "content": "hi"}
@@ -375,7 +375,7 @@ def asked(rows: Iterable[Row]) -> list[Any]:
 
 
 def hold_out(rows: list[Row], n: int, seed: int = 0) -> tuple[list[Row], list[Row]]:
-    (train,), held = holdout([rows], [n], seed)
+    (train,), held = sources.hold_out([rows], [n], seed)
     return train, held
 
 

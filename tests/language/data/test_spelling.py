@@ -27,7 +27,7 @@ def test_rows_are_those_of_reasoning_gym(seed, shortest, longest):
 
 def test_every_word_is_in_its_file_and_in_its_order():
     its = reasoning_gym.create_dataset(tasks.TASK, size=1, max_word_len=tasks.LONGEST).words
-    assert list(tasks.words()) == its
+    assert list(tasks.load_words()) == its
 
 
 def test_scores_are_its_scores_to_the_bit():

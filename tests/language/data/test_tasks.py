@@ -17,17 +17,17 @@ def ones(rows):
 
 def test_the_order_of_distinct_rows_says_nothing_of_how_often_a_task_makes_them(monkeypatch):
     """In the order of drawing, the last of these prompts of gcd nearly all have the answer 1."""
-    shuffled = tasks.distinct("gcd", 3000, seed=1, **GCD)
+    shuffled = tasks.generate_distinct("gcd", 3000, seed=1, **GCD)
     assert len({row["prompt"] for row in shuffled}) == 3000
     error = 4 * (0.25 / 500 * 2) ** 0.5
     assert abs(ones(shuffled[:500]) - ones(shuffled[-500:])) < error
-    assert tasks.distinct("gcd", 3000, seed=1, **GCD) == shuffled
+    assert tasks.generate_distinct("gcd", 3000, seed=1, **GCD) == shuffled
     monkeypatch.setattr(tasks.seeds, "permutation", lambda size, *names: range(size))
-    drawn = tasks.distinct("gcd", 3000, seed=1, **GCD)
+    drawn = tasks.generate_distinct("gcd", 3000, seed=1, **GCD)
     assert sorted(row["prompt"] for row in drawn) == sorted(row["prompt"] for row in shuffled)
     assert abs(ones(drawn[:500]) - ones(drawn[-500:])) > error, "negative control: the order of drawing is not fair"
 
 
 def test_a_task_with_too_few_prompts_is_refused():
     with pytest.raises(UserError, match=r"gave \d+ different prompts in \d+ draws, not 100"):
-        tasks.distinct("gcd", 100, 1, max_value=5)
+        tasks.generate_distinct("gcd", 100, 1, max_value=5)

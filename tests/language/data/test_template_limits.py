@@ -55,7 +55,7 @@ def test_a_template_without_end_is_refused(template: str, why: str, monkeypatch:
             check_arguments([template], {})
     elif why == TIME:
         monkeypatch.setattr(limits, "SECONDS", 1e9)
-        with pytest.raises(limits.TemplateLimit), limits.limited(template):
+        with pytest.raises(limits.TemplateLimit), limits.limit_rendering(template):
             pass
 
 
@@ -63,7 +63,7 @@ def test_a_template_without_end_is_refused(template: str, why: str, monkeypatch:
 def test_every_template_renders_as_it_does_without_limits(name: str) -> None:
     """The oracle is the template that transformers compiles, which does not count."""
     tokenizer, day = maker.tokenizer_of(name), date(2026, 1, 2)
-    rendering.settle(tokenizer, {}, day)
+    rendering.set_render_settings(tokenizer, {}, day)
     bare = chat_template_utils._cached_compile_jinja_template(tokenizer.chat_template)
     bare.environment.globals["strftime_now"] = day.strftime
     texts = 0
@@ -79,4 +79,4 @@ def test_every_template_renders_as_it_does_without_limits(name: str) -> None:
                 continue
             texts += 1
             assert rendering.render(tokenizer, {"tools": None, **columns}, talk[:number], generation_prompt=True) == wanted
-    assert texts > 2 and bare is not limits.compiled(tokenizer.chat_template)
+    assert texts > 2 and bare is not limits.compile_template(tokenizer.chat_template)

@@ -10,7 +10,7 @@ from pictures import draw, encoded
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import psigrad
-from psigrad.language.data.image_rows import row_for_agents
+from psigrad.language.data.image_rows import to_agent_row
 from psigrad.language.data.sources import from_rows
 from psigrad.language.models.backbone import read_tokenizer
 
@@ -63,7 +63,7 @@ def test_eval_reads_the_images_of_rows(base, tmp_path):
 
 def test_an_agent_s_program_gets_json_that_it_can_send():
     row = from_rows(rows(), "prompt-only").rows[0]
-    sent = json.loads(json.dumps(row_for_agents(row, as_json=True)))
+    sent = json.loads(json.dumps(to_agent_row(row, as_json=True)))
     url = sent["prompt"][0]["content"][0]["image_url"]["url"]
     assert url.startswith("data:image/png;base64,") and sent["images"] == [url]
     again = from_rows([{"prompt": sent["prompt"]}], "prompt-only").rows[0]

@@ -29,11 +29,11 @@ from psigrad.config import Data, Evaluation, RewardConfig, SFTConfig
 from psigrad.errors import UserError
 from psigrad.language.data import row_cache
 from psigrad.language.data.chat.dialect import specials_of
-from psigrad.language.data.chat.rendering import settle
+from psigrad.language.data.chat.rendering import set_render_settings
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.row_cache import ArrowSequence, PreparedRows, UncacheableError, pack, pack_row, unpack, unpack_row
 from psigrad.language.data.templates import CHATML, encode_batch, examples
-from psigrad.language.examples import Answer, Example, Judged, Pair, Steps
+from psigrad.language.examples import Answer, Example, LabelledAnswer, Pair, Steps
 from psigrad.language.models import tiny
 from psigrad.language.recipes import row_encoding, sft
 from psigrad.language.recipes.row_encoding import Encoder, encode_rows, prepare, sum_parts
@@ -49,7 +49,7 @@ texts = st.builds(Example, ids, flags, st.booleans())
 made = st.one_of(
     st.lists(texts, min_size=1, max_size=3),
     st.builds(Pair, ids, answers, answers, st.one_of(st.none(), st.floats(allow_nan=False))),
-    st.builds(Judged, ids, answers, st.booleans()),
+    st.builds(LabelledAnswer, ids, answers, st.booleans()),
     st.builds(Steps, ids, ids, st.lists(st.floats(0, 1), min_size=1, max_size=4)),
 )
 
@@ -144,7 +144,9 @@ def test_the_second_start_maps_what_the_first_has_kept(home: Path, tokenizer: An
 CHANGES: dict[str, Callable[[Start, Path], Any]] = {
     "a row": lambda start, home: (home / "a.jsonl").write_text((home / "a.jsonl").read_text().replace("a b", "a c", 1)),
     "the template": lambda start, home: setattr(start.tokenizer, "chat_template", CHATML.replace("<|im_start|>", "<|pad|>")),
-    "the template's arguments": lambda start, home: settle(start.tokenizer, {"enable_thinking": False}, date(2026, 1, 1)),
+    "the template's arguments": lambda start, home: set_render_settings(
+        start.tokenizer, {"enable_thinking": False}, date(2026, 1, 1)
+    ),
     "the tokenizer": lambda start, home: start.tokenizer.add_tokens(["zz"]),
     "the limit": lambda start, home: setattr(start, "limit", 60),
     "the seed": lambda start, home: setattr(start, "config", replace(start.config, run=replace(start.config.run, seed=1))),

@@ -18,7 +18,7 @@ from psigrad.config import Data, Evaluation, Model, OnlineConfig, Run, SFTConfig
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.rendered_rows import Segment, render
+from psigrad.language.data.row_rendering import Segment, render
 from psigrad.language.data.templates import CHATML
 from psigrad.language.episodes.environments import InProcess
 from psigrad.language.episodes.episodes import Episodes

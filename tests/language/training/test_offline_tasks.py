@@ -20,7 +20,7 @@ from psigrad.config.algorithms import resolve_loss
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import validate
-from psigrad.language.examples import Answer, Example, Judged
+from psigrad.language.examples import Answer, Example, LabelledAnswer
 from psigrad.language.models import language_model, scalar_model
 from psigrad.language.models.lora import Lora, Masks
 from psigrad.language.models.packing import Rows
@@ -82,7 +82,7 @@ def task_of(kind: str, job, model, apart: float = 0.0):
             scalar, [pairs.encode_steps(scalar.tokenizer, validate(r, "stepwise", "x")) for r in rows]
         ), scalar
     if kind == "kto":
-        rows = [pairs.encode_judged(model.tokenizer, validate(r, "unpaired-preference", "x")) for r in read(job, "judged")[:7]]
+        rows = [pairs.encode_labelled(model.tokenizer, validate(r, "unpaired-preference", "x")) for r in read(job, "judged")[:7]]
         answers = [[row.answer, other] for row, other in zip(rows, mismatch(rows), strict=True)]
         return KTOTask(model, resolve_loss("kto"), rows, reference_logps(model, [r.prompt for r in rows], answers, 64)), model
     made = made_pairs(job, model.tokenizer)
@@ -136,7 +136,7 @@ def test_a_lora_models_reference_is_the_model_without_its_adapter(job):
 
 
 def test_mismatched_answers_are_another_prompts(job, model):
-    rows = [pairs.encode_judged(model.tokenizer, validate(r, "unpaired-preference", "x")) for r in read(job, "judged")]
+    rows = [pairs.encode_labelled(model.tokenizer, validate(r, "unpaired-preference", "x")) for r in read(job, "judged")]
     others = mismatch(rows)
     assert all(other in [r.answer for r in rows if r.prompt != row.prompt] for row, other in zip(rows, others, strict=True))
     assert mismatch(rows[:1]) == [rows[0].answer] and mismatch([]) == []
@@ -144,7 +144,7 @@ def test_mismatched_answers_are_another_prompts(job, model):
 
 def test_the_mismatched_answer_is_that_of_the_last_row_before_with_another_prompt():
     """By hand: a0 a1 b2 b3 a4, and before a0 stand a4, b3."""
-    rows = [Judged([ord(letter)], Answer([place], [True]), True) for place, letter in enumerate("aabba")]
+    rows = [LabelledAnswer([ord(letter)], Answer([place], [True]), True) for place, letter in enumerate("aabba")]
     assert [other.ids for other in mismatch(rows)] == [[3], [3], [1], [1], [3]]
 
 
@@ -156,7 +156,7 @@ def test_mismatching_a_thousand_rows_of_one_prompt_asks_for_each_a_few_times():
             asked.append(place)
             return super().__getitem__(place)
 
-    rows = Counting(Judged([1], Answer([place], [True]), True) for place in range(1000))
+    rows = Counting(LabelledAnswer([1], Answer([place], [True]), True) for place in range(1000))
     assert [other.ids for other in mismatch(rows)] == [[place] for place in range(1000)]
     assert len(asked) <= 10 * len(rows)
 

@@ -202,7 +202,7 @@ def test_the_kto_loss_and_its_gradient_are_trls(tokenizer, hf, tmp_path):
         processing_class=tokenizer,
     )
     peer = peer_loss(trainer, moved(hf))
-    made = [pairs.encode_judged(tokenizer, validate(row, "unpaired-preference", "row")) for row in given]
+    made = [pairs.encode_labelled(tokenizer, validate(row, "unpaired-preference", "row")) for row in given]
     answers = [[row.answer, other] for row, other in zip(made, mismatch(made), strict=True)]
     known = reference_logps(reference, [row.prompt for row in made], answers, 100)
     loss = resolve_loss({"preset": "kto", "desirable_weight": 1.5})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, TemplateSyntaxError, meta, nodes
 
 from psigrad.errors import UserError, nearest
-from psigrad.language.data.chat.limits import compiled
+from psigrad.language.data.chat.limits import compile_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +45,7 @@ def check_arguments(templates: Sequence[str], kwargs: Mapping[str, Any]) -> None
 def _kinds_read(template: str) -> dict[str, set[type]]:
     """Return the names that a template reads before setting them, each with the types of value it takes; object means any."""
     try:
-        environment: Environment = compiled(template).environment
+        environment: Environment = compile_template(template).environment
     except TemplateSyntaxError as error:
         where = f"line {error.lineno}: {error.message}"
         raise UserError(

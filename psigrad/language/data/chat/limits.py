@@ -45,7 +45,7 @@ class TemplateLimit(UserError):
 
 
 class _Spent(threading.local):
-    """The work of this thread's rendering so far, and its limits. Outside of `limited` there is no limit."""
+    """The work of this thread's rendering so far, and its limits. Outside of `limit_rendering` there is no limit."""
 
     until, made = math.inf, -math.inf
 
@@ -55,14 +55,14 @@ _exceeded: dict[str, list[str]] = {}
 
 
 @contextlib.contextmanager
-def limited(template: str) -> Iterator[None]:
+def limit_rendering(template: str) -> Iterator[None]:
     """Apply the limits to a rendering of this template inside this block.
 
     Raise `TemplateLimit` if it exceeds them, and at once if it did `_TRIES` times before: psigrad renders dozens of probes.
     """
     if len(before := _exceeded.get(template, [])) == _TRIES:
         raise TemplateLimit(before[0])
-    compiled(template)
+    compile_template(template)
     _spent.until, _spent.made = time.thread_time() + SECONDS, 0
     try:
         yield
@@ -73,7 +73,7 @@ def limited(template: str) -> Iterator[None]:
         _spent.until, _spent.made = math.inf, -math.inf
 
 
-def compiled(template: str) -> Template:
+def compile_template(template: str) -> Template:
     """Return transformers' compiled template, changed to count its work. Raise `TemplateLimit` if a constant is too large."""
     _check_constants(template)
     found: Template = _compile_jinja_template(template)
@@ -103,7 +103,7 @@ def _check_constants(template: str) -> None:
 
 def _make_count(template: Template, text: str) -> None:
     environment = template.environment
-    environment.filters = {name: _counted(name, function) for name, function in environment.filters.items()}
+    environment.filters = {name: _count_calls(name, function) for name, function in environment.filters.items()}
     environment.filters |= {"psigrad_tick": _tick, **{f"psigrad_{name}": function for name, function in _OPERATORS.items()}}
     environment.globals.pop("lipsum", None)
     call = environment.call  # type: ignore[attr-defined]
@@ -197,7 +197,7 @@ def _concat(parts: Iterable[Any]) -> Any:
 _OPERATORS = {"add": lambda a, b: _add_up(a + b), "mul": _multiply, "pow": _power, "mod": _modulo, "concat": _concat}
 
 
-def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _count_calls(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def counted(*args: Any, **kwargs: Any) -> Any:
         if len(args) > 1 or kwargs:

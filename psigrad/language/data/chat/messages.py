@@ -21,11 +21,11 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of the field with an assistant's thoughts before its answer."""
 
 
-def without_nulls(value: Any) -> Any:
+def drop_nulls(value: Any) -> Any:
     """Return the value without null keys of objects, at every depth: Arrow fills in the keys of other rows."""
     if isinstance(value, Mapping):
-        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: drop_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [drop_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def read_message(message: Mapping[str, Any], where: str, fail: Fail) -> Message:
@@ -33,7 +33,7 @@ def read_message(message: Mapping[str, Any], where: str, fail: Fail) -> Message:
 
     Its tool calls are {"type", "function": {"name", "arguments"}} with an object of arguments.
     """
-    read: Message = without_nulls(message)
+    read: Message = drop_nulls(message)
     if isinstance(read.get("content"), list):
         read["content"] = join_parts(read["content"], f"{where}.content", fail)
     for name in (name for name in WEIGHTS if name in read):

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from psigrad.errors import UserError
 from psigrad.language import images
-from psigrad.language.data.chat.limits import compiled, limited
-from psigrad.language.data.chat.messages import Message, without_nulls
+from psigrad.language.data.chat.limits import compile_template, limit_rendering
+from psigrad.language.data.chat.messages import Message, drop_nulls
 from psigrad.language.data.dataset_rows import BadRow, Row, RowError, show
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SETTLED = "psigrad_settled"
+RENDER_SETTINGS = "psigrad_render_settings"
 
 
 @dataclass(frozen=True)
-class Settled:
+class RenderSettings:
     """A run's settings for every rendering with a tokenizer: template arguments, and the date that templates print."""
 
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -30,17 +30,17 @@ class Settled:
     """The number of rows of the model's embedding; 0 if unknown."""
 
 
-def settle(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any], today: date, rows: int = 0) -> None:
+def set_render_settings(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any], today: date, rows: int = 0) -> None:
     """Set the template arguments and the date for all later renderings.
 
     A row's arguments take precedence. `rows` is the number of rows of the model's embedding.
     """
-    setattr(tokenizer, SETTLED, Settled(dict(kwargs), today, rows))
+    setattr(tokenizer, RENDER_SETTINGS, RenderSettings(dict(kwargs), today, rows))
 
 
-def check_known(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
+def check_embedded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
     """Raise `UserError` for tokens that the model has no embedding for."""
-    rows = getattr(tokenizer, SETTLED, Settled()).rows
+    rows = getattr(tokenizer, RENDER_SETTINGS, RenderSettings()).rows
     if rows and (worst := max((token for token in ids if token < images.FIRST), default=0)) >= rows:
         raise UserError(
             f"The token {tokenizer.convert_ids_to_tokens(worst)!r} has the id {worst}, but the model's embedding {rows} rows: "
@@ -50,20 +50,20 @@ def check_known(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
 
 
 def day_of(tokenizer: PreTrainedTokenizerBase) -> date:
-    """Return the date that templates print: the date set by `settle`, or today."""
-    settled: Settled = getattr(tokenizer, SETTLED, Settled())
+    """Return the date that templates print: the date set by `set_render_settings`, or today."""
+    settled: RenderSettings = getattr(tokenizer, RENDER_SETTINGS, RenderSettings())
     return settled.today or date.today()
 
 
-def prints_date(tokenizer: PreTrainedTokenizerBase) -> bool:
+def reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return True if a template of the tokenizer reads the clock."""
     return "strftime_now" in json.dumps(tokenizer.chat_template)
 
 
 def arguments_of(tokenizer: PreTrainedTokenizerBase, row: Row) -> dict[str, Any]:
     """Return the template's arguments: the run's, overridden by the row's, and the row's tools."""
-    settled: Settled = getattr(tokenizer, SETTLED, Settled())
-    return {**settled.kwargs, **without_nulls(row.columns.get("chat_template_kwargs") or {}), "tools": tools_of(row)}
+    settled: RenderSettings = getattr(tokenizer, RENDER_SETTINGS, RenderSettings())
+    return {**settled.kwargs, **drop_nulls(row.columns.get("chat_template_kwargs") or {}), "tools": tools_of(row)}
 
 
 def tools_of(row: Row) -> list[Any] | None:
@@ -72,7 +72,7 @@ def tools_of(row: Row) -> list[Any] | None:
     Return None if there are none: an empty list makes Llama's template write its tool preamble.
     """
     tools = row.columns.get("tools")
-    return without_nulls(json.loads(tools) if isinstance(tools, str) else tools) or None
+    return drop_nulls(json.loads(tools) if isinstance(tools, str) else tools) or None
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, row: Row, arguments: Mapping[str, Any]) -> str:
@@ -96,7 +96,7 @@ def render(
 ) -> str:
     """Return the text of messages that the template understands (`dialect.rewrite`). Raise whatever the template raises."""
     template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments["tools"])
-    with limited(template):
+    with limit_rendering(template):
         _set_clock(tokenizer, template)
         made: Any = tokenizer.apply_chat_template(
             list(messages), **{**arguments, "tokenize": False, "add_generation_prompt": generation_prompt}
@@ -115,29 +115,29 @@ def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str
     template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments["tools"])
     given: dict[str, Any] = {**tokenizer.special_tokens_map, **arguments, "chat_template": template}
     said = [{name: value for name, value in message.items() if value is not None} for message in messages]
-    with limited(template):
+    with limit_rendering(template):
         _set_clock(tokenizer, template)
         rendered: Any = render_jinja_template([said], return_assistant_tokens_mask=True, **given)
     text, moves = images.insert_marks(rendered[0][0], messages, images.image_format_of(tokenizer))
     return text, [[place + sum(more for at, more in moves if at < place) for place in span] for span in rendered[1][0]]
 
 
-def refuse(row: Row, what: str, why: str) -> RowError:
+def row_error(row: Row, what: str, why: str) -> RowError:
     """Return an error for a row that the template cannot render. It names the file, the line and the path in the row."""
     return RowError(BadRow(row.source, row.raw_path(what), why))
 
 
-def refuse_placeholder(tokenizer: PreTrainedTokenizerBase, row: Row, *texts: Any) -> None:
+def reject_placeholder(tokenizer: PreTrainedTokenizerBase, row: Row, *texts: Any) -> None:
     """Raise `RowError` if one of the texts contains the placeholder that marks an image in rendered text."""
     image_format = images.image_format_of(tokenizer)
     if image_format is not None and any(image_format.placeholder in str(text) for text in texts):
-        raise refuse(row, "", f"has the text {image_format.placeholder!r}, which stands for an image; leave it out")
+        raise row_error(row, "", f"has the text {image_format.placeholder!r}, which stands for an image; leave it out")
 
 
-def refusal(row: Row, error: Exception) -> RowError:
+def template_error(row: Row, error: Exception) -> RowError:
     """Return a `RowError` for an error of the template, which is a program and can raise anything."""
     reason = f"{type(error).__name__}: {show(str(error), 200)}"
-    return refuse(row, "", f"the chat template can't render the row ({reason}); fix the row or the template")
+    return row_error(row, "", f"the chat template can't render the row ({reason}); fix the row or the template")
 
 
 def _set_clock(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
@@ -151,4 +151,4 @@ def _set_clock(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
     def strftime_now(form: str) -> str:
         return day_of(tokenizer).strftime(form)
 
-    compiled(template).environment.globals["strftime_now"] = strftime_now
+    compile_template(template).environment.globals["strftime_now"] = strftime_now

@@ -28,10 +28,10 @@ from psigrad.language.data.chat.messages import REASONING, WEIGHTS, Message, is_
 from psigrad.language.data.chat.rendering import (
     arguments_of,
     generation_blocks,
-    refusal,
-    refuse,
-    refuse_placeholder,
+    reject_placeholder,
     render,
+    row_error,
+    template_error,
     template_of,
 )
 from psigrad.language.data.dataset_rows import Row, show
@@ -69,7 +69,7 @@ class Conversation:
             try:
                 check_arguments([self.template, *templates_of(tokenizer)], own)
             except UserError as error:
-                raise refuse(row, "", str(error)) from None
+                raise row_error(row, "", str(error)) from None
         self.special = specials_of(tokenizer).pattern
         self.dialect = dialect_of(tokenizer, self.arguments)
         self._made: dict[Any, Any] = {}
@@ -96,7 +96,7 @@ class Conversation:
             return self.render(messages, generation_prompt=True)
         for name in last.keys() - {"role", "content", *WEIGHTS}:
             why = "is in a turn that the answer continues, where only the content is read; write it there, or remove it"
-            raise refuse(self.row, f"prompt[{len(before)}].{name}", why)
+            raise row_error(self.row, f"prompt[{len(before)}].{name}", why)
         return self.render(before, generation_prompt=True) + str(last["content"])
 
     def blocks(self, messages: Sequence[Message]) -> list[Span] | None:
@@ -109,12 +109,12 @@ class Conversation:
         return found
 
     def _run(self, template: Callable[..., T], messages: Sequence[Message]) -> T:
-        refuse_placeholder(self.tokenizer, self.row, *(value for message in messages for value in message.values()))
+        reject_placeholder(self.tokenizer, self.row, *(value for message in messages for value in message.values()))
         try:
             spoken, tools = rewrite(messages, self.arguments["tools"], self.dialect)
             return template(self.tokenizer, {**self.arguments, "tools": tools}, spoken)
         except Exception as error:  # a template is a program: it can raise anything
-            raise refusal(self.row, error) from error
+            raise template_error(self.row, error) from error
 
     def closing(self, message: Message) -> str:
         """Return the text with which the template ends this assistant's turn."""
@@ -163,7 +163,7 @@ def contexts(conversation: Conversation, *, empty_thinking: bool = False) -> lis
         ended, closed, _ = text.rpartition(closing) if closing and closing in text[spans[-1][0] :] else (text, "", "")
         texts[i], known = text[len(before) :], (ended + closed).rstrip()
     if not made:
-        raise refuse(row, "messages", "has no trained assistant turn; check weights and the template's generation blocks")
+        raise row_error(row, "messages", "has no trained assistant turn; check weights and the template's generation blocks")
     whole = conversation.render(messages)
     if whole.startswith(made[-1].text.rstrip()):
         made[-1] = Context(whole, made[-1].spans)
@@ -197,7 +197,7 @@ def _render_turn(conversation: Conversation, messages: Sequence[Message], empty_
         text += conversation.dialect.call_next if said.get("tool_calls") else conversation.dialect.turn_next
     start = len(before)
     if thought and said.get("tool_calls") and thought in text[text.find(said["tool_calls"][0]["function"]["name"], start) :]:
-        raise refuse(conversation.row, "", "is a thought that the chat template writes after the call; use another template")
+        raise row_error(conversation.row, "", "is a thought that the chat template writes after the call; use another template")
     if not empty_thinking and not _EMPTY.match(str(said.get("content", ""))):
         empty = (_CLOSE if OPEN.search(before) else _EMPTY).match(text, start)
         start = empty.end() if empty else start
@@ -243,7 +243,7 @@ def _continue_thought(conversation: Conversation, said: Message, before: str, te
             "so no context is known in which the turn would be sampled; give the template the arguments under which it would be "
             "(chat_template_kwargs, as enable_thinking), or use another"
         )
-        raise refuse(conversation.row, "", why)
+        raise row_error(conversation.row, "", why)
     if (empty := _EMPTY.match(tail)) is not None:
         stem = before[: opened.start()] + empty.group()
         return stem, stem + tail[empty.end() :]
@@ -322,7 +322,7 @@ def _missing_error(row: Row, place: int, name: str, value: Any) -> Exception:
         f"is left out by the chat template ({show(value)} is nowhere in the turn); leave the field out of the row, or use a "
         "template that shows it"
     )
-    return refuse(row, f"{column}[{at}].{name}", reason)
+    return row_error(row, f"{column}[{at}].{name}", reason)
 
 
 @dataclass(frozen=True)
@@ -405,7 +405,7 @@ def render_between(conversation: Conversation, observation: Sequence[Message]) -
             return conversation.special.findall(closing)[-1], behind[len(closing) :]
         if found and first is not None:
             return first.group(), behind[first.end() :]
-    raise refuse(
+    raise row_error(
         conversation.row, "prompt", "is a conversation, but the template does not end the assistant's turn; use another template"
     )
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from psigrad.intervals import mean_interval
-from psigrad.language.examples import Answer, Judged, Pair
+from psigrad.language.examples import Answer, LabelledAnswer, Pair
 from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Ids, pack_by_tokens
@@ -127,7 +127,7 @@ class KTOTask:
 
     model: LanguageModel
     loss: KahnemanTversky
-    rows: Sequence[Judged]
+    rows: Sequence[LabelledAnswer]
     reference: Sequence[Sequence[float]]
 
     @property
@@ -185,7 +185,7 @@ class KTOTask:
         return sum_terms(each_once(world, self._shares(range(len(self)), budget, world), terms_of))
 
 
-def mismatch(rows: Sequence[Judged]) -> list[Answer]:
+def mismatch(rows: Sequence[LabelledAnswer]) -> list[Answer]:
     """Return a mismatched answer for each row: that of the nearest earlier row with another prompt, as in TRL.
 
     The last row counts as the one before the first. If all rows have the same prompt, each keeps its own answer.

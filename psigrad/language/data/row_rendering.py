@@ -25,14 +25,14 @@ class Segment(NamedTuple):
     text: str
 
 
-class Rendered(NamedTuple):
+class RenderedRow(NamedTuple):
     """One text of a row for display, from its first token to its last. A preference pair has two: one for each answer."""
 
     title: str
     pieces: list[Segment]
 
 
-def render(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") -> list[Rendered]:
+def render(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") -> list[RenderedRow]:
     """Return a row as its model reads it, with special tokens; two texts for a pair. The middle of a long segment is cut."""
     if row.steps:
         made = encode_steps(tokenizer, row, separator)
@@ -51,22 +51,22 @@ def render(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") 
     ]
 
 
-def first_rows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], separator: str = "\n") -> list[Rendered]:
+def first_rows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], separator: str = "\n") -> list[RenderedRow]:
     """Return the first three rows as their model reads them, or the reason for which one is skipped."""
-    found: list[Rendered] = []
+    found: list[RenderedRow] = []
     for row in rows[:SHOWN]:
         try:
             found += render(tokenizer, row, separator)
         except RowError as error:
-            found.append(Rendered(row.source, [Segment("masked", f"(left out: {error})")]))
+            found.append(RenderedRow(row.source, [Segment("masked", f"(left out: {error})")]))
     return found
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, title: str, ids: Sequence[int], mask: Sequence[bool]) -> Rendered:
+def _render(tokenizer: PreTrainedTokenizerBase, title: str, ids: Sequence[int], mask: Sequence[bool]) -> RenderedRow:
     pieces: list[Segment] = []
     for trained, group in itertools.groupby(zip(ids, mask, strict=True), key=lambda one: one[1]):
         text = images.decode(tokenizer, [token for token, _ in group], clean_up_tokenization_spaces=False)
         if len(text) > _LONGEST:
             text = f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
         pieces.append(Segment("trained" if trained else "masked" if pieces else "prompt", text))
-    return Rendered(title, pieces)
+    return RenderedRow(title, pieces)
