@@ -156,7 +156,7 @@ test-long: $(INSTALLED)
 
 # What of several processes, engines and checkpoints needs no Ray: flights, rows, shards, meshes, files for launchers.
 RANKS = tests/extras/vllm tests/extras/mesh tests/extras/cluster tests/processes/parallel tests/runs/test_async_save.py \
-	tests/language/training/test_flights.py tests/language/rollout/test_spread.py tests/language/recipes/test_row_cache.py \
+	tests/language/training/test_flights.py tests/language/rollout/test_exchange.py tests/language/recipes/test_row_cache.py \
 	tests/records/test_parts_of_rollouts.py
 
 # without a network and other processes, where that can be: nobody else has Ray's ports, and "auto" finds no cluster of others

@@ -17,7 +17,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.rewards import Scorer
 from psigrad.language.rollout.collectors import ScoredRollout, rollout_row
-from psigrad.language.rollout.spread import bring, to_writer
+from psigrad.language.rollout.exchange import fetch_tokens, gather_rows
 from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams, Trajectory
 from psigrad.processes.parallel.world import ALONE, World, each_once, shard
 from psigrad.records.rows import PARTS
@@ -72,7 +72,7 @@ class Evaluator:
         rows = {p.index: p.row for p in self.prompts}
         own = [(n, t) for n, t in enumerate(trajectories) if t.home == self.world.rank]
         made = {n: rollout_row(t, step, "eval", rows[t.row].dataset_prompt) for n, t in own}
-        journal.rollouts(to_writer(self.world, made))
+        journal.rollouts(gather_rows(self.world, made))
         journal.metrics(step, figures)
         journal.timings(step, clock.read(), sum(len(t.completion.ids) for t in trajectories))
 
@@ -96,7 +96,7 @@ class Evaluator:
 
         parts = [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
         shares = [shard(self.world, parts, rank) for rank in range(self.world.size)]
-        bring(self.world, rows, [[n for part, _ in share for n in part] for share in shares])
+        fetch_tokens(self.world, rows, [[n for part, _ in share for n in part] for share in shares])
         return [value for found in each_once(self.world, parts, of) for value in found]
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from psigrad.language import images
+from psigrad.language.rollout.exchange import gather_trajectories
 from psigrad.language.rollout.scoring import Failed, Result, Samples, Scored, Scorer, Unscored
-from psigrad.language.rollout.spread import spread
 from psigrad.language.rollout.types import Completion, Prompt, Request, Sampler, SamplingParams, Trajectory
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.step import Clock
@@ -134,7 +134,7 @@ class ScoredRollout:
         if world is ALONE:
             return found
         with clock("time/gather"):
-            each = spread(world, found, whole=self.complete)
+            each = gather_trajectories(world, found, with_tokens=self.complete)
         if central:
             return each[0]
         count = sum(map(len, each)) // len(prompts)

@@ -335,7 +335,7 @@ class Trajectory:
     answer: str | None = None
     """The last answer of an agent's session. Rewards receive it if the prompt is text; None: they receive `text`."""
     holders: tuple[int, ...] = ()
-    """The ranks that have the tokens (`spread.py`): the one that made them, then those that received them; empty: all ranks."""
+    """The ranks that have the tokens (`exchange.py`): the one that made them, then those that received them; empty: all ranks."""
 
     @property
     def home(self) -> int:

@@ -23,7 +23,7 @@ from psigrad.language.episodes.tools import CallForm, ToolBoxes
 from psigrad.language.images import FIRST
 from psigrad.language.recipes.row_encoding import sum_parts
 from psigrad.language.rollout.collectors import rollout_row
-from psigrad.language.rollout.spread import pack, unpack
+from psigrad.language.rollout.exchange import pack, unpack
 from psigrad.language.rollout.types import Completion, Sampler, SamplingParams
 from psigrad.records.read import prompt_text
 from psigrad.records.report.html import thumbnails

@@ -105,7 +105,7 @@ def test_each_process_draws_every_second_prompt_and_of_a_sampler_for_all_the_fir
     def of(rank, central):
         world = SimpleNamespace(rank=rank, size=2)
         each = [["of rank 0"], []] if central else [["a", "c"], ["b", "d"]]
-        monkeypatch.setattr(collectors, "spread", lambda world, own, whole: each)
+        monkeypatch.setattr(collectors, "gather_trajectories", lambda world, own, with_tokens: each)
         return collectors.ScoredRollout(Asked(central), None, reward_view(), world)(prompts, None, 1, max, version=0)
 
     assert of(0, False) == of(1, False) == ["a", "b", "c", "d"] and asked == [[0, 2], [1, 3]]

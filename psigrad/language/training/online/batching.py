@@ -16,7 +16,7 @@ from torch import Tensor
 from psigrad import seeds
 from psigrad.errors import UserError
 from psigrad.language.models.packing import Groups, pack_groups
-from psigrad.language.rollout.spread import bring
+from psigrad.language.rollout.exchange import fetch_tokens
 from psigrad.language.rollout.types import Stretch, Trajectory
 from psigrad.objective import Batch, PolicyOutputs, terminal
 from psigrad.processes.parallel.world import ALONE, World, shard, shares_of
@@ -117,7 +117,7 @@ def share_of(world: World, batch: Batch, wanted: Tensor, budget: int) -> list[tu
     micros = micro_batches(batch, wanted, budget, shares_of(world))
     if world.size > 1:
         shares = [shard(world, micros, rank) for rank in range(world.size)]
-        bring(world, batch.inputs, [[i for micro, _ in share for members in micro for i in members] for share in shares])
+        fetch_tokens(world, batch.inputs, [[i for micro, _ in share for members in micro for i in members] for share in shares])
     return shard(world, micros)
 
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from psigrad import seeds
 from psigrad.language.models.packing import order
+from psigrad.language.rollout.exchange import broadcast_collected
 from psigrad.language.rollout.scoring import check_unscored
-from psigrad.language.rollout.spread import spread_collected
 from psigrad.language.rollout.types import ELSEWHERE, Collected, Pending, Prompt, State, Trajectory
 from psigrad.language.training.online.batching import metric_of
 from psigrad.language.training.online.online_run import Online
@@ -61,7 +61,7 @@ def next_collection(
         return pending[0].result(), tuple(pending[1:])
     with clock("time/wait"):
         found = pending[0].result()
-        return found if run.world.size == 1 else spread_collected(run.world, found), tuple(pending[1:])
+        return found if run.world.size == 1 else broadcast_collected(run.world, found), tuple(pending[1:])
 
 
 def begun_by(step: int, lag: int, total: int) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from psigrad.language.rollout.collectors import log_probs_of, rollout_row, round_all
-from psigrad.language.rollout.spread import to_writer
+from psigrad.language.rollout.exchange import gather_rows
 from psigrad.language.rollout.types import Collected, Prompt, Trajectory
 from psigrad.language.training.online.batching import to_host
 from psigrad.objective import PolicyOutputs, Prepared
@@ -209,4 +209,4 @@ def rollout_rows(
         }
         for n, t in own.items()
     }
-    return list(made.values()) if world.size == 1 else to_writer(world, made)
+    return list(made.values()) if world.size == 1 else gather_rows(world, made)

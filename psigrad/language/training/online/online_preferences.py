@@ -12,7 +12,7 @@ import torch
 from psigrad.errors import UserError
 from psigrad.language.examples import Example, Pair, pair_of
 from psigrad.language.models.experts import balanced
-from psigrad.language.rollout.spread import bring
+from psigrad.language.rollout.exchange import fetch_tokens
 from psigrad.language.rollout.types import State, Trajectory
 from psigrad.language.training.loss_sums import LossSums
 from psigrad.language.training.offline.preference_task import PreferenceTask, reference_logps
@@ -82,7 +82,7 @@ def pick(groups: Sequence[Sequence[Trajectory]], world: World = ALONE) -> Pick:
             chosen.append(first + best)
             rejected.append(first + worst)
         first += len(group)
-    bring(world, rows, [[*chosen, *rejected]] * world.size)
+    fetch_tokens(world, rows, [[*chosen, *rejected]] * world.size)
     pairs = [pair_of(_texts(rows[best]), _texts(rows[worst])) for best, worst in zip(chosen, rejected, strict=True)]
     return Pick(pairs, chosen, rejected, first)
 

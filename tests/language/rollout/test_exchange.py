@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import ranks
 
-from psigrad.language.rollout import spread
+from psigrad.language.rollout import exchange
 from psigrad.language.rollout.types import Branch, Collected, Completion, Cut, Trajectory
 
 PLAIN = Completion((5, 6, 7), (-0.5, -1.0, 0.0), (-0.5, -1.0, 0.0), "stop", 2**60)
@@ -34,15 +34,15 @@ ROWS = [
 
 
 def test_what_travels_arrives_as_it_was():
-    assert spread.unpack(spread.pack(ROWS)) == ROWS
-    assert spread.unpack(spread.pack([])) == []
-    small = spread.pack([replace(ROWS[0], completion=replace(PLAIN, ids=(1,) * 1000, logprobs=(-0.5,) * 1000))])
-    fine = spread.pack([replace(ROWS[0], completion=replace(PLAIN, ids=(1,) * 1000, logprobs=(-0.1,) * 1000))])
+    assert exchange.unpack(exchange.pack(ROWS)) == ROWS
+    assert exchange.unpack(exchange.pack([])) == []
+    small = exchange.pack([replace(ROWS[0], completion=replace(PLAIN, ids=(1,) * 1000, logprobs=(-0.5,) * 1000))])
+    fine = exchange.pack([replace(ROWS[0], completion=replace(PLAIN, ids=(1,) * 1000, logprobs=(-0.1,) * 1000))])
     assert len(fine) - len(small) == pytest.approx(4000, abs=50), "float64 only where float32 would round"
 
 
 def test_apart_nothing_is_left_but_what_everybody_computes_with():
-    there = spread.unpack(spread.pack([spread.apart(t) for t in ROWS]))
+    there = exchange.unpack(exchange.pack([exchange.drop_tokens(t) for t in ROWS]))
     for t, told in zip(ROWS, there, strict=True):
         assert (told.text, told.policy_turns, told.teacher_prompt_ids, told.completion.experts) == ("", (), (), "")
         assert len(told.completion.ids) == len(t.completion.ids) and told.prompt_ids == t.prompt_ids
@@ -58,9 +58,9 @@ def test_apart_nothing_is_left_but_what_everybody_computes_with():
 
 
 def test_tokens_that_are_away_equal_the_same_tokens_and_no_others():
-    away = spread.apart(ROWS[0]).prompt_ids
-    assert away == (1, 2) and {(1, 2)} == {away} and away == spread.apart(ROWS[1]).prompt_ids and {(1, 2): 0}[away] == 0
-    assert away != (2, 1) and {(1, 2, 3)} != {away} and away != spread.apart(ROWS[2]).prompt_ids
+    away = exchange.drop_tokens(ROWS[0]).prompt_ids
+    assert away == (1, 2) and {(1, 2)} == {away} and away == exchange.drop_tokens(ROWS[1]).prompt_ids and {(1, 2): 0}[away] == 0
+    assert away != (2, 1) and {(1, 2, 3)} != {away} and away != exchange.drop_tokens(ROWS[2]).prompt_ids
     assert away[:1] == away[:1] and away[:1] != away[1:] and away[:1] != (1,), "of a part nobody knows the tokens"
 
 

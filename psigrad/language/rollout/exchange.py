@@ -1,8 +1,8 @@
 """The exchange of a step's trajectories between the processes that train together.
 
-Every process receives the values that a step computes over all trajectories: rewards, lengths, masks, log-probs (`apart`). Tokens
-go only to the processes that run a model on them (`bring`), and rows of rollouts.jsonl to rank 0, which writes them
-(`to_writer`). Messages are arrays in safetensors format, and JSON for the remaining fields.
+Every process receives the values that a step computes over all trajectories: rewards, lengths, masks, log-probs (`drop_tokens`).
+Tokens go only to the processes that run a model on them (`fetch_tokens`), and rows of rollouts.jsonl to rank 0, which writes them
+(`gather_rows`). Messages are arrays in safetensors format, and JSON for the remaining fields.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from psigrad.language.rollout.types import Collected, Trajectory, trajectory_of
 from psigrad.processes.parallel.world import World
 
 
-class Away(Sequence[int]):
+class RemoteTokens(Sequence[int]):
     """A placeholder for tokens that another process has. It equals tokens and placeholders of the same length and hash."""
 
     def __init__(self, length: int, key: int) -> None:
@@ -32,40 +32,40 @@ class Away(Sequence[int]):
         return self.key
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, tuple | Away) and len(other) == self.length and hash(other) == self.key
+        return isinstance(other, tuple | RemoteTokens) and len(other) == self.length and hash(other) == self.key
 
     def __getitem__(self, place: Any) -> Any:
         if isinstance(place, slice):
-            return Away(len(range(self.length)[place]), hash((self.key, place.start, place.stop)))
+            return RemoteTokens(len(range(self.length)[place]), hash((self.key, place.start, place.stop)))
         raise RuntimeError("A token was read on a process that does not have it; please report this.")
 
 
-def apart(trajectory: Trajectory) -> Trajectory:
+def drop_tokens(trajectory: Trajectory) -> Trajectory:
     """Return the trajectory without its tokens and texts, as every process receives it.
 
     Of a tool's answer it keeps the first 7 characters, since metrics count the answers that begin with "error: ".
     """
 
-    def away(ids: Sequence[int]) -> Any:
-        return Away(len(ids), hash(ids))
+    def remote(ids: Sequence[int]) -> Any:
+        return RemoteTokens(len(ids), hash(ids))
 
-    told = [str(message.get("content"))[:7] for message in trajectory.messages if message.get("role") == "tool"]
+    answers = [str(message.get("content"))[:7] for message in trajectory.messages if message.get("role") == "tool"]
     return replace(
         trajectory,
-        prompt_ids=away(trajectory.prompt_ids),
-        completion=replace(trajectory.completion, ids=away(trajectory.completion.ids), experts="", prompt_experts=""),
-        branches=tuple(branch._replace(prompt_ids=away(branch.prompt_ids)) for branch in trajectory.branches),
+        prompt_ids=remote(trajectory.prompt_ids),
+        completion=replace(trajectory.completion, ids=remote(trajectory.completion.ids), experts="", prompt_experts=""),
+        branches=tuple(branch._replace(prompt_ids=remote(branch.prompt_ids)) for branch in trajectory.branches),
         text="",
-        messages=tuple({"role": "tool", "content": content} for content in told),
+        messages=tuple({"role": "tool", "content": content} for content in answers),
         policy_turns=(),
         teacher_prompt_ids=(),
     )
 
 
-def tokens_of(trajectory: Trajectory) -> Trajectory:
+def keep_tokens(trajectory: Trajectory) -> Trajectory:
     """Return the trajectory with the tokens and prompts that a model reads, without log-probs, texts and masks."""
-    bare = replace(trajectory.completion, logprobs=(), sampling_logprobs=())
-    return replace(trajectory, completion=bare, text="", parts={}, mask=(), messages=(), policy_turns=(), step_rewards=())
+    completion = replace(trajectory.completion, logprobs=(), sampling_logprobs=())
+    return replace(trajectory, completion=completion, text="", parts={}, mask=(), messages=(), policy_turns=(), step_rewards=())
 
 
 _KINDS = {"ids": np.int64, "prompts": np.int64, "numbers": np.float64, "mask": np.bool_}
@@ -77,7 +77,7 @@ def pack(rows: Sequence[Trajectory]) -> bytes:
     prompts: dict[Any, int] = {}
 
     def put(name: str, values: Any) -> Any:
-        if isinstance(values, Away):
+        if isinstance(values, RemoteTokens):
             return [values.length, values.key]
         arrays[name].append(np.asarray(values))
         return len(values)
@@ -85,17 +85,17 @@ def pack(rows: Sequence[Trajectory]) -> bytes:
     def prompt(ids: Any) -> int:
         return prompts.setdefault(ids, len(prompts))
 
-    held = []
+    packed = []
     for t in rows:
-        completion, row = _said(t.completion), _said(t)
+        completion, row = _changed_fields(t.completion), _changed_fields(t)
         own, drawn = t.completion.logprobs, t.completion.sampling_logprobs
         completion |= {"ids": put("ids", t.completion.ids), "logprobs": put("numbers", own)}
         completion["sampling_logprobs"] = None if own == drawn else put("numbers", drawn)
         row |= {"completion": completion, "prompt_ids": prompt(t.prompt_ids), "mask": put("mask", t.mask)}
         row["teacher_prompt_ids"] = prompt(t.teacher_prompt_ids)
         row["branches"] = [(branch.start, prompt(branch.prompt_ids)) for branch in t.branches]
-        held.append(row)
-    text = json.dumps({"rows": held, "prompts": [put("prompts", ids) for ids in prompts]}, ensure_ascii=False)
+        packed.append(row)
+    text = json.dumps({"rows": packed, "prompts": [put("prompts", ids) for ids in prompts]}, ensure_ascii=False)
     flat: dict[str, Any] = {name: np.concatenate(parts, dtype=_KINDS[name], casting="unsafe") for name, parts in arrays.items()}
     for name in ("ids", "prompts"):
         if flat[name].max(initial=0) < 2**31:  # no image
@@ -112,7 +112,7 @@ def unpack(data: bytes) -> list[Trajectory]:
 
     def take(name: str, count: Any, whole: bool = True) -> Any:
         if isinstance(count, list):
-            return Away(*count)
+            return RemoteTokens(*count)
         at[name] += count
         found: Any = arrays[name][at[name] - count : at[name]]
         return tuple(found.tolist()) if whole else memoryview(found)
@@ -129,32 +129,32 @@ def unpack(data: bytes) -> list[Trajectory]:
     return rows
 
 
-def _said(made: Any) -> dict[str, Any]:
+def _changed_fields(made: Any) -> dict[str, Any]:
     """Return the fields of a dataclass whose values differ from their defaults, by name."""
     return {f.name: x for f in fields(made) if (x := getattr(made, f.name)) != f.default}
 
 
-def spread(world: World, own: Sequence[Trajectory], *, whole: bool = False) -> list[list[Trajectory]]:
+def gather_trajectories(world: World, own: Sequence[Trajectory], *, with_tokens: bool = False) -> list[list[Trajectory]]:
     """Return the trajectories of every process, by rank. `own` are those of this process.
 
-    Those of other processes have neither tokens nor texts (`apart`), unless `whole`.
+    Those of other processes have neither tokens nor texts (`drop_tokens`), unless `with_tokens`.
     """
-    made = list(own) if whole else [replace(t, holders=(world.rank,)) for t in own]
-    told = pack(made if whole else [apart(t) for t in made])
-    each = world.exchange([b"" if rank == world.rank else told for rank in range(world.size)])
+    made = list(own) if with_tokens else [replace(t, holders=(world.rank,)) for t in own]
+    data = pack(made if with_tokens else [drop_tokens(t) for t in made])
+    each = world.exchange([b"" if rank == world.rank else data for rank in range(world.size)])
     return [made if rank == world.rank else unpack(part) for rank, part in enumerate(each)]
 
 
-def spread_collected(world: World, held: Collected) -> Collected:
-    """Return the collection `held` of rank 0 on every rank. On other ranks, its trajectories have no tokens (`apart`)."""
-    place = {id(t): n for n, t in enumerate(held.trajectories)}
-    groups = [[place[id(t)] for t in group] for group in held.groups]
-    groups, cursor, entries = world.broadcast((groups, held.cursor, held.entries))
-    rows = spread(world, held.trajectories if world.rank == 0 else [])[0]
+def broadcast_collected(world: World, collected: Collected) -> Collected:
+    """Return the collection `collected` of rank 0 on every rank. Other ranks get no tokens (`drop_tokens`)."""
+    place = {id(t): n for n, t in enumerate(collected.trajectories)}
+    groups = [[place[id(t)] for t in group] for group in collected.groups]
+    groups, cursor, entries = world.broadcast((groups, collected.cursor, collected.entries))
+    rows = gather_trajectories(world, collected.trajectories if world.rank == 0 else [])[0]
     return Collected(rows, [[rows[n] for n in group] for group in groups], cursor, entries)
 
 
-def bring(world: World, rows: list[Trajectory], wanted: Sequence[Sequence[int]]) -> None:
+def fetch_tokens(world: World, rows: list[Trajectory], wanted: Sequence[Sequence[int]]) -> None:
     """On each rank, fetch the tokens of the rows with indices `wanted[rank]`, and store them in `rows`.
 
     All ranks must call this function with the same `wanted`.
@@ -162,7 +162,7 @@ def bring(world: World, rows: list[Trajectory], wanted: Sequence[Sequence[int]])
     lacks = [[i for i in places if rows[i].holders and rank not in rows[i].holders] for rank, places in enumerate(wanted)]
     if not any(lacks):
         return
-    parts = [pack([tokens_of(rows[i]) for i in places if rows[i].home == world.rank]) for places in lacks]
+    parts = [pack([keep_tokens(rows[i]) for i in places if rows[i].home == world.rank]) for places in lacks]
     for home, part in enumerate(world.exchange(parts)):
         for i, own in zip([i for i in lacks[world.rank] if rows[i].home == home], unpack(part), strict=True):
             brought = {name: getattr(own.completion, name) for name in ("ids", "experts", "prompt_experts")}
@@ -174,9 +174,9 @@ def bring(world: World, rows: list[Trajectory], wanted: Sequence[Sequence[int]])
             rows[i] = replace(rows[i], holders=(*rows[i].holders, rank))
 
 
-def to_writer(world: World, made: Mapping[int, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def gather_rows(world: World, made: Mapping[int, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Send the rows of all processes to rank 0, which returns them sorted by their keys. Other ranks return their own rows."""
-    told = json.dumps(list(made.items())).encode() if world.rank else b""
-    each = world.exchange([b"" if rank else told for rank in range(world.size)])
+    data = json.dumps(list(made.items())).encode() if world.rank else b""
+    each = world.exchange([b"" if rank else data for rank in range(world.size)])
     rows = [*made.items(), *(pair for part in each if part for pair in json.loads(part))]
     return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
