@@ -133,7 +133,7 @@ class LiveBatch:
                 stream.add(DrawnToken(token, logp, sampling, tuple(zip(ids, best, strict=True))[: stream.top]), stops)
 
     def _shrink(self) -> None:
-        if isinstance(self.cache, SharedCache) and self.cache.own[0].shape[3] > _KEPT:
+        if isinstance(self.cache, SharedCache) and self.cache.slot_tables[0].shape[3] > _KEPT:
             packed, self.cache = self.cache.packed_weights, new_cache(self.model, self.max_batch, self.model.max_length)
             if isinstance(self.cache, SharedCache):
                 self.cache.packed_weights = packed

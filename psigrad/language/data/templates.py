@@ -188,12 +188,12 @@ def observation_ids(tokenizer: PreTrainedTokenizerBase, row: Row, observation: s
 class Reading:
     """The input of the policy before a turn: its `text` and `ids`.
 
-    `ids` are the tokens after the previous input, or all tokens if `anew`.
+    `ids` are the tokens after the previous input, or all tokens if `restart`.
     """
 
     text: str
     ids: list[int]
-    anew: bool
+    restart: bool
 
 
 def next_reading(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], known: str) -> Reading:

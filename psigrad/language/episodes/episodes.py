@@ -152,7 +152,7 @@ class LiveEpisode:
     def observe(self, observation: Observation, limits: EpisodeLimits) -> None:
         """Read an observation before the next turn. Without room for both, the episode is over."""
         bare = self.history.read(cut(observation, 0))
-        used, past = (0, len(bare.ids)) if bare.anew else (self.used, 0)
+        used, past = (0, len(bare.ids)) if bare.restart else (self.used, 0)
         turn = len(self.policy_turns)
         readings: list[Reading] = []
 
@@ -171,7 +171,7 @@ class LiveEpisode:
         self.over = bool(spent) or len(self.policy_turns) == limits.turns
 
     def _read(self, reading: Reading) -> None:
-        self.heard, self.anew = tuple(reading.ids), reading.anew
+        self.heard, self.anew = tuple(reading.ids), reading.restart
         if self.anew:
             self.branches.append(Branch(len(self.ids), self.heard))
             return

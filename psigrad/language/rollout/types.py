@@ -180,11 +180,11 @@ class Sampler(ABC):
 
 
 class NextTurn(NamedTuple):
-    """The next turn of an episode: its seed, and the tokens to read since the last turn, or the full new context if `anew`."""
+    """The next turn of an episode: its seed, and the tokens to read since the last turn, or the full new context if `restart`."""
 
     ids: Sequence[int]
     seed: int
-    anew: bool = False
+    restart: bool = False
 
 
 class Dialogue(ABC):
@@ -220,8 +220,8 @@ class RestartedDialogue(Dialogue):
         requests: list[Request] = []
         owners: list[list[int]] = []
         for i in sorted(wanted):
-            ids, seed, anew = wanted[i]
-            self.contexts[i] = (*(() if anew else self.contexts[i]), *ids)
+            ids, seed, restart = wanted[i]
+            self.contexts[i] = (*(() if restart else self.contexts[i]), *ids)
             if requests and requests[-1].prompt_ids == self.contexts[i]:
                 requests[-1] = Request(self.contexts[i], (*requests[-1].seeds, seed))
                 owners[-1].append(i)

@@ -86,7 +86,7 @@ def test_later_turns_keep_the_images_of_earlier_ones(words):
     known = Conversation(words, row).prompt(row.prompt) + "x<|im_end|>"
     later = read(prompt=talk[:3], images=[RED, WIDE]).prompt
     on = next_reading(words, row, later, known)
-    assert not on.anew
+    assert not on.restart
     assert [token for token in on.ids if token >= FIRST] == places(W, 3)
     assert observation_ids(words, row, later[2:])[-len(on.ids) :] == on.ids
 

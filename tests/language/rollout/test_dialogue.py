@@ -144,7 +144,7 @@ def test_control_without_the_token_that_ended_the_turn_the_log_probs_are_others(
 
     def forgetful(self, said):
         for i in said:
-            if self.held[i]:
+            if self.cached[i]:
                 del self.contexts[i][-1]
         return original(self, said)
 

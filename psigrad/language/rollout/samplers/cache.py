@@ -60,13 +60,13 @@ class KVCache:
         """The number of sequences still being sampled, which fill the first slots."""
         return self.lengths.numel()
 
-    def keep(self, layer: Key, first: int, states: Tensor) -> None:
+    def store_states(self, layer: Key, first: int, states: Tensor) -> None:
         """Store the states [n, ...] of the n slots that begin at slot `first`."""
         if layer not in self.states:
             self.states[layer] = states.new_zeros(self.slots, *states.shape[1:])
         self.states[layer][first : first + len(states)] = states
 
-    def room(self, layer: Key, k: Tensor, v: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    def reserve(self, layer: Key, k: Tensor, v: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of an attention, after enlarging them if a slot has room for fewer than `tokens` tokens.
 
         `k` and `v` [·, H_kv, ·, D] determine heads, widths and type. Their widths may differ (multi-head latent attention).
@@ -121,7 +121,7 @@ class KVCache:
         return order
 
 
-class _OnePass:
+class _CallCounter:
     """The base of layouts for one forward pass. It counts the calls of each layer."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class _OnePass:
         return kind, layer, self._calls[kind, layer] - 1
 
 
-class Prefill(_OnePass):
+class Prefill(_CallCounter):
     """The layout of a prefill: packed prompts whose keys and values are also stored in the slots that continue them."""
 
     def __init__(self, cache: KVCache, prompts: PackedLayout, copies: Tensor) -> None:
@@ -157,32 +157,33 @@ class Prefill(_OnePass):
         last = pieces.lengths[:, None] + before
         rows = np.where(last >= 0, pieces.starts[:, None] + last, -1)
         windows = rows_at(x, on_device(rows.ravel(), x.device)).unflatten(0, rows.shape)
-        self.cache.keep(self.next_call("convolution", layer), self.first, windows[self.copies])
+        self.cache.store_states(self.next_call("convolution", layer), self.first, windows[self.copies])
         return self.prompts.convolve(layer, x, how)
 
     def scan(self, layer: int, recurrence: Recurrence, inputs: Tensors) -> Tensor:
         """Run the recurrence over the packed prompts, and store the state after each prompt in its slots."""
         out, states = self.prompts.scan_with_states(recurrence, inputs)
         assert states is not None
-        self.cache.keep(self.next_call("recurrence", layer), self.first, states[self.copies])
+        self.cache.store_states(self.next_call("recurrence", layer), self.first, states[self.copies])
         return out
 
     def _keep(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Copy keys and values [S, H_kv, D] of the prompts into the slots."""
         width = self.prompts.prefix_rows.shape[1]
         rows = self.prompts.prefix_rows[self.copies].clamp(min=0)
-        stored = self.cache.room(self.next_call("attention", layer), k.transpose(0, 1)[None], v.transpose(0, 1)[None], width)
+        stored = self.cache.reserve(self.next_call("attention", layer), k.transpose(0, 1)[None], v.transpose(0, 1)[None], width)
         for new, old in zip((k, v), stored, strict=True):
             old[self.first : self.first + len(self.copies), :, :width] = new[rows].transpose(1, 2)
 
 
-class Decode(_OnePass):
+class Decode(_CallCounter):
     """The layout of one decoding step: one new token per active slot, which attends only to its own slot."""
 
     def __init__(self, cache: KVCache, places: Tensor, columns: int, room: int, shifts: Tensor | None = None) -> None:
         """Put the next token of slot i at index `places[i]` of its keys and values, for len(places) slots.
 
-        The token's position is `places[i] + shifts[i]`. The step reads `columns` tokens of each slot, and makes room for `room`.
+        The token's position is `places[i] + shifts[i]`. The step reads `columns` tokens of each slot, and makes room for
+        `reserve`.
         """
         super().__init__()
         self.cache, self.places, self.width, self.room = cache, places, columns, room
@@ -205,7 +206,7 @@ class Decode(_OnePass):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
         """Write the new tokens' keys and values into their slots. Return the attention of each token to its own slot."""
-        keys, values = self.cache.room(self.next_call("attention", layer), k, v, self.room)
+        keys, values = self.cache.reserve(self.next_call("attention", layer), k, v, self.room)
         keys[self.slots, :, self.places] = k[:, :, 0]
         values[self.slots, :, self.places] = v[:, :, 0]
         batch, heads, _, dim = q.shape
@@ -250,8 +251,8 @@ class CachedPrompt:
 
 def prompt_addresses(prompts: list[CachedPrompt], layers: int) -> Tensor:
     """Return the memory addresses [layers, 2, G] of the prompts' keys and values."""
-    *first, apart = np.array([p.addresses for p in prompts], dtype=np.int64).reshape(-1, 3).T
-    return torch.from_numpy(np.stack(first) + np.arange(layers)[:, None, None] * apart)
+    *first, stride = np.array([p.addresses for p in prompts], dtype=np.int64).reshape(-1, 3).T
+    return torch.from_numpy(np.stack(first) + np.arange(layers)[:, None, None] * stride)
 
 
 @dataclass(frozen=True)
@@ -264,7 +265,7 @@ class Arrangement:
     """[G] length of each prompt."""
     first: Tensor
     """[G + 1] first row of each group."""
-    before: Tensor
+    prompt_lengths: Tensor
     """[active] prompt length of each row."""
 
 
@@ -279,15 +280,15 @@ class SharedCache:
         """Create empty slots. `longest` is the capacity of a slot after its prompt, in tokens."""
         self.longest, self.layers, self.heads = longest, layers, heads
         self.packed_weights = PackedWeights()
-        self.own = [torch.empty(2, slots, heads.keys, 0, heads.dim, dtype=dtype) for _ in range(layers)]
+        self.slot_tables = [torch.empty(2, slots, heads.keys, 0, heads.dim, dtype=dtype) for _ in range(layers)]
         self.prompts: dict[int, CachedPrompt] = {}
         self.prompt = np.zeros(0, dtype=np.int64)
         self.lengths = np.zeros(0, dtype=np.int64)
         self.slots = np.zeros(0, dtype=np.int64)
         self._addresses = torch.zeros(layers, dtype=torch.long)
         self._free = np.arange(slots)
-        self._met = 0
-        self._arranged: Arrangement | None = None
+        self._num_prompts = 0
+        self._arrangement: Arrangement | None = None
 
     @property
     def active(self) -> int:
@@ -309,13 +310,13 @@ class SharedCache:
         """
         starts, lengths = prompts.spans.prefixes.t().contiguous()
         new = [CachedPrompt(length, self.layers, self.heads) for length in lengths.tolist()]
-        self.prompts |= {self._met + i: prompt for i, prompt in enumerate(new)}
-        self.prompt = np.concatenate([self.prompt, self._met + copies.numpy()])
+        self.prompts |= {self._num_prompts + i: prompt for i, prompt in enumerate(new)}
+        self.prompt = np.concatenate([self.prompt, self._num_prompts + copies.numpy()])
         self.lengths = np.concatenate([self.lengths, np.zeros(len(copies), dtype=np.int64)])
         taken, self._free = np.split(self._free, [len(copies)])
         self.slots = np.concatenate([self.slots, taken])
-        self._met += len(new)
-        self._arranged = None
+        self._num_prompts += len(new)
+        self._arrangement = None
         return SharedPrefill(prompts, prompt_addresses(new, self.layers), starts, lengths, self.packed_weights)
 
     def decode(self) -> SharedDecode:
@@ -332,53 +333,55 @@ class SharedCache:
         self.lengths, self.prompt, self.slots = self.lengths[order], self.prompt[order], self.slots[order]
         alive = set(self.prompt.tolist())
         self.prompts = {number: prompt for number, prompt in self.prompts.items() if number in alive}
-        self._arranged = None
+        self._arrangement = None
         return torch.from_numpy(order)
 
     @property
-    def seats(self) -> np.ndarray:
-        """The arguments of `seat`, [3, active]: each row's prompt, its number of tokens after the prompt, and its slot."""
+    def selection(self) -> np.ndarray:
+        """The arguments of `select_slots`, [3, active]: each row's prompt, its number of tokens after the prompt, and its
+        slot.
+        """
         return np.stack([self.prompt, self.lengths, self.slots])
 
-    def seat(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
+    def select_slots(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
         """Select the slots that the next steps decode, in this order. Slots of one prompt must be adjacent.
 
         `prompt` and `lengths` are each slot's prompt and number of tokens. Other slots keep their tokens and wait.
         """
         self.prompt, self.lengths, self.slots = prompt, lengths, slots
-        self._arranged = None
+        self._arrangement = None
 
-    def keep_waiting(self, prompt: np.ndarray, slots: np.ndarray) -> None:
+    def retain_slots(self, prompt: np.ndarray, slots: np.ndarray) -> None:
         """Select no slot for the next steps. Keep these prompts and slots, which wait, and free all others."""
-        self.seat(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
-        self._free = np.setdiff1d(np.arange(self.own[0].shape[1]), slots)
+        self.select_slots(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+        self._free = np.setdiff1d(np.arange(self.slot_tables[0].shape[1]), slots)
         kept = set(prompt.tolist())
         self.prompts = {number: table for number, table in self.prompts.items() if number in kept}
 
-    def room(self, tokens: int) -> tuple[list[Tensor], Tensor]:
+    def reserve(self, tokens: int) -> tuple[list[Tensor], Tensor]:
         """Return keys and values of each layer [2, slots, H_kv, capacity, D], with room for `tokens` per slot, and their
         addresses.
 
         They grow layer by layer, so at most one layer is in memory twice.
         """
-        *shape, have, dim = self.own[0].shape
+        *shape, have, dim = self.slot_tables[0].shape
         if have < tokens:
             capacity = -(-min(self.longest, tokens + max(GROWTH, tokens // 2)) // BLOCK) * BLOCK
-            for i, old in enumerate(self.own):
-                self.own[i] = old.new_empty(*shape, capacity, dim)
-                self.own[i][..., :have, :] = old
-            self._addresses = torch.tensor([x.data_ptr() for x in self.own])
-        return self.own, self._addresses
+            for i, old in enumerate(self.slot_tables):
+                self.slot_tables[i] = old.new_empty(*shape, capacity, dim)
+                self.slot_tables[i][..., :have, :] = old
+            self._addresses = torch.tensor([x.data_ptr() for x in self.slot_tables])
+        return self.slot_tables, self._addresses
 
     def arrangement(self) -> Arrangement:
         """Return the active rows in groups of one prompt each, cached until they change."""
-        if self._arranged is None:
+        if self._arrangement is None:
             first = np.flatnonzero(np.diff(self.prompt, prepend=-1, append=-1))
             prompts = [self.prompts[number] for number in self.prompt[first[:-1]].tolist()]
             lengths = np.array([prompt.length for prompt in prompts])
             tables = (lengths, first, lengths.repeat(np.diff(first)))
-            self._arranged = Arrangement(prompt_addresses(prompts, self.layers), *map(torch.from_numpy, tables))
-        return self._arranged
+            self._arrangement = Arrangement(prompt_addresses(prompts, self.layers), *map(torch.from_numpy, tables))
+        return self._arrangement
 
 
 @dataclass(frozen=True)
@@ -405,11 +408,11 @@ class SharedDecode:
     """The layout of a decoding step for fused layers: one new token per row, which attends to its prompt and its slot."""
 
     def __init__(self, cache: SharedCache) -> None:
-        (own, addresses), arranged = cache.room(int(cache.lengths.max()) + 1), cache.arrangement()
+        (own, addresses), arrangement = cache.reserve(int(cache.lengths.max()) + 1), cache.arrangement()
         slots, places = torch.from_numpy(cache.slots), torch.from_numpy(cache.lengths)
-        self.slots = Slots(own, addresses, slots, places, arranged.prompts, arranged.lengths, arranged.first)
+        self.slots = Slots(own, addresses, slots, places, arrangement.prompts, arrangement.lengths, arrangement.first)
         self.packed_weights = cache.packed_weights
-        self.positions = arranged.before + places
+        self.positions = arrangement.prompt_lengths + places
         """[active] positions of the new tokens."""
         cache.lengths = cache.lengths + 1
 

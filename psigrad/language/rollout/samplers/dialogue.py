@@ -19,8 +19,10 @@ from psigrad.language.rollout.types import Completion, Dialogue, NextTurn, Sampl
 STEP = 8
 
 
-class SeatedCache(KVCache):
-    """A `KVCache` of numbered slots. `seat` moves the slots of a turn to the front; the others keep their tokens and wait."""
+class SlotCache(KVCache):
+    """A `KVCache` of numbered slots. `select_slots` moves the slots of a turn to the front; the others keep their tokens and
+    wait.
+    """
 
     def __init__(self, slots: int, longest: int, packed_weights: PackedWeights | None = None) -> None:
         """Create empty slots. `longest` is the capacity of a slot, in tokens."""
@@ -31,12 +33,14 @@ class SeatedCache(KVCache):
         """[slots] the position of each slot's next token minus its index in the slot, by the slot's number."""
 
     @property
-    def seats(self) -> np.ndarray:
-        """The arguments of `seat`, [3, active]: 0 (each slot has its own prompt), each row's number of tokens, and its slot."""
+    def selection(self) -> np.ndarray:
+        """The arguments of `select_slots`, [3, active]: 0 (each slot has its own prompt), each row's number of tokens, and its
+        slot.
+        """
         self._shifts[torch.from_numpy(self._numbers[: self.active])] = self.shifts
         return np.stack([0 * self._numbers[: self.active], self.lengths.numpy(), self._numbers[: self.active]])
 
-    def seat(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
+    def select_slots(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
         """Move these slots, which hold `lengths` tokens, to the front: the next steps decode them. Other slots wait."""
         numbers, rows = self._numbers.copy(), np.arange(self.slots)
         for row, slot in enumerate(slots):
@@ -50,9 +54,9 @@ class SeatedCache(KVCache):
         self._numbers, self.lengths = numbers, torch.from_numpy(lengths.copy())
         self.shifts = self._shifts[torch.from_numpy(slots[: len(lengths)].copy())]
 
-    def keep_waiting(self, prompt: np.ndarray, slots: np.ndarray) -> None:
+    def retain_slots(self, prompt: np.ndarray, slots: np.ndarray) -> None:
         """Select no slot for the next steps, and keep these slots, which wait. New sequences overwrite the others."""
-        self.seat(prompt, self._numbers[:0], np.setdiff1d(self._numbers, slots))
+        self.select_slots(prompt, self._numbers[:0], np.setdiff1d(self._numbers, slots))
 
 
 class CachedDialogue(Dialogue):
@@ -68,12 +72,12 @@ class CachedDialogue(Dialogue):
         self.contexts = [list(prompt) for prompt in prompts]
         self.stops = np.array(sorted({*model.eos_token_ids, *params.stop_token_ids}))
         room = (len(prompts), model.max_length)
-        self.cache: SharedCache | SeatedCache
+        self.cache: SharedCache | SlotCache
         if (decoder := model.decoder) is None:
-            self.cache = SeatedCache(*room, None if model.parts is None else PackedWeights())
+            self.cache = SlotCache(*room, None if model.parts is None else PackedWeights())
         else:
             self.cache = SharedCache(*room, len(decoder.layers), decoder.heads, decoder.dtype)
-        self.held = np.zeros(len(prompts), dtype=bool)
+        self.cached = np.zeros(len(prompts), dtype=bool)
         """[episodes] True if the cache has the episode's tokens."""
         # For each episode: its prompt in the cache, the number of cached tokens after it, and its slot.
         self.prompt, self.lengths, self.slots = (np.zeros(len(prompts), dtype=np.int64) for _ in range(3))
@@ -85,35 +89,35 @@ class CachedDialogue(Dialogue):
         """Sample the next turn of these episodes with the cached keys and values; see `Dialogue`."""
         self.model.switch(training=False)
         unread = {}
-        for i, (ids, _, anew) in wanted.items():
+        for i, (ids, _, restart) in wanted.items():
             # The last token of the previous turn was drawn but never read.
             unread[i] = [*self.contexts[i][-1:], *ids]
-            self.contexts[i] = [*([] if anew else self.contexts[i]), *ids]
-            self.held[i] &= not anew
+            self.contexts[i] = [*([] if restart else self.contexts[i]), *ids]
+            self.cached[i] &= not restart
         live = sorted(wanted)
         longest, total = max(map(len, unread.values())), sum(len(self.contexts[i]) for i in live)
         vision = self.model.vision
         whole = vision is not None and (vision.axes or vision.two_way)  # such an image must be read in one pass
         images = whole and any(token >= FIRST for ids in unread.values() for token in ids)
-        anew = images or not self.held[live].all() or longest * max(STEP, len(live)) > total
-        if not anew:
+        restart = images or not self.cached[live].all() or longest * max(STEP, len(live)) > total
+        if not restart:
             live = sorted(live, key=lambda i: self.prompt[i])
-            self.cache.seat(self.prompt[live], self.lengths[live], self.slots[live])
+            self.cache.select_slots(self.prompt[live], self.lengths[live], self.slots[live])
         turn = _Turn(self, live, {i: one.seed for i, one in wanted.items()})
-        if anew:
+        if restart:
             turn.write(self._prefill(live), np.arange(len(live)))
-        yield from turn.decode(self.cache, {} if anew else unread)
+        yield from turn.decode(self.cache, {} if restart else unread)
 
     def _prefill(self, live: Sequence[int]) -> torch.Tensor:
         """Prefill all tokens of these episodes into the cache, select their slots, and return the logits after each episode."""
         firsts = [n for n, i in enumerate(live) if n == 0 or self.contexts[i] != self.contexts[live[n - 1]]]
         copies = on_device(np.cumsum([n in set(firsts) for n in range(len(live))]) - 1, self.model.device)
         prompts = [self.contexts[live[n]] for n in firsts]
-        waiting = np.setdiff1d(np.flatnonzero(self.held), live)
-        self.cache.keep_waiting(self.prompt[waiting], self.slots[waiting])
+        waiting = np.setdiff1d(np.flatnonzero(self.cached), live)
+        self.cache.retain_slots(self.prompt[waiting], self.slots[waiting])
         logits = prefill(self.model, self.cache, prompts, copies, None)
-        self.prompt[live], self.lengths[live], self.slots[live] = self.cache.seats
-        self.held[live] = True
+        self.prompt[live], self.lengths[live], self.slots[live] = self.cache.selection
+        self.cached[live] = True
         self.prefilled += sum(map(len, prompts))
         return logits
 
@@ -130,7 +134,7 @@ class _Turn:
         self.logprobs: dict[int, list[float]] = {i: [] for i in live}
         self.sampling_logprobs: dict[int, list[float]] = {i: [] for i in live}
 
-    def decode(self, cache: SharedCache | SeatedCache, unread: dict[int, list[int]]) -> Iterator[tuple[int, Completion]]:
+    def decode(self, cache: SharedCache | SlotCache, unread: dict[int, list[int]]) -> Iterator[tuple[int, Completion]]:
         """Decode token by token, and yield (episode, completion) as turns end. An episode first reads its `unread` tokens."""
         model = self.dialogue.model
         yield from self._pop_ended()
@@ -160,9 +164,9 @@ class _Turn:
         if ended.any():
             cache, order = dialogue.cache, np.flatnonzero(~ended)
             self.ended += self.rows[ended].tolist()
-            seats = cache.seats
-            dialogue.lengths[self.rows[ended]] = seats[1, ended]
-            cache.seat(*seats.take(order, axis=1))
+            selection = cache.selection
+            dialogue.lengths[self.rows[ended]] = selection[1, ended]
+            cache.select_slots(*selection.take(order, axis=1))
             self.rows = self.rows[order]
 
     def _pop_ended(self) -> list[tuple[int, Completion]]:
