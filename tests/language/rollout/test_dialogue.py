@@ -104,7 +104,7 @@ def test_episodes_that_wait_for_an_answer_keep_what_they_have(seed, model):
         }
         if turn % 3 == 2:  # a template rewrote what one of them had said
             one = rng.choice(some)
-            heard[one] = NextTurn((5, 6, *heard[one].ids), heard[one].seed, anew=True)
+            heard[one] = NextTurn((5, 6, *heard[one].ids), heard[one].seed, restart=True)
         begun.update(some)
         mine, theirs = dict(cached.turns(heard)), dict(restarted.turns(heard))
         assert {i: c.ids for i, c in mine.items()} == {i: c.ids for i, c in theirs.items()}

@@ -183,7 +183,7 @@ class Decode(_CallCounter):
         """Put the next token of slot i at index `places[i]` of its keys and values, for len(places) slots.
 
         The token's position is `places[i] + shifts[i]`. The step reads `columns` tokens of each slot, and makes room for
-        `reserve`.
+        `room`.
         """
         super().__init__()
         self.cache, self.places, self.width, self.room = cache, places, columns, room
