@@ -31,7 +31,7 @@ from psigrad.language.rewards import Scored, Scoring
 from psigrad.language.rollout.collectors import Completions, ScoredRollout
 from psigrad.language.rollout.types import Collected, Completion, Prompt, Request, SamplingParams, State
 from psigrad.language.training.online.collect import next_collection
-from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.online.online_run import OnlineRun
 from psigrad.objective import catalog
 from psigrad.step import Clock
 from psigrad_extras.cluster import ray_connection
@@ -154,7 +154,7 @@ def run(shape: Shape, lag: int) -> tuple[float, list[Collected]]:
     config = replace(OnlineConfig(), lag=lag, prompts_per_step=shape.prompts, num_generations=shape.generations)
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
     with ThreadPoolExecutor(lag + 1) as threads, sampler_of(shape, lambda: moved[0], shape.parcel) as sampler:
-        job = Online(
+        job = OnlineRun(
             config=config,
             algorithm=catalog.GRPO,
             model=None,  # type: ignore[arg-type]

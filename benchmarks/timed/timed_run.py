@@ -38,7 +38,7 @@ from psigrad.language.training.offline.preference_task import PreferenceTask, re
 from psigrad.language.training.offline.reward_task import RewardTask
 from psigrad.language.training.offline.sft_task import SFTTask
 from psigrad.language.training.online import online_rl as online
-from psigrad.language.training.online.online_run import Online, ValueModel
+from psigrad.language.training.online.online_run import OnlineRun, ValueModel
 from psigrad.objective import PolicyGradient
 from psigrad.objective.preferences.preference_catalog import DPO
 from psigrad.objective.preferences.reward_model import BradleyTerry
@@ -129,7 +129,7 @@ def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, d
     reference = (model if work.lora_rank else model.frozen_copy()) if work.beta else None
     player = Episodes(InProcess(partial(Answering, work.turns)), work.turns) if work.turns > 1 else None
     collector = collector_of(EmbeddedSampler(model, cuda_graphs=work.cuda_graphs), model, player)
-    run = Online(
+    run = OnlineRun(
         config=config,
         algorithm=algorithm,
         model=model,
@@ -160,7 +160,7 @@ def method(kind: str, beta: float) -> PolicyGradient:
     return resolve(spec | {"kl": {"coefficient": beta} if beta else None})
 
 
-def _stepping(run: Online, state: State) -> Step:
+def _stepping(run: OnlineRun, state: State) -> Step:
     """One step of the loop at each call, with its seconds: sample, score, log-probs, forward-backward, optimizer."""
     phases = Phases()
     for annotator in run.annotators:
@@ -204,7 +204,7 @@ def _offline(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, 
             texts = [example(model.tokenizer, validate(row, "prompt-completion", "x")) for row in rows]
             task, config = SFTTask(policy, [[text] for text in texts]), SFTConfig(**common)
     optimizer = Optimizer(model.trainable(), RATE, recompute=again)
-    run = offline.Offline(config, task, None, optimizer, 100000)
+    run = offline.OfflineRun(config, task, None, optimizer, 100000)
     now = [State()]
     phases = Phases()
     for method in ("norm", "apply"):

@@ -33,7 +33,7 @@ from psigrad.language.rollout.collectors import ScoredRollout
 from psigrad.language.rollout.types import Branch, Completion, Sampler, SamplingParams, State, Trajectory
 from psigrad.language.training.online.collect import group_scored
 from psigrad.language.training.online.online_rl import learn, step
-from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.online.online_run import OnlineRun
 from psigrad.objective import PolicyGradient
 from psigrad.objective.preferences.preference_loss import OnlinePreference
 from psigrad.optim import learning_rate
@@ -260,7 +260,7 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
 
 
 def _try(
-    job: Online, algorithm: Method, config: OnlineConfig, state: State, found: list[Trajectory], journal: Journal
+    job: OnlineRun, algorithm: Method, config: OnlineConfig, state: State, found: list[Trajectory], journal: Journal
 ) -> MethodWatch:
     """Apply a method to the step's completions. If a step is one optimiser step, no weight has to move."""
     made = correct(algorithm, config, job.sampler, job.model, journal)

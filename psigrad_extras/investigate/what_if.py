@@ -13,7 +13,7 @@ from torch import Tensor
 
 from psigrad.language.rollout.types import Trajectory
 from psigrad.language.training.online.figures import TokenFigures
-from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.online.online_run import OnlineRun
 from psigrad.objective import PolicyGradient, PolicyOutputs, Prepared
 from psigrad.objective.parts.ratio import exp_ratio
 from psigrad.objective.parts.surrogate import clip_fractions
@@ -152,7 +152,7 @@ def cosine(a: Gradient, b: Gradient) -> float:
     return product(a, b) / norms if norms else math.nan
 
 
-def remember(run: Online) -> Callable[[], None]:
+def remember(run: OnlineRun) -> Callable[[], None]:
     """Return a function that restores the trainable weights and the optimisers to their current state."""
     optimizers = [run.optimizer, *([run.critic.optimizer] if run.critic is not None else [])]
     held = [

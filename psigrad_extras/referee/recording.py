@@ -29,7 +29,7 @@ from psigrad.language.rollout.samplers.distribution import filter_logits
 from psigrad.language.rollout.types import Completion, FinishReason, Prompt, Trajectory
 from psigrad.language.training.online.batching import minibatches
 from psigrad.language.training.online.online_rl import step
-from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.online.online_run import OnlineRun
 from psigrad.objective import Batch, Loss, PolicyGradient, PolicyOutputs, Prepared, Totals
 from psigrad.records.run_folder import NullRunFolder
 from psigrad.runs.journal import Journal
@@ -104,7 +104,7 @@ def _order(given: Step, shares: Sequence[Tensor]) -> list[int]:
 class _Notes:
     """The record of one step while it runs. A completion's seed identifies its place in the record."""
 
-    def __init__(self, run: Online) -> None:
+    def __init__(self, run: OnlineRun) -> None:
         self.run = run
         self.step: Step = {"updates": []}
         self.now: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from psigrad.compat import foreign_names
 from psigrad.config import EvalConfig, OnlineConfig, SFTConfig
 from psigrad.config import load as loading
 from psigrad.config.fields import usual_on
-from psigrad.language.training.online.online_run import exact_products
+from psigrad.language.training.online.online_run import has_exact_matmul
 from psigrad.runs import machine
 
 TABLE = {"model.dtype": "bfloat16", "model.gradient_checkpointing": True, "micro_batch_tokens": 0, "run.async_save": True}
@@ -79,6 +79,6 @@ def test_products_are_in_tf32_on_a_gpu_alone_and_only_while_a_run_lasts():
             patch.setattr(torch.cuda, "is_available", lambda: True)
             patch.setattr(torch.cuda, "device_count", lambda: 1)
             with machine.prepared_torch(torch_has, tf32=True):
-                seen[where] = exact_products(torch.device("cuda"))
+                seen[where] = has_exact_matmul(torch.device("cuda"))
     assert seen == {"cpu": True, "cuda": False}
-    assert exact_products(torch.device("cuda")) and exact_products(torch.device("cpu"))
+    assert has_exact_matmul(torch.device("cuda")) and has_exact_matmul(torch.device("cpu"))

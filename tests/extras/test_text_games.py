@@ -30,7 +30,7 @@ from psigrad.language.rollout.types import Completion, Prompt, Sampler, Sampling
 from psigrad.language.training.online import online_rl
 from psigrad.language.training.online.annotators.past_policies import PastPolicies
 from psigrad.language.training.online.collect import group_scored
-from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.online.online_run import OnlineRun
 from psigrad.optim import Optimizer
 from psigrad.tabular.extensive_form import KuhnPoker, MatchingPennies
 from psigrad_extras.text_games import Kuhn, Pennies, WithForfeits, text_policy
@@ -224,7 +224,7 @@ def test_the_expected_gradient_at_a_fixed_opponent_is_the_exact_one(seat, monkey
     method = resolve_online(algorithm)
     parts = {"prompts": [Prompt(0, (2,), Row("x", prompt=":"))], "params": SamplingParams(1), "total_steps": 1, "annotators": []}
     rollout = rollout_of(EmbeddedSampler(learner), learner, None)
-    run = Online(
+    run = OnlineRun(
         config=config,
         algorithm=method,
         model=learner,

@@ -23,7 +23,7 @@ from psigrad.language.rollout.collectors import ScoredRollout
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Prompt, SamplingParams
 from psigrad.language.training.online import online_rl
-from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.online.online_run import OnlineRun
 from psigrad.objective import PolicyGradient
 from psigrad.optim import Optimizer
 
@@ -85,7 +85,7 @@ def with_reference(run, reference):
     return replace(run, annotators=annotators_of(reference))
 
 
-def make(tokenizer, algorithm="grpo", *, function=early_letters, seed=3, steps=4, **settings) -> Online:
+def make(tokenizer, algorithm="grpo", *, function=early_letters, seed=3, steps=4, **settings) -> OnlineRun:
     """A run of a 30k-parameter model on eight prompts; `lora`, `dtype` and `device` are the model's, all else are settings."""
     lora, dtype = settings.pop("lora", None), settings.pop("dtype", torch.float32)
     device, max_length = settings.pop("device", "cpu"), settings.pop("max_length", 64)
@@ -107,7 +107,7 @@ def make(tokenizer, algorithm="grpo", *, function=early_letters, seed=3, steps=4
     if isinstance(method, PolicyGradient) and not method.needs_reward:  # it learns from a teacher
         other = tiny.model("qwen3", len(tokenizer), hidden=32, layers=1, heads=2, max_length=64, seed=7)
         reference = prepare(other.to(device, dtype), tokenizer).frozen_copy()
-    return Online(
+    return OnlineRun(
         config=config,
         algorithm=method,
         model=model,

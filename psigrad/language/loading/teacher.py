@@ -25,7 +25,7 @@ from psigrad.processes.parallel.world import World
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from psigrad.language.training.online.online_run import Online
+    from psigrad.language.training.online.online_run import OnlineRun
 
 _HALF = "\ufffd"
 _CONTEXT = 8  # tokens of a prompt that precede a text when it is tokenised
@@ -157,7 +157,7 @@ class TeacherReference(Annotator):
     teacher: Teacher
     gives_reference = True
 
-    def columns(self, run: Online, batch: Batch, step: int, cache: Any) -> Batch:
+    def columns(self, run: OnlineRun, batch: Batch, step: int, cache: Any) -> Batch:
         """Add `logp_ref` if the KL term compares sampled tokens. If it compares pieces of text, store the teacher's log-probs."""
         algorithm, budget, temperature = run.algorithm, run.config.micro_batch_tokens, run.params.temperature
         self.teacher.forget()
@@ -180,7 +180,7 @@ class TeacherReference(Annotator):
         ends, theirs = ask(0), ask(1)
         self.teacher.settle(ends > 0, theirs, batch.logp_old)
 
-    def divergence(self, run: Online, batch: Batch, micro: MicroBatch) -> Divergence | None:
+    def divergence(self, run: OnlineRun, batch: Batch, micro: MicroBatch) -> Divergence | None:
         """Return the divergence from the teacher's most probable tokens that the forward pass computes, if the KL term needs it.
 
         Return None if the KL is computed by pieces of text. See `Annotator`.
@@ -193,7 +193,7 @@ class TeacherReference(Annotator):
         return Divergence(self.teacher.top(inputs, run.params.temperature), algorithm.kl.estimator, algorithm.kl.mixture)
 
     def in_pass(
-        self, run: Online, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
+        self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
     ) -> tuple[Prepared, PolicyOutputs]:
         """Add the KL by pieces of text to the outputs of a forward pass."""
         return part, self.teacher.add_kl(outputs, rows)

@@ -72,7 +72,7 @@ def train_on_rows(
     pins, counted = collect_pins(config, model.tokenizer, prepared, judges), (len(prepared.rows), len(prepared.held_out))
     begun = begin(config, journal, [learner], pins, checkpoint, State(), counted)
     steps = config.run.steps(len(task), config.batch_size)
-    run = offline.Offline(config, task, held_out, learner.optimizer, steps, journal.world, journal.watch)
+    run = offline.OfflineRun(config, task, held_out, learner.optimizer, steps, journal.world, journal.watch)
     if config.optim.rehearse:
         check_offline(run)
     train_offline(run, begun.state, begun.save, journal, config.evaluation.eval_steps, generated)

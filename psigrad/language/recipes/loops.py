@@ -14,9 +14,9 @@ from psigrad.language.recipes.evaluator import Evaluator
 from psigrad.language.recipes.learners import Keeper
 from psigrad.language.rollout.types import Sampler, State
 from psigrad.language.training.offline import offline
-from psigrad.language.training.offline.offline import Offline
+from psigrad.language.training.offline.offline import OfflineRun
 from psigrad.language.training.online import online_rl
-from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.online.online_run import OnlineRun
 from psigrad.runs.cycle import Loop, cycle
 from psigrad.runs.journal import Journal
 from psigrad.step import Clock
@@ -37,7 +37,7 @@ class Generated:
 
 
 def train_online(
-    run: Online, state: State, save: Keeper, journal: Journal, evaluate: Callable[[int], None] | None = None
+    run: OnlineRun, state: State, save: Keeper, journal: Journal, evaluate: Callable[[int], None] | None = None
 ) -> State:
     """Run online RL from `state` to the last step. `evaluate(step)` evaluates the policy after that many steps."""
 
@@ -64,7 +64,7 @@ def train_online(
 
 
 def train_offline(
-    run: Offline, state: State, save: Keeper, journal: Journal, eval_steps: int, generated: Generated | None = None
+    run: OfflineRun, state: State, save: Keeper, journal: Journal, eval_steps: int, generated: Generated | None = None
 ) -> State:
     """Train on recorded data from `state` to the last step."""
 
@@ -89,7 +89,7 @@ def train_offline(
     return cycle(loop, state, run.config.run, journal)
 
 
-def _evaluate(run: Offline, state: State, journal: Journal) -> None:
+def _evaluate(run: OfflineRun, state: State, journal: Journal) -> None:
     """Evaluate the held-out rows, if there are any."""
     if run.held_out is None:
         return

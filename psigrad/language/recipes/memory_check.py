@@ -14,15 +14,15 @@ from torch import Tensor
 
 from psigrad.errors import UserError
 from psigrad.language.models.packing import Groups, pack_groups
-from psigrad.language.training.offline.offline import Offline
+from psigrad.language.training.offline.offline import OfflineRun
 from psigrad.language.training.online.annotators.reference import exact_kl
-from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.online.online_run import OnlineRun
 from psigrad.objective import PolicyGradient
 from psigrad.optim import Optimizer
 from psigrad.optim.gradients import in_place
 
 
-def check_online(run: Online) -> None:
+def check_online(run: OnlineRun) -> None:
     """Run a forward and backward pass on the largest micro-batch: the longest prompts with completions of maximum length."""
     inputs = _fullest(run)
     method = run.algorithm if isinstance(run.algorithm, PolicyGradient) else None
@@ -42,7 +42,7 @@ def check_online(run: Online) -> None:
             run.critic.model.values(inputs).sum().backward()
 
 
-def check_offline(run: Offline) -> None:
+def check_offline(run: OfflineRun) -> None:
     """Run a forward and backward pass on the largest micro-batch of a step that has the longest rows."""
     task = run.task
     longest = sorted(range(len(task)), key=lambda i: -task.tokens([i]))[: run.config.batch_size]
@@ -51,7 +51,7 @@ def check_offline(run: Offline) -> None:
         first().value.backward()
 
 
-def _fullest(run: Online) -> Groups:
+def _fullest(run: OnlineRun) -> Groups:
     """Return the micro-batch with the most tokens among those of the longest prompts and completions."""
     config = run.config
     count = math.ceil(config.prompts_per_step / config.num_minibatches)

@@ -42,7 +42,7 @@ from psigrad.language.training.online.annotators.old_log_probs import OldEntropy
 from psigrad.language.training.online.annotators.past_policies import PastPolicies
 from psigrad.language.training.online.annotators.reference import Reference
 from psigrad.language.training.online.annotators.values import Values
-from psigrad.language.training.online.online_run import Annotator, Online, ValueModel
+from psigrad.language.training.online.online_run import Annotator, OnlineRun, ValueModel
 from psigrad.optim import Optimizer
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.records.pins import hash_code
@@ -55,7 +55,7 @@ from psigrad.runs.result import Result
 class Job:
     """An online run that is ready to start: its parts, its state, and the functions that save and evaluate it."""
 
-    run: Online
+    run: OnlineRun
     state: State
     save: Keeper
     evaluate: Callable[[int], None] | None
@@ -127,7 +127,7 @@ def open_job(
         fresh, pins = State(algorithm=algorithm.initial_state()), collect_pins(config, model.tokenizer, prepared, setup)
         pins |= {"engine": sampler.engine} if sampler.engine else {}
         begun = begin(config, journal, learners, pins, checkpoint, fresh, (len(rows), len(held_out)))
-        run = Online(
+        run = OnlineRun(
             config=config,
             algorithm=algorithm,
             model=model,

@@ -18,7 +18,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes.conversation import count_seats
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Sampler
-from psigrad.language.training.online.online_run import is_exact
+from psigrad.language.training.online.online_run import is_exact_sampler
 from psigrad.objective import PolicyGradient
 from psigrad.objective.explain import label
 from psigrad.objective.parts.aggregate import fixed_length
@@ -69,7 +69,7 @@ def correct(
             f"lag is {config.lag}, but the algorithm has no correction for completions of older weights; set "
             "algorithm.correction to a part such as truncated_importance, or remove the setting to use that."
         )
-    if stated or (is_exact(sampler, model) and not config.lag):
+    if stated or (is_exact_sampler(sampler, model) and not config.lag):
         return algorithm
     part = truncated_importance()
     why = f"Completions are {config.lag} steps old" if config.lag else "The sampler may round otherwise than the trainer"

@@ -24,7 +24,7 @@ from psigrad.language.training.online import online_rl as training
 from psigrad.language.training.online.annotators.old_log_probs import Gap
 from psigrad.language.training.online.batching import metric_of, minibatches, rows_of, to_batch
 from psigrad.language.training.online.collect import collect, group_scored, pick_prompts
-from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.online.online_run import OnlineRun
 from psigrad.objective.catalog import METHODS as PRESETS
 from psigrad.objective.parts.advantage import group_mean
 from psigrad.objective.parts.surrogate import clip, off_policy_mask
@@ -45,7 +45,7 @@ def weights(model: LanguageModel) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.trainable().values()]).clone()
 
 
-def after(run: Online, steps: int = 1) -> torch.Tensor:
+def after(run: OnlineRun, steps: int = 1) -> torch.Tensor:
     state = State(algorithm=run.algorithm.initial_state())
     for _ in range(steps):
         state = advance(run, state)

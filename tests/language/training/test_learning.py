@@ -10,7 +10,7 @@ from in_memory import advance, log_of, make, with_reference
 from psigrad.config import Optim
 from psigrad.language.models import tiny
 from psigrad.language.rollout.types import SamplingParams, State
-from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.online.online_run import OnlineRun
 from psigrad.objective.catalog import METHODS as PRESETS
 
 STEPS = 100
@@ -30,7 +30,7 @@ def worth_nothing(completions, completion_ids, **columns):
     return [float(len(ids) % 2) for ids in completion_ids]
 
 
-def run_of(algorithm, seed, function, tokenizer) -> Online:
+def run_of(algorithm, seed, function, tokenizer) -> OnlineRun:
     """A run of eight prompts with eight completions each."""
     run = make(
         tokenizer,
@@ -51,7 +51,7 @@ def trained(algorithm, seed, function, tokenizer, enough: float = 2.0, last: int
     return shares_of(run_of(algorithm, seed, function, tokenizer), enough, last)
 
 
-def shares_of(run: Online, enough: float, last: int = STEPS) -> list[float]:
+def shares_of(run: OnlineRun, enough: float, last: int = STEPS) -> list[float]:
     """The same, of a run."""
     state, shares = State(algorithm=run.algorithm.initial_state()), []
     for _ in range(last):

@@ -28,7 +28,7 @@ from psigrad.language.recipes import preference, reward
 from psigrad.language.rollout.types import State
 from psigrad.language.training.offline import offline
 from psigrad.language.training.offline import preference_task as task_module
-from psigrad.language.training.offline.offline import Offline
+from psigrad.language.training.offline.offline import OfflineRun
 from psigrad.language.training.offline.preference_task import KTOTask, PreferenceTask, answer_logps, mismatch, reference_logps
 from psigrad.language.training.offline.reward_task import ProcessRewardTask, RewardTask
 from psigrad.language.training.offline.sft_task import SFTTask, bundle
@@ -314,7 +314,7 @@ class Asked:
 def test_three_steps_of_two_rows_are_an_epoch_of_six():
     weight = torch.nn.Parameter(torch.zeros(1))
     task, optim = Asked(weight), Optim(learning_rate=0.1)
-    run = Offline(SFTConfig(batch_size=2, optim=optim), task, None, Optimizer({"w": weight}, optim), 6)
+    run = OfflineRun(SFTConfig(batch_size=2, optim=optim), task, None, Optimizer({"w": weight}, optim), 6)
     state = State()
     for _ in range(6):
         state = advance(run, state, offline.step)

@@ -24,7 +24,7 @@ from psigrad.language.data.templates import CHATML, prompt_ids
 from psigrad.language.models import tiny
 from psigrad.language.rollout.types import Prompt, State
 from psigrad.language.training.online.collect import seed_at
-from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.online.online_run import OnlineRun
 from psigrad.processes.sandbox import enclosure_of_workers
 from psigrad_serve.agents.agent_gateway import open_gateway
 from psigrad_serve.agents.agent_rollouts import AgentPool, Agents
@@ -47,7 +47,7 @@ def letters(completions, **columns):
     return [sum(c in "abcdefgh \n" for c in text) / (1 + len(text)) for text in said]
 
 
-def talking(tokenizer, agent="once", what=("",) * 8, algorithm="grpo") -> Online:
+def talking(tokenizer, agent="once", what=("",) * 8, algorithm="grpo") -> OnlineRun:
     """The run of `in_memory.make` on conversations, whose rows name the agent that asks."""
     run = make(tokenizer, algorithm, function=letters, max_length=256)
     asked = [[{"role": "user", "content": f"say {c}:"}] for c in "abcdefgh"]
@@ -63,14 +63,14 @@ def agents():
         yield made
 
 
-def sessions(run: Online, agents: Agents | None, count: int = 2, prompts: int = 2):
+def sessions(run: OnlineRun, agents: Agents | None, count: int = 2, prompts: int = 2):
     """Completions of the first prompts, by the agents or here."""
     seed_of = partial(seed_at, run.config.run.seed, 0)
     rollout = rollout_of(run.sampler, run.model, run.rollout.scorer, agents)
     return rollout(run.prompts[:prompts], run.params, count, seed_of, version=0)
 
 
-def grad(run: Online, agents: Agents | None) -> torch.Tensor:
+def grad(run: OnlineRun, agents: Agents | None) -> torch.Tensor:
     """The gradient of one step, before the optimiser sees it."""
     seen: list[torch.Tensor] = []
     run = with_player(run, agents)

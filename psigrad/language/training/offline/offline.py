@@ -82,7 +82,7 @@ class Settings(Protocol):
 
 
 @dataclass(frozen=True)
-class Offline:
+class OfflineRun:
     """The parts of one run on recorded data. `held_out` has the rows that are not trained on."""
 
     config: Settings
@@ -96,7 +96,7 @@ class Offline:
     """The observer of a step's phases."""
 
 
-def step(run: Offline, state: State) -> Outcome[State]:
+def step(run: OfflineRun, state: State) -> Outcome[State]:
     """Return the outcome of one optimiser step on `batch_size` rows. Weights and optimiser change in place."""
     config, clock = run.config, Clock(run.watch)
     rows = batch_at(state.step, config.batch_size, len(run.task), config.run.seed)
@@ -119,7 +119,7 @@ def step(run: Offline, state: State) -> Outcome[State]:
     return Outcome(after, metrics, timings=clock.read(), tokens=tokens, notes=notes, summary=f"loss {sums.last['loss']:.3f}")
 
 
-def learn(run: Offline, rows: Sequence[int], lr: float) -> tuple[float | None, LossSums]:
+def learn(run: OfflineRun, rows: Sequence[int], lr: float) -> tuple[float | None, LossSums]:
     """Take one optimiser step on these rows. Return the gradient's norm, None if it is not finite, and the sums of the loss."""
     world, sums = run.world, LossSums(run.world)
     passes = run.task.shares(rows, run.config.micro_batch_tokens, shares_of(world))

@@ -22,7 +22,7 @@ from psigrad.language.rollout.exchange import broadcast_collected
 from psigrad.language.rollout.scoring import check_unscored
 from psigrad.language.rollout.types import ELSEWHERE, Collected, Pending, Prompt, State, Trajectory
 from psigrad.language.training.online.batching import metric_of
-from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.online.online_run import OnlineRun
 from psigrad.step import Clock
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ UNSCORED, NO_SIGNAL, EARLIER = "dropped: unscored", "dropped: equal rewards", "d
 
 
 def next_collection(
-    run: Online, state: State, clock: Clock, cache: ActivationCache | None
+    run: OnlineRun, state: State, clock: Clock, cache: ActivationCache | None
 ) -> tuple[Collected, tuple[Pending, ...]]:
     """Return the collection for step `state.step`, and the pending collections for later steps.
 
@@ -88,11 +88,13 @@ def _end_of(previous: Pending | None, state: State) -> int:
     return previous.end if isinstance(previous, InFlight) and previous.end is not None else previous.result().cursor
 
 
-def _collect_after(run: Online, previous: Pending | None, state: State, clock: Clock, cache: ActivationCache | None) -> Collected:
+def _collect_after(
+    run: OnlineRun, previous: Pending | None, state: State, clock: Clock, cache: ActivationCache | None
+) -> Collected:
     return collect(run, _end_of(previous, state), state.step, clock, cache)
 
 
-def collect(run: Online, cursor: int, version: int, clock: Clock, cache: ActivationCache | None = None) -> Collected:
+def collect(run: OnlineRun, cursor: int, version: int, clock: Clock, cache: ActivationCache | None = None) -> Collected:
     """Sample and score completions of `prompts_per_step` prompts, from number `cursor` of the sequence of epochs on.
 
     With dynamic sampling, groups without signal are replaced by new prompts (DAPO, Yu et al. 2025), at most `max_refills` times.
@@ -122,7 +124,7 @@ def collect(run: Online, cursor: int, version: int, clock: Clock, cache: Activat
     return Collected(trajectories, groups, cursor, dict(entries))
 
 
-def check_rewards(run: Online, trajectories: Sequence[Trajectory], before: Sequence[Sequence[int]] = ()) -> list[list[int]]:
+def check_rewards(run: OnlineRun, trajectories: Sequence[Trajectory], before: Sequence[Sequence[int]] = ()) -> list[list[int]]:
     """Raise `RewardError`, which names rows, if rewards fail too often. Return the counts of faults, the next step's `before`."""
     reasons = [t.reason if t.status == "unscored" else None for t in trajectories]
     place = lambda row: bisect.bisect_left(run.prompts, row, key=lambda prompt: prompt.index)  # noqa: E731

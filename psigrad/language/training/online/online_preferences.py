@@ -18,7 +18,7 @@ from psigrad.language.training.loss_sums import LossSums
 from psigrad.language.training.offline.preference_task import PreferenceTask, reference_logps
 from psigrad.language.training.online.batching import minibatches
 from psigrad.language.training.online.figures import UpdateResult
-from psigrad.language.training.online.online_run import Online
+from psigrad.language.training.online.online_run import OnlineRun
 from psigrad.objective.preferences.preference_loss import Preference
 from psigrad.optim import step_together
 from psigrad.processes.parallel.world import ALONE, World, shard, shares_of
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def learn_preferences(
-    run: Online,
+    run: OnlineRun,
     loss: Preference,
     groups: Sequence[Sequence[Trajectory]],
     state: State,

@@ -56,7 +56,7 @@ from psigrad.language.training.online.figures import (
     staleness,
 )
 from psigrad.language.training.online.online_preferences import learn_preferences
-from psigrad.language.training.online.online_run import Online, ValueModel
+from psigrad.language.training.online.online_run import OnlineRun, ValueModel
 from psigrad.objective import PolicyGradient, PolicyOutputs, Prepared, Totals
 from psigrad.optim import learning_rate, step_together
 from psigrad.step import Clock, Outcome
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from psigrad.language.models.fused.caches import ActivationCache
 
 
-def step(run: Online, state: State) -> Outcome[State]:
+def step(run: OnlineRun, state: State) -> Outcome[State]:
     """Return the outcome of one step from `state`. Weights and optimisers change in place; nothing is written or printed."""
     number, clock, config = state.step + 1, Clock(run.watch), run.config
     lr = 0.0 if critic_warms_up(run, state) else learning_rate(config.optim, state.step, run.total_steps)
@@ -119,12 +119,12 @@ def step(run: Online, state: State) -> Outcome[State]:
     )
 
 
-def critic_warms_up(run: Online, state: State) -> bool:
+def critic_warms_up(run: OnlineRun, state: State) -> bool:
     """Return True if only the critic learns in the next step."""
     return state.step < run.config.critic_warmup_steps
 
 
-def activation_cache(run: Online) -> ActivationCache | None:
+def activation_cache(run: OnlineRun) -> ActivationCache | None:
     """Return a cache for the activations of sampling, so that training need not recompute them; None if it cannot use them."""
     # An episode is sampled turn by turn, and another process or a later step may train on these completions.
     if run.config.model.gradient_checkpointing or run.rollout.collector.plays or run.world.size > 1 or run.config.lag:
@@ -133,13 +133,13 @@ def activation_cache(run: Online) -> ActivationCache | None:
     return run.model.new_cache(limit) if limit else None
 
 
-def kept_limit(run: Online) -> float:
+def kept_limit(run: OnlineRun) -> float:
     """Return the most bytes of the activation cache: `keep_activations_gb` · 1e9, or 1e9 if it is None, outside of recipes."""
     limit = run.config.keep_activations_gb
     return 1e9 if limit is None else limit * 1e9
 
 
-def note_overflow(run: Online, cache: ActivationCache | None, sampled: Sequence[Trajectory]) -> dict[str, str]:
+def note_overflow(run: OnlineRun, cache: ActivationCache | None, sampled: Sequence[Trajectory]) -> dict[str, str]:
     """Return a note if sampling's activations exceeded the cache's limit, with the setting that would store all of them."""
     limit, decoder = kept_limit(run), run.model.decoder
     if cache is None or decoder is None or cache.bytes <= limit:
@@ -154,7 +154,7 @@ def note_overflow(run: Online, cache: ActivationCache | None, sampled: Sequence[
 
 
 def learn(
-    run: Online, groups: Sequence[Sequence[Trajectory]], state: State, lr: float, cache: ActivationCache | None = None
+    run: OnlineRun, groups: Sequence[Sequence[Trajectory]], state: State, lr: float, cache: ActivationCache | None = None
 ) -> UpdateResult:
     """Take all optimiser steps on one collection. Rows without a gradient skip the forward pass.
 
@@ -205,7 +205,7 @@ def learn(
 class Passes:
     """The forward passes over one prepared batch, and the sums of their losses."""
 
-    run: Online
+    run: OnlineRun
     algorithm: PolicyGradient
     prepared: Prepared
     sums: LossSums

@@ -50,16 +50,16 @@ class Annotator:
     reference: LanguageModel | None = None
     """The reference model."""
 
-    def columns(self, run: Online, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
+    def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
         """Return the batch with additional columns [N, T]. `step` is the number of completed steps."""
         return batch
 
-    def divergence(self, run: Online, batch: Batch, micro: MicroBatch) -> Divergence | None:
+    def divergence(self, run: OnlineRun, batch: Batch, micro: MicroBatch) -> Divergence | None:
         """Return the reference of an exact KL, which the policy's pass sums over the vocabulary; None if there is none."""
         return None
 
     def in_pass(
-        self, run: Online, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
+        self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
     ) -> tuple[Prepared, PolicyOutputs]:
         """Return `part` (the `rows` of a batch) and the policy's outputs on it, with added terms.
 
@@ -67,16 +67,16 @@ class Annotator:
         """
         return part, outputs
 
-    def figures(self, run: Online, step: int) -> dict[str, float]:
+    def figures(self, run: OnlineRun, step: int) -> dict[str, float]:
         """Return metrics of the collection, after its last optimiser step. Raises `UserError` if the run must not continue."""
         return {}
 
-    def after_step(self, run: Online, number: int) -> None:
+    def after_step(self, run: OnlineRun, number: int) -> None:
         """Update data that follows the policy's weights, such as a moving-average reference, after step `number`."""
 
 
 @dataclass(frozen=True)
-class Online:
+class OnlineRun:
     """The parts of one online run, each chosen by its settings.
 
     If the algorithm needs a critic and `critic` is None, the policy's own value head is the critic.
@@ -147,20 +147,20 @@ class Online:
     @property
     def max_gap(self) -> float:
         """The largest allowed mean absolute difference between the sampler's and the trainer's log-probs, in nats."""
-        rounds = self.model.network.dtype in (torch.bfloat16, torch.float16) or not exact_products(self.model.device)
+        rounds = self.model.network.dtype in (torch.bfloat16, torch.float16) or not has_exact_matmul(self.model.device)
         return self.config.max_logp_difference or (0.1 if rounds else 1e-3)
 
     @property
     def exact_sampling(self) -> bool:
         """True if the sampler's log-probs need not be recomputed before several optimiser steps on a batch."""
-        return is_exact(self.sampler, self.model)
+        return is_exact_sampler(self.sampler, self.model)
 
 
-def is_exact(sampler: Sampler, model: LanguageModel) -> bool:
+def is_exact_sampler(sampler: Sampler, model: LanguageModel) -> bool:
     """Return True if a sampler's log-probs are the trainer's, up to the order of sums in float32."""
-    return sampler.exact and not model.why_padded and model.network.dtype == torch.float32 and exact_products(model.device)
+    return sampler.exact and not model.why_padded and model.network.dtype == torch.float32 and has_exact_matmul(model.device)
 
 
-def exact_products(where: torch.device) -> bool:
+def has_exact_matmul(where: torch.device) -> bool:
     """Return True if this device computes float32 matrix products in float32, not in TF32."""
     return where.type != "cuda" or not torch.backends.cuda.matmul.allow_tf32

@@ -12,7 +12,7 @@ from torch import Tensor
 from psigrad.errors import UserError
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.training.online.batching import fill, to_host
-from psigrad.language.training.online.online_run import Annotator, Online
+from psigrad.language.training.online.online_run import Annotator, OnlineRun
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared
 from psigrad.processes.parallel.world import ALONE, World
 
@@ -86,7 +86,7 @@ class OldLogProbs(Annotator):
     def __init__(self) -> None:
         self.gap, self._compares = Gap(), False
 
-    def columns(self, run: Online, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
+    def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
         """Replace `logp_old` if needed, and measure the gap if no later pass can."""
         self.gap = Gap()
         model, budget, temperature, world = run.model, run.config.micro_batch_tokens, run.params.temperature, run.world
@@ -110,7 +110,7 @@ class OldLogProbs(Annotator):
         return replace(batch, logp_old=again)
 
     def in_pass(
-        self, run: Online, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
+        self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
     ) -> tuple[Prepared, PolicyOutputs]:
         """Measure the gap in the first optimiser step. In a single step, its own log-probs are `logp_old`, so the ratio is 1."""
         if first and self._compares:
@@ -119,7 +119,7 @@ class OldLogProbs(Annotator):
             part = replace(part, batch=replace(part.batch, logp_old=outputs.logp.detach()))
         return part, outputs
 
-    def figures(self, run: Online, step: int) -> dict[str, float]:
+    def figures(self, run: OnlineRun, step: int) -> dict[str, float]:
         """Return the metrics of the gap; see `Annotator`. Raises `UserError` if the gap is above the run's bound."""
         self.gap.gather(run.world)
         self.gap.check(step + 1, run.max_gap)
@@ -129,7 +129,7 @@ class OldLogProbs(Annotator):
 class OldEntropy(Annotator):
     """The annotator of the entropy of each token's distribution before the update, for methods that read it."""
 
-    def columns(self, run: Online, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
+    def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
         """Add the column `entropy`, in nats, if the method reads it."""
         if not isinstance(run.algorithm, PolicyGradient) or not run.algorithm.needs_old_entropy:
             return batch

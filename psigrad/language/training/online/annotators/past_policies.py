@@ -11,7 +11,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Sampler
 from psigrad.language.training.online.annotators.reference import follow
-from psigrad.language.training.online.online_run import Annotator, Online
+from psigrad.language.training.online.online_run import Annotator, OnlineRun
 
 
 class PastPolicies(Annotator):
@@ -35,7 +35,7 @@ class PastPolicies(Annotator):
         filled = min(len(self.models), 1 + version // self.every)
         return self._samplers[int(seeds.uniform(drawn, 1)[0] * filled)]
 
-    def after_step(self, run: Online, number: int) -> None:
+    def after_step(self, run: OnlineRun, number: int) -> None:
         """Replace the oldest snapshot by the current weights every `every` steps."""
         if number % self.every == 0:
             follow(self.models[number // self.every % len(self.models)], run.model, 1.0)

@@ -12,7 +12,7 @@ from psigrad.language.models.backbone import reshard
 from psigrad.language.models.language_model import Divergence, LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.training.online.batching import MicroBatch, fill, inputs_of, reference_inputs_of
-from psigrad.language.training.online.online_run import Annotator, Online
+from psigrad.language.training.online.online_run import Annotator, OnlineRun
 from psigrad.objective import Batch, PolicyGradient
 from psigrad.processes.parallel.world import ALONE, World
 
@@ -28,18 +28,18 @@ class Reference(Annotator):
     def __init__(self, model: LanguageModel) -> None:
         self.reference = self.model = model
 
-    def columns(self, run: Online, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
+    def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
         """Add the column `logp_ref`, unless the KL term is a sum over the vocabulary."""
         if not run.algorithm.needs_reference or not isinstance(run.algorithm, PolicyGradient) or run.algorithm.needs_exact_kl:
             return batch
         logp = reference_log_probs(self.model, batch, run.config.micro_batch_tokens, run.params.temperature, run.world)
         return replace(batch, logp_ref=logp)
 
-    def divergence(self, run: Online, batch: Batch, micro: MicroBatch) -> Divergence | None:
+    def divergence(self, run: OnlineRun, batch: Batch, micro: MicroBatch) -> Divergence | None:
         """Return the reference of an exact KL, if the method has one; see `Annotator`. The reference may read other prompts."""
         return exact_kl(run.algorithm, self.model, reference_inputs_of(batch, micro))
 
-    def after_step(self, run: Online, number: int) -> None:
+    def after_step(self, run: OnlineRun, number: int) -> None:
         """Move the reference towards the policy every `ref_model_sync_steps` steps."""
         if run.config.ref_model_sync_steps and number % run.config.ref_model_sync_steps == 0:
             follow(self.model, run.model, run.config.ref_model_mixup_alpha)

@@ -11,7 +11,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.training.online.batching import fill
-from psigrad.language.training.online.online_run import Annotator, Online
+from psigrad.language.training.online.online_run import Annotator, OnlineRun
 from psigrad.objective import Batch
 from psigrad.processes.parallel.world import ALONE, World
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Values(Annotator):
     """The annotator of the critic's values: V of the state before each token, under the critic before its update."""
 
-    def columns(self, run: Online, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
+    def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
         """Add the column `value`, if the algorithm reads it."""
         if not run.algorithm.needs_critic:
             return batch
