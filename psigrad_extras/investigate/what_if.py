@@ -59,9 +59,9 @@ class WatchedTokens(TokenFigures):
         super().__init__(len(prepared.batch.mask), prepared)
         self.weight = torch.zeros_like(self.logp)
 
-    def see(self, rows: Tensor, evaluation: PolicyOutputs) -> None:
+    def store(self, rows: Tensor, evaluation: PolicyOutputs) -> None:
         """Record figures as `TokenFigures` does. The weights follow in the backward pass."""
-        super().see(rows, evaluation)
+        super().store(rows, evaluation)
         if evaluation.logp.requires_grad:
             evaluation.logp.register_hook(partial(self._weigh, rows.cpu()))
 

@@ -14,7 +14,7 @@ from psigrad.language.models.attention import on_device
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.stats import upcast
 from psigrad.language.rollout.samplers.cache import KVCache, SharedCache, new_cache, prefill
-from psigrad.language.rollout.samplers.distribution import Drawn, draw
+from psigrad.language.rollout.samplers.distribution import DrawnTokens, draw
 from psigrad.language.rollout.samplers.transformers_backend import TransformersSampler
 from psigrad.language.rollout.types import DrawnToken, Request, Sampler, SamplingParams
 from psigrad_serve.engine.streams import TokenStream
@@ -123,7 +123,9 @@ class LiveBatch:
             drawn = draw(logits, params, seeds, counter)
         else:
             drawn = draw(_steered(logits, rows), params, seeds, counter)
-            drawn = Drawn(drawn.ids, _log_probs(logits, params).gather(-1, drawn.ids[:, None])[:, 0], drawn.sampling_logprobs)
+            drawn = DrawnTokens(
+                drawn.ids, _log_probs(logits, params).gather(-1, drawn.ids[:, None])[:, 0], drawn.sampling_logprobs
+            )
         columns = (drawn.ids.tolist(), drawn.logprobs.tolist(), drawn.sampling_logprobs.tolist())
         most = max(stream.top for stream in rows)
         values, places = _top(logits, params, most) if most else ([()] * len(rows), [()] * len(rows))

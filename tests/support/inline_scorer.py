@@ -9,7 +9,7 @@ from typing import Self
 from psigrad.language.rewards import Result, RewardSpec, Samples, Scoring
 from psigrad.language.rewards.reward_pool import RewardCall, check_weights, combine, enter, name_apart
 from psigrad.language.rewards.reward_worker import Part, ask
-from psigrad.language.rollout.scoring import pick
+from psigrad.language.rollout.scoring import select
 
 
 class InlineScorer:
@@ -28,7 +28,7 @@ class InlineScorer:
         while calls:
             call = calls.popleft()
             spec = self.specs[call.function]
-            answer = ask(spec.name, spec.function, pick(samples.shown, call.samples))
+            answer = ask(spec.name, spec.function, select(samples.shown, call.samples))
             calls.extendleft(reversed([again for job in enter(call, answer, parts) for again in job]))
         names = [spec.name for spec in self.specs]
         return [combine(names, self.weights, [p[i] for p in parts], self.failure_value) for i in range(len(samples))]

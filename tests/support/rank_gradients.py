@@ -29,8 +29,8 @@ from psigrad.language.training.offline.preference_task import KTOTask, Preferenc
 from psigrad.language.training.offline.reward_task import RewardTask
 from psigrad.language.training.offline.sft_task import SFTTask
 from psigrad.language.training.online import online_rl
-from psigrad.language.training.online.annotators.old_log_probs import log_probs
-from psigrad.language.training.online.annotators.values import values
+from psigrad.language.training.online.annotators.old_log_probs import compute_log_probs
+from psigrad.language.training.online.annotators.values import compute_values
 from psigrad.language.training.online.batching import micro_batches, rows_of, to_batch
 from psigrad.language.training.online.figures import TokenFigures
 from psigrad.language.training.online.online_run import ValueModel
@@ -102,10 +102,10 @@ def online(case: Case, world: World, model, critic, groups, control: str) -> lis
     batch = to_batch(groups).to(case.device)
     if batch.logp_old.dtype != torch.float64 and case.dtype == "float64":
         batch = replace(batch, **{n: x.double() for n, x in vars(batch).items() if torch.is_tensor(x) and x.is_floating_point()})
-    again = log_probs(model, batch, BUDGET, 1.0, world=world)
+    again = compute_log_probs(model, batch, BUDGET, 1.0, world=world)
     batch = replace(batch, logp_old=again - 0.05, logp_ref=again + 0.1)
     if algorithm.needs_critic:
-        batch = replace(batch, value=values(critic or model, batch, BUDGET, world=world))
+        batch = replace(batch, value=compute_values(critic or model, batch, BUDGET, world=world))
     prepared = algorithm.prepare(batch, algorithm.initial_state())
     run = SimpleNamespace(
         model=model,
@@ -240,7 +240,11 @@ def gradient(case: Case, folder: Path, world: World, control: str = "") -> dict[
         optimizer.apply(norm, 1e-2)
     with torch.no_grad():
         batch = to_batch(groups_of(seed=1)).to(case.device)
-        after = values(model, batch, BUDGET, world=world) if case.scalar else log_probs(model, batch, BUDGET, 1.0, world=world)
+        after = (
+            compute_values(model, batch, BUDGET, world=world)
+            if case.scalar
+            else compute_log_probs(model, batch, BUDGET, 1.0, world=world)
+        )
     return found | {"after a step": after}
 
 

@@ -17,7 +17,7 @@ from psigrad.language.data.reward_view import reward_view
 from psigrad.language.rollout.collectors import Completions, ScoredRollout
 from psigrad.language.rollout.scoring import Scored
 from psigrad.language.rollout.types import Completion, Prompt, SamplingParams
-from psigrad.language.training.online.batching import inputs_of, share_of, to_batch
+from psigrad.language.training.online.batching import assign_micro_batches, inputs_of, to_batch
 from psigrad.language.training.online.figures import UpdateResult, collection_metrics, rollout_rows
 from psigrad.processes.parallel import world as worlds
 from psigrad.processes.parallel.world import ALONE, World
@@ -104,7 +104,7 @@ def share(world: World, folder: str, count: str, size: str, length: str, central
     rows = collected(world, prompts, *shape)
     groups = [rows[i : i + shape[0]] for i in range(0, len(rows), shape[0])]
     batch = to_batch(groups)
-    micros = share_of(world, batch, batch.present, 4 * shape[1])
+    micros = assign_micro_batches(world, batch, batch.present, 4 * shape[1])
     inputs = [inputs_of(batch, micro) for micro, _ in micros]
     trained = dict(sent)
     holding = SimpleNamespace(trajectories=rows, groups=groups)

@@ -27,12 +27,12 @@ from psigrad.language.rollout.scoring import transcript_of
 from psigrad.language.rollout.types import (
     Branch,
     Completion,
+    CompletionSpan,
     Cut,
     FinishReason,
     NextTurn,
     Sampler,
     SamplingParams,
-    Stretch,
     Trajectory,
 )
 
@@ -268,7 +268,7 @@ def settle(sampler: Sampler, trajectories: list[Trajectory], params: SamplingPar
     """
     logps = [[0.0] * len(t.completion.ids) for t in trajectories]
     for _, group in itertools.groupby(enumerate(trajectories), lambda one: (one[1].row, one[1].prompt_ids)):
-        behind: dict[tuple[int, ...], list[tuple[int, Stretch]]] = {}
+        behind: dict[tuple[int, ...], list[tuple[int, CompletionSpan]]] = {}
         for n, trajectory in group:
             for context in trajectory.contexts:
                 behind.setdefault(context.prompt_ids, []).append((n, context))

@@ -15,8 +15,8 @@ from psigrad.language.data.templates import decode_after, encode_after
 from psigrad.language.models.language_model import Divergence, LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.models.stats import Top
-from psigrad.language.training.online.annotators.reference import read_by_reference
-from psigrad.language.training.online.batching import MicroBatch, fill, reference_inputs_of
+from psigrad.language.training.online.annotators.reference import inputs_for_reference
+from psigrad.language.training.online.batching import MicroBatch, compute_by_row, reference_inputs_of
 from psigrad.language.training.online.online_run import Annotator
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared
 from psigrad.objective.parts.ratio import span_kl
@@ -168,14 +168,14 @@ class TeacherReference(Annotator):
         if not algorithm.needs_reference or algorithm.needs_exact_kl:
             return batch
         of = lambda x: self.teacher.log_probs(x, temperature)  # noqa: E731
-        return replace(batch, logp_ref=fill(batch, budget, of, world=run.world, inputs=read_by_reference))
+        return replace(batch, logp_ref=compute_by_row(batch, budget, of, world=run.world, inputs=inputs_for_reference))
 
     def _settle_pieces(self, batch: Batch, budget: int, temperature: float, world: World) -> None:
         """Compute the teacher's log-probs of a batch's pieces of text, and store them with `Teacher.settle`."""
 
         def ask(part: int) -> Tensor:
             of = lambda inputs: self.teacher.pieces(inputs, temperature)[part].float()  # noqa: E731
-            return fill(batch, budget, of, world=world, inputs=read_by_reference)
+            return compute_by_row(batch, budget, of, world=world, inputs=inputs_for_reference)
 
         ends, theirs = ask(0), ask(1)
         self.teacher.settle(ends > 0, theirs, batch.logp_old)
@@ -192,7 +192,7 @@ class TeacherReference(Annotator):
             return None
         return Divergence(self.teacher.top(inputs, run.params.temperature), algorithm.kl.estimator, algorithm.kl.mixture)
 
-    def in_pass(
+    def add_terms(
         self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
     ) -> tuple[Prepared, PolicyOutputs]:
         """Add the KL by pieces of text to the outputs of a forward pass."""

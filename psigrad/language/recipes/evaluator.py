@@ -70,7 +70,7 @@ class Evaluator:
                 "detectable_gain", describe_sensitivity(scored_groups(trajectories, self.num_generations), self.metric)
             )
         rows = {p.index: p.row for p in self.prompts}
-        own = [(n, t) for n, t in enumerate(trajectories) if t.home == self.world.rank]
+        own = [(n, t) for n, t in enumerate(trajectories) if t.source_rank == self.world.rank]
         made = {n: rollout_row(t, step, "eval", rows[t.row].dataset_prompt) for n, t in own}
         journal.rollouts(gather_rows(self.world, made))
         journal.metrics(step, figures)
@@ -109,7 +109,7 @@ def figures_of(trajectories: Sequence[Trajectory], num_generations: int, metric:
     """
     groups = [trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)]
     values = scored_groups(trajectories, num_generations)
-    lengths = [t.chosen for t in trajectories]
+    lengths = [t.num_chosen for t in trajectories]
     figures: dict[str, Any] = {"eval/prompts": len(groups), "eval/unscored": sum(t.reward is None for t in trajectories)}
     figures |= _over_prompts(f"eval/{metric}", values)
     if values and num_generations > 1 and all(v in (0.0, 1.0) for group in values for v in group):

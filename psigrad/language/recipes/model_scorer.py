@@ -21,7 +21,7 @@ from psigrad.language.data.templates import example, prompt_ids
 from psigrad.language.models.packing import Groups, Ids, pack_by_tokens
 from psigrad.language.models.scalar_model import STEP_SEPARATOR, ScalarModel
 from psigrad.language.rewards import Failed, Result, Samples, Scored, Scorer, Scoring, Unscored
-from psigrad.language.rollout.scoring import join, transcript_of
+from psigrad.language.rollout.scoring import concatenate, transcript_of
 from psigrad.language.training.offline.reward_task import step_values
 
 _ONE_AT_A_TIME = threading.Lock()
@@ -58,7 +58,7 @@ class ModelScorer:
 
     def _score_groups(self, groups: Sequence[Samples]) -> list[Result]:
         with _ONE_AT_A_TIME:  # concurrent collector threads would each use the memory of a pass
-            return self.score(join(groups))
+            return self.score(concatenate(groups))
 
     def score(self, samples: Samples) -> list[Result]:
         """Return the model's score of every completion."""

@@ -24,7 +24,7 @@ from psigrad.language.rollout.scoring import (
     Scored,
     Scoring,
     Unscored,
-    pick,
+    select,
 )
 from psigrad.processes.workers.shipping import ShippingError, homes, pack
 from psigrad.processes.workers.worker_pool import Lost, SharedWait, WorkerPool
@@ -194,7 +194,7 @@ class PoolScoring(Scoring):
 
     def shown(self, samples: Sequence[int]) -> dict[str, list[Any]]:
         """Return the fields of these samples that functions receive."""
-        return pick(self._shown, samples)
+        return select(self._shown, samples)
 
     def enter(self, call: RewardCall, answer: list[Part] | Unscored) -> None:
         """Record a function's answer, or schedule calls of it sample by sample."""

@@ -162,9 +162,9 @@ def fetch_tokens(world: World, rows: list[Trajectory], wanted: Sequence[Sequence
     lacks = [[i for i in places if rows[i].holders and rank not in rows[i].holders] for rank, places in enumerate(wanted)]
     if not any(lacks):
         return
-    parts = [pack([keep_tokens(rows[i]) for i in places if rows[i].home == world.rank]) for places in lacks]
+    parts = [pack([keep_tokens(rows[i]) for i in places if rows[i].source_rank == world.rank]) for places in lacks]
     for home, part in enumerate(world.exchange(parts)):
-        for i, own in zip([i for i in lacks[world.rank] if rows[i].home == home], unpack(part), strict=True):
+        for i, own in zip([i for i in lacks[world.rank] if rows[i].source_rank == home], unpack(part), strict=True):
             brought = {name: getattr(own.completion, name) for name in ("ids", "experts", "prompt_experts")}
             brought = {"completion": replace(rows[i].completion, **brought)}
             brought |= {name: getattr(own, name) for name in ("prompt_ids", "branches", "teacher_prompt_ids")}

@@ -55,7 +55,7 @@ class Samples:
         return {**self.columns, **own, **{name: values for name, values in policy.items() if values is not None}}
 
 
-def join(parts: Sequence[Samples]) -> Samples:
+def concatenate(parts: Sequence[Samples]) -> Samples:
     """Concatenate these samples. Raises `ValueError` if they do not have the same kinds of columns."""
     optional = ("prompt_ids", "policy_turns", "policy_ids", "opened_thoughts")
     kinds = {(*sorted(part.columns), *(name for name in optional if getattr(part, name) is not None)) for part in parts}
@@ -72,7 +72,7 @@ def join(parts: Sequence[Samples]) -> Samples:
     return Samples(**all_of, columns=columns)
 
 
-def pick(shown: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
+def select(shown: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
     """Return the columns with only the samples at these indices."""
     return {name: [values[i] for i in indices] for name, values in shown.items()}
 

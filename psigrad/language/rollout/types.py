@@ -285,7 +285,7 @@ class Branch(NamedTuple):
     prompt_ids: tuple[int, ...]
 
 
-class Stretch(NamedTuple):
+class CompletionSpan(NamedTuple):
     """The tokens of a completion that follow one prompt: `ids` begin at token `start` of the completion."""
 
     start: int
@@ -338,16 +338,16 @@ class Trajectory:
     """The ranks that have the tokens (`exchange.py`): the one that made them, then those that received them; empty: all ranks."""
 
     @property
-    def home(self) -> int:
+    def source_rank(self) -> int:
         """The rank that made the trajectory; rank 0 if all ranks have its tokens."""
         return self.holders[0] if self.holders else 0
 
     @property
-    def contexts(self) -> list[Stretch]:
+    def contexts(self) -> list[CompletionSpan]:
         """The completion, split at its `branches` into parts that follow one prompt each; a single part if there are none."""
         starts = [Branch(0, self.prompt_ids), *self.branches]
         ends = [branch.start for branch in starts[1:]] + [len(self.completion.ids)]
-        return [Stretch(at, prompt, self.completion.ids[at:end]) for (at, prompt), end in zip(starts, ends, strict=True)]
+        return [CompletionSpan(at, prompt, self.completion.ids[at:end]) for (at, prompt), end in zip(starts, ends, strict=True)]
 
     @property
     def step_return(self) -> float:
@@ -355,7 +355,7 @@ class Trajectory:
         return math.fsum(reward for _, reward in self.step_rewards)
 
     @property
-    def chosen(self) -> int:
+    def num_chosen(self) -> int:
         """The number of tokens that the policy chose."""
         return sum(self.mask) if self.mask else len(self.completion.ids)
 

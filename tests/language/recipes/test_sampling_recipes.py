@@ -24,7 +24,7 @@ from psigrad.language.rewards import Failed, Samples, Scored, Scoring, Unscored
 from psigrad.language.rollout.types import SamplingParams, State
 from psigrad.language.training.offline.reward_task import step_values
 from psigrad.language.training.online.collect import collect
-from psigrad.language.training.online.online_preferences import pick
+from psigrad.language.training.online.online_preferences import pick_pairs
 from psigrad.objective.catalog import GRPO
 from psigrad.objective.preferences.preference_loss import OnlinePreference
 from psigrad.step import Clock
@@ -61,7 +61,7 @@ def test_a_pair_is_the_best_and_the_worst_and_ties_say_nothing(tokenizer):
     collected = collect(run, 0, 0, Clock())
     groups = [[replace(t, reward=r) for t, r in zip(g, (0.2, 0.9, 0.1, 0.9), strict=True)] for g in collected.groups[:2]]
     groups.append([replace(t, reward=0.5) for t in collected.groups[2]])
-    found = pick(groups)
+    found = pick_pairs(groups)
     assert found.chosen == [1, 5] and found.rejected == [2, 6] and found.rows == 12 and len(found.pairs) == 2
     assert found.pairs[0].chosen.ids == list(groups[0][1].completion.ids) and all(found.pairs[0].chosen.mask)
 

@@ -9,7 +9,7 @@ from psigrad.errors import UserError
 from psigrad.language.rewards import RewardPool, Samples, resolve
 from psigrad.language.rewards.builtin import NAMES, Format, Length, SoftOverlong, Verl
 from psigrad.language.rewards.reward_worker import ask
-from psigrad.language.rollout.scoring import join, text_of, transcript_of, turns_of
+from psigrad.language.rollout.scoring import concatenate, text_of, transcript_of, turns_of
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 5, "b": 7}}</tool_call>'
 
@@ -127,9 +127,9 @@ def test_a_pool_gives_what_a_call_gives_and_samples_are_joined_with_their_turns(
     with RewardPool(specs, timeout=60.0) as pool:
         found = [result.value for result in results(pool, *parts)]
     assert found == [result.value for result in results(InlineScorer(specs), *parts)] == [0.75, -0.5]
-    assert join(parts).policy_ids == [[1], [1, 2]] and join(parts).policy_turns == [[CALL, "12"], [CALL, "no"]]
+    assert concatenate(parts).policy_ids == [[1], [1, 2]] and concatenate(parts).policy_turns == [[CALL, "12"], [CALL, "no"]]
     with pytest.raises(ValueError, match="only some have"):
-        join([parts[0], Samples(["q"], ["12"], [[1]], {"answer": ["12"]})])
+        concatenate([parts[0], Samples(["q"], ["12"], [[1]], {"answer": ["12"]})])
     with pytest.raises(ValueError, match="one length"):
         Samples(["q"], ["12"], [[1]], policy_ids=[[1], [2]])
 

@@ -47,7 +47,7 @@ def test_apart_nothing_is_left_but_what_everybody_computes_with():
         assert (told.text, told.policy_turns, told.teacher_prompt_ids, told.completion.experts) == ("", (), (), "")
         assert len(told.completion.ids) == len(t.completion.ids) and told.prompt_ids == t.prompt_ids
         assert [*told.completion.logprobs] == [*t.completion.logprobs] or told.completion.logprobs.format == "d"
-        assert [*map(bool, told.mask)] == [*t.mask] and told.chosen == t.chosen
+        assert [*map(bool, told.mask)] == [*t.mask] and told.num_chosen == t.num_chosen
         for name in ("row", "k", "version", "reward", "status", "reason", "parts", "step_rewards", "turns", "cuts", "answer"):
             assert getattr(told, name) == getattr(t, name), name
         if told.completion.ids:

@@ -20,7 +20,7 @@ from psigrad.language.rollout.collectors import rollout_row
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Completion, Sampler, SamplingParams
 from psigrad.language.training.online.batching import inputs_of, to_batch
-from psigrad.language.training.online.online_preferences import pick
+from psigrad.language.training.online.online_preferences import pick_pairs
 
 # As Qwen3 with thinking off: an empty thought before the turn that is sampled, and none before those of the past.
 FORGETS = CHATML.replace("assistant\\n' -}}{%- endif -%}", "assistant\\n<think></think>' -}}{%- endif -%}")
@@ -170,7 +170,7 @@ def test_a_call_is_read_as_the_template_writes_it_and_what_is_no_call_stays_as_i
 
 def test_pairs_of_episodes_are_compared_whole_each_turn_in_its_context(model):
     trajectories = score(None, played(model.tokenizer, EmbeddedSampler(model), Counting, count=6), {0: ROW})
-    found = pick([trajectories])
+    found = pick_pairs([trajectories])
     (pair,), t = found.pairs, trajectories[found.chosen[0]]
     texts = [(*pair.prompt, *text.ids) for text in pair.chosen.texts]
     assert sorted(texts) == sorted((*c.prompt_ids, *c.ids) for c in t.contexts)

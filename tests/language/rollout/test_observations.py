@@ -128,7 +128,7 @@ def test_turns_have_a_limit_of_their_own_and_all_of_them_the_completions(models)
     never = SamplingParams(max_tokens=20, stop_token_ids=tuple(range(140, 280)))
     for t in played(models["qwen3"], wordy("1"), params=never, max_turn_length=6):
         runs = "".join("x" if own else " " for own in t.mask).split()
-        assert max(map(len, runs)) <= 6 and t.chosen <= 20
+        assert max(map(len, runs)) <= 6 and t.num_chosen <= 20
     ends = played(models["qwen3"], wordy("1"), max_turn_length=2)
     assert all(t.turns == 4 for t in ends), "turns of one token: 4 of 6"
     ends = played(models["qwen3"], wordy("1"), max_turn_length=4)

@@ -158,8 +158,8 @@ def test_a_shared_head_sends_value_gradients_into_the_policy(tokenizer):
 def test_values_of_the_batch_are_the_critics_before_the_update(tokenizer, tmp_path, monkeypatch):
     run = with_critic(tokenizer, tmp_path)
     seen = []
-    original = critic_module.values
-    monkeypatch.setattr(critic_module, "values", lambda *args: seen.append(original(*args)) or seen[-1])
+    original = critic_module.compute_values
+    monkeypatch.setattr(critic_module, "compute_values", lambda *args: seen.append(original(*args)) or seen[-1])
     stepped(run)
     assert len(seen) == 1 and seen[0].abs().max() > 0
 

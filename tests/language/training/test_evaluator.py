@@ -14,10 +14,10 @@ from psigrad.language.models import tiny
 from psigrad.language.recipes.evaluator import Evaluator, describe_sensitivity, figures_of
 from psigrad.language.rollout.types import Completion, Cut, Trajectory
 from psigrad.language.training.loss_sums import LossSums
-from psigrad.language.training.online.annotators.old_log_probs import log_probs
+from psigrad.language.training.online.annotators.old_log_probs import compute_log_probs
 from psigrad.language.training.online.annotators.reference import reference_log_probs
 from psigrad.language.training.online.batching import to_batch
-from psigrad.language.training.online.collect import penalise_cut
+from psigrad.language.training.online.collect import penalise_truncated
 from psigrad.language.training.online.figures import collection_metrics
 from psigrad.objective import Loss
 
@@ -75,8 +75,8 @@ def test_two_evaluations_of_one_policy_draw_the_same():
 
 def test_the_penalty_for_no_end_is_taken_from_cut_completions_alone():
     cut, ended = completion(0, 0, 0.75, "length"), completion(0, 1, 0.75)
-    assert (penalise_cut(cut, 0.5).reward, penalise_cut(cut, 0.5).parts) == (0.25, {"missing_eos": -0.5})
-    assert penalise_cut(ended, 0.5) is ended and penalise_cut(replace(cut, reward=None), 0.5).reward is None
+    assert (penalise_truncated(cut, 0.5).reward, penalise_truncated(cut, 0.5).parts) == (0.25, {"missing_eos": -0.5})
+    assert penalise_truncated(ended, 0.5) is ended and penalise_truncated(replace(cut, reward=None), 0.5).reward is None
 
 
 def test_figures_are_sums_over_micro_batches_and_means_over_optimiser_steps():
@@ -125,7 +125,7 @@ def test_what_is_computed_before_the_update_is_at_the_temperature_of_the_samples
     group = [[completion(0, k, 1.0) for k in range(2)]]
     batch = to_batch(group)
     found = annotate(run, batch)
-    expected = [f(m, batch, 4096, temperature) for f, m in ((reference_log_probs, run.reference), (log_probs, run.model))]
+    expected = [f(m, batch, 4096, temperature) for f, m in ((reference_log_probs, run.reference), (compute_log_probs, run.model))]
     assert torch.equal(found.logp_ref, expected[0]) and torch.equal(found.logp_old, expected[1])
     assert not torch.equal(found.logp_old, batch.logp_old)
     with torch.no_grad():

@@ -12,7 +12,7 @@ import pytest
 
 from psigrad.language.rewards import RewardPool, Samples, resolve
 from psigrad.language.rollout.types import NextTurn, SamplingParams
-from psigrad.language.training.online.collect import begun_by
+from psigrad.language.training.online.collect import num_started
 from psigrad.objective import catalog
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
@@ -28,8 +28,8 @@ def overlap(monkeypatch):
 
 
 def test_how_many_are_begun():
-    assert [begun_by(step, 2, 5) for step in range(5)] == [3, 4, 5, 5, 5]
-    assert [begun_by(step, 0, 3) for step in range(3)] == [1, 2, 3]
+    assert [num_started(step, 2, 5) for step in range(5)] == [3, 4, 5, 5, 5]
+    assert [num_started(step, 0, 3) for step in range(3)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("lag", [1, 3])

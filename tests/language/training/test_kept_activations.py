@@ -115,7 +115,7 @@ def test_where_more_is_computed_than_kept_a_run_tells_once_what_would_keep_it(jo
 def test_some_completions_run_forward_again_now_and_then_others_each_time(job, tmp_path, monkeypatch, minibatches):
     monkeypatch.setattr(old_log_probs, "COMPARED", 4)
     monkeypatch.setattr(old_log_probs, "COMPARE_EVERY", 2)
-    seen, log_probs = [], old_log_probs.log_probs
+    seen, log_probs = [], old_log_probs.compute_log_probs
 
     def watched(model, batch, *rest, cache=None, wanted=None, world=ALONE):
         again = log_probs(model, batch, *rest, cache=cache, wanted=wanted, world=world)
@@ -124,7 +124,7 @@ def test_some_completions_run_forward_again_now_and_then_others_each_time(job, t
             seen.extend(wanted.nonzero()[:, 0].tolist())
         return again
 
-    monkeypatch.setattr(old_log_probs, "log_probs", watched)
+    monkeypatch.setattr(old_log_probs, "compute_log_probs", watched)
     online.run(replace(online_config(job, tmp_path / "run", max_steps=8), num_minibatches=minibatches))
     assert sorted(seen) == list(range(16)), "a quarter of the completions each time, all of them in four times"
     written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

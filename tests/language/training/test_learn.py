@@ -21,7 +21,7 @@ from psigrad.language.rewards import resolve as reward
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Completion, SamplingParams, State, Trajectory
 from psigrad.language.training.online import online_rl as training
-from psigrad.language.training.online.annotators.old_log_probs import Gap
+from psigrad.language.training.online.annotators.old_log_probs import LogProbGap
 from psigrad.language.training.online.batching import metric_of, minibatches, rows_of, to_batch
 from psigrad.language.training.online.collect import collect, group_scored, pick_prompts
 from psigrad.language.training.online.online_run import OnlineRun
@@ -233,9 +233,9 @@ def test_minibatches_are_whole_groups_and_cover_the_batch_once(tokenizer):
 
 
 def test_an_optimiser_step_takes_whole_groups(tokenizer, monkeypatch):
-    run, seen, original = make(tokenizer, num_minibatches=3), [], training.share_of
+    run, seen, original = make(tokenizer, num_minibatches=3), [], training.assign_micro_batches
     monkeypatch.setattr(
-        training, "share_of", lambda world, batch, wanted, budget: seen.append(wanted) or original(world, batch, wanted, budget)
+        training, "assign_micro_batches", lambda world, batch, wanted, budget: seen.append(wanted) or original(world, batch, wanted, budget)
     )
     after(run)
     assert len(seen) == 3 and torch.equal(torch.stack(seen).sum(0), torch.ones(16, dtype=torch.long))
@@ -396,7 +396,7 @@ def test_a_gradient_that_is_not_finite_is_a_logged_no_op(tokenizer, monkeypatch)
         return replace(out, logp=out.logp * math.nan) if torch.is_grad_enabled() else out
 
     monkeypatch.setattr(LanguageModel, "evaluate", poisoned)
-    monkeypatch.setattr(Gap, "check", lambda *a: None)
+    monkeypatch.setattr(LogProbGap, "check", lambda *a: None)
     state = advance(run, State(algorithm=run.algorithm.initial_state()))
     assert torch.equal(weights(run.model), before)
     assert state.nonfinite == 1 and log_of(run).rows[-1]["updates"] == 0

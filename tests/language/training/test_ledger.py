@@ -44,6 +44,6 @@ def test_negative_control_a_lost_or_doubled_prompt_is_noticed():
 
 
 def test_a_run_from_before_there_was_a_ledger_goes_on():
-    begun = collect.enter(collect.open_ledger({}, 8), {collect.ISSUED: 4, collect.TRAINED: 4})
+    begun = collect.add_entries(collect.open_ledger({}, 8), {collect.ISSUED: 4, collect.TRAINED: 4})
     collect.check_balance(begun, 12)
     assert begun[collect.EARLIER] == 8 and collect.open_ledger({}, 0) == {}

@@ -20,7 +20,7 @@ from psigrad.language.models.packing import Groups
 from psigrad.language.recipes import online
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Completion, Trajectory
-from psigrad.language.training.online.annotators.old_log_probs import OldLogProbs, log_probs
+from psigrad.language.training.online.annotators.old_log_probs import OldLogProbs, compute_log_probs
 from psigrad.language.training.online.annotators.reference import reference_log_probs
 from psigrad.language.training.online.batching import to_batch
 from psigrad.objective import PolicyOutputs, Prepared
@@ -45,7 +45,7 @@ def test_the_old_log_probs_are_the_policys_and_the_references_are_without_the_ad
         with model.without_adapter():
             base = model.evaluate(Groups([(5, 6)], [texts])).logp
     assert float((policy - base).abs().max()) > 0.01, "negative control: the adapter matters"
-    assert torch.equal(log_probs(model, batch, 1000, 1.0), policy)
+    assert torch.equal(compute_log_probs(model, batch, 1000, 1.0), policy)
     assert torch.equal(reference_log_probs(model, batch, 1000, 1.0), base)
 
 
@@ -77,7 +77,7 @@ def test_the_samplers_log_probs_are_the_old_ones_only_where_they_are_the_policys
             prepared = Prepared(
                 found, torch.zeros(2, 2), torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.bool), {}, {}
             )
-            annotator.in_pass(run, prepared, PolicyOutputs(own), torch.arange(2), first=True)
+            annotator.add_terms(run, prepared, PolicyOutputs(own), torch.arange(2), first=True)
         return annotator.gap.mean, found
 
     before, found = gap_of(first_pass=False)

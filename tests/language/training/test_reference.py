@@ -18,7 +18,7 @@ from psigrad.language.models.language_model import Divergence, prepare
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
 from psigrad.language.recipes import online
-from psigrad.language.training.online.annotators.reference import exact_kl, follow, reference_log_probs
+from psigrad.language.training.online.annotators.reference import exact_kl, move_towards, reference_log_probs
 from psigrad.language.training.online.batching import inputs_of, micro_batches, reference_inputs_of, rows_of, to_batch
 from psigrad.language.training.online.collect import collect
 from psigrad.objective.parts.ratio import truncated_importance
@@ -115,7 +115,7 @@ def test_a_reference_follows_by_a_share(share, tokenizer):
         for p in run.model.trainable().values():
             p += 0.1
     mine = {name: p.detach().clone() for name, p in run.model.trainable().items()}
-    follow(run.reference, run.model, share)
+    move_towards(run.reference, run.model, share)
     groups = Groups([[3, 4, 5]], [[[6, 7]]])
     for name, p in run.reference.network.named_parameters():
         torch.testing.assert_close(p, share * mine[name] + (1 - share) * before[name])

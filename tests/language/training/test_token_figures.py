@@ -13,7 +13,7 @@ from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.collectors import round_all
 from psigrad.language.rollout.types import State
 from psigrad.language.training.online import online_rl as training
-from psigrad.language.training.online.annotators.old_log_probs import Gap
+from psigrad.language.training.online.annotators.old_log_probs import LogProbGap
 from psigrad.language.training.online.figures import TokenFigures
 from psigrad.objective import Batch, PolicyOutputs, Prepared
 
@@ -89,7 +89,7 @@ def test_the_share_of_tokens_whose_bits_differ_is_of_those_that_were_compared():
     batch = Batch(
         mask=torch.tensor([[True, True], [True, False]]), reward=zeros, logp_old=zeros - 1, group=torch.zeros(2, dtype=torch.long)
     )
-    gap = Gap()
+    gap = LogProbGap()
     gap.add(torch.tensor([[-1.0, -1.25], [-0.5, 7.0]]), batch)
     name = "sampling/sampling_logp_difference/"
     found = {key.removeprefix(name): value for key, value in gap.figures().items() if key.startswith(name)}
@@ -103,7 +103,7 @@ def test_people_read_four_digits_of_a_figure_of_a_token():
 def test_a_pass_that_counts_nowhere_goes_through_every_output_with_gradient_0():
     """Of log-probs and values; entropies are without a gradient here, and are left out."""
     logp, value = torch.tensor([[1.0, 2.0]], requires_grad=True), torch.tensor([[3.0, -1.0]], requires_grad=True)
-    loss = training.idle(PolicyOutputs(2 * logp, torch.ones(1, 2), value**2))
+    loss = training.zero_loss(PolicyOutputs(2 * logp, torch.ones(1, 2), value**2))
     loss.backward()
     assert loss.item() == 0.0 and logp.grad.tolist() == value.grad.tolist() == [[0.0, 0.0]]
 
@@ -114,5 +114,5 @@ def test_a_row_without_chosen_tokens_has_no_figures_of_tokens():
     batch = Batch(mask, torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2).long())
     prepared = Prepared(batch, torch.zeros(2, 3), torch.tensor([True, False]), torch.ones(2).bool(), {}, {})
     seen = TokenFigures(2, prepared)
-    seen.see(torch.tensor([0, 1]), PolicyOutputs(torch.full((2, 3), -0.5)))
+    seen.store(torch.tensor([0, 1]), PolicyOutputs(torch.full((2, 3), -0.5)))
     assert seen.rows() == [{"trained_logprobs": [0.0, -0.5]}, {"kept": False}]

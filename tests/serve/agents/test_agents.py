@@ -23,7 +23,7 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import CHATML, prompt_ids
 from psigrad.language.models import tiny
 from psigrad.language.rollout.types import Prompt, State
-from psigrad.language.training.online.collect import seed_at
+from psigrad.language.training.online.collect import completion_seed
 from psigrad.language.training.online.online_run import OnlineRun
 from psigrad.processes.sandbox import enclosure_of_workers
 from psigrad_serve.agents.agent_gateway import open_gateway
@@ -65,7 +65,7 @@ def agents():
 
 def sessions(run: OnlineRun, agents: Agents | None, count: int = 2, prompts: int = 2):
     """Completions of the first prompts, by the agents or here."""
-    seed_of = partial(seed_at, run.config.run.seed, 0)
+    seed_of = partial(completion_seed, run.config.run.seed, 0)
     rollout = rollout_of(run.sampler, run.model, run.rollout.scorer, agents)
     return rollout(run.prompts[:prompts], run.params, count, seed_of, version=0)
 
@@ -114,7 +114,7 @@ def test_a_conversation_in_branches_is_one_trajectory_and_trains(tokenizer, agen
         assert len(t.branches) == 3 and t.turns == 5 and t.status == "scored", t.reason
         assert t.reward == t.parts["agent"] + t.parts["letters"]
         assert t.contexts[0].prompt_ids == run.prompts[t.row].ids
-        assert t.chosen == sum(t.mask) and all(t.mask[branch.start] for branch in t.branches)
+        assert t.num_chosen == sum(t.mask) and all(t.mask[branch.start] for branch in t.branches)
         logps = [run.sampler.log_probs(c.prompt_ids, [c.ids], run.params)[0] for c in t.contexts]
         gaps = [abs(a - b) for a, b, own in zip(itertools.chain(*logps), t.completion.logprobs, t.mask, strict=True) if own]
         assert max(gaps) < 1e-5, "each token's log-prob is that behind what its own branch had read"

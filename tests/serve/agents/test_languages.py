@@ -18,7 +18,7 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import CHATML, prompt_ids
 from psigrad.language.models import tiny
 from psigrad.language.rollout.types import Prompt
-from psigrad.language.training.online.collect import seed_at
+from psigrad.language.training.online.collect import completion_seed
 from psigrad_serve.agents.agent_gateway import open_gateway
 from psigrad_serve.agents.agent_rollouts import AgentPool, Agents
 from psigrad_serve.agents.agent_worker import AgentCommand
@@ -41,7 +41,7 @@ def sessions(agent):
     prompts = [Prompt(0, tuple(prompt_ids(tokenizer, row)), row)]
     with closing(Agents(AgentPool(agent, workers=1), open_gateway())) as agents:
         params = replace(run.params, max_tokens=4, stop_token_ids=(tokenizer.eos_token_id,))
-        return rollout_of(run.sampler, run.model, None, agents)(prompts, params, 2, partial(seed_at, 0, 0), version=0)
+        return rollout_of(run.sampler, run.model, None, agents)(prompts, params, 2, partial(completion_seed, 0, 0), version=0)
 
 
 @pytest.mark.slow

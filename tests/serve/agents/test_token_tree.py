@@ -169,7 +169,7 @@ def test_every_answer_stands_once_behind_what_it_was_asked():
     read = {("".join(map(chr, c.prompt_ids)), "".join(map(chr, c.ids))) for c in t.contexts}
     assert read == {("q:", "ba|bb|a"), ("check ba?", "bb"), ("q:ba|bb|", "bb")}
     assert "".join(chr(x) for x, own in zip(t.completion.ids, t.mask, strict=True) if own) == "baabbbb"
-    assert t.chosen == len("ba" + "bb" + "a" + "bb")
+    assert t.num_chosen == len("ba" + "bb" + "a" + "bb")
     assert Collected.from_json(Collected([t], [[t]], 1, {}).to_json()).trajectories == [t]
 
 

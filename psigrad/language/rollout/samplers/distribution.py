@@ -24,7 +24,7 @@ _SECOND = 1 << 40
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnTokens:
     """Drawn tokens [B] with two log-probs [B]: under the policy after temperature only, and under the filtered distribution."""
 
     ids: Tensor
@@ -53,7 +53,7 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
     return logits
 
 
-def draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> Drawn:
+def draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> DrawnTokens:
     """Draw one token per row of logits [B, V]: the inverse of the cumulative distribution at u(seed, counter).
 
     Row i depends only on `logits[i]`, `seeds_u64[i]` and `counter[i]` (its number of tokens so far). At temperature 0 the most
@@ -64,15 +64,15 @@ def draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter:
         return found
     rows, at = wrong.nonzero()[:, 0], wrong.cpu().numpy()
     again = _draw(logits[rows], params, seeds_u64[at], counter[at] + _SECOND)
-    merged = (getattr(found, f.name).index_put((rows,), getattr(again, f.name)) for f in fields(Drawn))
-    return Drawn(*merged)
+    merged = (getattr(found, f.name).index_put((rows,), getattr(again, f.name)) for f in fields(DrawnTokens))
+    return DrawnTokens(*merged)
 
 
 def _forbidden(ids: Tensor, params: SamplingParams) -> Tensor:
     return torch.isin(ids, torch.tensor(params.forbidden, device=ids.device))
 
 
-def _drawn(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> Drawn:
+def _drawn(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> DrawnTokens:
     """Draw one token per row; see `draw`. On a CPU it may be a forbidden token, which `draw` replaces."""
     if logits.device.type != "cpu":
         return _draw(logits, params, seeds_u64, counter)
@@ -80,19 +80,19 @@ def _drawn(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counte
     if not isinstance(native, str) and not params.filtered and params.temperature > 0 and logits.dtype in native.dtypes:
         u = torch.from_numpy(seeds.uniform(seeds_u64, counter))
         ids, logq = native.draw(logits.contiguous(), u, params.temperature)
-        return Drawn(ids, logq, logq)
+        return DrawnTokens(ids, logq, logq)
     rows = max(1, _AT_ONCE // logits.shape[1])
     starts = range(0, max(len(logits), 1), rows)
     parts = [_draw(logits[i : i + rows], params, seeds_u64[i : i + rows], counter[i : i + rows]) for i in starts]
-    return Drawn(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Drawn)))
+    return DrawnTokens(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(DrawnTokens)))
 
 
-def _draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> Drawn:
+def _draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> DrawnTokens:
     """Draw one token per row by tensor operations alone; see `draw`."""
     return draw_at(logits, params, torch.from_numpy(seeds.uniform(seeds_u64, counter)).to(logits.device)[:, None])
 
 
-def draw_at(logits: Tensor, params: SamplingParams, u: Tensor) -> Drawn:
+def draw_at(logits: Tensor, params: SamplingParams, u: Tensor) -> DrawnTokens:
     """Draw one token per row of logits [B, V] at the uniform numbers u [B, 1], float64. A GPU never waits for the CPU."""
     logits = upcast(logits)
     if params.temperature not in (0.0, 1.0):
@@ -102,12 +102,12 @@ def draw_at(logits: Tensor, params: SamplingParams, u: Tensor) -> Drawn:
         allowed.select(-1, token).fill_(-torch.inf)  # a tensor of ids could not be copied while a CUDA graph is recorded
     if params.temperature == 0:
         ids = allowed.argmax(-1)
-        return Drawn(ids, _at(logits, ids) - logits.logsumexp(-1), torch.zeros_like(logits[:, 0]))
+        return DrawnTokens(ids, _at(logits, ids) - logits.logsumexp(-1), torch.zeros_like(logits[:, 0]))
     kept = filter_logits(allowed, params) if params.filtered else allowed
     weights, normaliser = _weights(kept)
     ids = inverse(weights, u)
     logq = _at(kept, ids) - normaliser
-    return Drawn(ids, _at(logits, ids) - logits.logsumexp(-1) if params.filtered or params.forbidden else logq, logq)
+    return DrawnTokens(ids, _at(logits, ids) - logits.logsumexp(-1) if params.filtered or params.forbidden else logq, logq)
 
 
 def _weights(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ from psigrad.language.rollout.samplers.distribution import draw
 from psigrad.language.rollout.types import Completion, Dialogue, Request, Sampler, SamplingParams
 
 
-class OwnWeights(Sampler):
+class PolicyWeights(Sampler):
     """The base of samplers that run the training model itself, not a copy of its weights."""
 
     exact = True
@@ -46,7 +46,7 @@ class OwnWeights(Sampler):
         return [row[: len(ids)].tolist() for row, ids in zip(logp.float().cpu(), completions, strict=True)]
 
 
-class EmbeddedSampler(OwnWeights):
+class EmbeddedSampler(PolicyWeights):
     """A sampler with continuous batching in at most `max_batch` slots.
 
     A prompt is prefilled once for its group. Finished sequences leave immediately, and waiting groups enter as slots become free.

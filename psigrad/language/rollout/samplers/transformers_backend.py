@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.samplers.distribution import draw
-from psigrad.language.rollout.samplers.embedded import OwnWeights, check_room
+from psigrad.language.rollout.samplers.embedded import PolicyWeights, check_room
 from psigrad.language.rollout.types import Completion, DrawnToken, FinishReason, Request, SamplingParams
 
 
@@ -36,7 +36,7 @@ class _Drawer(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn.ids[:, None], 0.0)
 
 
-class TransformersSampler(OwnWeights):
+class TransformersSampler(PolicyWeights):
     """A sampler that runs `model.generate` on left-padded batches of at most `max_batch` sequences. See `Sampler` for `exact`."""
 
     engine = f"transformers {__version__}"

@@ -17,7 +17,7 @@ from psigrad import seeds
 from psigrad.errors import UserError
 from psigrad.language.models.packing import Groups, pack_groups
 from psigrad.language.rollout.exchange import fetch_tokens
-from psigrad.language.rollout.types import Stretch, Trajectory
+from psigrad.language.rollout.types import CompletionSpan, Trajectory
 from psigrad.objective import Batch, PolicyOutputs, terminal
 from psigrad.processes.parallel.world import ALONE, World, shard, shares_of
 
@@ -109,7 +109,7 @@ def _size(trajectory: Trajectory, shared: Sequence[int]) -> int:
     return len(trajectory.completion.ids) + own
 
 
-def share_of(world: World, batch: Batch, wanted: Tensor, budget: int) -> list[tuple[MicroBatch, float]]:
+def assign_micro_batches(world: World, batch: Batch, wanted: Tensor, budget: int) -> list[tuple[MicroBatch, float]]:
     """Return this process's micro-batches with their weights: 1, or 0 for one that only keeps step with other processes.
 
     The tokens of their rows are fetched from the processes that have them.
@@ -153,11 +153,11 @@ def reference_inputs_of(batch: Batch, micro: MicroBatch) -> Groups | None:
     return Groups(prompts, [[batch.inputs[i].completion.ids for i in members] for members in micro])
 
 
-def _contexts_of(batch: Batch, micro: MicroBatch) -> list[tuple[tuple[int, ...], list[tuple[int, Stretch]]]]:
+def _contexts_of(batch: Batch, micro: MicroBatch) -> list[tuple[tuple[int, ...], list[tuple[int, CompletionSpan]]]]:
     """Return each prompt of a forward pass, in order, with (row, part of the row's completion) of all parts that follow it."""
-    read: list[tuple[tuple[int, ...], list[tuple[int, Stretch]]]] = []
+    read: list[tuple[tuple[int, ...], list[tuple[int, CompletionSpan]]]] = []
     for members in micro:
-        behind: dict[tuple[int, ...], list[tuple[int, Stretch]]] = {}
+        behind: dict[tuple[int, ...], list[tuple[int, CompletionSpan]]] = {}
         for i in members:
             for context in batch.inputs[i].contexts:
                 behind.setdefault(context.prompt_ids, []).append((i, context))
@@ -165,7 +165,7 @@ def _contexts_of(batch: Batch, micro: MicroBatch) -> list[tuple[tuple[int, ...],
     return read
 
 
-def by_row(x: Tensor, batch: Batch, micro: MicroBatch) -> Tensor:
+def to_rows(x: Tensor, batch: Batch, micro: MicroBatch) -> Tensor:
     """Return [n, T] for the rows of a micro-batch, padded with zeros, from the model's outputs on the parts in `inputs_of`."""
     width, rows = batch.mask.shape[1], rows_of(micro).tolist()
     pieces = [piece for _, own in _contexts_of(batch, micro) for piece in own]
@@ -186,12 +186,12 @@ def minibatches(count: int, shares: int, seed: int, step: int, iteration: int) -
 
 
 def outputs_by_row(evaluation: PolicyOutputs, batch: Batch, micro: MicroBatch) -> PolicyOutputs:
-    """Return a forward pass's outputs as [n, T] on the rows of a micro-batch; see `by_row`."""
-    return PolicyOutputs(**{name: by_row(x, batch, micro) for name, x in vars(evaluation).items() if x is not None})
+    """Return a forward pass's outputs as [n, T] on the rows of a micro-batch; see `to_rows`."""
+    return PolicyOutputs(**{name: to_rows(x, batch, micro) for name, x in vars(evaluation).items() if x is not None})
 
 
 @torch.no_grad()
-def fill(
+def compute_by_row(
     batch: Batch,
     budget: int,
     of: Callable[[Groups], Tensor],
@@ -204,10 +204,10 @@ def fill(
     Each process of the world computes its share, and all get the result.
     """
     out = torch.zeros_like(batch.logp_old)
-    for micro, weight in share_of(world, batch, batch.present.cpu() if wanted is None else wanted, budget):
+    for micro, weight in assign_micro_batches(world, batch, batch.present.cpu() if wanted is None else wanted, budget):
         part = of(inputs(batch, micro))
         if weight and world.rank % world.division.team == 0:  # a team that computes one share together counts once
-            out[rows_of(micro).to(out.device)] = by_row(part.to(out.dtype), batch, micro)
+            out[rows_of(micro).to(out.device)] = to_rows(part.to(out.dtype), batch, micro)
     return world.all_reduce(out)
 
 

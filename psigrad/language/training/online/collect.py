@@ -41,7 +41,7 @@ def next_collection(
     The collection for step s + lag starts now. Threads of `run.executor` make the pending ones while earlier steps train.
     """
     pending = list(state.pending)
-    wanted = begun_by(state.step, run.config.lag, run.total_steps) - state.step
+    wanted = num_started(state.step, run.config.lag, run.total_steps) - state.step
     if run.executor is not None and not run.sampler.central and pending and len(pending) < wanted:
         with clock("time/wait"):  # the engine has one version of the weights, and pending collections started with it
             pending[-1].result()
@@ -64,7 +64,7 @@ def next_collection(
         return found if run.world.size == 1 else broadcast_collected(run.world, found), tuple(pending[1:])
 
 
-def begun_by(step: int, lag: int, total: int) -> int:
+def num_started(step: int, lag: int, total: int) -> int:
     """Return the number of collections that have started after `step` steps: the next one and `lag` more, at most `total`."""
     return min(step + lag + 1, total)
 
@@ -105,10 +105,10 @@ def collect(run: OnlineRun, cursor: int, version: int, clock: Clock, cache: Acti
     entries: Counter[str] = Counter()
     for _ in range(1 + (config.max_refills if run.refills else 0)):
         wanted = pick_prompts(run.prompts, config.run.seed, cursor, config.prompts_per_step - entries[TRAINED])
-        seed_of = partial(seed_at, config.run.seed, cursor)
+        seed_of = partial(completion_seed, config.run.seed, cursor)
         fresh = run.rollout(wanted, run.params, config.num_generations, seed_of, version, clock, cache)
         if config.missing_eos_penalty:
-            fresh = [penalise_cut(t, config.missing_eos_penalty) for t in fresh]
+            fresh = [penalise_truncated(t, config.missing_eos_penalty) for t in fresh]
         cursor += len(wanted)
         trajectories += fresh
         check_rewards(run, trajectories)
@@ -143,12 +143,12 @@ def pick_prompts(prompts: Sequence[Prompt], seed: int, cursor: int, count: int) 
     return picked
 
 
-def seed_at(seed: int, cursor: int, i: int, k: int) -> int:
+def completion_seed(seed: int, cursor: int, i: int, k: int) -> int:
     """Return the seed of completion k of a step's i-th prompt; `cursor` is the number of prompts drawn before the step."""
     return seeds.derive(seed, "sample", cursor + i, k)
 
 
-def penalise_cut(trajectory: Trajectory, penalty: float) -> Trajectory:
+def penalise_truncated(trajectory: Trajectory, penalty: float) -> Trajectory:
     """Return the trajectory with `penalty` subtracted from its reward if the length limit cut it."""
     if trajectory.reward is None or trajectory.completion.finish_reason != "length":
         return trajectory
@@ -166,7 +166,7 @@ def group_scored(trajectories: list[Trajectory], group_size: int, smallest: int)
 
 def update_ledger(ledger: Mapping[str, int], cursor: int, collected: Collected) -> dict[str, int]:
     """Return the ledger of the first `cursor` prompts, extended by a collection. Raises `RuntimeError` if it does not balance."""
-    entries = enter(open_ledger(ledger, cursor), collected.entries)
+    entries = add_entries(open_ledger(ledger, cursor), collected.entries)
     check_balance(entries, collected.cursor)
     return entries
 
@@ -178,7 +178,7 @@ def open_ledger(ledger: Mapping[str, int], cursor: int) -> dict[str, int]:
     return {ISSUED: cursor, EARLIER: cursor}
 
 
-def enter(ledger: Mapping[str, int], entries: Mapping[str, int]) -> dict[str, int]:
+def add_entries(ledger: Mapping[str, int], entries: Mapping[str, int]) -> dict[str, int]:
     """Return the ledger with these entries added. Entries of 0 are dropped."""
     return dict(Counter(ledger) + Counter(entries))
 

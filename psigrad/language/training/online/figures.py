@@ -50,8 +50,8 @@ def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> d
         for i in range(0, len(trajectories), group_size)
     ]
     groups = [group for group in groups if group]
-    lengths = [t.chosen for t in trajectories]
-    ended = [t.chosen for t in trajectories if t.completion.finish_reason == "stop"]
+    lengths = [t.num_chosen for t in trajectories]
+    ended = [t.num_chosen for t in trajectories if t.completion.finish_reason == "stop"]
     # Log-probs are 0 on tokens that the policy did not choose.
     likelihood = math.fsum(itertools.chain.from_iterable(t.completion.logprobs for t in trajectories))
     filtered = any(
@@ -128,7 +128,7 @@ class TokenFigures:
         self.logp, self.entropy = torch.full(shape, math.nan), torch.full(shape, math.nan)
         self._unread: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
-    def see(self, rows: Tensor, evaluation: PolicyOutputs) -> None:
+    def store(self, rows: Tensor, evaluation: PolicyOutputs) -> None:
         """Store the outputs of a pass over these rows. They are read later, since reading them now would make a GPU wait."""
         if bool((rows < self.count).any()):
             entropy = evaluation.entropy
@@ -193,7 +193,7 @@ def rollout_rows(
     if record_prompts:
         groups = {*list(dict.fromkeys((t.row, t.prompt_ids) for t in written))[:record_prompts]}
         written = [t for t in written if (t.row, t.prompt_ids) in groups]
-    own = {n: t for n, t in enumerate(written) if t.home == world.rank}
+    own = {n: t for n, t in enumerate(written) if t.source_rank == world.rank}
     # Prompts are in the order of their rows. Searching all of them in every step would cost more than the step.
     numbers = {t.row for t in own.values()}
     rows: dict[int, Any] = {n: prompts[bisect.bisect_left(prompts, n, key=lambda p: p.index)].row for n in numbers}

@@ -40,7 +40,7 @@ def learn_preferences(
     Source: Guo et al. 2024, Direct language model alignment from online AI feedback, arXiv:2402.04792.
     """
     config, world = run.config, run.world
-    picked, sums = pick(groups, world), LossSums(world)
+    picked, sums = pick_pairs(groups, world), LossSums(world)
     logps_ref = None
     if loss.needs_reference and picked.pairs:
         if run.reference is None:
@@ -71,7 +71,7 @@ class Pick:
     rows: int
 
 
-def pick(groups: Sequence[Sequence[Trajectory]], world: World = ALONE) -> Pick:
+def pick_pairs(groups: Sequence[Sequence[Trajectory]], world: World = ALONE) -> Pick:
     """Return a pair of each group: its first completion of the highest and of the lowest reward. Skip groups of equal rewards."""
     rows = [t for group in groups for t in group]
     chosen, rejected, first = [], [], 0

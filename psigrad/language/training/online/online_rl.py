@@ -35,16 +35,16 @@ from torch import Tensor
 
 from psigrad.language.rollout.types import State, Trajectory
 from psigrad.language.training.loss_sums import LossSums, within_memory
-from psigrad.language.training.online.annotators.old_log_probs import log_probs
+from psigrad.language.training.online.annotators.old_log_probs import compute_log_probs
 from psigrad.language.training.online.batching import (
     MicroBatch,
-    by_row,
+    assign_micro_batches,
     inputs_of,
     minibatches,
     outputs_by_row,
     rows_of,
-    share_of,
     to_batch,
+    to_rows,
 )
 from psigrad.language.training.online.collect import ISSUED, check_rewards, next_collection, update_ledger
 from psigrad.language.training.online.figures import (
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 def step(run: OnlineRun, state: State) -> Outcome[State]:
     """Return the outcome of one step from `state`. Weights and optimisers change in place; nothing is written or printed."""
     number, clock, config = state.step + 1, Clock(run.watch), run.config
-    lr = 0.0 if critic_warms_up(run, state) else learning_rate(config.optim, state.step, run.total_steps)
+    lr = 0.0 if is_critic_warmup(run, state) else learning_rate(config.optim, state.step, run.total_steps)
     cache = activation_cache(run)
     collected, pending = next_collection(run, state, clock, cache)
     unscored = check_rewards(run, collected.trajectories, state.unscored)
@@ -119,7 +119,7 @@ def step(run: OnlineRun, state: State) -> Outcome[State]:
     )
 
 
-def critic_warms_up(run: OnlineRun, state: State) -> bool:
+def is_critic_warmup(run: OnlineRun, state: State) -> bool:
     """Return True if only the critic learns in the next step."""
     return state.step < run.config.critic_warmup_steps
 
@@ -129,11 +129,11 @@ def activation_cache(run: OnlineRun) -> ActivationCache | None:
     # An episode is sampled turn by turn, and another process or a later step may train on these completions.
     if run.config.model.gradient_checkpointing or run.rollout.collector.plays or run.world.size > 1 or run.config.lag:
         return None
-    limit = kept_limit(run)
+    limit = cache_limit(run)
     return run.model.new_cache(limit) if limit else None
 
 
-def kept_limit(run: OnlineRun) -> float:
+def cache_limit(run: OnlineRun) -> float:
     """Return the most bytes of the activation cache: `keep_activations_gb` · 1e9, or 1e9 if it is None, outside of recipes."""
     limit = run.config.keep_activations_gb
     return 1e9 if limit is None else limit * 1e9
@@ -141,7 +141,7 @@ def kept_limit(run: OnlineRun) -> float:
 
 def note_overflow(run: OnlineRun, cache: ActivationCache | None, sampled: Sequence[Trajectory]) -> dict[str, str]:
     """Return a note if sampling's activations exceeded the cache's limit, with the setting that would store all of them."""
-    limit, decoder = kept_limit(run), run.model.decoder
+    limit, decoder = cache_limit(run), run.model.decoder
     if cache is None or decoder is None or cache.bytes <= limit:
         return {}
     tokens = sum(map(len, {t.prompt_ids for t in sampled})) + sum(len(t.completion.ids) for t in sampled)
@@ -173,8 +173,8 @@ def learn(
     if run.critic is not None:  # the critic follows the same schedule with its own peak
         schedule = replace(config.optim, learning_rate=run.critic.learning_rate)
         optimizers.append((run.critic.optimizer, learning_rate(schedule, state.step, run.total_steps)))
-    seen = run.token_figures(sum(map(len, groups[: config.record_tokens])), prepared)
-    passes = Passes(run, algorithm, prepared, LossSums(run.world), seen, cache, critic_warms_up(run, state))
+    token_figures = run.token_figures(sum(map(len, groups[: config.record_tokens])), prepared)
+    passes = Passes(run, algorithm, prepared, LossSums(run.world), token_figures, cache, is_critic_warmup(run, state))
     ids = torch.unique(batch.group).cpu()
     for iteration in range(config.num_iterations):
         for number, share in enumerate(minibatches(len(ids), config.num_minibatches, config.run.seed, state.step, iteration)):
@@ -185,7 +185,7 @@ def learn(
             wanted = prepared.needs_gradient.cpu() & part
             if bool(wanted.any()):
                 totals = algorithm.totals(prepared, part.nonzero()[:, 0].to(batch.mask.device))
-                micros = share_of(run.world, batch, wanted, config.micro_batch_tokens)
+                micros = assign_micro_batches(run.world, batch, wanted, config.micro_batch_tokens)
                 passes.sums.end_step(step_together(optimizers, passes.losses(micros, totals)))
     figures = {name: value for name, value in prepared.metrics.items() if not name.startswith("sampling/")}
     for annotator in run.annotators:
@@ -195,10 +195,10 @@ def learn(
         figures.pop("grad_norm", None)
     after = prepared.state
     if algorithm.adapts and passes.sums.norms and not passes.warms_up:  # otherwise the policy is unchanged
-        now = log_probs(run.model, prepared.batch, config.micro_batch_tokens, run.params.temperature, world=run.world)
+        now = compute_log_probs(run.model, prepared.batch, config.micro_batch_tokens, run.params.temperature, world=run.world)
         after = algorithm.adapt(prepared, now)
     advantage = (prepared.advantage.sum(1) / batch.mask.sum(1).clamp(min=1)).tolist()
-    return UpdateResult(figures, after, advantage, seen.gather(run.world).rows())
+    return UpdateResult(figures, after, advantage, token_figures.gather(run.world).rows())
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class Passes:
     algorithm: PolicyGradient
     prepared: Prepared
     sums: LossSums
-    seen: TokenFigures
+    token_figures: TokenFigures
     cache: ActivationCache | None
     warms_up: bool
     """True if only the critic learns."""
@@ -245,10 +245,10 @@ class Passes:
         )
         part, outputs = self.prepared.select(rows), outputs_by_row(outputs, batch, micro)
         if not weight:
-            return idle(outputs)
-        self.seen.see(rows, outputs)
+            return zero_loss(outputs)
+        self.token_figures.store(rows, outputs)
         for annotator in run.annotators:
-            part, outputs = annotator.in_pass(run, part, outputs, rows, first=self.sums.steps == 0)
+            part, outputs = annotator.add_terms(run, part, outputs, rows, first=self.sums.steps == 0)
         share = self.algorithm.loss if run.critic is None else self.algorithm.policy_loss
         loss = share(part, outputs, totals, self.prepared.state)
         return self.sums.add(loss if run.model.balance is None else run.model.balance.add_to(loss, passes))
@@ -256,11 +256,11 @@ class Passes:
     def _value(self, micro: MicroBatch, weight: float, totals: Totals, critic: ValueModel) -> Tensor:
         batch = self.prepared.batch
         part = self.prepared.select(rows_of(micro))
-        values = by_row(critic.model.values(inputs_of(batch, micro)), batch, micro)
+        values = to_rows(critic.model.values(inputs_of(batch, micro)), batch, micro)
         return self.sums.add(self.algorithm.critic_loss(part, values, totals)) if weight else 0.0 * values.sum()
 
 
-def idle(outputs: PolicyOutputs) -> Tensor:
+def zero_loss(outputs: PolicyOutputs) -> Tensor:
     """Return a loss of 0 that depends on every output, so that processes without work run the same backward pass as others."""
     parts = [x for x in vars(outputs).values() if isinstance(x, Tensor) and x.requires_grad]
     return torch.stack([0.0 * part.sum() for part in parts]).sum()

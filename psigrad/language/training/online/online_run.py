@@ -58,7 +58,7 @@ class Annotator:
         """Return the reference of an exact KL, which the policy's pass sums over the vocabulary; None if there is none."""
         return None
 
-    def in_pass(
+    def add_terms(
         self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
     ) -> tuple[Prepared, PolicyOutputs]:
         """Return `part` (the `rows` of a batch) and the policy's outputs on it, with added terms.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from psigrad.errors import UserError
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.training.online.batching import fill, to_host
+from psigrad.language.training.online.batching import compute_by_row, to_host
 from psigrad.language.training.online.online_run import Annotator, OnlineRun
 from psigrad.objective import Batch, PolicyGradient, PolicyOutputs, Prepared
 from psigrad.processes.parallel.world import ALONE, World
@@ -24,7 +24,7 @@ COMPARE_EVERY, COMPARED = 4, 20
 """If training reuses sampling's activations, 1 of `COMPARED` completions is computed again, every `COMPARE_EVERY` steps."""
 
 
-class Gap:
+class LogProbGap:
     """The absolute difference of the trainer's log-probs and the sampler's, in nats, over the tokens compared."""
 
     def __init__(self) -> None:
@@ -84,11 +84,11 @@ class OldLogProbs(Annotator):
     """
 
     def __init__(self) -> None:
-        self.gap, self._compares = Gap(), False
+        self.gap, self._compares = LogProbGap(), False
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
         """Replace `logp_old` if needed, and measure the gap if no later pass can."""
-        self.gap = Gap()
+        self.gap = LogProbGap()
         model, budget, temperature, world = run.model, run.config.micro_batch_tokens, run.params.temperature, run.world
         reused = cache is not None and bool(cache.slabs)  # then training and sampling have the same log-probs
         stale = any(t.version != step for t in batch.inputs)
@@ -101,15 +101,15 @@ class OldLogProbs(Annotator):
             some = torch.zeros(len(batch.mask), dtype=torch.bool)
             some[present[(torch.arange(size) + count * size) % len(present)]] = True
             rows = some.to(batch.mask.device)
-            self.gap.add(log_probs(model, batch, budget, temperature, wanted=some, world=world)[rows], batch.select(rows))
+            self.gap.add(compute_log_probs(model, batch, budget, temperature, wanted=some, world=world)[rows], batch.select(rows))
         if enough:
             return batch
-        again = log_probs(model, batch, budget, temperature, cache=cache, world=world)
+        again = compute_log_probs(model, batch, budget, temperature, cache=cache, world=world)
         if not reused and not stale:  # earlier weights had other log-probs
             self.gap.add(again, batch)
         return replace(batch, logp_old=again)
 
-    def in_pass(
+    def add_terms(
         self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
     ) -> tuple[Prepared, PolicyOutputs]:
         """Measure the gap in the first optimiser step. In a single step, its own log-probs are `logp_old`, so the ratio is 1."""
@@ -139,10 +139,10 @@ class OldEntropy(Annotator):
             assert entropy is not None
             return entropy
 
-        return replace(batch, entropy=fill(batch, run.config.micro_batch_tokens, of, world=run.world))
+        return replace(batch, entropy=compute_by_row(batch, run.config.micro_batch_tokens, of, world=run.world))
 
 
-def log_probs(
+def compute_log_probs(
     model: LanguageModel,
     batch: Batch,
     budget: int,
@@ -153,4 +153,4 @@ def log_probs(
     world: World = ALONE,
 ) -> Tensor:
     """Return [N, T] log-probs under `model` of all rows, or of the `wanted` [N] ones, in passes of `budget` tokens."""
-    return fill(batch, budget, lambda x: model.evaluate(x, temperature=temperature, cache=cache).logp, wanted, world)
+    return compute_by_row(batch, budget, lambda x: model.evaluate(x, temperature=temperature, cache=cache).logp, wanted, world)

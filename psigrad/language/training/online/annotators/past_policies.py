@@ -10,7 +10,7 @@ from psigrad import seeds
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Sampler
-from psigrad.language.training.online.annotators.reference import follow
+from psigrad.language.training.online.annotators.reference import move_towards
 from psigrad.language.training.online.online_run import Annotator, OnlineRun
 
 
@@ -38,4 +38,4 @@ class PastPolicies(Annotator):
     def after_step(self, run: OnlineRun, number: int) -> None:
         """Replace the oldest snapshot by the current weights every `every` steps."""
         if number % self.every == 0:
-            follow(self.models[number // self.every % len(self.models)], run.model, 1.0)
+            move_towards(self.models[number // self.every % len(self.models)], run.model, 1.0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from psigrad.language.models.backbone import reshard
 from psigrad.language.models.language_model import Divergence, LanguageModel
 from psigrad.language.models.packing import Groups
-from psigrad.language.training.online.batching import MicroBatch, fill, inputs_of, reference_inputs_of
+from psigrad.language.training.online.batching import MicroBatch, compute_by_row, inputs_of, reference_inputs_of
 from psigrad.language.training.online.online_run import Annotator, OnlineRun
 from psigrad.objective import Batch, PolicyGradient
 from psigrad.processes.parallel.world import ALONE, World
@@ -42,7 +42,7 @@ class Reference(Annotator):
     def after_step(self, run: OnlineRun, number: int) -> None:
         """Move the reference towards the policy every `ref_model_sync_steps` steps."""
         if run.config.ref_model_sync_steps and number % run.config.ref_model_sync_steps == 0:
-            follow(self.model, run.model, run.config.ref_model_mixup_alpha)
+            move_towards(self.model, run.model, run.config.ref_model_mixup_alpha)
 
 
 def exact_kl(algorithm: object, model: LanguageModel, inputs: Groups | None = None) -> Divergence | None:
@@ -58,16 +58,16 @@ def reference_log_probs(model: LanguageModel, batch: Batch, budget: int, tempera
     """
     with model.without_adapter() if model.is_own_reference else torch.no_grad():
         of = lambda x: model.evaluate(x, temperature=temperature).logp  # noqa: E731
-        return fill(batch, budget, of, world=world, inputs=read_by_reference)
+        return compute_by_row(batch, budget, of, world=world, inputs=inputs_for_reference)
 
 
-def read_by_reference(batch: Batch, micro: MicroBatch) -> Groups:
+def inputs_for_reference(batch: Batch, micro: MicroBatch) -> Groups:
     """Return the reference's inputs for these rows, without recorded experts: the reference's router chooses its own."""
     return reference_inputs_of(batch, micro) or replace(inputs_of(batch, micro), experts=None)
 
 
 @torch.no_grad()
-def follow(reference: LanguageModel, model: LanguageModel, share: float) -> None:
+def move_towards(reference: LanguageModel, model: LanguageModel, share: float) -> None:
     """Move the reference's weights towards the policy's.
 
     Formula: θ_ref ← share·θ + (1 − share)·θ_ref

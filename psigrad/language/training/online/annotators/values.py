@@ -10,7 +10,7 @@ from torch import Tensor
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.models.scalar_model import ScalarModel
-from psigrad.language.training.online.batching import fill
+from psigrad.language.training.online.batching import compute_by_row
 from psigrad.language.training.online.online_run import Annotator, OnlineRun
 from psigrad.objective import Batch
 from psigrad.processes.parallel.world import ALONE, World
@@ -27,10 +27,10 @@ class Values(Annotator):
         if not run.algorithm.needs_critic:
             return batch
         critic = run.model if run.critic is None else run.critic.model
-        return replace(batch, value=values(critic, batch, run.config.micro_batch_tokens, cache, run.world))
+        return replace(batch, value=compute_values(critic, batch, run.config.micro_batch_tokens, cache, run.world))
 
 
-def values(
+def compute_values(
     critic: LanguageModel | ScalarModel, batch: Batch, budget: int, cache: ActivationCache | None = None, world: World = ALONE
 ) -> Tensor:
     """Return [N, T], the critic's value of the state before each token. A language model's value is that of its value head."""
@@ -42,4 +42,4 @@ def values(
         assert value is not None
         return value
 
-    return fill(batch, budget, of, world=world)
+    return compute_by_row(batch, budget, of, world=world)
