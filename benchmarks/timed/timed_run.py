@@ -61,7 +61,7 @@ class Inline:
 
 
 def _call_reward(group: Samples) -> list[float]:
-    given: dict[str, Any] = group.shown
+    given: dict[str, Any] = group.arguments
     return reward(**given)
 
 

@@ -230,7 +230,7 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
         collector = (
             PlayerCollector(RecordedSessions(rows), job.sampler, job.model, True) if config.asks else job.rollout.collector
         )
-        job = replace(job, rollout=_RecordedRollout(collector, None, job.rollout.show, recorded=rewards))
+        job = replace(job, rollout=_RecordedRollout(collector, None, job.rollout.to_samples, recorded=rewards))
         for now in range(newest.step + 1, number):
             state = _with_changes(path, state)
             state = own.take(step(apply_changes(job, state.changes), state))

@@ -84,7 +84,7 @@ def _steps(job: Job, steps: int, handed: Sequence[Step]) -> Iterator[Step]:
             config = replace(config, prompts_per_step=groups, num_generations=len(given["tokens"]) // groups)
             make, first = partial(notes.take, given, run.prompts[first : first + groups], order), first + groups
         inner = run.rollout
-        rollout = _Rollout(inner.collector, inner.scorer, inner.show, handed=make, notes=notes)
+        rollout = _Rollout(inner.collector, inner.scorer, inner.to_samples, handed=make, notes=notes)
         optimizer: Any = _Optimizer(run.optimizer, True)
         optimizer.notes, watched = notes, object.__new__(_Algorithm)
         vars(watched).update(vars(run.algorithm), notes=notes)
@@ -238,9 +238,9 @@ class _Rollout(ScoredRollout):
         if self.handed is None:
             made = super().__call__(*given, **named)
         else:
-            scoring = PendingRewards(self.scorer, self.show({p.index: p.row for p in self.notes.run.prompts}))
+            scoring = PendingRewards(self.scorer, self.to_samples({p.index: p.row for p in self.notes.run.prompts}))
             scoring.add_all(drawn := self.handed(given[4]))  # the version of the policy
-            made = scoring.give_to(drawn)
+            made = scoring.assign_to(drawn)
         self.notes.collected(made)
         return made
 

@@ -28,7 +28,7 @@ class InlineScorer:
         while calls:
             call = calls.popleft()
             spec = self.specs[call.function]
-            answer = ask(spec.name, spec.function, select(samples.shown, call.samples))
+            answer = ask(spec.name, spec.function, select(samples.arguments, call.samples))
             calls.extendleft(reversed([again for job in enter(call, answer, parts) for again in job]))
         names = [spec.name for spec in self.specs]
         return [combine(names, self.weights, [p[i] for p in parts], self.failure_value) for i in range(len(samples))]

@@ -9,26 +9,27 @@ from typing import Any
 from psigrad.language.data.chat.messages import Message
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.templates import completion_for_reward, opened_thought, special_token_remover
-from psigrad.language.rollout.collectors import PendingRewards, Show
+from psigrad.language.rollout.collectors import PendingRewards, ToSamples
 from psigrad.language.rollout.scoring import Samples, Scorer, turns_of
 from psigrad.language.rollout.types import Trajectory
 
 
 def reward_view(
     tokenizer: Any = None, plays: bool = False, skip_special_tokens: bool = True
-) -> Callable[[Mapping[int, Row]], Show]:
-    """Return the `show` function of a `ScoredRollout`. With `plays`, samples also have the turns and tokens of the policy alone.
+) -> Callable[[Mapping[int, Row]], ToSamples]:
+    """Return the `to_samples` function of a `ScoredRollout`. With `plays`, samples also have the turns and tokens of the policy
+    alone.
 
     Reward functions get the columns of all rows of the rollout. The value is None if a completion's own row lacks the column.
     With `skip_special_tokens`, they get the policy's text without special tokens; `completion_ids` are complete.
     """
     hide = special_token_remover(tokenizer) if skip_special_tokens and tokenizer is not None else _keep
 
-    def show(rows: Mapping[int, Row]) -> Show:
+    def to_samples(rows: Mapping[int, Row]) -> ToSamples:
         names = sorted({name for row in rows.values() for name in row.columns})
         return lambda group: _samples(group, rows, names, tokenizer, plays, hide)
 
-    return show
+    return to_samples
 
 
 def _samples(
@@ -81,4 +82,4 @@ def score(scorer: Scorer | None, trajectories: Sequence[Trajectory], rows: Mappi
     view = reward_view(plays=any(t.mask for t in trajectories))
     rewards = PendingRewards(scorer, view({t.row: rows[t.row] for t in trajectories}))
     rewards.add_all(trajectories)
-    return rewards.give_to(trajectories)
+    return rewards.assign_to(trajectories)

@@ -14,7 +14,7 @@ from psigrad.errors import UserError
 from psigrad.language.rewards.code_asserts import Evaluated
 from psigrad.language.rewards.code_rows import BESIDE, COLUMNS, Printed, RowTests, read_tests
 from psigrad.language.rewards.code_values import same
-from psigrad.language.rollout.scoring import SelfLimited, Wrong, text_of
+from psigrad.language.rollout.scoring import FailedTest, SelfLimited, text_of
 from psigrad.processes.sandbox import Executor, Limits, Program, ProgramOutcome, executor_for, tier_of_this_machine
 from psigrad.processes.sandbox.executor import MissingValue
 
@@ -32,7 +32,7 @@ _WRONG = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, R
 
 @dataclass(frozen=True)
 class Code(SelfLimited):
-    """A reward of 1 if the completion's Python program passes every test of its row, otherwise 0: a `Wrong` with a `reason`.
+    """A reward of 1 if the completion's Python program passes every test of its row, otherwise 0: a `FailedTest` with a `reason`.
 
     The program is the last fenced block (a Python block if there is one), or the whole completion without a block. One of
     `code_rows.COLUMNS` holds the tests; that module lists their forms. The first failed test ends the run. With `partial`, the
@@ -64,7 +64,7 @@ class Code(SelfLimited):
             )
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
-        """Return one reward per completion; for a wrong program a `Wrong`."""
+        """Return one reward per completion; for a wrong program a `FailedTest`."""
         token = os.environ[self.service_token_variable] if self.service_token_variable else ""
         executor = _executor(self.service, token, self.allow_unsafe_code)
         judged = []
@@ -171,12 +171,12 @@ class _Judged:
 
     @property
     def reward(self) -> float:
-        """The reward: 1, a share of passed tests, or a `Wrong`."""
+        """The reward: 1, a share of passed tests, or a `FailedTest`."""
         number, fault = next(((i, fault) for i, fault in enumerate(self._faults) if fault), (0, ""))
         if not fault:
             return 1.0
         right = self._faults.count("") / self._count if self._settings.partial else 0.0
-        return right or Wrong(f"test {number + 1} of {self._count}: {fault}")
+        return right or FailedTest(f"test {number + 1} of {self._count}: {fault}")
 
 
 def _fails_at(checks: Sequence[Evaluated]) -> Callable[[int, Any], bool]:

@@ -162,7 +162,7 @@ class PoolScoring(Scoring):
 
     def add(self, group: Samples) -> None:
         """Add a group; see `Scoring`."""
-        for name, values in group.shown.items():
+        for name, values in group.arguments.items():
             self._shown.setdefault(name, []).extend(values)
         samples = tuple(range(self._count, self._count + len(group)))
         with self._pool.watch:

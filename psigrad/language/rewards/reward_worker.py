@@ -15,7 +15,7 @@ from typing import Any
 from psigrad.errors import kind_of, nearest
 from psigrad.language import images
 from psigrad.language.rewards.golds import blank
-from psigrad.language.rollout.scoring import Failure, Preparable, SelfLimited, Unscored, Wrong, transcript_of, turns_of
+from psigrad.language.rollout.scoring import FailedTest, Failure, Preparable, SelfLimited, Unscored, transcript_of, turns_of
 from psigrad.processes.workers.child import message_of, reason_for
 from psigrad.processes.workers.shipping import Packed, unpack
 
@@ -248,7 +248,7 @@ def _part_of(name: str, value: Any) -> Part:
     """Return one value of a returned list as a plain Python object, which any process can load."""
     if isinstance(value, Failure):
         return Failure(message_of(value))
-    if isinstance(value, Wrong):
+    if isinstance(value, FailedTest):
         return Failure(value.reason)  # its value is 0, and the records hold the reason
     if isinstance(value, Unscored):
         return Unscored(f"{name}: {value.reason}")

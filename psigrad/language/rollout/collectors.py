@@ -26,7 +26,7 @@ DIGITS = 4
 """The decimal places of values per token in rollouts.jsonl."""
 SeedOf = Callable[[int, int], int]
 """A function (index of the prompt, number of the completion in its group) -> the seed of that completion."""
-Show = Callable[[Sequence[Trajectory]], Samples]
+ToSamples = Callable[[Sequence[Trajectory]], Samples]
 """A function that turns a group of trajectories into the samples that reward functions receive: text and columns, not tokens."""
 
 
@@ -106,8 +106,8 @@ class ScoredRollout:
 
     collector: TrajectoryCollector
     scorer: Scorer | None
-    show: Callable[[Mapping[int, Any]], Show]
-    """A function of the dataset rows by index. It returns the `Show` function for trajectories of these rows."""
+    to_samples: Callable[[Mapping[int, Any]], ToSamples]
+    """A function of the dataset rows by index. It returns the `ToSamples` function for trajectories of these rows."""
     world: World = ALONE
     complete: bool = False
     """True if every process receives all tokens of all trajectories, to store pending collections in a checkpoint."""
@@ -154,7 +154,7 @@ class ScoredRollout:
     ) -> list[Trajectory]:
         """Sample and score trajectories of the prompts with the indices in `share`."""
         mine = [prompts[i] for i in share]
-        scoring = PendingRewards(self.scorer, self.show({p.index: p.row for p in mine}))
+        scoring = PendingRewards(self.scorer, self.to_samples({p.index: p.row for p in mine}))
         groups: dict[int, list[Trajectory]] = {}
         with clock("time/sample"):
             collected = self.collector.collect(mine, params, num_generations, lambda i, k: seed_of(share[i], k), version, cache)
@@ -164,7 +164,7 @@ class ScoredRollout:
                     scoring.add(group)
                 scoring.poll()
         with clock("time/score"):
-            return scoring.give_to([t for place in range(len(mine)) for t in groups[place]])
+            return scoring.assign_to([t for place in range(len(mine)) for t in groups[place]])
 
     def snapshot(self) -> ScoredRollout:
         """Return this rollout with the policy's current weights."""
@@ -177,8 +177,8 @@ class PendingRewards:
     Rewards from the environment are added to those from the scorer. Without a scorer, they are the only ones.
     """
 
-    def __init__(self, scorer: Scorer | None, show: Show) -> None:
-        self._scoring, self._show = None if scorer is None else scorer.begin(), show
+    def __init__(self, scorer: Scorer | None, to_samples: ToSamples) -> None:
+        self._scoring, self._to_samples = None if scorer is None else scorer.begin(), to_samples
         self._places: dict[int, int] = {}
 
     def add_all(self, trajectories: Sequence[Trajectory]) -> None:
@@ -191,14 +191,14 @@ class PendingRewards:
         """Send one group to the scorer."""
         self._places |= {id(t): len(self._places) + i for i, t in enumerate(group)}
         if self._scoring is not None:
-            self._scoring.add(self._show(group))
+            self._scoring.add(self._to_samples(group))
 
     def poll(self) -> None:
         """Let the scorer make progress without waiting."""
         if self._scoring is not None:
             self._scoring.poll()
 
-    def give_to(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    def assign_to(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Wait for the scores, and return these trajectories with their rewards, all of which were added before."""
         results: Sequence[Result] = [Scored(0.0)] * len(trajectories) if self._scoring is None else self._scoring.results()
         return [add_reward(t, results[self._places[id(t)]]) for t in trajectories]

@@ -36,7 +36,7 @@ class Samples:
     """The tag (such as <think>) with which each prompt opens a thought at its end, or ""; None: no prompt opens one."""
 
     def __post_init__(self) -> None:
-        lengths = {name: len(values) for name, values in self.shown.items()}
+        lengths = {name: len(values) for name, values in self.arguments.items()}
         if self.prompt_ids is not None:
             lengths["prompt_ids"] = len(self.prompt_ids)
         if len(set(lengths.values())) > 1:
@@ -46,7 +46,7 @@ class Samples:
         return len(self.completions)
 
     @property
-    def shown(self) -> dict[str, Sequence[Any]]:
+    def arguments(self) -> dict[str, Sequence[Any]]:
         """The columns sent to the reward functions' workers, by name."""
         said = {"prompts": self.prompts, "completions": self.completions}
         own = {name: list(map(images.remove_marks, values)) for name, values in said.items()}
@@ -91,10 +91,10 @@ class SelfLimited:
     """A reward function that enforces its own time limit. Its worker is not killed while it runs."""
 
 
-class Wrong(float):
+class FailedTest(float):
     """The reward 0 of a program that fails a test, and the reason."""
 
-    def __new__(cls, reason: str) -> Wrong:
+    def __new__(cls, reason: str) -> FailedTest:
         """Create a reward of 0 with this reason."""
         made = super().__new__(cls, 0.0)
         made.reason = reason

@@ -222,7 +222,7 @@ def test_rewards_get_parts_and_images_opened_by_pillow(files):
     given = [{"bytes": RED, "path": None}, draw("red"), url(RED), {"bytes": None, "path": str(files / "red.png")}]
     row = read(prompt=[say("a")], images=[*given, files / "red.png"])
     service = reward_worker.service([("seen", pack(seen, "reward"))])
-    samples = Samples([row.prompt, "a" + R], ["x"] * 2, [[]] * 2, {"images": [row.columns["images"]] * 2}).shown
+    samples = Samples([row.prompt, "a" + R], ["x"] * 2, [[]] * 2, {"images": [row.columns["images"]] * 2}).arguments
     assert list(service([([0], samples)])) == [[5.0, 0.0]]
 
 

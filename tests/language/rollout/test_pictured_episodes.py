@@ -82,7 +82,7 @@ def test_pictures_of_an_environment_stay_in_the_context(made):
     again = unpack(pack([found]))[0]
     assert (again.prompt_ids, again.completion.ids) == (found.prompt_ids, found.completion.ids)
     samples = reward_view(WORDS, plays=True)({0: row})([found])
-    said = [samples.shown["prompts"][0][0]["content"], samples.shown["completions"][0][3]["content"]]
+    said = [samples.arguments["prompts"][0][0]["content"], samples.arguments["completions"][0][3]["content"]]
     assert [[part.get("text", part.get("width")) for part in parts] for parts in said] == [[16, "what?"], ["next", 16]]
 
 
