@@ -45,7 +45,7 @@ from psigrad.language.models.towers import freeze_towers, text_half, write
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from psigrad.language.models.fused.parts import Parts
+    from psigrad.language.models.fused.module_kernels import ModuleKernels
     from psigrad.language.models.vision import Vision
 
 R = TypeVar("R")
@@ -95,8 +95,9 @@ class Pretrained(ABC):
       that the model without it is not the initial model.
     - `why_padded` is empty if the packed forward pass reproduces the model; otherwise it is the reason for padded passes.
     - `decoder` runs the packed forward pass in fused kernels; if it is None, `why_unfused` is the reason.
-    - `parts` are psigrad's kernels inside transformers' modules, if these run packed on a CPU.
-    - `attends` is the attention that transformers' modules use for packed sequences. `why_sdpa` is why a GPU uses "sdpa".
+    - `module_kernels` are psigrad's kernels inside transformers' modules, if these run packed on a CPU.
+    - `attention_kernel` is the attention that transformers' modules use for packed sequences. `why_sdpa` is why a GPU uses
+    "sdpa".
     - `texts` are the texts on which psigrad's computation was compared with transformers'.
     - `balance` is the auxiliary loss of a mixture-of-experts model; `routing` records the experts of sampling for training.
     - `root` gathers sharded weights while its forward pass runs (`language/models/sharded.py`).
@@ -112,8 +113,8 @@ class Pretrained(ABC):
     train_mode: bool = False
     decoder: Decoder | None = None
     why_unfused: str = ""
-    parts: Parts | None = None
-    attends: Literal["sdpa", "varlen", "flex"] = "sdpa"
+    module_kernels: ModuleKernels | None = None
+    attention_kernel: Literal["sdpa", "varlen", "flex"] = "sdpa"
     why_sdpa: str = ""
     root: nn.Module | None = None
     context: Any = None
@@ -154,7 +155,7 @@ class Pretrained(ABC):
         """The CPU instructions of the fused layers' matrix products: AVX2, AVX-512, AMX tiles, …; empty without fused layers."""
         if self.decoder is not None:
             return self.decoder.native.products.instructions(self.decoder.dtype)
-        return "" if self.parts is None else self.parts.native.products.instructions(self.network.dtype)
+        return "" if self.module_kernels is None else self.module_kernels.native.products.instructions(self.network.dtype)
 
     @cached_property
     def max_length(self) -> int:
@@ -198,12 +199,12 @@ class Pretrained(ABC):
         if self.decoder is not None:
             fused: Any = layout
             return self.decoder(input_ids, position_ids, fused, keep, cached, wanted)
-        if self.attends != "sdpa" and isinstance(layout, attention.PackedLayout):
+        if self.attention_kernel != "sdpa" and isinstance(layout, attention.PackedLayout):
             from psigrad.language.models.hf_attention import unpad
 
-            layout = unpad(layout, self.attends)
-        if self.parts is not None:
-            self.parts.packed = getattr(layout, "packed_weights", None)
+            layout = unpad(layout, self.attention_kernel)
+        if self.module_kernels is not None:
+            self.module_kernels.packed = getattr(layout, "packed_weights", None)
         with contextlib.nullcontext() if self.routing is None else self.routing.follow(experts):
             module, given = self._embedded(input_ids)
             made = module(
@@ -329,7 +330,7 @@ class Pretrained(ABC):
         if not known and not self.why_padded:
             self.decoder, self.why_unfused = fuse(self, self._texts(), gradient_checkpointing)
             if self.decoder is None:
-                self.parts, reason = compose(self, self._texts())
+                self.module_kernels, reason = compose(self, self._texts())
                 self.why_unfused += reason and f"; its layers with state run in PyTorch: {reason}"
         self.train_mode = gradient_checkpointing or self.masks.used
         if self.train_mode and self.decoder is None:
@@ -355,16 +356,16 @@ class Pretrained(ABC):
             raise UserError(f"attention is {how!r}, and {why}; leave it at 'auto'.")
         # With shards, gradients are computed by hooks that a probe does not run.
         learns = [p for p in self.trainable().values() if p.requires_grad] if self.root is None else []
-        own, before = self._probe_with_gradient(learns), self.attends
+        own, before = self._probe_with_gradient(learns), self.attention_kernel
         try:
-            self.attends = how  # type: ignore[assignment]
+            self.attention_kernel = how  # type: ignore[assignment]
             found = self._probe_with_gradient(learns)
             slopes = (float((a - b).abs().max()) for a, b in zip(found[1:], own[1:], strict=True))
             gap = max(distance(found[0], own[0]), *slopes, 0.0)
             if not gap < (1e-3 if self.network.dtype in (torch.float32, torch.float64) else 0.25):
                 raise ValueError(f"its numbers differ by {gap:.1g} from the model's own")
         except (RuntimeError, ValueError, ImportError) as error:
-            self.attends = before
+            self.attention_kernel = before
             reason = reason_of(error).rstrip(".")
             raise UserError(
                 f"attention is {how!r}, and it does not run on {self.device} ({reason}); leave it at 'auto'."
@@ -382,9 +383,13 @@ class Pretrained(ABC):
         twin = copy.deepcopy(self.network)
         twin.requires_grad_(False)
         decoder = None if self.decoder is None else Decoder(twin, vision=self.vision)
-        own: dict[str, Any] = {"attends": self.attends, "why_padded": self.why_padded, "why_unfused": self.why_unfused}
-        parts = None if self.parts is None else type(self.parts)(twin, self.parts.native)
-        return type(self)(twin.eval(), self.tokenizer, decoder=decoder, parts=parts, **own)
+        own: dict[str, Any] = {
+            "attention_kernel": self.attention_kernel,
+            "why_padded": self.why_padded,
+            "why_unfused": self.why_unfused,
+        }
+        kernels = None if self.module_kernels is None else type(self.module_kernels)(twin, self.module_kernels.native)
+        return type(self)(twin.eval(), self.tokenizer, decoder=decoder, module_kernels=kernels, **own)
 
     def save(self, folder: Path) -> None:
         """Save weights and tokenizer in Hugging Face format. A LoRA model saves only its adapter (and a scalar head)."""
@@ -415,10 +420,10 @@ def own_share(model: Pretrained, inputs: ForwardInputs) -> ForwardInputs:
         raise UserError("A row has an image, and cp_size divides rows of text alone; set cp_size to 1.")
     if model.masks.used:
         inputs = replace(inputs, texts=text_sums(inputs.input_ids, inputs.position_ids, packed))
-    if model.attends != "sdpa":
+    if model.attention_kernel != "sdpa":
         from psigrad.language.models.hf_attention import unpad
 
-        packed = unpad(packed, model.attends)
+        packed = unpad(packed, model.attention_kernel)
     divided: ForwardInputs = model.context.share(inputs, packed)
     return divided
 

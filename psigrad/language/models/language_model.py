@@ -168,7 +168,7 @@ class LanguageModel(Pretrained):
         """
         output = self.output_head()
         plain = type(output) is nn.Linear and output.bias is None and not torch.is_grad_enabled()
-        fast = self.decoder or self.parts
+        fast = self.decoder or self.module_kernels
         if fast is not None and plain:
             out, products = hidden.new_empty(len(hidden), len(output.weight)), fast.native.products
             if packed_weights is None or hidden.dtype != output.weight.dtype:

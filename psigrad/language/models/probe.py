@@ -98,25 +98,26 @@ def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, st
 
 @torch.no_grad()
 def compose(model: Any, texts: Groups) -> tuple[Any, str]:
-    """Return psigrad's kernels inside the modules of a packed model (`Parts`) if they do not change its outputs; otherwise None.
+    """Return psigrad's kernels inside the modules of a packed model (`ModuleKernels`) if they do not change its outputs;
+    otherwise None.
 
     Also enable the kernels of its recurrent layers, if these do not change the outputs. The second result is the reason why they
     are disabled, or empty.
     """
-    from psigrad.language.models.fused.parts import Parts
+    from psigrad.language.models.fused.module_kernels import ModuleKernels
 
     hf, native = model.network, kernels()
     if isinstance(native, str) or hf.device.type != "cpu" or hf.dtype not in native.dtypes:
         return None, ""
-    parts, inputs = Parts(hf, native), lay_out(texts, model.device, packed=True)
+    module_kernels, inputs = ModuleKernels(hf, native), lay_out(texts, model.device, packed=True)
     hf.eval()  # the dropout of a new adapter is active until then
 
     def numbers(on: bool) -> Tensor:
-        parts.on = on
+        module_kernels.on = on
         hidden: Tensor = model.target_hidden(inputs)
         return hidden
 
-    parts.on = not _why_not(hf, numbers)
+    module_kernels.on = not _why_not(hf, numbers)
     switches = [module.has_state for module in hf.modules() if getattr(module, "has_state", None)]
     repeats = max(1, min(8, model.max_length // LENGTH))  # so that there are several chunks
     longer = [tuple(ids) * repeats for ids in texts.prompts], [[tuple(ids) * repeats for ids in g] for g in texts.completions]
@@ -131,7 +132,7 @@ def compose(model: Any, texts: Groups) -> tuple[Any, str]:
     reason = _why_not(hf, scanned) if switches else ""
     for switch in switches:
         switch.native = None if reason else native
-    return parts if parts.on else None, reason
+    return module_kernels if module_kernels.on else None, reason
 
 
 def _why_not(hf: PreTrainedModel, numbers: Callable[[bool], Tensor]) -> str:

@@ -353,7 +353,7 @@ def test_more_rows_than_a_slab_holds_have_no_room_in_place():
 def test_no_piece_of_a_slab_is_larger_than_a_layers(model):
     """What fits into no hole that others left makes a step's peak larger."""
     sampled(model)
-    parts = model.decoder.parts
+    parts = model.decoder.row_layout
     for slab in model.kept.slabs:
         pieces = {slab.part(i, j).untyped_storage().data_ptr() for i in range(parts.layers) for j in range(len(parts.kinds))}
         assert len(pieces) == parts.layers

@@ -92,9 +92,9 @@ def test_a_model_with_flex_gives_its_own_log_probs():
     model = prepare(tiny.model("gpt2", len(tokenizer)), tokenizer)
     with torch.no_grad():
         own = model.evaluate(GROUPS).logp
-        model.attends = "flex"
+        model.attention_kernel = "flex"
         assert torch.allclose(model.evaluate(GROUPS).logp, own, atol=1e-5)
-    assert model.frozen_copy().attends == "flex"
+    assert model.frozen_copy().attention_kernel == "flex"
 
 
 @pytest.mark.needs("compiler")
@@ -114,16 +114,16 @@ def test_flex_is_refused_where_its_numbers_differ(monkeypatch):
     monkeypatch.setattr(
         type(model),
         "_probe_with_gradient",
-        lambda self, learns: [x + (self.attends == "flex") for x in own(_plain(self), learns)],
+        lambda self, learns: [x + (self.attention_kernel == "flex") for x in own(_plain(self), learns)],
     )
     with pytest.raises(UserError, match="its numbers differ by 1 from the model's own"):
         model.attend("flex")
-    assert model.attends == "sdpa"
+    assert model.attention_kernel == "sdpa"
 
 
 def _plain(model):
     from copy import copy
 
     twin = copy(model)
-    twin.attends = "sdpa"
+    twin.attention_kernel = "sdpa"
     return twin

@@ -21,8 +21,8 @@ def logits(model) -> torch.Tensor:
 
 
 def test_a_saved_model_opens_with_transformers_and_computes_the_same(model, tmp_path, monkeypatch):
-    if model.parts is not None:  # its kernels round otherwise than transformers' modules
-        monkeypatch.setattr(model.parts, "on", False)
+    if model.module_kernels is not None:  # its kernels round otherwise than transformers' modules
+        monkeypatch.setattr(model.module_kernels, "on", False)
     model.save(tmp_path)
     opened = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(logits(opened), logits(model.network))

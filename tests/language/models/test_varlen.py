@@ -105,36 +105,36 @@ def test_a_model_attends_without_padding_where_a_kernel_is(monkeypatch):
     calls = []
     monkeypatch.setattr(hf_attention, "varlen_kernel", lambda: lambda *given: calls.append(1) or oracle(*given))
     model.attend("varlen")
-    assert model.attends == "varlen" and model.frozen_copy().attends == "varlen"
+    assert model.attention_kernel == "varlen" and model.frozen_copy().attention_kernel == "varlen"
     calls.clear()
     assert torch.allclose(model.evaluate(GROUPS).logp, own, atol=1e-5) and calls
     monkeypatch.setattr(hf_attention, "varlen_kernel", lambda: lambda *given: 1.1 * oracle(*given))
-    model.attends = "sdpa"
+    model.attention_kernel = "sdpa"
     with pytest.raises(UserError, match=r"attention is 'varlen', and .*differ by .*leave it at 'auto'"):
         model.attend("varlen")
-    assert model.attends == "sdpa"
+    assert model.attention_kernel == "sdpa"
 
 
 def test_on_a_gpu_the_first_way_that_runs_is_taken_and_why_none_was(monkeypatch):
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
     model = prepare(tiny.model("gpt2", len(tokenizer)), tokenizer)
     model.attend("auto")
-    assert (model.attends, model.slower) == ("sdpa", "") or "fused" in model.slower  # a CPU pads
+    assert (model.attention_kernel, model.slower) == ("sdpa", "") or "fused" in model.slower  # a CPU pads
     cuda = type("Device", (), {"type": "cuda"})()
     monkeypatch.setattr(type(model), "device", property(lambda self: cuda))
     broken = []
 
     def numbers(self, learns):
-        if self.attends in broken:
-            raise RuntimeError(f"no {self.attends} here")
+        if self.attention_kernel in broken:
+            raise RuntimeError(f"no {self.attention_kernel} here")
         return [torch.zeros(2)]
 
     monkeypatch.setattr(type(model), "_probe_with_gradient", numbers)
     for more, taken in (([], "varlen"), (["varlen"], "flex"), (["flex"], "sdpa")):
         broken += more
-        model.attends = "sdpa"
+        model.attention_kernel = "sdpa"
         model.attend("auto")
-        assert model.attends == taken
+        assert model.attention_kernel == taken
     assert "no varlen here" in model.slower and "no flex here" in model.slower
 
 

@@ -92,7 +92,7 @@ def test_a_whole_step_from_sampling_on_is_that_of_the_cpu(gpu, algorithm):
     with gpu() as asked:
         there, found = step("cuda")
         weights = [p.cpu() for p in there.model.trainable().values()]
-    assert there.model.attends == "varlen" and found == written
+    assert there.model.attention_kernel == "varlen" and found == written
     wanted = (
         {"recording", "attention"} if algorithm == "distill" else {"recording", "attention", "head"}
     )  # a KL has no closed form

@@ -63,14 +63,14 @@ class RowLayout:
 class Block:
     """A block of memory for `rows` rows of all tensors in a `RowLayout`."""
 
-    def __init__(self, parts: RowLayout, rows: int) -> None:
-        self.parts, self.rows = parts, rows
-        whole = [math.ceil(rows * size / _ALIGNED) * _ALIGNED for size in parts.sizes]
+    def __init__(self, layout: RowLayout, rows: int) -> None:
+        self.layout, self.rows = layout, rows
+        whole = [math.ceil(rows * size / _ALIGNED) * _ALIGNED for size in layout.sizes]
         # One allocation per layer. A single large one would not fit into any free part of the heap.
-        self._memory = [torch.empty(sum(whole), dtype=torch.uint8) for _ in range(parts.layers)]
+        self._memory = [torch.empty(sum(whole), dtype=torch.uint8) for _ in range(layout.layers)]
         self._starts = np.cumsum([0, *whole[:-1]])
         self._places = self._starts + np.array([[x.data_ptr()] for x in self._memory])
-        self._sizes = np.array(parts.sizes)
+        self._sizes = np.array(layout.sizes)
 
     def addresses(self, start: int = 0) -> Tensor:
         """Return the addresses [layers, tensors] of row `start`, int64."""
@@ -78,14 +78,14 @@ class Block:
 
     def part(self, layer: int, index: int, start: int = 0, count: int | None = None) -> Tensor:
         """Return `count` rows of one tensor from the row `start`, [count, width]; without a count, all rows from there."""
-        width, kind = self.parts.kinds[index]
-        count, size = self.rows - start if count is None else count, self.parts.sizes[index]
+        width, kind = self.layout.kinds[index]
+        count, size = self.rows - start if count is None else count, self.layout.sizes[index]
         first = int(self._starts[index]) + start * size
         return self._memory[layer][first : first + count * size].view(kind).view(count, width)
 
     def layers(self) -> Layers:
         """Return all tensors of all layers."""
-        return [tuple(self.part(i, j) for j in range(len(self.parts.kinds))) for i in range(self.parts.layers)]
+        return [tuple(self.part(i, j) for j in range(len(self.layout.kinds))) for i in range(self.layout.layers)]
 
     def write(self, start: int, layers: Layers, first: int, count: int) -> None:
         """Copy `count` rows of the tensors in `layers`, from the row `first`, to this block's rows from `start`.
@@ -93,14 +93,14 @@ class Block:
         Raises `ValueError` if widths or dtypes differ from this block's.
         """
         given = [x for layer in layers for x in layer]
-        kinds = [kind for _ in range(self.parts.layers) for kind in self.parts.kinds]
+        kinds = [kind for _ in range(self.layout.layers) for kind in self.layout.kinds]
         whole = all(x.is_contiguous() and len(x) >= first + count for x in given)
         if not whole or [(x.shape[1], x.dtype) for x in given] != kinds:
             raise ValueError(
                 f"Rows {first} to {first + count} of tensors {[(tuple(x.shape), x.dtype, x.stride()) for x in given]} can't be "
                 f"written to {kinds}: widths and types must be equal, and the tensors contiguous."
             )
-        sizes = self.parts.sizes * self.parts.layers
+        sizes = self.layout.sizes * self.layout.layers
         there = [x.data_ptr() + first * size for x, size in zip(given, sizes, strict=True)]
         native().copy(self.addresses(start).flatten().tolist(), there, [count * size for size in sizes])
 
@@ -244,8 +244,8 @@ class CacheHit:
 
     def __init__(self, slabs: list[Block], rows: Tensor, logps: CachedLogProbs) -> None:
         self.logps = logps
-        self.last = slabs[0].parts.layers - 1
-        self._rows, self._parts = rows, slabs[0].parts
+        self.last = slabs[0].layout.layers - 1
+        self._rows, self._parts = rows, slabs[0].layout
         self._slabs, self._where = slabs, torch.stack([slab.addresses() for slab in slabs], dim=2)
 
     def output(self, index: int, wanted: Tensor | None = None) -> Tensor:

@@ -135,7 +135,7 @@ class Decoder:
         windows = [family.window(config, i) or 0 for i in range(len(base.layers))]
         self.layers = [Layer(i, module, heads, windows[i], native, exact) for i, module in enumerate(base.layers)]
         self.heads, self.dtype = heads, self.layers[0].weights.dtype
-        self.parts = RowLayout(len(self.layers), self.layers[0].kinds)
+        self.row_layout = RowLayout(len(self.layers), self.layers[0].kinds)
         self.eps = float(base.norm.variance_epsilon)
         self.fill = None if vision is None else partial(vision.fill, network)
         self.parameters: list[nn.Parameter] = [*base.parameters(), *(tower_parameters(network) if vision is not None else ())]
@@ -233,7 +233,7 @@ class Decoder:
 
             x = self._with_weights(layer, run, x)
         if keep is not None:
-            keep.add(len(x), self.parts, now, layers)
+            keep.add(len(x), self.row_layout, now, layers)
         return x
 
     def _step(self, x: Tensor, how: Pass, keep: ActivationCache | None, now: list[Version]) -> Tensor | None:
@@ -247,15 +247,15 @@ class Decoder:
         weights = packed_weights.table(how.adapted, now, lambda: self._addresses(packed_weights, how.adapted))
         if weights is None:
             return None
-        room = None if keep is None else keep.reserve(rows, self.parts)
+        room = None if keep is None else keep.reserve(rows, self.row_layout)
         # Without a cache all layers share one layer's memory.
-        block, start = room or (Block(self.parts if keep is not None else replace(self.parts, layers=1), rows), 0)
+        block, start = room or (Block(self.row_layout if keep is not None else replace(self.row_layout, layers=1), rows), 0)
         made = block.addresses(start).expand(len(self.layers), -1).contiguous()
-        inner, rank = self.parts.kinds[-1][0] // 2, int(weights[:, RANKS].max())
+        inner, rank = self.row_layout.kinds[-1][0] // 2, int(weights[:, RANKS].max())
         self.native.decode_layers(x, weights, made, inner, rank, slots, how.angles, self.heads, self.eps)
         if keep is not None:
-            keep.add(rows, self.parts, now, None if room is not None else block.layers())
-        return block.part(block.parts.layers - 1, 0, start, rows)
+            keep.add(rows, self.row_layout, now, None if room is not None else block.layers())
+        return block.part(block.layout.layers - 1, 0, start, rows)
 
     def _addresses(self, packed_weights: PackedWeights, adapted: bool) -> Tensor | None:
         """Return the addresses of all layers' weights for `Kernels.decode_layers`; None if a matrix can't be packed."""

@@ -424,7 +424,7 @@ class SharedDecode:
 def new_cache(model: LanguageModel, slots: int, longest: int, behind: int = 0) -> KVCache | SharedCache:
     """Return an empty cache for this model. A slot holds up to `longest` tokens, of which `behind` (0: all) follow its prompt."""
     if model.decoder is None:
-        return KVCache(slots, longest, None if model.parts is None else PackedWeights())
+        return KVCache(slots, longest, None if model.module_kernels is None else PackedWeights())
     return SharedCache(slots, behind or longest, len(model.decoder.layers), model.decoder.heads, model.decoder.dtype)
 
 

@@ -74,7 +74,7 @@ class CachedDialogue(Dialogue):
         room = (len(prompts), model.max_length)
         self.cache: SharedCache | SlotCache
         if (decoder := model.decoder) is None:
-            self.cache = SlotCache(*room, None if model.parts is None else PackedWeights())
+            self.cache = SlotCache(*room, None if model.module_kernels is None else PackedWeights())
         else:
             self.cache = SharedCache(*room, len(decoder.layers), decoder.heads, decoder.dtype)
         self.cached = np.zeros(len(prompts), dtype=bool)

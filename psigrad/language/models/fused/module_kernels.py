@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 
 
-class Parts:
-    """The kernels in a network's modules. `Parts(network, native)` replaces the forward methods of these modules.
+class ModuleKernels:
+    """The kernels in a network's modules. `ModuleKernels(network, native)` replaces the forward methods of these modules.
 
     They run in kernels while `on` is True. `packed` is the cache of packed matrices in a decoding step, else None.
     """
@@ -142,7 +142,7 @@ class _Linear(torch.autograd.Function):
     """A linear layer computed by kernels, with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Parts, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, parts: ModuleKernels, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.parts = parts
         ctx.save_for_backward(x, weight)
         return parts.multiply(x, weight, bias)
@@ -161,7 +161,7 @@ class _FeedForward(torch.autograd.Function):
     """A feed-forward layer down(silu(gate(x)) · up(x)) computed by kernels, with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Parts, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    def forward(ctx: Any, parts: ModuleKernels, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         both = x.new_empty(len(x), 2 * len(gate))
         for weight, part in zip((gate, up), both.chunk(2, 1), strict=True):
             parts.multiply(x, weight, out=part)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from psigrad.kernels.kernels import Kernels, kernels
 from psigrad.kernels.state_kernels import Trees
-from psigrad.language.models.fused.parts import Parts
+from psigrad.language.models.fused.module_kernels import ModuleKernels
 from psigrad.language.models.hf_state import DeltaRule, Mamba2
 from psigrad.language.models.language_model import Lora, prepare
 
@@ -23,7 +23,7 @@ def kinds(model):
     found = set()
     for module in model.network.modules():
         run = vars(module).get("forward")
-        if run is not None and run.__func__.__module__ == Parts.__module__:
+        if run is not None and run.__func__.__module__ == ModuleKernels.__module__:
             made, own = run.__func__.__qualname__.split(".")[1], run.__func__.__closure__
             offset = next((f".{cell.cell_contents:.0f}" for cell in own or () if isinstance(cell.cell_contents, float)), "")
             found.add(made + offset)
@@ -37,7 +37,7 @@ def test_log_probs_and_gradients_are_those_of_the_modules(name, tokenizer, group
     found = []
     switches = [module.has_state for module in model.network.modules() if hasattr(module, "has_state")]
     for on in (True, False):
-        model.parts.on = on
+        model.module_kernels.on = on
         for switch in switches:
             assert switch.native is not None or not on
             switch.native = switch.native if on else None
@@ -69,11 +69,11 @@ def test_a_copy_and_an_adapter_have_weights_of_their_own(tokenizer, groups):
 
 def test_negative_control_a_wrong_kernel_is_left_out(tokenizer, monkeypatch):
     right = Kernels.rms_norm
-    monkeypatch.setattr(Parts, "_norm_offset", lambda self, module: 0.0 if "RMSNorm" in type(module).__name__ else None)
-    assert prepare(network("olmo2"), tokenizer).parts is not None
+    monkeypatch.setattr(ModuleKernels, "_norm_offset", lambda self, module: 0.0 if "RMSNorm" in type(module).__name__ else None)
+    assert prepare(network("olmo2"), tokenizer).module_kernels is not None
     monkeypatch.setattr(Kernels, "rms_norm", lambda self, x, weight, eps, offset=0.0: right(self, x, weight, eps + 0.1, offset))
     model = prepare(network("olmo2"), tokenizer)
-    assert model.parts is None and not model.why_padded
+    assert model.module_kernels is None and not model.why_padded
 
 
 def draw(*shape):
