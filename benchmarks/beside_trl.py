@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from psigrad.errors import UserError
-from psigrad.language.models.experts import balanced
+from psigrad.language.models.experts import add_balance_loss
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.objective import Batch, Loss, terminal
@@ -213,7 +213,9 @@ def check(run: timed_run.TimedRun) -> dict[str, float]:
     """
     if run.task is not None:
         shares = run.task.shares(range(run.work.prompts), 4096)
-        return sum_up(run.optimizer, [partial(_value, partial(balanced, run.task.model, share, len(shares))) for share in shares])
+        return sum_up(
+            run.optimizer, [partial(_value, partial(add_balance_loss, run.task.model, share, len(shares))) for share in shares]
+        )
     given, model = fixed_batch(run.work), run.model
     assert isinstance(model, LanguageModel)
     device = model.device
@@ -229,7 +231,7 @@ def check(run: timed_run.TimedRun) -> dict[str, float]:
         prepared = replace(prepared, advantage=advantage, needs_gradient=torch.ones_like(nothing, dtype=torch.bool))
         return algorithm.loss(prepared, evaluation, algorithm.totals(prepared), {})
 
-    return sum_up(run.optimizer, [partial(_value, partial(balanced, model, loss, 1))])
+    return sum_up(run.optimizer, [partial(_value, partial(add_balance_loss, model, loss, 1))])
 
 
 def _value(share: Callable[[], Loss]) -> Tensor:

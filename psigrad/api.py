@@ -19,7 +19,7 @@ from psigrad.language.data.sources import remove_format
 from psigrad.language.data.splits import parse_split
 from psigrad.language.loading import given_model
 from psigrad.language.loading.given_model import START, GivenModel
-from psigrad.language.models.vision import always_sees
+from psigrad.language.models.vision import requires_vision
 from psigrad.language.recipes import running
 from psigrad.objective import PolicyGradient
 from psigrad.paths import TypedPath, absolute, find_absolute
@@ -138,7 +138,7 @@ def _in_memory(objects: GivenModel, named: Mapping[str, Any], recipe: str) -> di
     network: Any = objects.network
     sees = (
         {}
-        if images.image_format_of(objects.tokenizer) is None or always_sees(network.config.model_type)
+        if images.image_format_of(objects.tokenizer) is None or requires_vision(network.config.model_type)
         else {"model.vision": True}
     )
     return {"run.output_dir": folder, "model.path": start, "model.dtype": objects.dtype, **sees}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from psigrad.config import Data, Evaluation, Model, OnlineConfig, Optim, Run, Sampling, SFTConfig
 from psigrad.language.models import tiny
-from psigrad.language.models.towers import without_bars
+from psigrad.language.models.towers import disable_progress_bars
 from psigrad.language.recipes import online, sft
 from psigrad.language.recipes.finish import write_report
 from psigrad.paths import claim
@@ -104,7 +104,7 @@ def prepare(folder: Path, seed: int, progress: bool, *, hidden: int = 96, layers
         advance()
         words = [f"How many {colour}? Where? {place} {n}" for colour in squares.COLOURS for n, place in enumerate(squares.PLACES)]
         side = squares.CELLS * squares.PIXELS
-        with without_bars():
+        with disable_progress_bars():
             sizes = {"pixels": side, "patch": squares.PIXELS, "hidden": hidden, "layers": layers}
             tiny.save_vision_model(words, paths["base"], **sizes, seed=seed)
         advance()

@@ -33,11 +33,11 @@ def train(name: str) -> Callable[[list[str]], int]:
         from psigrad.records.report import terminal
 
         config = running.fit_memory(config)
-        if launch.first() and (plan := extras.find("plan")):
+        if launch.is_first_rank() and (plan := extras.find("plan")):
             plan.warn(config)
             plan.foretell(config, input if sys.stdin.isatty() and sys.stderr.isatty() else None)
         result = running.run(config)
-        if launch.first():
+        if launch.is_first_rank():
             terminal.print_result(result)
         return 0
 

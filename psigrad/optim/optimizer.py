@@ -22,7 +22,7 @@ from psigrad.errors import UserError
 from psigrad.optim.gradients import Sums, in_place
 from psigrad.optim.low_memory import LowMemoryAdamW, has_codes, has_remainder, join, split
 from psigrad.optim.rules import Adafactor, AdamW, Muon, StepSize, Update, UpdateRule, adamw_kernels, is_hidden_matrix
-from psigrad.processes.parallel.shards import copies_of, held_of, like, local_of
+from psigrad.processes.parallel.shards import local_of, local_parameter, num_replicas, shard_like
 from psigrad.processes.parallel.world import ALONE, World, sum_gradients
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class Optimizer:
         handles = []
         for w in self._half:
             w.move_gradient()
-            handles.append(w.parameter.register_post_accumulate_grad_hook(partial(_moved, w)))
+            handles.append(w.parameter.register_post_accumulate_grad_hook(partial(_move_gradient, w)))
         try:
             yield
         finally:
@@ -229,7 +229,7 @@ class Optimizer:
         parts, learns = [0.0, 0.0], [w for w in self.weights.values() if w.gradient is not None]
         squares = [w.gradient.double().pow(2).sum() for w in learns if w.gradient is not None]
         for w, square in zip(learns, torch.stack(squares).tolist() if squares else [], strict=True):
-            parts[w.local is w.parameter] += square / copies_of(w.parameter, self.world.size)
+            parts[w.local is w.parameter] += square / num_replicas(w.parameter, self.world.size)
         return math.sqrt(float(self.world.all_reduce(torch.tensor(parts[0], dtype=torch.float64))) + parts[1])
 
     @torch.no_grad()
@@ -267,7 +267,7 @@ class Optimizer:
         The names are "<kind>.<parameter>", such as "exp_avg.<parameter>" or "master.<parameter>".
         """
         weights = self.weights.values()
-        return {f"{kind}.{w.name}": like(x, w.parameter) for w in weights for kind, x in w.tensors().items()}
+        return {f"{kind}.{w.name}": shard_like(x, w.parameter) for w in weights for kind, x in w.tensors().items()}
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
@@ -332,7 +332,7 @@ def _is_finite(x: Tensor) -> bool:
 
 def _weight(name: str, parameter: nn.Parameter, optim: Optim, rule: UpdateRule | None, seed: int) -> Weight:
     """Return the `Weight` of a parameter: decide its master, kernels and rule, and initialise the rule's state."""
-    local = held_of(parameter)
+    local = local_parameter(parameter)
     adamw = rule is None and optim.optimizer in ("adamw", "adamw_8bit")
     half = local.dtype in _HALF
     stochastic = adamw and optim.bf16_stochastic_round and local.dtype == torch.bfloat16
@@ -359,7 +359,7 @@ def _rule(name: str, p: Tensor, optim: Optim, stochastic: bool, remainder: bool,
     return AdamW(betas, optim.adam_epsilon)
 
 
-def _moved(w: Weight, _: Tensor) -> None:
+def _move_gradient(w: Weight, _: Tensor) -> None:
     w.move_gradient()
 
 
@@ -371,7 +371,7 @@ def _total_norm(gradients: list[Tensor]) -> float:
     return float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
 
-def _reduced_once(losses: Iterable[Callable[[], Tensor]], reduces: Callable[[bool], None]) -> Iterator[Callable[[], Tensor]]:
+def _reduce_last(losses: Iterable[Callable[[], Tensor]], reduces: Callable[[bool], None]) -> Iterator[Callable[[], Tensor]]:
     """Yield the losses, and let `reduces` enable the summation of gradients over processes only for the last one."""
     held: Callable[[], Tensor] | None = None
     for loss in losses:
@@ -401,7 +401,7 @@ def add_up(optimizers: Sequence[Optimizer], losses: Iterable[Callable[[], Tensor
                 stack.enter_context(optimizer.float32_sums())
         stack.enter_context(in_place(*(optimizer.sums for optimizer in optimizers)))
         if optimizers[0].reduces is not None and len(optimizers) == 1:
-            losses = _reduced_once(losses, optimizers[0].reduces)
+            losses = _reduce_last(losses, optimizers[0].reduces)
         try:
             for passes, loss in enumerate(losses, 1):  # one by one: the activations of a pass are freed before the next pass
                 for optimizer in later if passes == 2 else ():

@@ -20,7 +20,7 @@ from psigrad.language.loading.model_source import coded_base, ends_of, locate, m
 from psigrad.language.models.backbone import LOADING_ERRORS
 from psigrad.language.models.lora import is_adapter
 from psigrad.language.models.sizes import size
-from psigrad.language.models.towers import keep_towers, without_bars, write
+from psigrad.language.models.towers import disable_progress_bars, open_towers, write
 from psigrad.language.models.vision import needs_vision
 from psigrad.paths import check_folder
 from psigrad.records import checkpoint
@@ -59,7 +59,7 @@ class LeftBehind(NamedTuple):
     base: str = ""
 
 
-@without_bars()
+@disable_progress_bars()
 def run(source: str, to: str, output: str = "", quantization: str = "f16", *, trust_remote_code: bool = False) -> LeftBehind:
     """Write the model of a run folder, a model's folder, a hub name or a GGUF file in the form `to`.
 
@@ -96,7 +96,7 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
         reason = f"No causal language model could be loaded from {source!r} ({reason_of(error)})"
         raise UserError(f"{reason}; give a run, a folder or a hub name.") from error
     if to == "merged":
-        keep_towers(network, str(place))
+        open_towers(network, str(place))
         write(network, tokenizer, folder)
         tell_ends(folder, tokenizer)
         return LeftBehind(folder)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from psigrad.errors import UserError
 from psigrad.language.models.backbone import Pretrained
 from psigrad.language.models.sizes import layer_sizes, size
-from psigrad.processes.parallel.shards import in_shards
+from psigrad.processes.parallel.shards import is_sharded
 from psigrad.processes.parallel.world import World
 from psigrad_extras.mesh.ulysses import Ulysses
 
@@ -188,4 +188,4 @@ def _probe(model: Pretrained) -> list[Tensor]:
     with torch.enable_grad():
         found = model._probe(model._texts(), packed=True)
         slopes: Any = torch.autograd.grad(found.sum(), vectors, allow_unused=True)
-    return [found.detach(), *(x.full_tensor() if in_shards(x) else x for x in slopes if x is not None)]
+    return [found.detach(), *(x.full_tensor() if is_sharded(x) else x for x in slopes if x is not None)]

@@ -255,7 +255,7 @@ def test_a_rule_of_whole_matrices_is_refused_where_they_lie_in_shards(monkeypatc
         (lambda p: p.detach()[:1], Optim(optimizer="muon"), "optimizer muon needs whole matrices"),
         (lambda p: p.detach()[:1], Optim(bf16_stochastic_round=True), "bf16_stochastic_round needs whole matrices"),
     ):
-        monkeypatch.setattr(loop, "held_of", held)
+        monkeypatch.setattr(loop, "local_parameter", held)
         with pytest.raises(UserError, match=said) if said else contextlib.nullcontext():
             Optimizer(weights, optim)
 
@@ -270,7 +270,7 @@ def test_the_norm_of_shards_is_that_of_what_all_processes_hold(monkeypatch):
             return 2 * x
 
     weights = {name: torch.nn.Parameter(torch.zeros(2)) for name in ("sharded", "whole")}
-    monkeypatch.setattr(loop, "held_of", lambda p: torch.nn.Parameter(p.detach()) if p is weights["sharded"] else p)
+    monkeypatch.setattr(loop, "local_parameter", lambda p: torch.nn.Parameter(p.detach()) if p is weights["sharded"] else p)
     optimizer = Optimizer(weights, Optim(learning_rate=1.0, max_grad_norm=0.0), world=Two())
     optimizer.clear()
     (weights["sharded"] * torch.tensor([3.0, 4.0])).sum().backward()

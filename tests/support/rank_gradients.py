@@ -20,7 +20,7 @@ from psigrad.config.algorithms import resolve
 from psigrad.language.examples import Answer, Example, LabelledAnswer, Pair
 from psigrad.language.models import language_model, scalar_model, sharded, tiny
 from psigrad.language.models.backbone import Pretrained
-from psigrad.language.models.experts import balance_of, balanced
+from psigrad.language.models.experts import add_balance_loss, balance_of
 from psigrad.language.models.lora import Lora
 from psigrad.language.rollout.types import Completion, SamplingParams, Trajectory
 from psigrad.language.training.loss_sums import LossSums
@@ -37,7 +37,7 @@ from psigrad.language.training.online.online_run import ValueModel
 from psigrad.objective.preferences.preference_catalog import DPO, KTO
 from psigrad.objective.preferences.reward_model import BradleyTerry
 from psigrad.optim import Optimizer, add_up
-from psigrad.processes.parallel.shards import like
+from psigrad.processes.parallel.shards import shard_like
 from psigrad.processes.parallel.world import World, shard
 
 VOCABULARY, BUDGET = 300, 120
@@ -130,7 +130,7 @@ def offline(make_task, case: Case, world: World, model, critic, groups, control:
     task = make_task(model, [t for group in groups for t in group], groups)
     sums = LossSums(world)
     whole = task.shares(range(len(task)), BUDGET, 4 if case.balance else world.size)
-    shares = shard(world, [partial(balanced, model, share, len(whole)) for share in whole])
+    shares = shard(world, [partial(add_balance_loss, model, share, len(whole)) for share in whole])
     return [partial(sums.of, share, w) for share, w in shares]
 
 
@@ -230,7 +230,7 @@ def gradient(case: Case, folder: Path, world: World, control: str = "") -> dict[
     for prefix, optimizer in zip(learners, optimizers, strict=True):
         for name, p in optimizer.parameters.items():
             master = optimizer.masters[name]  # where half-precision gradients of several passes are added up
-            own = p.grad if p.grad is not None or master.grad is None else like(master.grad, p)
+            own = p.grad if p.grad is not None or master.grad is None else shard_like(master.grad, p)
             whole = own if own is None or not hasattr(own, "full_tensor") else own.full_tensor()
             found[prefix + name] = torch.full(p.shape, float("nan")) if whole is None else whole.detach().clone()
             if control == "mean":
@@ -269,7 +269,7 @@ def held_out(world: World, folder: str, out: str, control: str = "") -> None:
 
     Pretrained.forward = counting
     if control == "own share":  # the usual mistake: a rank takes what it has for the whole
-        sft_task.each_once = lambda world, parts, of: [of(part) for part, _ in shard(world, parts)]
+        sft_task.map_shared = lambda world, parts, of: [of(part) for part, _ in shard(world, parts)]
     found = {}
     for name in ("sft", "dpo", "kto", "reward"):
         model, _ = load(CASES[name], Path(folder), world)

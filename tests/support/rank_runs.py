@@ -126,7 +126,7 @@ def checkpoint(world: World, folder: str, case: str, to: str, read: str = "") ->
         place = Path(to) / "step-00000003"
     else:
         place = Path(read)
-        if shards.written_in(place) or world.lockstep:
+        if shards.has_shards(place) or world.lockstep:
             shards.read(place, sharded.named_weights(model))
         assert saved.restore(place, learners) == State(step=3, tokens=5)
     reshard(model)

@@ -19,10 +19,10 @@ from transformers import AutoConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from psigrad.errors import UserError, kind_of, reason_of
 from psigrad.language.models.backbone import DTYPES, read_tokenizer
-from psigrad.language.models.lora import is_adapter, read_adapter_config, without_peft_warning
+from psigrad.language.models.lora import is_adapter, read_adapter_config, suppress_peft_warning
 from psigrad.language.models.probe import dropouts_of
 from psigrad.language.models.towers import write
-from psigrad.language.models.vision import settle_vision, tokenizer_of
+from psigrad.language.models.vision import configure_vision, tokenizer_of
 from psigrad.paths import find_absolute
 from psigrad.processes.parallel.world import World
 
@@ -154,7 +154,7 @@ def take_weights(network: PreTrainedModel, folder: Path) -> None:
         from peft import PeftModel
 
         base: Any = type(network).from_pretrained(read_adapter_config(folder)["base_model_name_or_path"], dtype=network.dtype)
-        with without_peft_warning():
+        with suppress_peft_warning():
             wrapped: Any = PeftModel.from_pretrained(base, folder)
         network.load_state_dict(wrapped.merge_and_unload().state_dict())
         return
@@ -195,7 +195,7 @@ def take_objects(model: Any, tokenizer: Any) -> GivenModel | None:
             f"tokenizer is {kind_of(tokenizer)}; expected a tokenizer or processor of transformers, a folder or a hub name."
         )
     if not named:
-        settle_vision(tokenizer, model, getattr(model.config, "_name_or_path", ""))
+        configure_vision(tokenizer, model, getattr(model.config, "_name_or_path", ""))
     return GivenModel(None if named else model, tokenizer)
 
 

@@ -29,7 +29,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.models.sizes import size
-from psigrad.language.models.towers import names_beside, without_bars
+from psigrad.language.models.towers import disable_progress_bars, tower_names
 from psigrad.processes.parallel import shards
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.records.checkpoint import MANIFEST
@@ -38,7 +38,7 @@ from psigrad.runs import machine
 M = TypeVar("M", bound=LanguageModel | ScalarModel)
 
 
-@without_bars()
+@disable_progress_bars()
 def load_model(
     settings: Model,
     run: Run,
@@ -78,7 +78,7 @@ def load_model(
             )
         model.continued = before is not None
     settle_chat(model.tokenizer, settings, checkpoint, model.network)
-    if (names := names_beside(model.network)) and model.vision is None:
+    if (names := tower_names(model.network)) and model.vision is None:
         _say_once(f"The text half of {settings.path} is used alone: {', '.join(names)} never learn, and are saved as they are.")
     elif frozen := [name for name in names if name.rpartition(".")[2] not in settings.trained_towers]:
         _say_once(f"{', '.join(frozen)} of {settings.path} stay frozen; name those to train in --trained-towers.")
@@ -111,7 +111,7 @@ class SavedWeights:
         if checkpoint is None:
             return cls()
         place = checkpoint / part
-        return cls(shards=place) if shards.written_in(place) else cls(whole=place)
+        return cls(shards=place) if shards.has_shards(place) else cls(whole=place)
 
 
 def _prepare_given(
@@ -170,7 +170,7 @@ def take_shard(model: LanguageModel | ScalarModel, world: World, device: str, pl
         shards.read(place, sharded.named_weights(model))
 
 
-@without_bars()
+@disable_progress_bars()
 def load_scalar_model(
     settings: Model, run: Run, checkpoint: Path | None, world: World = ALONE, given: GivenModel | None = None
 ) -> ScalarModel:
@@ -207,7 +207,7 @@ def load_scalar_model(
     return model
 
 
-@without_bars()
+@disable_progress_bars()
 def load_trained_scalar_model(settings: Model, run: Run) -> ScalarModel:
     """Load a trained reward model for scoring."""
     if not settings.path:
@@ -221,7 +221,7 @@ def load_trained_scalar_model(settings: Model, run: Run) -> ScalarModel:
     )
 
 
-@without_bars()
+@disable_progress_bars()
 def load_reference(
     path: str,
     model: LanguageModel,
@@ -248,7 +248,7 @@ def _load_other(
     return other
 
 
-@without_bars()
+@disable_progress_bars()
 def load_own_reference(
     config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World = ALONE
 ) -> LanguageModel | Teacher:
@@ -269,7 +269,7 @@ def load_own_reference(
     return load_start(config, model, checkpoint, world, dtype, saved)
 
 
-@without_bars()
+@disable_progress_bars()
 def load_start(
     config: Any, model: LanguageModel, checkpoint: Path | None, world: World, dtype: str = "", saved: Path | None = None
 ) -> LanguageModel:
@@ -282,7 +282,7 @@ def load_start(
     return load_frozen(replace(config.model, dtype=dtype), config.run, saved, world)
 
 
-@without_bars()
+@disable_progress_bars()
 def load_frozen(settings: Model, run: Run, checkpoint: Path | None, world: World) -> LanguageModel:
     """Load a model with `load_model`, and freeze it."""
     model = load_model(settings, run, checkpoint, world)
@@ -292,7 +292,7 @@ def load_frozen(settings: Model, run: Run, checkpoint: Path | None, world: World
     return model
 
 
-@without_bars()
+@disable_progress_bars()
 def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World = ALONE) -> ScalarModel:
     """Load a separate critic from the checkpoint, from `config.critic`, or from the policy's initial weights with a zero head."""
     saved = SavedWeights.of(checkpoint, "critic")

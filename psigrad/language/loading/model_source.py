@@ -37,9 +37,9 @@ from psigrad.language.models.lora import (
     describe_merging,
     is_adapter,
     read_adapter_config,
-    without_peft_warning,
+    suppress_peft_warning,
 )
-from psigrad.language.models.towers import keep_towers, save_pretrained, without_bars, write
+from psigrad.language.models.towers import disable_progress_bars, open_towers, save_pretrained, write
 from psigrad.records.rows import parse_row
 
 CONVERSIONS = 16
@@ -351,7 +351,7 @@ def _convert_once(name: str, source: Path, make: Callable[[Path, Path], None]) -
     conversions.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=conversions, prefix=".making-") as folder:
         made = Path(folder) / "model"
-        with contextlib.nullcontext() if sys.stderr.isatty() else without_bars(), _in_a_sentence(source):
+        with contextlib.nullcontext() if sys.stderr.isatty() else disable_progress_bars(), _in_a_sentence(source):
             make(source, made)
         try:
             made.rename(place)
@@ -427,7 +427,7 @@ def _merge_adapter(adapter: Path, folder: Path) -> None:
         trained.save_merged(folder)
         return tell_ends(folder, trained.tokenizer)
     base = json.loads((adapter / CONFIG).read_text())["base_model_name_or_path"]
-    with without_peft_warning():
+    with suppress_peft_warning():
         wrapped: Any = peft.AutoPeftModelForCausalLM.from_pretrained(adapter, dtype="auto")
         check_untied(wrapped.get_base_model())
         if lost := describe_merging(wrapped):
@@ -435,6 +435,6 @@ def _merge_adapter(adapter: Path, folder: Path) -> None:
         model = wrapped.merge_and_unload()
     has_tokenizer = (adapter / "tokenizer_config.json").exists()
     tokenizer = AutoTokenizer.from_pretrained(adapter if has_tokenizer else base)
-    keep_towers(model, base)
+    open_towers(model, base)
     write(model, tokenizer, folder)
     tell_ends(folder, tokenizer)

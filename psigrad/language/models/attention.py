@@ -21,7 +21,7 @@ SDPA: Any = F.scaled_dot_product_attention
 Tensors = tuple[Tensor, ...]
 
 
-class Attending(Protocol):
+class AttentionLayer(Protocol):
     """The properties of a fused layer that `FusedLayout.mix` reads. `window` is the sliding window in tokens, 0 for none."""
 
     index: int
@@ -30,7 +30,7 @@ class Attending(Protocol):
     native: Kernels
 
 
-def softened(
+def modified_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -107,7 +107,7 @@ class Layout(Protocol):
     ) -> Tensor:
         """Compute attention within each sequence: the output [1, S, H, D] from q [1, H, S, D] and k and v [1, H_kv, S, D].
 
-        `how` computes it for padded tensors: `scaled_dot_product_attention` or `softened`.
+        `how` computes it for padded tensors: `scaled_dot_product_attention` or `modified_attention`.
         """
 
     def convolve(self, layer: int, x: Tensor, how: ShortConvolution) -> Tensor:
@@ -128,7 +128,7 @@ class FusedLayout(Protocol):
     def slots(self) -> Slots | None:
         """The slots of the key-value cache in which a decoding step stores its new tokens; None in any other pass."""
 
-    def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
+    def mix(self, layer: AttentionLayer, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Compute attention, and return its output [S, H·D] and the log-sum-exp of each query's scores [S, H].
 
         `rotated` holds queries and keys after the rotary embedding, [S, (H + H_kv)·D]. `qkv` has the rows [q | k | v] before it.
@@ -418,7 +418,7 @@ class PackedLayout:
         inverse[order[order >= 0]] = np.flatnonzero(order >= 0)
         return on_device(order, self.device), on_device(inverse, self.device), shapes
 
-    def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
+    def mix(self, layer: AttentionLayer, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the attention of `attend` by the C++ kernel. Shapes are those of `FusedLayout.mix`."""
         return layer.native.attention(rotated, qkv, self.spans, layer.heads, layer.window)
 

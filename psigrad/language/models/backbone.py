@@ -23,15 +23,15 @@ from psigrad import redaction
 from psigrad.errors import UserError, reason_of
 from psigrad.language.images import FIRST, image_format_of
 from psigrad.language.models import attention
-from psigrad.language.models.experts import Balance, Routing
+from psigrad.language.models.experts import LoadBalancing, RouterRecorder
 from psigrad.language.models.fused.caches import ActivationCache, CacheHit
 from psigrad.language.models.fused.decoder import Decoder
-from psigrad.language.models.lora import Lora, Masks, describe_merging, merge_adapter, text_sums, with_lora
+from psigrad.language.models.lora import DropoutMasks, Lora, add_lora, describe_merging, hash_tokens, merge_adapter
 from psigrad.language.models.packing import ForwardInputs, Groups
 from psigrad.language.models.probe import (
     LENGTH,
+    attach_kernels,
     choose_attention,
-    compose,
     distance,
     fuse,
     recompute_activations,
@@ -119,9 +119,9 @@ class Pretrained(ABC):
     root: nn.Module | None = None
     context: Any = None
     texts: Groups | None = None
-    balance: Balance | None = None
-    routing: Routing | None = None
-    masks: Masks = field(default_factory=Masks)
+    balance: LoadBalancing | None = None
+    routing: RouterRecorder | None = None
+    masks: DropoutMasks = field(default_factory=DropoutMasks)
 
     @property
     def device(self) -> torch.device:
@@ -321,7 +321,7 @@ class Pretrained(ABC):
         elif not self.why_padded:
             self.why_padded = choose_attention(hf, self._texts, self._probe)
         if lora is not None:
-            self.adapter = with_lora(hf, lora, adapter, task, towers)
+            self.adapter = add_lora(hf, lora, adapter, task, towers)
             self.masks.count(self.adapter)
             check_finite(self.adapter)
         freeze_towers(hf, towers)
@@ -330,7 +330,7 @@ class Pretrained(ABC):
         if not known and not self.why_padded:
             self.decoder, self.why_unfused = fuse(self, self._texts(), gradient_checkpointing)
             if self.decoder is None:
-                self.module_kernels, reason = compose(self, self._texts())
+                self.module_kernels, reason = attach_kernels(self, self._texts())
                 self.why_unfused += reason and f"; its layers with state run in PyTorch: {reason}"
         self.train_mode = gradient_checkpointing or self.masks.used
         if self.train_mode and self.decoder is None:
@@ -419,7 +419,7 @@ def own_share(model: Pretrained, inputs: ForwardInputs) -> ForwardInputs:
     if inputs.has_images:
         raise UserError("A row has an image, and cp_size divides rows of text alone; set cp_size to 1.")
     if model.masks.used:
-        inputs = replace(inputs, texts=text_sums(inputs.input_ids, inputs.position_ids, packed))
+        inputs = replace(inputs, texts=hash_tokens(inputs.input_ids, inputs.position_ids, packed))
     if model.attention_kernel != "sdpa":
         from psigrad.language.models.hf_attention import unpad
 

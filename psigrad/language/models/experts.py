@@ -24,7 +24,7 @@ from psigrad.language.models.sizes import size
 from psigrad.objective import Loss
 
 
-class Balance:
+class LoadBalancing:
     """The auxiliary loss of a mixture-of-experts model, and its coefficient.
 
     Formula: E · Σ_e f_e · P_e. f_e is the number of tokens sent to expert e, and P_e the sum of its router probabilities. Both
@@ -65,7 +65,7 @@ class Balance:
         return Loss(loss.value + share, {**loss.terms, **whole, "aux_loss": last.detach() / passes})
 
 
-def balance_of(network: Any, coefficient: float | None) -> Balance | None:
+def balance_of(network: Any, coefficient: float | None) -> LoadBalancing | None:
     """Return the auxiliary loss of a model, or None if it has none or its coefficient is 0.
 
     If `coefficient` is None, the configuration's own is used. Raises `UserError` for a coefficient if the model has no routers.
@@ -80,16 +80,16 @@ def balance_of(network: Any, coefficient: float | None) -> Balance | None:
             )
         return None
     wanted = (own or 0.0) if coefficient is None else coefficient
-    return Balance(float(wanted), chosen) if wanted else None
+    return LoadBalancing(float(wanted), chosen) if wanted else None
 
 
-def balanced(model: Any, share: Callable[[], Loss], passes: float) -> Loss:
+def add_balance_loss(model: Any, share: Callable[[], Loss], passes: float) -> Loss:
     """Return the loss that `share` computes for one of `passes` passes, plus the auxiliary loss if `model` has one."""
     loss = share()
     return loss if model.balance is None else model.balance.add_to(loss, passes)
 
 
-class Routing:
+class RouterRecorder:
     """The recorder of the experts that the routers of a network choose for tokens. It can also make routers choose given ones."""
 
     def __init__(self, network: Any) -> None:
@@ -114,7 +114,7 @@ class Routing:
         This is the forward hook of the router `place`. It also records the output if `record` is active.
         """
         if self._followed is not None:
-            with _Choosing(self._followed[place], made[0].shape[-1]):
+            with _FixedChoice(self._followed[place], made[0].shape[-1]):
                 made = router.forward(*given, **named)
         self.count = made[0].shape[-1]
         if self._seen is not None:
@@ -153,7 +153,7 @@ class Routing:
         return found.transpose(0, 1).contiguous().to(device)
 
 
-class _Choosing(TorchFunctionMode):
+class _FixedChoice(TorchFunctionMode):
     """A context in which `torch.topk` of a router's `count` scores returns the experts `choices` [S, k] with their scores.
 
     All other operations are unchanged, so the router computes its weights from the scores of these experts.
@@ -179,7 +179,7 @@ class Routes:
     The last token of a completion is never an input of the model, so no router sees it.
     """
 
-    def __init__(self, routing: Routing, sequences: int, longest: int) -> None:
+    def __init__(self, routing: RouterRecorder, sequences: int, longest: int) -> None:
         self.routing = routing
         self.prompts: dict[int, str] = {}
         shape = (sequences, longest, len(routing.routers), routing.chosen)
@@ -217,7 +217,7 @@ def routers_of(network: Any) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def replay_routers(model: Any) -> Routing:
+def replay_routers(model: Any) -> RouterRecorder:
     """Set `model.routing`, so that sampling records the experts of each token and training chooses the same ones.
 
     Raises `UserError` if the choice of a router cannot be set.
@@ -226,7 +226,7 @@ def replay_routers(model: Any) -> Routing:
     name = type(hf).__name__
     if model.why_padded:
         raise UserError(f"router_replay needs a model that runs packed ({model.why_padded}); remove it.")
-    routing = Routing(hf)
+    routing = RouterRecorder(hf)
     if not routing.routers or not routing.chosen:
         raise UserError(f"router_replay is for models of experts, but transformers knows no routers of {name}; remove it.")
     inputs = lay_out(model.texts, model.device, packed=True)

@@ -31,10 +31,10 @@ from psigrad.language.models.attention import (
     Recurrence,
     ShortConvolution,
     Tensors,
+    modified_attention,
     on_device,
     repeat_heads,
     rows_at,
-    softened,
 )
 
 IMPLEMENTATION = "psigrad"
@@ -58,7 +58,7 @@ def attention(
     if kwargs.get("position_bias") is not None:
         raise ValueError("The packed forward does not support attention with position_bias; the padded one is used instead.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    how = SDPA if plain else functools.partial(softened, softcap=softcap, sinks=sinks)
+    how = SDPA if plain else functools.partial(modified_attention, softcap=softcap, sinks=sinks)
     if layout is None:
         key, value = (repeat_heads(x, query.shape[1]) for x in (key, value))
         causal = attention_mask is None and query.shape[2] > 1

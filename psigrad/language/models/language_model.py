@@ -34,7 +34,7 @@ from psigrad.language.models.packing import ForwardInputs, Groups, Rows, Targets
 from psigrad.language.models.probe import difference, draw_texts
 from psigrad.language.models.sizes import size
 from psigrad.language.models.stats import TokenStats, TokenStatsRequest, Top, upcast
-from psigrad.language.models.towers import keep_towers
+from psigrad.language.models.towers import open_towers
 from psigrad.objective import PolicyOutputs
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Divergence:
     """The inputs of the reference if they differ from the policy's. They have the same completions after other prompts."""
 
 
-class Capped:
+class SoftcappedHead:
     """An LM head with softcapping: logits z become c·tanh(z/c) (Gemma 2)."""
 
     def __init__(self, head: Any, cap: float) -> None:
@@ -72,9 +72,9 @@ class Capped:
         return logits
 
     @property
-    def base_layer(self) -> Capped:
+    def base_layer(self) -> SoftcappedHead:
         """The capped head without its LoRA adapter."""
-        return Capped(base_of(self.head), self.cap)
+        return SoftcappedHead(base_of(self.head), self.cap)
 
 
 @dataclass
@@ -158,7 +158,7 @@ class LanguageModel(Pretrained):
         """Return the module that maps hidden states to logits: the LM head, with softcapping if the model has it."""
         head = self.network.get_output_embeddings()
         cap = getattr(self.network.config.get_text_config(), "final_logit_softcapping", None)
-        return head if cap is None else Capped(head, float(cap))
+        return head if cap is None else SoftcappedHead(head, float(cap))
 
     def head(self, hidden: Tensor, exact: bool, packed_weights: PackedWeights | None = None) -> Tensor:
         """Return the logits [B, V] of hidden states [B, E].
@@ -367,7 +367,7 @@ def load(
 
     Raises `UserError` if no model can be loaded from `path`.
     """
-    from psigrad.language.models.vision import needs_vision, settle_vision
+    from psigrad.language.models.vision import configure_vision, needs_vision
 
     kind = base or None if lora is not None else None
     plain = (lora is None or kind is not None) and device == "cpu"
@@ -382,12 +382,12 @@ def load(
             read: Any = loader.from_pretrained(path, **asked, output_loading_info=True)
             network, report = read
             check_whole(report["missing_keys"])
-            keep_towers(network, path)
+            open_towers(network, path)
             if kind is not None:
                 code_linears(network, kind)
         if isinstance(tokenizer, str):
             tokenizer = read_tokenizer(tokenizer or path, trust_remote_code=trust_remote_code)
-        settle_vision(tokenizer, network, path)
+        configure_vision(tokenizer, network, path)
         if eos_token in tokenizer.get_vocab():
             tokenizer.eos_token = eos_token
     except LOADING_ERRORS as error:

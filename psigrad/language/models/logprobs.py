@@ -75,7 +75,7 @@ class _ChosenLogProbs(torch.autograd.Function):
             ctx.save_for_backward(hidden, weight, ids, chosen - known)
             return known.clone()
         if (native := _native(hidden, weight)) is not None:
-            logp, chosen = _as_drawn(native, hidden, weight, ids, temperature, figures)
+            logp, chosen = _sampler_logprobs(native, hidden, weight, ids, temperature, figures)
             ctx.save_for_backward(hidden, weight, ids, chosen / temperature - logp)
             return logp
         kind = upcast(weight[:0]).dtype
@@ -268,7 +268,7 @@ def _native(hidden: Tensor, weight: Tensor) -> Kernels | None:
     return None if isinstance(native, str) or weight.dtype not in native.dtypes else native
 
 
-def _as_drawn(
+def _sampler_logprobs(
     native: Kernels, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, figures: _Figures | None
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probs [M] of tokens, with the same bits as when the sampler draws from these logits, and their logits [M].

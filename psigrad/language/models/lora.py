@@ -166,7 +166,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     return held
 
 
-def with_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str, towers: Sequence[str] = ()) -> nn.Module:
+def add_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str, towers: Sequence[str] = ()) -> nn.Module:
     """Add LoRA layers to a model, new ones or those saved in the folder `saved`, and return the peft wrapper of the model.
 
     Modules outside the text half, such as a vision tower, get no LoRA layers, except those named in `towers`.
@@ -178,7 +178,7 @@ def with_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str, to
         held: Any = config
         held.lora_dropout = lora.dropout
         try:
-            with without_peft_warning():
+            with suppress_peft_warning():
                 wrapped: nn.Module = peft.PeftModel.from_pretrained(
                     hf, saved, is_trainable=True, config=config, autocast_adapter_dtype=not _in_half(hf, lora)
                 )
@@ -203,7 +203,7 @@ def with_lora(hf: PreTrainedModel, lora: Lora, saved: Path | None, task: str, to
         task_type=task,
     )
     try:
-        with without_peft_warning():
+        with suppress_peft_warning():
             wrapped = peft.get_peft_model(hf, config, autocast_adapter_dtype=not _in_half(hf, lora))
     except ValueError as error:
         layers = sorted({name.rpartition(".")[2] for name, module in hf.named_modules() if isinstance(module, nn.Linear)})
@@ -239,7 +239,7 @@ def check_untied(network: Any) -> None:
 
 
 @contextlib.contextmanager
-def without_peft_warning() -> Iterator[None]:
+def suppress_peft_warning() -> Iterator[None]:
     """Suppress transformers' warning that peft calls a deprecated name, which users cannot fix."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
@@ -292,12 +292,12 @@ def base_of(module: Any) -> Any:
 
 
 @dataclass
-class Masks:
+class DropoutMasks:
     """The seed and the text from which a model's dropout masks are computed (`CountedDropout`)."""
 
     seed: int = 0
     tokens: Tensor | None = None
-    """[B, S] a number for each token of the forward pass, from `text_sums`."""
+    """[B, S] a number for each token of the forward pass, from `hash_tokens`."""
     used: bool = False
     """True if the model has dropout."""
 
@@ -316,7 +316,7 @@ class Masks:
         """Store the text of a forward pass, from which its masks are computed. A pass without gradient has no dropout."""
         if self.used and torch.is_grad_enabled():
             whole = inputs.texts is None
-            self.tokens = text_sums(inputs.input_ids, inputs.position_ids, inputs.layout) if whole else inputs.texts
+            self.tokens = hash_tokens(inputs.input_ids, inputs.position_ids, inputs.layout) if whole else inputs.texts
 
 
 class CountedDropout(nn.Module):
@@ -328,7 +328,7 @@ class CountedDropout(nn.Module):
     Source: Srivastava et al. 2014, Dropout, JMLR 15:1929.
     """
 
-    def __init__(self, p: float, layer: str, masks: Masks) -> None:
+    def __init__(self, p: float, layer: str, masks: DropoutMasks) -> None:
         super().__init__()
         self.threshold, self.layer, self.masks = min(round(p * _VALUES), _VALUES - 1), layer, masks
 
@@ -344,7 +344,7 @@ class CountedDropout(nn.Module):
         return x.masked_fill(dropped.reshape(x.shape), 0.0) / (1 - self.threshold / _VALUES)
 
     def _tokens_of(self, x: Tensor) -> Tensor:
-        """Return the number of the token (`text_sums`) in each row of x."""
+        """Return the number of the token (`hash_tokens`) in each row of x."""
         tokens = self.masks.tokens
         assert tokens is not None, "no forward pass has given its text"
         if x.shape[:2] == tokens.shape or len(x) == tokens.numel():
@@ -357,7 +357,7 @@ class CountedDropout(nn.Module):
         )
 
 
-def text_sums(ids: Tensor, positions: Tensor, layout: Any = None) -> Tensor:
+def hash_tokens(ids: Tensor, positions: Tensor, layout: Any = None) -> Tensor:
     """Return a hash per token [B, S] of the text up to the token: Σ w(id_i, i) modulo 2^64 over its tokens i, w a random word.
 
     A token has the same number in a packed row, in a padded row, and behind a prompt that other sequences share.

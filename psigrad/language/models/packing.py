@@ -123,7 +123,7 @@ class Groups:
     masks: Sequence[Sequence[Sequence[bool]]] | None = None
     starts: Sequence[Sequence[int]] | None = None
     experts: Sequence[tuple[str, Sequence[str]]] | None = None
-    """The experts that routers chose in sampling for the tokens of each prompt and each completion (`experts.Routing`)."""
+    """The experts that routers chose in sampling for the tokens of each prompt and each completion (`experts.RouterRecorder`)."""
 
     def begin(self) -> list[int]:
         """Return a list of N numbers: how many tokens of its prompt each completion continues."""
@@ -201,7 +201,7 @@ class ForwardInputs:
     experts: Tensor | None = None
     """[layers, S, k] the experts that routers must choose; None if routers choose freely."""
     texts: Tensor | None = None
-    """[B, S] `lora.text_sums` of these tokens, if several processes divide the row and dropout needs them."""
+    """[B, S] `lora.hash_tokens` of these tokens, if several processes divide the row and dropout needs them."""
     has_images: bool = False
     """True if a token is an image's."""
     mine: Tensor | None = None

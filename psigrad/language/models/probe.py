@@ -47,7 +47,7 @@ def choose_attention(hf: PreTrainedModel, texts_of: Callable[[], Groups], probe:
 
     attach(hf)
     own = hf.config._attn_implementation
-    with _without_advice(hf):
+    with _suppress_advice(hf):
         texts, failure = _try(hf, own, texts_of)
     if texts is None:  # some models assume SDPA and raise an error when they run (softcapped attention)
         own = "eager"
@@ -97,7 +97,7 @@ def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, st
 
 
 @torch.no_grad()
-def compose(model: Any, texts: Groups) -> tuple[Any, str]:
+def attach_kernels(model: Any, texts: Groups) -> tuple[Any, str]:
     """Return psigrad's kernels inside the modules of a packed model (`ModuleKernels`) if they do not change its outputs;
     otherwise None.
 
@@ -152,7 +152,7 @@ def difference(hf: PreTrainedModel, own: Numbers, fast: Numbers) -> str:
     exact = torch.float32 if half else hf.dtype
     with in_precision(hf, exact):
         right, found = own(), fast()
-        with short_windows(hf) as shorter:
+        with shorten_windows(hf) as shorter:
             beyond = (own(), fast()) if shorter else None
     with in_precision(hf, torch.bfloat16):
         rounded = own()
@@ -247,7 +247,7 @@ def _layers(hf: nn.Module) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def short_windows(hf: PreTrainedModel) -> Iterator[bool]:
+def shorten_windows(hf: PreTrainedModel) -> Iterator[bool]:
     """Shorten the windows and chunks of attention that exceed `LENGTH` tokens to `WINDOW`. Yield True if there are any.
 
     The size is set in the model's modules, and in its configuration, from which masks are built. Both are restored at the end.
@@ -267,7 +267,7 @@ def short_windows(hf: PreTrainedModel) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def _without_advice(hf: PreTrainedModel) -> Iterator[None]:
+def _suppress_advice(hf: PreTrainedModel) -> Iterator[None]:
     """Suppress transformers' advice to install CUDA kernels while a model runs on a CPU."""
     logger = logging.getLogger("transformers.integrations.hub_kernels")
     before = logger.level

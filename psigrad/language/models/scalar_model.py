@@ -26,7 +26,7 @@ from psigrad.language.models.backbone import (
 )
 from psigrad.language.models.coded_linear import code_linears
 from psigrad.language.models.fused import families
-from psigrad.language.models.lora import Lora, text_sums
+from psigrad.language.models.lora import Lora, hash_tokens
 from psigrad.language.models.packing import ForwardInputs, Groups, Ids, Rows, lay_out
 from psigrad.language.models.sizes import size
 from psigrad.language.models.towers import read_tensor
@@ -101,7 +101,7 @@ class ScalarModel(Pretrained):
         lengths = torch.tensor([len(row) for row in rows], device=self.device)
         mask = (torch.arange(width, device=self.device) < lengths[:, None]).long()
         if self.masks.used:
-            self.masks.tokens = text_sums(ids, torch.arange(width, device=self.device).expand_as(ids))
+            self.masks.tokens = hash_tokens(ids, torch.arange(width, device=self.device).expand_as(ids))
         logits: Tensor = with_whole_weights(self, lambda: self.network(input_ids=ids, attention_mask=mask).logits)
         return logits[:, 0].float()
 
@@ -138,7 +138,7 @@ def load(
     model without a trained head raises `UserError`. `tokenizer` replaces the model's own. `adapter`, `for_shards`, `base` and
     `towers` are those of `language_model.load`. Raises `UserError` if no model can be loaded from `path`.
     """
-    from psigrad.language.models.vision import settle_vision
+    from psigrad.language.models.vision import configure_vision
 
     try:
         kind = base or None if lora is not None else None
@@ -149,7 +149,7 @@ def load(
         if found is None and kind is not None:
             code_linears(network, kind)
         words = tokenizer or read_tokenizer(path, trust_remote_code=trust_remote_code)
-        settle_vision(words, network, path)
+        configure_vision(words, network, path)
     except LOADING_ERRORS as error:
         raise UserError(
             f"No model with a scalar head could be loaded from {path!r} ({reason_of(error)}); give the folder or hub name of a "

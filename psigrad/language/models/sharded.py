@@ -133,7 +133,7 @@ def gather(model: Pretrained, wanted: set[str] | None = None) -> Iterator[tuple[
     for name, parameter in model.network.named_parameters():
         if wanted is None or name in wanted:
             tensor: Any = parameter
-            yield name, tensor.full_tensor() if shards.in_shards(tensor) else tensor.detach()
+            yield name, tensor.full_tensor() if shards.is_sharded(tensor) else tensor.detach()
 
 
 def save_merged(model: Pretrained, world: World, folder: Path, kept: str = "merged") -> None:

@@ -148,18 +148,18 @@ def read_tensor(path: str, name: str) -> Any:
     return None
 
 
-def keep_towers(network: Any, path: str) -> None:
+def open_towers(network: Any, path: str) -> None:
     """Open the tensors of the checkpoint at `path` that `network` lacks, such as a vision tower, for a later `put_back`."""
     setattr(network, _BESIDE, Towers.find(path, network))
 
 
 def put_back(network: Any, folder: Path) -> bool:
-    """Add the towers that `keep_towers` found to the model saved in `folder`. Return False if that was not possible."""
+    """Add the towers that `open_towers` found to the model saved in `folder`. Return False if that was not possible."""
     found: Towers | None = getattr(network, _BESIDE, None)
     return found is None or not (folder / "config.json").exists() or found.put_back(folder)
 
 
-def names_beside(network: Any) -> list[str]:
+def tower_names(network: Any) -> list[str]:
     """Return the names of the modules outside the text half in a network's checkpoint, whether they were loaded or not."""
     found = getattr(network, _BESIDE, None)
     tensors = [] if found is None else [name for _, name in found.beside]
@@ -211,7 +211,7 @@ def _rename(source: Path, target: Path, renamed: Callable[[str], str]) -> list[s
 
 
 @contextlib.contextmanager
-def without_bars() -> Iterator[None]:
+def disable_progress_bars() -> Iterator[None]:
     """Disable transformers' progress bars in this context, which would hide psigrad's, and restore the caller's setting."""
     from transformers.utils import logging
 
@@ -233,7 +233,7 @@ def save_pretrained(network: Any, folder: Path, **given: Any) -> None:
         del network.should_save_on_this_rank
 
 
-@without_bars()
+@disable_progress_bars()
 def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a model's weights, tokenizer and image processor to `folder` in Hugging Face format, with its towers."""
     save_pretrained(model, folder)

@@ -39,7 +39,7 @@ Features = tuple[Tensor, ...]
 """An image's features [n, E], and for DeepStack a tensor [n, E] for each of the first layers, to whose output it is added."""
 
 
-class _Kept:
+class _ImageCache:
     """A cache of tensors by the SHA-256 of an image. Beyond `KEPT_BYTES`, the least recently used are dropped."""
 
     def __init__(self) -> None:
@@ -58,12 +58,12 @@ class _Kept:
 
 
 @dataclass
-class _Held:
+class _TowerCache:
     """The cached features from the vision tower of one network, and the versions of the weights that computed them."""
 
     parameters: list[nn.Parameter]
     versions: list[Version] = field(default_factory=list)
-    features: _Kept = field(default_factory=_Kept)
+    features: _ImageCache = field(default_factory=_ImageCache)
 
 
 class Vision:
@@ -83,8 +83,8 @@ class Vision:
         self.processor, self.config, self.tokenizer, self.files = processor, config, tokenizer, files or {}
         self.token_id = int(config.image_token_id)
         self.placeholder = str(tokenizer.convert_ids_to_tokens(self.token_id))
-        self._held: WeakKeyDictionary[Any, _Held] = WeakKeyDictionary()
-        self._inputs = _Kept()
+        self._held: WeakKeyDictionary[Any, _TowerCache] = WeakKeyDictionary()
+        self._inputs = _ImageCache()
 
     @property
     def forbidden(self) -> tuple[int, ...]:
@@ -118,13 +118,13 @@ class Vision:
         trained and a gradient is enabled, those of all images are computed together and not cached.
         """
         if network not in self._held:
-            self._held[network] = _Held(tower_parameters(network))
+            self._held[network] = _TowerCache(tower_parameters(network))
         held = self._held[network]
         learns = any(p.requires_grad for p in held.parameters)
         if learns and torch.is_grad_enabled():
             return self._compute(network, pictures, learns)
         if (now := versions(held.parameters)) != held.versions:
-            held.versions, held.features = now, _Kept()
+            held.versions, held.features = now, _ImageCache()
         with torch.no_grad():
             return [held.features.get(one.digest, partial(self._one, network, one, learns)) for one in pictures]
 
@@ -348,10 +348,10 @@ def needs_vision(path: str) -> bool:
     """Return True if transformers can load the model at `path` only together with its vision tower."""
     from transformers import PreTrainedConfig
 
-    return always_sees(PreTrainedConfig.get_config_dict(path)[0].get("model_type"))
+    return requires_vision(PreTrainedConfig.get_config_dict(path)[0].get("model_type"))
 
 
-def always_sees(kind: Any) -> bool:
+def requires_vision(kind: Any) -> bool:
     """Return True if `kind`, a `model_type` of `FAMILIES`, has no class in transformers for its language model alone."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -375,7 +375,7 @@ def why_not_text(config: Any) -> str:
     )
 
 
-def settle_vision(tokenizer: Any, network: Any, path: str) -> None:
+def configure_vision(tokenizer: Any, network: Any, path: str) -> None:
     """Allow images in the tokenizer's prompts if `network`, loaded from `path`, has a vision tower; forbid them otherwise."""
     if not hasattr(network, "get_image_features"):
         images.attach_image_format(tokenizer, None)

@@ -19,7 +19,7 @@ from psigrad.language.rewards import Scorer
 from psigrad.language.rollout.collectors import ScoredRollout, rollout_row
 from psigrad.language.rollout.exchange import fetch_tokens, gather_rows
 from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams, Trajectory
-from psigrad.processes.parallel.world import ALONE, World, each_once, shard
+from psigrad.processes.parallel.world import ALONE, World, map_shared, shard
 from psigrad.records.rows import PARTS
 from psigrad.runs.journal import Journal
 from psigrad.step import Clock
@@ -97,7 +97,7 @@ class Evaluator:
         parts = [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
         shares = [shard(self.world, parts, rank) for rank in range(self.world.size)]
         fetch_tokens(self.world, rows, [[n for part, _ in share for n in part] for share in shares])
-        return [value for found in each_once(self.world, parts, of) for value in found]
+        return [value for found in map_shared(self.world, parts, of) for value in found]
 
 
 def figures_of(trajectories: Sequence[Trajectory], num_generations: int, metric: str) -> dict[str, Any]:

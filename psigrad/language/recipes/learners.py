@@ -21,7 +21,7 @@ from psigrad.language.rollout.types import Collected, State
 from psigrad.optim import Optimizer
 from psigrad.optim.optimizer import STATE_FILE, check_weights
 from psigrad.processes.parallel import shards
-from psigrad.processes.parallel.world import World, agree
+from psigrad.processes.parallel.world import World, check_equal
 from psigrad.records import checkpoint
 from psigrad.runs import machine, session
 from psigrad.runs.cycle import LEFT
@@ -106,10 +106,10 @@ def _part(learner: Learner | Follower, copies: bool) -> Callable[[Path, World], 
     if getattr(model, "root", None) is not None:
         weights: dict[str, Any] = sharded.named_weights(model) | moments
         if copies:
-            weights = shards.copied(weights)
+            weights = shards.copy_to_host(weights)
         return lambda folder, world: sharded.save(model, folder, weights, world)
     if copies:
-        model, moments = copy_weights(model), shards.copied(moments)
+        model, moments = copy_weights(model), shards.copy_to_host(moments)
 
     def write(folder: Path, world: World) -> None:
         model.save(folder)
@@ -143,7 +143,7 @@ def restore(path: Path, learners: Learners) -> State:
     for learner in learners:
         if not isinstance(learner, Learner):
             continue
-        if getattr(learner.model, "root", None) is not None or shards.written_in(path / learner.place):
+        if getattr(learner.model, "root", None) is not None or shards.has_shards(path / learner.place):
             shards.read(path / learner.place, learner.optimizer.state_dict())
         else:
             learner.optimizer.load_state_dict(checkpoint.load_tensors(path / learner.place / STATE_FILE))
@@ -250,7 +250,7 @@ def begin(
     world = journal.world
     if world.size > 1:
         pinned = {**pinned, "ranks": str(world.size)}
-        agree(world, {**pinned, "settings": json.dumps(to_dict(config), sort_keys=True), **_sums_of(learners)})
+        check_equal(world, {**pinned, "settings": json.dumps(to_dict(config), sort_keys=True), **_sums_of(learners)})
     if found is not None:
         session.check_pins(config.run, journal, checkpoint.read_manifest(found), pinned)
     first = fresh if found is None else restore(found, learners)

@@ -39,7 +39,7 @@ def run(config: TrainingConfig, given: GivenModel | None = None) -> Result:
     """
     config = fit_memory(config)
     check_schedule(config.optim)
-    speaks = config.hub.push_to_hub and launch.first()
+    speaks = config.hub.push_to_hub and launch.is_first_rank()
     if speaks:
         hub = extras.load("hub")
         hub.check(config.hub, str(config.run.output_dir))

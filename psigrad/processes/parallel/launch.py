@@ -27,7 +27,7 @@ def is_rank() -> bool:
     return "WORLD_SIZE" in os.environ
 
 
-def first() -> bool:
+def is_first_rank() -> bool:
     """Return True if this process is rank 0, the one that prints."""
     return os.environ.get("RANK", "0") == "0"
 
@@ -50,7 +50,7 @@ def run(processes: int, arguments: Sequence[str]) -> int:
     """
     with tempfile.TemporaryDirectory(prefix="psigrad-") as folder:
         ranks = [_Rank(rank, processes, folder, arguments) for rank in range(processes)]
-        before = {number: signal.signal(number, _passing(ranks)) for number in (signal.SIGTERM, signal.SIGHUP)}
+        before = {number: signal.signal(number, _forward_signals(ranks)) for number in (signal.SIGTERM, signal.SIGHUP)}
         before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             return _watch(ranks)
@@ -96,7 +96,7 @@ def _prepare(parent: int) -> None:
     die_with_parent(parent)
 
 
-def _passing(ranks: Sequence[_Rank]) -> Callable[[int, FrameType | None], None]:
+def _forward_signals(ranks: Sequence[_Rank]) -> Callable[[int, FrameType | None], None]:
     def handler(number: int, frame: FrameType | None) -> None:
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
@@ -127,12 +127,12 @@ def _watch(ranks: Sequence[_Rank]) -> int:
     own = ranks[0].status if ranks[0].failed else 0
     # rank 0 has printed its own error on the terminal, unless a signal ended it
     if cause.process.returncode < 0 or (cause.rank and own in (0, RankLost.exit_status)):
-        _tell(cause, len(ranks), unaware)
+        _report(cause, len(ranks), unaware)
         return cause.status
     return own or cause.status
 
 
-def _tell(rank: _Rank, size: int, unaware: Sequence[str]) -> None:
+def _report(rank: _Rank, size: int, unaware: Sequence[str]) -> None:
     code = rank.process.returncode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
     print(f"psigrad: process {rank.rank} of 0 to {size - 1} {how}; the others were ended with it.", file=sys.stderr)

@@ -21,17 +21,17 @@ from psigrad.errors import UserError, reason_of
 def local_of(x: Tensor) -> Tensor:
     """Return this process's rows of a sharded tensor; return any other tensor unchanged."""
     held: Any = x
-    return held.to_local() if in_shards(x) else x
+    return held.to_local() if is_sharded(x) else x
 
 
-def in_shards(x: Any) -> bool:
+def is_sharded(x: Any) -> bool:
     """Return True if a tensor is a DTensor. The class is not imported for this, since that takes half a second."""
     return hasattr(x, "to_local")
 
 
-def copies_of(x: Tensor, size: int) -> int:
+def num_replicas(x: Tensor, size: int) -> int:
     """Return how many of `size` processes hold the same rows of a sharded tensor; 1 for a tensor that is not sharded."""
-    if not in_shards(x):
+    if not is_sharded(x):
         return 1
     held: Any = x
     parts = math.prod(n for n, of in zip(held.device_mesh.shape, held.placements, strict=True) if not of.is_replicate())
@@ -39,20 +39,20 @@ def copies_of(x: Tensor, size: int) -> int:
 
 
 @torch.no_grad()
-def held_of(parameter: Any) -> nn.Parameter:
+def local_parameter(parameter: Any) -> nn.Parameter:
     """Return a parameter that consists of this process's rows of a sharded one and shares their memory.
 
     A parameter that is not sharded is returned unchanged.
     """
-    if not in_shards(parameter):
+    if not is_sharded(parameter):
         whole: nn.Parameter = parameter
         return whole
     return nn.Parameter(parameter.to_local(), requires_grad=parameter.requires_grad)
 
 
-def like(local: Tensor, parameter: Tensor) -> Tensor:
+def shard_like(local: Tensor, parameter: Tensor) -> Tensor:
     """Return a tensor sharded like `parameter`, such as an optimiser's moment, from this process's rows `local` of it."""
-    if not in_shards(parameter) or local.dim() == 0:
+    if not is_sharded(parameter) or local.dim() == 0:
         return local
     from torch.distributed.tensor import DTensor
 
@@ -62,14 +62,14 @@ def like(local: Tensor, parameter: Tensor) -> Tensor:
     return whole
 
 
-def written_in(folder: Path) -> bool:
+def has_shards(folder: Path) -> bool:
     """Return True if a folder contains files of sharded tensors, which several processes wrote."""
     return any(folder.glob("shard-*.safetensors"))
 
 
-def copied(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return copies of the tensors in host memory. Of a sharded tensor, each process copies its own rows."""
-    if not any(map(in_shards, tensors.values())):
+    if not any(map(is_sharded, tensors.values())):
         return {name: x.detach().to("cpu", copy=True) for name, x in tensors.items()}
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 

@@ -127,7 +127,7 @@ class Ranks:
     def broadcast(self, value: T) -> T:
         """Return the value that rank 0 passed."""
         box: list[Any] = [value if self.rank == 0 else None]
-        with name_losses():
+        with convert_errors():
             dist.broadcast_object_list(box, src=0, group=self.group, device=torch.device("cpu"))
         found: T = box[0]
         return found
@@ -135,13 +135,13 @@ class Ranks:
     def all_gather(self, value: T) -> list[T]:
         """Return the values that all processes passed, in the order of their ranks."""
         box: list[Any] = [None] * self.size
-        with name_losses():
+        with convert_errors():
             dist.all_gather_object(box, value, group=self.group)
         return box
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Replace `x` by its sum over all processes, in place."""
-        with name_losses():
+        with convert_errors():
             dist.all_reduce(x, group=self.group)
         return x
 
@@ -150,7 +150,7 @@ class Ranks:
         sizes = torch.tensor([len(part) for part in parts])
         theirs = torch.empty_like(sizes)
         given = torch.from_numpy(np.frombuffer(bytearray().join(parts), np.uint8))
-        with name_losses():
+        with convert_errors():
             dist.all_to_all_single(theirs, sizes, group=self.group)
             found = torch.empty(int(theirs.sum()), dtype=torch.uint8)
             dist.all_to_all_single(found, given, theirs.tolist(), sizes.tolist(), group=self.group)
@@ -158,7 +158,7 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def name_losses() -> Iterator[None]:
+def convert_errors() -> Iterator[None]:
     """Convert the error that torch raises for a lost process to `RankLost`."""
     try:
         yield
@@ -223,7 +223,7 @@ def join_world(
     if not given:
         _make_group(device, size, minutes)
     try:
-        with name_losses():
+        with convert_errors():
             yield Ranks(lockstep=lockstep, division=division)
             if not given:
                 dist.barrier()
@@ -260,7 +260,7 @@ def _make_group(device: str, size: int, minutes: float) -> None:
         dist.init_process_group(backend, rank=rank, world_size=size, timeout=limit)
 
 
-def agree(world: World, what: Mapping[str, str]) -> None:
+def check_equal(world: World, what: Mapping[str, str]) -> None:
     """Raise `UserError` with the name of the value if the processes differ in one of the values of `what`."""
     each = world.all_gather(dict(what))
     for name in what:
@@ -282,7 +282,7 @@ def sum_figures(world: World, figures: Mapping[str, float]) -> dict[str, float]:
     return {name: math.fsum(own.get(name, 0.0) for own in each) for name in names} if world.size > 1 else dict(figures)
 
 
-def shares_of(world: World) -> int:
+def num_teams(world: World) -> int:
     """Return the number of shares into which a step is divided: one for each team of processes that computes together."""
     return world.size // world.division.team
 
@@ -290,16 +290,16 @@ def shares_of(world: World) -> int:
 def shard(world: World, parts: Sequence[T], rank: int | None = None) -> list[tuple[T, float]]:
     """Return the parts of a step that this rank, or the given `rank`, computes: [(part, weight)], each with weight 1.
 
-    They are every `shares_of(world)`-th part. In lockstep all ranks need equally many passes, so a rank with one part fewer also
+    They are every `num_teams(world)`-th part. In lockstep all ranks need equally many passes, so a rank with one part fewer also
     gets the first part with weight 0.
     """
-    shares = shares_of(world)
+    shares = num_teams(world)
     own = [(part, 1.0) for part in parts[(world.rank if rank is None else rank) // world.division.team :: shares]]
     rounds = -(-len(parts) // shares)
     return own + [(parts[0], 0.0)] * (rounds - len(own)) if world.lockstep and parts else own
 
 
-def each_once(world: World, parts: Sequence[P], of: Callable[[P], T]) -> list[T]:
+def map_shared(world: World, parts: Sequence[P], of: Callable[[P], T]) -> list[T]:
     """Return `of(part)` for each part, in order. Each rank computes a share of the parts, and all receive the complete list.
 
     In lockstep all ranks call `of` equally often.

@@ -44,7 +44,7 @@ def fit(config: C) -> C:
         where = device(config.run)
         here = replace(machine(where, config.model.dtype, measure=False), memory=free_memory(where))
         config = filling(config, here)
-        if launch.first():
+        if launch.is_first_rank():
             says = ", ".join(f"{name}={_value(config, name)}" for name in usual_on(type(config), here.kind))
             redaction.say(f"on {where}: {says or f'micro_batch_tokens={config.micro_batch_tokens}'}.")
         return config
@@ -106,7 +106,7 @@ def _smaller(config: C, longest: int, kept: float) -> Iterator[C]:
 
 
 def _say(config: Config, plan: Plan) -> None:
-    if launch.first():
+    if launch.is_first_rank():
         chosen = [f"micro-batches of {config.micro_batch_tokens} tokens"]
         chosen += ["recomputed activations"] if config.model.gradient_checkpointing else []
         sampling = getattr(config, "sampling", None)

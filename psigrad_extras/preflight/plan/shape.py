@@ -17,7 +17,7 @@ from psigrad.language.models.backbone import LOADING_ERRORS
 from psigrad.language.models.lora import is_adapted
 from psigrad.language.models.sizes import NAMES, cached_numbers, size
 from psigrad.language.models.towers import towers_of
-from psigrad.language.models.vision import always_sees, why_not_text
+from psigrad.language.models.vision import requires_vision, why_not_text
 
 # The fields that a configuration with other sizes must not have.
 _DROPPED = frozenset(("per_layer_config", "dtype", "torch_dtype", "architectures"))
@@ -158,7 +158,7 @@ def _built(config: PreTrainedConfig) -> Any:
 
 def model_of(config: PreTrainedConfig, **options: Any) -> Any:
     """Return the causal or vision-language model of `config`, with random weights."""
-    auto: Any = AutoModelForImageTextToText if always_sees(config.model_type) else AutoModelForCausalLM
+    auto: Any = AutoModelForImageTextToText if requires_vision(config.model_type) else AutoModelForCausalLM
     return auto.from_config(config, **options)
 
 

@@ -11,7 +11,7 @@ from psigrad import seeds
 from psigrad.errors import UserError
 from psigrad.language.models import scalar_model, tiny
 from psigrad.language.models.language_model import prepare
-from psigrad.language.models.lora import CountedDropout, Lora, Masks, text_sums
+from psigrad.language.models.lora import CountedDropout, DropoutMasks, Lora, hash_tokens
 from psigrad.language.models.packing import Groups, Rows, pack, pad
 
 WORD = (1 << 64) - 1
@@ -28,8 +28,8 @@ def word(seed: int, counter: int) -> int:
 
 
 def test_the_masks_are_those_of_the_formula():
-    drop, ids = CountedDropout(0.25, "layer", Masks(seed=3)), [5, 6]
-    drop.masks.tokens = text_sums(torch.tensor([ids]), torch.tensor([[0, 1]]))
+    drop, ids = CountedDropout(0.25, "layer", DropoutMasks(seed=3)), [5, 6]
+    drop.masks.tokens = hash_tokens(torch.tensor([ids]), torch.tensor([[0, 1]]))
     sums = [word(5, 0), (word(5, 0) + word(6, 1)) & WORD]
     x = torch.full((1, 2, 6), 3.0)
     wanted = []
@@ -42,8 +42,8 @@ def test_the_masks_are_those_of_the_formula():
 
 
 def test_a_share_p_is_dropped_and_the_mean_stays():
-    drop = CountedDropout(0.1, "layer", Masks())
-    drop.masks.tokens = text_sums(torch.arange(400)[None], torch.arange(400)[None])
+    drop = CountedDropout(0.1, "layer", DropoutMasks())
+    drop.masks.tokens = hash_tokens(torch.arange(400)[None], torch.arange(400)[None])
     made = drop(torch.ones(1, 400, 1000))
     assert abs(float((made == 0).float().mean()) - 0.1) < 0.002 and abs(float(made.mean()) - 1) < 0.002
     features = (made[0] == 0).float()
@@ -52,25 +52,25 @@ def test_a_share_p_is_dropped_and_the_mean_stays():
 
 
 def test_a_layer_that_reads_a_selection_of_tokens_is_refused():
-    drop = CountedDropout(0.1, "experts.0", Masks(tokens=torch.arange(8).view(2, 4)))
+    drop = CountedDropout(0.1, "experts.0", DropoutMasks(tokens=torch.arange(8).view(2, 4)))
     assert drop(torch.ones(2, 3)).shape == (2, 3), "one token of each text, as a pooler reads"
     with pytest.raises(UserError, match=r"the layer experts\.0 reads only some tokens"):
         drop(torch.ones(5, 3))
 
 
 def test_a_tokens_number_is_that_of_its_text_wherever_it_lies():
-    alone = {tuple(text): text_sums(torch.tensor([text]), torch.arange(len(text))[None])[0].tolist() for text in texts(GROUP)}
+    alone = {tuple(text): hash_tokens(torch.tensor([text]), torch.arange(len(text))[None])[0].tolist() for text in texts(GROUP)}
     packed = pack(GROUP)
-    sums = text_sums(packed.input_ids, packed.position_ids, packed.layout)[0].tolist()
+    sums = hash_tokens(packed.input_ids, packed.position_ids, packed.layout)[0].tolist()
     padded = pad(GROUP)
-    by_row = text_sums(padded.input_ids, padded.position_ids)
+    by_row = hash_tokens(padded.input_ids, padded.position_ids)
     (one, other, third) = alone.values()
     assert sums == [*one[:5], *third[:2], *one[5:9], *other[5:7], *third[2:5]]
     assert [row[: len(own)] for row, own in zip(by_row.tolist(), alone.values(), strict=True)] == list(alone.values())
     branch = pack(Groups([PROMPT], [[ONE]], starts=[[3]]))
     whole = [*PROMPT[:3], *ONE]
-    begun = text_sums(torch.tensor([whole]), torch.arange(len(whole))[None])[0].tolist()
-    assert text_sums(branch.input_ids, branch.position_ids, branch.layout)[0].tolist() == [*one[:5], *begun[3:7]]
+    begun = hash_tokens(torch.tensor([whole]), torch.arange(len(whole))[None])[0].tolist()
+    assert hash_tokens(branch.input_ids, branch.position_ids, branch.layout)[0].tolist() == [*one[:5], *begun[3:7]]
     assert len({*one, *other, *third}) == len(one) + 1 + len(third), "equal texts alone have equal numbers"
 
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import psigrad
 from psigrad.config import OnlineConfig
 from psigrad.errors import UserError
-from psigrad.language.models.experts import Balance, Routing, balance_of, balanced, replay_routers
+from psigrad.language.models.experts import LoadBalancing, RouterRecorder, add_balance_loss, balance_of, replay_routers
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups, Rows
 from psigrad.language.recipes import online_settings
@@ -95,7 +95,7 @@ def test_two_experts_and_three_tokens_by_hand():
     """Probabilities 3/4 and 1/4; two tokens take the first expert, one the second: f = (2/3, 1/3), P = (7/12, 5/12), and
     2 · (2/3 · 7/12 + 1/3 · 5/12) = 19/18.
     """
-    balance = Balance(3.0, 1)
+    balance = LoadBalancing(3.0, 1)
     logits = torch.tensor([[3.0, 1.0], [3.0, 1.0], [1.0, 3.0]]).log().requires_grad_()
     made, own = type("Made", (), {"router_logits": (logits,)}), Loss(torch.tensor(1.0), {"loss": torch.tensor(1.0)})
     balance.see(made)
@@ -124,7 +124,7 @@ def test_of_a_packed_batch_it_is_that_of_transformers_padded_one(name, packed, t
         logp = model.evaluate(Rows(rows, [[False] + [True] * (len(row) - 1) for row in rows]), packed=packed).logp
         return Loss(0.0 * logp.sum(), {})
 
-    found = balanced(model, loss, 2)
+    found = add_balance_loss(model, loss, 2)
     found.value.backward()
     # packed, a row's last token predicts nothing and is not computed
     read = [row[:-1] for row in rows] if packed else rows
@@ -277,13 +277,13 @@ def test_a_run_adds_the_models_own_share_unless_it_is_told_another(folder, tmp_p
 def test_grpo_follows_the_experts_of_sampling(folder, tmp_path, monkeypatch):
     online = {"reward": early_letters, "prompts_per_step": 2, "num_generations": 4, "max_completion_length": 4}
     rows = [{"prompt": row["prompt"]} for row in ROWS]
-    runs, followed, own_read = [], [], Routing.read
+    runs, followed, own_read = [], [], RouterRecorder.read
 
     def read(*given):
         followed.append(own_read(*given))
         return followed[-1]
 
-    monkeypatch.setattr(Routing, "read", read)
+    monkeypatch.setattr(RouterRecorder, "read", read)
     for replays in (True, False):
         out = tmp_path / str(replays)
         psigrad.train("grpo", model=folder, dataset=rows, output_dir=out, router_replay=replays, **SHORT, **online)

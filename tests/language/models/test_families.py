@@ -11,7 +11,7 @@ from fused_models import some_groups
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from psigrad.language.models import hf_attention, language_model
-from psigrad.language.models.attention import SDPA, softened
+from psigrad.language.models.attention import SDPA, modified_attention
 from psigrad.language.models.backbone import Pretrained
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups
@@ -100,7 +100,12 @@ def test_what_is_sampled_has_the_log_probs_that_training_gives_it(name, tokenize
     [
         ("gemma2", hf_attention, "softened", lambda *q, softcap, sinks, **given: SDPA(*q, enable_gqa=True, **given)),
         ("gemma2", language_model, "Capped", lambda head, cap: head),
-        ("gpt_oss", hf_attention, "softened", lambda *q, softcap, sinks, **given: softened(*q, sinks=sinks - 1, **given)),
+        (
+            "gpt_oss",
+            hf_attention,
+            "softened",
+            lambda *q, softcap, sinks, **given: modified_attention(*q, sinks=sinks - 1, **given),
+        ),
         ("granite", Pretrained, "logit_factor", 1.0),
         ("cohere", Pretrained, "logit_factor", 2.9),
     ],
@@ -113,10 +118,10 @@ def test_negative_control_the_probe_notices_what_is_left_out(name, owner, part, 
 def test_padding_that_sees_nothing_is_a_number():
     x = torch.randn(1, 2, 3, 4)
     mask = torch.tensor([[False, False, False], [True, False, False], [True, True, False]])
-    assert softened(x, x, x, attn_mask=mask, scale=1.0, softcap=5.0).isfinite().all()
+    assert modified_attention(x, x, x, attn_mask=mask, scale=1.0, softcap=5.0).isfinite().all()
 
 
 def test_a_sink_takes_its_share_by_hand():
     """One key with score 0 beside a sink of ln 3: a quarter of the value."""
     q, v = torch.zeros(1, 1, 1, 2), torch.tensor([[[[4.0, 8.0]]]])
-    assert torch.allclose(softened(q, q, v, scale=1.0, sinks=torch.tensor([3.0]).log()), torch.tensor([1.0, 2.0]))
+    assert torch.allclose(modified_attention(q, q, v, scale=1.0, sinks=torch.tensor([3.0]).log()), torch.tensor([1.0, 2.0]))

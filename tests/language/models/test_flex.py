@@ -16,7 +16,7 @@ from psigrad.config import Model, Run
 from psigrad.errors import UserError
 from psigrad.language.loading.load_model import load_model
 from psigrad.language.models import hf_attention, tiny
-from psigrad.language.models.attention import softened
+from psigrad.language.models.attention import modified_attention
 from psigrad.language.models.hf_attention import BLOCK, FlexLayout
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups, pack
@@ -47,7 +47,7 @@ def test_negative_control_each_number_of_a_token_counts(lost, monkeypatch):
 
 @pytest.mark.parametrize("given", [{"softcap": 0.5}, {"sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])}], ids=["cap", "sinks"])
 def test_scores_that_are_capped_or_have_a_sink_beside_them(given):
-    how = functools.partial(softened, **{"softcap": None, "sinks": None, **given})
+    how = functools.partial(modified_attention, **{"softcap": None, "sinks": None, **given})
     layout = pack(BRANCHES).layout
     q, k, v = draw(layout.rows)
     ours, theirs = (x.attend(0, q, k, v, 0.3, None, how) for x in (FlexLayout(layout), layout))

@@ -11,7 +11,7 @@ from packed_inputs import BRANCHES, GROUPS, ROWS, draw, oracle, pieces_of
 
 from psigrad.errors import UserError
 from psigrad.language.models import hf_attention, tiny
-from psigrad.language.models.attention import softened
+from psigrad.language.models.attention import modified_attention
 from psigrad.language.models.hf_attention import VarlenLayout, varlen_kernel
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups, Rows, pack
@@ -141,7 +141,7 @@ def test_on_a_gpu_the_first_way_that_runs_is_taken_and_why_none_was(monkeypatch)
 def test_capped_scores_are_left_to_flex():
     layout = pack(GROUPS).layout
     with pytest.raises(ValueError, match="caps scores"):
-        VarlenLayout(layout, oracle).attend(0, *draw(layout.rows), 0.3, None, softened)
+        VarlenLayout(layout, oracle).attend(0, *draw(layout.rows), 0.3, None, modified_attention)
 
 
 def test_torchs_kernel_is_called_as_it_wants_to_be():

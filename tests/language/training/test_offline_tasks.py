@@ -22,7 +22,7 @@ from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import validate
 from psigrad.language.examples import Answer, Example, LabelledAnswer
 from psigrad.language.models import language_model, scalar_model
-from psigrad.language.models.lora import Lora, Masks
+from psigrad.language.models.lora import DropoutMasks, Lora
 from psigrad.language.models.packing import Rows
 from psigrad.language.recipes import preference, reward
 from psigrad.language.rollout.types import State
@@ -295,7 +295,7 @@ class Asked:
     """A task that remembers which rows each step asked for."""
 
     name = "rows"
-    model = SimpleNamespace(balance=None, masks=Masks())
+    model = SimpleNamespace(balance=None, masks=DropoutMasks())
 
     def __init__(self, weight):
         self.weight, self.asked = weight, []

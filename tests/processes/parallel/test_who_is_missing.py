@@ -49,7 +49,7 @@ def test_the_message_names_it(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     with (
         pytest.raises(world.RankLost, match=r"^Process 1, 2 of 0 to 2 of this run has ended or does not answer"),
-        world.name_losses(),
+        world.convert_errors(),
     ):
         raise RuntimeError("[gloo/transport] Connection closed by peer")
 

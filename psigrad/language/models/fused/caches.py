@@ -287,7 +287,7 @@ def version_of(weight: Tensor) -> Version:
 
 
 @dataclass(frozen=True)
-class Factors:
+class Projection:
     """The matrices that multiply the same input, with their biases and LoRA matrices. Their outputs are stored side by side."""
 
     matrices: Sequence[Tensor | CodedMatrix]
@@ -300,19 +300,19 @@ class Factors:
         """The tensors that `pack` packs: matrices that are not quantised, and the LoRA matrices."""
         return [x for x in (*self.matrices, *(self.low or ())) if isinstance(x, Tensor)]
 
-    def pack(self, products: Products) -> PackedFactors:
+    def pack(self, products: Products) -> PackedProjection:
         """Pack the matrices for the decoding kernels. Quantised matrices already have the kernels' layout."""
         low = None if self.low is None else (products.pack(self.low[0]), products.pack(self.low[1]))
         coded = [x for x in self.matrices if isinstance(x, CodedMatrix)]
         if coded:  # a group's matrices have the same input, so all of them are coded
-            return PackedFactors(None, self.bias, low, coded, torch.cat([x.table for x in coded]))
+            return PackedProjection(None, self.bias, low, coded, torch.cat([x.table for x in coded]))
         plain = [x for x in self.matrices if isinstance(x, Tensor)]
-        return PackedFactors(products.pack(torch.cat(plain) if len(plain) > 1 else plain[0]), self.bias, low)
+        return PackedProjection(products.pack(torch.cat(plain) if len(plain) > 1 else plain[0]), self.bias, low)
 
 
 @dataclass(frozen=True)
-class PackedFactors:
-    """The form of `Factors` for the decoding kernels, with one packed `matrix` or with quantised matrices `coded`."""
+class PackedProjection:
+    """The form of `Projection` for the decoding kernels, with one packed `matrix` or with quantised matrices `coded`."""
 
     matrix: PackedMatrix | None
     bias: Tensor | None
@@ -351,14 +351,14 @@ class PackedWeights:
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.bytes, self.limit = 0, limit
-        self._layers: dict[Hashable, tuple[list[Version], list[PackedFactors]]] = {}
+        self._layers: dict[Hashable, tuple[list[Version], list[PackedProjection]]] = {}
         self._refused: set[Hashable] = set()
         self._table: tuple[Hashable, list[Version], Tensor] | None = None
         self._head: tuple[Version, int, PackedMatrix | None] = ((0, 0), 0, None)
 
     def of(
-        self, key: Hashable, weights: Sequence[Tensor], make: Callable[[], Sequence[Factors]], products: Products
-    ) -> list[PackedFactors] | None:
+        self, key: Hashable, weights: Sequence[Tensor], make: Callable[[], Sequence[Projection]], products: Products
+    ) -> list[PackedProjection] | None:
         """Return the packed matrices of the layer `key`. If they are missing or outdated, pack the result of `make`.
 
         Return None if the memory limit is reached, or if a matrix can't be packed. `weights` are the tensors whose versions show

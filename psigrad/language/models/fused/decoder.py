@@ -19,7 +19,7 @@ from psigrad.language.images import FIRST
 from psigrad.language.models.attention import FusedLayout, PackedLayout
 from psigrad.language.models.fused.caches import ActivationCache, Block, CacheHit, PackedWeights, RowLayout, Version, versions
 from psigrad.language.models.fused.families import FAMILIES
-from psigrad.language.models.fused.layer import RANKS, Layer, Pass, RowSelection, Unsupported
+from psigrad.language.models.fused.layer import RANKS, Layer, PassArguments, RowSelection, Unsupported
 from psigrad.language.models.towers import text_half, tower_parameters
 from psigrad.optim import gradients
 
@@ -44,7 +44,7 @@ class _LayerFunction(torch.autograd.Function):
         ctx: Any,
         layer: Layer,
         x: Tensor,
-        how: Pass,
+        how: PassArguments,
         selection: RowSelection,
         cached: CacheHit | None,
         recompute: bool,
@@ -169,7 +169,7 @@ class Decoder:
             selection[-1] = replace(selection[-1], output_rows=outputs)
         x = self._embed(ids).to(self.dtype)
         cosine, sine = self.base.rotary_emb(x.new_empty(1), position_ids.flatten()[None])
-        how = Pass((cosine[0].float().contiguous(), sine[0].float().contiguous()), layout, self.adapted)
+        how = PassArguments((cosine[0].float().contiguous(), sine[0].float().contiguous()), layout, self.adapted)
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters):
             for layer, at in zip(self.layers, selection, strict=True):
 
@@ -216,7 +216,7 @@ class Decoder:
         """True if LoRA adapters are enabled in any layer."""
         return any(layer.adapted for layer in self.layers)
 
-    def _run(self, x: Tensor, how: Pass, selection: Sequence[RowSelection], keep: ActivationCache | None) -> Tensor:
+    def _run(self, x: Tensor, how: PassArguments, selection: Sequence[RowSelection], keep: ActivationCache | None) -> Tensor:
         """Run all layers without gradient, add their activations to `keep`, and return the last layer's output."""
         now = versions(self.parameters) if keep is not None or how.layout.packed_weights is not None else []
         y = None if self.in_shards else self._step(x, how, keep, now)
@@ -236,7 +236,7 @@ class Decoder:
             keep.add(len(x), self.row_layout, now, layers)
         return x
 
-    def _step(self, x: Tensor, how: Pass, keep: ActivationCache | None, now: list[Version]) -> Tensor | None:
+    def _step(self, x: Tensor, how: PassArguments, keep: ActivationCache | None, now: list[Version]) -> Tensor | None:
         """Run one decoding step through all layers in one kernel call, which writes activations directly into the cache `keep`.
 
         Return the last layer's output; None if this is not a decoding step, or if matrices are not packed.

@@ -23,7 +23,7 @@ from psigrad.kernels.processor import fast_bfloat16
 from psigrad.kernels.products import Products
 from psigrad.language.models.attention import FusedLayout, PackedLayout
 from psigrad.language.models.coded_linear import CodedLinear, unpack
-from psigrad.language.models.fused.caches import Factors, PackedFactors, PackedWeights, Version, version_of
+from psigrad.language.models.fused.caches import PackedProjection, PackedWeights, Projection, Version, version_of
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
@@ -94,7 +94,7 @@ class LoraDelta:
         return multiply(multiply(dy, self.b).t(), x), multiply(dy.t(), multiply(x, self.a.t())).mul_(self.scale)
 
 
-class Pass(NamedTuple):
+class PassArguments(NamedTuple):
     """The arguments of a forward pass that are the same in every layer: `angles` are the cosines and sines of the rotary
     embedding, and `adapted` is True if the LoRA adapters are active.
     """
@@ -143,7 +143,7 @@ class LayerWeights:
     biases: list[Tensor | None]
     lora: list[LoraDelta | None]
     native: Kernels
-    packed: list[PackedFactors] | None = None
+    packed: list[PackedProjection] | None = None
     """The packed matrices of each group of `_GROUPS`; None if they are not packed."""
     decoding: bool = False
     """True in decoding. Products of few rows may then be summed in another order than in training, which is faster."""
@@ -164,7 +164,7 @@ class LayerWeights:
                 delta.add(part, x)
         return out
 
-    def factors(self, group: int) -> Factors:
+    def factors(self, group: int) -> Projection:
         """Return the matrices, biases and LoRA matrices of a group, in the form that `PackedWeights` packs."""
         members = _GROUPS[group]
         heights = [self.matrices[i].shape[0] for i in members]
@@ -179,7 +179,7 @@ class LayerWeights:
             odd = [len(x) % 2 for x in a]
             a = [nn.functional.pad(x, (0, 0, 0, more)) for x, more in zip(a, odd, strict=True)]
             low = torch.cat(a), torch.block_diag(*(nn.functional.pad(x, (0, more)) for x, more in zip(b, odd, strict=True)))
-        return Factors([self.matrices[i] for i in members], bias, low)
+        return Projection([self.matrices[i] for i in members], bias, low)
 
     def add_input_grad(self, i: int, dy: Tensor, dx: Tensor) -> Tensor:
         """Add the gradient through the LoRA term of matrix i to dx in place, and return dx."""
@@ -290,7 +290,7 @@ class Layer:
         own = [(n, self.dtype) for n in (width, heads.row, heads.queries * heads.dim, width, 2 * inner)]
         return (*own[:3], (heads.queries, torch.float32), *own[3:])
 
-    def forward(self, x: Tensor, how: Pass, selection: RowSelection) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, x: Tensor, how: PassArguments, selection: RowSelection) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the layer's output [W, E], and the tensors that `backward` needs besides x.
 
         For every token [S, …] they are [q|k|v], attention's output, and the log-sum-exps of its scores. For the output rows
@@ -313,7 +313,7 @@ class Layer:
         dy: Tensor,
         x: Tensor,
         kept: list[Tensor],
-        how: Pass,
+        how: PassArguments,
         learns: Sequence[bool],
         selection: RowSelection,
         overwrite: bool,

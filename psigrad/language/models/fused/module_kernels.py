@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from psigrad.kernels.kernels import Kernels
-from psigrad.language.models.fused.caches import Factors, PackedWeights
+from psigrad.language.models.fused.caches import PackedWeights, Projection
 from psigrad.language.models.fused.decoder import NormFunction
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class ModuleKernels:
         """Return x · weightᵀ + bias. In a decoding step it multiplies by the packed weight if `packed` has room for it."""
         out, products = x.new_empty(len(x), len(weight)) if out is None else out, self.native.products
         if self.packed is not None and not torch.is_grad_enabled():
-            made = self.packed.of(id(weight), [weight], lambda: [Factors([weight.detach()], bias, None)], products)
+            made = self.packed.of(id(weight), [weight], lambda: [Projection([weight.detach()], bias, None)], products)
             if made is not None:
                 return made[0].multiply(x, out, None, products)
         return products.linear(x, weight, out, bias, exact=True)

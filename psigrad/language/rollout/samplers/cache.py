@@ -17,7 +17,7 @@ from torch import Tensor
 from psigrad.kernels.kernels import Heads, Slots, table_sizes
 from psigrad.language.models.attention import (
     SDPA,
-    Attending,
+    AttentionLayer,
     PackedLayout,
     Recurrence,
     ShortConvolution,
@@ -398,7 +398,7 @@ class SharedPrefill:
     packed_weights: PackedWeights | None
     slots = None
 
-    def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
+    def mix(self, layer: AttentionLayer, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Store this layer's keys and values of the prompts. Return the attention within the prompts (`PackedLayout.mix`)."""
         layer.native.prompt_tables(rotated, qkv, self.starts, self.lengths, layer.heads, self.tables[layer.index])
         return self.prompts.mix(layer, rotated, qkv)
@@ -416,7 +416,7 @@ class SharedDecode:
         """[active] positions of the new tokens."""
         cache.lengths = cache.lengths + 1
 
-    def mix(self, layer: Attending, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
+    def mix(self, layer: AttentionLayer, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Attend from one new token per sequence to its prompt and its earlier tokens, by the native kernel."""
         return layer.native.decode(rotated, qkv, self.slots, layer.index, layer.heads, layer.window)
 

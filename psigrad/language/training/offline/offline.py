@@ -9,13 +9,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from psigrad.language.models.backbone import Pretrained
-from psigrad.language.models.experts import balanced
+from psigrad.language.models.experts import add_balance_loss
 from psigrad.language.models.packing import batch_at
 from psigrad.language.rollout.types import State
 from psigrad.language.training.loss_sums import LossSums, within_memory
 from psigrad.objective import Loss
 from psigrad.optim import Optimizer, learning_rate
-from psigrad.processes.parallel.world import ALONE, World, shard, shares_of
+from psigrad.processes.parallel.world import ALONE, World, num_teams, shard
 from psigrad.step import Clock, Observe, Outcome
 
 if TYPE_CHECKING:
@@ -122,8 +122,8 @@ def step(run: OfflineRun, state: State) -> Outcome[State]:
 def learn(run: OfflineRun, rows: Sequence[int], lr: float) -> tuple[float | None, LossSums]:
     """Take one optimiser step on these rows. Return the gradient's norm, None if it is not finite, and the sums of the loss."""
     world, sums = run.world, LossSums(run.world)
-    passes = run.task.shares(rows, run.config.micro_batch_tokens, shares_of(world))
-    shares = shard(world, [partial(balanced, run.task.model, share, len(passes)) for share in passes])
+    passes = run.task.shares(rows, run.config.micro_batch_tokens, num_teams(world))
+    shares = shard(world, [partial(add_balance_loss, run.task.model, share, len(passes)) for share in passes])
     norm = run.optimizer.step([partial(sums.of, share, weight) for share, weight in shares], lr)
     sums.end_step(None if norm is None else [norm])
     return norm, sums

@@ -17,7 +17,7 @@ from psigrad.language.models.packing import Groups, Ids, pack_by_tokens
 from psigrad.language.training.offline.offline import Share, sum_terms, terms_of
 from psigrad.objective import Loss
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Labelled, Pairs, Preference, kl_of_mismatched
-from psigrad.processes.parallel.world import ALONE, World, each_once, shard, shares_of
+from psigrad.processes.parallel.world import ALONE, World, map_shared, num_teams, shard
 
 
 def answer_logps(
@@ -45,7 +45,7 @@ def reference_logps(
     """Return log π_ref of every answer of every prompt. A LoRA model is its own reference, without its adapter."""
     found: list[list[float]] = [[] for _ in prompts]
     sizes = [len(p) + sum(a.tokens for a in group) for p, group in zip(prompts, answers, strict=True)]
-    for part, _ in shard(world, pack_by_tokens(sizes, budget, shares_of(world))):
+    for part, _ in shard(world, pack_by_tokens(sizes, budget, num_teams(world))):
         with model.without_adapter() if model.is_own_reference else torch.no_grad():
             logp, _ = answer_logps(model, [prompts[i] for i in part], [answers[i] for i in part])
         values = iter(logp.tolist())
@@ -109,8 +109,8 @@ class PreferenceTask:
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
         """Return loss and rewards over all pairs, and accuracy with its 95 % interval."""
         targets = sum(p.chosen.targets for p in self.pairs)
-        parts = pack_by_tokens([p.tokens for p in self.pairs], budget, shares_of(world))
-        found = each_once(world, parts, partial(self._judge, targets))
+        parts = pack_by_tokens([p.tokens for p in self.pairs], budget, num_teams(world))
+        found = map_shared(world, parts, partial(self._judge, targets))
         low, high = mean_interval([hit for _, hits in found for hit in hits])
         return {**sum_terms(terms for terms, _ in found), "rewards/accuracies/low": low, "rewards/accuracies/high": high}
 
@@ -155,7 +155,7 @@ class KTOTask:
     def _shares(self, rows: Sequence[int], budget: int, world: World, ranks: int = 0) -> list[Share]:
         desirable = sum(self.rows[i].desirable for i in rows)
         z = self._z(rows, budget, world)
-        parts = pack_by_tokens([self.rows[i].tokens for i in rows], budget, ranks or shares_of(world))
+        parts = pack_by_tokens([self.rows[i].tokens for i in rows], budget, ranks or num_teams(world))
         return [partial(self._loss, [rows[k] for k in part], z, len(rows), desirable) for part in parts]
 
     @torch.no_grad()
@@ -163,13 +163,13 @@ class KTOTask:
         """Return KTO's KL estimate z of the step, from the log-probs of each row's prompt with its mismatched answer."""
         others = [self._mismatched[i] for i in rows]
         sizes = [len(self.rows[i].prompt) + a.tokens for i, a in zip(rows, others, strict=True)]
-        logps, parts = torch.zeros(len(rows)), pack_by_tokens(sizes, budget, shares_of(world))
+        logps, parts = torch.zeros(len(rows)), pack_by_tokens(sizes, budget, num_teams(world))
 
         def of(part: list[int]) -> list[float]:
             prompts = [self.rows[rows[k]].prompt for k in part]
             return answer_logps(self.model, prompts, [[others[k]] for k in part])[0].float().tolist()
 
-        for part, found in zip(parts, each_once(world, parts, of), strict=True):
+        for part, found in zip(parts, map_shared(world, parts, of), strict=True):
             logps[part] = torch.tensor(found)
         return kl_of_mismatched(logps, torch.tensor([self.reference[i][1] for i in rows])).to(self.model.device)
 
@@ -182,7 +182,7 @@ class KTOTask:
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
         """Return loss and rewards over all rows."""
-        return sum_terms(each_once(world, self._shares(range(len(self)), budget, world), terms_of))
+        return sum_terms(map_shared(world, self._shares(range(len(self)), budget, world), terms_of))
 
 
 def mismatch(rows: Sequence[LabelledAnswer]) -> list[Answer]:

@@ -17,7 +17,7 @@ from psigrad.language.training.offline.offline import Share, sum_terms, terms_of
 from psigrad.objective import Loss
 from psigrad.objective.preferences.preference_loss import correct
 from psigrad.objective.preferences.reward_model import BradleyTerry, calibration, process_loss
-from psigrad.processes.parallel.world import ALONE, World, each_once, shares_of
+from psigrad.processes.parallel.world import ALONE, World, map_shared, num_teams
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class RewardTask:
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
         """Return loss, accuracy with its 95 % interval, and the calibration of σ(r_w − r_l)."""
         lead = torch.zeros(len(self), dtype=torch.float64)
-        parts = pack_by_tokens([p.tokens for p in self.pairs], budget, shares_of(world))
-        found = each_once(world, parts, self._judge)
+        parts = pack_by_tokens([p.tokens for p in self.pairs], budget, num_teams(world))
+        found = map_shared(world, parts, self._judge)
         figures = sum_terms(terms for terms, _ in found)
         for part, (_, own) in zip(parts, found, strict=True):
             lead[part] = torch.tensor(own, dtype=torch.float64)
@@ -103,7 +103,7 @@ class ProcessRewardTask:
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
         """Return loss and accuracy over the steps of all solutions."""
-        return sum_terms(each_once(world, self.shares(range(len(self)), budget, shares_of(world)), terms_of))
+        return sum_terms(map_shared(world, self.shares(range(len(self)), budget, num_teams(world)), terms_of))
 
 
 def step_values(model: ScalarModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:

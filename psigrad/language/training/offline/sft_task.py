@@ -11,7 +11,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Rows, pack_by_tokens
 from psigrad.language.training.offline.offline import Share, sum_terms, terms_of
 from psigrad.objective import Loss
-from psigrad.processes.parallel.world import ALONE, World, each_once, shares_of
+from psigrad.processes.parallel.world import ALONE, World, map_shared, num_teams
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class SFTTask:
 
     def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
         """Return loss, entropy and accuracy on the target tokens of all examples."""
-        return sum_terms(each_once(world, self.shares(range(len(self)), budget, shares_of(world)), terms_of))
+        return sum_terms(map_shared(world, self.shares(range(len(self)), budget, num_teams(world)), terms_of))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from psigrad.language.models.packing import Groups, pack_groups
 from psigrad.language.rollout.exchange import fetch_tokens
 from psigrad.language.rollout.types import CompletionSpan, Trajectory
 from psigrad.objective import Batch, PolicyOutputs, terminal
-from psigrad.processes.parallel.world import ALONE, World, shard, shares_of
+from psigrad.processes.parallel.world import ALONE, World, num_teams, shard
 
 MicroBatch = list[list[int]]
 """The indices of a batch's rows in one forward pass, as one list per group. Rows of a group share their prompt."""
@@ -114,7 +114,7 @@ def assign_micro_batches(world: World, batch: Batch, wanted: Tensor, budget: int
 
     The tokens of their rows are fetched from the processes that have them.
     """
-    micros = micro_batches(batch, wanted, budget, shares_of(world))
+    micros = micro_batches(batch, wanted, budget, num_teams(world))
     if world.size > 1:
         shares = [shard(world, micros, rank) for rank in range(world.size)]
         fetch_tokens(world, batch.inputs, [[i for micro, _ in share for members in micro for i in members] for share in shares])

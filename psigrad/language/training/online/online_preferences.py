@@ -11,7 +11,7 @@ import torch
 
 from psigrad.errors import UserError
 from psigrad.language.examples import Example, Pair, pair_of
-from psigrad.language.models.experts import balanced
+from psigrad.language.models.experts import add_balance_loss
 from psigrad.language.rollout.exchange import fetch_tokens
 from psigrad.language.rollout.types import State, Trajectory
 from psigrad.language.training.loss_sums import LossSums
@@ -21,7 +21,7 @@ from psigrad.language.training.online.figures import UpdateResult
 from psigrad.language.training.online.online_run import OnlineRun
 from psigrad.objective.preferences.preference_loss import Preference
 from psigrad.optim import step_together
-from psigrad.processes.parallel.world import ALONE, World, shard, shares_of
+from psigrad.processes.parallel.world import ALONE, World, num_teams, shard
 
 if TYPE_CHECKING:
     from psigrad.language.models.fused.caches import ActivationCache
@@ -52,8 +52,8 @@ def learn_preferences(
         shares_of_pairs = minibatches(len(picked.pairs), config.num_minibatches, config.run.seed, state.step, iteration)
         for number, rows in enumerate(shares_of_pairs):
             run.model.masks.draw(config.run.seed, state.step, iteration, number)
-            passes = task.shares(rows.tolist(), config.micro_batch_tokens, shares_of(world))
-            shares = shard(world, [partial(balanced, run.model, share, len(passes)) for share in passes])
+            passes = task.shares(rows.tolist(), config.micro_batch_tokens, num_teams(world))
+            shares = shard(world, [partial(add_balance_loss, run.model, share, len(passes)) for share in passes])
             sums.end_step(step_together([(run.optimizer, lr)], [partial(sums.of, share, weight) for share, weight in shares]))
     signs = torch.zeros(picked.rows)
     signs[picked.chosen], signs[picked.rejected] = 1.0, -1.0
