@@ -46,7 +46,7 @@ class Sums:
     def __init__(self, weights: Iterable[Tensor] | None = None, *, recompute: bool = False) -> None:
         self.recompute = recompute
         self.tensors: dict[Tensor, Tensor] = {}
-        self.wide: dict[Tensor, Tensor] = {}
+        self.float32: dict[Tensor, Tensor] = {}
         """The float32 sums of the gradients of half-precision weights, to which `add_wide` adds."""
         self.uses: dict[Tensor, list[Use]] = {}
         self._weights = None if weights is None else set(weights)
@@ -73,10 +73,10 @@ class Sums:
 
     def add_wide(self, weight: Tensor, gradient: Tensor) -> None:
         """Add `gradient` to the float32 sum of a half-precision weight's gradients."""
-        if weight in self.wide:
-            self.wide[weight].add_(gradient)
+        if weight in self.float32:
+            self.float32[weight].add_(gradient)
         else:
-            self.wide[weight] = gradient.float()
+            self.float32[weight] = gradient.float()
 
     def defers(self, weight: Tensor, use: Use) -> bool:
         """Store `use` and return True if `blocks` can compute its gradient later; otherwise return False.
@@ -91,7 +91,7 @@ class Sums:
         self._store(weight)
         return False
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """End the backward passes of a step. If a weight has a gradient and also stored uses, add the uses' gradients to it."""
         for weight in [w for w in self.uses if w.grad is not None]:
             self._store(weight)
@@ -111,9 +111,9 @@ class Sums:
                 use.add_to(block, rows)
             yield rows, block
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop all stored uses and the float32 sums."""
-        self.uses, self.wide = {}, {}
+        self.uses, self.float32 = {}, {}
 
     def _store(self, weight: Tensor) -> None:
         for use in self.uses.pop(weight, []):

@@ -62,9 +62,9 @@ class Weight:
     master: nn.Parameter
     """The tensor that the rule updates: `local`, or its float32 copy if it is in half precision.
 
-    If `uncopied`, it is a placeholder of the same shape, which takes no memory and only has a gradient.
+    If `no_master`, it is a placeholder of the same shape, which takes no memory and only has a gradient.
     """
-    uncopied: bool
+    no_master: bool
     """True if a half-precision weight has no master, and the rule updates `local`: with stochastic rounding, or with the
     remainder of its master in the rule's state.
     """
@@ -78,7 +78,7 @@ class Weight:
     """
 
     @property
-    def half(self) -> bool:
+    def is_half(self) -> bool:
         """True if the weight is in half precision."""
         return self.master is not self.local
 
@@ -89,13 +89,13 @@ class Weight:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint stores: the rule's state by name, and the float32 master as "master"."""
-        return self.state if self.uncopied or not self.half else {**self.state, "master": self.master.detach()}
+        return self.state if self.no_master or not self.is_half else {**self.state, "master": self.master.detach()}
 
     def update(self, gradient: Tensor, weight_decay: float) -> Update:
         """Return the `Update` that the rule receives for this weight in one step. Vectors have no weight decay."""
-        weight = self.local if self.uncopied else self.master
+        weight = self.local if self.no_master else self.master
         decay = weight_decay if weight.dim() > 1 else 0.0
-        stored = None if self.uncopied or self.kernels is None else self.local
+        stored = None if self.no_master or self.kernels is None else self.local
         return Update(self.name, weight, gradient, self.state, decay, stored)
 
     def move_gradient(self) -> None:
@@ -133,7 +133,7 @@ class Optimizer:
         self.nonfinite = self.updates = 0
         """The number of steps without a finite gradient since the last finite one, and the number of updates of the weights."""
         rows = all(w.rule.by_rows for w in self.weights.values())
-        self._half = [w for w in self.weights.values() if w.half]
+        self._half = [w for w in self.weights.values() if w.is_half]
         self._sharded = [w for w in self.weights.values() if w.local is not w.parameter]
         if self._sharded and not rows:
             what = "bf16_stochastic_round" if optim.bf16_stochastic_round else f"optimizer {optim.optimizer}"
@@ -157,7 +157,7 @@ class Optimizer:
 
     def clear(self) -> None:
         """Drop all gradients."""
-        self.sums.forget()
+        self.sums.clear()
         for w in self.weights.values():
             w.parameter.grad = w.local.grad = w.master.grad = None
 
@@ -189,12 +189,12 @@ class Optimizer:
                 w.parameter.grad, w.master.grad = total.to(w.parameter.dtype), None
             w.buffer = None
 
-    def settle(self) -> None:
+    def finish_backward(self) -> None:
         """End the backward passes of a step, so that each weight has one gradient: on the weight, or on its master."""
-        self.sums.settle()
+        self.sums.finish()
         for w in self._half:
-            if w.parameter in self.sums.wide:
-                total = self.sums.wide.pop(w.parameter)
+            if w.parameter in self.sums.float32:
+                total = self.sums.float32.pop(w.parameter)
                 w.master.grad = total if w.master.grad is None else w.master.grad.add_(total)
             if w.master.grad is not None:
                 w.move_gradient()
@@ -212,7 +212,7 @@ class Optimizer:
         for w in self._sharded:
             w.local.grad = None if w.parameter.grad is None else local_of(w.parameter.grad)
         for w in self._half:
-            if w.kernels is None and not w.uncopied and w.local.grad is not None:
+            if w.kernels is None and not w.no_master and w.local.grad is not None:
                 w.master.grad = w.local.grad.float()
         if self._sharded:
             return self._norm_over_ranks()
@@ -248,9 +248,9 @@ class Optimizer:
             changed.append(weight.master)
         # Caches notice a changed weight by its version counter, which kernels and fused steps do not increment.
         torch.autograd.graph.increment_version(changed)
-        self.sums.forget()
+        self.sums.clear()
         for w in self._half:
-            if w.master.grad is not None and not w.uncopied:
+            if w.master.grad is not None and not w.no_master:
                 w.local.copy_(w.master)
 
     def _step_by_rows(self, w: Weight, step: StepSize) -> None:
@@ -416,7 +416,7 @@ def add_up(optimizers: Sequence[Optimizer], losses: Iterable[Callable[[], Tensor
     for optimizer in alone if passes == 1 else ():
         optimizer.restore_precision()
     for optimizer in optimizers:
-        optimizer.settle()
+        optimizer.finish_backward()
         if sum_gradients(optimizer.world, optimizer.unsharded, failed is not None):
             raise PassOutOfMemoryError("A pass of a process ran out of memory.") from failed
 

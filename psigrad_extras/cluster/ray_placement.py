@@ -99,7 +99,7 @@ def open_sampler(
         yield RaySampler(
             workers,
             lambda: _weights_of(model) if kind is None else vllm_weights.outgoing(model),
-            lambda: None if model.root is not None else [p._version for p in model.trainable().values()],
+            lambda: None if model.shard_root is not None else [p._version for p in model.trainable().values()],
             exact=config.sampling.sampler == "embedded" and not model.why_padded,
             prompts_per_task=placement.parcel_prompts,
             joins=config.sampling.sampler == "vllm",
@@ -189,7 +189,7 @@ def _tasks_at_once(config: SFTConfig | OnlineConfig | PreferenceConfig) -> int:
 def _weights_of(model: LanguageModel) -> Any:
     """Return (name, full tensor) of all trainable weights."""
     learns = model.trainable()
-    return iter(learns.items()) if model.root is None else sharded.gather(model, set(learns))
+    return iter(learns.items()) if model.shard_root is None else sharded.gather(model, set(learns))
 
 
 def _load_sampler(config: SFTConfig | OnlineConfig | PreferenceConfig, longest: int) -> tuple[LanguageModel, Sampler]:

@@ -30,7 +30,7 @@ def divide(model: Pretrained, world: World, kind: str) -> Any:
     """
     check(model, world)
     ranks: Any = world
-    over, tensor, model.context = make(ranks, kind)
+    over, tensor, model.sequence_group = make(ranks, kind)
     if world.division.team > 1:
         model.decoder, model.why_unfused = None, "several processes compute it together"
     if tensor is not None:

@@ -41,7 +41,7 @@ class Ulysses:
         targets = inputs.targets.some(mine if len(mine) or not len(places) else mine.new_zeros(1))
         ids, positions, texts = (
             None if x is None else F.pad(x, (0, length * self.size - rows))[:, first : first + length]
-            for x in (inputs.input_ids, inputs.position_ids, inputs.texts)
+            for x in (inputs.input_ids, inputs.position_ids, inputs.token_hashes)
         )
         assert ids is not None and positions is not None
         return ForwardInputs(
@@ -49,7 +49,7 @@ class Ulysses:
             positions,
             replace(targets, rows=(targets.rows - first).clamp(0, length - 1)),
             layout=DividedLayout(layout, rows, self),
-            texts=texts,
+            token_hashes=texts,
             mine=mine,
         )
 

@@ -184,7 +184,7 @@ def check_packing(subject: Subject) -> Finding:
     ]
     value = max(_apart(whole, padded), _apart(whole, alone))
     return Finding(
-        "packing", "packed, padded and alone", value, subject.bounds[0], _apart(behind, alone), note=subject.model.slower
+        "packing", "packed, padded and alone", value, subject.bounds[0], _apart(behind, alone), note=subject.model.slow_reason
     )
 
 

@@ -117,7 +117,7 @@ class VLLMSampler(Sampler):
         self._in_a_row = 0
         self._closed: UserError | None = None
         self._flight, self._watch, self._asked, self._passing = Flight(), SharedWait(), False, threading.Lock()
-        truth = None if model.root is None else truth_of_shards(model, whole)
+        truth = None if model.shard_root is None else truth_of_shards(model, whole)
         self._until(self.synchronise)
         try:
             self._until(lambda: self.verify(truth))
@@ -141,7 +141,7 @@ class VLLMSampler(Sampler):
         """See `Sampler`. Each request is yielded once its last completion ends. Raises `UserError` if a prompt leaves no room for
         `max_tokens`, or after `LOSSES` consecutive losses of the engine.
         """
-        if self.model.root is None:
+        if self.model.shard_root is None:
             self._until(self.synchronise)
         yield from self.write(requests, params)
 
@@ -166,7 +166,7 @@ class VLLMSampler(Sampler):
 
     def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
         """See `Sampler`. The episodes use the current weights."""
-        at = self.snapshot() if self.model.root is None else Snapshot(self)
+        at = self.snapshot() if self.model.shard_root is None else Snapshot(self)
         return at.dialogue(prompts, params)
 
     def _wait(self, ticket: Ticket) -> list[tuple[int, list[Completion]]]:
@@ -195,7 +195,7 @@ class VLLMSampler(Sampler):
             if self._flight.busy:
                 self._ask_on()
             elif self._sleep:
-                self._empty = not self._alone and self.model.root is None
+                self._empty = not self._alone and self.model.shard_root is None
                 self._say("rest", 1 + self._empty)
         except EngineLostError as error:
             self._asked = False
@@ -308,7 +308,7 @@ class VLLMSampler(Sampler):
         """
         if not params.filtered or params.temperature == 0:
             return group
-        if self.model.root is not None or not self._source.own:
+        if self.model.shard_root is not None or not self._source.own:
             what = "A model in shards" if self._source.own else "A sampler whose model stays as it was loaded"
             raise UserError(f"{what} has no log-probs of one process' completions; leave top_p, top_k and min_p out.")
         inputs = Groups([request.prompt_ids], [[c.ids for c in group]])
@@ -374,7 +374,7 @@ class VLLMSampler(Sampler):
     def _lost(self, error: EngineLostError) -> None:
         self._end()
         lost = f"vLLM's engine was lost: {error}."
-        if self.model.root is not None or not self._source.own:  # only other processes could resend weights
+        if self.model.shard_root is not None or not self._source.own:  # only other processes could resend weights
             raise self._fail(RankLost(f"{lost} The same command goes on from the newest checkpoint.")) from error
         self.losses += 1
         self._in_a_row += 1

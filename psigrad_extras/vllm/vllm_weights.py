@@ -87,7 +87,7 @@ def write_adapter(model: LanguageModel, folder: Path) -> None:
 @torch.no_grad()
 def outgoing(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole weight) as in a checkpoint, with the adapter merged. All processes of a sharded model must iterate."""
-    if model.root is None:
+    if model.shard_root is None:
         whole = lora.merge_adapter(model.network, model.adapter)
         named: Iterable[tuple[str, Tensor]] = ((name, p.detach()) for name, p in whole.named_parameters())
     else:
@@ -197,4 +197,4 @@ def bit_sums(tensors: Sequence[Tensor]) -> list[int]:
 
 def changed_anywhere(model: LanguageModel, changed: bool) -> bool:
     """Return True if weights changed in this process or, for a sharded model, in any process."""
-    return changed if model.root is None else any(Ranks().all_gather(changed))
+    return changed if model.shard_root is None else any(Ranks().all_gather(changed))

@@ -29,7 +29,7 @@ def take_steps(optimizer: Optimizer, count: int, first: int = 0, lr: float = 1e-
             # of very different sizes, as those of a network's rows are
             sizes = torch.logspace(-4, 0, SHAPES[name][0]).view(-1, *[1] * (p.dim() - 1))
             p.grad = (torch.randn(p.shape, generator=generator) * sizes).to(p.dtype)
-        optimizer.settle()
+        optimizer.finish_backward()
         optimizer.apply(optimizer.norm(), lr)
         optimizer.clear()
 
@@ -165,7 +165,7 @@ def test_steps_below_a_256th_of_a_weight_happen_without_masters(rounds, moved):
 def _push(optimizer: Optimizer, steps: int) -> None:
     for _ in range(steps):
         optimizer.parameters["weight"].grad = torch.ones(64, 64, dtype=torch.bfloat16)
-        optimizer.settle()
+        optimizer.finish_backward()
         optimizer.apply(optimizer.norm(), 1e-4)
         optimizer.clear()
 

@@ -220,7 +220,7 @@ def test_processes_add_up_in_the_same_place_where_one_has_no_gradient():
     with busy.float32_sums():
         sum(p.float().sum() for p in busy.parameters.values()).backward()
     for optimizer in (busy, idle):
-        optimizer.settle()
+        optimizer.finish_backward()
         pairs = zip(optimizer.unsharded, optimizer.masters.values(), strict=True)
         assert [x is master for x, master in pairs] == [True, True]
     assert all(x.grad is not None for x in busy.unsharded) and all(x.grad is None for x in idle.unsharded)

@@ -75,7 +75,7 @@ def written(folder: Path, config, tokenizer, auto=AutoModelForCausalLM, **settin
 
 def is_known(model) -> bool:
     """Return True if the model was loaded without a comparison of ways to compute it: no texts were drawn for one."""
-    return model.texts is None and model.decoder is not None
+    return model.probe_texts is None and model.decoder is not None
 
 
 def both(model, run):

@@ -53,7 +53,7 @@ def main(world: World, folder: str, out: str, budgets: str, prompts: str = "24",
     found = []
     for budget in map(int, budgets.split(",")):
         model, _ = load(CASES["sft"], Path(folder), world)
-        reduces = model.root.set_requires_gradient_sync if once else None
+        reduces = model.shard_root.set_requires_gradient_sync if once else None
         optimizer, count = Optimizer(model.trainable(), Optim(), world=world, reduces=reduces), []
         rank_gradients.BUDGET = budget
         losses = CASES["sft"].losses(CASES["sft"], world, model, None, groups_of(int(prompts)), "")

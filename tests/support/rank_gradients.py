@@ -197,7 +197,7 @@ def load(case: Case, folder: Path, world: World, control: str = ""):
             if "lora_B" in name:
                 nn.init.normal_(p, std=0.05)
     if case.balance:
-        model.balance = balance_of(model.network, case.balance)
+        model.load_balancing = balance_of(model.network, case.balance)
     if case.value_head:
         model.add_value_head()
         nn.init.normal_(model.value_head.weight, std=0.1)

@@ -76,7 +76,7 @@ def load_model(
                 vision=settings.vision,
                 **_options(settings, run, world),
             )
-        model.continued = before is not None
+        model.from_adapter = before is not None
     settle_chat(model.tokenizer, settings, checkpoint, model.network)
     if (names := tower_names(model.network)) and model.vision is None:
         _say_once(f"The text half of {settings.path} is used alone: {', '.join(names)} never learn, and are saved as they are.")
@@ -86,7 +86,7 @@ def load_model(
         model.add_value_head(whole)
     take_shard(model, world, machine.device(run), saved.shards)
     model.attend(settings.attention)
-    model.balance = balance_of(model.network, settings.router_aux_loss_coef)
+    model.load_balancing = balance_of(model.network, settings.router_aux_loss_coef)
     return model
 
 

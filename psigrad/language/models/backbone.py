@@ -91,24 +91,25 @@ class Pretrained(ABC):
     """A pretrained model with its tokenizer.
 
     - `network` is transformers' model, which has the weights. With LoRA it contains the adapters' layers.
-    - `adapter` is the peft wrapper that saves and merges adapters. `continued` is True if training started with an adapter, so
+    - `adapter` is the peft wrapper that saves and merges adapters. `from_adapter` is True if training started with an adapter, so
       that the model without it is not the initial model.
     - `why_padded` is empty if the packed forward pass reproduces the model; otherwise it is the reason for padded passes.
     - `decoder` runs the packed forward pass in fused kernels; if it is None, `why_unfused` is the reason.
     - `module_kernels` are psigrad's kernels inside transformers' modules, if these run packed on a CPU.
     - `attention_kernel` is the attention that transformers' modules use for packed sequences. `why_sdpa` is why a GPU uses
     "sdpa".
-    - `texts` are the texts on which psigrad's computation was compared with transformers'.
-    - `balance` is the auxiliary loss of a mixture-of-experts model; `routing` records the experts of sampling for training.
-    - `root` gathers sharded weights while its forward pass runs (`language/models/sharded.py`).
-    - `masks` are the masks of the adapter's dropout.
-    - `context` is the group of processes that divide the tokens of each row (`psigrad_extras/mesh/ulysses.py`), or None.
+    - `probe_texts` are the texts on which psigrad's computation was compared with transformers'.
+    - `load_balancing` is the auxiliary loss of a mixture-of-experts model; `router_recorder` records the experts of sampling for
+    training.
+    - `shard_root` gathers sharded weights while its forward pass runs (`language/models/sharded.py`).
+    - `dropout_masks` are the masks of the adapter's dropout.
+    - `sequence_group` is the group of processes that divide the tokens of each row (`psigrad_extras/mesh/ulysses.py`), or None.
     """
 
     network: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     adapter: nn.Module | None = None
-    continued: bool = False
+    from_adapter: bool = False
     why_padded: str = ""
     train_mode: bool = False
     decoder: Decoder | None = None
@@ -116,12 +117,12 @@ class Pretrained(ABC):
     module_kernels: ModuleKernels | None = None
     attention_kernel: Literal["sdpa", "varlen", "flex"] = "sdpa"
     why_sdpa: str = ""
-    root: nn.Module | None = None
-    context: Any = None
-    texts: Groups | None = None
-    balance: LoadBalancing | None = None
-    routing: RouterRecorder | None = None
-    masks: DropoutMasks = field(default_factory=DropoutMasks)
+    shard_root: nn.Module | None = None
+    sequence_group: Any = None
+    probe_texts: Groups | None = None
+    load_balancing: LoadBalancing | None = None
+    router_recorder: RouterRecorder | None = None
+    dropout_masks: DropoutMasks = field(default_factory=DropoutMasks)
 
     @property
     def device(self) -> torch.device:
@@ -137,10 +138,10 @@ class Pretrained(ABC):
     @property
     def is_own_reference(self) -> bool:
         """True if the model without its adapter is the initial model, so that it can be the reference of a KL term."""
-        return self.adapter is not None and not self.continued
+        return self.adapter is not None and not self.from_adapter
 
     @property
-    def slower(self) -> str:
+    def slow_reason(self) -> str:
         """The reason why the model runs more slowly than its device allows, and the cost; empty if it does not."""
         if self.why_padded:
             return f"Sequences are padded, not packed, which takes two to five times the time and memory: {self.why_padded}."
@@ -170,7 +171,7 @@ class Pretrained(ABC):
 
     @abstractmethod
     def _probe(self, texts: Groups, packed: bool) -> Tensor:
-        """Return the model's outputs on `texts`, packed or padded, to compare psigrad's computation with transformers'."""
+        """Return the model's outputs on `probe_texts`, packed or padded, to compare psigrad's computation with transformers'."""
 
     @abstractmethod
     def _sample_texts(self, length: int) -> list[list[int]]:
@@ -178,9 +179,9 @@ class Pretrained(ABC):
 
     def _texts(self) -> Groups:
         """Return the texts on which psigrad's computation is compared with transformers'. They are drawn once."""
-        if self.texts is None:
-            self.texts = shared_prompts(*self._sample_texts(min(LENGTH, self.max_length)))
-        return self.texts
+        if self.probe_texts is None:
+            self.probe_texts = shared_prompts(*self._sample_texts(min(LENGTH, self.max_length)))
+        return self.probe_texts
 
     def forward(
         self,
@@ -205,7 +206,7 @@ class Pretrained(ABC):
             layout = unpad(layout, self.attention_kernel)
         if self.module_kernels is not None:
             self.module_kernels.packed = getattr(layout, "packed_weights", None)
-        with contextlib.nullcontext() if self.routing is None else self.routing.follow(experts):
+        with contextlib.nullcontext() if self.router_recorder is None else self.router_recorder.follow(experts):
             module, given = self._embedded(input_ids)
             made = module(
                 **given,
@@ -213,7 +214,7 @@ class Pretrained(ABC):
                 attention_mask=attention.no_mask(self.device),
                 use_cache=False,
                 layout=layout,
-                **({} if self.balance is None else self.balance.asked),
+                **({} if self.load_balancing is None else self.load_balancing.forward_arguments),
             )
         hidden = self._scaled(self._balanced(made).last_hidden_state)
         return hidden if wanted is None else hidden.flatten(0, 1).index_select(0, wanted)
@@ -258,8 +259,8 @@ class Pretrained(ABC):
         """Return the hidden states [M, E] that predict the targets, packed or padded."""
         wanted = inputs.targets.rows
         if inputs.layout is not None:
-            if self.masks.used:
-                self.masks.read(inputs)
+            if self.dropout_masks.used:
+                self.dropout_masks.read(inputs)
             inputs = self.placed(inputs)
             ids, positions, layout = inputs.input_ids, inputs.position_ids, inputs.layout
             return self.forward(ids, positions, layout, cached=inputs.cached, wanted=wanted, experts=inputs.experts)
@@ -273,21 +274,21 @@ class Pretrained(ABC):
 
     def _padded(self, module: Any, inputs: ForwardInputs) -> Any:
         """Return the output of transformers' `module` for padded inputs. It computes positions itself: RoBERTa's start at 2."""
-        if self.masks.used:
-            self.masks.read(inputs)
+        if self.dropout_masks.used:
+            self.dropout_masks.read(inputs)
         vision = self._check_images(inputs)
         made = module(
-            **({"input_ids": inputs.input_ids} if vision is None else vision.beside(inputs)),
+            **({"input_ids": inputs.input_ids} if vision is None else vision.forward_arguments(inputs)),
             attention_mask=inputs.attention_mask,
             use_cache=False,
-            **({} if self.balance is None else self.balance.asked),
+            **({} if self.load_balancing is None else self.load_balancing.forward_arguments),
         )
         return self._balanced(made, inputs.attention_mask)
 
     def _balanced(self, made: Any, mask: Tensor | None = None) -> Any:
         """Return the output `made` of a forward pass, after the auxiliary loss (if there is one) has read its router logits."""
-        if self.balance is not None:
-            self.balance.see(made, mask)
+        if self.load_balancing is not None:
+            self.load_balancing.compute(made, mask)
         return made
 
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -322,7 +323,7 @@ class Pretrained(ABC):
             self.why_padded = choose_attention(hf, self._texts, self._probe)
         if lora is not None:
             self.adapter = add_lora(hf, lora, adapter, task, towers)
-            self.masks.count(self.adapter)
+            self.dropout_masks.count(self.adapter)
             check_finite(self.adapter)
         freeze_towers(hf, towers)
         if gradient_checkpointing:
@@ -332,7 +333,7 @@ class Pretrained(ABC):
             if self.decoder is None:
                 self.module_kernels, reason = attach_kernels(self, self._texts())
                 self.why_unfused += reason and f"; its layers with state run in PyTorch: {reason}"
-        self.train_mode = gradient_checkpointing or self.masks.used
+        self.train_mode = gradient_checkpointing or self.dropout_masks.used
         if self.train_mode and self.decoder is None:
             _check_repeatable(self)
         return self
@@ -355,7 +356,7 @@ class Pretrained(ABC):
             why = "the fused decoder has an attention of its own" if self.decoder is not None else self.why_padded
             raise UserError(f"attention is {how!r}, and {why}; leave it at 'auto'.")
         # With shards, gradients are computed by hooks that a probe does not run.
-        learns = [p for p in self.trainable().values() if p.requires_grad] if self.root is None else []
+        learns = [p for p in self.trainable().values() if p.requires_grad] if self.shard_root is None else []
         own, before = self._probe_with_gradient(learns), self.attention_kernel
         try:
             self.attention_kernel = how  # type: ignore[assignment]
@@ -403,34 +404,36 @@ class Pretrained(ABC):
 
 
 def with_whole_weights(model: Pretrained, compute: Callable[[], R]) -> R:
-    """Return the result of `compute`. If the weights are sharded, run it in the forward pass of `root`, which gathers them."""
-    if model.root is None:
+    """Return the result of `compute`. If the weights are sharded, run it in the forward pass of `shard_root`, which gathers
+    them.
+    """
+    if model.shard_root is None:
         return compute()
     found: list[R] = []
-    model.root(compute, found)
+    model.shard_root(compute, found)
     return found[0]
 
 
 def own_share(model: Pretrained, inputs: ForwardInputs) -> ForwardInputs:
     """Return this process's part of the inputs: its tokens if several processes divide each row (cp_size), otherwise all."""
     packed = inputs.layout
-    if model.context is None or not isinstance(packed, attention.PackedLayout):
+    if model.sequence_group is None or not isinstance(packed, attention.PackedLayout):
         return inputs
     if inputs.has_images:
         raise UserError("A row has an image, and cp_size divides rows of text alone; set cp_size to 1.")
-    if model.masks.used:
-        inputs = replace(inputs, texts=hash_tokens(inputs.input_ids, inputs.position_ids, packed))
+    if model.dropout_masks.used:
+        inputs = replace(inputs, token_hashes=hash_tokens(inputs.input_ids, inputs.position_ids, packed))
     if model.attention_kernel != "sdpa":
         from psigrad.language.models.hf_attention import unpad
 
         packed = unpad(packed, model.attention_kernel)
-    divided: ForwardInputs = model.context.share(inputs, packed)
+    divided: ForwardInputs = model.sequence_group.share(inputs, packed)
     return divided
 
 
 def reshard(model: Pretrained) -> None:
     """Free the gathered weights that FSDP retains after a forward pass without gradient, so that all tensors are sharded."""
-    modules: Any = model.root.modules() if model.root is not None else ()
+    modules: Any = model.shard_root.modules() if model.shard_root is not None else ()
     for module in modules:
         if hasattr(module, "reshard"):
             module.reshard()

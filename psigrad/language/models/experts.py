@@ -35,15 +35,15 @@ class LoadBalancing:
 
     def __init__(self, coefficient: float, chosen: int) -> None:
         """Set the coefficient and k, the number of chosen experts."""
-        self.coefficient, self.chosen = coefficient, chosen
+        self.coefficient, self.top_k = coefficient, chosen
         self._last: Tensor | None = None
 
     @property
-    def asked(self) -> dict[str, bool]:
+    def forward_arguments(self) -> dict[str, bool]:
         """The extra arguments of transformers' forward pass, which request router logits if a gradient is enabled."""
         return {"output_router_logits": True} if torch.is_grad_enabled() else {}
 
-    def see(self, made: Any, mask: Tensor | None = None) -> None:
+    def compute(self, made: Any, mask: Tensor | None = None) -> None:
         """Compute and store the auxiliary loss from the router logits, [S, E] per layer, in the output `made` of a forward pass.
 
         `mask` [B, S] excludes padding.
@@ -52,7 +52,7 @@ class LoadBalancing:
 
         logits = getattr(made, "router_logits", None)
         if logits and torch.is_grad_enabled():
-            found: Any = load_balancing_loss_func(tuple(logits), logits[0].shape[-1], self.chosen, mask)
+            found: Any = load_balancing_loss_func(tuple(logits), logits[0].shape[-1], self.top_k, mask)
             self._last = found
 
     def add_to(self, loss: Loss, passes: float) -> Loss:
@@ -86,7 +86,7 @@ def balance_of(network: Any, coefficient: float | None) -> LoadBalancing | None:
 def add_balance_loss(model: Any, share: Callable[[], Loss], passes: float) -> Loss:
     """Return the loss that `share` computes for one of `passes` passes, plus the auxiliary loss if `model` has one."""
     loss = share()
-    return loss if model.balance is None else model.balance.add_to(loss, passes)
+    return loss if model.load_balancing is None else model.load_balancing.add_to(loss, passes)
 
 
 class RouterRecorder:
@@ -94,9 +94,9 @@ class RouterRecorder:
 
     def __init__(self, network: Any) -> None:
         self.routers = routers_of(network)
-        self.count = 0
+        self.num_experts = 0
         """E, the number of experts."""
-        self.chosen = size(network.config, "chosen")
+        self.top_k = size(network.config, "chosen")
         """k, the number of experts per token."""
         self._followed: Tensor | None = None
         self._seen: list[tuple[Tensor, Tensor]] | None = None
@@ -106,7 +106,7 @@ class RouterRecorder:
     @property
     def dtype(self) -> type[np.unsignedinteger[Any]]:
         """The NumPy dtype in which the index of an expert is stored."""
-        return np.uint8 if self.count <= 256 else np.uint16
+        return np.uint8 if self.num_experts <= 256 else np.uint16
 
     def _route(self, place: int, router: Any, given: Any, named: Any, made: Any) -> Any:
         """Return a router's output (logits, weights [S, k], experts [S, k]), with the given choice if there is one.
@@ -116,7 +116,7 @@ class RouterRecorder:
         if self._followed is not None:
             with _FixedChoice(self._followed[place], made[0].shape[-1]):
                 made = router.forward(*given, **named)
-        self.count = made[0].shape[-1]
+        self.num_experts = made[0].shape[-1]
         if self._seen is not None:
             self._seen.append(made[-2:])
         return made
@@ -149,7 +149,7 @@ class RouterRecorder:
             return None
         texts = [prompt for prompt, _ in inputs.experts] + [own for _, group in inputs.experts for own in group]
         held = np.frombuffer(b"".join(map(base64.b64decode, texts)), dtype=self.dtype)
-        found = torch.from_numpy(held.astype(np.int64)).view(-1, len(self.routers), self.chosen)
+        found = torch.from_numpy(held.astype(np.int64)).view(-1, len(self.routers), self.top_k)
         return found.transpose(0, 1).contiguous().to(device)
 
 
@@ -161,14 +161,14 @@ class _FixedChoice(TorchFunctionMode):
 
     def __init__(self, choices: Tensor, count: int) -> None:
         super().__init__()
-        self.choices, self.count = choices, count
+        self.choices, self.num_experts = choices, count
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
         if getattr(function, "__name__", "") != "topk":
             return made
         of = args[0] if args else (kwargs or {})["input"]
-        if of.shape != (len(self.choices), self.count) or made[1].shape != self.choices.shape:
+        if of.shape != (len(self.choices), self.num_experts) or made[1].shape != self.choices.shape:
             return made  # this call chooses the best groups of experts
         return torch.return_types.topk((of.gather(-1, self.choices), self.choices))
 
@@ -180,14 +180,14 @@ class Routes:
     """
 
     def __init__(self, routing: RouterRecorder, sequences: int, longest: int) -> None:
-        self.routing = routing
+        self.router_recorder = routing
         self.prompts: dict[int, str] = {}
-        shape = (sequences, longest, len(routing.routers), routing.chosen)
+        shape = (sequences, longest, len(routing.routers), routing.top_k)
         self.written = np.zeros(shape, dtype=routing.dtype)
 
     def _found(self, seen: list[tuple[Tensor, Tensor]]) -> np.ndarray:
         """Return the recorded choices of all routers as an array [S, layers, k]."""
-        found: np.ndarray = torch.stack([choice for _, choice in seen], 1).cpu().numpy().astype(self.routing.dtype)
+        found: np.ndarray = torch.stack([choice for _, choice in seen], 1).cpu().numpy().astype(self.router_recorder.dtype)
         return found
 
     def read(self, requests: Sequence[int], lengths: Sequence[int], seen: list[tuple[Tensor, Tensor]]) -> None:
@@ -218,7 +218,7 @@ def routers_of(network: Any) -> list[nn.Module]:
 
 @torch.no_grad()
 def replay_routers(model: Any) -> RouterRecorder:
-    """Set `model.routing`, so that sampling records the experts of each token and training chooses the same ones.
+    """Set `model.router_recorder`, so that sampling records the experts of each token and training chooses the same ones.
 
     Raises `UserError` if the choice of a router cannot be set.
     """
@@ -227,15 +227,15 @@ def replay_routers(model: Any) -> RouterRecorder:
     if model.why_padded:
         raise UserError(f"router_replay needs a model that runs packed ({model.why_padded}); remove it.")
     routing = RouterRecorder(hf)
-    if not routing.routers or not routing.chosen:
+    if not routing.routers or not routing.top_k:
         raise UserError(f"router_replay is for models of experts, but transformers knows no routers of {name}; remove it.")
-    inputs = lay_out(model.texts, model.device, packed=True)
-    model.routing = routing
+    inputs = lay_out(model.probe_texts, model.device, packed=True)
+    model.router_recorder = routing
     try:
         with routing.record() as seen:
             own = model.target_hidden(inputs)
         choices = torch.stack([choice for _, choice in seen])
-        others = (choices + 1) % routing.count
+        others = (choices + 1) % routing.num_experts
         same = model.target_hidden(replace(inputs, experts=choices))
         with routing.record() as seen:
             other = model.target_hidden(replace(inputs, experts=others))
@@ -244,6 +244,6 @@ def replay_routers(model: Any) -> RouterRecorder:
         if not (followed and weighed and float((same - own).abs().max()) < 1e-3 * float((other - own).abs().max())):
             raise ValueError("other experts than its own are not followed")
     except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
-        model.routing = None
+        model.router_recorder = None
         raise UserError(f"router_replay cannot set the choices of {name}'s routers ({error}); remove it.") from error
     return routing

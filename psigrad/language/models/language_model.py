@@ -230,8 +230,8 @@ class LanguageModel(Pretrained):
         forward, cache = own_share(self, whole), self.usable(cache)
         if cache is not None and self.decoder is not None and forward.layout is not None and isinstance(inputs, Groups):
             forward = replace(forward, cached=cache.find(inputs.prompts, inputs.completions, self.decoder.parameters))
-        if self.routing is not None and isinstance(inputs, Groups):
-            forward = replace(forward, experts=self.routing.read(inputs, self.device))
+        if self.router_recorder is not None and isinstance(inputs, Groups):
+            forward = replace(forward, experts=self.router_recorder.read(inputs, self.device))
 
         def compute() -> TokenStats:
             values = None
@@ -255,8 +255,8 @@ class LanguageModel(Pretrained):
             return replace(stats, value=values)
 
         stats = with_whole_weights(self, compute)
-        if self.context is not None and forward.mine is not None:
-            stats = TokenStats(*(self.context.gather(x, forward.mine, len(whole.targets.ids)) for x in stats.columns))
+        if self.sequence_group is not None and forward.mine is not None:
+            stats = TokenStats(*(self.sequence_group.gather(x, forward.mine, len(whole.targets.ids)) for x in stats.columns))
         return stats, whole.targets
 
     def _reference_hidden(
@@ -278,8 +278,8 @@ class LanguageModel(Pretrained):
                     hidden, head = self._target_hidden(theirs)
                 head = base_of(head)  # the head is called later, when the adapter is on again
             # With other prompts, the same targets are on other processes.
-            if self.context is not None and theirs.mine is not forward.mine:
-                every: Any = self.context.gather(hidden, theirs.mine, len(whole.targets.ids))
+            if self.sequence_group is not None and theirs.mine is not forward.mine:
+                every: Any = self.sequence_group.gather(hidden, theirs.mine, len(whole.targets.ids))
                 hidden = every[forward.mine] if forward.mine is not None and len(forward.mine) else every[:1]
             return hidden, head
 

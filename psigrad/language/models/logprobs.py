@@ -354,22 +354,22 @@ def token_stats(
     `cached` from the same head are reused. `reference_hidden` are the hidden states or the `Top` of a divergence's reference.
     """
     linear: Any = head if (plain := type(head) is nn.Linear and head.bias is None) else None
-    if plain and _on_gpu(hidden) and wanted.closed and len(ids):
+    if plain and _on_gpu(hidden) and wanted.is_closed_form and len(ids):
         _check_ids(ids, len(linear.weight))
         sums = gradients.sums_for(linear.weight) or gradients.wide_sums_for(linear.weight)
         looked_at = wanted.accuracy, bool(wanted.entropy)
         logp, best, mixed = _RowLogProbs.apply(hidden, linear.weight, ids, wanted.temperature, sums, *looked_at)
         hit = (best == ids).to(logp.dtype) if wanted.accuracy else None
         return TokenStats(logp, mixed if wanted.entropy else None, hit=hit)
-    closed = plain and (wanted.nothing_else or (wanted.closed and wanted.entropy is not True))
+    closed = plain and (wanted.logp_only or (wanted.is_closed_form and wanted.entropy is not True))
     # Autograd would store five to seven copies of the logits, of a different size in every pass. It is used only for few logits.
-    large = hidden.shape[0] * vocabulary > (TILE_ELEMENTS if wanted.nothing_else else TILE_ELEMENTS // 4)
-    if closed and len(ids) and (large or (wanted.nothing_else and _native(hidden, linear.weight) is not None)):
+    large = hidden.shape[0] * vocabulary > (TILE_ELEMENTS if wanted.logp_only else TILE_ELEMENTS // 4)
+    if closed and len(ids) and (large or (wanted.logp_only and _native(hidden, linear.weight) is not None)):
         _check_ids(ids, len(linear.weight))
         # The normaliser is a logit minus its cached log-prob. Logits that were rounded differently would not give it.
         exact = cached is not None and hidden.dtype == linear.weight.dtype == torch.float32
         known = cached.for_head(linear.weight, wanted.temperature) if cached is not None and exact else None
-        figures = None if wanted.nothing_else else _Figures(len(ids), upcast(hidden[:0]).detach())
+        figures = None if wanted.logp_only else _Figures(len(ids), upcast(hidden[:0]).detach())
         given = (ids, wanted.temperature, gradients.sums_for(linear.weight), known if figures is None else None, figures)
         logp = _ChosenLogProbs.apply(hidden, linear.weight, *given)
         hit = (figures.best == ids).to(logp.dtype) if figures is not None and wanted.accuracy else None

@@ -315,8 +315,8 @@ class DropoutMasks:
     def read(self, inputs: ForwardInputs) -> None:
         """Store the text of a forward pass, from which its masks are computed. A pass without gradient has no dropout."""
         if self.used and torch.is_grad_enabled():
-            whole = inputs.texts is None
-            self.tokens = hash_tokens(inputs.input_ids, inputs.position_ids, inputs.layout) if whole else inputs.texts
+            whole = inputs.token_hashes is None
+            self.tokens = hash_tokens(inputs.input_ids, inputs.position_ids, inputs.layout) if whole else inputs.token_hashes
 
 
 class CountedDropout(nn.Module):

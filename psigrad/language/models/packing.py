@@ -200,7 +200,7 @@ class ForwardInputs:
     """The activations of these tokens from sampling, if they were cached. The forward pass then skips the layers."""
     experts: Tensor | None = None
     """[layers, S, k] the experts that routers must choose; None if routers choose freely."""
-    texts: Tensor | None = None
+    token_hashes: Tensor | None = None
     """[B, S] `lora.hash_tokens` of these tokens, if several processes divide the row and dropout needs them."""
     has_images: bool = False
     """True if a token is an image's."""

@@ -78,8 +78,8 @@ class ScalarModel(Pretrained):
         self.switch(self.train_mode and torch.is_grad_enabled())
         own = own_share(self, forward)
         values: Any = with_whole_weights(self, lambda: _read_out(self.network.score, self.target_hidden(own)))
-        if self.context is not None and own.mine is not None:
-            values = self.context.gather(values, own.mine, len(forward.targets.ids))
+        if self.sequence_group is not None and own.mine is not None:
+            values = self.sequence_group.gather(values, own.mine, len(forward.targets.ids))
         wide: Tensor = values.to(torch.promote_types(values.dtype, torch.float32))
         return wide
 
@@ -100,8 +100,8 @@ class ScalarModel(Pretrained):
         ids = torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows], device=self.device)
         lengths = torch.tensor([len(row) for row in rows], device=self.device)
         mask = (torch.arange(width, device=self.device) < lengths[:, None]).long()
-        if self.masks.used:
-            self.masks.tokens = hash_tokens(ids, torch.arange(width, device=self.device).expand_as(ids))
+        if self.dropout_masks.used:
+            self.dropout_masks.tokens = hash_tokens(ids, torch.arange(width, device=self.device).expand_as(ids))
         logits: Tensor = with_whole_weights(self, lambda: self.network(input_ids=ids, attention_mask=mask).logits)
         return logits[:, 0].float()
 

@@ -77,7 +77,7 @@ def shard(model: Pretrained, world: World, device: str = "cpu") -> None:
         if isinstance(module, FSDPModule):  # the settings are per module
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it sums
-    model.root = root
+    model.shard_root = root
     if model.decoder is not None:
         model.decoder.in_shards = True
         for block in layers_of(network):  # the decoder computes while the block's hooks gather its weights

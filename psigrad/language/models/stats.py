@@ -54,7 +54,7 @@ class Top:
     def __getitem__(self, where: Any) -> Top:
         return Top(self.ids[where], self.logp[where])
 
-    def beside(self, logits: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor]:
+    def compare(self, logits: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor]:
         """Return two tensors [M, k + 1]: log π, from logits [M, V], and log π_ref, each of the k tokens and of all others summed.
 
         `normaliser` [M] is the log-sum-exp of the logits.
@@ -87,12 +87,12 @@ class TokenStatsRequest:
     mean_logp: bool = False
 
     @property
-    def nothing_else(self) -> bool:
+    def logp_only(self) -> bool:
         """True if only log-probs are requested."""
         return not (self.entropy or self.accuracy or self.mean_logp) and self.reference_head is None
 
     @property
-    def closed(self) -> bool:
+    def is_closed_form(self) -> bool:
         """True if a GPU can compute all requested statistics together with the closed-form gradient of log-probs.
 
         This excludes the mean of log π, divergences, and an entropy with gradient, which need autograd.
@@ -115,7 +115,7 @@ class TokenStatsRequest:
             if self.entropy:
                 entropy = -(pi * log_pi).sum(-1)
             if isinstance(reference_hidden, Top):
-                own, log_ref = reference_hidden.beside(logits, normaliser)
+                own, log_ref = reference_hidden.compare(logits, normaliser)
                 kl = self._divergence(*_exp(own), log_ref)
             elif self.reference_head is not None and reference_hidden is not None:
                 theirs = upcast(self.reference_head(reference_hidden)) / self.temperature

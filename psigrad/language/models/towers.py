@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # The attribute of a network that holds its `Towers`.
-_BESIDE = "beside_text"
+_TOWERS = "psigrad_towers"
 # The files that processors of images and sounds are read from.
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
@@ -83,13 +83,13 @@ class Towers:
         self._open = [safe_open(file, framework="pt") for file in files]
         self.text: dict[str, str] = {}
         """The checkpoint's name of each tensor of the text half, by the name without enclosing modules."""
-        self.beside: list[tuple[Any, str]] = []
+        self.other_tensors: list[tuple[Any, str]] = []
         for file in self._open:
             for name in file.keys():  # noqa: SIM118 (it is no dictionary)
                 if "language_model." in name or name.startswith("lm_head."):
                     self.text[_plain(name)] = name
                 else:
-                    self.beside.append((file, name))
+                    self.other_tensors.append((file, name))
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self
@@ -119,7 +119,7 @@ class Towers:
             part = folder / f"model-{number:05d}-of-{last:05d}.safetensors"
             named |= dict.fromkeys(_rename(shard, part, lambda name: self.text.get(_plain(name), name)), part.name)
             shard.unlink()
-        rest = {name: file.get_tensor(name) for file, name in self.beside}
+        rest = {name: file.get_tensor(name) for file, name in self.other_tensors}
         part = folder / f"model-{last:05d}-of-{last:05d}.safetensors"
         save_file(rest, part, {"format": "pt"})
         named |= dict.fromkeys(rest, part.name)
@@ -150,19 +150,19 @@ def read_tensor(path: str, name: str) -> Any:
 
 def open_towers(network: Any, path: str) -> None:
     """Open the tensors of the checkpoint at `path` that `network` lacks, such as a vision tower, for a later `put_back`."""
-    setattr(network, _BESIDE, Towers.find(path, network))
+    setattr(network, _TOWERS, Towers.find(path, network))
 
 
 def put_back(network: Any, folder: Path) -> bool:
     """Add the towers that `open_towers` found to the model saved in `folder`. Return False if that was not possible."""
-    found: Towers | None = getattr(network, _BESIDE, None)
+    found: Towers | None = getattr(network, _TOWERS, None)
     return found is None or not (folder / "config.json").exists() or found.put_back(folder)
 
 
 def tower_names(network: Any) -> list[str]:
     """Return the names of the modules outside the text half in a network's checkpoint, whether they were loaded or not."""
-    found = getattr(network, _BESIDE, None)
-    tensors = [] if found is None else [name for _, name in found.beside]
+    found = getattr(network, _TOWERS, None)
+    tensors = [] if found is None else [name for _, name in found.other_tensors]
     return towers_of(network) or sorted({".".join(name.split(".")[: 1 + name.startswith("model.")]) for name in tensors})
 
 

@@ -181,7 +181,7 @@ class Vision:
         """Return packed inputs with images, with the positions and the attention that the family gives image tokens."""
         return inputs
 
-    def beside(self, inputs: ForwardInputs) -> dict[str, Tensor]:
+    def forward_arguments(self, inputs: ForwardInputs) -> dict[str, Tensor]:
         """Return the arguments of transformers' forward pass for padded inputs with images: ids, pixels, and token types."""
         ids, seen = inputs.input_ids, inputs.input_ids >= FIRST
         found: dict[str, Tensor] = {"input_ids": ids.masked_fill(seen, self.token_id)}

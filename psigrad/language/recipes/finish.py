@@ -46,7 +46,7 @@ Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig
 def optimizer_of(model: LanguageModel | ScalarModel, config: Config, world: World = ALONE) -> Optimizer:
     """Return the optimiser of the model's trainable weights."""
     recompute = config.model.gradient_checkpointing
-    root: Any = model.root
+    root: Any = model.shard_root
     reduces = root.set_requires_gradient_sync if config.placement.reduce_once and root is not None else None
     return Optimizer(model.trainable(), config.optim, recompute=recompute, world=world, seed=config.run.seed, reduces=reduces)
 
@@ -95,7 +95,7 @@ def sampler_of(
     tell = None if journal is None else journal.tell
     drawn = config.sampling
     # vLLM reads weights from shards. The policy's log-probs of a filtered distribution need a full copy.
-    itself = model.root is None or (drawn.sampler == "vllm" and not drawn.filtered)
+    itself = model.shard_root is None or (drawn.sampler == "vllm" and not drawn.filtered)
     twin = model if itself else load_model(config.model, config.run, None)
     whole = partial(load_model, config.model, replace(config.run, device="cpu"), None)
     with contextlib.closing(samplers.make(drawn, twin, tell, longest, whole)) as sampler:
@@ -141,14 +141,14 @@ def finish(
     if saved == "adapter" and isinstance(model, ScalarModel):
         saved = "both"  # an adapter does not record how its rows were read
     kept = "merged" if model.adapter is None else saved
-    write_it = partial(write_model, model) if model.root is None else partial(sharded.save_merged, model, world)
+    write_it = partial(write_model, model) if model.shard_root is None else partial(sharded.save_merged, model, world)
 
     def leave(folder: Path) -> None:
         write_it(folder, kept=kept)
         tell_ends(folder, model.tokenizer)
 
     journal.folder.save_model(leave)
-    if world.rank and model.root is not None:
+    if world.rank and model.shard_root is not None:
         leave(journal.folder.path)  # all ranks take part in gathering the weights
     session.note_end(journal, **noted)
     if world.rank == 0:
@@ -170,7 +170,7 @@ def _best_of(
         journal.tell("kept_last", f"The last weights are kept: {why}.", best=step)
         return model
     journal.tell("kept", f"The weights of step {step} are kept, whose evaluation was the best ({value:.4g}).", step=step)
-    if model.adapter is not None and model.root is None:  # only the adapter was trained; a given network has wrapped layers
+    if model.adapter is not None and model.shard_root is None:  # only the adapter was trained; a given network has wrapped layers
         adapter: Any = model.adapter
         adapter.load_adapter(place, "default", is_trainable=True)
         return model

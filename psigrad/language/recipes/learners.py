@@ -103,7 +103,7 @@ def _part(learner: Learner | Follower, copies: bool) -> Callable[[Path, World], 
     """Return a writer of a learner's weights and optimiser state to a folder. With `copies`, they are copied now, not then."""
     moments = learner.optimizer.state_dict() if isinstance(learner, Learner) else {}
     model: Any = learner.model
-    if getattr(model, "root", None) is not None:
+    if getattr(model, "shard_root", None) is not None:
         weights: dict[str, Any] = sharded.named_weights(model) | moments
         if copies:
             weights = shards.copy_to_host(weights)
@@ -143,7 +143,7 @@ def restore(path: Path, learners: Learners) -> State:
     for learner in learners:
         if not isinstance(learner, Learner):
             continue
-        if getattr(learner.model, "root", None) is not None or shards.has_shards(path / learner.place):
+        if getattr(learner.model, "shard_root", None) is not None or shards.has_shards(path / learner.place):
             shards.read(path / learner.place, learner.optimizer.state_dict())
         else:
             learner.optimizer.load_state_dict(checkpoint.load_tensors(path / learner.place / STATE_FILE))
@@ -259,7 +259,7 @@ def begin(
     model: Any = learners[0].model
     if journal.callbacks and world.rank == 0 and not world.lockstep:
         journal.callbacks.know(model.adapter or model.network, model.tokenizer)
-    slower = getattr(model, "slower", "")
+    slower = getattr(model, "slow_reason", "")
     how = {"slower": slower, "instructions": getattr(model, "instructions", "")}
     session.note_start(config.run, journal, found, first.step, pinned, **how, rows=rows[0], eval_rows=rows[1])
     if slower:

@@ -139,7 +139,7 @@ def _logps(
 def _content(model: LanguageModel, prompts: Sequence[Ids], answers: Sequence[Sequence[Answer]]) -> str:
     """Return the SHA-256 of the reference's weights and of all tokens, the key of the cache."""
     digest = hashlib.sha256()
-    held = model.network.state_dict().items() if model.root is None else sharded.gather(model)
+    held = model.network.state_dict().items() if model.shard_root is None else sharded.gather(model)
     digest_weights(digest, ((name, tensor) for name, tensor in held if not (model.is_own_reference and "lora_" in name)))
     texts = [[[text.ids, text.mask] for answer in group for text in answer.texts] for group in answers]
     tokens = [[list(p), own] for p, own in zip(prompts, texts, strict=True)]

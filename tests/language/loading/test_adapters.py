@@ -65,7 +65,7 @@ KINDS = [{}, {"use_dora": True}, {"use_rslora": True}, {"modules_to_save": ["lm_
 def test_an_adapter_goes_on_as_it_is(base, tmp_path, settings):
     wanted = adapted(base, tmp_path / "adapter", lora_dropout=0.1, **settings)
     model = load_model(Model(path=str(tmp_path / "adapter")), Run(), None)
-    assert model.continued and not model.is_own_reference and not model.train_mode
+    assert model.from_adapter and not model.is_own_reference and not model.train_mode
     torch.testing.assert_close(logits_of(model), wanted, rtol=1e-4, atol=1e-5)
     names = model.trainable()
     assert names and all("lora_" in name or "modules_to_save" in name for name in names)
@@ -98,7 +98,7 @@ def test_a_rank_puts_a_new_adapter_on_top_and_merge_trains_all(base, tmp_path):
     ):
         model = load_model(settings, Run(), None)
         torch.testing.assert_close(logits_of(model), wanted, rtol=1e-4, atol=1e-5)
-        assert model.is_own_reference == own and not model.continued
+        assert model.is_own_reference == own and not model.from_adapter
 
 
 def dataset(tmp_path: Path, form: str = "sft") -> str:
@@ -125,7 +125,7 @@ def test_a_run_goes_on_from_an_adapter_and_leaves_one_that_peft_opens(base, tmp_
     before, after = (load_file(f / "adapter_model.safetensors") for f in (tmp_path / "adapter", result.model / "adapter"))
     assert before.keys() == after.keys() and any(not torch.equal(before[k], after[k]) for k in before)
     again = load_model(Model(path=str(result.model / "adapter")), Run(), None)
-    assert again.continued, "what psigrad wrote goes on as well"
+    assert again.from_adapter, "what psigrad wrote goes on as well"
 
 
 def test_an_adapter_out_of_shards_is_written_as_peft_writes_it(base, tmp_path):

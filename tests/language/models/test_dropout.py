@@ -102,7 +102,7 @@ def gradient(model, loss):
 
 def test_no_split_and_no_padding_changes_what_is_dropped(dropped):
     model, read = dropped
-    model.masks.draw(0, 3)
+    model.dropout_masks.draw(0, 3)
     whole = read(GROUP)
     assert torch.allclose(whole, read(GROUP, packed=False), atol=1e-5)
     parts = [Groups([p], [[c]]) for p, own in zip(GROUP.prompts, GROUP.completions, strict=True) for c in own]
@@ -118,9 +118,9 @@ def test_no_split_and_no_padding_changes_what_is_dropped(dropped):
 
 def test_negative_controls_another_step_another_text_and_no_gradient_drop_otherwise(dropped):
     model, read = dropped
-    model.masks.draw(0, 3)
+    model.dropout_masks.draw(0, 3)
     whole = read(GROUP).detach()
-    model.masks.draw(0, 4)
+    model.dropout_masks.draw(0, 4)
     assert float((read(GROUP).detach() - whole).abs().min(1).values.max()) > 1e-4
     other = read(Groups([[1, *PROMPT[1:]]], [[ONE]]))[0] - read(GROUP)[0]
     assert float(other.detach().abs().max()) > 1e-4
@@ -140,6 +140,6 @@ def test_a_model_that_scores_whole_texts_is_prepared_and_no_split_changes_its_sc
     whole = model.scores(GROUP)
     alone = [model.scores(Groups([p], [[c]])) for p, own in zip(GROUP.prompts, GROUP.completions, strict=True) for c in own]
     assert torch.allclose(whole, torch.cat(alone), atol=1e-6)
-    model.masks.draw(1)
+    model.dropout_masks.draw(1)
     moved = float((model.scores(GROUP) - whole).abs().max().detach())
     assert moved > 1e-4 if "lora" in how else moved == 0

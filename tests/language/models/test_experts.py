@@ -115,7 +115,7 @@ def test_of_a_packed_batch_it_is_that_of_transformers_padded_one(name, packed, t
     model = some_model(name, tokenizer)
     own = copy.deepcopy(model.network)
     own.set_attn_implementation("eager")
-    model.balance = balance_of(model.network, 0.5)
+    model.load_balancing = balance_of(model.network, 0.5)
     draw = torch.Generator().manual_seed(3)
     rows = [torch.randint(4, 60, (n,), generator=draw).tolist() for n in (9, 4, 14)]
     rows = [row if packed else [*row, 0] for row in rows]
@@ -165,10 +165,10 @@ def test_a_recorded_choice_is_the_one_that_training_makes_where_nothing_is_tied(
         model.evaluate(groups) for groups in (groups_of(prompts, made), Groups(prompts, groups_of(prompts, made).completions))
     )
     assert torch.equal(followed.logp, own.logp)
-    with model.routing.record() as seen:
+    with model.router_recorder.record() as seen:
         model.evaluate(Groups(prompts, groups_of(prompts, made).completions))
     chosen = torch.stack([choice for _, choice in seen])
-    assert torch.equal(chosen.sort(-1).values, model.routing.read(groups_of(prompts, made), model.device).sort(-1).values)
+    assert torch.equal(chosen.sort(-1).values, model.router_recorder.read(groups_of(prompts, made), model.device).sort(-1).values)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -187,7 +187,7 @@ def test_at_a_tie_training_follows_what_was_recorded(checkpointing, tokenizer):
             if ".experts." in name:
                 p.copy_(p.roll(-1, 0))
     groups = groups_of(prompts, made)
-    routing = model.routing
+    routing = model.router_recorder
     own_read, routing.read = routing.read, lambda *given: (own_read(*given) + 1) % 4
     ours, theirs = model.evaluate(groups).logp, moved.evaluate(replace(groups, experts=None)).logp
     assert torch.allclose(ours, theirs, atol=1e-5)
@@ -235,7 +235,7 @@ def test_what_cannot_be_followed_is_refused_by_name(tokenizer):
             module.forward = lambda x, made=made: tuple(part.expand(len(x), -1) for part in made)
     with pytest.raises(UserError, match=r"router_replay cannot set the choices of MixtralForCausalLM.s routers"):
         replay_routers(model)
-    assert model.routing is None
+    assert model.router_recorder is None
 
 
 # Whole runs

@@ -94,12 +94,16 @@ def test_closed_gradients_have_no_gradient_of_their_own(given, monkeypatch):
 def test_what_a_request_asks_for_says_how_it_can_be_computed():
     """On a GPU in closed form, but for an entropy that is learned from, a divergence and a mean over the vocabulary."""
     ask = TokenStatsRequest
-    assert ask().closed and ask(accuracy=True).closed and ask(entropy="figure").closed
-    assert not (ask(entropy=True).closed or ask(mean_logp=True).closed or ask(reference_head=torch.nn.Identity()).closed)
+    assert ask().is_closed_form and ask(accuracy=True).is_closed_form and ask(entropy="figure").is_closed_form
+    assert not (
+        ask(entropy=True).is_closed_form
+        or ask(mean_logp=True).is_closed_form
+        or ask(reference_head=torch.nn.Identity()).is_closed_form
+    )
     with torch.no_grad():
-        assert ask(entropy=True).closed and not ask(mean_logp=True).closed
+        assert ask(entropy=True).is_closed_form and not ask(mean_logp=True).is_closed_form
     others = {"entropy": "figure", "accuracy": True, "mean_logp": True, "reference_head": torch.nn.Identity()}
-    assert ask(2.0).nothing_else and not any(ask(**{name: value}).nothing_else for name, value in others.items())
+    assert ask(2.0).logp_only and not any(ask(**{name: value}).logp_only for name, value in others.items())
 
 
 @pytest.mark.needs("compiler")

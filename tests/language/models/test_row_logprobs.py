@@ -75,8 +75,8 @@ def test_in_half_precision_the_heads_gradient_is_summed_in_float32(as_on_a_gpu, 
         logp = token_stats(hidden.bfloat16(), ids, head, 50, TokenStatsRequest()).logp
         assert logp.dtype == torch.float32
         logp.sum().backward()
-    assert head.weight.grad is None and sums.wide[head.weight].dtype == torch.float32
-    assert float((sums.wide[head.weight] - right).norm() / right.norm()) < 0.01
+    assert head.weight.grad is None and sums.float32[head.weight].dtype == torch.float32
+    assert float((sums.float32[head.weight] - right).norm() / right.norm()) < 0.01
 
 
 def test_an_entropy_that_learns_has_its_gradient(as_on_a_gpu, monkeypatch):

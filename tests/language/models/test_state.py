@@ -229,7 +229,7 @@ def test_negative_control_a_leak_is_noticed_before_training(name, part, wrong, t
     ],
 )
 def test_negative_control_kernels_that_leak_are_left_off(part, wrong, tokenizer, monkeypatch):
-    assert "run in PyTorch" not in prepare(network("qwen3_5_text"), tokenizer).slower
+    assert "run in PyTorch" not in prepare(network("qwen3_5_text"), tokenizer).slow_reason
     monkeypatch.setattr(PackedLayout, part, wrong)
     model = prepare(network("qwen3_5_text"), tokenizer)
-    assert not model.why_padded and "its layers with state run in PyTorch: in float32 its numbers differ" in model.slower
+    assert not model.why_padded and "its layers with state run in PyTorch: in float32 its numbers differ" in model.slow_reason

@@ -119,7 +119,7 @@ def test_on_a_gpu_the_first_way_that_runs_is_taken_and_why_none_was(monkeypatch)
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
     model = prepare(tiny.model("gpt2", len(tokenizer)), tokenizer)
     model.attend("auto")
-    assert (model.attention_kernel, model.slower) == ("sdpa", "") or "fused" in model.slower  # a CPU pads
+    assert (model.attention_kernel, model.slow_reason) == ("sdpa", "") or "fused" in model.slow_reason  # a CPU pads
     cuda = type("Device", (), {"type": "cuda"})()
     monkeypatch.setattr(type(model), "device", property(lambda self: cuda))
     broken = []
@@ -135,7 +135,7 @@ def test_on_a_gpu_the_first_way_that_runs_is_taken_and_why_none_was(monkeypatch)
         model.attention_kernel = "sdpa"
         model.attend("auto")
         assert model.attention_kernel == taken
-    assert "no varlen here" in model.slower and "no flex here" in model.slower
+    assert "no varlen here" in model.slow_reason and "no flex here" in model.slow_reason
 
 
 def test_capped_scores_are_left_to_flex():

@@ -88,4 +88,4 @@ def test_a_padded_model_is_told(job, tmp_path, capsys):
 def test_what_a_slower_way_costs_is_said(padded, unfused, said, job):
     model = language_model.load(str(job / "base"))
     model.why_padded, model.why_unfused = padded, unfused
-    assert model.slower == said
+    assert model.slow_reason == said

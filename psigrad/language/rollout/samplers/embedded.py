@@ -93,7 +93,9 @@ class EmbeddedSampler(PolicyWeights):
     def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
         """Start episodes; see `Sampler`. On a CPU, keys, values and states stay cached between turns if slots suffice."""
         model = self.model
-        restarts = model.decoder is None and (model.device.type != "cpu" or model.routing is not None or model.root is not None)
+        restarts = model.decoder is None and (
+            model.device.type != "cpu" or model.router_recorder is not None or model.shard_root is not None
+        )
         if restarts or len(prompts) > self.max_batch:
             return super().dialogue(prompts, params)
         check_room(model, [Request(prompt, (0,)) for prompt in prompts], params, images=True)
@@ -102,7 +104,13 @@ class EmbeddedSampler(PolicyWeights):
     def _recording(self, requests: list[Request], params: SamplingParams) -> CudaGraphDecoding | None:
         """Return recorded decoding steps with room for these requests, if possible those of the last call; None: not recorded."""
         own = self.model
-        if not self.cuda_graphs or own.decoder is not None or own.root is not None or own.routing is not None or not requests:
+        if (
+            not self.cuda_graphs
+            or own.decoder is not None
+            or own.shard_root is not None
+            or own.router_recorder is not None
+            or not requests
+        ):
             return None
         if own.vision is not None and own.vision.axes:  # recorded steps do not support M-RoPE
             return None
@@ -134,7 +142,7 @@ def why_not_embedded(model: LanguageModel) -> str:
 
     Its prefill and one decoding step are compared with the packed forward pass. Fused and sharded models are not compared.
     """
-    if model.decoder is not None or model.root is not None:
+    if model.decoder is not None or model.shard_root is not None:
         return ""
     texts = model._texts()
     written = [group[0][:2] for group in texts.completions]
@@ -220,7 +228,7 @@ class _Batch:
         # The row in the activation cache of each prompt's first token, and of each written token but the last.
         self.prompt_rows: dict[int, int] = {}
         self.rows = np.zeros(self.ids.shape, dtype=np.int64) if self.kept is not None else None
-        self.routes = None if model.routing is None else Routes(model.routing, *self.ids.shape)
+        self.routes = None if model.router_recorder is None else Routes(model.router_recorder, *self.ids.shape)
 
     def can_admit(self) -> bool:
         return bool(self.waiting) and self.sequences.size + len(self.waiting[0][1]) <= self.max_batch
@@ -269,7 +277,7 @@ class _Batch:
 
     def _recording(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context that records the experts to which tokens are routed, if the model replays them in training."""
-        return contextlib.nullcontext([]) if self.routes is None else self.routes.routing.record()
+        return contextlib.nullcontext([]) if self.routes is None else self.routes.router_recorder.record()
 
     def _keep(self) -> ActivationCache | None:
         """Return the cache that stores this forward pass's activations; None if it is full or there is none."""

@@ -101,7 +101,7 @@ def step(run: OfflineRun, state: State) -> Outcome[State]:
     config, clock = run.config, Clock(run.watch)
     rows = batch_at(state.step, config.batch_size, len(run.task), config.run.seed)
     lr = learning_rate(config.optim, state.step, run.total_steps)
-    run.task.model.masks.draw(config.run.seed, state.step)
+    run.task.model.dropout_masks.draw(config.run.seed, state.step)
     with clock("time/update"):
         (norm, sums), changes, notes = within_memory(run, [run.optimizer], lambda run: learn(run, rows, lr), state.changes)
     number, tokens = state.step + 1, run.task.tokens(rows)

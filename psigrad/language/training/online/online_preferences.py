@@ -51,7 +51,7 @@ def learn_preferences(
     for iteration in range(config.num_iterations):
         shares_of_pairs = minibatches(len(picked.pairs), config.num_minibatches, config.run.seed, state.step, iteration)
         for number, rows in enumerate(shares_of_pairs):
-            run.model.masks.draw(config.run.seed, state.step, iteration, number)
+            run.model.dropout_masks.draw(config.run.seed, state.step, iteration, number)
             passes = task.shares(rows.tolist(), config.micro_batch_tokens, num_teams(world))
             shares = shard(world, [partial(add_balance_loss, run.model, share, len(passes)) for share in passes])
             sums.end_step(step_together([(run.optimizer, lr)], [partial(sums.of, share, weight) for share, weight in shares]))

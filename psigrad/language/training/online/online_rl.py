@@ -179,8 +179,8 @@ def learn(
     for iteration in range(config.num_iterations):
         for number, share in enumerate(minibatches(len(ids), config.num_minibatches, config.run.seed, state.step, iteration)):
             for model in (run.model, *(() if run.critic is None else (run.critic.model,))):
-                if model.masks.used:
-                    model.masks.draw(config.run.seed, state.step, iteration, number)
+                if model.dropout_masks.used:
+                    model.dropout_masks.draw(config.run.seed, state.step, iteration, number)
             part = torch.isin(batch.group.cpu(), ids[share])
             wanted = prepared.needs_gradient.cpu() & part
             if bool(wanted.any()):
@@ -220,7 +220,7 @@ class Passes:
 
         The policy's activations are freed before the critic's passes. A pass of weight 0 only keeps step with other processes.
         """
-        balance, passes = self.run.model.balance, 1.0
+        balance, passes = self.run.model.load_balancing, 1.0
         if balance is not None:
             passes = float(self.run.world.all_reduce(torch.tensor(sum(weight for _, weight in micros))))
         for micro, weight in () if self.warms_up else micros:
@@ -251,7 +251,7 @@ class Passes:
             part, outputs = annotator.add_terms(run, part, outputs, rows, first=self.sums.steps == 0)
         share = self.algorithm.loss if run.critic is None else self.algorithm.policy_loss
         loss = share(part, outputs, totals, self.prepared.state)
-        return self.sums.add(loss if run.model.balance is None else run.model.balance.add_to(loss, passes))
+        return self.sums.add(loss if run.model.load_balancing is None else run.model.load_balancing.add_to(loss, passes))
 
     def _value(self, micro: MicroBatch, weight: float, totals: Totals, critic: ValueModel) -> Tensor:
         batch = self.prepared.batch
