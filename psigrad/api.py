@@ -17,8 +17,8 @@ from psigrad.language import images
 from psigrad.language.data.named_datasets import keep_images_encoded
 from psigrad.language.data.sources import remove_format
 from psigrad.language.data.splits import parse_split
-from psigrad.language.loading import given_model
-from psigrad.language.loading.given_model import START, GivenModel
+from psigrad.language.loading import model_object
+from psigrad.language.loading.model_object import START, ModelObject
 from psigrad.language.models.vision import requires_vision
 from psigrad.language.recipes import running
 from psigrad.objective import PolicyGradient
@@ -98,7 +98,7 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
     if declared.settings is not RewardConfig:
         overrides["reward"] = _several(reward)
     overrides |= _adapter(peft_config, named)
-    objects = given_model.take_objects(model, tokenizer)
+    objects = model_object.wrap_objects(model, tokenizer)
     if objects is None or objects.network is None:
         overrides["model.path"] = model
     else:
@@ -124,7 +124,7 @@ def _of_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: bo
     return converted.spec, {**rest, **settings}
 
 
-def _in_memory(objects: GivenModel, named: Mapping[str, Any], recipe: str) -> dict[str, Any]:
+def _in_memory(objects: ModelObject, named: Mapping[str, Any], recipe: str) -> dict[str, Any]:
     """Return the settings for a model given as an object: its output folder, the path of its initial weights, its precision."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not named.get("run.output_dir"):
         raise UserError("The model is an object and several processes train it; give output_dir, the same for all of them.")

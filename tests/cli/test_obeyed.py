@@ -233,7 +233,7 @@ ELSEWHERE = {
         ("past_opponents", "past_every", "past_kept"),
         "extras/test_text_games.py::test_past_selves_are_the_last_snapshots_and_the_share_of_prompts_that_they_play",
     ),
-    **dict.fromkeys(("data.split", "data.eval_split"), "language/loading/test_given_model.py::test_datasets_frames_and_splits"),
+    **dict.fromkeys(("data.split", "data.eval_split"), "language/loading/test_model_object.py::test_datasets_frames_and_splits"),
     "data.columns": "language/recipes/test_rows_read.py::test_plain_prompts_of_a_run_with_a_chat_model",
     "data.bad_rows": "language/recipes/test_row_limits.py::test_such_rows_are_left_out_and_counted_when_asked",
     "data.plain_prompts": "language/recipes/test_rows_read.py::test_plain_prompts_of_a_run_with_a_chat_model",

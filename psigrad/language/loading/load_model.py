@@ -19,7 +19,7 @@ from psigrad.errors import UserError, kind_of, nearest, reason_of
 from psigrad.language.data.chat.arguments import check_arguments, templates_of
 from psigrad.language.data.chat.rendering import set_render_settings
 from psigrad.language.loading import teacher
-from psigrad.language.loading.given_model import GivenModel, take_weights
+from psigrad.language.loading.model_object import ModelObject, load_weights
 from psigrad.language.loading.model_source import coded_base, find_adapter, locate, lora_of
 from psigrad.language.loading.teacher import Teacher
 from psigrad.language.models import language_model, scalar_model, sharded
@@ -45,7 +45,7 @@ def load_model(
     checkpoint: Path | None,
     world: World = ALONE,
     value_head: bool = False,
-    given: GivenModel | None = None,
+    given: ModelObject | None = None,
 ) -> LanguageModel:
     """Load the model to train, from `settings.path` or the `given` object, with the weights of `checkpoint` if there is one.
 
@@ -115,14 +115,14 @@ class SavedWeights:
 
 
 def _prepare_given(
-    prepare: Callable[..., M], given: GivenModel, settings: Model, run: Run, checkpoint: Path | None, world: World
+    prepare: Callable[..., M], given: ModelObject, settings: Model, run: Run, checkpoint: Path | None, world: World
 ) -> M:
     """Return the model that `prepare` builds from a network in memory, whose initial weights are saved at `settings.path`."""
-    given.keep(Path(settings.path), world, "model" in run.allow)
+    given.save_start(Path(settings.path), world, "model" in run.allow)
     network: Any = given.network
     lora = lora_of(settings)
     if checkpoint is not None and lora is None:
-        take_weights(network, checkpoint)
+        load_weights(network, checkpoint)
     if lora is not None and settings.quantize_base:
         code_linears(network, settings.quantize_base)
     with torch.random.fork_rng(devices=[]):
@@ -135,7 +135,7 @@ def _prepare_given(
             gradient_checkpointing=settings.gradient_checkpointing,
             towers=settings.trained_towers,
         )
-    given.made = made
+    given.model = made
     return made
 
 
@@ -172,7 +172,7 @@ def take_shard(model: LanguageModel | ScalarModel, world: World, device: str, pl
 
 @disable_progress_bars()
 def load_scalar_model(
-    settings: Model, run: Run, checkpoint: Path | None, world: World = ALONE, given: GivenModel | None = None
+    settings: Model, run: Run, checkpoint: Path | None, world: World = ALONE, given: ModelObject | None = None
 ) -> ScalarModel:
     """Load a reward model to train: a model with a scalar head, which is new if the model at `settings.path` has none."""
     if not settings.path:

@@ -18,8 +18,8 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.row_cache import PreparedRows
 from psigrad.language.data.row_rendering import first_rows
 from psigrad.language.loading import samplers
-from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_model, load_scalar_model
+from psigrad.language.loading.model_object import ModelObject
 from psigrad.language.loading.model_source import tell_ends
 from psigrad.language.models import sharded
 from psigrad.language.models.language_model import LanguageModel
@@ -61,7 +61,7 @@ def train_on_rows(
     held_out: Task | None,
     generated: Generated | None = None,
     judges: Sequence[RewardSetup | None] = (),
-    given: GivenModel | None = None,
+    given: ModelObject | None = None,
 ) -> Result:
     """Train on the rows of `task`, from the `checkpoint` if there is one, and save the model. All offline recipes end with this.
 
@@ -132,7 +132,7 @@ def note_rows(
 
 
 def finish(
-    config: Config, journal: Journal, model: LanguageModel | ScalarModel, given: GivenModel | None = None, **noted: Any
+    config: Config, journal: Journal, model: LanguageModel | ScalarModel, given: ModelObject | None = None, **noted: Any
 ) -> Result:
     """Save the final model and write the report. `noted` are extra fields of the event; `given` holds a model given as object."""
     world = journal.world
@@ -159,7 +159,7 @@ def finish(
 
 
 def _best_of(
-    config: Config, journal: Journal, model: LanguageModel | ScalarModel, given: GivenModel | None
+    config: Config, journal: Journal, model: LanguageModel | ScalarModel, given: ModelObject | None
 ) -> LanguageModel | ScalarModel:
     """Return the model of the best evaluation, from the checkpoint of that step."""
     best = next((found for found in journal.callbacks.callbacks if isinstance(found, Best)), None)

@@ -17,8 +17,8 @@ from psigrad.language.data.row_cache import PreparedRows
 from psigrad.language.episodes.players import Player, collector_of
 from psigrad.language.episodes.seats import Games
 from psigrad.language.episodes.tools import schemas
-from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_critic, load_model, load_own_reference, load_start
+from psigrad.language.loading.model_object import ModelObject
 from psigrad.language.loading.samplers import sampling_params
 from psigrad.language.loading.teacher import Teacher, TeacherReference
 from psigrad.language.models.language_model import LanguageModel
@@ -65,7 +65,7 @@ Setup = tuple[RewardSetup, RewardSetup | None]
 """The reward, and the held-out metric if it differs."""
 
 
-def run(config: OnlineConfig, given: GivenModel | None = None) -> Result:
+def run(config: OnlineConfig, given: ModelObject | None = None) -> Result:
     """Train `config.model` on the prompts of `config.data` to increase `config.reward`, by the method `config.algorithm`.
 
     Resumes from the newest checkpoint of the run folder if there is one. Raises `UserError` on mistakes of the user, and
@@ -90,7 +90,7 @@ def open_job(
     journal: Journal,
     checkpoint: Path | None,
     setup: Setup,
-    given: GivenModel | None = None,
+    given: ModelObject | None = None,
     *,
     scores: bool = True,
     reference: bool = False,

@@ -22,8 +22,8 @@ from psigrad.config.algorithms import resolve_loss
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
 from psigrad.language.examples import Answer
-from psigrad.language.loading.given_model import GivenModel, digest_weights
 from psigrad.language.loading.load_model import load_frozen, load_model, load_reference
+from psigrad.language.loading.model_object import ModelObject, digest_weights
 from psigrad.language.loading.samplers import check_sampling
 from psigrad.language.models import sharded
 from psigrad.language.models.language_model import LanguageModel
@@ -42,7 +42,7 @@ from psigrad.runs.journal import Journal
 from psigrad.runs.result import Result
 
 
-def run(config: PreferenceConfig, given: GivenModel | None = None) -> Result:
+def run(config: PreferenceConfig, given: ModelObject | None = None) -> Result:
     """Train `config.model` on preference rows by `config.loss`. KTO takes unpaired-preference rows.
 
     The reference's log-probs are computed once, before training, and cached on disk by content. No reference model stays in

@@ -13,8 +13,8 @@ from psigrad.errors import UserError
 from psigrad.language.data import pairs
 from psigrad.language.data.image_rows import to_json_row
 from psigrad.language.data.sources import read_dataset
-from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_scalar_model, load_trained_scalar_model
+from psigrad.language.loading.model_object import ModelObject
 from psigrad.language.models.packing import Ids
 from psigrad.language.models.scalar_model import PLAIN_PROMPTS, STEP_SEPARATOR, ScalarModel
 from psigrad.language.recipes.finish import train_on_rows
@@ -29,7 +29,7 @@ from psigrad.runs import machine, session
 from psigrad.runs.result import Result
 
 
-def run(config: RewardConfig, given: GivenModel | None = None) -> Result:
+def run(config: RewardConfig, given: ModelObject | None = None) -> Result:
     """Train `config.model` with a scalar head on preference rows, or with `process` on stepwise rows.
 
     `model/` in the run folder opens with transformers' `AutoModelForSequenceClassification`. Resumes from the newest checkpoint

@@ -10,8 +10,8 @@ from psigrad import extras
 from psigrad.config import PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.methods import TrainingConfig
 from psigrad.language import images
-from psigrad.language.loading import given_model
-from psigrad.language.loading.given_model import GivenModel
+from psigrad.language.loading import model_object
+from psigrad.language.loading.model_object import ModelObject
 from psigrad.language.loading.model_source import check_there
 from psigrad.optim import check_schedule
 from psigrad.processes.parallel import launch
@@ -32,7 +32,7 @@ def fit_memory(config: C) -> C:
     return config if config.micro_batch_tokens else replace(config, micro_batch_tokens=UNPLANNED)
 
 
-def run(config: TrainingConfig, given: GivenModel | None = None) -> Result:
+def run(config: TrainingConfig, given: ModelObject | None = None) -> Result:
     """Train by the recipe that belongs to the class of the settings. `given` holds a model given as an object.
 
     With `push_to_hub`, the model is pushed when the run finishes, and again if the same finished run is started again.
@@ -44,18 +44,18 @@ def run(config: TrainingConfig, given: GivenModel | None = None) -> Result:
         hub = extras.load("hub")
         hub.check(config.hub, str(config.run.output_dir))
     try:
-        with contextlib.nullcontext() if given is None else given.as_it_was():
+        with contextlib.nullcontext() if given is None else given.restore_after():
             result = _run(config, given)
     finally:
         images.store_in(None)
-    if given is not None and given.network is not None and given.made is None:  # the run had already finished
-        given_model.take_weights(given.network, result.model)
+    if given is not None and given.network is not None and given.model is None:  # the run had already finished
+        model_object.load_weights(given.network, result.model)
     if speaks:
         hub.after_run(config.hub, result.folder)
     return result
 
 
-def _run(config: TrainingConfig, given: GivenModel | None) -> Result:
+def _run(config: TrainingConfig, given: ModelObject | None) -> Result:
     if given is None or given.network is None:
         check_there(config.model, str(config.run.output_dir))
     if isinstance(config, SFTConfig):

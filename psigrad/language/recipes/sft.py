@@ -15,8 +15,8 @@ from psigrad.language.data.row_cache import PreparedRows
 from psigrad.language.data.sources import read_rows
 from psigrad.language.data.templates import encode_batch, examples
 from psigrad.language.examples import Example
-from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.load_model import load_model, load_start
+from psigrad.language.loading.model_object import ModelObject
 from psigrad.language.recipes.finish import generated_of, train_on_rows
 from psigrad.language.recipes.pinned import lasting_pins
 from psigrad.language.recipes.row_encoding import Encoder, encode_rows, prepare
@@ -27,7 +27,7 @@ from psigrad.runs import session
 from psigrad.runs.result import Result
 
 
-def run(config: SFTConfig, given: GivenModel | None = None) -> Result:
+def run(config: SFTConfig, given: ModelObject | None = None) -> Result:
     """Fine-tune `config.model` on `config.data` by cross-entropy.
 
     The targets are completions (prompt-completion rows) or assistant turns (messages). Resumes from the newest checkpoint of the

@@ -39,7 +39,7 @@ _TRAINED: weakref.WeakKeyDictionary[nn.Module, Path] = weakref.WeakKeyDictionary
 
 
 @dataclass
-class GivenModel:
+class ModelObject:
     """A network and a tokenizer given as objects in place of names. `network` is None if only the tokenizer is an object.
 
     The network's initial weights are saved as a Hugging Face folder, `start/` in the run folder, from which references, critics
@@ -48,7 +48,7 @@ class GivenModel:
 
     network: PreTrainedModel | None
     tokenizer: PreTrainedTokenizerBase
-    made: LanguageModel | ScalarModel | None = field(default=None, repr=False)
+    model: LanguageModel | ScalarModel | None = field(default=None, repr=False)
     """The model that a recipe built around the network."""
 
     @property
@@ -62,7 +62,7 @@ class GivenModel:
             )
         return name
 
-    def keep(self, folder: Path, world: World, allowed: bool) -> None:
+    def save_start(self, folder: Path, world: World, allowed: bool) -> None:
         """Save the initial weights in `folder`. If `folder` already has some, load those into the network instead.
 
         Raises `UserError` if the run in that folder started from other weights, unless `allowed`.
@@ -86,7 +86,7 @@ class GivenModel:
                 f"{folder}); give that one to resume, resume anyway with allow=['model'], or choose another output_dir."
             )
         elif known != now:
-            take_weights(network, folder)
+            load_weights(network, folder)
         _TRAINED[network] = folder.resolve()
 
     def _write(self, folder: Path, digest: Mapping[str, str]) -> None:
@@ -99,7 +99,7 @@ class GivenModel:
         os.rename(beside, folder)
 
     @contextlib.contextmanager
-    def as_it_was(self) -> Iterator[None]:
+    def restore_after(self) -> Iterator[None]:
         """Restore the network's original attention, dropout and training mode after the block. The trained weights stay, and a
         new adapter is merged into them.
         """
@@ -115,8 +115,8 @@ class GivenModel:
         try:
             yield
         finally:
-            if self.made is not None and self.made.adapter is not None:
-                adapter: Any = self.made.adapter
+            if self.model is not None and self.model.adapter is not None:
+                adapter: Any = self.model.adapter
                 adapter.merge_and_unload()
             network.set_attn_implementation(own)
             if hasattr(network.config, "pad_token_id"):
@@ -148,7 +148,7 @@ def digest_weights(digest: Any, named: Iterable[tuple[str, torch.Tensor]]) -> No
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 
-def take_weights(network: PreTrainedModel, folder: Path) -> None:
+def load_weights(network: PreTrainedModel, folder: Path) -> None:
     """Load the weights of the model in `folder` into `network`, with any adapter merged in."""
     if is_adapter(folder):
         from peft import PeftModel
@@ -161,8 +161,8 @@ def take_weights(network: PreTrainedModel, folder: Path) -> None:
     network.load_state_dict(type(network).from_pretrained(folder, dtype=network.dtype).state_dict())
 
 
-def take_objects(model: Any, tokenizer: Any) -> GivenModel | None:
-    """Return the `GivenModel` of a model and a tokenizer of which at least one is an object; None if both are names.
+def wrap_objects(model: Any, tokenizer: Any) -> ModelObject | None:
+    """Return the `ModelObject` of a model and a tokenizer of which at least one is an object; None if both are names.
 
     Without a tokenizer, use the one of the folder or hub name that the model was loaded from. Raises `UserError` for an object
     that is not a causal transformers model.
@@ -196,7 +196,7 @@ def take_objects(model: Any, tokenizer: Any) -> GivenModel | None:
         )
     if not named:
         configure_vision(tokenizer, model, getattr(model.config, "_name_or_path", ""))
-    return GivenModel(None if named else model, tokenizer)
+    return ModelObject(None if named else model, tokenizer)
 
 
 def _check(model: Any) -> None:

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import psigrad
 from psigrad.errors import UserError
 from psigrad.language.data.templates import CHATML
-from psigrad.language.loading.given_model import digest_weights, weights_digest
+from psigrad.language.loading.model_object import digest_weights, weights_digest
 from psigrad.language.loading.model_source import load_tokenizer
 from psigrad.language.rewards import Scored, Unscored
 
