@@ -20,7 +20,7 @@ from psigrad.language.data.splits import parse_split
 from psigrad.language.loading import model_object
 from psigrad.language.loading.model_object import START, ModelObject
 from psigrad.language.models.vision import requires_vision
-from psigrad.language.recipes import running
+from psigrad.language.recipes import dispatch
 from psigrad.objective import PolicyGradient
 from psigrad.paths import TypedPath, absolute, find_absolute
 from psigrad.runs.result import Result
@@ -103,7 +103,7 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
         overrides["model.path"] = model
     else:
         overrides |= _in_memory(objects, named, of_spec(method).settings.__name__.removesuffix("Config").lower())
-    return running.run(load(declared.settings, flags={**declared.defaults, **named, **overrides}), objects)
+    return dispatch.run(load(declared.settings, flags={**declared.defaults, **named, **overrides}), objects)
 
 
 def _of_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: bool) -> tuple[Any, dict[str, Any]]:

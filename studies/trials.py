@@ -27,7 +27,7 @@ from psigrad.control import run as control
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
 from psigrad.intervals import Interval, over_seeds
-from psigrad.language.recipes import running, sft
+from psigrad.language.recipes import dispatch, sft
 from psigrad.processes.proc import die_with_parent
 from psigrad.records.report.plots import COLOURS
 from psigrad.records.row_lines import read_steps, replace_file, rollout_files
@@ -240,7 +240,7 @@ def _run(method: str, settings: dict[str, Any]) -> float:
     if method == "control":
         control.run(load(ControlConfig, flags=settings))
     else:
-        running.run(load(declaration(method).settings, flags=settings))
+        dispatch.run(load(declaration(method).settings, flags=settings))
     return sum(os.times()[:4]) - before
 
 

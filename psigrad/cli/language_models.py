@@ -29,14 +29,14 @@ def train(name: str) -> Callable[[list[str]], int]:
 
         if config.placement.processes > 1 and not launch.is_rank():
             return launch.run(config.placement.processes, [name, *arguments])
-        from psigrad.language.recipes import running
+        from psigrad.language.recipes import dispatch
         from psigrad.records.report import terminal
 
-        config = running.fit_memory(config)
+        config = dispatch.fit_memory(config)
         if launch.is_first_rank() and (plan := extras.find("plan")):
             plan.warn(config)
             plan.foretell(config, input if sys.stdin.isatty() and sys.stderr.isatty() else None)
-        result = running.run(config)
+        result = dispatch.run(config)
         if launch.is_first_rank():
             terminal.print_result(result)
         return 0

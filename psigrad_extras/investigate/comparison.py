@@ -27,8 +27,8 @@ from psigrad.config.methods import declaration
 from psigrad.config.nested import flatten
 from psigrad.errors import UserError
 from psigrad.intervals import over_seeds
-from psigrad.language.recipes import evaluate, online_settings, running
-from psigrad.language.recipes.pinned import lasting_pins
+from psigrad.language.recipes import dispatch, evaluate, online_settings
+from psigrad.language.recipes.run_pins import lasting_pins
 from psigrad.language.recipes.scorers import RewardSetup
 from psigrad.paths import absolute, claim
 from psigrad.processes.proc import die_with_parent
@@ -218,7 +218,7 @@ def _finish(comparison: Comparison, folder: Path, method: str, seed: int) -> Non
 
 def work(task: Mapping[str, Any], result: Path) -> None:
     """Do one run and evaluate it on the held-out prompts with the metric (the truth) and the training reward."""
-    finished = running.run(load(declaration(task["method"]).settings, flags=task["settings"]))
+    finished = dispatch.run(load(declaration(task["method"]).settings, flags=task["settings"]))
     config = load(OnlineConfig, flags=task["judged"])
     code = own_code(load(declaration(task["method"]).settings, flags=task["settings"]), config)
     rows = list(read_steps(finished.folder / "metrics.jsonl"))

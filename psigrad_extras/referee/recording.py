@@ -20,9 +20,9 @@ from psigrad.config import Evaluation, Hub, OnlineConfig, Placement
 from psigrad.errors import UserError
 from psigrad.language.data.templates import decode
 from psigrad.language.models.packing import Groups
+from psigrad.language.recipes.dispatch import fit_memory
 from psigrad.language.recipes.online import Job, open_job
 from psigrad.language.recipes.online_settings import check, method
-from psigrad.language.recipes.running import fit_memory
 from psigrad.language.recipes.scorers import RewardSetup
 from psigrad.language.rollout.collectors import PendingRewards, ScoredRollout
 from psigrad.language.rollout.samplers.distribution import filter_logits

@@ -15,7 +15,7 @@ from psigrad.compat.foreign_names import load
 from psigrad.config import OnlineConfig, PreferenceConfig, algorithms
 from psigrad.config.methods import declaration, list_declarations, of_spec
 from psigrad.errors import UserError
-from psigrad.language.recipes import online, online_settings, running
+from psigrad.language.recipes import dispatch, online, online_settings
 from psigrad.objective import PolicyGradient, catalog
 from psigrad.objective.preferences import preference_catalog
 
@@ -107,7 +107,7 @@ def test_the_class_of_the_settings_says_which_recipe_runs(monkeypatch):
     for recipe in (sft, online, preference, reward):
         monkeypatch.setattr(recipe, "run", lambda config, given, name=recipe.__name__: ran.append(name))
     for name in ("sft", "grpo", "dpo", "reward"):
-        running.run(load(declaration(name).settings, flags={"model.path": "m"}))
+        dispatch.run(load(declaration(name).settings, flags={"model.path": "m"}))
     assert ran == [
         "psigrad.language.recipes.sft",
         "psigrad.language.recipes.online",

@@ -13,7 +13,7 @@ from tiny_jobs import online_config, preference_config, run_settings, sft_config
 from psigrad import cli, control, extras, tabular
 from psigrad.errors import UserError
 from psigrad.extras import BESIDE
-from psigrad.language.recipes import running
+from psigrad.language.recipes import dispatch
 
 PACKAGES = {"psigrad_extras", "psigrad_serve", "psigrad_studio"}
 
@@ -44,7 +44,7 @@ def test_language_models_are_trained_by_every_kind_of_recipe(alone, job, tmp_pat
     makers = {"grpo": online_config, "sft": sft_config, "dpo": preference_config}
     for name, make in makers.items():
         folder = tmp_path / name
-        running.run(make(job, folder, **vars(run_settings(folder, max_steps=2, save_steps=0))))
+        dispatch.run(make(job, folder, **vars(run_settings(folder, max_steps=2, save_steps=0))))
         assert len((folder / "metrics.jsonl").read_text().splitlines()) >= 2, name
 
 

@@ -278,7 +278,7 @@ def test_other_threads_are_refused_with_both_numbers(job, tmp_path):
 def test_kernels_switched_off_are_noticed(job, tmp_path, monkeypatch):
     sft.run(sft_config(job, tmp_path / "run"))
     interrupted(tmp_path / "run")
-    monkeypatch.setattr("psigrad.language.recipes.pinned.kernels", lambda: "switched off")
+    monkeypatch.setattr("psigrad.language.recipes.run_pins.kernels", lambda: "switched off")
     with pytest.raises(UserError, match=r"kernels on \(now off\)"):
         sft.run(sft_config(job, tmp_path / "run"))
 

@@ -11,7 +11,7 @@ import tiny_jobs
 
 from psigrad.config import Placement
 from psigrad.config.sections import Sampling
-from psigrad.language.recipes import running
+from psigrad.language.recipes import dispatch
 from psigrad_extras.cluster import actor_pool
 
 
@@ -29,7 +29,7 @@ def main(job: str, out: str, given: str) -> None:
     sampling = Sampling(max_completion_length=tokens, max_decode_batch=8, sampler=settings.pop("sampler", "embedded"))
     placement = Placement(**{"cluster": "auto", "samplers": 2, "parcel_prompts": 1, "timeout_minutes": 5.0, **settings})
     optim = replace(made.optim, learning_rate=1e-3)
-    running.run(replace(made, placement=placement, lag=lag, sampling=sampling, optim=optim, num_minibatches=1, **own))
+    dispatch.run(replace(made, placement=placement, lag=lag, sampling=sampling, optim=optim, num_minibatches=1, **own))
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from psigrad.language.loading.model_source import plain_folder
 from psigrad.language.models import sharded
 from psigrad.language.models.backbone import reshard
 from psigrad.language.models.language_model import LanguageModel
+from psigrad.language.recipes import dispatch
 from psigrad.language.recipes import learners as saved
-from psigrad.language.recipes import running
 from psigrad.language.recipes.learners import Learner
 from psigrad.language.rollout.types import State
 from psigrad.optim import Optimizer
@@ -60,7 +60,7 @@ def main(world: World, job: str, out: str, recipe: str, strategy: str, kill: str
         phase, rank, count = kill.split()
         if world.rank == int(rank):
             _deadly(phase, int(count))
-    running.run(config(job, out, recipe, strategy, lora=bool(lora)))
+    dispatch.run(config(job, out, recipe, strategy, lora=bool(lora)))
 
 
 class Director(Callback):
@@ -83,7 +83,7 @@ def directed(world: World, job: str, out: str, recipe: str, strategy: str, fails
     made = config(job, out, recipe, strategy)
     made = replace(made, run=replace(made.run, callbacks=(Director(bool(fails)),)))
     try:
-        running.run(made)
+        dispatch.run(made)
     except UserError as error:
         Path(f"{out}-{world.rank}.error").write_text(str(error))
 

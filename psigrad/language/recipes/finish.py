@@ -28,7 +28,7 @@ from psigrad.language.models.towers import write
 from psigrad.language.recipes.learners import Learner, begin
 from psigrad.language.recipes.loops import Generated, train_offline
 from psigrad.language.recipes.memory_check import check_offline
-from psigrad.language.recipes.pinned import collect_pins
+from psigrad.language.recipes.run_pins import collect_pins
 from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
 from psigrad.language.rollout.types import ReplicaSampler, Sampler, State
 from psigrad.language.training.offline import offline

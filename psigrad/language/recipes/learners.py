@@ -244,7 +244,7 @@ def begin(
 ) -> Begun:
     """Return the state to start from: `fresh`, or the state in the checkpoint `found`. In that case restore the optimisers too.
 
-    `pinned` are the values that checkpoints pin (`language/recipes/pinned.py`). `rows` are the numbers of training and held-out
+    `pinned` are the values that checkpoints pin (`language/recipes/run_pins.py`). `rows` are the numbers of training and held-out
     rows. Raises `UserError` if a pin differs from the checkpoint's and `run.allow` does not name the difference.
     """
     world = journal.world

@@ -32,8 +32,8 @@ from psigrad.language.recipes.learners import Follower, Keeper, Learner, begin
 from psigrad.language.recipes.loops import train_online
 from psigrad.language.recipes.memory_check import check_online
 from psigrad.language.recipes.online_settings import check, check_following, check_teacher, correct, method, replay, settle_kept
-from psigrad.language.recipes.pinned import collect_pins, lasting_pins
 from psigrad.language.recipes.row_encoding import prepare
+from psigrad.language.recipes.run_pins import collect_pins, lasting_pins
 from psigrad.language.recipes.scorers import RewardSetup, completion_room, evaluator_for
 from psigrad.language.rollout.collectors import ScoredRollout
 from psigrad.language.rollout.scoring import Scorer

@@ -29,9 +29,9 @@ from psigrad.language.models import sharded
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Ids
 from psigrad.language.recipes.finish import generated_of, train_on_rows
-from psigrad.language.recipes.pinned import lasting_pins
 from psigrad.language.recipes.row_encoding import Encoder
 from psigrad.language.recipes.row_limits import check_positions, prepare_answers, token_limit
+from psigrad.language.recipes.run_pins import lasting_pins
 from psigrad.language.recipes.scorers import RewardSetup
 from psigrad.language.training.offline.offline import Task
 from psigrad.language.training.offline.preference_task import KTOTask, PreferenceTask, mismatch, reference_logps

@@ -19,9 +19,9 @@ from psigrad.language.models.packing import Ids
 from psigrad.language.models.scalar_model import PLAIN_PROMPTS, STEP_SEPARATOR, ScalarModel
 from psigrad.language.recipes.finish import train_on_rows
 from psigrad.language.recipes.model_scorer import beyond_positions, judged_ids, score_all
-from psigrad.language.recipes.pinned import lasting_pins
 from psigrad.language.recipes.row_encoding import Encoder
 from psigrad.language.recipes.row_limits import prepare_answers, token_limit
+from psigrad.language.recipes.run_pins import lasting_pins
 from psigrad.language.training.offline.offline import Task
 from psigrad.language.training.offline.reward_task import ProcessRewardTask, RewardTask
 from psigrad.objective.preferences.reward_model import BradleyTerry

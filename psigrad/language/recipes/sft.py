@@ -18,9 +18,9 @@ from psigrad.language.examples import Example
 from psigrad.language.loading.load_model import load_model, load_start
 from psigrad.language.loading.model_object import ModelObject
 from psigrad.language.recipes.finish import generated_of, train_on_rows
-from psigrad.language.recipes.pinned import lasting_pins
 from psigrad.language.recipes.row_encoding import Encoder, encode_rows, prepare
 from psigrad.language.recipes.row_limits import name_limit, tell_translations, token_limit
+from psigrad.language.recipes.run_pins import lasting_pins
 from psigrad.language.recipes.scorers import RewardSetup
 from psigrad.language.training.offline.sft_task import SFTTask
 from psigrad.runs import session

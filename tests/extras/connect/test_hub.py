@@ -19,7 +19,7 @@ from tiny_jobs import online_config, preference_config, reward_config, sft_confi
 from psigrad import cli
 from psigrad.config import Hub, Model
 from psigrad.errors import UserError
-from psigrad.language.recipes import online, reward, running
+from psigrad.language.recipes import dispatch, online, reward
 from psigrad.records.report import card
 from psigrad.runs.result import Result
 from psigrad_extras.investigate import comparison
@@ -108,7 +108,7 @@ def test_the_card_says_what_trained_the_model_on_what_and_what_came_of_it(result
 
 
 def test_the_settings_of_a_card_train_the_same_model(job, tmp_path):
-    first = running.run(sft_config(job, tmp_path / "first"))
+    first = dispatch.run(sft_config(job, tmp_path / "first"))
     text = (first.model / "README.md").read_text()
     (tmp_path / "settings.yaml").write_text(text.partition("```yaml\n")[2].partition("```")[0])
     assert cli.main(["sft", "--config", str(tmp_path / "settings.yaml"), "--output-dir", str(tmp_path / "second"),
@@ -124,7 +124,7 @@ def test_the_base_and_its_licence_are_told_and_passed_on(job, tmp_path, result):
         (base / name).write_bytes(content)
     (base / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: Qwen/Qwen3-0.6B\n---\n# Base\n")
     config = preference_config(job, tmp_path / "dpo")
-    done = running.run(replace(config, model=Model(path=str(base), lora_rank=2, lora_save="adapter")))
+    done = dispatch.run(replace(config, model=Model(path=str(base), lora_rank=2, lora_save="adapter")))
     data = front((done.model / "README.md").read_text())
     assert data["license"] == "apache-2.0" and data["base_model"] == "Qwen/Qwen3-0.6B" and data["library_name"] == "peft"
     assert data["base_model_relation"] == "adapter" and data["tags"] == ["psigrad", "dpo"]
@@ -216,10 +216,10 @@ def test_what_is_no_finished_run_is_refused(hub, tmp_path, capsys):
 
 
 def test_a_run_pushes_at_its_end_where_it_is_asked_to_and_only_there(job, tmp_path, hub):
-    running.run(sft_config(job, tmp_path / "quiet"))
+    dispatch.run(sft_config(job, tmp_path / "quiet"))
     assert not hub.asked
     config = replace(sft_config(job, tmp_path / "loud"), hub=Hub(push_to_hub=True, hub_private_repo=True))
-    running.run(config)
+    dispatch.run(config)
     assert hub.repositories["ada/loud"].private and "model.safetensors" in hub.repositories["ada/loud"].branches["main"]
 
 
@@ -227,32 +227,32 @@ def test_a_push_that_fails_loses_nothing_and_the_same_run_pushes_again(job, tmp_
     run = tmp_path / "run"
     config = replace(sft_config(job, run), hub=Hub(push_to_hub=True, hub_model_id="ada/kept", hub_revision="v2"))
     hub.fail = "/commit/"
-    done = running.run(config)
+    done = dispatch.run(config)
     said = capsys.readouterr().err
     assert "the hub answered 500" in said and f"psigrad push {run} ada/kept --revision v2" in said and done.load() is not None
     hub.fail = ""
     assert "model.safetensors" not in hub.repositories["ada/kept"].branches["v2"]
-    running.run(config)
+    dispatch.run(config)
     assert "model.safetensors" in hub.repositories["ada/kept"].branches["v2"]
 
 
 def test_what_cannot_be_pushed_is_refused_before_the_first_step(job, tmp_path, hub, monkeypatch, capsys):
     with pytest.raises(UserError, match="is not a valid repository name"):
-        running.run(replace(sft_config(job, tmp_path / "a"), hub=Hub(push_to_hub=True, hub_model_id="a/b/c")))
+        dispatch.run(replace(sft_config(job, tmp_path / "a"), hub=Hub(push_to_hub=True, hub_model_id="a/b/c")))
     with pytest.raises(UserError, match="'my run' is not a valid repository name"):
-        running.run(replace(sft_config(job, tmp_path / "my run"), hub=Hub(push_to_hub=True)))
+        dispatch.run(replace(sft_config(job, tmp_path / "my run"), hub=Hub(push_to_hub=True)))
     with pytest.raises(UserError, match="compare trains many models and pushes none"):
         made = online_config(job, tmp_path / "compare")
         comparison.check(comparison.Comparison(("grpo",), replace(made, hub=Hub(push_to_hub=True))))
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     with pytest.raises(UserError, match="push_to_hub is set and the hub refuses the token"):
-        running.run(replace(sft_config(job, tmp_path / "a"), hub=Hub(push_to_hub=True)))
+        dispatch.run(replace(sft_config(job, tmp_path / "a"), hub=Hub(push_to_hub=True)))
     assert not (tmp_path / "a").exists()
 
 
 def test_a_hub_that_is_down_stops_no_run(job, tmp_path, hub, monkeypatch, capsys):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    done = running.run(replace(sft_config(job, tmp_path / "run"), hub=Hub(push_to_hub=True)))
+    done = dispatch.run(replace(sft_config(job, tmp_path / "run"), hub=Hub(push_to_hub=True)))
     said = capsys.readouterr().err
     assert said.count("cannot be reached") == 2 and f"psigrad push {tmp_path / 'run'} run" in said and done.model.is_dir()
 

@@ -12,7 +12,7 @@ from tiny_jobs import sft_config
 from psigrad.config import Model
 from psigrad.errors import UserError
 from psigrad.language.loading.model_source import find_adapter, locate, meant
-from psigrad.language.recipes import running, sft
+from psigrad.language.recipes import dispatch, sft
 
 
 @pytest.fixture
@@ -66,6 +66,6 @@ def test_a_model_that_is_nowhere_is_named_before_the_settings_of_another_run(job
     for name in (str(job / "bsae"), "no-such/model-here"):
         other = replace(made, model=replace(made.model, path=name), batch_size=3)
         with pytest.raises(UserError, match=rf"There is no (folder|model) '{name}'"):
-            running.run(other)
+            dispatch.run(other)
     with pytest.raises(UserError, match="is a run with other settings \\(batch_size was 4 and is 3"):
-        running.run(replace(made, batch_size=3))
+        dispatch.run(replace(made, batch_size=3))
