@@ -28,7 +28,7 @@ from typing import Any
 from psigrad.config import Model, Run
 from psigrad.intervals import over_seeds
 from psigrad.language.loading import load_model
-from psigrad.language.loading.model_source import plain_folder
+from psigrad.language.loading.model_source import convert_to_folder
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Request, SamplingParams
 from psigrad.runs.machine import prepare_torch, provenance
@@ -153,7 +153,7 @@ def main() -> None:
     if given.beside == "vllm" and given.dtype.startswith("q"):
         parser.error("vLLM reads no GGUF file; take --dtype float32 or bfloat16")
     prepare_torch(Run(threads=given.threads))
-    folder = plain_folder(given.model)
+    folder = convert_to_folder(given.model)
     print(provenance("cpu")["processor"], given.dtype, f"{given.threads} threads", flush=True)
     rng = random.Random(0)
 

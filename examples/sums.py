@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psigrad
 from psigrad.intervals import mean_interval
-from psigrad.language.loading.model_source import plain_folder
+from psigrad.language.loading.model_source import convert_to_folder
 from psigrad.language.models import language_model
 from psigrad.records.read import prompt_text
 from psigrad_extras import sums
@@ -52,7 +52,7 @@ def main(folder: Path, steps: int = 70) -> None:
         print(f"\n{when}: {mean:.1%} of {sums.HELD_OUT} held-out sums are right [{low:.1%}, {high:.1%}]")
         for question, answer in answers(result.folder, step):
             print(f"  {question!r} → {answer!r}")
-    for when, path in (("before", plain_folder(str(model))), ("after", str(result.model))):
+    for when, path in (("before", convert_to_folder(str(model))), ("after", str(result.model))):
         right = [float(item.right) for item in likelihood.everyday(language_model.load(path))]
         low, high = mean_interval(right)
         print(f"\neveryday sentences, {when}: {sum(right) / len(right):.1%} of {len(right)} end rightly [{low:.1%}, {high:.1%}]")

@@ -22,7 +22,7 @@ from transformers import (
 
 from psigrad.errors import UserError
 from psigrad.language.data.named_datasets import go_offline_without_network
-from psigrad.language.loading.model_source import plain_folder
+from psigrad.language.loading.model_source import convert_to_folder
 from psigrad.language.models.backbone import read_tokenizer
 from psigrad.language.models.sizes import size
 from psigrad_extras.preflight.plan.shape import config_of, model_of
@@ -60,7 +60,7 @@ def prepare(work: Workload, model: str, folder: Path) -> None:
     are then random; where it has no tokenizer one of letters is made.
     """
     go_offline_without_network()
-    model = plain_folder(model)
+    model = convert_to_folder(model)
     config = copy.deepcopy(config_of(model))
     limit = size(config, "positions") or 1 << 31
     if work.prompt_tokens + work.completion_tokens > limit:

@@ -29,7 +29,7 @@ from psigrad.errors import UserError, nearest, reason_of
 from psigrad.language.data.chat.turns import Conversation
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.loading import samplers
-from psigrad.language.loading.load_model import load_model, settle_chat
+from psigrad.language.loading.load_model import configure_chat, load_model
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Ids
 from psigrad.language.rollout.types import SamplingParams
@@ -88,7 +88,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             settings = replace(settings, chat_template_kwargs=chat_template_kwargs)
             self.model = load_model(settings, run, None)
             for manifest in sorted(Path(pretrained).parent.glob(f"checkpoints/*/{MANIFEST}"))[:1]:  # a run's model has its date
-                settle_chat(self.model.tokenizer, settings, manifest.parent, self.model.network)
+                configure_chat(self.model.tokenizer, settings, manifest.parent, self.model.network)
         self.tokenizer = self.model.tokenizer
         self.sampler = samplers.make(Sampling(max_decode_batch=max_decode_batch), self.model)
         self.budget, self.seed, self.max_batch = micro_batch_tokens, seed, max_decode_batch

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from psigrad.config import OnlineConfig
 from psigrad.errors import UserError, reason_of
-from psigrad.language.loading.teacher import Said, Teacher
+from psigrad.language.loading.teacher import Teacher, TeacherOutput
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups
 from psigrad.language.models.stats import Top
@@ -39,13 +39,13 @@ class TeacherServer:
     model: str
     key_variable: str = KEY_VARIABLE
 
-    def __call__(self, groups: Groups, temperature: float, top: int) -> Sequence[Said]:
+    def __call__(self, groups: Groups, temperature: float, top: int) -> Sequence[TeacherOutput]:
         """Return the log-probs of each completion. Raises `UserError` if there is no answer, or an unexpected one."""
         rows = [(tuple(p), tuple(c)) for p, own in zip(groups.prompts, groups.completions, strict=True) for c in own]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             return list(pool.map(lambda row: self._say(row[0], row[1], top), rows))
 
-    def _say(self, prompt: tuple[int, ...], ids: tuple[int, ...], top: int) -> Said:
+    def _say(self, prompt: tuple[int, ...], ids: tuple[int, ...], top: int) -> TeacherOutput:
         # At least one, since some servers omit the log-probs otherwise.
         body = {"model": self.model, "prompt": [*prompt, *ids], "max_tokens": 1, "temperature": 1.0, "echo": True}
         found = self._ask({**body, "logprobs": max(top, 1), "return_tokens_as_token_ids": True})
@@ -63,8 +63,8 @@ class TeacherServer:
                 "psigrad serve do."
             ) from error
         if not top:
-            return Said(logp)
-        return Said(logp, Top(torch.tensor([i for i, _ in best]), torch.tensor([p for _, p in best])))
+            return TeacherOutput(logp)
+        return TeacherOutput(logp, Top(torch.tensor([i for i, _ in best]), torch.tensor([p for _, p in best])))
 
     def _ask(self, body: dict[str, Any]) -> Any:
         for attempt in range(_ATTEMPTS):
@@ -106,5 +106,5 @@ def connect(config: OnlineConfig, model: LanguageModel) -> Teacher:
     spans = tokenizer.get_vocab() != model.tokenizer.get_vocab()
     asker, top = TeacherServer(served.url, name), min(config.reference_top_k, model.vocabulary)
     return Teacher(
-        asker, model, tokenizer, spans, max_length=1 << 30, top_k=top, where=served.url
+        asker, model, tokenizer, spans, max_length=1 << 30, top_k=top, name=served.url
     )  # the server reports what is too long

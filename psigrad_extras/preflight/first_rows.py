@@ -20,11 +20,11 @@ from psigrad.language.data.sources import form_of, from_rows, read_dataset
 from psigrad.language.episodes.environments import Fault, Playing, library_of
 from psigrad.language.episodes.tools import CallForm, ServerTool, ToolBox
 from psigrad.language.images import COLUMNS
-from psigrad.language.loading.load_model import settle_chat
+from psigrad.language.loading.load_model import configure_chat
 from psigrad.language.loading.model_source import load_tokenizer, tokenizer_path
-from psigrad.language.recipes.conversation import list_tools, offer_tools, playing_for
+from psigrad.language.recipes.conversation import list_tools, offer_tools, start_environments
 from psigrad.language.recipes.score_rows import score
-from psigrad.language.recipes.scorers import hidden_from_rewards
+from psigrad.language.recipes.scorers import describe_hidden_tokens
 from psigrad.language.rollout.scoring import Unscored
 from psigrad.records.read import show_number
 
@@ -43,7 +43,7 @@ def read_first_rows(config: OnlineConfig) -> list[RenderedRow]:
     if not config.data.dataset:
         return []
     tokenizer, form = load_tokenizer(tokenizer_path(config.model)), form_of(config.data) or "prompt-only"
-    settle_chat(tokenizer, config.model)
+    configure_chat(tokenizer, config.model)
     rows = read_dataset(config.data, form, config.data.dataset, config.data.split, redaction.tell).rows
     (rows,) = to_model_rows(tokenizer, [rows], config.data.plain_prompts, redaction.tell)
     return row_rendering.first_rows(tokenizer, offer_tools(config, rows[: row_rendering.SHOWN]))
@@ -77,7 +77,7 @@ def try_rewards(config: OnlineConfig) -> list[tuple[str, str]]:
         if isinstance(found.result, Unscored):
             raise UserError(f"The reward cannot score {row.source}: {found.result.reason.rstrip('.')}.")
         lines.append((f"reward {show_number(found.result.value)} for the answer {text[:60]!r} to {row.source}", ""))
-    if text := hidden_from_rewards(config, load_tokenizer(tokenizer_path(config.model))):
+    if text := describe_hidden_tokens(config, load_tokenizer(tokenizer_path(config.model))):
         lines.append((text, "yellow"))
     return lines
 
@@ -102,7 +102,7 @@ def try_turns(config: OnlineConfig) -> list[tuple[str, str]]:
     called = ToolBox([tool for tool in list_tools(config) if not isinstance(tool, ServerTool)]).parameters
     if library_of(config.environment) == "mcp" or not (config.environment or called):
         return []
-    with playing_for(config, CallForm("Hermes")) as playing:
+    with start_environments(config, CallForm("Hermes")) as playing:
         if (row := _first_row(config, playing)) is None:
             return []
         given = {"prompt": images.remove_marks(row.dataset_prompt), **row.columns}

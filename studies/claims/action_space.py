@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from psigrad.config import Data, EvalConfig, Evaluation, Model, Run
 from psigrad.errors import UserError
 from psigrad.intervals import Interval, over_seeds
-from psigrad.language.loading.model_source import plain_folder
+from psigrad.language.loading.model_source import convert_to_folder
 from psigrad.language.recipes import evaluate
 from psigrad.records.report.plots import COLOURS
 from psigrad_extras import demo
@@ -83,7 +83,7 @@ def run(s: SpaceSettings) -> SpaceResult:
     }
     found = {name: masses(str(path), str(where["held_out"]), s.held_out) for name, path in models.items()}
     for path in s.model:
-        found[label(path)] = masses(plain_folder(path), s.dataset, s.held_out, longest=32)
+        found[label(path)] = masses(convert_to_folder(path), s.dataset, s.held_out, longest=32)
     rows = tuple(row for name, (_, places) in found.items() for row in summary(name, places))
     findings = []
     for name, (_, places) in found.items():

@@ -33,7 +33,7 @@ from psigrad.config import (
 from psigrad.errors import UserError
 from psigrad.intervals import Interval, mean_interval, over_seeds
 from psigrad.language.loading.load_model import load_model
-from psigrad.language.loading.model_source import plain_folder
+from psigrad.language.loading.model_source import convert_to_folder
 from psigrad.language.recipes import evaluate
 from psigrad.records.report.plots import COLOURS
 from psigrad.records.row_lines import replace_file
@@ -110,7 +110,7 @@ def check(s: PretrainedSettings) -> None:
 def run(s: PretrainedSettings) -> PretrainedResult:
     """Train every arm from one model, then the teacher's pupil. Measure each."""
     folder = Path(s.out) / NAME
-    base = plain_folder(s.model or str(sums.smollm2(folder / "model")))
+    base = convert_to_folder(s.model or str(sums.smollm2(folder / "model")))
     train, held_out = sums.prepare(folder / "data")
     usual = _usual(s, base, train, held_out)
     jobs = {

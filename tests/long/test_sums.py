@@ -14,7 +14,7 @@ import torch
 import psigrad
 from psigrad.errors import UserError
 from psigrad.language.loading.load_model import load_model
-from psigrad.language.loading.model_source import plain_folder
+from psigrad.language.loading.model_source import convert_to_folder
 from psigrad_extras import sums
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -75,7 +75,7 @@ def test_the_real_file_answers_as_its_folder_does(tmp_path):
     """SmolLM2-135M-Instruct, from the package index."""
     file = sums.smollm2(tmp_path)
     greedy = {"dtype": "bfloat16", "max_completion_length": 16, "eval_temperature": 0.0, "eval_prompts": 8, "progress": False}
-    place = plain_folder(str(file))
+    place = convert_to_folder(str(file))
     rows = [{"prompt": [{"role": "user", "content": "What is 2 + 3?"}], "answer": "5"}]
     for path in (str(file), place):
         figures = psigrad.evaluate(model=path, dataset=rows, reward="numeric", **greedy)

@@ -19,7 +19,7 @@ from psigrad.compat.foreign_names import load
 from psigrad.config import OnlineConfig, Run, SFTConfig
 from psigrad.errors import UserError
 from psigrad.language.recipes import online, preference, sft
-from psigrad.language.recipes.changes import with_changes
+from psigrad.language.recipes.changes import change_settings
 from psigrad.runs import callbacks
 
 pytestmark = pytest.mark.usefixtures("rewards_here")
@@ -345,4 +345,4 @@ def test_settings_name_callbacks_by_their_class():
 
 def test_a_change_of_nothing_is_the_run_itself(job, tmp_path):
     run = object()
-    assert with_changes(run, {}) is run
+    assert change_settings(run, {}) is run

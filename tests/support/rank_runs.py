@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from psigrad.config import Model, Optim, Placement
 from psigrad.errors import UserError
-from psigrad.language.loading.model_source import plain_folder
+from psigrad.language.loading.model_source import convert_to_folder
 from psigrad.language.models import sharded
 from psigrad.language.models.backbone import reshard
 from psigrad.language.models.language_model import LanguageModel
@@ -187,5 +187,5 @@ __all__ = ["checkpoint", "config", "load_file", "main", "newest", "poisoned"]
 def converted(world: World, adapter: str, out: str) -> None:
     """Merge an adapter on the last rank alone, and write down the files."""
     if world.rank == world.size - 1:
-        Path(out).write_text(json.dumps(sorted(path.name for path in Path(plain_folder(adapter)).iterdir())))
+        Path(out).write_text(json.dumps(sorted(path.name for path in Path(convert_to_folder(adapter)).iterdir())))
     world.all_gather(0)

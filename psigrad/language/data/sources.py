@@ -136,7 +136,7 @@ def check_held_out(count: int, total: int) -> None:
         )
 
 
-def tell_held_out(count: int, total: int, which: str, tell: Tell | None) -> None:
+def log_held_out(count: int, total: int, which: str, tell: Tell | None) -> None:
     """Log how many rows are held out, of how many, and which."""
     if tell is not None and count:
         are = "is" if count == 1 else "are"
@@ -144,7 +144,7 @@ def tell_held_out(count: int, total: int, which: str, tell: Tell | None) -> None
         tell("held_out", text, count=count, rows=total)
 
 
-def _tell_seen(train: Iterable[Row], held_out: Sequence[Row], tell: Tell) -> None:
+def _log_seen(train: Iterable[Row], held_out: Sequence[Row], tell: Tell) -> None:
     """Log how many held-out rows have a prompt that is also in the training rows."""
     keys = [_prompt_key(row) for row in held_out]
     trained = set(keys).intersection(map(_prompt_key, train)) if keys else ()
@@ -321,9 +321,9 @@ def read_rows(
         if len(held_out_rows) != sum(counts):
             which = f"drawn at random by whole prompts where {sum(counts)} were wanted"
     if not data.eval_dataset:
-        tell_held_out(len(held_out_rows), total, which, tell)
+        log_held_out(len(held_out_rows), total, which, tell)
     if tell is not None:
-        _tell_seen(chain.from_iterable(rows), held_out_rows, tell)
+        _log_seen(chain.from_iterable(rows), held_out_rows, tell)
     return mix(rows, [share.weight for share in shares], seed), held_out_rows
 
 

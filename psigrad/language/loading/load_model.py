@@ -20,7 +20,7 @@ from psigrad.language.data.chat.arguments import check_arguments, templates_of
 from psigrad.language.data.chat.rendering import set_render_settings
 from psigrad.language.loading import teacher
 from psigrad.language.loading.model_object import ModelObject, load_weights
-from psigrad.language.loading.model_source import coded_base, find_adapter, locate, lora_of
+from psigrad.language.loading.model_source import find_adapter, locate, lora_of, quantisation_of
 from psigrad.language.loading.teacher import Teacher
 from psigrad.language.models import language_model, scalar_model, sharded
 from psigrad.language.models.coded_linear import code_linears
@@ -56,13 +56,13 @@ def load_model(
     saved = SavedWeights.of(checkpoint)
     whole = saved.whole
     if given is not None:
-        settle_chat(given.tokenizer, settings, checkpoint)
+        configure_chat(given.tokenizer, settings, checkpoint)
     if given is not None and given.network is not None:
         model = _prepare_given(language_model.prepare, given, settings, run, whole, world)
     else:
         lora, before = lora_of(settings), find_adapter(settings)
         _check_shards(settings, lora, world)
-        learnt = "" if before is None else coded_base(before.folder).get("quantize_base", "")
+        learnt = "" if before is None else quantisation_of(before.folder).get("quantize_base", "")
         if learnt and learnt != settings.quantize_base:
             redaction.say(f"The adapter learnt over its base in {learnt}; --quantize-base {learnt} goes on over the same.")
         with torch.random.fork_rng(devices=[]):
@@ -77,21 +77,21 @@ def load_model(
                 **_options(settings, run, world),
             )
         model.from_adapter = before is not None
-    settle_chat(model.tokenizer, settings, checkpoint, model.network)
+    configure_chat(model.tokenizer, settings, checkpoint, model.network)
     if (names := tower_names(model.network)) and model.vision is None:
-        _say_once(f"The text half of {settings.path} is used alone: {', '.join(names)} never learn, and are saved as they are.")
+        _print_once(f"The text half of {settings.path} is used alone: {', '.join(names)} never learn, and are saved as they are.")
     elif frozen := [name for name in names if name.rpartition(".")[2] not in settings.trained_towers]:
-        _say_once(f"{', '.join(frozen)} of {settings.path} stay frozen; name those to train in --trained-towers.")
+        _print_once(f"{', '.join(frozen)} of {settings.path} stay frozen; name those to train in --trained-towers.")
     if value_head:
         model.add_value_head(whole)
-    take_shard(model, world, machine.device(run), saved.shards)
+    load_shard(model, world, machine.device(run), saved.shards)
     model.attend(settings.attention)
     model.load_balancing = balance_of(model.network, settings.router_aux_loss_coef)
     return model
 
 
 @cache
-def _say_once(text: str) -> None:
+def _print_once(text: str) -> None:
     redaction.say(text)
 
 
@@ -162,7 +162,7 @@ def _check_shards(settings: Model, lora: Lora | None, world: World) -> None:
         )
 
 
-def take_shard(model: LanguageModel | ScalarModel, world: World, device: str, place: Path | None) -> None:
+def load_shard(model: LanguageModel | ScalarModel, world: World, device: str, place: Path | None) -> None:
     """With fsdp, reduce the model to this process's shard, on its device. Then load the shards in the folder `place`, if any."""
     if world.lockstep:
         sharded.shard(model, world, device)
@@ -201,8 +201,8 @@ def load_scalar_model(
                 tokenizer=None if given is None else given.tokenizer,
                 **_options(settings, run, world),
             )
-    settle_chat(model.tokenizer, settings, checkpoint, model.network)
-    take_shard(model, world, machine.device(run), saved.shards)
+    configure_chat(model.tokenizer, settings, checkpoint, model.network)
+    load_shard(model, world, machine.device(run), saved.shards)
     model.attend(settings.attention)
     return model
 
@@ -229,7 +229,7 @@ def load_reference(
     world: World = ALONE,
 ) -> LanguageModel:
     """Load a frozen reference other than the trained model. Raises `UserError` if its vocabulary differs from the model's."""
-    other = _load_other(path, config, "", world)
+    other = _load_frozen_model(path, config, "", world)
     if other.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         raise UserError(
             f"The reference {path!r} and the model have different tokenizers; give a reference of the same model family."
@@ -237,7 +237,7 @@ def load_reference(
     return other
 
 
-def _load_other(
+def _load_frozen_model(
     path: str, config: OnlineConfig | PreferenceConfig, dtype: Literal["", "float32", "bfloat16"], world: World
 ) -> LanguageModel:
     own = config.model
@@ -249,7 +249,7 @@ def _load_other(
 
 
 @disable_progress_bars()
-def load_own_reference(
+def load_online_reference(
     config: OnlineConfig, model: LanguageModel, checkpoint: Path | None, world: World = ALONE
 ) -> LanguageModel | Teacher:
     """Load the reference that `config.reference` names, or the policy's initial weights if it names none.
@@ -262,7 +262,7 @@ def load_own_reference(
         found: Teacher = extras.load("teacher").connect(config, model)
         return found
     if config.reference:
-        other = _load_other(config.reference, config, dtype, world)
+        other = _load_frozen_model(config.reference, config, dtype, world)
         same = other.tokenizer.get_vocab() == model.tokenizer.get_vocab()
         return other if same else teacher.of_model(other, model, config.reference)
     saved = checkpoint / "reference" if checkpoint is not None and config.ref_model_sync_steps else None
@@ -309,12 +309,14 @@ def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | N
         raise UserError(
             f"The critic {config.critic!r} and the policy have different tokenizers; give a critic of the same model family."
         )
-    take_shard(made, world, machine.device(config.run), saved.shards)
+    load_shard(made, world, machine.device(config.run), saved.shards)
     made.attend(config.model.attention)
     return made
 
 
-def settle_chat(tokenizer: PreTrainedTokenizerBase, settings: Model, checkpoint: Path | None = None, network: Any = None) -> None:
+def configure_chat(
+    tokenizer: PreTrainedTokenizerBase, settings: Model, checkpoint: Path | None = None, network: Any = None
+) -> None:
     """Set the tokenizer's chat template and EOS from the settings, and the run's date, which a `checkpoint` stores.
 
     A token for which `network` has no embedding raises an error when it first occurs.

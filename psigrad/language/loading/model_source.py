@@ -67,12 +67,12 @@ def locate(settings: Model) -> str:
 
     An adapter is merged into its base first.
     """
-    settings = replace(settings, path=meant(settings.path))
+    settings = replace(settings, path=resolve_path(settings.path))
     check_path(settings.path)
     if settings.revision and settings.quantize_base != "gguf":
         return str(_download(settings.path, settings.revision))
     found = _adapter_on_hub(settings.path)
-    return _folder_of(settings) if found is None else plain_folder(str(found))
+    return _folder_of(settings) if found is None else convert_to_folder(str(found))
 
 
 def find_adapter(settings: Model, *, local: bool = False) -> TrainedAdapter | None:
@@ -82,7 +82,7 @@ def find_adapter(settings: Model, *, local: bool = False) -> TrainedAdapter | No
     """
     if settings.lora_rank or settings.adapter == "merge" or not settings.path:
         return None
-    settings = replace(settings, path=meant(settings.path))
+    settings = replace(settings, path=resolve_path(settings.path))
     check_path(settings.path)
     folder: Path | None = Path(settings.path).expanduser()
     if not (folder is not None and is_adapter(folder)):
@@ -138,7 +138,7 @@ def tokenizer_path(settings: Model) -> str:
     return _folder_of(settings) if found is None else found.tokenizer or found.base.path
 
 
-def ends_of(tokenizer: Any) -> list[int]:
+def end_tokens(tokenizer: Any) -> list[int]:
     """Return the tokens at which a generator without the chat template must stop: the EOS and the template's end of a turn."""
     ends = [tokenizer.eos_token_id]
     with contextlib.suppress(UserError):  # the template may show no end
@@ -146,7 +146,7 @@ def ends_of(tokenizer: Any) -> list[int]:
     return list(dict.fromkeys(ends))
 
 
-def tell_ends(folder: Path, tokenizer: Any, known: Sequence[int] = ()) -> None:
+def write_end_tokens(folder: Path, tokenizer: Any, known: Sequence[int] = ()) -> None:
     """Write the run's end tokens and the `known` tokens to generation_config.json, in addition to the tokens already there.
 
     `generate` and servers read that file. They then stop the completions of a saved model at the same tokens as the run.
@@ -155,13 +155,13 @@ def tell_ends(folder: Path, tokenizer: Any, known: Sequence[int] = ()) -> None:
     held = json.loads(file.read_text()) if file.exists() else None
     own = held["eos_token_id"] if held and "eos_token_id" in held else []
     ends = {*(own if isinstance(own, list) else [own])} - {None}
-    if held is not None and not ends.issuperset(more := {*ends_of(tokenizer), *known} - {None}):
+    if held is not None and not ends.issuperset(more := {*end_tokens(tokenizer), *known} - {None}):
         file.write_text(json.dumps({**held, "eos_token_id": sorted(ends.union(more))}, indent=2, sort_keys=True) + "\n")
 
 
 def load_tokenizer(path: str) -> Any:
     """Load a model's tokenizer without its weights. Raises `UserError`."""
-    path = meant(path)
+    path = resolve_path(path)
     if not Path(path).exists():
         go_offline_without_network()
     try:
@@ -197,14 +197,14 @@ def _check_base(base: str, adapter: str) -> None:
     check_path(base, f"the base of the adapter {adapter!r}{again}")
 
 
-def check_there(settings: Model, run: str) -> None:
+def check_exists(settings: Model, run: str) -> None:
     """Raise `UserError` if the model of the settings does not exist, before the settings are compared with those of `run`.
 
     The hub is asked only if the run in the folder `run` started from another model.
     """
     from transformers.utils import cached_file
 
-    path = meant(settings.path)
+    path = resolve_path(settings.path)
     check_path(path)
     settled = parse_row(begun.read_bytes()) if run and (begun := Path(run) / "config.json").is_file() else None
     if settled is None or (settled.get("model") or {}).get("path") == path or Path(path).expanduser().exists():
@@ -217,7 +217,7 @@ def check_there(settings: Model, run: str) -> None:
         raise UserError(f"There is no model {path!r} ({reason_of(error)}); give a folder or a hub name.") from error
 
 
-def meant(text: str) -> str:
+def resolve_path(text: str) -> str:
     """Return the path of the model that `text` names: in a run folder, the trained model or else the newest checkpoint.
 
     Run folders of psigrad and transformers are understood. Any other text is returned unchanged. Raises `UserError` if a run
@@ -277,13 +277,13 @@ def _adapter_on_hub(path: str, revision: str = "", *, local: bool = False) -> Pa
         return None
 
 
-def plain_folder(path: str) -> str:
+def convert_to_folder(path: str) -> str:
     """Return a folder that transformers can load: `path` itself, or a converted copy of it.
 
     A GGUF file, a folder with one such file and no config.json, and a PEFT adapter (merged into its base) are converted. Raises
     `UserError` if the conversion fails.
     """
-    path = meant(path)
+    path = resolve_path(path)
     place = Path(path).expanduser()
     if place.suffix == ".gguf" and place.is_file():
         return _convert_once(_identity([place]), place, _convert_gguf)
@@ -292,7 +292,7 @@ def plain_folder(path: str) -> str:
     if (place / CONFIG).exists():
         _check_base(str(json.loads((place / CONFIG).read_text())["base_model_name_or_path"] or ""), path)
         own = [place / CONFIG, *sorted(place.glob("adapter_model.*")), *place.glob(CODED_BASE)]
-        return _convert_once(_identity(own, _base_as_it_is(place)), place, _merge_adapter)
+        return _convert_once(_identity(own, _base_identity(place)), place, _merge_adapter)
     files = sorted(place.glob("*.gguf"))
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
@@ -302,7 +302,7 @@ def plain_folder(path: str) -> str:
 
 def _folder_of(settings: Model) -> str:
     """Return a folder that transformers can load for `settings.path`. With quantize_base=gguf it has no converted weights."""
-    return str(_without_weights(settings.path)) if settings.quantize_base == "gguf" else plain_folder(settings.path)
+    return str(_without_weights(settings.path)) if settings.quantize_base == "gguf" else convert_to_folder(settings.path)
 
 
 def _without_weights(path: str) -> Path:
@@ -313,7 +313,7 @@ def _without_weights(path: str) -> Path:
     found = [place] if place.suffix == ".gguf" else sorted(place.glob("*.gguf"))
     if len(found) != 1:
         raise UserError(f"quantize_base is gguf, but the model is {path!r}; give a GGUF file, or set quantize_base=nf4.")
-    folder = Path(_convert_once(_identity(found, "without weights"), found[0], _convert_words))
+    folder = Path(_convert_once(_identity(found, "without weights"), found[0], _convert_tokenizer))
     if not (link := folder / WEIGHTS).exists() or not link.samefile(found[0]):
         link.unlink(missing_ok=True)
         link.symlink_to(found[0].resolve())
@@ -328,7 +328,7 @@ def _identity(files: list[Path], *more: str) -> str:
     return digest.hexdigest()[:24]
 
 
-def _base_as_it_is(adapter: Path) -> str:
+def _base_identity(adapter: Path) -> str:
     """Return a text that changes with an adapter's base: the size and time of a folder's files, or the hub snapshot."""
     from transformers.utils import cached_file
 
@@ -351,7 +351,7 @@ def _convert_once(name: str, source: Path, make: Callable[[Path, Path], None]) -
     conversions.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=conversions, prefix=".making-") as folder:
         made = Path(folder) / "model"
-        with contextlib.nullcontext() if sys.stderr.isatty() else disable_progress_bars(), _in_a_sentence(source):
+        with contextlib.nullcontext() if sys.stderr.isatty() else disable_progress_bars(), _report_errors(source):
             make(source, made)
         try:
             made.rename(place)
@@ -372,7 +372,7 @@ def _note_use(place: Path) -> None:
 
 
 @contextlib.contextmanager
-def _in_a_sentence(source: Path) -> Iterator[None]:
+def _report_errors(source: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, ImportError, AttributeError, KeyError, RuntimeError, struct.error) as error:
@@ -389,10 +389,10 @@ def _convert_gguf(file: Path, folder: Path) -> None:
         del model.config.quantization_config
     model.hf_quantizer = None
     save_pretrained(model, folder)
-    _save_words(AutoTokenizer.from_pretrained(file.parent, **given), file, folder)
+    _save_tokenizer(AutoTokenizer.from_pretrained(file.parent, **given), file, folder)
 
 
-def _convert_words(file: Path, folder: Path) -> None:
+def _convert_tokenizer(file: Path, folder: Path) -> None:
     """Convert the configuration and the tokenizer of a GGUF file, but not its weights."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
@@ -400,18 +400,18 @@ def _convert_words(file: Path, folder: Path) -> None:
     config.tie_word_embeddings = not has_head(file)
     config.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
-    _save_words(AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name), file, folder)
+    _save_tokenizer(AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name), file, folder)
 
 
-def coded_base(adapter: Path) -> dict[str, Any]:
+def quantisation_of(adapter: Path) -> dict[str, Any]:
     """Return how the base was quantised while an adapter was trained (`quantize_base`, `dtype`); empty if it was not."""
     file = adapter / CODED_BASE
     return (parse_row(file.read_bytes()) or {}) if file.is_file() else {}
 
 
-def _save_words(tokenizer: Any, file: Path, folder: Path) -> None:
+def _save_tokenizer(tokenizer: Any, file: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
-    tell_ends(folder, tokenizer, ends_in(file))
+    write_end_tokens(folder, tokenizer, ends_in(file))
 
 
 def _merge_adapter(adapter: Path, folder: Path) -> None:
@@ -419,13 +419,13 @@ def _merge_adapter(adapter: Path, folder: Path) -> None:
     import peft
     from transformers import AutoTokenizer
 
-    if coded := coded_base(adapter):
+    if coded := quantisation_of(adapter):
         found = find_adapter(Model(path=str(adapter)))
         assert found is not None
         numbers = {"base": coded["quantize_base"], "dtype": coded["dtype"]}
         trained = load(locate(found.base), lora=found.lora, adapter=found.folder, tokenizer=found.tokenizer, **numbers)
         trained.save_merged(folder)
-        return tell_ends(folder, trained.tokenizer)
+        return write_end_tokens(folder, trained.tokenizer)
     base = json.loads((adapter / CONFIG).read_text())["base_model_name_or_path"]
     with suppress_peft_warning():
         wrapped: Any = peft.AutoPeftModelForCausalLM.from_pretrained(adapter, dtype="auto")
@@ -437,4 +437,4 @@ def _merge_adapter(adapter: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(adapter if has_tokenizer else base)
     open_towers(model, base)
     write(model, tokenizer, folder)
-    tell_ends(folder, tokenizer)
+    write_end_tokens(folder, tokenizer)

@@ -32,14 +32,14 @@ _CONTEXT = 8  # tokens of a prompt that precede a text when it is tokenised
 
 
 @dataclass(frozen=True)
-class Said:
+class TeacherOutput:
     """A teacher's evaluation of one completion: the log-prob [T] of each token and, on request, the top tokens [T, k]."""
 
     logp: Tensor
     top: Top | None = None
 
 
-Ask = Callable[[Groups, float, int], Sequence[Said]]
+Ask = Callable[[Groups, float, int], Sequence[TeacherOutput]]
 """(prompts with completions in the teacher's tokens, temperature, k) -> the evaluation of each completion, in order."""
 
 
@@ -56,9 +56,9 @@ class Teacher:
     spans: bool
     max_length: int
     top_k: int = 0
-    where: str = ""
+    name: str = ""
     """The teacher's folder or address, for messages."""
-    _heard: dict[Any, Said] = field(default_factory=dict, repr=False)
+    _cache: dict[Any, TeacherOutput] = field(default_factory=dict, repr=False)
     _pieces: list[Tensor] = field(default_factory=list, repr=False)
     """For the last batch: a mask of the ends of text pieces [N, T], the teacher's log-prob at each end, and the baseline [N]."""
 
@@ -67,9 +67,9 @@ class Teacher:
         """False: a teacher is never the policy."""
         return False
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Discard the evaluations of the last batch."""
-        self._heard.clear()
+        self._cache.clear()
         self._pieces.clear()
 
     def check(self, algorithm: PolicyGradient) -> None:
@@ -77,23 +77,23 @@ class Teacher:
         kind = "" if algorithm.kl is None else algorithm.kl.estimator
         if self.spans and kind != "span":
             raise UserError(
-                f"The teacher {self.where} has another tokenizer than the model, so {algorithm.name or 'the method'} cannot "
+                f"The teacher {self.name} has another tokenizer than the model, so {algorithm.name or 'the method'} cannot "
                 f"compare them token by token (estimator={kind!r}). Set algorithm.kl.estimator=span, which compares pieces of "
                 "text at whose ends both tokenizers end a token."
             )
 
     def log_probs(self, groups: Groups, temperature: float) -> Tensor:
         """Return the log-probs [n, T] of the completions' tokens, padded with zeros."""
-        said = self._said(groups, temperature, 0)
+        said = self._evaluate(groups, temperature, 0)
         return torch.nn.utils.rnn.pad_sequence([one.logp for one in said], batch_first=True)
 
     def top(self, groups: Groups, temperature: float) -> Top:
         """Return the most probable tokens [n, T, k] at each position of the completions."""
-        tops = [one.top for one in self._said(groups, temperature, self.top_k) if one.top is not None]
+        tops = [one.top for one in self._evaluate(groups, temperature, self.top_k) if one.top is not None]
         ids, logp = ([getattr(top, name) for top in tops] for name in ("ids", "logp"))
         return Top(*(torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (ids, logp)))
 
-    def settle(self, ends: Tensor, theirs: Tensor, logp: Tensor) -> None:
+    def store_pieces(self, ends: Tensor, theirs: Tensor, logp: Tensor) -> None:
         """Store the ends of a batch's text pieces, their log-probs, and the baseline. All arguments have the shape [N, T].
 
         `theirs` are the teacher's log-probs of the pieces, and `logp` the policy's of the tokens.
@@ -104,25 +104,27 @@ class Teacher:
         self._pieces[:] = [ends, theirs, (d.sum() - d) / others]
 
     def add_kl(self, evaluation: PolicyOutputs, rows: Tensor) -> PolicyOutputs:
-        """Return `evaluation` of these rows of the batch, with the KL by pieces of text added if `settle` stored the pieces."""
+        """Return `evaluation` of these rows of the batch, with the KL by pieces of text added if `store_pieces` stored the
+        pieces.
+        """
         if not self._pieces:
             return evaluation
         ends, theirs, baseline = (x[rows] for x in self._pieces)
         return replace(evaluation, kl=span_kl(evaluation.logp, ends, theirs, baseline))
 
-    def _said(self, groups: Groups, temperature: float, top: int) -> list[Said]:
+    def _evaluate(self, groups: Groups, temperature: float, top: int) -> list[TeacherOutput]:
         rows = [(tuple(p), tuple(c), top) for p, own in zip(groups.prompts, groups.completions, strict=True) for c in own]
-        new = list(dict.fromkeys(row for row in rows if row not in self._heard))
+        new = list(dict.fromkeys(row for row in rows if row not in self._cache))
         if new:
             asked = Groups([p for p, _, _ in new], [[c] for _, c, _ in new])
-            self._heard.update(zip(new, self.ask(asked, temperature, top), strict=True))
-        return [self._heard[row] for row in rows]
+            self._cache.update(zip(new, self.ask(asked, temperature, top), strict=True))
+        return [self._cache[row] for row in rows]
 
     def pieces(self, groups: Groups, temperature: float) -> tuple[Tensor, Tensor]:
         """Return a mask [n, T] that is True where a piece of text ends, and the teacher's log-prob [n, T] of each piece there."""
         rows = [(tuple(p), tuple(c)) for p, own in zip(groups.prompts, groups.completions, strict=True) for c in own]
         read = [self._translate(prompt, ids) for prompt, ids in rows]
-        said = self._said(Groups([p for p, _ in rows], [[ids] for ids, _ in read]), temperature, 0)
+        said = self._evaluate(Groups([p for p, _ in rows], [[ids] for ids, _ in read]), temperature, 0)
         width = max(len(ids) for _, ids in rows)
         ends, theirs = torch.zeros(len(rows), width, dtype=torch.bool), torch.zeros(len(rows), width)
         for n, ((_, cuts), one) in enumerate(zip(read, said, strict=True)):
@@ -160,7 +162,7 @@ class TeacherReference(Annotator):
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: Any) -> Batch:
         """Add `logp_ref` if the KL term compares sampled tokens. If it compares pieces of text, store the teacher's log-probs."""
         algorithm, budget, temperature = run.algorithm, run.config.micro_batch_tokens, run.params.temperature
-        self.teacher.forget()
+        self.teacher.clear()
         if not isinstance(algorithm, PolicyGradient):
             return batch
         if algorithm.kl is not None and algorithm.kl.estimator == "span":
@@ -171,14 +173,14 @@ class TeacherReference(Annotator):
         return replace(batch, logp_ref=compute_by_row(batch, budget, of, world=run.world, inputs=inputs_for_reference))
 
     def _settle_pieces(self, batch: Batch, budget: int, temperature: float, world: World) -> None:
-        """Compute the teacher's log-probs of a batch's pieces of text, and store them with `Teacher.settle`."""
+        """Compute the teacher's log-probs of a batch's pieces of text, and store them with `Teacher.store_pieces`."""
 
         def ask(part: int) -> Tensor:
             of = lambda inputs: self.teacher.pieces(inputs, temperature)[part].float()  # noqa: E731
             return compute_by_row(batch, budget, of, world=world, inputs=inputs_for_reference)
 
         ends, theirs = ask(0), ask(1)
-        self.teacher.settle(ends > 0, theirs, batch.logp_old)
+        self.teacher.store_pieces(ends > 0, theirs, batch.logp_old)
 
     def divergence(self, run: OnlineRun, batch: Batch, micro: MicroBatch) -> Divergence | None:
         """Return the divergence from the teacher's most probable tokens that the forward pass computes, if the KL term needs it.
@@ -235,9 +237,9 @@ def align(own: Sequence[int], others: Sequence[int]) -> list[tuple[int, int]]:
 def of_model(model: LanguageModel, policy: LanguageModel, where: str) -> Teacher:
     """Return a teacher for a local model whose tokenizer differs from the policy's."""
 
-    def ask(groups: Groups, temperature: float, top: int) -> list[Said]:
+    def ask(groups: Groups, temperature: float, top: int) -> list[TeacherOutput]:
         with torch.no_grad():
             logp = model.evaluate(groups, temperature=temperature).logp.cpu()
-        return [Said(row[: len(own[0])]) for row, own in zip(logp, groups.completions, strict=True)]
+        return [TeacherOutput(row[: len(own[0])]) for row, own in zip(logp, groups.completions, strict=True)]
 
-    return Teacher(ask, policy, model.tokenizer, True, model.max_length, where=where)
+    return Teacher(ask, policy, model.tokenizer, True, model.max_length, name=where)

@@ -13,7 +13,7 @@ from psigrad.runs.callbacks import PARTS
 R = TypeVar("R")
 
 
-def with_changes(run: R, changes: Mapping[str, Any]) -> R:
+def change_settings(run: R, changes: Mapping[str, Any]) -> R:
     """Return a run (`Online` or `Offline`) with these settings changed. Raises `UserError` for a name that is not a number."""
     made: Any = run
     for name, value in changes.items():
@@ -21,7 +21,7 @@ def with_changes(run: R, changes: Mapping[str, Any]) -> R:
         if name == SETTING:  # memory ran out in larger micro-batches; a resumed run may be given smaller ones
             value = min(value, made.config.micro_batch_tokens)
         if head in PARTS:
-            made = _with_part(made, head, rest, value)
+            made = _change_method(made, head, rest, value)
             continue
         made = replace(made, config=_replace_in(made.config, name.split("."), value, name))
         if head == "sampling" and hasattr(made, "params"):
@@ -33,17 +33,17 @@ def with_changes(run: R, changes: Mapping[str, Any]) -> R:
 
 
 def apply_changes(run: R, changes: Mapping[str, Any]) -> R:
-    """Return a run with these settings changed by `with_changes`, and set the new settings in its optimisers too."""
+    """Return a run with these settings changed by `change_settings`, and set the new settings in its optimisers too."""
     if not changes:
         return run
-    made: Any = with_changes(run, changes)
+    made: Any = change_settings(run, changes)
     for optimizer in (made.optimizer, *([made.critic.optimizer] if getattr(made, "critic", None) is not None else ())):
         optimizer.optim = made.config.optim
     same: R = made
     return same
 
 
-def _with_part(run: Any, head: str, rest: str, value: float) -> Any:
+def _change_method(run: Any, head: str, rest: str, value: float) -> Any:
     """Return the run with the number `rest` of its algorithm or preference loss (`head`) set to `value`."""
     name = f"{head}.{rest}"
     if head == "loss":

@@ -14,7 +14,7 @@ from psigrad.config.language import Played
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_layouts import Tell, to_model_rows
 from psigrad.language.data.dataset_rows import Row
-from psigrad.language.data.sources import HELD_OUT, ONE_OF, check_held_out, from_rows, read_rows, tell_held_out
+from psigrad.language.data.sources import HELD_OUT, ONE_OF, check_held_out, from_rows, log_held_out, read_rows
 from psigrad.language.episodes import environments
 from psigrad.language.episodes.environment_pool import EnvironmentPool
 from psigrad.language.episodes.environments import InProcess, Playing
@@ -56,9 +56,9 @@ def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Jo
         journal.tell("tool_calls", text, written=form.seen)
     with contextlib.ExitStack() as stack:
         if placement is None or not placement.environment_actors or journal is None:
-            yield _episodes(config, stack.enter_context(playing_for(config, form)), form)
+            yield _episodes(config, stack.enter_context(start_environments(config, form)), form)
             return
-        actors = extras.load("cluster").open_environments(placement, partial(playing_for, config, form), journal)
+        actors = extras.load("cluster").open_environments(placement, partial(start_environments, config, form), journal)
         yield _episodes(config, stack.enter_context(actors), form)
 
 
@@ -82,7 +82,7 @@ def count_seats(config: Played) -> int:
     return environments.seats_of(environments.resolve(config.environment))
 
 
-def playing_for(config: Played, form: CallForm) -> Playing:
+def start_environments(config: Played, form: CallForm) -> Playing:
     """Return the environments that answer the policy: psigrad's own games in this process, all others in workers."""
     factory: Any
     if server := _server(config):
@@ -102,25 +102,25 @@ def playing_for(config: Played, form: CallForm) -> Playing:
     )
 
 
-def rows_for(config: OnlineConfig, episodes: Player | None, tokenizer: Any, tell: Tell) -> tuple[list[Row], list[Row]]:
+def read_episode_rows(config: OnlineConfig, episodes: Player | None, tokenizer: Any, tell: Tell) -> tuple[list[Row], list[Row]]:
     """Return training and held-out rows in the form that the model reads, from the dataset or from the environment.
 
     Of an environment's rows the first are held out, as many as of a dataset. Each row has the tools' schemas. Raises `UserError`
     if no rows are left to train on.
     """
-    own, asked = own_rows(config, episodes), config.evaluation.eval_prompts
+    own, asked = environment_rows(config, episodes), config.evaluation.eval_prompts
     if own is None:
         read = read_rows(config.data, "prompt-only", asked, config.run.seed, tell)
     else:
         count = min(HELD_OUT, len(own) // ONE_OF) if asked is None else asked
         check_held_out(count, len(own))
-        tell_held_out(count, len(own), "the environment's first", tell)
+        log_held_out(count, len(own), "the environment's first", tell)
         read = own[count:], own[:count]
     train, held = to_model_rows(tokenizer, read, config.data.plain_prompts, tell)
     return offer_tools(config, train), offer_tools(config, held)
 
 
-def own_rows(config: Played, episodes: Player | None) -> list[Row] | None:
+def environment_rows(config: Played, episodes: Player | None) -> list[Row] | None:
     """Return the rows that the environment itself makes; None if a dataset was given or the environment makes none."""
     if not isinstance(episodes, Episodes | Games) or config.data.dataset:
         return None

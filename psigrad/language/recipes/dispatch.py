@@ -12,7 +12,7 @@ from psigrad.config.methods import TrainingConfig
 from psigrad.language import images
 from psigrad.language.loading import model_object
 from psigrad.language.loading.model_object import ModelObject
-from psigrad.language.loading.model_source import check_there
+from psigrad.language.loading.model_source import check_exists
 from psigrad.optim import check_schedule
 from psigrad.processes.parallel import launch
 from psigrad.runs import machine
@@ -57,7 +57,7 @@ def run(config: TrainingConfig, given: ModelObject | None = None) -> Result:
 
 def _run(config: TrainingConfig, given: ModelObject | None) -> Result:
     if given is None or given.network is None:
-        check_there(config.model, str(config.run.output_dir))
+        check_exists(config.model, str(config.run.output_dir))
     if isinstance(config, SFTConfig):
         from psigrad.language.recipes import sft
 

@@ -22,9 +22,9 @@ from psigrad.language.data.sources import read_dataset
 from psigrad.language.episodes.players import Player
 from psigrad.language.loading import samplers
 from psigrad.language.loading.load_model import load_model
-from psigrad.language.loading.model_source import meant
+from psigrad.language.loading.model_source import resolve_path
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.recipes.conversation import episodes_for, offer_tools, own_rows
+from psigrad.language.recipes.conversation import environment_rows, episodes_for, offer_tools
 from psigrad.language.recipes.evaluator import Evaluator, figures_of
 from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
 from psigrad.language.rewards import Scorer
@@ -100,15 +100,15 @@ def run(config: EvalConfig) -> Report:
     found = sample_and_score(config, True)
     if found.trajectories and all(t.reward is None for t in found.trajectories):
         raise UserError(f"{found.unscored} Fix the reward function or the dataset.")
-    found = replace(found, settings=settings_beside(config, found))
+    found = replace(found, settings=score_settings(config, found))
     if config.output:
         found.save(config.output)
     return found
 
 
-def settings_beside(config: EvalConfig, found: Report) -> dict[str, Any]:
+def score_settings(config: EvalConfig, found: Report) -> dict[str, Any]:
     """Return the settings that a score depends on, to be stored beside the score."""
-    dataset, model = config.data.dataset, config.model.path if config.server else meant(config.model.path)
+    dataset, model = config.data.dataset, config.model.path if config.server else resolve_path(config.model.path)
     shape, sampling, evaluation = BENCHMARKS.get(config.benchmark), config.sampling, config.evaluation
     chat = found.rows and isinstance(found.rows[0].prompt, list)
     examples = config.fewshot_dataset or "the first rows of the dataset, which are not asked"
@@ -243,7 +243,7 @@ def _best(trajectories: list[Trajectory], size: int) -> list[Trajectory]:
 
 def _rows(config: EvalConfig | SampleConfig, episodes: Player | None, tokenizer: Any) -> list[Row]:
     """Return the rows of the dataset or of the environment, in the form that the model reads."""
-    own, data = own_rows(config, episodes), config.data
+    own, data = environment_rows(config, episodes), config.data
     benchmark = config.benchmark if isinstance(config, EvalConfig) else ""
     if own is None and isinstance(config, EvalConfig) and benchmark:
         rows = _benchmark_rows(config)

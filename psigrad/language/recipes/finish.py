@@ -20,13 +20,13 @@ from psigrad.language.data.row_rendering import first_rows
 from psigrad.language.loading import samplers
 from psigrad.language.loading.load_model import load_model, load_scalar_model
 from psigrad.language.loading.model_object import ModelObject
-from psigrad.language.loading.model_source import tell_ends
+from psigrad.language.loading.model_source import write_end_tokens
 from psigrad.language.models import sharded
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.models.towers import write
 from psigrad.language.recipes.learners import Learner, begin
-from psigrad.language.recipes.loops import Generated, train_offline
+from psigrad.language.recipes.loops import SampledEvaluation, train_offline
 from psigrad.language.recipes.memory_check import check_offline
 from psigrad.language.recipes.run_pins import collect_pins
 from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
@@ -59,7 +59,7 @@ def train_on_rows(
     checkpoint: Path | None,
     task: Task,
     held_out: Task | None,
-    generated: Generated | None = None,
+    generated: SampledEvaluation | None = None,
     judges: Sequence[RewardSetup | None] = (),
     given: ModelObject | None = None,
 ) -> Result:
@@ -110,7 +110,7 @@ def generated_of(
     rows: Sequence[Row],
     reference: Callable[[], LanguageModel | None],
     journal: Journal,
-) -> Iterator[Generated | None]:
+) -> Iterator[SampledEvaluation | None]:
     """Yield the evaluation that samples completions of held-out prompts; None if no reward can measure them."""
     if not (measure.weights and rows):
         yield None
@@ -119,7 +119,7 @@ def generated_of(
         kl_to = reference() if config.evaluation.eval_kl else None
         evaluator = evaluator_for(config, model, measure, scorer, rows, kl_to, world=journal.world)
         with sampler_of(config, model) as sampler:
-            yield Generated(model, sampler, evaluator)
+            yield SampledEvaluation(model, sampler, evaluator)
 
 
 def note_rows(
@@ -143,13 +143,13 @@ def finish(
     kept = "merged" if model.adapter is None else saved
     write_it = partial(write_model, model) if model.shard_root is None else partial(sharded.save_merged, model, world)
 
-    def leave(folder: Path) -> None:
+    def write_folder(folder: Path) -> None:
         write_it(folder, kept=kept)
-        tell_ends(folder, model.tokenizer)
+        write_end_tokens(folder, model.tokenizer)
 
-    journal.folder.save_model(leave)
+    journal.folder.save_model(write_folder)
     if world.rank and model.shard_root is not None:
-        leave(journal.folder.path)  # all ranks take part in gathering the weights
+        write_folder(journal.folder.path)  # all ranks take part in gathering the weights
     session.note_end(journal, **noted)
     if world.rank == 0:
         write_card(journal.folder.path)

@@ -32,7 +32,7 @@ Write = Callable[[Path, World], dict[str, Any] | None]
 PENDING = "pending.jsonl"
 
 
-class Saved(Protocol):
+class Saveable(Protocol):
     """A model that can write itself into a folder."""
 
     def save(self, folder: Path) -> None:
@@ -42,19 +42,19 @@ class Saved(Protocol):
 
 @dataclass(frozen=True)
 class Learner:
-    """A model and its optimiser. `place` is their folder in a checkpoint: "" for the policy, "critic" for a critic."""
+    """A model and its optimiser. `folder` is their folder in a checkpoint: "" for the policy, "critic" for a critic."""
 
-    model: Saved
+    model: Saveable
     optimizer: Optimizer
-    place: str = ""
+    folder: str = ""
 
 
 @dataclass(frozen=True)
 class Follower:
     """A model whose weights change without an optimiser, such as a reference that follows the policy."""
 
-    model: Saved
-    place: str
+    model: Saveable
+    folder: str
 
 
 Learners = Sequence[Learner | Follower]
@@ -85,7 +85,7 @@ def stage(state: State, learners: Learners, world: World, *, copies: bool) -> Wr
 
     def write(folder: Path, world: World) -> dict[str, Any] | None:
         for learner, part in zip(learners, parts, strict=True):
-            part(folder / learner.place, world)
+            part(folder / learner.folder, world)
         if world.rank == 0:
             (folder / "state.json").write_text(json.dumps(_numbers(state), indent=1) + "\n")
             if state.pending:
@@ -143,10 +143,10 @@ def restore(path: Path, learners: Learners) -> State:
     for learner in learners:
         if not isinstance(learner, Learner):
             continue
-        if getattr(learner.model, "shard_root", None) is not None or shards.has_shards(path / learner.place):
-            shards.read(path / learner.place, learner.optimizer.state_dict())
+        if getattr(learner.model, "shard_root", None) is not None or shards.has_shards(path / learner.folder):
+            shards.read(path / learner.folder, learner.optimizer.state_dict())
         else:
-            learner.optimizer.load_state_dict(checkpoint.load_tensors(path / learner.place / STATE_FILE))
+            learner.optimizer.load_state_dict(checkpoint.load_tensors(path / learner.folder / STATE_FILE))
     kept = path / PENDING
     pending = tuple(Collected.from_json(line) for line in kept.read_text().splitlines()) if kept.exists() else ()
     state = State(**json.loads((path / "state.json").read_text()), pending=pending)
@@ -155,7 +155,7 @@ def restore(path: Path, learners: Learners) -> State:
     return state
 
 
-class Keeper:
+class CheckpointWriter:
     """The writer of a training loop's checkpoints. It writes at once, or with `async_save` in a thread while steps continue.
 
     All ranks save together. The thread communicates in a separate `World`.
@@ -164,8 +164,8 @@ class Keeper:
     def __init__(self, config: Any, journal: Journal, learners: Learners, pinned: Mapping[str, str]) -> None:
         self._config, self._journal, self._learners, self._pinned = config, journal, learners, pinned
         # callbacks expect a checkpoint that is already written
-        self._beside = config.run.async_save and not journal.callbacks
-        make: Callable[[], World] | None = getattr(journal.world, "beside", None) if self._beside else None
+        self._async = config.run.async_save and not journal.callbacks
+        make: Callable[[], World] | None = getattr(journal.world, "new_group", None) if self._async else None
         self._world: World = make() if make is not None and journal.world.lockstep else journal.world
         self._job: Future[None] | None = None
 
@@ -178,8 +178,8 @@ class Keeper:
         # The rows must be on disk before the checkpoint that vouches for them.
         journal.folder.flush(now.step, getattr(self._config, "record_rows", 0))
         meta = {**machine.versions(), **self._pinned, **session.vouch_for(journal)}
-        write = stage(now, self._learners, world, copies=self._beside)
-        if self._beside:
+        write = stage(now, self._learners, world, copies=self._async)
+        if self._async:
             self._job = _in_thread(partial(self._finish, now, write, meta))
         else:
             self._finish(now, write, meta)
@@ -196,9 +196,9 @@ class Keeper:
         """Wait until the checkpoint is written, or raise `TimeoutError` after this many seconds. Raise a write error once."""
         job, self._job = self._job, None
         if job is not None:
-            job.result(self._meet(job) if seconds is None and self._journal.world.lockstep else seconds)
+            job.result(self._await_all_ranks(job) if seconds is None and self._journal.world.lockstep else seconds)
 
-    def _meet(self, job: Future[None]) -> float | None:
+    def _await_all_ranks(self, job: Future[None]) -> float | None:
         """Wait until all ranks have written, or one has failed. After a failure, return the seconds that the others still have.
 
         A stalled rank is detected here as well; otherwise the write would block for hours.
@@ -226,11 +226,11 @@ def _in_thread(work: Callable[[], None]) -> Future[None]:
 
 
 @dataclass(frozen=True)
-class Begun:
-    """The start of a new or resumed run: its state, and the `Keeper` that saves its checkpoints."""
+class RunStart:
+    """The start of a new or resumed run: its state, and the `CheckpointWriter` that saves its checkpoints."""
 
     state: State
-    save: Keeper
+    save: CheckpointWriter
 
 
 def begin(
@@ -241,7 +241,7 @@ def begin(
     found: Path | None,
     fresh: State,
     rows: tuple[int, int],
-) -> Begun:
+) -> RunStart:
     """Return the state to start from: `fresh`, or the state in the checkpoint `found`. In that case restore the optimisers too.
 
     `pinned` are the values that checkpoints pin (`language/recipes/run_pins.py`). `rows` are the numbers of training and held-out
@@ -265,7 +265,7 @@ def begin(
     if slower:
         journal.tell("slower", slower, why=slower)
 
-    return Begun(first, Keeper(config, journal, learners, pinned))
+    return RunStart(first, CheckpointWriter(config, journal, learners, pinned))
 
 
 def _best(state: State) -> int:

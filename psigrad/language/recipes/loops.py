@@ -9,9 +9,9 @@ from functools import partial
 import torch
 
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.recipes.changes import apply_changes, with_changes
+from psigrad.language.recipes.changes import apply_changes, change_settings
 from psigrad.language.recipes.evaluator import Evaluator
-from psigrad.language.recipes.learners import Keeper
+from psigrad.language.recipes.learners import CheckpointWriter
 from psigrad.language.rollout.types import Sampler, State
 from psigrad.language.training.offline import offline
 from psigrad.language.training.offline.offline import OfflineRun
@@ -28,7 +28,7 @@ LESS_MEMORY = (
 
 
 @dataclass(frozen=True)
-class Generated:
+class SampledEvaluation:
     """The objects that an evaluation on sampled completions needs, in addition to one on held-out losses."""
 
     model: LanguageModel
@@ -37,7 +37,7 @@ class Generated:
 
 
 def train_online(
-    run: OnlineRun, state: State, save: Keeper, journal: Journal, evaluate: Callable[[int], None] | None = None
+    run: OnlineRun, state: State, save: CheckpointWriter, journal: Journal, evaluate: Callable[[int], None] | None = None
 ) -> State:
     """Run online RL from `state` to the last step. `evaluate(step)` evaluates the policy after that many steps."""
 
@@ -48,7 +48,7 @@ def train_online(
                     pending.result()
                 evaluate(state.step)
 
-    journal.callbacks.trial = partial(with_changes, run)
+    journal.callbacks.trial = partial(change_settings, run)
     loop = Loop(
         name=run.algorithm.name or "policy gradient",
         total=run.total_steps,
@@ -64,7 +64,12 @@ def train_online(
 
 
 def train_offline(
-    run: OfflineRun, state: State, save: Keeper, journal: Journal, eval_steps: int, generated: Generated | None = None
+    run: OfflineRun,
+    state: State,
+    save: CheckpointWriter,
+    journal: Journal,
+    eval_steps: int,
+    generated: SampledEvaluation | None = None,
 ) -> State:
     """Train on recorded data from `state` to the last step."""
 
@@ -74,7 +79,7 @@ def train_offline(
             if generated is not None:
                 generated.evaluator.record(generated.model, generated.sampler, state.step, journal)
 
-    journal.callbacks.trial = partial(with_changes, run)
+    journal.callbacks.trial = partial(change_settings, run)
     loop = Loop(
         name=run.task.name,
         total=run.total_steps,

@@ -71,7 +71,7 @@ class ModelScorer:
 
     def _where_it_fits(self, pairs: Sequence[tuple[Ids, Ids]], score: Callable[..., list[Result]]) -> list[Result]:
         """Apply `score` to the texts that fit the model's positions, and return `Unscored` for the others."""
-        long = [beyond_positions(self.model, pair) for pair in pairs]
+        long = [describe_overflow(self.model, pair) for pair in pairs]
         found = iter(score([pair for pair, why in zip(pairs, long, strict=True) if not why]))
         return [Unscored(f"the reward model {self.name} cannot read {why}") if why else next(found) for why in long]
 
@@ -100,7 +100,7 @@ class ModelScorer:
         """
         end = self._ends[isinstance(row.prompt, str)] if self.same_tokens and own else None
         if end is None or own is None:
-            return [], judged_ids(self.model, row)
+            return [], answer_ids(self.model, row)
         if not end:
             return own
         prompt, ids = own[0], list(own[1])
@@ -137,13 +137,13 @@ class ModelScorer:
         return Scored(value, {self.name: value})
 
 
-def beyond_positions(model: ScalarModel, pair: tuple[Ids, Ids]) -> str:
+def describe_overflow(model: ScalarModel, pair: tuple[Ids, Ids]) -> str:
     """Return a message about a text that exceeds the model's positions; empty if it fits."""
     tokens = sum(map(len, pair))
     return f"{tokens} tokens, beyond its {model.max_length} positions" if tokens > model.max_length else ""
 
 
-def judged_ids(model: ScalarModel, row: Row) -> Ids:
+def answer_ids(model: ScalarModel, row: Row) -> Ids:
     """Return the tokens of a prompt with its answer, rendered as in the reward model's training. The last token has the score."""
     return example(model.tokenizer, to_turns(model.tokenizer, row, model.plain_prompts)).ids
 

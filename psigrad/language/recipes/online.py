@@ -17,7 +17,7 @@ from psigrad.language.data.row_cache import PreparedRows
 from psigrad.language.episodes.players import Player, collector_of
 from psigrad.language.episodes.seats import Games
 from psigrad.language.episodes.tools import schemas
-from psigrad.language.loading.load_model import load_critic, load_model, load_own_reference, load_start
+from psigrad.language.loading.load_model import load_critic, load_model, load_online_reference, load_start
 from psigrad.language.loading.model_object import ModelObject
 from psigrad.language.loading.samplers import sampling_params
 from psigrad.language.loading.teacher import Teacher, TeacherReference
@@ -25,13 +25,21 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
 from psigrad.language.models.sizes import size
 from psigrad.language.recipes import row_limits
-from psigrad.language.recipes.conversation import episodes_for, list_tools, rows_for
+from psigrad.language.recipes.conversation import episodes_for, list_tools, read_episode_rows
 from psigrad.language.recipes.evaluator import Evaluator
 from psigrad.language.recipes.finish import finish, note_rows, optimizer_of, sampler_of
-from psigrad.language.recipes.learners import Follower, Keeper, Learner, begin
+from psigrad.language.recipes.learners import CheckpointWriter, Follower, Learner, begin
 from psigrad.language.recipes.loops import train_online
 from psigrad.language.recipes.memory_check import check_online
-from psigrad.language.recipes.online_settings import check, check_following, check_teacher, correct, method, replay, settle_kept
+from psigrad.language.recipes.online_settings import (
+    check,
+    check_reference_sync,
+    check_teacher,
+    correct,
+    method,
+    record_experts,
+    set_activation_memory,
+)
 from psigrad.language.recipes.row_encoding import prepare
 from psigrad.language.recipes.run_pins import collect_pins, lasting_pins
 from psigrad.language.recipes.scorers import RewardSetup, completion_room, evaluator_for
@@ -57,7 +65,7 @@ class Job:
 
     run: OnlineRun
     state: State
-    save: Keeper
+    save: CheckpointWriter
     evaluate: Callable[[int], None] | None
 
 
@@ -72,7 +80,7 @@ def run(config: OnlineConfig, given: ModelObject | None = None) -> Result:
     `ValueError` if the algorithm's parts do not fit together.
     """
     check(config, method(config))
-    config = settle_kept(config)
+    config = set_activation_memory(config)
     setup = (RewardSetup.of(config), RewardSetup.of_metric(config))
     with session.open_run(config, "online") as journal:
         if (done := session.load_finished(config, journal, lasting_pins(config, setup))) is not None:
@@ -103,12 +111,12 @@ def open_job(
     with contextlib.ExitStack() as stack:
         value_head = algorithm.needs_critic and config.critic_shared
         model = load_model(config.model, config.run, checkpoint, journal.world, value_head, given)
-        check_following(config, model.adapter is not None)
+        check_reference_sync(config, model.adapter is not None)
         player = stack.enter_context(episodes_for(config, model.tokenizer, journal))
         prepared = _prepare_rows(config, model, journal, player, setup)
         rows, held_out, evaluates = prepared.rows, prepared.held_out, bool(prepared.held_out) and scores
         wants_reference = algorithm.needs_reference or reference or (evaluates and config.evaluation.eval_kl)
-        own_reference = load_own_reference(config, model, checkpoint, journal.world) if wants_reference else None
+        own_reference = load_online_reference(config, model, checkpoint, journal.world) if wants_reference else None
         check_teacher(own_reference, config, algorithm)
         scorer = stack.enter_context(rewards.scorer(model.tokenizer, journal)) if scores else None
         if evaluates:
@@ -118,7 +126,7 @@ def open_job(
         prompts = row_limits.add_teacher_prompts(Prompts(rows, prepared.items), config, model, own_reference)
         note_rows(config, model, rows, journal, checkpoint)
         sampler = stack.enter_context(sampler_of(config, model, journal, longest := longest_of(config, prepared, evaluator)))
-        algorithm = correct(algorithm, config, replay(config, model, sampler), model, journal)
+        algorithm = correct(algorithm, config, record_experts(config, model, sampler), model, journal)
         critic = _critic(config, model, checkpoint, journal.world) if algorithm.needs_critic and not value_head else None
         row_limits.check_positions(longest or model.max_length, reference=own_reference, critic=critic and critic.model)
         optimizer, world = optimizer_of(model, config, journal.world), journal.world
@@ -230,7 +238,7 @@ def _prepare_rows(
     rewards, metric = setup
 
     def make(tell: Tell) -> PreparedRows[Any]:
-        given, held = rows_for(config, episodes, model.tokenizer, tell)
+        given, held = read_episode_rows(config, episodes, model.tokenizer, tell)
         rows, held_out = rewards.judgeable(given, tell), (metric or rewards).judgeable(held, tell)
         prompts = row_limits.encode_prompts(rows, model, config.data, completion_room(config), tell)
         return PreparedRows(rows, held_out, prompts.encoded, [])

@@ -39,7 +39,7 @@ def method(config: OnlineConfig) -> PolicyGradient | OnlinePreference:
     return algorithm
 
 
-def settle_kept(config: OnlineConfig) -> OnlineConfig:
+def set_activation_memory(config: OnlineConfig) -> OnlineConfig:
     """Return the settings with a number for `keep_activations_gb`: a resumed run's earlier number, or else by the free memory."""
     if config.keep_activations_gb is not None:
         return config
@@ -58,7 +58,7 @@ def correct(
     They are needed if the sampler's log-probs are not exactly the trainer's. Log a message about settings that the algorithm
     does not use.
     """
-    _tell_unused(config, algorithm, journal)
+    _log_unused(config, algorithm, journal)
     stated = not isinstance(config.algorithm, str | Mapping) or (
         isinstance(config.algorithm, Mapping) and "correction" in config.algorithm
     )
@@ -153,7 +153,7 @@ def _check_replay(config: OnlineConfig, algorithm: PolicyGradient | OnlinePrefer
         raise UserError(f"router_replay trains with the experts that the embedded sampler recorded, but {why}; remove it.")
 
 
-def replay(config: OnlineConfig, model: LanguageModel, sampler: Sampler) -> Sampler:
+def record_experts(config: OnlineConfig, model: LanguageModel, sampler: Sampler) -> Sampler:
     """Return the sampler. With `router_replay`, make it record each token's experts, which training then uses again."""
     if not config.router_replay:
         return sampler
@@ -163,7 +163,7 @@ def replay(config: OnlineConfig, model: LanguageModel, sampler: Sampler) -> Samp
     return sampler
 
 
-def _tell_unused(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference, journal: Journal) -> None:
+def _log_unused(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference, journal: Journal) -> None:
     """Log a message about changed settings that have no effect with this algorithm. `fields.idle` covers other reasons."""
     needs = {}
     if not (isinstance(algorithm, PolicyGradient) and algorithm.dynamic_sampling):
@@ -203,7 +203,7 @@ def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePre
             f"temperature is {config.sampling.temperature:g}, but the server {config.reference} returns log-probs at "
             "temperature 1; set temperature to 1."
         )
-    check_following(config, config.model.lora_rank > 0)
+    check_reference_sync(config, config.model.lora_rank > 0)
     if config.ref_model_sync_steps and config.reference:
         raise UserError(
             "ref_model_sync_steps lets the reference follow the policy, but the settings name another model as reference; "
@@ -226,13 +226,13 @@ def check_teacher(reference: object, config: OnlineConfig, algorithm: PolicyGrad
     if isinstance(algorithm, OnlinePreference) or config.plays or config.evaluation.eval_kl:
         what = "eval_kl" if config.evaluation.eval_kl else "an environment or agent" if config.plays else "a preference method"
         raise UserError(
-            f"The reference {reference.where} is a server or has another tokenizer, but {what} needs a local reference with "
+            f"The reference {reference.name} is a server or has another tokenizer, but {what} needs a local reference with "
             "the model's tokenizer; remove one of them."
         )
     reference.check(algorithm)
 
 
-def check_following(config: OnlineConfig, adapter: bool) -> None:
+def check_reference_sync(config: OnlineConfig, adapter: bool) -> None:
     """Raise `UserError` if the reference shall follow the policy (`ref_model_sync_steps`) and the policy trains an adapter."""
     if config.ref_model_sync_steps and adapter:
         raise UserError(

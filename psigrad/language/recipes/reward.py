@@ -18,7 +18,7 @@ from psigrad.language.loading.model_object import ModelObject
 from psigrad.language.models.packing import Ids
 from psigrad.language.models.scalar_model import PLAIN_PROMPTS, STEP_SEPARATOR, ScalarModel
 from psigrad.language.recipes.finish import train_on_rows
-from psigrad.language.recipes.model_scorer import beyond_positions, judged_ids, score_all
+from psigrad.language.recipes.model_scorer import answer_ids, describe_overflow, score_all
 from psigrad.language.recipes.row_encoding import Encoder
 from psigrad.language.recipes.row_limits import prepare_answers, token_limit
 from psigrad.language.recipes.run_pins import lasting_pins
@@ -87,9 +87,9 @@ def score_rows(
     loaded = load_trained_scalar_model(config.model, config.run)
     given = rows if isinstance(rows, str | os.PathLike) else list(rows)
     read = read_dataset(config.data, "prompt-completion", given, split, redaction.tell)
-    pairs: list[tuple[Ids, Ids]] = [([], judged_ids(loaded, row)) for row in read.rows]
+    pairs: list[tuple[Ids, Ids]] = [([], answer_ids(loaded, row)) for row in read.rows]
     for row, pair in zip(read.rows, pairs, strict=True):
-        if why := beyond_positions(loaded, pair):
+        if why := describe_overflow(loaded, pair):
             raise UserError(f"{row.source}: the reward model {model!r} cannot read {why}; shorten the row.")
     scores = score_all(loaded, pairs, budget)
     return [

@@ -42,7 +42,7 @@ from psigrad.runs.journal import Journal
 
 R = TypeVar("R")
 T = TypeVar("T")
-Keep = Callable[[Any], tuple[Any, Mapping[str, int]]]
+RowFilter = Callable[[Any], tuple[Any, Mapping[str, int]]]
 """A function that filters an encoded row: it returns the part to keep (None to drop the row), and counts by name."""
 
 Encoded = tuple[tuple[int, bytes], list[BadRow], Counter[str]]
@@ -53,28 +53,28 @@ FEW = 4000
 
 @dataclass(frozen=True)
 class Encoder(Generic[R]):
-    """The encoding of rows for training: `encode` tokenizes a row, and `keep` then filters the result."""
+    """The encoding of rows for training: `encode` tokenizes a row, and `filter` then filters the result."""
 
     tokenizer: PreTrainedTokenizerBase
     encode: Callable[[R], Any]
-    keep: Keep | None = None
-    ahead: Callable[[Sequence[R]], None] | None = None
+    filter: RowFilter | None = None
+    encode_batch: Callable[[Sequence[R]], None] | None = None
     """Called with all rows before they are encoded one by one, for work that is faster on many rows at once."""
 
     def __call__(self, rows: Sequence[R]) -> tuple[list[Any], list[BadRow], Counter[str]]:
         """Encode some rows, and return (encoded rows, rows that could not be encoded, counts by name)."""
         found, refused, counts = [], list[BadRow](), Counter[str]()
         with cache_specials(self.tokenizer):
-            if self.ahead is not None:
-                self.ahead(rows)
+            if self.encode_batch is not None:
+                self.encode_batch(rows)
             for row in rows:
                 try:
                     made = self.encode(row)
                 except RowError as error:
                     refused.append(error.bad)
                     continue
-                if self.keep is not None:
-                    made, counted = self.keep(made)
+                if self.filter is not None:
+                    made, counted = self.filter(made)
                     counts.update(counted)
                 if made is not None:
                     found.append(made)
@@ -169,15 +169,15 @@ def prepare(
     place = cache_folder("rows") / f"{key}.arrow" if key else None
     if world.rank == 0 or place is None:
         try:
-            found = _make_or_map(place, journal.tell, prepared)
+            found = _prepare_or_load(place, journal.tell, prepared)
         finally:
             world.broadcast(None)
         return found
     world.broadcast(None)
-    return _make_or_map(place, journal.tell, prepared)
+    return _prepare_or_load(place, journal.tell, prepared)
 
 
-def _make_or_map(place: Path | None, tell: Tell, make: Callable[[Tell], PreparedRows[T]]) -> PreparedRows[T]:
+def _prepare_or_load(place: Path | None, tell: Tell, make: Callable[[Tell], PreparedRows[T]]) -> PreparedRows[T]:
     if place is not None and (kept := row_cache.read(place)) is not None:
         prepared, told = kept
         for kind, text, facts in told:
@@ -203,11 +203,11 @@ def sum_parts(prepared: PreparedRows[Any]) -> dict[str, str]:
     names = [f.name for f in fields(Row) if f.name not in ("source", "plain_prompt")]
     parts = {"dataset": prepared.rows, "eval_dataset": prepared.held_out}
     return pins.hash_parts(
-        {part: [[getattr(row, n) for n in names] for row in map(_by_marks, rows)] for part, rows in parts.items()}
+        {part: [[getattr(row, n) for n in names] for row in map(_drop_images, rows)] for part, rows in parts.items()}
     )
 
 
-def _by_marks(row: Row) -> Row:
+def _drop_images(row: Row) -> Row:
     """Return a row without its column of images. The placeholders in its text already contain the images' SHA-256."""
     own = {name: value for name, value in row.columns.items() if name not in images.COLUMNS}
     return replace(row, columns=own) if len(own) < len(row.columns) and digests_of(row) else row

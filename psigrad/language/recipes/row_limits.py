@@ -48,7 +48,7 @@ def encode_prompts(rows: Sequence[Row], model: LanguageModel, data: Data, comple
     encoder = Encoder(model.tokenizer, lambda i: (i, prompt_ids(model.tokenizer, rows[i])), keep)
     made, faults = encode_rows(range(len(rows)), encoder, data, tell)
     if tell is not None:
-        tell_translations(model.tokenizer, rows, tell)
+        log_rewrites(model.tokenizer, rows, tell)
     if faults and (data.bad_rows == "stop" or not made):
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         raise UserError(f"{next(iter(faults))}, or skip such rows with --bad-rows skip{more}.")
@@ -58,7 +58,7 @@ def encode_prompts(rows: Sequence[Row], model: LanguageModel, data: Data, comple
     return Prompts(rows, made)
 
 
-def tell_translations(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], tell: Tell) -> None:
+def log_rewrites(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], tell: Tell) -> None:
     """Log a message about content that the chat template can render only in other words, for the first such row of a hundred."""
     for row in rows[:100]:
         with contextlib.suppress(RowError):  # such a row was dropped and reported already
@@ -153,7 +153,7 @@ def _answers(
 ) -> PreparedRows[Any]:
     read = read_rows(config.data, form, config.evaluation.eval_prompts, config.run.seed, tell)
     rows = to_model_rows(encoder.tokenizer, read, config.data.plain_prompts, tell)
-    short = replace(encoder, keep=lambda made: (made, {}) if pairs.longest_text(made) <= limit else (None, {"long": 1}))
+    short = replace(encoder, filter=lambda made: (made, {}) if pairs.longest_text(made) <= limit else (None, {"long": 1}))
     found = []
     for part in filter(None, rows):
         made, counts = encode_rows(part, short, config.data, tell)

@@ -17,7 +17,7 @@ from psigrad.language.data.chat.rendering import day_of, reads_clock
 from psigrad.language.data.row_cache import PreparedRows
 from psigrad.language.data.sources import parse_mixture
 from psigrad.language.episodes import environments
-from psigrad.language.loading.model_source import meant
+from psigrad.language.loading.model_source import resolve_path
 from psigrad.language.recipes.conversation import list_tools
 from psigrad.language.recipes.row_encoding import sum_parts
 from psigrad.language.recipes.scorers import RewardSetup
@@ -67,8 +67,8 @@ def _models(config: Config) -> dict[str, str]:
         named["critic"] = [config.critic]
     if not isinstance(config, RewardConfig):
         named["reward_model"] = list(config.reward_model)
-    found = {name: [pins.identify_model(meant(path)) for path in paths if path] for name, paths in named.items()}
-    found["model"] = [pins.identify_model(meant(config.model.path), config.model.revision)]
+    found = {name: [pins.identify_model(resolve_path(path)) for path in paths if path] for name, paths in named.items()}
+    found["model"] = [pins.identify_model(resolve_path(config.model.path), config.model.revision)]
     return {name: " ".join(filter(None, ids)) for name, ids in found.items() if any(ids)}
 
 

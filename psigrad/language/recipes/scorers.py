@@ -89,7 +89,7 @@ class RewardSetup:
         if journal is not None and any(isinstance(function, Code) and function.is_unsafe for function in self.functions):
             text = "Programs that the model writes run without a sandbox, with your rights: allow_unsafe_code is set."
             journal.tell("unsafe_code", text)
-        if journal is not None and (text := hidden_from_rewards(self.config, tokenizer)):
+        if journal is not None and (text := describe_hidden_tokens(self.config, tokenizer)):
             journal.tell("special_tokens_hidden", text)
         models = list(self.weights.items())[len(self.specs) :]
         with contextlib.ExitStack() as stack:
@@ -192,7 +192,7 @@ class RewardSetup:
 _ROWS_AT_ONCE = 64
 
 
-def hidden_from_rewards(config: Scored, tokenizer: PreTrainedTokenizerBase | None) -> str:
+def describe_hidden_tokens(config: Scored, tokenizer: PreTrainedTokenizerBase | None) -> str:
     """Return a message about special tokens such as <think> that are removed from what rewards read; "" if there are none."""
     scored = tokenizer is not None and config.skip_special_tokens and (config.reward or config.reward_model)
     marks = hidden_marks(tokenizer) if scored and tokenizer is not None else []

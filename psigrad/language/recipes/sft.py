@@ -19,7 +19,7 @@ from psigrad.language.loading.load_model import load_model, load_start
 from psigrad.language.loading.model_object import ModelObject
 from psigrad.language.recipes.finish import generated_of, train_on_rows
 from psigrad.language.recipes.row_encoding import Encoder, encode_rows, prepare
-from psigrad.language.recipes.row_limits import name_limit, tell_translations, token_limit
+from psigrad.language.recipes.row_limits import log_rewrites, name_limit, token_limit
 from psigrad.language.recipes.run_pins import lasting_pins
 from psigrad.language.recipes.scorers import RewardSetup
 from psigrad.language.training.offline.sft_task import SFTTask
@@ -57,7 +57,7 @@ def _prepare(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int, 
     encode = partial(examples, tokenizer, max_length=limit, empty_thinking=empty)
     encoder = Encoder(tokenizer, encode, _with_targets, partial(encode_batch, tokenizer, empty_thinking=empty))
     learned, counts = encode_rows(rows, encoder, config.data, tell)
-    tell_translations(tokenizer, rows, tell)
+    log_rewrites(tokenizer, rows, tell)
     found, texts = counts["rows"], counts["texts"]
     if texts > found:
         are = several(found, "row", "is", "are")

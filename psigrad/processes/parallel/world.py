@@ -116,7 +116,7 @@ class Ranks:
         self.rank, self.size, self.lockstep, self.group = dist.get_rank(), dist.get_world_size(), lockstep, group
         self.division = division or Division()
 
-    def beside(self) -> Ranks:
+    def new_group(self) -> Ranks:
         """Return a `World` of the same processes with its own process group, for use in a thread during the training steps.
 
         All processes must call this.

@@ -18,7 +18,7 @@ from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.sources import read_rows
 from psigrad.language.data.templates import examples, prompt_ids
 from psigrad.language.examples import Example, LabelledAnswer, Pair
-from psigrad.language.loading.load_model import settle_chat
+from psigrad.language.loading.load_model import configure_chat
 from psigrad.language.loading.model_source import load_tokenizer, resolve_for_plan, tokenizer_path
 from psigrad.language.models.backbone import DTYPES
 from psigrad.language.models.fused import families
@@ -303,7 +303,7 @@ def _limit(config: Config) -> int:
 def _measure_rows(config: Config) -> tuple[list[tuple[int, list[int]]], int]:
     """Return ([tokens of a prompt, of its answers] for the dataset's first rows, number of all training rows)."""
     tokenizer = _tokenizer(tokenizer_path(config.model))
-    settle_chat(tokenizer, config.model)
+    configure_chat(tokenizer, config.model)
     form, lengths = _reader(config)
     train, _ = read_rows(config.data, form, config.evaluation.eval_prompts, config.run.seed)
     (first,) = to_model_rows(tokenizer, [train[:_ROWS]], config.data.plain_prompts)

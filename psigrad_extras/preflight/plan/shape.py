@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.pytorch_utils import Conv1D
 
 from psigrad.errors import UserError, reason_of
-from psigrad.language.loading.model_source import meant
+from psigrad.language.loading.model_source import resolve_path
 from psigrad.language.models.backbone import LOADING_ERRORS
 from psigrad.language.models.lora import is_adapted
 from psigrad.language.models.sizes import NAMES, cached_numbers, size
@@ -95,7 +95,7 @@ def config_of(path: str, *, local: bool = False) -> PreTrainedConfig:
     """Return the configuration at `path`."""
     if not path:
         raise UserError("No model was given; name a folder, a config.json or a hub model with --model (model.path).")
-    path = meant(path)
+    path = resolve_path(path)
     try:
         found: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=local, trust_remote_code=False)
         return found

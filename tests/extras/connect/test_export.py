@@ -25,7 +25,7 @@ from transformers import (
 
 from psigrad import cli
 from psigrad.errors import UserError
-from psigrad.language.loading.model_source import plain_folder
+from psigrad.language.loading.model_source import convert_to_folder
 from psigrad.language.models import tiny
 from psigrad.language.recipes import sft
 from psigrad_extras.connect import exporting as export
@@ -76,7 +76,7 @@ def test_the_file_is_the_model_again(kind, tokenizer, tmp_path):
     source = saved(kind, tokenizer, tmp_path / "model")
     made = export.run(str(source), "gguf", str(tmp_path / "out"), "f32")
     assert made.error == 0.0 and made.path.name == "model-F32.gguf"
-    again = plain_folder(str(made.path))
+    again = convert_to_folder(str(made.path))
     ours, theirs = (AutoModelForCausalLM.from_pretrained(place) for place in (source, again))
     ids = torch.tensor([[3, 9, 27, 81, 4, 5]])
     with torch.no_grad():

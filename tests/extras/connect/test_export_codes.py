@@ -16,7 +16,7 @@ from psigrad import cli
 from psigrad.config import Model, Run
 from psigrad.kernels.codes import NF4
 from psigrad.language.loading.load_model import load_model, load_trained_scalar_model
-from psigrad.language.loading.model_source import plain_folder
+from psigrad.language.loading.model_source import convert_to_folder
 from psigrad.language.models import tiny
 from psigrad.language.models.coded_linear import CodedLinear
 from psigrad_extras.connect.exporting import write_gguf
@@ -79,7 +79,7 @@ def test_the_merged_matrix_by_hand_and_the_log_probs_of_the_policy(kind, dtype, 
     assert any(isinstance(layer, CodedLinear) for layer in policy.network.modules())
     right = policy.evaluate(groups).logp
     near = {"rtol": 0, "atol": 1e-4 if dtype == "float32" else 0.1}
-    for place in (str(tmp_path / "merged"), str(run), plain_folder(str(run))):  # the last two are what eval and serve open
+    for place in (str(tmp_path / "merged"), str(run), convert_to_folder(str(run))):  # the last two are what eval and serve open
         torch.testing.assert_close(load_model(Model(path=place, **numbers), Run(), None).evaluate(groups).logp, right, **near)
     shown = next(one for one in find(tmp_path, []).values() if one.folder == run / "model").open()
     torch.testing.assert_close(shown.evaluate(groups).logp, right, **near)

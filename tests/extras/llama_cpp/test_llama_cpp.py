@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from psigrad import cli
 from psigrad.config import Data
 from psigrad.language.data.templates import CHATML
-from psigrad.language.loading.model_source import plain_folder
+from psigrad.language.loading.model_source import convert_to_folder
 from psigrad.language.models import tiny
 from psigrad.language.recipes import sft
 from psigrad_extras import sums
@@ -130,7 +130,7 @@ def test_q8_0_differs_by_what_rounded_activations_make_of_it(model, tmp_path):
     source, asked = model
     made = exporting.run(source, "gguf", str(tmp_path / "out"), "q8_0")
     assert 0 < made.error < 0.006
-    server, folder = served(made.path), plain_folder(str(made.path))
+    server, folder = served(made.path), convert_to_folder(str(made.path))
     words, network = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     texts, chosen, theirs = [], [], []
     for text in asked:

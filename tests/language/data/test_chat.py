@@ -22,9 +22,9 @@ from psigrad.language.data.chat.rendering import arguments_of, day_of, set_rende
 from psigrad.language.data.dataset_rows import Row, RowError, validate
 from psigrad.language.data.sources import from_rows, load
 from psigrad.language.data.templates import describe_rewrites, example, examples, observation_ids, prompt_ids, stop_token_ids
-from psigrad.language.loading.load_model import settle_chat
+from psigrad.language.loading.load_model import configure_chat
 from psigrad.language.loading.samplers import sampling_params
-from psigrad.language.recipes.row_limits import tell_translations
+from psigrad.language.recipes.row_limits import log_rewrites
 
 Build = Callable[..., PreTrainedTokenizerFast]
 USER, BOT = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "the cat"}
@@ -313,15 +313,15 @@ def test_the_date_that_a_template_prints_is_the_runs(build: Build) -> None:
 
 def test_a_run_that_goes_on_prints_the_day_of_its_start(build: Build, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps({"date": "2001-02-03"}))
-    settle_chat(tokenizer := build(DATED), Model(), tmp_path)
+    configure_chat(tokenizer := build(DATED), Model(), tmp_path)
     assert day_of(tokenizer) == date(2001, 2, 3)
-    settle_chat(tokenizer, Model())
+    configure_chat(tokenizer, Model())
     assert day_of(tokenizer) == date.today()
 
 
 def test_arguments_of_the_run_hold_where_a_row_says_nothing(build: Build) -> None:
     tokenizer = build("{{ mood | default('calm') }}{{ messages[0]['content'] }}<|im_end|>{{ 'x' if add_generation_prompt }}")
-    settle_chat(tokenizer, Model(chat_template_kwargs='{"mood": "gay"}'))
+    configure_chat(tokenizer, Model(chat_template_kwargs='{"mood": "gay"}'))
     assert tokenizer.decode(prompt_ids(tokenizer, Row("x", prompt=[USER]))) == "gayhello<|im_end|>x"
     own = Row("x", prompt=[USER], columns={"chat_template_kwargs": {"mood": "sad"}})
     assert tokenizer.decode(prompt_ids(tokenizer, own)) == "sadhello<|im_end|>x"
@@ -334,9 +334,9 @@ def test_a_template_and_an_eos_are_taken_from_the_settings(build: Build, tmp_pat
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "chat_template.jinja").write_text(DATED)
     tokenizer = build()
-    settle_chat(tokenizer, Model(chat_template_path=str(tmp_path / "mine.jinja"), eos_token="<|im_end|>"))
+    configure_chat(tokenizer, Model(chat_template_path=str(tmp_path / "mine.jinja"), eos_token="<|im_end|>"))
     assert (tokenizer.chat_template, tokenizer.eos_token) == (PLAIN, "<|im_end|>")
-    settle_chat(tokenizer, Model(chat_template_path=str(tmp_path / "model")))
+    configure_chat(tokenizer, Model(chat_template_path=str(tmp_path / "model")))
     assert tokenizer.chat_template == DATED
     for wrong, why in (
         (Model(chat_template_path="no.jinja"), "no file"),
@@ -351,7 +351,7 @@ def test_a_template_and_an_eos_are_taken_from_the_settings(build: Build, tmp_pat
         (Model(chat_template_path=str(tmp_path / "broken.jinja")), r"not valid Jinja \(line 2"),
     ):
         with pytest.raises(UserError, match=why):
-            settle_chat(tokenizer, wrong)
+            configure_chat(tokenizer, wrong)
 
 
 THINKS = "{% if enable_thinking is defined and enable_thinking is false %}{{ 'no' }}{% endif %}" + PLAIN
@@ -376,11 +376,11 @@ def test_an_argument_that_the_template_does_not_take_is_refused(template: str, k
     tokenizer = build(template)
     row = Row("my.jsonl:7", prompt=[USER], columns={"chat_template_kwargs": kwargs})
     if not said:
-        settle_chat(tokenizer, Model(chat_template_kwargs=json.dumps(kwargs)))
+        configure_chat(tokenizer, Model(chat_template_kwargs=json.dumps(kwargs)))
         assert prompt_ids(tokenizer, row)
         return
     with pytest.raises(UserError, match=f"^chat_template_kwargs has {said}"):
-        settle_chat(tokenizer, Model(chat_template_kwargs=json.dumps(kwargs)))
+        configure_chat(tokenizer, Model(chat_template_kwargs=json.dumps(kwargs)))
     with pytest.raises(RowError, match=f"^my.jsonl:7: chat_template_kwargs has {said}"):
         prompt_ids(tokenizer, row)
 
@@ -417,8 +417,8 @@ def test_the_eos_stops_where_the_template_shows_no_end(build: Build) -> None:
     tokenizer = build("{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}{% if add_generation_prompt %}A:{% endif %}")
     assert stop_token_ids(tokenizer) == (tokenizer.eos_token_id,)
     row, told = Row("my.jsonl:7", prompt=[USER]), list[str]()
-    tell_translations(tokenizer, [row], lambda kind, text, **_: told.append(text))
-    tell_translations(build(PLAIN), [row], lambda kind, text, **_: told.append(text))
+    log_rewrites(tokenizer, [row], lambda kind, text, **_: told.append(text))
+    log_rewrites(build(PLAIN), [row], lambda kind, text, **_: told.append(text))
     assert told == [
         "The chat template has no words for some of my.jsonl:7: turns have no end token, so only the EOS "
         "(and --stop-token-ids) ends a completion."
@@ -452,7 +452,7 @@ def test_an_answer_begun_with_more_than_words_is_refused(more: Any, plain_chatml
 def test_the_first_row_that_is_said_otherwise_is_told(plain_chatml: PreTrainedTokenizerFast) -> None:
     told: list[Any] = []
     thought = sft(USER, {**BOT, "thinking": "two"})
-    tell_translations(
+    log_rewrites(
         plain_chatml,
         [sft(USER, BOT), sft(USER, BOT, chat_template_kwargs={"nothing": 1}), replace(thought, source="my.jsonl:8"), thought],
         lambda kind, text, **more: told.append(text),

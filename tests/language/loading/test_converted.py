@@ -16,7 +16,7 @@ from psigrad.config import Model, Run
 from psigrad.errors import UserError
 from psigrad.language.loading import model_source
 from psigrad.language.loading.load_model import load_model
-from psigrad.language.loading.model_source import plain_folder
+from psigrad.language.loading.model_source import convert_to_folder
 from psigrad.language.models import tiny
 from psigrad.records import pins
 
@@ -59,7 +59,7 @@ def logits_at(folder: str) -> torch.Tensor:
 @pytest.mark.parametrize("settings", [{}, {"use_dora": True}, {"use_rslora": True}, {"modules_to_save": ["lm_head"]}], ids=str)
 def test_an_adapter_is_its_base_with_the_weights_added(base, tmp_path, settings):
     wanted = adapted(base, tmp_path / "adapter", **settings)
-    place = plain_folder(str(tmp_path / "adapter"))
+    place = convert_to_folder(str(tmp_path / "adapter"))
     torch.testing.assert_close(logits_at(place), wanted, rtol=1e-4, atol=1e-5)
     assert float((logits_at(str(base)) - wanted).abs().max()) > 1e-2, "negative control: the adapter matters"
     assert (Path(place) / "config.json").exists() and not (Path(place) / "adapter_config.json").exists()
@@ -67,25 +67,25 @@ def test_an_adapter_is_its_base_with_the_weights_added(base, tmp_path, settings)
 
 def test_it_is_converted_once_and_anew_when_it_changed(base, tmp_path, monkeypatch, cache):
     adapted(base, tmp_path / "adapter")
-    first = plain_folder(str(tmp_path / "adapter"))
+    first = convert_to_folder(str(tmp_path / "adapter"))
     with monkeypatch.context() as patch:
         patch.setattr(model_source, "_merge_adapter", None)
-        assert plain_folder(str(tmp_path / "adapter")) == first
+        assert convert_to_folder(str(tmp_path / "adapter")) == first
     adapted(base, tmp_path / "adapter", seed=1)
-    second = plain_folder(str(tmp_path / "adapter"))
+    second = convert_to_folder(str(tmp_path / "adapter"))
     assert second != first and sorted(p.name for p in cache.iterdir()) == sorted(Path(p).name for p in (first, second))
 
 
 def test_it_is_converted_anew_when_its_base_was_trained_in_place(base, tmp_path):
     shutil.copytree(base, tmp_path / "own")
     adapted(tmp_path / "own", tmp_path / "adapter")
-    first = plain_folder(str(tmp_path / "adapter"))
+    first = convert_to_folder(str(tmp_path / "adapter"))
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "own")
     with torch.no_grad():
         trained.base_model.norm.weight.mul_(2)
     trained.save_pretrained(tmp_path / "own")
-    second = plain_folder(str(tmp_path / "adapter"))
-    assert second != first and plain_folder(str(tmp_path / "adapter")) == second
+    second = convert_to_folder(str(tmp_path / "adapter"))
+    assert second != first and convert_to_folder(str(tmp_path / "adapter")) == second
     torch.testing.assert_close(logits_at(second), 2 * logits_at(first), rtol=1e-4, atol=1e-5)
 
 
@@ -98,7 +98,7 @@ def test_training_starts_from_it_and_pins_it(base, tmp_path):
 
 
 def test_folders_of_transformers_and_hub_names_stay_as_they_are(base, cache):
-    assert plain_folder(str(base)) == str(base) and plain_folder("org/name") == "org/name"
+    assert convert_to_folder(str(base)) == str(base) and convert_to_folder("org/name") == "org/name"
     assert not cache.exists()
 
 
@@ -106,15 +106,15 @@ def test_what_cannot_be_converted_is_a_sentence_and_leaves_nothing(tmp_path, cac
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "none")}))
     with pytest.raises(UserError, match=r"There is no folder .*none' \(the base of the adapter .*adapter'\)"):
-        plain_folder(str(tmp_path / "adapter"))
+        convert_to_folder(str(tmp_path / "adapter"))
     (tmp_path / "broken.gguf").write_bytes(b"GGUF nothing")
     with pytest.raises(UserError, match=r"The model .*broken.gguf' cannot be converted: "):
-        plain_folder(str(tmp_path / "broken.gguf"))
+        convert_to_folder(str(tmp_path / "broken.gguf"))
     (tmp_path / "two").mkdir()
     for name in ("a", "b"):
         (tmp_path / "two" / f"{name}.gguf").write_bytes(b"")
     with pytest.raises(UserError, match=r"several GGUF files \(a.gguf, b.gguf\); name one of them"):
-        plain_folder(str(tmp_path / "two"))
+        convert_to_folder(str(tmp_path / "two"))
     assert not list(cache.iterdir())
     with pytest.raises(UserError, match="is a local folder; remove the revision"):
         model_source.locate(Model(path=str(tmp_path / "broken.gguf"), revision="main"))
@@ -131,7 +131,7 @@ def test_what_transformers_trips_over_is_a_sentence_and_leaves_nothing(tmp_path,
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
     with pytest.raises(UserError, match=r"a\.gguf' cannot be converted: no attribute 'bos_token_id'"):
-        plain_folder(str(tmp_path / "a.gguf"))
+        convert_to_folder(str(tmp_path / "a.gguf"))
     assert not list((tmp_path / "cache").rglob("model"))
 
 

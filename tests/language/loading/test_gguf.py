@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import psigrad
 from psigrad import cli
 from psigrad.config import Model
-from psigrad.language.loading.model_source import locate, plain_folder
+from psigrad.language.loading.model_source import convert_to_folder, locate
 from psigrad.language.models import tiny
 
 TALK = [{"role": "user", "content": "What is 2 + 3?"}]
@@ -32,8 +32,8 @@ def cache(tmp_path, monkeypatch) -> None:
 
 def test_weights_tokens_and_template_are_those_of_the_folder(made):
     folder, file = made
-    place = plain_folder(str(file))
-    assert plain_folder(str(file.parent)) == place, "a folder with one file is that file"
+    place = convert_to_folder(str(file))
+    assert convert_to_folder(str(file.parent)) == place, "a folder with one file is that file"
     ours, theirs = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict() for path in (place, folder))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     words = [AutoTokenizer.from_pretrained(path) for path in (place, folder)]

@@ -11,7 +11,7 @@ from tiny_jobs import sft_config
 
 from psigrad.config import Model
 from psigrad.errors import UserError
-from psigrad.language.loading.model_source import find_adapter, locate, meant
+from psigrad.language.loading.model_source import find_adapter, locate, resolve_path
 from psigrad.language.recipes import dispatch, sft
 
 
@@ -30,17 +30,17 @@ def run(tmp_path):
 def test_the_trained_model_is_meant_else_the_newest_checkpoint(run):
     newest = str(run / "checkpoints" / "step-00000010")
     for given in (run, run / "checkpoints", newest):
-        assert meant(str(given)) == locate(Model(path=str(given))) == newest
+        assert resolve_path(str(given)) == locate(Model(path=str(given))) == newest
     (run / "model").mkdir()
     base = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj"], "lora_alpha": 8}
     (run / "model" / "adapter_config.json").write_text(json.dumps(base | {"base_model_name_or_path": newest}))
-    assert meant(str(run)) == meant(str(run / "model")) == str(run / "model")
+    assert resolve_path(str(run)) == resolve_path(str(run / "model")) == str(run / "model")
     assert find_adapter(Model(path=str(run))).folder == run / "model"
 
 
 def test_what_is_no_run_is_taken_as_it_is(run):
     for given in ("", "org/name", str(run.parent), "psigrad"):
-        assert meant(given) == given
+        assert resolve_path(given) == given
 
 
 def test_a_run_without_a_model_is_refused(run):
@@ -48,16 +48,16 @@ def test_a_run_without_a_model_is_refused(run):
     with pytest.raises(
         UserError, match=r"run' is the folder of a run that has no language model yet; give the folder of a model\.$"
     ):
-        meant(str(run))
+        resolve_path(str(run))
 
 
 def test_a_run_of_transformers_is_one_too(tmp_path):
     for step in (9, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert meant(str(tmp_path)) == str(tmp_path / "checkpoint-10")
+    assert resolve_path(str(tmp_path)) == str(tmp_path / "checkpoint-10")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))  # save_model puts the model beside them
-    assert meant(str(tmp_path)) == str(tmp_path)
+    assert resolve_path(str(tmp_path)) == str(tmp_path)
 
 
 def test_a_model_that_is_nowhere_is_named_before_the_settings_of_another_run(job, tmp_path):

@@ -385,10 +385,10 @@ def test_what_is_encoded_ahead_is_what_is_encoded_row_by_row(family: str) -> Non
     for empty in (False, True):
         encode = partial(examples, tokenizer, empty_thinking=empty)
         plain = Encoder(tokenizer, encode, sft._with_targets)
-        ahead = replace(plain, ahead=partial(encode_batch, tokenizer, empty_thinking=empty))
+        ahead = replace(plain, encode_batch=partial(encode_batch, tokenizer, empty_thinking=empty))
         assert (found := row_encoding._encode(ahead, rows)) == row_encoding._encode(plain, rows)
         assert found[1] and found[2]["rows"] == len(rows) - len(found[1])
-        wrong = replace(plain, ahead=partial(_spoil, tokenizer))
+        wrong = replace(plain, encode_batch=partial(_spoil, tokenizer))
         assert row_encoding._encode(wrong, rows) != found, "what is made ahead is what is taken"
 
 

@@ -193,7 +193,7 @@ def rows_of_environment(chat: Path, count: int, asked: int | None) -> tuple[list
     def hear(kind: str, text: str, **more: Any) -> None:
         told.extend([text] if kind == "held_out" else [])
 
-    parts = conversation.rows_for(config, Episodes(InProcess(factory)), tokenizer, hear)
+    parts = conversation.read_episode_rows(config, Episodes(InProcess(factory)), tokenizer, hear)
     train, kept = ([row.plain_prompt for row in part] for part in parts)
     return train, kept, told
 

@@ -386,7 +386,7 @@ def test_a_tokenizers_own_response_template_comes_first_where_it_reads_its_calls
 @pytest.mark.parametrize(("name", "told"), [("qwen3", 0), ("deepseekv3", 1)])
 def test_a_run_says_where_the_form_of_calls_is_not_told(name, told, monkeypatch):
     played, heard = [], []
-    monkeypatch.setattr(conversation, "playing_for", lambda config, form: nullcontext(played.append(form)))
+    monkeypatch.setattr(conversation, "start_environments", lambda config, form: nullcontext(played.append(form)))
     journal = SimpleNamespace(tell=lambda kind, text, **fields: heard.append((kind, text)))
     with conversation.episodes_for(OnlineConfig(tools=(add,)), from_trl(name), journal):
         pass

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from psigrad.config import Evaluation, Sampling
 from psigrad.errors import UserError
-from psigrad.language.loading.teacher import Said, Teacher, align, text_ends
+from psigrad.language.loading.teacher import Teacher, TeacherOutput, align, text_ends
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import Divergence, load
 from psigrad.language.models.packing import Groups
@@ -57,7 +57,7 @@ def log_prob(logits, ids) -> torch.Tensor:
 
 def teacher_of(logits, policy, tokenizer) -> Teacher:
     def ask(groups, temperature, top):
-        return [Said(log_prob(logits, own[0])) for own in groups.completions]
+        return [TeacherOutput(log_prob(logits, own[0])) for own in groups.completions]
 
     return Teacher(ask, policy, tokenizer, spans=True, max_length=99)
 
@@ -140,7 +140,7 @@ def test_the_baseline_is_the_mean_of_the_pieces_of_other_completions():
     teacher = teacher_of({}, None, None)
     logp = torch.tensor([[-1.0, -2.0], [-3.0, -1.0]], requires_grad=True)
     ends = torch.tensor([[True, True], [False, True]])
-    teacher.settle(ends, torch.tensor([[-2.0, -2.0], [0.0, -1.0]]), logp.detach())
+    teacher.store_pieces(ends, torch.tensor([[-2.0, -2.0], [0.0, -1.0]]), logp.detach())
     made = teacher.add_kl(PolicyOutputs(logp), torch.tensor([0, 1])).kl
     assert made.tolist() == [[1.0, 0.0], [0.0, -3.0]]  # d of three pieces: 1 and 0; −3
     # less −3, the only other piece, and less (1 + 0) / 2

@@ -15,7 +15,7 @@ from psigrad.config import Optim
 from psigrad.errors import UserError
 from psigrad.language.models import tiny
 from psigrad.language.recipes import online, preference, sft
-from psigrad.language.recipes.changes import with_changes
+from psigrad.language.recipes.changes import change_settings
 from psigrad.optim import optimizer as loop
 from psigrad.records import checkpoint
 
@@ -74,7 +74,7 @@ def test_only_a_pass_before_any_change_is_repeated_and_not_without_end(job, tmp_
 def test_a_resumed_run_keeps_the_smaller_of_both_sizes():
     run = make(tiny.tokenizer(["say a: b"], 270))
     for given, expected in ((80, 40), (20, 20)):
-        changed = with_changes(replace(run, config=replace(run.config, micro_batch_tokens=given)), {"micro_batch_tokens": 40})
+        changed = change_settings(replace(run, config=replace(run.config, micro_batch_tokens=given)), {"micro_batch_tokens": 40})
         assert changed.config.micro_batch_tokens == expected
 
 
