@@ -267,7 +267,7 @@ def first_warning(rows: Sequence[Mapping[str, Any]], rules: Collection[str]) -> 
     """Return the first step at which a run with these metrics raises one of these rules (`psigrad.records.warnings`)."""
     watch, names = Watch(), SignalNames()
     for row in rows:
-        watch.see(row["step"], {names.of(key): value for key, value in figures(row).items()})
+        watch.update(row["step"], {names.of(key): value for key, value in figures(row).items()})
         if any(alert.rule in rules for alert in watch.alerts()):
             return int(row["step"])
     return None

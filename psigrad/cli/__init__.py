@@ -17,7 +17,7 @@ from psigrad.cli.flags import Command
 from psigrad.config import OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.config.methods import list_declarations
 from psigrad.errors import UserError, nearest
-from psigrad.runs.progress import readers_may_leave
+from psigrad.runs.progress import ignore_closed_output
 
 
 def _training(settings: type[Any]) -> dict[str, Command]:
@@ -100,7 +100,7 @@ def help_text(every: bool = False) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 0 done, 2 a mistake of the user, 130 stopped by Ctrl-C, 143 by SIGTERM."""
-    with readers_may_leave():  # a reader such as `head` may close the pipe: the work still runs to its end and sets the status
+    with ignore_closed_output():  # a reader such as `head` may close the pipe: the work still runs to its end and sets the status
         return _status_of(list(sys.argv[1:] if argv is None else argv))
 
 

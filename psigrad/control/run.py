@@ -31,7 +31,7 @@ from psigrad.runs.cycle import Loop, cycle
 from psigrad.runs.journal import Journal
 from psigrad.runs.machine import pins_of, versions
 from psigrad.runs.result import Result
-from psigrad.runs.survival import exits_are_errors
+from psigrad.runs.survival import convert_exits
 from psigrad.step import Clock, Outcome, RunState
 
 _EVALUATED_AT_ONCE = 16  # environments of an evaluation
@@ -57,7 +57,7 @@ def run(config: ControlConfig) -> Result:
     """
     if config.run.max_steps or config.run.num_train_epochs != 1:
         raise UserError("Control counts steps of the environment: set total_timesteps in place of max_steps or num_train_epochs.")
-    with exits_are_errors(), kept_folder():
+    with convert_exits(), kept_folder():
         trainer = builder.build(config)
         envs = evaluation_environments(config) if config.eval_episodes else None
     try:
@@ -84,7 +84,7 @@ def run(config: ControlConfig) -> Result:
 def begin(trainer: Trainer, journal: Journal) -> LineState:
     """Return the state at the start of the run, or load its newest checkpoint into the trainer and return that state."""
     config, path = trainer.config.run, session.newest_checkpoint(journal)
-    journal.callbacks.know(trainer.network)
+    journal.callbacks.set_model(trainer.network)
     trainer.collector.resumable = True
     pinned = collect_pins(trainer.config)
     if path is None:

@@ -75,7 +75,7 @@ def check_settings(
     settings may differ; without a class none may. A missing setting counts as its default.
     """
     old, new, default = (
-        name_preset_once({name: value for name, value in flatten(one).items() if value != {}})
+        rename_preset({name: value for name, value in flatten(one).items() if value != {}})
         for one in (before, now, {} if settings is None else defaults_of(settings))
     )
     free, recorded, length = ([] if settings is None else find_marked(settings, mark) for mark in (FREE, RECORDED, LENGTH))
@@ -113,7 +113,7 @@ def _read_allowed(now: Mapping[str, Any], leaves: Mapping[str, Any]) -> set[str]
     return names
 
 
-def name_preset_once(settings: Mapping[str, Any]) -> dict[str, Any]:
+def rename_preset(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by dotted name in which `algorithm.preset` is renamed to `algorithm`, and `loss.preset` to `loss`.
 
     A preset then has the same name whether a part of it was changed or not.
@@ -175,11 +175,11 @@ def identify_data(path: str) -> str | None:
 
 def _file_hash(file: Path) -> str:
     found = file.stat()
-    return _hash_as_it_is(file.absolute(), found.st_size, found.st_mtime_ns, found.st_ino)
+    return _cached_hash(file.absolute(), found.st_size, found.st_mtime_ns, found.st_ino)
 
 
 @functools.lru_cache(maxsize=1024)
-def _hash_as_it_is(file: Path, *stat: int) -> str:
+def _cached_hash(file: Path, *stat: int) -> str:
     """Return the SHA-256 of a file, cached by its path and `stat`: a run asks for it several times, and a large file is slow."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -201,12 +201,12 @@ def hash_code(*objects: Any) -> str | None:
     """
     found: dict[str, str] = {}
     for thing in objects:
-        if (home := sys.modules.get(home_of(thing))) is not None and _is_users(home) and home.__name__ != "__main__":
+        if (home := sys.modules.get(home_of(thing))) is not None and _is_user_code(home) and home.__name__ != "__main__":
             _add_module(home, found)
         thing = thing.func if isinstance(thing, functools.partial) else thing
         owner = thing if isinstance(thing, type) or hasattr(thing, "__qualname__") else type(thing)
         module = sys.modules.get(getattr(owner, "__module__", None) or "")
-        if module is None or not _is_users(module):
+        if module is None or not _is_user_code(module):
             continue
         if getattr(module, "__name__", "") == "__main__":
             found[f"__main__.{owner.__qualname__}"] = _source(owner)
@@ -245,7 +245,7 @@ def _add_module(module: ModuleType, found: dict[str, str]) -> None:
     others = {v if isinstance(v, ModuleType) else sys.modules.get(getattr(v, "__module__", None) or "") for v in values}
     others |= {sys.modules.get(name) for name in loaded_by.get(module.__name__, ())}
     for other in [*filter(None, others), *_imported_by(module, found[file])]:
-        if other is not module and _is_users(other) and other.__name__ != "__main__":
+        if other is not module and _is_user_code(other) and other.__name__ != "__main__":
             _add_module(other, found)
 
 
@@ -275,11 +275,11 @@ def _imported_by(module: ModuleType, source: str) -> Iterator[ModuleType]:
             base = ".".join(filter(None, (above, node.module)))
             names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
     for name in names:
-        if (found := sys.modules.get(name) or _stand_in_for(name)) is not None:
+        if (found := sys.modules.get(name) or _placeholder_module(name)) is not None:
             yield found
 
 
-def _stand_in_for(name: str) -> ModuleType | None:
+def _placeholder_module(name: str) -> ModuleType | None:
     """Return a placeholder for a module that was not imported, with its name and its file; None if there is no such module."""
     spec, path = None, None
     for end in range(name.count(".") + 1):
@@ -294,7 +294,7 @@ def _stand_in_for(name: str) -> ModuleType | None:
     return made
 
 
-def _is_users(module: ModuleType) -> bool:
+def _is_user_code(module: ModuleType) -> bool:
     """Return True if a module is the user's: not psigrad's, Python's or an installed package's."""
     file = getattr(module, "__file__", None)
     if file is None:

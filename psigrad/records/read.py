@@ -11,7 +11,7 @@ from typing import Any
 
 from psigrad.config.nested import flatten
 from psigrad.errors import UserError
-from psigrad.records.pins import check_format, name_preset_once
+from psigrad.records.pins import check_format, rename_preset
 from psigrad.records.row_lines import read_lines, read_steps, rollout_files
 from psigrad.records.rows import metric_of, number, parse_row, rollout_figures
 
@@ -33,7 +33,7 @@ class Sample:
     messages: tuple[tuple[str, str], ...] = ()
 
 
-def find_kept_step(events: Sequence[Mapping[str, Any]]) -> float:
+def find_best_step(events: Sequence[Mapping[str, Any]]) -> float:
     """Return the step of the best evaluation if the final model has its weights; infinite if it has those of the last step."""
     last: Mapping[str, Any] = next((event for event in reversed(events) if event.get("kind") in KEEPS), {})
     return number(last.get("step")) if last.get("kind") == "kept" else math.inf
@@ -75,7 +75,7 @@ class RunData:
     @property
     def settings(self) -> dict[str, Any]:
         """The configuration with dotted names: {"optim.learning_rate": 1e-6, …}."""
-        return name_preset_once(flatten(self.config))
+        return rename_preset(flatten(self.config))
 
     @property
     def code(self) -> dict[str, str]:
@@ -92,7 +92,7 @@ class RunData:
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         """The rows of held-out figures in the order of their steps, up to the step whose weights the final model has."""
-        kept = find_kept_step(self.events)
+        kept = find_best_step(self.events)
         return [row for row in self.all_evaluations if row["step"] <= kept]
 
     @property

@@ -39,7 +39,7 @@ def rollout_files(folder: Path) -> list[Path]:
     return [part.path for part in parts_of(folder)] + [folder / "rollouts.jsonl"]
 
 
-def put_aside(folder: Path, last: int, rows: int, keep: int) -> None:
+def rename_part(folder: Path, last: int, rows: int, keep: int) -> None:
     """Rename rollouts.jsonl, which has `rows` rows up to step `last`, to a part.
 
     Then delete the oldest parts, as long as the remaining ones have at least `keep` rows. With `keep` 0 nothing is deleted.
@@ -50,8 +50,8 @@ def put_aside(folder: Path, last: int, rows: int, keep: int) -> None:
         parts.pop(0).path.unlink()
 
 
-def bring_back(folder: Path, step: int, written: int | None) -> None:
-    """Undo `put_aside` for parts with rows after `step`, when a run returns to the checkpoint of `step`.
+def restore_parts(folder: Path, step: int, written: int | None) -> None:
+    """Undo `rename_part` for parts with rows after `step`, when a run returns to the checkpoint of `step`.
 
     The part that contains the step becomes rollouts.jsonl again. A part that ends at the step does so if it still was
     rollouts.jsonl when the checkpoint was saved: its number of rows is then `written`, the number in the checkpoint's manifest.
@@ -61,7 +61,7 @@ def bring_back(folder: Path, step: int, written: int | None) -> None:
             os.replace(part.path, folder / "rollouts.jsonl")
 
 
-class TakenBack(NamedTuple):
+class Truncation(NamedTuple):
     """The result of truncating a file of rows: the number of remaining rows, and the number of damaged lines that were moved."""
 
     rows: int
@@ -106,7 +106,7 @@ def end_last_line(file: Path, *, cut: bool = True) -> None:
         _truncate(file, begin)
 
 
-def take_back(file: Path, step: int, written: int | None) -> TakenBack:
+def truncate_to_step(file: Path, step: int, written: int | None) -> Truncation:
     """Truncate a file to its rows of step `step` and before. `written` is the number of these rows that were written, if known.
 
     Rows are in the order of their steps. If they are not, the fewest rows whose removal restores the order count as damaged. If
@@ -125,19 +125,19 @@ def take_back(file: Path, step: int, written: int | None) -> TakenBack:
     behind = len(steps) if written is not None and len(kept) < written else last
     damaged = [] if len(kept) == behind else sorted({*range(behind)}.difference(kept))
     if damaged:
-        _set_aside(file, [(ends[i], ends[i + 1]) for i in damaged])
+        _move_damaged(file, [(ends[i], ends[i + 1]) for i in damaged])
     if damaged and damaged[0] < last:
         _keep(file, [(ends[i], ends[i + 1]) for i in kept])
     elif end > ends[last]:
         _truncate(file, ends[last])
-    return TakenBack(len(kept), len(damaged))
+    return Truncation(len(kept), len(damaged))
 
 
-def cut_back(file: Path, step: int, written: int | None, end: int | None) -> TakenBack | None:
+def truncate_large(file: Path, step: int, written: int | None, end: int | None) -> Truncation | None:
     """Truncate a large file, which had `end` bytes and `written` rows at step `step`, to this size without reading all of it.
 
     Reading takes a quarter of a minute per gigabyte. Return None and change nothing if the file is small, or if no row of `step`
-    or before ends at byte `end`: then use `take_back`.
+    or before ends at byte `end`: then use `truncate_to_step`.
     """
     if written is None or end is None or end < _LARGE or not file.is_file() or file.stat().st_size < end:
         return None
@@ -148,7 +148,7 @@ def cut_back(file: Path, step: int, written: int | None, end: int | None) -> Tak
     if not tail.endswith(b"\n") or last is None or last["step"] > step:
         return None
     _truncate(file, end)
-    return TakenBack(written, 0)
+    return Truncation(written, 0)
 
 
 def _longest_order(steps: array[int]) -> list[int]:
@@ -168,7 +168,7 @@ def _longest_order(steps: array[int]) -> list[int]:
     return found[::-1]
 
 
-def _set_aside(file: Path, spans: list[tuple[int, int]]) -> None:
+def _move_damaged(file: Path, spans: list[tuple[int, int]]) -> None:
     with file.open("rb") as stream, file.with_name(f"{file.name}.damaged").open("ab") as aside:
         for begin, end in spans:
             stream.seek(begin)
@@ -213,7 +213,7 @@ def identity(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def write_again(file: Path, stream: BinaryIO) -> None:
+def restore_file(file: Path, stream: BinaryIO) -> None:
     """Restore a file that was deleted or replaced by another while it was open, from the open `stream`. Close the stream.
 
     A file that now has the name is renamed to FILE.replaced.

@@ -32,7 +32,7 @@ class Headline(NamedTuple):
     high: float | None
 
 
-def by_step(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+def merge_by_step(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
     """Return {step: figures}, merging the rows of a step. Later rows take precedence."""
     found: dict[int, dict[str, Any]] = {}
     for row in rows:
@@ -59,7 +59,7 @@ def headline(row: Mapping[str, Any]) -> Headline | None:
     return Headline(stem.removeprefix("eval/"), float(value), row.get(f"{stem}/low"), row.get(f"{stem}/high"))
 
 
-def deciding(row: Mapping[str, Any], name: str = "", greater: bool | None = None) -> tuple[str, float, bool] | None:
+def comparison_figure(row: Mapping[str, Any], name: str = "", greater: bool | None = None) -> tuple[str, float, bool] | None:
     """Return (name, value, True if greater is better) of the figure by which the evaluations of a run are compared.
 
     The figure is `name`, with or without "eval/" or "eval_" before it, or else the headline. Return None if the row lacks it. If

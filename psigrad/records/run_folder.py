@@ -258,7 +258,7 @@ class RunFolder:
         for name, stream in tuple(self._files.items()):
             file, held = self.path / f"{name}.jsonl", os.fstat(stream.fileno())
             if row_lines.identity(file) != (held.st_dev, held.st_ino):
-                row_lines.write_again(file, stream)
+                row_lines.restore_file(file, stream)
                 self._open(name)
                 self._warn("rows_restored", f"{file.name} was deleted or replaced and is written again.", file=file.name)
             elif held.st_size < self._ends[name] and name in self.rows:
@@ -280,7 +280,7 @@ class RunFolder:
                 os.fsync(stream.fileno())
             if step >= 0 and os.fstat(self._files["rollouts"].fileno()).st_size >= PART:
                 self._files["rollouts"].close()
-                row_lines.put_aside(self.path, step, self.rows.get("rollouts", 0), keep)
+                row_lines.rename_part(self.path, step, self.rows.get("rollouts", 0), keep)
                 self.rows["rollouts"] = self._open("rollouts")
                 checkpoint.sync(self.path)
 
@@ -294,12 +294,12 @@ class RunFolder:
         lines and missing rows.
         """
         with _errors_of(self.path):
-            row_lines.bring_back(self.path, step, written.get("rollouts"))
+            row_lines.restore_parts(self.path, step, written.get("rollouts"))
             for name in ("metrics", "timings", "rollouts"):
                 file, expected = self.path / f"{name}.jsonl", written.get(name)
                 self._files[name].close()
-                found = row_lines.cut_back(file, step, expected, ends.get(name))
-                left, damaged = found or row_lines.take_back(file, step, expected)
+                found = row_lines.truncate_large(file, step, expected, ends.get(name))
+                left, damaged = found or row_lines.truncate_to_step(file, step, expected)
                 self.rows[name], _ = left, self._open(name)
                 if damaged:
                     said = f"{file.name} has damaged lines, {damaged}; they are kept in {file.name}.damaged."

@@ -118,7 +118,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Alert:
+class RunWarning:
     """A warning of a rule, raised at `step` and withdrawn at step `ended` (None: not yet). `value` is the worst measure."""
 
     rule: str
@@ -287,14 +287,14 @@ _SCORES = ("held_out", "reward", "accuracy")
 
 
 @dataclass
-class _Standing:
+class _RuleState:
     """The state of a rule: its memory, the numbers of rows beyond its thresholds, and its current warning."""
 
     memory: Memory = field(default_factory=Memory)
     over: int = 0
     under: int = 0
-    alert: Alert | None = None
-    pending: Alert | None = None
+    alert: RunWarning | None = None
+    pending: RunWarning | None = None
 
 
 class Watch:
@@ -303,12 +303,12 @@ class Watch:
     MOST = 200
 
     def __init__(self) -> None:
-        self._standing = {rule.name: _Standing() for rule in RULES}
-        self._past: deque[Alert] = deque(maxlen=self.MOST)
+        self._standing = {rule.name: _RuleState() for rule in RULES}
+        self._past: deque[RunWarning] = deque(maxlen=self.MOST)
         self._scores = {name: deque[float](maxlen=3) for name in _SCORES}
         self._first: dict[str, float] = {}
 
-    def see(self, step: float, figures: Figures) -> None:
+    def update(self, step: float, figures: Figures) -> None:
         """Process one row of figures."""
         for rule in RULES:
             standing = self._standing[rule.name]
@@ -341,28 +341,28 @@ class Watch:
             return BY_NAME[rule].advice
         return f"Nothing to do: the task is solved ({self.score:.2g} of 1), and there is little left to learn from."
 
-    def _judge(self, rule: Rule, standing: _Standing, step: float, value: float) -> None:
+    def _judge(self, rule: Rule, standing: _RuleState, step: float, value: float) -> None:
         standing.over = standing.over + 1 if value > rule.above else 0
         standing.under = standing.under + 1 if value <= rule.until else 0
         if standing.alert is not None:
             standing.alert = _worse(standing.alert, step, value)
             if standing.under >= rule.patience:
                 past = standing.alert
-                self._past.append(Alert(past.rule, past.step, step, past.worst_step, past.value))
+                self._past.append(RunWarning(past.rule, past.step, step, past.worst_step, past.value))
                 standing.alert = standing.pending = None
         elif standing.over:
-            begun = standing.pending or Alert(rule.name, step, None, step, value)
+            begun = standing.pending or RunWarning(rule.name, step, None, step, value)
             standing.pending = _worse(begun, step, value)
             if standing.over >= rule.patience:
                 standing.alert, standing.pending = standing.pending, None
         else:
             standing.pending = None
 
-    def alerts(self) -> list[Alert]:
+    def alerts(self) -> list[RunWarning]:
         """Return the current warnings, then the withdrawn ones, each with the newest first."""
         standing = [s.alert for s in self._standing.values() if s.alert is not None]
         return [*sorted(standing, key=lambda a: -a.step), *reversed(self._past)]
 
 
-def _worse(alert: Alert, step: float, value: float) -> Alert:
-    return alert if value <= alert.value else Alert(alert.rule, alert.step, alert.ended, step, value)
+def _worse(alert: RunWarning, step: float, value: float) -> RunWarning:
+    return alert if value <= alert.value else RunWarning(alert.rule, alert.step, alert.ended, step, value)

@@ -8,7 +8,7 @@ from typing import Any
 
 from psigrad.config import Evaluation
 from psigrad.errors import UserError, nearest
-from psigrad.records.rows import deciding
+from psigrad.records.rows import comparison_figure
 from psigrad.runs.callbacks import Callback, Control
 
 
@@ -57,7 +57,7 @@ class Best(Callback):
         If the settings name none, the first evaluation decides which figure it is.
         """
         name = self.figure or self.settings.metric_for_best_model
-        found = deciding(metrics, name, self.settings.greater_is_better)
+        found = comparison_figure(metrics, name, self.settings.greater_is_better)
         known = [key.removeprefix("eval/") for key in metrics if key.startswith("eval/")]
         if found is None and step and not self.figure and (name or not known):
             near = nearest(name.removeprefix("eval_"), known) or f", which has {', '.join(known) or 'none'}."

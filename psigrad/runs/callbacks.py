@@ -25,7 +25,7 @@ from psigrad.importing import imported_callable
 from psigrad.paths import kept_folder
 from psigrad.processes.parallel.world import ALONE, World
 from psigrad.records.row_lines import read_steps
-from psigrad.records.rows import by_step, deciding, headline
+from psigrad.records.rows import comparison_figure, headline, merge_by_step
 from psigrad.records.run_folder import RunFolder
 from psigrad.step import RunState
 
@@ -157,11 +157,11 @@ class Callbacks:
     def __bool__(self) -> bool:
         return bool(self.callbacks)
 
-    def know(self, model: Any, tokenizer: Any = None) -> None:
+    def set_model(self, model: Any, tokenizer: Any = None) -> None:
         """Set the model and tokenizer that callbacks receive."""
         self.model, self.tokenizer = model, tokenizer
 
-    def see(self, row: Mapping[str, Any]) -> None:
+    def add_row(self, row: Mapping[str, Any]) -> None:
         """Store a row of metrics, which the callbacks receive at the next event."""
         if self.callbacks:
             self._rows.append(dict(row))
@@ -200,7 +200,7 @@ class Callbacks:
         metrics = {k: v for row in self._rows for k, v in row.items() if k.startswith("eval/")}
         metrics |= {name.replace("eval/", "eval_", 1): value for name, value in metrics.items()}
         name = (self.args.metric_for_best_model or HEADLINE).removeprefix("eval_")
-        decides, found = deciding(metrics, *self.args.decides), headline(metrics)
+        decides, found = comparison_figure(metrics, *self.args.decides), headline(metrics)
         if found is not None and name != HEADLINE:
             metrics[f"eval_{HEADLINE}"] = found.value
         if decides is not None:
@@ -251,7 +251,7 @@ class Callbacks:
 
     def _keep_best(self, row: Mapping[str, Any], step: int) -> None:
         best = self.visible_state.best_metric
-        if (found := deciding(row, *self.args.decides)) is not None:
+        if (found := comparison_figure(row, *self.args.decides)) is not None:
             name, value, self.args.greater_is_better = found
             self.args.decides = name, self.args.decides[1]  # the same figure in every evaluation
             if value == value and (best is None or (value > best if self.args.greater_is_better else value < best)):
@@ -260,7 +260,7 @@ class Callbacks:
     def _take_history(self, history: Sequence[Mapping[str, Any]]) -> None:
         """Restore the history of a resumed run: all rows of metrics, and the best evaluation."""
         self.visible_state.history = self.visible_state.log_history = list(history)
-        for step, row in by_step(history).items():  # an evaluation may have several rows
+        for step, row in merge_by_step(history).items():  # an evaluation may have several rows
             self._keep_best(row, step)
 
     def _tell(self, event: str, state: S, **more: Any) -> S:

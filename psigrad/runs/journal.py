@@ -21,7 +21,7 @@ from psigrad.records import rows, run_folder
 from psigrad.records.read import prompt_text
 from psigrad.records.row_lines import read_steps
 from psigrad.records.run_folder import RunFolder
-from psigrad.records.warnings import BY_NAME, Alert, SignalNames, Watch
+from psigrad.records.warnings import BY_NAME, RunWarning, SignalNames, Watch
 from psigrad.runs.callbacks import Callbacks
 from psigrad.runs.survival import Interrupted, Stopped, StopSignal
 from psigrad.step import Observe, Outcome
@@ -29,7 +29,7 @@ from psigrad.step import Observe, Outcome
 STACKS = "stacks.txt"
 # A phase may take so many times as long as the longest of its kind so far.
 _TIMES = 10
-_HELD = {"memory_bytes": "VmRSS", "peak_memory_bytes": "VmHWM", "anonymous_bytes": "RssAnon"}
+_STATUS_FIELDS = {"memory_bytes": "VmRSS", "peak_memory_bytes": "VmHWM", "anonymous_bytes": "RssAnon"}
 
 
 class Tracker(Protocol):
@@ -73,7 +73,7 @@ class CompletionPrinter:
         """Do nothing, as nothing is open."""
 
 
-class Announcer:
+class WarningReporter:
     """The warnings of a run: each rule of `psigrad.records.warnings` is reported once, on stderr and as an event.
 
     Warnings that a solved task explains are suppressed while it is solved. A rule that is raised once in a sound run is reported
@@ -85,7 +85,7 @@ class Announcer:
         self._told: set[str] = set()
         self._begun = False
 
-    def see(self, step: int, row: Mapping[str, Any]) -> None:
+    def update(self, step: int, row: Mapping[str, Any]) -> None:
         """Check one row of metrics and report new warnings. The first call also reads the run's earlier rows, silently."""
         if not self._begun:
             self._begun = True
@@ -97,8 +97,8 @@ class Announcer:
             more = f"More: psigrad explain {rule.name}."
             redaction.say(f"warning from step {alert.step:g} on: {rule.title}. {rule.advice} {more}")
 
-    def _judge(self, step: float, row: Mapping[str, Any]) -> list[Alert]:
-        self._watch.see(step, {self._names.of(key): value for key, value in rows.figures(row).items()})
+    def _judge(self, step: float, row: Mapping[str, Any]) -> list[RunWarning]:
+        self._watch.update(step, {self._names.of(key): value for key, value in rows.figures(row).items()})
         found = self._watch.alerts()
         times = Counter(alert.rule for alert in found)
         standing = [a for a in found if a.ended is None and times[a.rule] >= BY_NAME[a.rule].told_from]
@@ -113,11 +113,11 @@ def memory() -> dict[str, int]:
         said = Path("/proc/self/status").read_text()
     except OSError:
         return {}
-    found = {name: re.search(rf"^{key}:\s+(\d+) kB", said, re.M) for name, key in _HELD.items()}
+    found = {name: re.search(rf"^{key}:\s+(\d+) kB", said, re.M) for name, key in _STATUS_FIELDS.items()}
     return {name: 1024 * int(match[1]) for name, match in found.items() if match}
 
 
-class Trimmer:
+class MemoryTrimmer:
     """A limit on memory growth by fragmentation: it gives freed memory back to the system when the process grows.
 
     Freed tensors of many different sizes leave gaps in the heap that later tensors do not fit into. The memory after the first
@@ -136,12 +136,12 @@ class Trimmer:
             self._left -= 1
             self._usual = max(self._usual, now)
         elif now > self._above * self._usual:
-            give_back()
+            trim_heap()
             self._usual = max(self._usual, memory().get("anonymous_bytes", 0))  # the remaining memory is in use
         return held
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Make glibc give all freed memory back to the system. Do nothing with other C libraries, which have no such call."""
     if sys.platform.startswith("linux"):
         with contextlib.suppress(OSError, AttributeError):
@@ -158,12 +158,12 @@ class Journal:
     folder: RunFolder
     trackers: Sequence[Tracker] = field(default_factory=tuple)
     signal: StopSignal | None = None
-    announcer: Announcer | None = None
+    reporter: WarningReporter | None = None
     watchdog: Watchdog | None = None
     world: World = ALONE
     """The processes of the run; only rank 0 writes and prints."""
     callbacks: Callbacks = field(default_factory=Callbacks)
-    trim: Callable[[], dict[str, int]] = field(default_factory=Trimmer)
+    trim: Callable[[], dict[str, int]] = field(default_factory=MemoryTrimmer)
     told: set[str] = field(default_factory=set)
     """The kinds that `tell_once` has logged."""
 
@@ -199,10 +199,10 @@ class Journal:
 
     def metrics(self, step: int, figures: Mapping[str, Any]) -> None:
         """Write one row of metrics.jsonl, check it for warnings, and log it to the trackers."""
-        if self.announcer is not None:
-            self.announcer.see(step, figures)
+        if self.reporter is not None:
+            self.reporter.update(step, figures)
         self.folder.metrics({"step": step, **figures})
-        self.callbacks.see({"step": step, **figures})
+        self.callbacks.add_row({"step": step, **figures})
         for tracker in self.trackers:
             tracker.log(step, {name: float(value) for name, value in figures.items() if isinstance(value, int | float)})
 

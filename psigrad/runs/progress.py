@@ -19,7 +19,7 @@ NARROW = 100
 """Columns of a terminal below which the bar itself is omitted, so that its numbers fit."""
 
 
-class _Unheard:
+class _ClosableStream:
     """An output stream whose reader may close it, as `head` does. Later output is then dropped without an error.
 
     A character that the stream's encoding lacks becomes a question mark.
@@ -54,9 +54,9 @@ class _Unheard:
 
 
 @contextlib.contextmanager
-def readers_may_leave() -> Iterator[None]:
+def ignore_closed_output() -> Iterator[None]:
     """Let the block print to stdout and stderr without an error if these are missing or their reader closes them."""
-    with contextlib.redirect_stdout(_Unheard(sys.stdout)), contextlib.redirect_stderr(_Unheard(sys.stderr)):
+    with contextlib.redirect_stdout(_ClosableStream(sys.stdout)), contextlib.redirect_stderr(_ClosableStream(sys.stderr)):
         yield
 
 
@@ -76,7 +76,7 @@ def _lines(description: str, total: float, done: float, every: int, unit: str) -
         nonlocal at, calls, printed, since
         at, calls, now = at + count, calls + 1, time.monotonic()
         if every and at > printed and (calls >= every or at >= total or now - since >= SILENCE):
-            left = f", {show_left((now - begun) / (at - done) * (total - at))}" if at < total else ""
+            left = f", {format_remaining((now - begun) / (at - done) * (total - at))}" if at < total else ""
             pace = f"{(now - since) / (at - printed):.3g} s a {unit}"
             print("  ".join(filter(None, (f"{description} {at:g}/{total:g}", note, f"{pace}{left}"))), flush=True)
             calls, printed, since = 0, at, now
@@ -84,7 +84,7 @@ def _lines(description: str, total: float, done: float, every: int, unit: str) -
     return advance
 
 
-def show_left(seconds: float) -> str:
+def format_remaining(seconds: float) -> str:
     """Return the time left in words: 45 s left, 12 min left, 2.5 h left."""
     if seconds < 90:
         return f"{seconds:.0f} s left"
@@ -107,7 +107,7 @@ def _in_notebook(show: Any, description: str, total: float, done: float) -> Adva
 
     def draw() -> dict[str, str]:
         pace = (time.monotonic() - begun) / max(1e-9, at - done)
-        left = f"{pace:.3g} s a step, {show_left(pace * (total - at))}" if done < at < total else ""
+        left = f"{pace:.3g} s a step, {format_remaining(pace * (total - at))}" if done < at < total else ""
         words = "  ".join(filter(None, (f"{description} {at:g}/{total:g}", text, left)))
         mark = f'<progress value="{at:g}" max="{total:g}" style="width: 16em; vertical-align: middle"></progress>'
         return {"text/plain": words, "text/html": f'<div style="white-space: pre">{mark}  {html.escape(words)}</div>'}

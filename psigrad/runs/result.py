@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from psigrad import extras
 from psigrad.errors import UserError
 from psigrad.records.row_lines import read_steps
-from psigrad.records.rows import by_step, first_and_last, headline
+from psigrad.records.rows import first_and_last, headline, merge_by_step
 
 if TYPE_CHECKING:
     import pandas
@@ -33,7 +33,7 @@ class MetricsHistory(list[dict[str, Any]]):
         """Return a table indexed by "step", with the figures of a step and of its evaluations in one row."""
         import pandas
 
-        rows = list(by_step(self).values())
+        rows = list(merge_by_step(self).values())
         return pandas.DataFrame(rows).set_index("step").sort_index() if rows else pandas.DataFrame()
 
     def series(self, name: str) -> tuple[list[int], list[Any]]:

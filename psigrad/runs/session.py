@@ -19,18 +19,18 @@ from psigrad.config.load import to_dict
 from psigrad.processes.parallel import launch
 from psigrad.processes.parallel.world import ALONE, Division, World, join_world
 from psigrad.records import checkpoint, pins
-from psigrad.records.read import KEEPS, find_kept_step
+from psigrad.records.read import KEEPS, find_best_step
 from psigrad.records.row_lines import last_event, read_steps
-from psigrad.records.rows import by_step
+from psigrad.records.rows import merge_by_step
 from psigrad.records.run_folder import NullRunFolder, RunFolder
 from psigrad.runs import callbacks, machine
 from psigrad.runs.best import Best
 from psigrad.runs.callbacks import Callbacks
-from psigrad.runs.journal import Announcer, CompletionPrinter, Journal, Watchdog
+from psigrad.runs.journal import CompletionPrinter, Journal, WarningReporter, Watchdog
 from psigrad.runs.machine import device, prepared_torch
-from psigrad.runs.progress import readers_may_leave
+from psigrad.runs.progress import ignore_closed_output
 from psigrad.runs.result import Result
-from psigrad.runs.survival import Stopped, StopSignal, exits_are_errors
+from psigrad.runs.survival import Stopped, StopSignal, convert_exits
 
 
 @contextlib.contextmanager
@@ -40,7 +40,7 @@ def open_run(config: Any, recipe: str) -> Iterator[Journal]:
     Yield the run's journal. Only rank 0 writes to the folder.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(readers_may_leave())
+        stack.enter_context(ignore_closed_output())
         world = ALONE
         language = hasattr(config, "model")
         recompute = language and config.model.gradient_checkpointing
@@ -60,7 +60,7 @@ def open_run(config: Any, recipe: str) -> Iterator[Journal]:
 def _open_as(world: World, path: Path, config: Any, recipe: str) -> Iterator[Journal]:
     settings = {"recipe": recipe, **to_dict(config)}
     if world.rank:
-        with StopSignal() as stop, exits_are_errors():
+        with StopSignal() as stop, convert_exits():
             null_folder = NullRunFolder(path, world.broadcast(False))
             yield Journal(null_folder, signal=stop, world=world, callbacks=_callbacks(config, null_folder, world))
         return
@@ -74,9 +74,9 @@ def _open_as(world: World, path: Path, config: Any, recipe: str) -> Iterator[Jou
             60 * config.run.watchdog_minutes, path, lambda phase, s: folder.event("hanging", phase=phase, seconds=s)
         )
         try:
-            with watchdog.watching(), exits_are_errors():
+            with watchdog.watching(), convert_exits():
                 callbacks = _callbacks(config, folder, world)
-                journal = Journal(folder, trackers, stop, Announcer(folder), watchdog, world, callbacks)
+                journal = Journal(folder, trackers, stop, WarningReporter(folder), watchdog, world, callbacks)
                 if not folder.finished and (unheard := idle(config)):
                     journal.tell("no_effect", " ".join(unheard.values()), settings=list(unheard))
                 yield journal
@@ -165,13 +165,13 @@ def _verify_together(world: World, root: Path) -> checkpoint.Latest:
 def save_checkpoint(journal: Journal, step: int, write: Callable[[Path], None], run: Run, meta: Mapping[str, Any]) -> None:
     """Save a checkpoint of the files that `write` makes, and delete old checkpoints. Flush the run's rows to the disk first."""
     journal.folder.flush()
-    path = checkpoint.save(journal.folder.checkpoints, step, write, meta={**meta, **vouch_for(journal)})
+    path = checkpoint.save(journal.folder.checkpoints, step, write, meta={**meta, **folder_facts(journal)})
     checkpoint.prune(journal.folder.checkpoints, run.save_total_limit)
     journal.folder.checkpoint_bytes = checkpoint.size_of(path)
     journal.folder.event("saved", step=step)
 
 
-def vouch_for(journal: Journal) -> dict[str, Any]:
+def folder_facts(journal: Journal) -> dict[str, Any]:
     """Return the facts about the run folder that a checkpoint's manifest stores: settings, and numbers of rows and bytes."""
     return {"settings": journal.folder.settings, "rows": dict(journal.folder.rows), "ends": journal.folder.ends()}
 
@@ -211,7 +211,7 @@ def check_pins(run: Run, journal: Journal, manifest: Mapping[str, Any], pinned: 
 
 def evaluations(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the first evaluation of a run and the evaluation of its final weights, each with its step."""
-    kept = find_kept_step([last_event(folder / "events.jsonl", *KEEPS)])
-    rows = by_step(row for row in read_steps(folder / "metrics.jsonl") if any(name.startswith("eval/") for name in row))
+    kept = find_best_step([last_event(folder / "events.jsonl", *KEEPS)])
+    rows = merge_by_step(row for row in read_steps(folder / "metrics.jsonl") if any(name.startswith("eval/") for name in row))
     ordered = [rows[step] for step in sorted(rows) if step <= kept]
     return (ordered[0], ordered[-1]) if ordered else ({}, {})

@@ -1,4 +1,4 @@
-"""Safe handling of stops and exits: `supervise` around a command, `exits_are_errors` and `StopSignal` around a run."""
+"""Safe handling of stops and exits: `supervise` around a command, `convert_exits` and `StopSignal` around a run."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _wait_for(child: int) -> int:
 
 
 @contextlib.contextmanager
-def exits_are_errors() -> Iterator[None]:
+def convert_exits() -> Iterator[None]:
     """Turn a `sys.exit` of user code in the block into a `UserError`."""
     try:
         yield

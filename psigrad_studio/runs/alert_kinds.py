@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from psigrad.records.warnings import BY_NAME, Alert, Watch
+from psigrad.records.warnings import BY_NAME, RunWarning, Watch
 
 
-def alert_of(alert: Alert) -> dict[str, Any]:
+def alert_of(alert: RunWarning) -> dict[str, Any]:
     """Return an alert with the texts of its rule."""
     rule = BY_NAME[alert.rule]
     return {
@@ -24,13 +24,13 @@ def alert_of(alert: Alert) -> dict[str, Any]:
     }
 
 
-def by_kind(alerts: Sequence[Alert], watch: Watch) -> list[dict[str, Any]]:
+def by_kind(alerts: Sequence[RunWarning], watch: Watch) -> list[dict[str, Any]]:
     """Return one entry for each rule that was ever raised, active ones first.
 
     Each was raised `count` times, from `step` to `ended` (None: it is active). It is `calm` if it has ended, or if a solved task
     explains it.
     """
-    found: dict[str, list[Alert]] = {}
+    found: dict[str, list[RunWarning]] = {}
     for alert in alerts:
         found.setdefault(alert.rule, []).append(alert)
     kinds = []

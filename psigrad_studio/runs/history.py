@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.records.rows import figures, number, parse_row, parse_step
-from psigrad.records.warnings import Alert, SignalNames, Watch
+from psigrad.records.warnings import RunWarning, SignalNames, Watch
 from psigrad_studio.runs.files import Tail, content
 from psigrad_studio.runs.tokens import is_deep
 
@@ -111,7 +111,7 @@ class History:
         self.last_step = max(self.last_step, step)
         if (seen := named.get("num_tokens")) is not None:
             _point(self.tokens, step, seen)
-        self.watch.see(step, named)
+        self.watch.update(step, named)
 
     def _add(self, name: str, step: float, value: float) -> None:
         series = self.series.get(name)
@@ -160,13 +160,13 @@ class History:
             alive = time.time() - self.written < SILENT_SECONDS
         return "running" if alive else "failed" if last else "stopped"
 
-    def alerts(self, state: str) -> list[Alert]:
+    def alerts(self, state: str) -> list[RunWarning]:
         """Return the alerts of all rules, and one more if a running run has been silent for too long."""
         found = self.watch.alerts()
         usual = statistics.median(self.series["step_time"].values[-100:]) if "step_time" in self.series else 0.0
         silent = time.time() - self.written
         if state == "running" and silent > max(SILENT_SECONDS, 10 * usual):
-            found.insert(0, Alert("silent", self.last_step, None, self.last_step, silent))
+            found.insert(0, RunWarning("silent", self.last_step, None, self.last_step, silent))
         return found
 
 

@@ -14,7 +14,7 @@ from psigrad.objective.catalog import METHODS
 from psigrad.records.read import load
 from psigrad.records.report.verdict import verdict
 from psigrad.records.warnings import RULES, Watch, texts
-from psigrad.runs.journal import Announcer
+from psigrad.runs.journal import WarningReporter
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("flat_reward", "not_finite", "unscored")
@@ -103,9 +103,9 @@ def told(folder, given, capsys):
         def event(self, kind, **more):
             said.append(more["rule"])
 
-    announcer = Announcer(Folder())
+    announcer = WarningReporter(Folder())
     for row in given:
-        announcer.see(row["step"], row)
+        announcer.update(row["step"], row)
     printed = capsys.readouterr().err
     assert printed.count("warning from step") == len(said)
     return str(verdict(load(run, rollouts=False))), said
@@ -141,22 +141,22 @@ def test_a_run_that_falls_back_from_its_solution_is_told_then(tmp_path, capsys):
 def test_rewards_above_one_are_no_score():
     watch = Watch()
     for step, reward in enumerate([0.1, 0.95, 0.99, 2.0]):
-        watch.see(step, {"reward": reward})
+        watch.update(step, {"reward": reward})
     assert watch.score is None
     for step, reward in enumerate([0.9, 0.95, 1.0]):
-        watch.see(step, {"reward": reward})
+        watch.update(step, {"reward": reward})
     assert watch.score == pytest.approx(0.95) and not watch.explains("truncated")
 
 
 def test_a_step_that_was_skipped_is_no_number():
     """Its gradient was not finite: nothing was stepped, and no norm is written."""
     watch = Watch()
-    watch.see(1, {"loss": 2.0, "updates": 1.0, "grad_norm": 1.0})
-    watch.see(2, {"loss": 2.0, "updates": 0.0})
+    watch.update(1, {"loss": 2.0, "updates": 1.0, "grad_norm": 1.0})
+    watch.update(2, {"loss": 2.0, "updates": 0.0})
     (alert,) = watch.alerts()
     assert (alert.rule, alert.step, alert.ended) == ("not_finite", 2, None)
-    watch.see(3, {"loss": 2.0, "updates": 1.0, "grad_norm": 1.0})
+    watch.update(3, {"loss": 2.0, "updates": 1.0, "grad_norm": 1.0})
     assert [alert.ended for alert in watch.alerts()] == [3]
     idle = Watch()
-    idle.see(1, {"updates": 0.0})  # no pair of the step differed, so there was no loss
+    idle.update(1, {"updates": 0.0})  # no pair of the step differed, so there was no loss
     assert idle.alerts() == []

@@ -213,7 +213,7 @@ def with_model(path):
         journal = SimpleNamespace(folder=folder, world=SimpleNamespace(rank=0))
         folder.event("started", step=0)
         folder.metrics({"step": 1})
-        meta = session.vouch_for(journal)
+        meta = session.folder_facts(journal)
         checkpoint.save(folder.checkpoints, 1, lambda place: save_file({"w": torch.ones(9)}, place / "w.safetensors"), meta=meta)
         folder.save_model(lambda place: place.mkdir() or save_file({"w": torch.ones(9)}, place / "model.safetensors"))
         session.note_end(journal)
@@ -303,7 +303,7 @@ def test_a_large_file_is_cut_where_a_checkpoint_saw_its_end_and_not_read(tmp_pat
     end = sum(map(len, lines[:7]))
     monkeypatch.setattr(row_lines, "_LARGE", 1)
     monkeypatch.setattr(row_lines, "read_lines", None)
-    assert row_lines.cut_back(tmp_path / "run" / "metrics.jsonl", 7, 7, end) == (7, 0)
+    assert row_lines.truncate_large(tmp_path / "run" / "metrics.jsonl", 7, 7, end) == (7, 0)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == b"".join(lines[:7])
 
 
@@ -315,7 +315,7 @@ def test_a_large_file_is_cut_where_a_checkpoint_saw_its_end_and_not_read(tmp_pat
 def test_a_large_file_whose_end_is_not_what_a_checkpoint_saw_is_read(step, rows, end, tmp_path, monkeypatch):
     lines = written(tmp_path / "run", 10)
     monkeypatch.setattr(row_lines, "_LARGE", 1)
-    assert row_lines.cut_back(tmp_path / "run" / "metrics.jsonl", step, rows, sum(map(len, lines[:7])) + end) is None
+    assert row_lines.truncate_large(tmp_path / "run" / "metrics.jsonl", step, rows, sum(map(len, lines[:7])) + end) is None
 
 
 def test_a_run_that_goes_on_cuts_its_large_files(tmp_path, monkeypatch):
@@ -324,7 +324,7 @@ def test_a_run_that_goes_on_cuts_its_large_files(tmp_path, monkeypatch):
     with RunFolder.open(path, CONFIG) as folder:
         journal = SimpleNamespace(folder=folder, world=ALONE)
         folder.rollouts([{"step": 1}, {"step": 2}])
-        meta = session.vouch_for(journal)
+        meta = session.folder_facts(journal)
         checkpoint.save(folder.checkpoints, 2, lambda place: save_file({"w": torch.ones(9)}, place / "w.safetensors"), meta=meta)
         folder.rollouts([{"step": 3}])
     assert meta["ends"] == {"rollouts": 24}  # two lines of 12 bytes

@@ -106,7 +106,7 @@ def test_going_back_in_a_large_file_reads_its_end_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(
         row_lines,
         "take_back",
-        lambda file, *given: pytest.fail(f"{file} was read") if "rollouts" in str(file) else row_lines.TakenBack(0, 0),
+        lambda file, *given: pytest.fail(f"{file} was read") if "rollouts" in str(file) else row_lines.Truncation(0, 0),
     )
     with RunFolder.open(path, {"recipe": "online"}) as folder:
         begin = time.process_time()

@@ -11,9 +11,9 @@ from tiny_rewards import constant
 
 from psigrad.language.recipes import online
 from psigrad.records.read import load
-from psigrad.records.report.verdict import watched
+from psigrad.records.report.verdict import apply_rules
 from psigrad.records.run_folder import RunFolder
-from psigrad.runs.journal import Announcer, Journal
+from psigrad.runs.journal import Journal, WarningReporter
 
 
 def events(folder, kind="warning"):
@@ -32,7 +32,7 @@ def test_rewards_that_do_not_differ_are_told_once(job, tmp_path, capsys):
 
 def test_negative_control_a_sound_run_is_quiet(tmp_path, capsys):
     with RunFolder.open(tmp_path / "run", {"recipe": "sft"}) as folder:
-        journal = Journal(folder, announcer=Announcer(folder))
+        journal = Journal(folder, reporter=WarningReporter(folder))
         for step in range(1, 60):
             journal.metrics(step, {"reward": step / 60, "reward_std": 0.3, "frac_reward_zero_std": 0.1, "grad_norm": 1.0})
     assert capsys.readouterr().err == "" and events(tmp_path / "run") == []
@@ -43,7 +43,7 @@ def test_a_run_that_goes_on_is_told_of_nothing_twice(before, tmp_path, capsys):
     flat = {"reward": 1.0, "reward_std": 0.0}
     for steps in (range(1, before + 1), range(before + 1, 12)):
         with RunFolder.open(tmp_path / "run", {"recipe": "sft"}) as folder:
-            journal = Journal(folder, announcer=Announcer(folder))
+            journal = Journal(folder, reporter=WarningReporter(folder))
             for step in steps:
                 journal.metrics(step, flat)
     assert len(events(tmp_path / "run")) == 1, "five rows in a row, some of them from before the stop"
@@ -53,13 +53,13 @@ def test_a_run_that_goes_on_is_told_of_nothing_twice(before, tmp_path, capsys):
 def test_a_leap_of_the_gradient_is_told_when_it_comes_again_and_again(leaps, tmp_path, capsys):
     at = (30, 90, 150)[:leaps]
     with RunFolder.open(tmp_path / "run", {"recipe": "sft"}) as folder:
-        journal = Journal(folder, announcer=Announcer(folder))
+        journal = Journal(folder, reporter=WarningReporter(folder))
         for step in range(1, 200):
             journal.metrics(step, {"reward": 0.5, "reward_std": 0.3, "grad_norm": 30.0 if step in at else 1.0})
     told = [(event["rule"], event["step"]) for event in events(tmp_path / "run")]
     assert told == ([("grad_norm", 150)] if leaps == 3 else []) and ("spike" in capsys.readouterr().err) == (leaps == 3)
     run = load(tmp_path / "run", rollouts=False)
-    assert [alert.rule for alert in watched(run).alerts()] == ["grad_norm"] * leaps, "the report has every time"
+    assert [alert.rule for alert in apply_rules(run).alerts()] == ["grad_norm"] * leaps, "the report has every time"
 
 
 @pytest.mark.parametrize("count", [0, 2])

@@ -217,7 +217,7 @@ def evaluated(job, tmp_path, rows, **settings):
     config = replace(config, evaluation=replace(config.evaluation, **settings))
     hooks = callbacks.Callbacks([Reader()], config)
     for step, row in enumerate(rows, start=1):
-        hooks.see({"step": step, **row})
+        hooks.add_row({"step": step, **row})
         hooks.after_evaluation(callbacks.RunState(step=step))
     return told, (hooks.visible_state.best_global_step, hooks.visible_state.best_metric)
 

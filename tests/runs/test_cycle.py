@@ -115,7 +115,7 @@ def test_the_best_evaluation_is_saved_also_behind_a_step_without_a_finite_gradie
     journal = Quiet()
     journal.callbacks = hooks = Callbacks([best], config)
     settings = Run(progress=False, save_minutes=0.0)
-    evaluate = lambda s: hooks.see({"step": s.step, "eval/loss": next(losses)})  # noqa: E731
+    evaluate = lambda s: hooks.add_row({"step": s.step, "eval/loss": next(losses)})  # noqa: E731
     run(nonfinite_at(2), found, settings, 4, journal=journal, evaluate=evaluate, eval_steps=1)
     assert best.step == 2 and found == [1, 2, 4]
 
@@ -169,7 +169,12 @@ def test_without_a_terminal_a_slow_step_is_reported_after_ten_seconds_with_the_t
         "grpo 3/5  reward 1  4 s a step, 8 s left",  # 12 s, of 2 more steps at 4 s each
         "grpo 5/5  reward 1  94 s a step",  # (200 − 12) / 2
     ]
-    assert [progress.show_left(s) for s in (89, 91, 5399, 9000)] == ["89 s left", "2 min left", "90 min left", "2.5 h left"]
+    assert [progress.format_remaining(s) for s in (89, 91, 5399, 9000)] == [
+        "89 s left",
+        "2 min left",
+        "90 min left",
+        "2.5 h left",
+    ]
 
 
 def test_weights_that_are_not_finite_are_never_sealed(job, tmp_path):

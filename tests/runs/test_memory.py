@@ -15,7 +15,7 @@ import torch
 from tiny_jobs import forked
 
 from psigrad.runs import journal, machine
-from psigrad.runs.journal import Journal, Trimmer
+from psigrad.runs.journal import Journal, MemoryTrimmer
 from psigrad.step import Clock
 
 pytestmark = pytest.mark.needs("linux")
@@ -27,12 +27,12 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """What the process will hold at the end of each step, and, as negative numbers, what was given back."""
     found: list[int] = []
     monkeypatch.setattr(journal, "memory", lambda: {"memory_bytes": 2 * found[0] + len(found), "anonymous_bytes": found[0]})
-    monkeypatch.setattr(journal, "give_back", lambda: found.append(-found[0]))
+    monkeypatch.setattr(journal, "trim_heap", lambda: found.append(-found[0]))
     yield found
 
 
 def test_memory_is_given_back_above_what_the_first_steps_held(held: list[int]) -> None:
-    trim = Trimmer(steps=2)
+    trim = MemoryTrimmer(steps=2)
     for bytes_held, given in ((100, False), (90, False), (102, False), (103, True), (102, False)):
         held[:] = [bytes_held]
         assert trim() == {"memory_bytes": 2 * bytes_held + 1}
@@ -40,7 +40,7 @@ def test_memory_is_given_back_above_what_the_first_steps_held(held: list[int]) -
 
 
 def test_what_is_held_after_it_was_given_back_is_needed(held: list[int]) -> None:
-    trim = Trimmer(steps=1)
+    trim = MemoryTrimmer(steps=1)
     for bytes_held, given in ((100, False), (200, True), (204, False), (205, True)):
         held[:] = [bytes_held]
         trim()
@@ -51,8 +51,8 @@ def test_pages_of_files_that_the_system_takes_back_hide_no_hole(monkeypatch: pyt
     """Where memory is short a process that holds more of its own may hold less in all."""
     held, given = iter([(100, 180), (103, 110), (103, 110)]), []
     monkeypatch.setattr(journal, "memory", lambda: dict(zip(("anonymous_bytes", "memory_bytes"), next(held), strict=True)))
-    monkeypatch.setattr(journal, "give_back", lambda: given.append(True))
-    trim = Trimmer(steps=1)
+    monkeypatch.setattr(journal, "trim_heap", lambda: given.append(True))
+    trim = MemoryTrimmer(steps=1)
     assert [trim(), trim()] == [{"memory_bytes": 180}, {"memory_bytes": 110}] and given == [True]
 
 
@@ -70,9 +70,9 @@ def peak(trims: bool, leak: int, seed: int) -> float:
     the end of a step, as freed memory is kept.
     """
     machine.keep_freed_memory()
-    journal.give_back()
+    journal.trim_heap()
     draw, caches, leaked, held, peaks = random.Random(seed), [], [], 0, []
-    ours = Trimmer() if trims else journal.memory
+    ours = MemoryTrimmer() if trims else journal.memory
     for _ in range(60):
         live: list[torch.Tensor] = []
         for _ in range(30):

@@ -25,7 +25,7 @@ def watched(change, rows=ROWS, begin=BEGIN):
     """The alerts of a run that goes well until row `begin`, and from there as `change(row number)` says."""
     watch = Watch()
     for step in range(1, rows + 1):
-        watch.see(step, named(figures(step) | (change(step) if step >= begin else {})))
+        watch.update(step, named(figures(step) | (change(step) if step >= begin else {})))
     return watch.alerts()
 
 
@@ -87,7 +87,7 @@ def evaluated(rewards, solved, prompts=64, every=5):
         if step % every == 0:
             mean = sum(rng.random() < chance for _ in range(prompts)) / prompts
             row |= {"eval/exact/mean": mean, "eval/exact/low": mean - 1.96 * math.sqrt(mean * (1 - mean) / prompts)}
-        watch.see(step, named(row))
+        watch.update(step, named(row))
     return {alert.rule for alert in watch.alerts()}
 
 
@@ -97,7 +97,7 @@ def hacked_at_once(rewards, last=0.01):
     for step in range(31):
         held_out = 0.67 if step == 0 else last
         row = {} if step == 0 else {"reward": rewards[min(step, len(rewards)) - 1]}
-        watch.see(step, named(row | ({"eval/m/mean": held_out, "eval/m/low": held_out - 0.01} if step % 10 == 0 else {})))
+        watch.update(step, named(row | ({"eval/m/mean": held_out, "eval/m/low": held_out - 0.01} if step % 10 == 0 else {})))
     return [alert for alert in watch.alerts() if alert.rule == "apart"]
 
 
@@ -117,9 +117,9 @@ def test_negative_control_where_the_reward_falls_too_or_the_truth_stays_nothing_
 def test_a_row_of_held_out_figures_takes_no_warning_of_nan_back():
     watch = Watch()
     for row in ({"loss": 1.0}, {"loss": math.nan}, {"eval/m/mean": 0.5, "eval/completions/mean_length": 3.0}, {"eval/loss": 1.0}):
-        watch.see(1, named(row))
+        watch.update(1, named(row))
     assert [alert.ended for alert in watch.alerts()] == [None]
-    watch.see(2, named({"loss": 1.0}))  # negative control: a sound step does
+    watch.update(2, named({"loss": 1.0}))  # negative control: a sound step does
     assert [alert.ended for alert in watch.alerts()] == [2]
 
 
@@ -165,7 +165,7 @@ def test_a_steady_or_noisy_gradient_is_no_leap():
     for norms, told in (([2.0] * 200, 0), (skewed, 0), ([2.0] * 40 + [7.9], 0), ([2.0] * 40 + [8.1], 1)):
         watch = Watch()
         for step, norm in enumerate(norms):
-            watch.see(step, {"grad_norm": norm})
+            watch.update(step, {"grad_norm": norm})
         assert len(watch.alerts()) == told
 
 
@@ -185,7 +185,7 @@ def test_the_deviation_of_the_gradient_is_that_of_the_last_50_rows():
 def test_imitation_may_lose_its_entropy():
     watch = Watch()
     for step in range(50):
-        watch.see(step, {"entropy": 2.0 if step < 10 else 0.01, "loss": 1.0})
+        watch.update(step, {"entropy": 2.0 if step < 10 else 0.01, "loss": 1.0})
     assert watch.alerts() == []
 
 

@@ -177,7 +177,7 @@ class CheckpointWriter:
         self.wait()
         # The rows must be on disk before the checkpoint that vouches for them.
         journal.folder.flush(now.step, getattr(self._config, "record_rows", 0))
-        meta = {**machine.versions(), **self._pinned, **session.vouch_for(journal)}
+        meta = {**machine.versions(), **self._pinned, **session.folder_facts(journal)}
         write = stage(now, self._learners, world, copies=self._async)
         if self._async:
             self._job = _in_thread(partial(self._finish, now, write, meta))
@@ -258,7 +258,7 @@ def begin(
         first = replace(first, ended=False)
     model: Any = learners[0].model
     if journal.callbacks and world.rank == 0 and not world.lockstep:
-        journal.callbacks.know(model.adapter or model.network, model.tokenizer)
+        journal.callbacks.set_model(model.adapter or model.network, model.tokenizer)
     slower = getattr(model, "slow_reason", "")
     how = {"slower": slower, "instructions": getattr(model, "instructions", "")}
     session.note_start(config.run, journal, found, first.step, pinned, **how, rows=rows[0], eval_rows=rows[1])

@@ -111,7 +111,7 @@ def _index(run: RunData, name: str, task: str) -> list[dict[str, Any]]:
     last = (run.evaluations or [{}])[-1]
     metrics = [
         {"name": f"held-out {stem}", "type": stem, "value": value}
-        for stem, key in _held_out(run)
+        for stem, key in _held_out_figures(run)
         if stem != "kl" and math.isfinite(value := number(last.get(key)))
     ]
     if not metrics:
@@ -121,7 +121,7 @@ def _index(run: RunData, name: str, task: str) -> list[dict[str, Any]]:
     return [{"name": name, "results": [{"task": {"type": task}, "dataset": data, "metrics": metrics}]}]
 
 
-def _held_out(run: RunData) -> Iterator[tuple[str, str]]:
+def _held_out_figures(run: RunData) -> Iterator[tuple[str, str]]:
     """Yield (name, key of metrics.jsonl) of the held-out figures of the card: means, figures with an interval, and the loss."""
     keys = run.keys("eval/")
     for key in keys:
@@ -138,7 +138,7 @@ def _held_out_table(run: RunData) -> list[list[str]]:
     first, last = rows[0], rows[-1]
     ends = [("before", first), ("after", last)] if len(rows) > 1 else [("after", last)]
     head = ["held-out", *(f"{when} (step {show_number(row['step'])})" for when, row in ends)]
-    lines = [[name, *(_with_interval(row, key) for _, row in ends)] for name, key in _held_out(run) if key in last]
+    lines = [[name, *(_with_interval(row, key) for _, row in ends)] for name, key in _held_out_figures(run) if key in last]
     return [head, ["---"] * len(head), *lines]
 
 

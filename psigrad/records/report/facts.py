@@ -27,27 +27,27 @@ def facts(run: RunData) -> list[tuple[str, str]]:
     commands = list(dict.fromkeys(str(event["command"]) for event in starts if event.get("command")))
     machine = next((m for event in reversed(starts) if isinstance(m := event.get("machine"), dict)), {})
     by = next((event.get("instructions") for event in reversed(starts)), "")
-    on = (machine.get("processor"), *_shares(machine), by, machine.get("gpu"))
-    slower = (next((str(event.get("slower") or "") for event in reversed(starts)), ""), _computed_again(run))
+    on = (machine.get("processor"), *_describe_limits(machine), by, machine.get("gpu"))
+    slower = (next((str(event.get("slower") or "") for event in reversed(starts)), ""), _describe_recomputation(run))
     versions = machine.get("versions")
     facts = [
         ("Begun", f"{began}, taken up again {_times(len(starts) - 1)}" if began and len(starts) > 1 else began),
-        ("Took", _took(run)),
+        ("Took", _describe_duration(run)),
         ("Command", "\n".join(clip(command, 1000) for command in commands[-3:])),
         ("On", ", ".join(str(part) for part in on if part)),
         ("Slower", "\n".join(filter(None, slower))),
-        ("Sampler against trainer", _sampled(run)),
+        ("Sampler against trainer", _describe_sampler_gap(run)),
         ("With", ", ".join(f"{name} {number}" for name, number in versions.items()) if isinstance(versions, dict) else ""),
     ]
     return [(name, said) for name, said in facts if said]
 
 
-def _computed_again(run: RunData) -> str:
+def _describe_recomputation(run: RunData) -> str:
     """Return the reason why training did not reuse the activations of sampling; "" if it did."""
     return next((str(event.get("why")) for event in reversed(run.events) if event.get("kind") == "forward_again"), "")
 
 
-def _sampled(run: RunData) -> str:
+def _describe_sampler_gap(run: RunData) -> str:
     """Return a text on how much the log-probs of sampler and trainer differed during the run; "" if it was not measured."""
     mean, most, share = (run.series(f"sampling/sampling_logp_difference/{name}")[1] for name in ("mean", "max", "share"))
     if not share:
@@ -64,11 +64,11 @@ def _times(n: int) -> str:
     return "once" if n == 1 else f"{n:,} times"
 
 
-def _shares(machine: dict[str, Any]) -> list[str]:
+def _describe_limits(machine: dict[str, Any]) -> list[str]:
     return [f"{machine[name]} {name}" for name in ("cores", "threads") if machine.get(name)]
 
 
-def _took(run: RunData) -> str:
+def _describe_duration(run: RunData) -> str:
     """Return a text with the duration of the run, and the time of that which steps and evaluations took.
 
     The duration is the sum over all starts of the time from the start to the last event.

@@ -22,12 +22,12 @@ from psigrad.records import run_folder
 from psigrad.records.read import TEXT_LIMIT, RunData, Sample, clip, interval, load_all, show_number
 from psigrad.records.report import plots
 from psigrad.records.report.facts import describe_method, facts, format_time, overrides
-from psigrad.records.report.verdict import verdict, watched
+from psigrad.records.report.verdict import apply_rules, verdict
 from psigrad.records.row_lines import replace_file
 from psigrad.records.rows import number
 from psigrad.records.signals import SIGNAL_BY_NAME, name_of
 from psigrad.records.warnings import BY_NAME as RULES
-from psigrad.records.warnings import Alert
+from psigrad.records.warnings import RunWarning
 from psigrad.redaction import escape
 
 SAMPLES, AT_ONCE = 24, 6
@@ -40,7 +40,7 @@ _VERDICTS = {1.0: "good", 0.0: "bad"}
 class Cell:
     """One cell of a table: its content `value` and its style `kind`.
 
-    The template has these styles: n (a number), text (verbatim, truncated), whole (verbatim), said (a conversation as (role,
+    The template has these styles: n (a number), text (verbatim, truncated), verbatim, conversation (messages as (role,
     text, images as data URIs)), soft (grey text), range (an interval after a number), key (a run's colour and `name`), verdict
     (good or bad).
     """
@@ -52,18 +52,18 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the page, with a `note` and a sentence (`said`) about it."""
+    """A table of the page, with a `note` and a sentence (`summary`) about it."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     note: str = ""
-    said: str = ""
-    whole: bool = False
+    summary: str = ""
+    full_width: bool = False
     """True if the table is as wide as the page, for long texts.
 
     On a phone each row of any table is displayed as a block, in which every cell has its column's title above it.
     """
-    shown: int = 0
+    visible_rows: int = 0
     """The number of rows that are visible at first; the others can be unfolded. 0: all."""
     name: str = ""
     """The table's name for screen readers."""
@@ -163,8 +163,8 @@ def _trace(run: RunData) -> str:
 
 def _warnings(run: RunData) -> Table | None:
     """Return a table of the warnings about the run, the current ones first."""
-    raised: dict[str, list[Alert]] = {}
-    watch = watched(run)
+    raised: dict[str, list[RunWarning]] = {}
+    watch = apply_rules(run)
     for alert in watch.alerts():
         raised.setdefault(alert.rule, []).append(alert)
     rows = []
@@ -258,13 +258,13 @@ def _samples(run: RunData) -> Table | None:
     cells = []
     for row in rows[:SAMPLES]:
         said = [(role, text, thumbnails(run.path, text)) for role, text in row[steps[0]].messages]
-        cells.append([Cell(said or row[steps[0]].prompt, "said" if said else "whole")])
+        cells.append([Cell(said or row[steps[0]].prompt, "conversation" if said else "verbatim")])
         for sample in row.values():
             verdict = _verdict(sample)
             mark = Cell(verdict, "verdict") if verdict else _number(sample.reward)
-            cells[-1] += [Cell(sample.completion, "whole"), mark]
+            cells[-1] += [Cell(sample.completion, "verbatim"), mark]
     note = f"First {min(SAMPLES, len(rows))} of {len(rows):,}; those whose reward changed stand first."
-    return Table(head, cells, note, turned, whole=True, shown=AT_ONCE)
+    return Table(head, cells, note, turned, full_width=True, visible_rows=AT_ONCE)
 
 
 def thumbnails(run: Path, text: str) -> list[str]:

@@ -49,11 +49,11 @@ def print_result(result: Any) -> None:
     print(f"\nmodel   {result.model}" + (f"\nreport  {result.report}" if result.report else ""))
     if film.exists():
         print(f"video   {film}")
-    if kept := what_is_kept(result.folder):
+    if kept := describe_disk_use(result.folder):
         print(kept)
 
 
-def what_is_kept(folder: Path) -> str:
+def describe_disk_use(folder: Path) -> str:
     """Return the run's size on the disk and how to reduce it, if it is 100 MB or more; otherwise ""."""
     model, adapter, checkpoints = (checkpoint.size_of(folder / name) for name in ("model", "model/adapter", "checkpoints"))
     if model + checkpoints < 100e6:

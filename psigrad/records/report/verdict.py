@@ -29,14 +29,14 @@ By Pinsker's inequality, no success rate then changes by more than 0.07.
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a run: a judgement such as Learned (`word`), and the figures on which it is based (`said`)."""
+    """The verdict on a run: a judgement such as Learned (`judgement`), and the figures on which it is based (`evidence`)."""
 
-    word: str
-    said: str
+    judgement: str
+    evidence: str
     mood: Mood = "plain"
 
     def __str__(self) -> str:
-        return f"{self.word}: {self.said}" if self.said else f"{self.word}."
+        return f"{self.judgement}: {self.evidence}" if self.evidence else f"{self.judgement}."
 
 
 def verdict(run: RunData) -> Verdict:
@@ -52,7 +52,7 @@ def verdict(run: RunData) -> Verdict:
     """
     word, mood, figures_said = _judge(run)
     end: Mapping[str, Any] = next((event for event in reversed(run.events) if event.get("kind") in _ENDS), {})
-    parts = [*figures_said, *_divergence(run), *_warnings(watched(run))]
+    parts = [*figures_said, *_divergence(run), *_warnings(apply_rules(run))]
     if end.get("kind") == "failed":
         word, mood = "Failed", "bad"
         parts.insert(0, " ".join(str(end.get("reason") or "no reason was noted").split()))
@@ -74,12 +74,12 @@ def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
             change = paired_difference(*zip(*pairs, strict=True)) if pairs else _unpaired(first, last)
             word, mood, said = _change(name, first, last, change, rows_judged)
             paired = [f"change {_signed(change)} over {len(pairs):,} prompts"] if pairs and math.isfinite(change.low) else []
-            moved = [] if mood in ("good", "bad") else _moved_little(run)
+            moved = [] if mood in ("good", "bad") else _describe_small_change(run)
             return word, mood, [*said, *paired, *moved, *_parts(judged[0], judged[-1])]
     if len(losses := [number(row["eval/loss"]) for row in run.evaluations if "eval/loss" in row]) > 1:
-        return "Trained", "plain", [f"held-out loss {_short(losses[0])} → {_short(losses[-1])}", *_moved_little(run)]
+        return "Trained", "plain", [f"held-out loss {_short(losses[0])} → {_short(losses[-1])}", *_describe_small_change(run)]
     once = [
-        f"held-out {metric.removeprefix('eval/')} {_with(number(row[f'{metric}/mean']), *_interval(row, metric))}"
+        f"held-out {metric.removeprefix('eval/')} {_with_interval(number(row[f'{metric}/mean']), *_interval(row, metric))}"
         for row in rows
         if metric and f"{metric}/mean" in row
     ]
@@ -118,7 +118,7 @@ def _unpaired(first: Interval, last: Interval) -> Interval:
 
 def _change(name: str, first: Interval, last: Interval, change: Interval, rows: float) -> tuple[str, Mood, list[str]]:
     """Return the judgement, its mood and the texts of the figures for two evaluations of `rows` rows."""
-    said = [f"held-out {name} {_with(*first)} → {_with(*last)}"]
+    said = [f"held-out {name} {_with_interval(*first)} → {_with_interval(*last)}"]
     if not math.isfinite(change.mean):
         return "Unknown", "bad", said
     if rows < LEAST_ROWS:
@@ -132,7 +132,7 @@ def _change(name: str, first: Interval, last: Interval, change: Interval, rows: 
     return ("Learned", "good", said) if change.mean > 0 else ("Got worse", "bad", said)
 
 
-def _moved_little(run: RunData) -> list[str]:
+def _describe_small_change(run: RunData) -> list[str]:
     """Return a sentence if the completions, the KL or the loss show that training hardly changed the policy; otherwise []."""
     advice = "raise the learning rate or train for more steps"
     ends = [(row[min(row)].completion, row[max(row)].completion) for row in run.compared if len(row) > 1]
@@ -168,7 +168,7 @@ def _interval(row: Mapping[str, Any], metric: str) -> tuple[float, float]:
     return number(row.get(f"{metric}/low")), number(row.get(f"{metric}/high"))
 
 
-def _with(mean: float, low: float, high: float) -> str:
+def _with_interval(mean: float, low: float, high: float) -> str:
     """Return a mean and its interval as text."""
     return _short(mean) + (f" [{_short(low)}, {_short(high)}]" if low < high < math.inf else "")
 
@@ -189,11 +189,11 @@ def _divergence(run: RunData) -> list[str]:
     return [f"KL to the start {_short(kl)} nats per completion"] if kind_of(run.config) == "online" and math.isfinite(kl) else []
 
 
-def watched(run: RunData) -> Watch:
+def apply_rules(run: RunData) -> Watch:
     """Return a `Watch` that has applied the rules of `psigrad.records.warnings` to all rows of a run."""
     watch, names = Watch(), SignalNames()
     for row in run.metrics:
-        watch.see(row["step"], {names.of(key): value for key, value in figures(row).items()})
+        watch.update(row["step"], {names.of(key): value for key, value in figures(row).items()})
     return watch
 
 

@@ -62,7 +62,7 @@ def test_it_learned_where_the_rise_is_more_than_chance(tmp_path, after, word):
     rows = [(0, 0.25, 0.15, 0.35), (9, *after)]
     lines = [{"step": s, "eval/m/mean": m, "eval/m/low": low, "eval/m/high": high} for s, m, low, high in rows]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert verdict(load(tmp_path)).word == word
+    assert verdict(load(tmp_path)).judgement == word
 
 
 def test_the_verdict_of_a_run_says_how_it_ended(run):
@@ -132,9 +132,9 @@ def test_four_pairs_that_were_ties_are_no_verdict(tmp_path):
     said = "Too few to judge: held-out accuracy 0.5 → 1 [0.51, 1]; of 4 held-out rows, and a verdict takes 10"
     assert str(found).startswith(said) and found.mood == "plain"
     many = judged(tmp_path, (0.5,) * 3, (1.0, 0.93, 1.0), key=PAIRED, events=[started | {"eval_rows": 50}])
-    assert many.word == "Learned"  # negative control: 50 of 50 is no coin
+    assert many.judgement == "Learned"  # negative control: 50 of 50 is no coin
     still = judged(tmp_path, (0.5,) * 3, (0.5,) * 3, key=PAIRED, events=[started | {"eval_rows": 50}])
-    assert still.word == "No verdict"
+    assert still.judgement == "No verdict"
 
 
 @pytest.mark.parametrize(
@@ -142,14 +142,14 @@ def test_four_pairs_that_were_ties_are_no_verdict(tmp_path):
 )
 def test_a_verdict_takes_ten_scored_prompts(tmp_path, prompts, unscored, word):
     beside = {"eval/prompts": prompts, "eval/unscored": unscored}
-    assert judged(tmp_path, (0.1, 0.0, 0.2), (0.9, 0.8, 1.0), **beside).word == word
+    assert judged(tmp_path, (0.1, 0.0, 0.2), (0.9, 0.8, 1.0), **beside).judgement == word
 
 
 def test_intervals_without_a_width_judge_nothing(tmp_path):
-    assert judged(tmp_path, (0.1,) * 3, (0.9,) * 3).word == "No verdict"
+    assert judged(tmp_path, (0.1,) * 3, (0.9,) * 3).judgement == "No verdict"
     # where one of them has a width, the other is held to be as uncertain: 0.2 is within sqrt(0.15² + 0.15²), 0.3 is not
-    assert judged(tmp_path, (0.1,) * 3, (0.3, 0.15, 0.45)).word == "No clear change"
-    assert judged(tmp_path, (0.1,) * 3, (0.4, 0.25, 0.55)).word == "Learned"
+    assert judged(tmp_path, (0.1,) * 3, (0.3, 0.15, 0.45)).judgement == "No clear change"
+    assert judged(tmp_path, (0.1,) * 3, (0.4, 0.25, 0.55)).judgement == "Learned"
 
 
 def test_the_verdict_has_the_figure_of_each_reward_function(tmp_path):
@@ -408,14 +408,14 @@ def test_a_report_only_reads_and_says_the_same_twice(run):
 
 
 def test_what_a_large_run_keeps_is_said_and_how_to_have_less(tmp_path):
-    from psigrad.records.report.terminal import what_is_kept
+    from psigrad.records.report.terminal import describe_disk_use
 
     for name, size in (("model/w", 90_000_000), ("model/adapter/w", 30_000_000), ("checkpoints/step-1/w", 1_500_000_000)):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         with (tmp_path / name).open("wb") as file:
             file.truncate(size)  # a hole: nothing is written
-    said = what_is_kept(tmp_path)
+    said = describe_disk_use(tmp_path)
     assert "120 MB in model/ (the adapter alone is 30 MB: --lora-save adapter), 1.5 GB in checkpoints/" in said
     (tmp_path / "checkpoints/step-1/w").unlink()
     (tmp_path / "model/w").unlink()
-    assert what_is_kept(tmp_path) == ""
+    assert describe_disk_use(tmp_path) == ""

@@ -46,7 +46,7 @@ def single(ones, of):
 )
 def test_the_change_is_that_of_the_same_prompts(tmp_path, turned, word, change):
     found = judged(tmp_path, single(20, 50), single(20 + turned, 50))
-    assert found.word == word and f"; change {change} over 50 prompts" in found.said
+    assert found.judgement == word and f"; change {change} over 50 prompts" in found.evidence
 
 
 def test_negative_control_independent_samples_would_not_tell(tmp_path):
@@ -54,20 +54,20 @@ def test_negative_control_independent_samples_would_not_tell(tmp_path):
     for place, how in (("other", {"damage": 0.01}), ("lost", {"lost": 1})):
         (folder := tmp_path / place).mkdir()
         found = judged(folder, single(20, 50), single(24, 50), **how)
-        assert found.word == "No clear change" and "change +" not in found.said
+        assert found.judgement == "No clear change" and "change +" not in found.evidence
 
 
 def test_several_completions_of_a_prompt_are_one_value(tmp_path):
     """16 prompts of 4: 8 gain a quarter, 4 a half, 4 nothing: 0.25 ± 2.131·√((4 + 4)·0.0625/15)/4 = ± 0.0973."""
     before = [[1.0, 0.0, 0.0, 0.0]] * 8 + [[1.0, 1.0, 0.0, 0.0]] * 8
     after = [[1.0, 1.0, 0.0, 0.0]] * 8 + [[1.0, 1.0, 1.0, 1.0]] * 4 + before[12:]
-    assert "change +0.25 [+0.153, +0.347] over 16 prompts" in judged(tmp_path, before, after).said
+    assert "change +0.25 [+0.153, +0.347] over 16 prompts" in judged(tmp_path, before, after).evidence
 
 
 def test_fewer_than_ten_common_prompts_are_too_few(tmp_path):
-    assert judged(tmp_path, single(0, 9), single(9, 9)).word == "Too few to judge"
+    assert judged(tmp_path, single(0, 9), single(9, 9)).judgement == "Too few to judge"
     (folder := tmp_path / "ten").mkdir()
-    assert judged(folder, single(0, 10), single(10, 10)).word == "Learned"
+    assert judged(folder, single(0, 10), single(10, 10)).judgement == "Learned"
 
 
 @pytest.mark.parametrize(
@@ -82,9 +82,9 @@ def test_a_policy_that_hardly_moved_is_said_to(tmp_path, same, kl, said):
     before = [f"answer {i}" for i in range(20)]
     answers = {0: before, 9: [*before[:same], *(f"another {i}" for i in range(20 - same))]}
     found = judged(tmp_path, single(10, 20), single(11, 20), answers=answers, **kl)
-    assert found.word == "No clear change" and (said in found.said if said else "hardly" not in found.said)
+    assert found.judgement == "No clear change" and (said in found.evidence if said else "hardly" not in found.evidence)
     (folder := tmp_path / "learned").mkdir()
-    assert "hardly" not in judged(folder, single(0, 20), single(20, 20), answers=answers, **kl).said
+    assert "hardly" not in judged(folder, single(0, 20), single(20, 20), answers=answers, **kl).evidence
 
 
 def test_a_loss_that_stayed_is_said_to(tmp_path):
