@@ -76,7 +76,7 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
     """
     given_by = settings.pop("args", None)
     if given_by is not None:
-        method, settings = _of_trl(given_by, method, settings, held_out=eval_dataset is not None)
+        method, settings = _from_trl(given_by, method, settings, held_out=eval_dataset is not None)
     declared = of_spec(method)
     processing = settings.pop("processing_class", None)
     if tokenizer is not None and processing is not None:
@@ -96,7 +96,7 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
         "data.eval_dataset": _rows(eval_dataset, splits[1], "eval_split", "test"),
     }
     if declared.settings is not RewardConfig:
-        overrides["reward"] = _several(reward)
+        overrides["reward"] = _as_tuple(reward)
     overrides |= _adapter(peft_config, named)
     objects = model_object.wrap_objects(model, tokenizer)
     if objects is None or objects.network is None:
@@ -106,7 +106,7 @@ def train(  # type: ignore[misc]  # the settings of a dataclass may be positiona
     return dispatch.run(load(declared.settings, flags={**declared.defaults, **named, **overrides}), objects)
 
 
-def _of_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: bool) -> tuple[Any, dict[str, Any]]:
+def _from_trl(args: Any, method: Any, settings: Mapping[str, Any], *, held_out: bool) -> tuple[Any, dict[str, Any]]:
     """Return the method of a TRL configuration, and its settings overridden by `settings`. Warn about differences from TRL."""
     converted = convert_object(args)
     if method not in (converted.trainer, converted.method):
@@ -163,17 +163,17 @@ def score(
 
     With `model`, return only the scores. With `reward`, return a `RowScore` for each row: value, parts, reason and seconds.
     """
-    rewards = _several(reward)
+    rewards = _as_tuple(reward)
     if bool(model) == bool(rewards):
         raise UserError("score takes a reward model (model=) or reward functions (reward=); give one of them.")
     if rewards:
         from psigrad.language.recipes import score_rows
 
-        return score_rows.score(rewards, _judged(dataset, settings), **settings)
+        return score_rows.score(rewards, _load_rows(dataset, settings), **settings)
     from psigrad.language.recipes import reward as rewarding
 
     return [
-        row["reward"] for row in rewarding.score_rows(find_absolute(os.fspath(model)), _judged(dataset, settings), **settings)
+        row["reward"] for row in rewarding.score_rows(find_absolute(os.fspath(model)), _load_rows(dataset, settings), **settings)
     ]
 
 
@@ -185,14 +185,14 @@ def evaluate(
 
     given = {
         "model.path": model,
-        "data.dataset": _judged(dataset, settings),
-        "reward": _several(reward),
+        "data.dataset": _load_rows(dataset, settings),
+        "reward": _as_tuple(reward),
         **resolve_names(EvalConfig, settings),
     }
     return recipe.run(load(EvalConfig, flags=given)).figures
 
 
-def _judged(dataset: Dataset, settings: Mapping[str, Any]) -> Any:
+def _load_rows(dataset: Dataset, settings: Mapping[str, Any]) -> Any:
     return _rows(dataset, str(settings.get("split", "test")), usual="test")
 
 
@@ -231,7 +231,7 @@ def _plain(value: Any) -> Any:
     return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else None if pandas.isna(value) else value
 
 
-def _several(reward: Reward | Iterable[Reward]) -> tuple[Reward, ...]:
+def _as_tuple(reward: Reward | Iterable[Reward]) -> tuple[Reward, ...]:
     if isinstance(reward, str | dict) or callable(reward):
         return (reward,)
     if not isinstance(reward, Iterable):

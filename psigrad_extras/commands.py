@@ -74,7 +74,7 @@ def compare(arguments: list[str]) -> int:
     from psigrad_extras.investigate import compare as compare_page
     from psigrad_extras.investigate import comparison as compare
 
-    seeds = tuple(flags.number("--seeds", value, int) for value in given["--seeds"]) or (0, 1, 2)
+    seeds = tuple(flags.parse_number("--seeds", value, int) for value in given["--seeds"]) or (0, 1, 2)
     page = compare.run(compare.Comparison(tuple(methods), config, seeds, "".join(given["--pairs"][:1])))
     terminal.print_table(*compare_page.rows(compare_page.read(page.parent)))
     print(f"report  {page}")
@@ -123,7 +123,7 @@ def _parse_plan(arguments: Sequence[str]) -> tuple[Any, PlanConfig]:
     if not name:
         raise UserError(f"plan got no method; the usage is {usage}.")
     method = declaration(name)
-    asked, rest = flags.split_off(PlanConfig, f"plan {name}", arguments[1:])
+    asked, rest = flags.parse_known(PlanConfig, f"plan {name}", arguments[1:])
     rest = [part for given in rest for part in (given.split("=", 1) if given.startswith("--device=") else [given])]
     for place, (flag, value) in enumerate(itertools.pairwise(rest)):
         if flag == "--device" and re.fullmatch(r"[a-z]+\d.*", value.lower()):  # a GPU by name, and no cpu, auto or cuda:0
@@ -149,7 +149,7 @@ def replay(arguments: list[str]) -> int:
     from psigrad.records.report import terminal
     from psigrad_extras.investigate import replay, replay_page
 
-    number, methods = flags.number("--step", listed["--step"][0], int), [read_value(text) for text in listed["--method"]]
+    number, methods = flags.parse_number("--step", listed["--step"][0], int), [read_value(text) for text in listed["--method"]]
     found = replay.replay(names[0], number, methods)
     print(redaction.escape("\n".join(replay.lines_of(found))))
     figures = dict.fromkeys(name for own in found.methods.values() for name in own)
@@ -179,8 +179,8 @@ def referee(arguments: list[str]) -> int:
     paths += [path for flag in single for path in listed[flag][1:]]
     if rest or len(paths) not in ((0, 1) if given["--trl"] else (2,)):
         raise UserError(f"referee takes a script of TRL and at most one file of settings, or two files; the usage is {_REFEREE}.")
-    steps = flags.number("--steps", given["--steps"] or "2", int)
-    tolerance = flags.number("--tolerance", given["--tolerance"] or "0", float)
+    steps = flags.parse_number("--steps", given["--steps"] or "2", int)
+    tolerance = flags.parse_number("--tolerance", given["--tolerance"] or "0", float)
     if steps < 1 or tolerance < 0:
         raise UserError(f"--steps is {steps} and --tolerance {tolerance:g}; expected at least 1 step, and no negative tolerance.")
     from psigrad_extras.referee import referee
@@ -202,7 +202,7 @@ def export(arguments: list[str]) -> int:
         print("  adapter  the adapter alone, for peft")
         return 0
     names, _, rest = flags.parse_lists(arguments)
-    given = flags.plain("export", rest, {"to": "", "output": "", "quantization": "f16", "trust_remote_code": False})
+    given = flags.parse_plain("export", rest, {"to": "", "output": "", "quantization": "f16", "trust_remote_code": False})
     if len(names) != 1:
         raise UserError(f"export got {' '.join(names) or 'nothing'} and takes one run folder or model; the usage is {usage}.")
     from psigrad_extras.connect import exporting as recipe
@@ -251,8 +251,8 @@ def sweep(arguments: list[str]) -> int:
         (*names, *rest),
         dict(map(search.space_of, listed["--search"])),
         Path(given["--output-dir"] or "runs/sweep"),
-        trials=flags.number("--trials", given["--trials"] or "20", int),
-        seeds=sorted({flags.number("--seeds", text, int) for text in listed["--seeds"] or ["0"]}),
+        trials=flags.parse_number("--trials", given["--trials"] or "20", int),
+        seeds=sorted({flags.parse_number("--seeds", text, int) for text in listed["--seeds"] or ["0"]}),
         metric=given["--metric"],
         direction=given["--direction"],
     )
@@ -295,7 +295,7 @@ chosen and a rejected one in OUTPUT. Ratings that differ by at most TIE are a ti
 def pairs(arguments: list[str]) -> int:
     """Write pairs made from rankings or ratings."""
     known = {"dataset": "", "output": "", "columns": "", "scale": 10, "tie": 0.0}
-    given = flags.plain("pairs", arguments, known, _PAIRS)
+    given = flags.parse_plain("pairs", arguments, known, _PAIRS)
     from psigrad_extras.datasets import sample
 
     written, converted = sample.convert(**given)
@@ -321,7 +321,7 @@ def push(arguments: list[str]) -> int:
         print("  --revision BRANCH  branch to upload to, made where it is missing (default main)")
         return 0
     names, listed, rest = flags.parse_lists(arguments, "--revision")
-    given = flags.plain("push", rest, {"private": False})
+    given = flags.parse_plain("push", rest, {"private": False})
     if len(names) != 2 or len(listed["--revision"]) > 1:
         raise UserError(f"push got {' '.join(names) or 'nothing'} and takes a run folder and a repository; the usage is {usage}.")
     from psigrad_extras.connect import hub
@@ -335,7 +335,7 @@ def doctor(arguments: list[str]) -> int:
     if flags.asks_for_help(arguments):
         print("psigrad doctor [--json]\n\nWhat this machine offers for training, and what is missing, one line each.")
         return 0
-    given = flags.plain("doctor", arguments, {"json": False})
+    given = flags.parse_plain("doctor", arguments, {"json": False})
     from psigrad_extras.preflight import doctor
 
     print(doctor.report(as_json=given["json"]))
@@ -436,7 +436,7 @@ def demo(arguments: list[str]) -> int:
     vision = "--vision" in arguments
     steps = {"sft_steps": 600, "rl_steps": 200} if vision else {"sft_steps": 800, "rl_steps": 500}
     known = {"output_dir": "runs/demo-vision" if vision else "runs/demo", "seed": 0, **steps, "progress": True, "vision": False}
-    settings = flags.plain("demo", arguments, known, _DEMO)
+    settings = flags.parse_plain("demo", arguments, known, _DEMO)
     del settings["vision"]
     if settings["progress"]:
         print(_VISION_STARTS if vision else _DEMO_STARTS, flush=True)  # before torch is imported, which takes seconds

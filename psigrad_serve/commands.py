@@ -29,7 +29,7 @@ def serve(arguments: list[str]) -> int:
         return 0
     models, listed, rest = flags.parse_lists(arguments, "--name")
     mine: dict[str, Any] = {"port": 0, "host": "127.0.0.1", "token": "", "tinker": False, "state": ""}
-    given = flags.plain("serve", rest, {**_MODEL, **mine})
+    given = flags.parse_plain("serve", rest, {**_MODEL, **mine})
     port, host, token, tinker, state = (given.pop(name) for name in mine)
     path = _only("serve", models, usage)
     names = tuple(listed["--name"]) or (path.rstrip("/"),)
@@ -63,7 +63,7 @@ def chat(arguments: list[str]) -> int:
         return 0
     models, _, rest = flags.parse_lists(arguments)
     asked = {"system": "", "temperature": 1.0, "max_tokens": 0, "seed": 0}
-    given = flags.plain("chat", rest, {**_MODEL, **asked})
+    given = flags.parse_plain("chat", rest, {**_MODEL, **asked})
     how = {name: given.pop(name) for name in asked}
     path = _only("chat", models, usage)
     from psigrad_serve import terminal_chat

@@ -27,7 +27,7 @@ def judge_report(arguments: list[str]) -> int:
     names, listed, rest = flags.parse_lists(arguments, "--criteria")
     texts = dict.fromkeys(("model", "base_url", "project", "self_model", "cache", "output"), "")
     usual = {**texts, "api_key_variable": "OPENAI_API_KEY", "max_pairs": 0}
-    given = flags.plain("judge-report VOTES", rest, usual, _JUDGED)
+    given = flags.parse_plain("judge-report VOTES", rest, usual, _JUDGED)
     if len(names) != 1:
         raise UserError(f"judge-report takes one file of votes, or a database; the usage is {_JUDGE_REPORT}.")
     from psigrad.config.nested import read_value
@@ -61,7 +61,7 @@ def studio(arguments: list[str]) -> int:
         print("--backup copies the labels to a new file, also while a studio runs; --restore puts such a file in their place.")
         return 0
     folders, listed, rest = flags.parse_lists(arguments, "--checkpoint", "--allow-host")
-    given = flags.plain(
+    given = flags.parse_plain(
         "studio", rest, {"port": 0, "open": True, "model_memory": 8.0, "database": "", "backup": "", "restore": ""}
     )
     if len(folders) > 1:

@@ -121,7 +121,7 @@ def _status_of(arguments: list[str]) -> int:
     except ValueError as error:
         # UserError comes from anywhere, ValueError only from objective/, whose messages are also for users. A bug in psigrad must
         # show its traceback.
-        if os.environ.get("PSIGRAD_TRACEBACK") or not _meant_for_people(error):
+        if os.environ.get("PSIGRAD_TRACEBACK") or not _is_user_message(error):
             raise
         from psigrad import redaction
 
@@ -168,7 +168,7 @@ _PEERS = {
 }
 
 
-def _meant_for_people(error: ValueError) -> bool:
+def _is_user_message(error: ValueError) -> bool:
     """Return True if one of psigrad's checks raised the error, whose message is then for users, and not some other library."""
     if isinstance(error, UserError):
         return True

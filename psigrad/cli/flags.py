@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_or
 from psigrad.compat.entrances import split_flags
 from psigrad.compat.foreign_names import load
 from psigrad.config import shortcuts
-from psigrad.config.fields import MAIN, SEVERAL, find_marked, flag_of, help_of, settings_of, unread_by, unread_of
+from psigrad.config.fields import MAIN, SEVERAL, find_marked, flag_of, help_of, settings_of, unread_by, unread_settings
 from psigrad.config.methods import other_methods
 from psigrad.config.nested import names_of, read_value
 from psigrad.errors import UserError, nearest
@@ -86,7 +86,7 @@ def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mappin
     return load(cls, config, overrides, {**values, **others}, defaults)
 
 
-def plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any], about: str = "") -> dict[str, Any]:
+def parse_plain(command: str, arguments: Sequence[str], defaults: Mapping[str, Any], about: str = "") -> dict[str, Any]:
     """Parse the flags of a command that has no settings class. Help prints the lines of `about` unchanged."""
     parser = _Parser(prog=f"psigrad {command}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in defaults.items():
@@ -119,7 +119,7 @@ def join_columns(arguments: Sequence[str], settings: Container[str] = ()) -> lis
     return made
 
 
-def split_off(cls: type[T], command: str, arguments: Sequence[str]) -> tuple[T, list[str]]:
+def parse_known(cls: type[T], command: str, arguments: Sequence[str]) -> tuple[T, list[str]]:
     """Return (settings of class `cls`, all other arguments), for a command that passes the other arguments to another command."""
     parser = _Parser(prog=f"psigrad {command}", add_help=False, usage=argparse.SUPPRESS)
     _add_flags(parser, cls, command, {}, every=True, told=asks_for_help(arguments))
@@ -145,7 +145,7 @@ def parse_lists(arguments: Sequence[str], *lists: str) -> tuple[list[str], dict[
     return names, found, rest
 
 
-def number(flag: str, text: str, kind: Callable[[str], T]) -> T:
+def parse_number(flag: str, text: str, kind: Callable[[str], T]) -> T:
     """Return the value `text` of a flag as a number of the type `kind`, int or float. Raises `UserError`."""
     try:
         return kind(text)
@@ -153,7 +153,7 @@ def number(flag: str, text: str, kind: Callable[[str], T]) -> T:
         raise UserError(f"{flag} has {text!r}; expected {'whole ' if kind is int else ''}numbers.") from None
 
 
-def names_and_output(command: str, arguments: Sequence[str]) -> tuple[list[str], str | None]:
+def parse_names_and_output(command: str, arguments: Sequence[str]) -> tuple[list[str], str | None]:
     """Parse the arguments of a command that takes only names and `--output FILE`, and return both."""
     parser = _Parser(prog=f"psigrad {command}")
     parser.add_argument("names", nargs="*")
@@ -264,7 +264,7 @@ def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[
         if section not in groups:
             groups[section] = parser.add_argument_group(section or command)
         group = groups[section]
-        names = [*(flag_of(other) for other, stands in unread_of(cls).items() if stands == name), flag_of(name)]
+        names = [*(flag_of(other) for other, stands in unread_settings(cls).items() if stands == name), flag_of(name)]
         text = argparse.SUPPRESS
         if told and (every or MAIN in setting.marks) and name not in unread:
             about = help_of(cls, name) if every else re.split(r"(?<=[\w)])\. ", help_of(cls, name))[0].rstrip(".") + "."
@@ -275,7 +275,7 @@ def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[
             several = get_origin(setting.type) is tuple or SEVERAL in setting.marks
             many = {"nargs": "+", "action": "extend"} if several else {}
             group.add_argument(*names, dest=name, metavar=_NUMBERS.get(setting.type, leaf.upper()), help=text, **many)
-    for name, instead in unread_of(cls).items():  # a flag that only disables a feature which the command lacks is allowed
+    for name, instead in unread_settings(cls).items():  # a flag that only disables a feature which the command lacks is allowed
         section, _, leaf = name.rpartition(".")
         if not instead and getattr(getattr(cls(), section), leaf) is True:
             parser.add_argument(

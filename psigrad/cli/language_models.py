@@ -24,7 +24,7 @@ def train(name: str) -> Callable[[list[str]], int]:
         method = declaration(name)
         config = flags.parse(method.settings, name, arguments, defaults=method.defaults)
         for setting in {"algorithm", "loss"} & set(method.defaults):
-            agree(name, getattr(config, setting), setting)
+            check_method(name, getattr(config, setting), setting)
         from psigrad.processes.parallel import launch
 
         if config.placement.processes > 1 and not launch.is_rank():
@@ -59,12 +59,12 @@ def score(arguments: list[str]) -> int:
     defaults: dict[str, Any] = {**dict.fromkeys(texts, ""), "split": "test", "bad_rows": "stop", "reward_timeout": 10.0}
     if "--attack" in rest or flags.asks_for_help(arguments):
         defaults |= {"attack": False, "max_rows": 50}
-    given = flags.plain("score", rest, {"model": "", **defaults}, _SCORE)
+    given = flags.parse_plain("score", rest, {"model": "", **defaults}, _SCORE)
     if given.pop("model"):
         raise UserError("score got --model and --reward; give a reward model or reward functions.")
     check_output(given["output"])
     rewards, dataset = listed["--reward"], given.pop("dataset")
-    how = {"weights": [flags.number("--reward-weights", text, float) for text in listed["--reward-weights"]],
+    how = {"weights": [flags.parse_number("--reward-weights", text, float) for text in listed["--reward-weights"]],
            "timeout": given["reward_timeout"], **{name: given[name] for name in ("split", "columns", "bad_rows")}}  # fmt: skip
     if given.get("attack"):
         if given["tokenizer"]:
@@ -93,7 +93,7 @@ def _attack(rewards: list[str], dataset: str, output: str, **how: Any) -> int:
 
 def _score_by_model(arguments: list[str]) -> int:
     defaults = {"model": "", "dataset": "", "columns": "", "split": "test", "bad_rows": "stop", "output": "", "device": "auto"}
-    given = flags.plain("score", arguments, defaults)
+    given = flags.parse_plain("score", arguments, defaults)
     check_output(output := given.pop("output"))
     from psigrad.language.recipes import reward
 
@@ -124,7 +124,7 @@ def tasks(arguments: list[str]) -> int:
     return 0
 
 
-def agree(preset: str, given: Any, setting: str = "algorithm") -> None:
+def check_method(preset: str, given: Any, setting: str = "algorithm") -> None:
     """Raise `UserError` if the settings name another method than the command, as in `psigrad rloo --config grpo.yaml`."""
     named = given.get("preset", preset) if isinstance(given, dict) else given
     if isinstance(named, str) and named != preset and named in list_declarations():
@@ -155,7 +155,7 @@ def report(arguments: list[str]) -> int:
     if flags.asks_for_help(arguments):
         print(f"{usage}\n\nDraw the report of a run folder again, or of several compared.")
         return 0
-    folders, output = flags.names_and_output("report", arguments)
+    folders, output = flags.parse_names_and_output("report", arguments)
     if not folders:
         raise UserError(f"report got no run folder; the usage is {usage}.")
     from psigrad.records import report

@@ -13,7 +13,7 @@ from psigrad.compat.table import NOTHING, TABLE
 from psigrad.compat.translate import DEFAULT, Translation, is_known, one_value, refusal, translate
 from psigrad.compat.trl import DEFAULTS, FIXED, METHODS
 from psigrad.config.methods import declaration, other_methods
-from psigrad.config.nested import Given, names_of, put, value_below
+from psigrad.config.nested import GivenSetting, names_of, put, value_below
 from psigrad.errors import UserError, kind_of
 
 # The fields that TRL computes from others if they are not given.
@@ -87,8 +87,8 @@ def translated(config: str, values: Mapping[str, Any], *, held_out: bool = False
     usual = {**DEFAULTS[config], **FIXED.get(config, {})}
     if not values.get("sync_ref_model"):
         values = {name: value for name, value in values.items() if name != "ref_model_sync_steps"}  # TRL reads it with that alone
-    given = [Given(name, value, DEFAULT) for name, value in usual.items() if name not in values and value is not None]
-    given += [Given(name, value, config) for name, value in values.items() if value is not None]
+    given = [GivenSetting(name, value, DEFAULT) for name, value in usual.items() if name not in values and value is not None]
+    given += [GivenSetting(name, value, config) for name, value in values.items() if value is not None]
     translation = translate(cls, declaration(method).defaults, given)
     settings = {one.name: one.value for one in translation.settings}
     made = Conversion(settings.pop("loss.preset", method), method, settings)

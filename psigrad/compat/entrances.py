@@ -11,34 +11,34 @@ from typing import Any
 
 from psigrad.compat.translate import is_known, is_refused, one_value, our_name, refusal, refuse_two_values
 from psigrad.config.fields import settings_of, types_of
-from psigrad.config.nested import Given, names_of, read_value
+from psigrad.config.nested import GivenSetting, names_of, read_value
 from psigrad.config.shortcuts import shortcuts_of
 from psigrad.errors import UserError, nearest
 
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
-def split_file(cls: type[Any], in_file: Mapping[str, Any], source: str) -> tuple[dict[str, Any], list[Given]]:
+def split_file(cls: type[Any], in_file: Mapping[str, Any], source: str) -> tuple[dict[str, Any], list[GivenSetting]]:
     """Return (settings in psigrad's sections, settings by name alone) of a file. A file may hold both: `learning_rate: 1e-5`.
 
     verl's files are trees: actor_rollout_ref: {actor: {optim: {lr: 1e-6}}}. Raises `UserError` if one setting has two values.
     """
     nested: dict[str, Any] = {}
-    flat: list[Given] = []
+    flat: list[GivenSetting] = []
     hints = types_of(cls)
     for name, value in in_file.items():
         section = is_dataclass(hints.get(name))
         if section and isinstance(value, Mapping):
             fields = types_of(hints[name])
             theirs = {key: inner for key, inner in value.items() if key not in fields and is_known(f"{name}.{key}")}
-            flat += [Given(f"{name}.{key}", inner, source) for key, inner in theirs.items()]
+            flat += [GivenSetting(f"{name}.{key}", inner, source) for key, inner in theirs.items()]
             nested[name] = {key: inner for key, inner in value.items() if key not in theirs}
         elif name == "model" and isinstance(value, str | os.PathLike):
-            flat.append(Given("model.path", value, source))
+            flat.append(GivenSetting("model.path", value, source))
         elif name in hints and not (name == "optim" and isinstance(value, str)):
             nested[name] = value
         else:
-            flat += [Given(leaf, inner, source) for leaf, inner in _leaves(cls, str(name), value)]
+            flat += [GivenSetting(leaf, inner, source) for leaf, inner in _leaves(cls, str(name), value)]
     sections = [(name, value if isinstance(value, Mapping) else {"": value}) for name, value in nested.items()]
     deep = [(f"{name}.{key}".rstrip("."), inner) for name, section in sections for key, inner in section.items()]
     refuse_two_values(cls, [*((one.name, one.value) for one in flat), *deep], f"{source}: ")

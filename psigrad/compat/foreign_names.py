@@ -10,17 +10,17 @@ from typing import Any
 from psigrad.compat.entrances import open_zoo_file, split_file
 from psigrad.compat.translate import is_known, is_refused, one_value, our_name, our_value, refusal, refuse_two_values, translate
 from psigrad.config import load as own
-from psigrad.config.fields import unread_of
+from psigrad.config.fields import unread_settings
 from psigrad.config.language import OnlineConfig
 from psigrad.config.methods import other_methods
-from psigrad.config.nested import Given, flat_names
+from psigrad.config.nested import GivenSetting, flat_names
 from psigrad.errors import UserError, nearest
 
 
 class ForeignNames:
     """The names of psigrad and of other libraries. Batch sizes are computed from those of other libraries."""
 
-    def own(self, cls: Any, name: str) -> str:
+    def dotted_name(self, cls: Any, name: str) -> str:
         """See `Names`."""
         return our_name(cls, name)
 
@@ -30,13 +30,13 @@ class ForeignNames:
 
     def of_file(
         self, cls: Any, in_file: Mapping[str, Any], flags: Mapping[str, Any], source: str
-    ) -> tuple[dict[str, Any], list[Given]]:
+    ) -> tuple[dict[str, Any], list[GivenSetting]]:
         """See `Names`. A file of rl-zoo3 has a section for each environment."""
         if cls.__name__ == "ControlConfig":
             in_file = open_zoo_file(in_file, flags.get("env"), source)
         return split_file(cls, in_file, source)
 
-    def translate(self, cls: Any, values: Mapping[str, Any], given: Sequence[Given]) -> list[Given]:
+    def translate(self, cls: Any, values: Mapping[str, Any], given: Sequence[GivenSetting]) -> list[GivenSetting]:
         """See `Names`."""
         return translate(cls, values, given).or_refuse()
 
@@ -52,7 +52,7 @@ def resolve_names(cls: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]
     """
     refuse_two_values(cls, settings.items())
     leaves = dict(flat_names(cls))
-    dotted = {*leaves.values(), *unread_of(cls), *(f.name for f in dataclasses.fields(cls))}
+    dotted = {*leaves.values(), *unread_settings(cls), *(f.name for f in dataclasses.fields(cls))}
     named, wrong = {}, []
     for name, value in settings.items():
         mine = our_name(cls, name)

@@ -15,8 +15,8 @@ from typing import Any
 
 from psigrad.compat.table import METHOD, NOTHING, TABLE
 from psigrad.compat.trl import AGGREGATES, LINKS, LOSSES, PARTS, REWARDS, SURROGATES
-from psigrad.config.fields import unread_of
-from psigrad.config.nested import Given, names_of, value_below
+from psigrad.config.fields import unread_settings
+from psigrad.config.nested import GivenSetting, names_of, value_below
 from psigrad.config.shortcuts import SHORTCUTS, expand, rank_source, shortcuts_of
 from psigrad.errors import UserError
 from psigrad.importing import with_colon
@@ -38,14 +38,14 @@ DEFAULT = "TRL's default"
 class Translation:
     """The result of translating settings from any library's names."""
 
-    settings: list[Given] = field(default_factory=list)
+    settings: list[GivenSetting] = field(default_factory=list)
     """The settings under psigrad's dotted names."""
-    refused: list[tuple[Given, str]] = field(default_factory=list)
+    refused: list[tuple[GivenSetting, str]] = field(default_factory=list)
     """The settings without an equivalent, each with a sentence that gives the reason."""
-    needless: list[Given] = field(default_factory=list)
+    needless: list[GivenSetting] = field(default_factory=list)
     """The settings that change nothing in psigrad."""
 
-    def or_refuse(self) -> list[Given]:
+    def or_refuse(self) -> list[GivenSetting]:
         """Return the settings. Raises `UserError` with all refused ones."""
         if self.refused:
             raise UserError("\n".join(dict.fromkeys(sentence for _, sentence in self.refused)))
@@ -76,7 +76,7 @@ def is_known(name: str) -> bool:
     return name in TABLE or name in SHORTCUTS
 
 
-def translate(cls: Any, values: Mapping[str, Any], given: Sequence[Given]) -> Translation:
+def translate(cls: Any, values: Mapping[str, Any], given: Sequence[GivenSetting]) -> Translation:
     """Translate `given` into psigrad's names. `given` beats the settings `values`.
 
     Raises `UserError` if the batch sizes do not fit together.
@@ -129,17 +129,17 @@ class _Translator:
 
     def __init__(self, cls: Any, values: Mapping[str, Any]) -> None:
         self.cls, self.values = cls, values
-        self.known = {*names_of(cls).values(), *shortcuts_of(cls)} - unread_of(cls).keys()
+        self.known = {*names_of(cls).values(), *shortcuts_of(cls)} - unread_settings(cls).keys()
         self.made = Translation()
-        self.taken, self.weak, self.late, self.shares = (list[Given]() for _ in range(4))
-        self.rules: dict[str, Given] = {}
+        self.taken, self.weak, self.late, self.shares = (list[GivenSetting]() for _ in range(4))
+        self.rules: dict[str, GivenSetting] = {}
 
-    def translate(self, given: Sequence[Given]) -> Translation:
+    def translate(self, given: Sequence[GivenSetting]) -> Translation:
         """Translate each setting alone, then those that are computed together, and finally the parts of the method."""
         for one in given:
             for part in _open(one):
                 if part.value is not None or not TABLE.get(part.name, NOTHING).means:  # ref_model=None is TRL's default
-                    self._sort(Given(our_name(self.cls, part.name), our_value(part.name, part.value), part.source))
+                    self._sort(GivenSetting(our_name(self.cls, part.name), our_value(part.name, part.value), part.source))
         stated = {one.name for one in self.taken}
         self.taken += [one for one in self.weak if one.name not in stated and not self._is_in_file(one.name)]
         for one in self.late:  # "no" beats a number of the same source, and a source that ranks higher beats "no"
@@ -158,10 +158,12 @@ class _Translator:
         self.made.settings = [*settings, *batches]
         return self.made
 
-    def _sort(self, one: Given) -> None:
+    def _sort(self, one: GivenSetting) -> None:
         """Sort one setting: it is kept, replaced by others, computed with others, needless or refused."""
         row, value = TABLE.get(one.name, NOTHING), one_value(one.value)
-        named = self._has(one.name) or one.name in unread_of(self.cls)  # unread ones are refused when the settings are built
+        named = self._has(one.name) or one.name in unread_settings(
+            self.cls
+        )  # unread ones are refused when the settings are built
         names_ours = named and not (one.name == "optim" and isinstance(one.value, str))
         meaning = None if one.name == "optim" and not isinstance(one.value, str) else _meaning(one.name, value)
         if value is None and None not in row.values and is_known(one.name) and not names_ours:
@@ -169,7 +171,7 @@ class _Translator:
         if _is_share(one.name, value) and self._has("optim.warmup_steps"):
             self.shares.append(one)
         elif meaning is not None:
-            found = [Given(name, inner, one.source) for name, inner in meaning.items() if self._has(name)]
+            found = [GivenSetting(name, inner, one.source) for name, inner in meaning.items() if self._has(name)]
             if len(found) < len(meaning) and one.source != DEFAULT:
                 self._refuse(
                     one, f"{one.name} is {value!r} and stands for {' and '.join(meaning)}, which this command does not read."
@@ -179,7 +181,7 @@ class _Translator:
         elif names_ours and value in row.refused:
             self._refuse(one, f"{one.name.rpartition('.')[2]} is {value!r}: {row.why}.")
         elif names_ours:
-            self.taken.append(Given(one.name, value if one.name in SHORTCUTS else one.value, one.source))
+            self.taken.append(GivenSetting(one.name, value if one.name in SHORTCUTS else one.value, one.source))
         elif one.name in PARTS and one.name not in _RULES and shortcuts_of(self.cls):
             self.taken.append(one)
         elif one.name in _RULES or "prompts_per_step" in row.rule or (one.name in _BY_EPOCH and value == "epoch"):
@@ -191,7 +193,7 @@ class _Translator:
         else:
             self.taken.append(one)  # an unknown name is refused when the settings are built
 
-    def _refuse(self, one: Given, sentence: str = "") -> None:
+    def _refuse(self, one: GivenSetting, sentence: str = "") -> None:
         self.made.refused.append((one, sentence or refusal(one.name, one_value(one.value))))
 
     def _has(self, name: str) -> bool:
@@ -209,24 +211,24 @@ class _Translator:
         inner = self.values.get(first)
         return first in self.values and (not rest or (isinstance(inner, Mapping) and rest in inner))
 
-    def _warm_up(self, one: Given) -> None:
+    def _warm_up(self, one: GivenSetting) -> None:
         """Convert a share of the run into steps, if the run's steps are known. Given steps beat the share, as in TRL."""
         share, steps = one_value(one.value), self._number("run.max_steps")
         if not share or self._number("optim.warmup_steps") or not isinstance(steps, int):
             return
         if steps > 0:
-            self.taken.append(Given("optim.warmup_steps", math.ceil(share * steps), one.source))
+            self.taken.append(GivenSetting("optim.warmup_steps", math.ceil(share * steps), one.source))
         else:
             what = f"{one.name.removeprefix('optim.')} is {share:g} of a run that is counted in epochs"
             self._refuse(one, f"{what}; give warmup_steps in steps, or max_steps.")
 
-    def _each_epoch(self, name: str, batches: Sequence[Given]) -> None:
+    def _each_epoch(self, name: str, batches: Sequence[GivenSetting]) -> None:
         """Convert "once an epoch" into steps. A run of one epoch gets 0, since it evaluates and saves at its end anyway."""
         one, setting = self.rules.get(name), _BY_EPOCH[name]
         if one is None or not self._has(setting):
             return
         if not self._number("run.max_steps") and self._number("run.num_train_epochs") == 1:
-            self.taken.append(Given(setting, 0, one.source))
+            self.taken.append(GivenSetting(setting, 0, one.source))
             return
         size = "prompts_per_step" if self._has("prompts_per_step") else "batch_size"
         rows = next((g.value for g in batches if g.name == size), None) or self._number(size) or 1
@@ -236,17 +238,17 @@ class _Translator:
     def _join(self) -> None:
         """Join settings: TRL's seconds become minutes, a dataset's configuration and verl's function follow the name or file."""
         if one := self.rules.get("custom_reward_function.path"):
-            name = self.rules.get("custom_reward_function.name", Given("", "compute_score", "")).value
-            self.taken.append(Given("reward", (f"{one.value}:{name}",), one.source))
+            name = self.rules.get("custom_reward_function.name", GivenSetting("", "compute_score", "")).value
+            self.taken.append(GivenSetting("reward", (f"{one.value}:{name}",), one.source))
         if one := self.rules.get("ddp_timeout"):
             if isinstance(one.value, int | float) and self._has("placement.timeout_minutes"):
-                self.taken.append(Given("placement.timeout_minutes", one.value / 60, one.source))
+                self.taken.append(GivenSetting("placement.timeout_minutes", one.value / 60, one.source))
             elif one.source != DEFAULT:
                 self._refuse(one)
         if one := self.rules.get("dataset_config"):
             name = self._number("data.dataset")
             if isinstance(name, str) and name and ":" not in name:
-                self.taken.append(Given("data.dataset", f"{name}:{one_value(one.value)}", one.source))
+                self.taken.append(GivenSetting("data.dataset", f"{name}:{one_value(one.value)}", one.source))
             else:
                 self._refuse(one)
 
@@ -273,17 +275,17 @@ class _Translator:
         elif not (several == ["nll"] and self._has("max_length") and not self._has("process")):
             self._refuse(one, f"loss_type is {one_value(one.value)!r}: {METHOD}.")
 
-    def _aggregate(self, one: Given, several: Sequence[str]) -> None:
+    def _aggregate(self, one: GivenSetting, several: Sequence[str]) -> None:
         """Convert the averaging of the steps' losses, and the surrogate of the losses that have one."""
         name = several[0] if len(several) == 1 else ""
         if name not in AGGREGATES:
             self._refuse(one, f"loss_type is {one_value(one.value)!r}: expected one of {', '.join(AGGREGATES)}.")
             return
         longest = {"part": "fixed_length", "n": self._number("sampling.max_completion_length")}
-        self.taken.append(Given("aggregate", longest if name == "dr_grpo" else AGGREGATES[name], one.source))
-        self.taken += [Given("loss_type", name, one.source)] if name in SURROGATES else []
+        self.taken.append(GivenSetting("aggregate", longest if name == "dr_grpo" else AGGREGATES[name], one.source))
+        self.taken += [GivenSetting("loss_type", name, one.source)] if name in SURROGATES else []
 
-    def _loss(self, one: Given, several: Sequence[str], method: str) -> None:
+    def _loss(self, one: GivenSetting, several: Sequence[str], method: str) -> None:
         """Convert a loss on pairs: the method itself, a link of DPO, or another method if the method is `dpo`.
 
         TRL's DPO trainer has several losses, which are separate methods in psigrad.
@@ -295,26 +297,26 @@ class _Translator:
         if "sft" in several[1:]:
             weights = self.rules.get("loss_weights")
             weight = weights.value[several.index("sft")] if weights else 1.0
-            self.taken.append(Given("sft_weight", weight, one.source))
+            self.taken.append(GivenSetting("sft_weight", weight, one.source))
         if method == "kto":
             known = name == "kto"
         elif method == "simpo":  # TRL's CPO trainer, whose own loss has no margin
             known = name in ("simpo", "sigmoid")
-            self.taken += [Given("margin", 0.0, one.source)] if name == "sigmoid" else []
+            self.taken += [GivenSetting("margin", 0.0, one.source)] if name == "sigmoid" else []
         else:
             mine = "dpo" if method == "online_dpo" else method
             known = mine == LOSSES.get(name) or (mine == "dpo" and name in LOSSES)
             if name in LINKS and known:
-                self.taken.append(Given(f"{online}.link", name, one.source))
+                self.taken.append(GivenSetting(f"{online}.link", name, one.source))
             elif known and LOSSES[name] != mine:
                 names = [given.name for given in self.taken]
                 after = max((i + 1 for i, given in enumerate(names) if given in ("algorithm", "loss")), default=0)
-                self.taken.insert(after, Given(f"{online}.preset", LOSSES[name], one.source))
+                self.taken.insert(after, GivenSetting(f"{online}.preset", LOSSES[name], one.source))
         if not known:
             what = f"the method is the command: psigrad {LOSSES[name]}; in Python, the first argument" if name in LOSSES else ""
             self._refuse(one, f"loss_type is {one_value(one.value)!r}: {what or 'expected one of ' + ', '.join(LOSSES)}.")
 
-    def _batches(self) -> list[Given]:
+    def _batches(self) -> list[GivenSetting]:
         """Compute psigrad's batch sizes from TRL's (per device, in samples) or verl's (over all devices, in prompts)."""
         theirs = {name: _whole(one) for name, one in self.rules.items() if "prompts_per_step" in TABLE[name].rule}
         if not theirs:
@@ -330,15 +332,18 @@ class _Translator:
             mini = theirs.get(mini_batch, rows)
             if rows % mini:
                 raise UserError(f"ppo_mini_batch_size {mini} does not divide train_batch_size {rows}; give one that does.")
-            return [Given(ours, rows, source), *([Given("num_minibatches", rows // mini, source)] if online else [])]
+            return [
+                GivenSetting(ours, rows, source),
+                *([GivenSetting("num_minibatches", rows // mini, source)] if online else []),
+            ]
         devices = max(int(self._number("placement.processes")), int(os.environ.get("WORLD_SIZE", 1)))
         rows, accumulated = theirs.get("per_device_train_batch_size", 8), theirs.get("gradient_accumulation_steps", 1)
         if not online:
-            return [Given(ours, rows * accumulated * devices, source)]
+            return [GivenSetting(ours, rows * accumulated * devices, source)]
         return _generation_batch(theirs, rows * devices, accumulated, int(self._number("num_generations")), source)
 
 
-def _generation_batch(theirs: Mapping[str, int], at_once: int, accumulated: int, group: int, source: str) -> list[Given]:
+def _generation_batch(theirs: Mapping[str, int], at_once: int, accumulated: int, group: int, source: str) -> list[GivenSetting]:
     """Return the prompts and minibatches of a step of TRL's online trainers, which count completions."""
     rounds = theirs.get("steps_per_generation", accumulated)
     completions = theirs.get("generation_batch_size", at_once * rounds)
@@ -356,24 +361,27 @@ def _generation_batch(theirs: Mapping[str, int], at_once: int, accumulated: int,
             f"The batch sizes make {sum_of} and {update} an update; give steps_per_generation as a multiple of "
             "gradient_accumulation_steps, or prompts_per_step and num_minibatches."
         )
-    return [Given("prompts_per_step", completions // group, source), Given("num_minibatches", completions // update, source)]
+    return [
+        GivenSetting("prompts_per_step", completions // group, source),
+        GivenSetting("num_minibatches", completions // update, source),
+    ]
 
 
-def _whole(given: Given) -> int:
+def _whole(given: GivenSetting) -> int:
     if isinstance(given.value, bool) or not isinstance(given.value, int) or given.value < 1:
         raise UserError(f"{given.name} is {given.value!r}; expected a whole number of at least 1.")
     return given.value
 
 
-def _open(one: Given) -> list[Given]:
+def _open(one: GivenSetting) -> list[GivenSetting]:
     """Return the arguments for loading a model as single settings. Return any other setting as a list of one."""
     if one.name not in ("model_init_kwargs", "teacher_model_init_kwargs") or not isinstance(one.value, Mapping):
         return [one]
     mine = {"dtype": "reference_dtype", "torch_dtype": "reference_dtype"} if one.name.startswith("teacher") else {}
-    return [Given(mine.get(str(name), str(name)), value, one.source) for name, value in one.value.items()]
+    return [GivenSetting(mine.get(str(name), str(name)), value, one.source) for name, value in one.value.items()]
 
 
-def _is_needless(one: Given) -> bool:
+def _is_needless(one: GivenSetting) -> bool:
     """Return True if the setting asks for nothing if the method lacks the part: it is a default of TRL."""
     return one.source == DEFAULT or one.value in TABLE.get(one.name, NOTHING).usual
 

@@ -45,17 +45,17 @@ MACHINE, STEPS, SEVERAL, MAIN = Mark.MACHINE, Mark.STEPS, Mark.SEVERAL, Mark.MAI
 PATH, WRITTEN = Mark.PATH, Mark.WRITTEN
 
 
-class On:
+class DeviceDefault:
     """A note on a setting: its default in training runs on a type of device, as in `Annotated[str, On(cuda="bfloat16")]`."""
 
     def __init__(self, **values: Any) -> None:
         self.values = values
 
 
-class NotRead:
+class Unread:
     """A note on a section: its settings that a command does not read, as in `run: Annotated[Run, NotRead("max_steps")]`.
 
-    A keyword names the setting that replaces one of them: `NotRead(temperature="evaluation.eval_temperature")`.
+    A keyword names the setting that replaces one of them: `Unread(temperature="evaluation.eval_temperature")`.
     """
 
     def __init__(self, *names: str, **instead: str) -> None:
@@ -91,7 +91,7 @@ class Setting(NamedTuple):
     marks: frozenset[Mark]
 
 
-def asked_once(question: C) -> C:
+def cached(question: C) -> C:
     """Return the function `question` with its results cached.
 
     It is `functools.cache` with the function's own type, since mypy does not accept every class as a hashable argument.
@@ -99,27 +99,27 @@ def asked_once(question: C) -> C:
     return cast(C, cache(question))
 
 
-@asked_once
+@cached
 def settings_of(cls: Any) -> dict[str, Setting]:
     """Return every setting that the command of a settings class reads, by dotted name, in the order of the fields.
 
     Sections have the defaults that `cls` gives them.
     """
-    return {name: setting for name, setting in _fields_of(cls()).items() if name not in unread_of(cls)}
+    return {name: setting for name, setting in _fields_of(cls()).items() if name not in unread_settings(cls)}
 
 
-@asked_once
-def unread_of(cls: Any) -> dict[str, str]:
+@cached
+def unread_settings(cls: Any) -> dict[str, str]:
     """Return {setting in a section of `cls` that the command does not read: the setting that replaces it, or ""}.
 
     Help omits these settings. Giving one that has no replacement raises an error, unless the value is False or the default.
     """
     sections = types_of(cls, notes=True)
-    found = {name: mark for name, annotated in sections.items() for mark in _extras(annotated) if isinstance(mark, NotRead)}
+    found = {name: mark for name, annotated in sections.items() for mark in _extras(annotated) if isinstance(mark, Unread)}
     return {f"{name}.{leaf}": instead for name, mark in found.items() for leaf, instead in mark.settings.items()}
 
 
-@asked_once
+@cached
 def types_of(cls: Any, notes: bool = False) -> Mapping[str, Any]:
     """Return the types of a class's fields by name, with or without the notes of `Annotated`.
 
@@ -128,13 +128,13 @@ def types_of(cls: Any, notes: bool = False) -> Mapping[str, Any]:
     return MappingProxyType(get_type_hints(cls, include_extras=notes))
 
 
-def usual_on(cls: Any, device: str) -> dict[str, Any]:
+def device_defaults(cls: Any, device: str) -> dict[str, Any]:
     """Return the defaults of a settings class on a type of device ("cuda") that differ from the fields' own, by dotted name.
 
     The result is empty for a class that trains nothing.
     """
     trains = "optim" in types_of(cls)
-    return {name: mark.values[device] for name, mark in _notes(cls, On) if trains and device in mark.values}
+    return {name: mark.values[device] for name, mark in _notes(cls, DeviceDefault) if trains and device in mark.values}
 
 
 def unread_by(cls: Any, algorithm: str) -> set[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Lt
 from pydantic import AfterValidator
 
-from psigrad.config.fields import LIVE, MAIN, PATH, RECORDED, WRITTEN, Needs, NotRead, On
+from psigrad.config.fields import LIVE, MAIN, PATH, RECORDED, WRITTEN, DeviceDefault, Needs, Unread
 from psigrad.config.sections import (
     DRAWS,
     BelowOne,
@@ -57,15 +57,15 @@ _WORKERS, _ENCLOSED = Needs(*_SCORED.settings, *_PLAYED.settings, *_ASKED.settin
 _NO_SAMPLERS = (
     "samplers", "sampler_cpus", "sampler_gpus", "weight_transfer", "parcel_prompts", "environment_actors", "environment_cpus",
 )  # fmt: skip
-_Placed = Annotated[Placement, NotRead(*_NO_SAMPLERS)]
-_Rows = Annotated[Data, NotRead("max_prompt_length")]
-_JudgedRows = Annotated[Data, NotRead("eval_dataset", "eval_split")]
+_Placed = Annotated[Placement, Unread(*_NO_SAMPLERS)]
+_Rows = Annotated[Data, Unread("max_prompt_length")]
+_JudgedRows = Annotated[Data, Unread("eval_dataset", "eval_split")]
 # If only evaluations sample, there is one temperature and one number of completions per prompt.
-_Evaluated = Annotated[Sampling, NotRead(temperature="evaluation.eval_temperature"), DRAWS]
+_Evaluated = Annotated[Sampling, Unread(temperature="evaluation.eval_temperature"), DRAWS]
 _GROUPS = {"num_generations": "evaluation.num_generations_eval"}
 _AsItIs = Annotated[
     Model,
-    NotRead(
+    Unread(
         "adapter", *(f.name for f in fields(Model) if f.name.startswith(("lora_", "use_", "gradient_", "quantize_", "router_")))
     ),
 ]
@@ -73,14 +73,14 @@ _DURING_A_RUN = (
     "eval_steps", "eval_kl", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "early_stopping_patience",
     "early_stopping_threshold",
 )  # fmt: skip
-_AtOnce = Annotated[Run, NotRead(*(f.name for f in fields(Run) if f.name not in ("seed", "threads", "device")))]
+_AtOnce = Annotated[Run, Unread(*(f.name for f in fields(Run) if f.name not in ("seed", "threads", "device")))]
 
 
 @dataclass(frozen=True)
 class PackingSettings:
     """The setting that limits the size of a forward pass."""
 
-    micro_batch_tokens: Annotated[CountOrZero, RECORDED, MAIN, On(cuda=0)] = 4096
+    micro_batch_tokens: Annotated[CountOrZero, RECORDED, MAIN, DeviceDefault(cuda=0)] = 4096
     """Tokens per forward pass; a step is split to fit, which changes no gradient. On a CPU a few thousand are fastest. 0: as many
     as fit in the device's free memory; on a GPU this also switches gradient_checkpointing off if that is faster."""
 
@@ -311,16 +311,14 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
 class RewardConfig(PackingSettings):
     """A reward model: a scalar head on a language model, trained on comparisons (or on labelled steps)."""
 
-    model: Annotated[Model, NotRead("router_aux_loss_coef")] = field(default_factory=Model)
+    model: Annotated[Model, Unread("router_aux_loss_coef")] = field(default_factory=Model)
     data: _Rows = field(default_factory=Data)
     optim: Optim = field(default_factory=lambda: Optim(learning_rate=1e-4))
-    evaluation: Annotated[Evaluation, NotRead("num_generations_eval", "eval_temperature", "metric", "eval_kl")] = field(
+    evaluation: Annotated[Evaluation, Unread("num_generations_eval", "eval_temperature", "metric", "eval_kl")] = field(
         default_factory=Evaluation
     )
     run: Run = field(default_factory=Run)
-    placement: Annotated[Placement, NotRead("cluster", "scorers", "scorer_cpus", *_NO_SAMPLERS)] = field(
-        default_factory=Placement
-    )
+    placement: Annotated[Placement, Unread("cluster", "scorers", "scorer_cpus", *_NO_SAMPLERS)] = field(default_factory=Placement)
     hub: Hub = field(default_factory=Hub)
     process: Annotated[bool, MAIN] = False
     """Train on stepwise rows (prompt, completions, labels): one score per step instead of one for the whole text."""
@@ -362,7 +360,7 @@ class EvalConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetting
     model: _AsItIs = field(default_factory=Model)
     data: _JudgedRows = field(default_factory=lambda: Data(split="test"))
     sampling: _Evaluated = field(default_factory=Sampling)
-    evaluation: Annotated[Evaluation, NotRead(*_DURING_A_RUN, **_GROUPS)] = field(
+    evaluation: Annotated[Evaluation, Unread(*_DURING_A_RUN, **_GROUPS)] = field(
         default_factory=lambda: Evaluation(eval_prompts=0)
     )
     run: _AtOnce = field(default_factory=Run)
@@ -387,7 +385,7 @@ class SampleConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetti
     model: _AsItIs = field(default_factory=Model)
     data: _JudgedRows = field(default_factory=lambda: Data())
     sampling: _Evaluated = field(default_factory=Sampling)
-    evaluation: Annotated[Evaluation, NotRead(*_DURING_A_RUN, "metric", **_GROUPS)] = field(
+    evaluation: Annotated[Evaluation, Unread(*_DURING_A_RUN, "metric", **_GROUPS)] = field(
         default_factory=lambda: Evaluation(eval_prompts=0, num_generations_eval=8)
     )
     run: _AtOnce = field(default_factory=Run)

@@ -13,11 +13,21 @@ from typing import Any, TypeVar, cast, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
-from psigrad.config.fields import PATH, STEPS, WRITTEN, asked_once, find_marked, settings_of, types_of, unread_of, usual_on
+from psigrad.config.fields import (
+    PATH,
+    STEPS,
+    WRITTEN,
+    cached,
+    device_defaults,
+    find_marked,
+    settings_of,
+    types_of,
+    unread_settings,
+)
 from psigrad.config.language import OnlineConfig
 from psigrad.config.methods import other_methods
 from psigrad.config.names import OWN, Names
-from psigrad.config.nested import Given, field_types, flat_names, put, read_file, read_value, value_below
+from psigrad.config.nested import GivenSetting, field_types, flat_names, put, read_file, read_value, value_below
 from psigrad.errors import UserError, kind_of, nearest
 from psigrad.paths import TypedPath, expand, find_absolute
 
@@ -43,7 +53,7 @@ def load(
     usual: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(cls) if f.name in ("algorithm", "loss")}  # type: ignore[arg-type]
     for name, value in (defaults or {}).items():
         put(usual, name, value, "default")
-    values = {name: _over(usual.get(name), values[name]) if name in values else usual[name] for name in {**usual, **values}}
+    values = {name: _merge(usual.get(name), values[name]) if name in values else usual[name] for name in {**usual, **values}}
     names.check(cls, (override.partition("=")[::2] for override in overrides))
     for override in overrides:
         name, sign, text = override.partition("=")
@@ -51,13 +61,15 @@ def load(
             raise UserError(
                 f"The override {override!r} has no value; write it as name=value, for example optim.learning_rate=1e-5."
             )
-        given.append(Given(name, read_value(text, types.get(names.own(cls, name)), name), f"override {override!r}"))
-    given += [Given(name, value, f"--{name}") for name, value in (flags or {}).items()]
+        given.append(
+            GivenSetting(name, read_value(text, types.get(names.dotted_name(cls, name)), name), f"override {override!r}")
+        )
+    given += [GivenSetting(name, value, f"--{name}") for name, value in (flags or {}).items()]
     beside: set[str] = set()
     for name, value, source in names.translate(cls, values, given):
         put(values, name, value, source)
         beside = beside | {name} if source != str(path) else beside - {name}
-    _put_of_device(cls, values)
+    _add_device_defaults(cls, values)
     return _locate(_build(cls, values, str(path) if path else "", beside, names))
 
 
@@ -78,11 +90,11 @@ def _locate(config: T) -> T:
     return cast(T, made)
 
 
-def _put_of_device(cls: type[Any], values: dict[str, Any]) -> None:
+def _add_device_defaults(cls: type[Any], values: dict[str, Any]) -> None:
     """Add to `values` the defaults for the run's type of device (`On`) of all settings that were not given."""
-    table = usual_on(cls, "cuda")
+    table = device_defaults(cls, "cuda")
     asked = str(value_below(cls, values, "run.device")) if table else ""
-    if not (asked.startswith("cuda") or (asked == "auto" and sees_cuda())):
+    if not (asked.startswith("cuda") or (asked == "auto" and has_cuda())):
         return
     for name, value in table.items():
         section, _, leaf = name.rpartition(".")
@@ -91,14 +103,14 @@ def _put_of_device(cls: type[Any], values: dict[str, Any]) -> None:
             put(values, name, value, "default of a GPU")
 
 
-def sees_cuda() -> bool:
+def has_cuda() -> bool:
     """Return True if a run uses a GPU by default."""
     import torch
 
     return torch.cuda.is_available()
 
 
-def _over(below: Any, above: Any) -> Any:
+def _merge(below: Any, above: Any) -> Any:
     """Return a file's value `above` a method's default `below`. A section is merged name by name; any other value replaces it."""
     sections = isinstance(below, dict) and isinstance(above, dict) and "preset" not in below
     return {**below, **above} if sections else above
@@ -117,7 +129,7 @@ def to_dict(config: Any) -> dict[str, Any]:
     return {f.name: _plain(getattr(config, f.name), f.name) for f in dataclasses.fields(config)}
 
 
-@asked_once
+@cached
 def _adapter(cls: Any) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
 
@@ -125,9 +137,9 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
 def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str] = frozenset(), names: Names = OWN) -> T:
     """Build the settings. Errors name the file `source`, except for the settings in `beside`, which are not from that file."""
     _refuse_unknown(cls, values, source, "", names)
-    values = _without_unread(cls, values, f"{source}: " if source else "")
+    values = _drop_unread(cls, values, f"{source}: " if source else "")
     try:
-        made: T = _adapter(cls).validate_python(_as_meant(cls, values))
+        made: T = _adapter(cls).validate_python(_convert_types(cls, values))
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("function-", "callable", "str")))
@@ -147,14 +159,15 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
     return made
 
 
-def _without_unread(cls: type[Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return `values` without the settings that the command does not read (`unread_of`), which their replacements take over.
+def _drop_unread(cls: type[Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return `values` without the settings that the command does not read (`unread_settings`), which their replacements take
+    over.
 
     Raises `UserError` if such a setting has no replacement and its value is neither False nor the default, or if its
     replacement is also given with another value.
     """
     made: dict[str, Any] = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
-    for name, instead in unread_of(cls).items():
+    for name, instead in unread_settings(cls).items():
         section, _, leaf = name.rpartition(".")
         if not isinstance(made.get(section), dict) or leaf not in made[section]:
             continue
@@ -177,7 +190,7 @@ def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, pref
         if name not in known:
             where = f"{source}: " if source else ""
             within = f" in {prefix[:-1]}" if prefix else ""
-            theirs = names.own(OnlineConfig, str(name))
+            theirs = names.dotted_name(OnlineConfig, str(name))
             mine = theirs.rpartition(".")[2]  # some libraries name it lr in optim
             near = f"; did you mean {mine!r}?" if mine != name and mine in known else other_methods(cls, theirs)
             near = near or nearest(str(name), {*known, *(() if prefix else dict(flat_names(cls)))} - {str(name)})
@@ -190,7 +203,7 @@ def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, pref
             _refuse_unknown(hints[name], value, source, f"{prefix}{name}.", names)
 
 
-def _as_meant(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _convert_types(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return `values` in the types of their fields: `reward: exact` becomes a tuple of one, and a `Path` becomes text."""
     hints = types_of(cls)
     made: dict[str, Any] = {}
@@ -199,7 +212,7 @@ def _as_meant(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
             # A section keeps the defaults of this recipe: SFT has another learning rate than the online recipes.
             blank = getattr(cls(), name)
             usual = {f.name: getattr(blank, f.name) for f in dataclasses.fields(blank)}
-            made[name] = {**usual, **_as_meant(hints[name], value)}
+            made[name] = {**usual, **_convert_types(hints[name], value)}
         elif get_origin(hints[name]) is tuple and not isinstance(value, list | tuple):
             made[name] = (value,)
         else:

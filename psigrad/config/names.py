@@ -8,7 +8,7 @@ from dataclasses import is_dataclass
 from typing import Any, Protocol
 
 from psigrad.config.fields import types_of
-from psigrad.config.nested import Given, names_of
+from psigrad.config.nested import GivenSetting, names_of
 from psigrad.config.shortcuts import expand
 from psigrad.errors import UserError
 
@@ -16,7 +16,7 @@ from psigrad.errors import UserError
 class Names(Protocol):
     """An object that knows names of settings and translates them into psigrad's dotted names."""
 
-    def own(self, cls: Any, name: str) -> str:
+    def dotted_name(self, cls: Any, name: str) -> str:
         """Return the dotted name of a setting of `cls`, "learning_rate" -> "optim.learning_rate"; an unknown name unchanged."""
         ...
 
@@ -26,19 +26,19 @@ class Names(Protocol):
 
     def of_file(
         self, cls: Any, in_file: Mapping[str, Any], flags: Mapping[str, Any], source: str
-    ) -> tuple[dict[str, Any], list[Given]]:
+    ) -> tuple[dict[str, Any], list[GivenSetting]]:
         """Split a file's settings: return (settings that are nested in sections, settings given by name without a section)."""
         ...
 
-    def translate(self, cls: Any, values: Mapping[str, Any], given: Sequence[Given]) -> list[Given]:
+    def translate(self, cls: Any, values: Mapping[str, Any], given: Sequence[GivenSetting]) -> list[GivenSetting]:
         """Return `given`, which override `values`, under dotted names and with shortcuts expanded. Raises `UserError`."""
         ...
 
 
-class OwnNames:
+class PlainNames:
     """The names of psigrad alone. Those of other libraries are unknown."""
 
-    def own(self, cls: Any, name: str) -> str:
+    def dotted_name(self, cls: Any, name: str) -> str:
         """Return the dotted name of a setting of `cls`, and an unknown name unchanged. See `Names`."""
         return names_of(cls).get(name, name)
 
@@ -47,27 +47,27 @@ class OwnNames:
 
     def of_file(
         self, cls: Any, in_file: Mapping[str, Any], flags: Mapping[str, Any], source: str
-    ) -> tuple[dict[str, Any], list[Given]]:
+    ) -> tuple[dict[str, Any], list[GivenSetting]]:
         """Split a file's settings into those nested in sections and those given by name alone. `model: PATH` is `model.path`."""
         nested: dict[str, Any] = {}
-        flat: list[Given] = []
+        flat: list[GivenSetting] = []
         hints = types_of(cls)
         for name, value in in_file.items():
             if name == "model" and isinstance(value, str | os.PathLike):
-                flat.append(Given("model.path", value, source))
+                flat.append(GivenSetting("model.path", value, source))
             elif name in hints and (isinstance(value, Mapping) or not is_dataclass(hints[name])):
                 nested[name] = value
             else:
-                flat.append(Given(str(name), value, source))
+                flat.append(GivenSetting(str(name), value, source))
         return nested, flat
 
-    def translate(self, cls: Any, values: Mapping[str, Any], given: Sequence[Given]) -> list[Given]:
+    def translate(self, cls: Any, values: Mapping[str, Any], given: Sequence[GivenSetting]) -> list[GivenSetting]:
         """Return `given` under dotted names, with shortcuts expanded. Raises `UserError` if a shortcut's part is missing."""
-        named = [Given(self.own(cls, one.name), one.value, one.source) for one in given]
+        named = [GivenSetting(self.dotted_name(cls, one.name), one.value, one.source) for one in given]
         found, lacking = expand(cls, values, named)
         if lacking:
             raise UserError("\n".join(dict.fromkeys(sentence for _, sentence in lacking)))
         return found
 
 
-OWN = OwnNames()
+OWN = PlainNames()

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, get_args, get_origin
 
 import yaml
 
-from psigrad.config.fields import asked_once, settings_of, unread_of
+from psigrad.config.fields import cached, settings_of, unread_settings
 from psigrad.errors import UserError, kind_of
 
 
-class Given(NamedTuple):
+class GivenSetting(NamedTuple):
     """A setting as it was given: its name, its value, and its source, which error messages name."""
 
     name: str
@@ -123,12 +123,12 @@ def read_value(text: str, hint: Any = None, name: str = "a value") -> Any:
         return text
 
 
-@asked_once
+@cached
 def names_of(cls: Any) -> dict[str, str]:
     """Return {name: dotted name} for each setting's leaf name and its dotted name. A section's name maps to itself."""
     meant = {
         **{dotted: dotted for dotted, _ in field_types(cls)},
-        **{name: other or name for name, other in unread_of(cls).items()},
+        **{name: other or name for name, other in unread_settings(cls).items()},
     }
     leaves = {name: other for dotted, other in meant.items() for name in (dotted.rpartition(".")[2], dotted)}
     return leaves | {f.name: f.name for f in fields(cls)}

@@ -20,7 +20,7 @@ GROUPS, SIZE, STEPS = 2, 8, 3
 PACKAGE = str(Path(__file__).parents[1])
 
 
-def made_batch() -> Batch:
+def make_batch() -> Batch:
     """Return 16 trajectories of 1 to 3 steps in two groups, with every field that a part may read."""
     generator = torch.Generator().manual_seed(0)
     rows = GROUPS * SIZE
@@ -56,7 +56,7 @@ def try_parts(method: PolicyGradient) -> None:
     custom = [part for part in _parts_within(method) if _is_custom(part)]
     if not custom:
         return
-    batch = made_batch()
+    batch = make_batch()
     mask, (rows, steps) = batch.mask, batch.mask.shape
     logp = (batch.logp_old + 0.05).requires_grad_()
     totals = Totals(rows, int(mask.sum()), int(mask.sum()))
@@ -127,7 +127,7 @@ def _result(slot: str, part: Any, call: Callable[[], Any]) -> Any:
     except Exception as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(PACKAGE)]
         own = [frame for frame in frames if frame.filename == _file_of(part)]
-        place = f"{own[-1].filename}, line {own[-1].lineno}" if own else _place_of(part)
+        place = f"{own[-1].filename}, line {own[-1].lineno}" if own else _source_location(part)
         raise UserError(f"The part {slot}, {_name(part)}, raised {name_reason(error)} on a test batch ({place}).") from error
 
 
@@ -144,7 +144,7 @@ def _check(slot: str, part: Any, found: Any, shapes: tuple[tuple[int, ...], ...]
         given = f"a tensor of {found.dtype}"
     else:
         return
-    raise UserError(f"The part {slot}, {_name(part)}, returned {given}; expected {kind} {expected} ({_place_of(part)}).")
+    raise UserError(f"The part {slot}, {_name(part)}, returned {given}; expected {kind} {expected} ({_source_location(part)}).")
 
 
 def _name(part: Any) -> str:
@@ -158,7 +158,7 @@ def _file_of(part: Any) -> str:
         return ""
 
 
-def _place_of(part: Any) -> str:
+def _source_location(part: Any) -> str:
     """Return the file and the line where a part is defined."""
     try:
         _, line = inspect.getsourcelines(part if inspect.isroutine(part) else type(part))

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator
 
-from psigrad.config.fields import FREE, LENGTH, LIVE, MACHINE, MAIN, PATH, RECORDED, SEVERAL, STEPS, WRITTEN, Needs, On
+from psigrad.config.fields import FREE, LENGTH, LIVE, MACHINE, MAIN, PATH, RECORDED, SEVERAL, STEPS, WRITTEN, DeviceDefault, Needs
 from psigrad.errors import UserError
 
 # Ranges are checked when settings are loaded, so the command line, YAML and psigrad.train have the same ones.
@@ -49,7 +49,7 @@ def object_of(given: str | Mapping[str, Any]) -> str | dict[str, Any]:
     return dict(found) or ""
 
 
-def columns_of(given: str | Mapping[str, str]) -> dict[str, str]:
+def parse_columns(given: str | Mapping[str, str]) -> dict[str, str]:
     r"""Return the columns that a text renames: "question=prompt,answer=answer" -> {"question": "prompt", "answer": "answer"}.
 
     A comma ends a pair if a name and "=" follow it. `\n` is a line break. Raises `UserError` for a pair without "=" and for a
@@ -84,7 +84,7 @@ class Model:
     them."""
     eos_token: str = ""
     """Token that ends a text, instead of the tokenizer's EOS. It is saved with the model."""
-    dtype: Annotated[Literal["float32", "bfloat16"], MAIN, On(cuda="bfloat16")] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16"], MAIN, DeviceDefault(cuda="bfloat16")] = "float32"
     """Precision of the weights and of the forward pass, as in TRL on a GPU. The optimiser updates float32 masters of bfloat16
     weights. On a GPU, float32 products use TF32."""
     quantize_base: Literal["", "nf4", "int8", "gguf"] = ""
@@ -125,7 +125,7 @@ class Model:
     """Attention over packed sequences outside the fused decoder. On a GPU, "varlen" (torch's kernel, or flash-attn's) and "flex"
     (FlexAttention) compute only the scores that are needed; "sdpa" pads. "auto" takes the first that runs and equals "sdpa". On a
     CPU it is "sdpa"."""
-    gradient_checkpointing: Annotated[bool, RECORDED, On(cuda=True)] = False
+    gradient_checkpointing: Annotated[bool, RECORDED, DeviceDefault(cuda=True)] = False
     """Recompute activations in the backward pass. It saves memory and takes a third more time; with a vocabulary of 150,000 on a
     small model, nearly twice the time. TRL: on."""
 
@@ -137,7 +137,7 @@ class Data:
     dataset: Annotated[str | Any, PATH, SEVERAL, MAIN] = ""
     """JSONL, JSON, Parquet or CSV file, a folder of them, hub name, or task:NAME for a task of reasoning-gym, in one of TRL's
     dataset forms; from Python also rows. Several datasets may be given, each with a weight: a.jsonl:0.7 b.jsonl:0.3."""
-    columns: Annotated[str | Mapping[str, str], AfterValidator(lambda given: columns_of(given) or "")] = ""
+    columns: Annotated[str | Mapping[str, str], AfterValidator(lambda given: parse_columns(given) or "")] = ""
     """Other names for columns of the rows: question=prompt,answer=answer renames two, and prompt={question} Think first. builds
     one from others. In YAML and Python also a mapping."""
     plain_prompts: bool = False
@@ -358,7 +358,7 @@ class Run:
     """If the output is not a terminal: print a line of metrics every this many steps, or after ten seconds; 0: never."""
     watchdog_minutes: Annotated[PositiveOrZero, RECORDED] = 30.0
     """Report a phase of the run that lasts longer than this many minutes, and write all stacks to stacks.txt; 0: never."""
-    async_save: Annotated[bool, RECORDED, On(cuda=True)] = False
+    async_save: Annotated[bool, RECORDED, DeviceDefault(cuda=True)] = False
     """Write checkpoints in a thread while training continues. It has no effect with callbacks, since they receive a finished
     checkpoint."""
     save_total_limit: Annotated[Count, RECORDED] = 2

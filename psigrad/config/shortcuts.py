@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from psigrad.config import algorithms
 from psigrad.config.fields import types_of
-from psigrad.config.nested import Given, put
+from psigrad.config.nested import GivenSetting, put
 from psigrad.errors import UserError
 
 
@@ -68,19 +68,19 @@ def _change(within: Part, slot: str, value: Any) -> Any:
     if within.name == "OnlinePreference" and slot == "loss" and isinstance(value, str | Mapping):
         return describe_method(value if isinstance(value, str) else {"preset": "dpo", **value})
     if isinstance(value, str):
-        return _usual(value) if slot not in ("beta", "margin") else value
+        return _default_part(value) if slot not in ("beta", "margin") else value
     if isinstance(value, list | tuple):
         return tuple(_change(within, slot, item) for item in value)
     if not isinstance(value, Mapping):
         return value
     if "part" in value or not isinstance(before, Part):
         filled = algorithms.DEFAULT_PART.get(slot)
-        before = _usual(str(value.get("part", filled.__name__ if filled else "")))
+        before = _default_part(str(value.get("part", filled.__name__ if filled else "")))
     new = {n: _change(before, n, v) if n in algorithms.INNER else v for n, v in value.items() if n != "part"}
     return replace(before, parameters={**before.parameters, **new})
 
 
-def _usual(name: str) -> Part:
+def _default_part(name: str) -> Part:
     """Return a part with its default parameters."""
     part = next((parts[name] for parts in algorithms.PARTS.values() if name in parts), None)
     if not is_dataclass(part):
@@ -122,10 +122,10 @@ def find_places(name: str, spec: Any) -> Places:
 def expand(
     cls: Any,
     values: Mapping[str, Any],
-    given: Sequence[Given],
+    given: Sequence[GivenSetting],
     more: Mapping[str, Shortcut] = MappingProxyType({}),
-    needless: Callable[[Given], bool] = lambda one: False,
-) -> tuple[list[Given], list[tuple[Given, str]]]:
+    needless: Callable[[GivenSetting], bool] = lambda one: False,
+) -> tuple[list[GivenSetting], list[tuple[GivenSetting, str]]]:
     """Return (`given` with every shortcut replaced by its settings; the shortcuts that the method lacks, each with a message).
 
     `given` overrides `values`. `more` adds shortcuts to psigrad's own. A shortcut that sets the current value again is dropped.
@@ -140,8 +140,8 @@ def expand(
     for one in given:
         if one.name.partition(".")[0] == setting:
             put(stated, one.name, one.value, one.source)
-    expanded: list[Given] = []
-    lacking: list[tuple[Given, str]] = []
+    expanded: list[GivenSetting] = []
+    lacking: list[tuple[GivenSetting, str]] = []
     order = {name: i for i, name in enumerate(short)}
     for one in sorted(given, key=lambda g: (rank_source(g.source), order.get(g.name, -1))):
         if one.name not in short:
@@ -154,10 +154,10 @@ def expand(
             raise UserError(f"{one.name} changes a part of a preset, but {setting} is {stated[setting]!r}; set the part there.")
         places = short[one.name].find(root)
         if not places and not needless(one):
-            lacking.append((one, _lacking(one.name, short[one.name], stated[setting])))
+            lacking.append((one, _describe_missing(one.name, short[one.name], stated[setting])))
         for place, now in places:
             if now != one.value:
-                expanded.append(Given(f"{setting}.{place}", short[one.name].write(root, place, one.value), one.source))
+                expanded.append(GivenSetting(f"{setting}.{place}", short[one.name].write(root, place, one.value), one.source))
                 put(stated, *expanded[-1])
     return expanded, lacking
 
@@ -170,7 +170,7 @@ def rank_source(source: str) -> int:
     return 2 if source.startswith("--") else 1 if source.startswith("override ") else 0
 
 
-def _lacking(name: str, short: Shortcut, spec: Any) -> str:
+def _describe_missing(name: str, short: Shortcut, spec: Any) -> str:
     method = spec.get("preset", "the algorithm") if isinstance(spec, Mapping) else spec
     have = [other for other, preset in algorithms.PRESETS.items() if short.find(describe(preset))]
     return f"{method} has no {short.what}, so {name} means nothing to it; these have one: {', '.join(have)}."

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
-from psigrad.config.fields import LENGTH, LIVE, MAIN, STEPS, NotRead, ReadBy
+from psigrad.config.fields import LENGTH, LIVE, MAIN, STEPS, ReadBy, Unread
 from psigrad.config.sections import Count, CountOrZero, Positive, PositiveOrZero, Run, Share
 
 _NOT_DQN, _GRADIENTS = ReadBy(but=("dqn",)), ReadBy(but=("dqn", "trpo"))
@@ -154,4 +154,4 @@ class ControlConfig:
     """Record an episode of the trained policy as episode.gif."""
     tuned: Annotated[bool, MAIN] = True
     """Start from tuned settings for this algorithm on this environment, if there are any."""
-    run: Annotated[Run, NotRead("max_memory", "async_save")] = field(default_factory=lambda: Run(threads=1))
+    run: Annotated[Run, Unread("max_memory", "async_save")] = field(default_factory=lambda: Run(threads=1))

@@ -50,7 +50,7 @@ def fisher_product(kl: Tensor, parameters: Tensor, damping: float) -> Product:
 
 
 @dataclass(frozen=True)
-class Taken:
+class TrustRegionStep:
     """The outcome of a trust-region step."""
 
     shift: Tensor
@@ -72,7 +72,7 @@ def step(
     cg_steps: int = 15,
     shrink: float = 0.8,
     tries: int = 10,
-) -> Taken:
+) -> TrustRegionStep:
     """Return the trust-region step along `gradient` (of the objective to maximise).
 
     `product` is v -> F·v. `measure(shift)` returns the true improvement and the true mean KL with `shift` added. The step shrinks
@@ -81,11 +81,11 @@ def step(
     direction = conjugate_gradients(product, gradient, cg_steps)
     curvature = float(direction @ product(direction))
     if not curvature > 0:
-        return Taken(torch.zeros_like(gradient), 0.0, 0.0, 0)
+        return TrustRegionStep(torch.zeros_like(gradient), 0.0, 0.0, 0)
     full = (2 * max_kl / curvature) ** 0.5 * direction
     for i in range(tries):
         shift = shrink**i * full
         improvement, kl = measure(shift)
         if improvement > 0 and kl <= max_kl:
-            return Taken(shift, improvement, kl, i + 1)
-    return Taken(torch.zeros_like(gradient), 0.0, 0.0, tries)
+            return TrustRegionStep(shift, improvement, kl, i + 1)
+    return TrustRegionStep(torch.zeros_like(gradient), 0.0, 0.0, tries)

@@ -12,7 +12,7 @@ from typing import Any
 
 from psigrad import seeds
 from psigrad.config import SampleConfig
-from psigrad.config.sections import columns_of
+from psigrad.config.sections import parse_columns
 from psigrad.errors import UserError, kind_of
 from psigrad.language.data.dataset_layouts import map_columns
 from psigrad.language.data.image_rows import to_json_row
@@ -148,7 +148,7 @@ def convert(
         raise UserError("pairs takes --dataset FILE.jsonl and --output FILE.jsonl; one of them is missing.")
     check_output(output)
     rows = read_jsonl(dataset)
-    if renamed := columns_of(columns):
+    if renamed := parse_columns(columns):
         rows = [map_columns(row, renamed, f"{dataset}:{i}") for i, row in enumerate(rows, 1)]
     first = rows[0] if rows else {}
     if "ranking" in first:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from psigrad.config import Reward
-from psigrad.config.sections import columns_of
+from psigrad.config.sections import parse_columns
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import Row, column_names
 from psigrad.language.data.sources import from_rows, load
@@ -117,9 +117,9 @@ def attack(
         raise UserError(f"max_rows is {max_rows}; at least one row was expected.")
     specs = [resolve(reward) for reward in rewards]
     if isinstance(dataset, str):
-        rows = load(dataset, form=FORM, split=split, max_rows=max_rows, columns=columns_of(columns), bad_rows=bad_rows).rows
+        rows = load(dataset, form=FORM, split=split, max_rows=max_rows, columns=parse_columns(columns), bad_rows=bad_rows).rows
     else:
-        rows = from_rows([*dataset][:max_rows], FORM, columns=columns_of(columns), bad_rows=bad_rows).rows
+        rows = from_rows([*dataset][:max_rows], FORM, columns=parse_columns(columns), bad_rows=bad_rows).rows
     golds = [next((accepted(row.columns[name])[0] for name in GOLDS if not blank(row.columns.get(name))), "") for row in rows]
     found, names = [], column_names(rows)
     with RewardPool(specs, weights=weights, timeout=timeout) as pool:

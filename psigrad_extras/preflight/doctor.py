@@ -16,7 +16,7 @@ import torch
 import psigrad
 from psigrad import extras
 from psigrad.config import OnlineConfig
-from psigrad.config.fields import settings_of, usual_on
+from psigrad.config.fields import device_defaults, settings_of
 from psigrad.kernels.build import compiler, prebuilt
 from psigrad.kernels.kernels import kernels
 from psigrad.kernels.processor import fast_bfloat16
@@ -133,8 +133,8 @@ def _gpu() -> Check:
 
 def defaults(device: str) -> Check:
     """Return the defaults of a training run on this type of device."""
-    own = {name: settings_of(OnlineConfig)[name].default for name in usual_on(OnlineConfig, "cuda")}
-    found = {name: f"{value}" for name, value in (own | usual_on(OnlineConfig, device)).items()}
+    own = {name: settings_of(OnlineConfig)[name].default for name in device_defaults(OnlineConfig, "cuda")}
+    found = {name: f"{value}" for name, value in (own | device_defaults(OnlineConfig, device)).items()}
     if found["micro_batch_tokens"] == "0":
         found["micro_batch_tokens"] = "by free memory"
     said = ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in found.items())

@@ -349,7 +349,7 @@ def test_parts_of_the_algorithm_are_overridden_by_dotted_name():
 
 def test_an_algorithm_of_the_users_own_may_be_named_by_an_override():
     config = flags.parse(OnlineConfig, "reinforce", ["algorithm=mine.py:METHOD"], defaults={"algorithm": "reinforce"})
-    language.agree("reinforce", config.algorithm)
+    language.check_method("reinforce", config.algorithm)
     assert config.algorithm == "mine.py:METHOD"
 
 

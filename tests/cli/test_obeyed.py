@@ -20,7 +20,7 @@ from psigrad import cli
 from psigrad.cli import flags
 from psigrad.compat.foreign_names import load, resolve_names
 from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, Sampling, SFTConfig
-from psigrad.config.fields import FREE, MACHINE, RECORDED, flag_of, idle, settings_of, unread_by, unread_of
+from psigrad.config.fields import FREE, MACHINE, RECORDED, flag_of, idle, settings_of, unread_by, unread_settings
 from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
 from psigrad.kernels.kernels import kernels
@@ -132,7 +132,7 @@ def test_every_setting_that_help_lists_is_read(name, job, alone, capsys):
     elsewhere = {"sampling.vllm_memory", "sampling.vllm_readback", "sampling.vllm_device"}  # only with vLLM
     elsewhere |= {"agent_timeout", "agent_workers", "agent_calls"}  # with an agent: tests/serve/agents
     assert set(settings_of(cls)) - read - elsewhere == set()
-    assert not shown & {flag_of(other) for other, stands in unread_of(cls).items() if not stands}
+    assert not shown & {flag_of(other) for other, stands in unread_settings(cls).items() if not stands}
 
 
 def test_negative_control_a_setting_that_nothing_reads_is_found(job, alone):
@@ -496,9 +496,9 @@ PLAIN = {
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_every_flag_of_a_plain_command_is_read(name, job, alone, monkeypatch):
-    plain, made = flags.plain, []
+    plain, made = flags.parse_plain, []
     monkeypatch.setattr(Given, "read", set(), raising=False)
-    monkeypatch.setattr(flags, "plain", lambda *given: made.append(Given(plain(*given))) or made[-1])
+    monkeypatch.setattr(flags, "parse_plain", lambda *given: made.append(Given(plain(*given))) or made[-1])
     for place in ("psigrad_extras.connect.hub.push", "psigrad_studio.serve.studio", "psigrad_extras.demo.run",
                   "psigrad.records.report.terminal.print_result"):  # fmt: skip
         monkeypatch.setattr(place, lambda *given, **named: "done")

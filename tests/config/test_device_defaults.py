@@ -11,7 +11,7 @@ import yaml
 from psigrad.compat import foreign_names
 from psigrad.config import EvalConfig, OnlineConfig, SFTConfig
 from psigrad.config import load as loading
-from psigrad.config.fields import usual_on
+from psigrad.config.fields import device_defaults
 from psigrad.language.training.online.online_run import has_exact_matmul
 from psigrad.runs import machine
 
@@ -20,7 +20,7 @@ TABLE = {"model.dtype": "bfloat16", "model.gradient_checkpointing": True, "micro
 
 @pytest.fixture(params=[True, False], ids=["a GPU", "no GPU"])
 def gpu(request, monkeypatch):
-    monkeypatch.setattr(loading, "sees_cuda", lambda: request.param)
+    monkeypatch.setattr(loading, "has_cuda", lambda: request.param)
     return request.param
 
 
@@ -29,8 +29,8 @@ def values(config) -> tuple:
 
 
 def test_the_table_is_of_what_trains():
-    assert usual_on(OnlineConfig, "cuda") == usual_on(SFTConfig, "cuda") == TABLE
-    assert usual_on(OnlineConfig, "cpu") == usual_on(EvalConfig, "cuda") == {}
+    assert device_defaults(OnlineConfig, "cuda") == device_defaults(SFTConfig, "cuda") == TABLE
+    assert device_defaults(OnlineConfig, "cpu") == device_defaults(EvalConfig, "cuda") == {}
 
 
 def test_defaults_follow_the_device(gpu):
@@ -46,7 +46,7 @@ def test_a_device_that_is_named_decides(gpu, device):
 
 
 def test_what_is_given_stays(monkeypatch, tmp_path):
-    monkeypatch.setattr(loading, "sees_cuda", lambda: True)
+    monkeypatch.setattr(loading, "has_cuda", lambda: True)
     (tmp_path / "run.yaml").write_text("model: {dtype: float32}\nmicro_batch_tokens: 512\n")
     assert values(loading.load(SFTConfig, tmp_path / "run.yaml")) == ("float32", True, 512)
     assert values(loading.load(SFTConfig, flags={"dtype": "float32", "gradient_checkpointing": False})) == ("float32", False, 0)
@@ -63,7 +63,7 @@ def test_what_is_given_stays(monkeypatch, tmp_path):
     ],
 )
 def test_what_is_given_under_trls_names_stays(text, expected, monkeypatch, tmp_path):
-    monkeypatch.setattr(loading, "sees_cuda", lambda: True)
+    monkeypatch.setattr(loading, "has_cuda", lambda: True)
     (tmp_path / "run.yaml").write_text(text + "\n")
     assert values(foreign_names.load(SFTConfig, tmp_path / "run.yaml")) == expected
     flags = {name: yaml.safe_load(value) for name, _, value in (line.partition(": ") for line in text.split("\n"))}

@@ -11,7 +11,7 @@ import torch
 from cases import repeat_for
 
 from psigrad.config import OnlineConfig, part_trial
-from psigrad.config.part_trial import made_batch, try_parts
+from psigrad.config.part_trial import make_batch, try_parts
 from psigrad.errors import UserError
 from psigrad.language.recipes import online
 from psigrad.objective.catalog import GRPO, METHODS, PPO
@@ -54,7 +54,7 @@ def test_parts_that_fit_pass_and_a_part_inside_another_is_called():
 
 @repeat_for("name", METHODS)
 def test_the_made_batch_has_what_every_method_reads(name):
-    batch = made_batch()
+    batch = make_batch()
     part_trial._whole(METHODS[name].algorithm, batch, batch.logp_old.clone().requires_grad_())
 
 

@@ -108,7 +108,7 @@ def test_a_step_is_taken_by_the_settings(damping, monkeypatch):
     def step(gradient, product, measure, **named):
         v = torch.ones_like(gradient)
         asked.append((product(v) - undamped[0](v), named))
-        return trust_region.Taken(torch.zeros_like(gradient), 0.0, 0.0, 1)
+        return trust_region.TrustRegionStep(torch.zeros_like(gradient), 0.0, 0.0, 1)
 
     undamped = []
 

@@ -330,7 +330,9 @@ def test_a_run_that_goes_on_cuts_its_large_files(tmp_path, monkeypatch):
     assert meta["ends"] == {"rollouts": 24}  # two lines of 12 bytes
     with RunFolder.open(path, CONFIG) as folder:
         monkeypatch.setattr(
-            row_lines, "take_back", lambda file, *_: pytest.fail(f"{file.name} was read") if "roll" in file.name else (0, 0)
+            row_lines,
+            "truncate_to_step",
+            lambda file, *_: pytest.fail(f"{file.name} was read") if "roll" in file.name else (0, 0),
         )
         session.newest_checkpoint(SimpleNamespace(folder=folder, world=ALONE))
         assert folder.rows["rollouts"] == 2

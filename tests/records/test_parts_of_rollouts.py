@@ -105,7 +105,7 @@ def test_going_back_in_a_large_file_reads_its_end_alone(tmp_path, monkeypatch):
         folder.rollouts([row(2, 0)])
     monkeypatch.setattr(
         row_lines,
-        "take_back",
+        "truncate_to_step",
         lambda file, *given: pytest.fail(f"{file} was read") if "rollouts" in str(file) else row_lines.Truncation(0, 0),
     )
     with RunFolder.open(path, {"recipe": "online"}) as folder:

@@ -48,7 +48,7 @@ class TRPOTrainer(OnPolicyTrainer):
         error = self._fit_critic(algorithm, whole, minibatches)
         return {**terms, "value_loss": error} if metrics else terms
 
-    def _policy_step(self, whole: Minibatch) -> trust_region.Taken:
+    def _policy_step(self, whole: Minibatch) -> trust_region.TrustRegionStep:
         network, settings, distribution = self.network, self.config.trpo, self.network.distribution
         advantage, logp_old = whole.prepared.advantage[:, 0], whole.prepared.batch.logp_old[:, 0]
         observation, start = whole.observation, network.flat

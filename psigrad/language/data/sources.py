@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from psigrad.config import Data
-from psigrad.config.sections import columns_of
+from psigrad.config.sections import parse_columns
 from psigrad.errors import UserError, nearest, several
 from psigrad.language.data import dataset_layouts, image_rows
 from psigrad.language.data.chat.messages import is_trained
@@ -372,7 +372,7 @@ def describe_skipped(bad: Sequence[BadRow]) -> str:
 
 
 def _read_one(data: Data, form: str, dataset: Any, split: str, single: Sequence[str] = SINGLE) -> LoadedRows:
-    columns = columns_of(data.columns)
+    columns = parse_columns(data.columns)
     if not isinstance(dataset, str):
         part = parse_split(split)
         some = part.take(remove_format(dataset)) if part.is_slice and not isinstance(dataset, Mapping) else dataset

@@ -12,7 +12,7 @@ from typing import Any
 from psigrad import __version__, extras, redaction, seeds
 from psigrad.config import EvalConfig, OnlineConfig, SampleConfig
 from psigrad.config.fields import idle
-from psigrad.config.sections import columns_of
+from psigrad.config.sections import parse_columns
 from psigrad.errors import UserError
 from psigrad.language import images
 from psigrad.language.data.dataset_layouts import to_model_rows
@@ -256,7 +256,7 @@ def _rows(config: EvalConfig | SampleConfig, episodes: Player | None, tokenizer:
 def _benchmark_rows(config: EvalConfig) -> list[Row]:
     """Return the dataset's rows as a benchmark's prompts, each with `num_fewshot` worked examples before the question."""
     asked = {"prompt": "{" + BENCHMARKS[config.benchmark].asked + "}"}
-    data = replace(config.data, columns={**asked, **columns_of(config.data.columns)})
+    data = replace(config.data, columns={**asked, **parse_columns(config.data.columns)})
     rows, count = read_dataset(data, "prompt-only", data.dataset, data.split, redaction.tell).rows, config.num_fewshot
     if config.fewshot_dataset:
         shots = read_dataset(data, "prompt-only", config.fewshot_dataset, data.split, redaction.tell).rows

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from psigrad import redaction
 from psigrad.config import Reward
-from psigrad.config.sections import columns_of
+from psigrad.config.sections import parse_columns
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_layouts import to_turns
 from psigrad.language.data.dataset_rows import Row, column_names
@@ -75,7 +75,7 @@ def score(
     named = isinstance(rows, str | os.PathLike)
     if named and not rows:
         raise UserError("No dataset was given; name a file of prompts with completions with --dataset.")
-    renamed = columns_of(columns)
+    renamed = parse_columns(columns)
     if named:
         read = load(str(rows), form=FORM, split=split, columns=renamed, bad_rows=bad_rows)
     else:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from psigrad import extras
 from psigrad.config import Placement, Reward
 from psigrad.config.language import EpisodeSettings, Scored
-from psigrad.config.sections import columns_of
+from psigrad.config.sections import parse_columns
 from psigrad.errors import UserError, several
 from psigrad.language.data.dataset_layouts import Tell
 from psigrad.language.data.dataset_rows import Row, column_names
@@ -165,7 +165,7 @@ class RewardSetup:
     def _with_golds(self, rows: Sequence[Row], tell: Tell | None) -> Sequence[Row]:
         if not any(self.needs):
             return rows
-        there, renamed = column_names(rows), columns_of(self.config.data.columns)
+        there, renamed = column_names(rows), parse_columns(self.config.data.columns)
         for spec, name in ((spec, name) for spec, own in zip(self.specs, self.needs, strict=True) for name in own):
             if name not in there and (new := renamed.get(name, "")):
                 raise UserError(

@@ -12,7 +12,7 @@ import torch
 
 from psigrad import redaction
 from psigrad.config import OnlineConfig
-from psigrad.config.fields import usual_on
+from psigrad.config.fields import device_defaults
 from psigrad.errors import UserError
 from psigrad.language.models.free_memory import available_memory
 from psigrad.processes.parallel import launch
@@ -45,7 +45,7 @@ def fit(config: C) -> C:
         here = replace(machine(where, config.model.dtype, measure=False), memory=free_memory(where))
         config = filling(config, here)
         if launch.is_first_rank():
-            says = ", ".join(f"{name}={_value(config, name)}" for name in usual_on(type(config), here.kind))
+            says = ", ".join(f"{name}={_value(config, name)}" for name in device_defaults(type(config), here.kind))
             redaction.say(f"on {where}: {says or f'micro_batch_tokens={config.micro_batch_tokens}'}.")
         return config
     config = config if config.micro_batch_tokens else replace(config, micro_batch_tokens=MOST)

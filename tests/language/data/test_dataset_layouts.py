@@ -21,7 +21,7 @@ from psigrad.config import Data, EvalConfig, OnlineConfig, SampleConfig
 from psigrad.config.fields import settings_of
 from psigrad.config.load import to_dict
 from psigrad.config.methods import list_declarations
-from psigrad.config.sections import columns_of
+from psigrad.config.sections import parse_columns
 from psigrad.errors import UserError
 from psigrad.language.data.dataset_layouts import map_columns, to_model_rows, to_turns
 from psigrad.language.data.dataset_rows import Row, RowError
@@ -178,19 +178,19 @@ MATHS = {"question": "1+1?", "answer": "2", "extra": {"level": 3, "by": None}}
     ],
 )
 def test_columns_are_renamed_and_made(columns: str, made: dict[str, Any]) -> None:
-    found = map_columns(MATHS, columns_of(columns), "x:1")
+    found = map_columns(MATHS, parse_columns(columns), "x:1")
     assert {name: found[name] for name in made} == made and ("question" in found) == (not columns.startswith("question"))
-    assert from_rows([MATHS | {"prompt": "p"}], "prompt-only", columns=columns_of(columns)).rows
+    assert from_rows([MATHS | {"prompt": "p"}], "prompt-only", columns=parse_columns(columns)).rows
 
 
 def test_all_that_a_mapping_names_in_vain_is_named_at_once() -> None:
     row = {"question": "q", "final_answer": "a"}
     with pytest.raises(UserError, match=r"'qestion' is named in columns and is not there, nor is 'level' \(found: question"):
-        from_rows([row], "prompt-only", columns=columns_of("qestion=prompt,answer={level}"))
+        from_rows([row], "prompt-only", columns=parse_columns("qestion=prompt,answer={level}"))
     for form, column in (("prompt-only", "answer"), ("sft", "completion")):
         with pytest.raises(UserError, match=rf"give --columns question=prompt,final_answer={column}\.$"):
             from_rows([row], form)
-        assert from_rows([row], form, columns=columns_of(f"question=prompt,final_answer={column}")).rows
+        assert from_rows([row], form, columns=parse_columns(f"question=prompt,final_answer={column}")).rows
     with pytest.raises(UserError, match=r"give --columns question=prompt\.$"):
         from_rows([row | {"answer": "a"}], "prompt-only")
 
@@ -208,7 +208,7 @@ def test_all_that_a_mapping_names_in_vain_is_named_at_once() -> None:
 )
 def test_a_wrong_mapping_names_the_columns_that_are_there(columns: str, said: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        from_rows([MATHS], "prompt-only", columns=columns_of(columns))
+        from_rows([MATHS], "prompt-only", columns=parse_columns(columns))
     assert [part for part in ("rows:1", *said) if part not in str(caught.value)] == [], caught.value
 
 
@@ -231,7 +231,7 @@ def test_a_mapping_is_a_flag_a_file_and_python(tmp_path: Path) -> None:
         ["--columns", "a=prompt,B.c=answer"],
     ):
         parsed = flags.parse(OnlineConfig, "grpo", [*words, "run.seed=2", "--max-steps", "3"])
-        assert columns_of(parsed.data.columns) == {"a": "prompt", "B.c": "answer"} and parsed.run.seed == 2
+        assert parse_columns(parsed.data.columns) == {"a": "prompt", "B.c": "answer"} and parsed.run.seed == 2
     for wrong in ("question", "=prompt", "question="):
         with pytest.raises(UserError, match="expected pairs such as"):
             settings(OnlineConfig, flags={"columns": wrong})
@@ -271,11 +271,11 @@ def test_rows_are_counted_by_reason_and_an_empty_cell_is_no_missing_column(tmp_p
 
 def test_a_reward_gets_a_copied_column_and_a_renamed_one_is_gone() -> None:
     row = {"q": "2?", "a": ["2", "two"]}
-    (copied,) = from_rows([row], "prompt-only", columns=columns_of("q=prompt,answer={a}")).rows
-    (renamed,) = from_rows([row], "prompt-only", columns=columns_of("q=prompt,a=answer")).rows
+    (copied,) = from_rows([row], "prompt-only", columns=parse_columns("q=prompt,answer={a}")).rows
+    (renamed,) = from_rows([row], "prompt-only", columns=parse_columns("q=prompt,a=answer")).rows
     assert copied.columns == {"a": row["a"], "answer": row["a"]} and renamed.columns == {"answer": row["a"]}
     setup = RewardSetup.of(OnlineConfig(reward=("exact",), data=Data(columns="q=prompt,answer=gold")))
-    (gone,) = from_rows([{"q": "2?", "answer": "2"}], "prompt-only", columns=columns_of("q=prompt,answer=gold")).rows
+    (gone,) = from_rows([{"q": "2?", "answer": "2"}], "prompt-only", columns=parse_columns("q=prompt,answer=gold")).rows
     with pytest.raises(UserError, match=r"needs the column 'answer', which columns renames to 'gold'.*gold=\{answer\} copies it"):
         setup.judgeable([gone])
 
@@ -283,7 +283,7 @@ def test_a_reward_gets_a_copied_column_and_a_renamed_one_is_gone() -> None:
 def test_every_command_that_reads_rows_takes_a_mapping(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
     """By their settings those of every method, eval, sample, check, plan and compare; the others by mapped rows."""
     for cls in {method.settings for method in list_declarations().values()} | {OnlineConfig, EvalConfig, SampleConfig}:
-        assert columns_of(flags.parse(cls, "it", ["--columns", "question=prompt"]).data.columns) == {"question": "prompt"}
+        assert parse_columns(flags.parse(cls, "it", ["--columns", "question=prompt"]).data.columns) == {"question": "prompt"}
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"question": "6 times 7?", "said": "42", "truth": "42", "rating": 1}) + "\n")
     mapped = ["--dataset", str(file), "--columns", "question=prompt", "said=completion", "truth=answer"]
@@ -419,11 +419,11 @@ def test_a_fault_is_named_where_the_row_has_it(form: str, raw: dict[str, Any], a
 )
 def test_one_column_is_made_in_one_way(given: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        map_columns({"question": "1?", "answer": "2"}, columns_of(given), "rows:1")
+        map_columns({"question": "1?", "answer": "2"}, parse_columns(given), "rows:1")
 
 
 def test_a_template_may_change_a_column_in_place() -> None:
-    assert map_columns({"prompt": "1?"}, columns_of("prompt={prompt} Think."), "rows:1") == {"prompt": "1? Think."}
+    assert map_columns({"prompt": "1?"}, parse_columns("prompt={prompt} Think."), "rows:1") == {"prompt": "1? Think."}
 
 
 MOODY = {"from": "gpt", "value": "two", "mood": "gay"}

@@ -65,7 +65,7 @@ class Beside(Sampler):
 
     def __init__(self, model):
         self.model, self.twin = model, model.frozen_copy()
-        self.own, self.training, self.beside = EmbeddedSampler(self.twin), False, []
+        self.dotted_name, self.training, self.beside = EmbeddedSampler(self.twin), False, []
 
     def snapshot(self):
         pairs = zip(self.twin.network.parameters(), self.model.network.parameters(), strict=True)
@@ -78,7 +78,7 @@ class Beside(Sampler):
         time.sleep(0.05)
         self.beside.append(self.training)
         time.sleep(0.3)  # the step ends before it does
-        yield from self.own.steps(requests, params)
+        yield from self.dotted_name.steps(requests, params)
 
 
 @pytest.mark.parametrize("waits", [True, False])
