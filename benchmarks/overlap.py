@@ -136,7 +136,7 @@ def sampler_of(shape: Shape, versions: Any, prompts_per_task: int = 1, joins: bo
     """What samples on stand-ins."""
     connect, ray_connection.connect = ray_connection.connect, lambda address: Threads()
     try:
-        wants: Any = {"name": "sampler", "address": "", "cpus": 1, "minutes": 1.0, "tell": lambda *a, **k: None}
+        wants: Any = {"name": "sampler", "address": "", "cpus": 1, "minutes": 1.0, "log": lambda *a, **k: None}
         pool = ActorPool(Engine, (shape,), count=shape.samplers, depth=shape.depth, **wants)
     finally:
         ray_connection.connect = connect

@@ -83,8 +83,8 @@ def say(text: str) -> None:
     print(f"psigrad: {escape(clear(text))}", file=sys.stderr, flush=True)
 
 
-def tell(kind: str, text: str, **fields: Any) -> None:
-    """Print a message with `say`. Use it in place of `Journal.tell` where there is no run that could record the event."""
+def log(kind: str, text: str, **fields: Any) -> None:
+    """Print a message with `say`. Use it in place of `Journal.log` where there is no run that could record the event."""
     say(text)
 
 

@@ -95,7 +95,7 @@ def test_what_an_evaluation_writes_holds_none(tmp_path, monkeypatch):
 def test_no_line_for_people_holds_one(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("JUDGE_SECRET", PLANTED["variable"])
     with RunFolder.open(tmp_path / "run", {"recipe": "sft"}) as folder:
-        Journal(folder).tell("warned", f"The judge said {PLANTED['variable']}.")
+        Journal(folder).log("warned", f"The judge said {PLANTED['variable']}.")
     assert main(["report", PLANTED["variable"]]) == 2
     said = capsys.readouterr().err
     assert said.count("***") == 2 and not [value for value in PLANTED.values() if value in said]
@@ -246,7 +246,7 @@ def test_a_sandbox_services_token_is_read_from_the_variable_that_is_named(monkey
 def test_a_line_for_people_holds_no_secret_and_no_other_place_writes_such_lines(capsys, monkeypatch):
     monkeypatch.setenv("MY_API_KEY", "correct-horse-battery")
     redaction.say("the server refused correct-horse-battery and --api-key 12ab34cd56ef")
-    redaction.tell("data", "refused hf_abcdefghijklmnopqrst", rows=3)
+    redaction.log("data", "refused hf_abcdefghijklmnopqrst", rows=3)
     assert capsys.readouterr().err.splitlines() == [
         "psigrad: the server refused *** and --api-key ***",
         "psigrad: refused ***",

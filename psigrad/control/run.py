@@ -97,7 +97,7 @@ def begin(trainer: Trainer, journal: Journal) -> LineState:
     with Clock(journal.watch)("time/replay"):
         replayed = trainer.go_on(path, numbers)
     if replayed is None:
-        journal.tell("episodes_restarted", "The environments could not be brought back to where they stood: new episodes begin.")
+        journal.log("episodes_restarted", "The environments could not be brought back to where they stood: new episodes begin.")
     else:
         journal.folder.event("replayed", steps=replayed)
     return LineState(

@@ -182,16 +182,16 @@ class Callbacks:
                     load(callback, state.callbacks[name])
 
         self._on_rank_0(restore, state)
-        return self._tell("on_train_begin", self._tell("on_init_end", state))
+        return self._call_all("on_train_begin", self._call_all("on_init_end", state))
 
     def step_begin(self, state: S) -> S:
         """Call `on_step_begin` of all callbacks."""
-        return self._tell("on_step_begin", state) if self.callbacks else state
+        return self._call_all("on_step_begin", state) if self.callbacks else state
 
     def step_end(self, state: S, evaluate: bool, save: bool) -> S:
         """Call `on_step_end` of all callbacks. `control` then has the requests to evaluate and to save."""
         self.control.should_evaluate, self.control.should_save = evaluate, save
-        return self._tell("on_step_end", state) if self.callbacks else state
+        return self._call_all("on_step_end", state) if self.callbacks else state
 
     def after_evaluation(self, state: S) -> S:
         """Call `on_evaluate` of all callbacks with the figures of the evaluation."""
@@ -205,17 +205,17 @@ class Callbacks:
             metrics[f"eval_{HEADLINE}"] = found.value
         if decides is not None:
             _, metrics[f"eval_{name}"], self.args.greater_is_better = decides
-        state = self._tell("on_evaluate", state, metrics=metrics)
+        state = self._call_all("on_evaluate", state, metrics=metrics)
         self._keep_best(metrics, state.step)
         return state
 
     def after_save(self, state: S, checkpoint: Any) -> S:
         """Call `on_save` of all callbacks with the folder of the saved checkpoint."""
-        return self._tell("on_save", state, checkpoint=checkpoint) if self.callbacks else state
+        return self._call_all("on_save", state, checkpoint=checkpoint) if self.callbacks else state
 
     def end(self, state: S) -> S:
         """Call `on_train_end` of all callbacks."""
-        return self._tell("on_train_end", state) if self.callbacks else state
+        return self._call_all("on_train_end", state) if self.callbacks else state
 
     def collect_memory(self, state: S) -> S:
         """Return the run's state with the current state of each callback, for a checkpoint."""
@@ -263,7 +263,7 @@ class Callbacks:
         for step, row in merge_by_step(history).items():  # an evaluation may have several rows
             self._keep_best(row, step)
 
-    def _tell(self, event: str, state: S, **more: Any) -> S:
+    def _call_all(self, event: str, state: S, **more: Any) -> S:
         """Call the method `event` of every callback, and apply the callbacks' requests on every rank."""
 
         def call() -> None:

@@ -165,7 +165,7 @@ class Journal:
     callbacks: Callbacks = field(default_factory=Callbacks)
     trim: Callable[[], dict[str, int]] = field(default_factory=MemoryTrimmer)
     told: set[str] = field(default_factory=set)
-    """The kinds that `tell_once` has logged."""
+    """The kinds that `log_once` has logged."""
 
     @property
     def watch(self) -> Observe:
@@ -175,23 +175,23 @@ class Journal:
     def record(self, outcome: Outcome[Any]) -> None:
         """Write the rollouts, metrics and timings of one step, and log its notes."""
         for kind, text in outcome.notes.items():
-            self.tell_once(kind, text)
+            self.log_once(kind, text)
         if self.world.rank == 0 and outcome.rows:
             self.rollouts(outcome.rows)
         self.metrics(outcome.state.step, outcome.metrics)
         self.timings(outcome.state.step, outcome.timings, outcome.tokens)
 
-    def tell(self, kind: str, text: str, **fields: Any) -> None:
+    def log(self, kind: str, text: str, **fields: Any) -> None:
         """Write an event, and print a line on stderr."""
         self.folder.event(kind, **fields)
         if self.world.rank == 0:
             redaction.say(text)
 
-    def tell_once(self, kind: str, text: str) -> None:
-        """Call `tell` if no message of this kind was logged in this process. The event's field `why` is the text."""
+    def log_once(self, kind: str, text: str) -> None:
+        """Call `log` if no message of this kind was logged in this process. The event's field `why` is the text."""
         if kind not in self.told:
             self.told.add(kind)
-            self.tell(kind, text, why=text)
+            self.log(kind, text, why=text)
 
     def disk_low(self) -> str:
         """Return the reason why another checkpoint may not fit on the disk; empty if it does fit."""

@@ -78,7 +78,7 @@ def _open_as(world: World, path: Path, config: Any, recipe: str) -> Iterator[Jou
                 callbacks = _callbacks(config, folder, world)
                 journal = Journal(folder, trackers, stop, WarningReporter(folder), watchdog, world, callbacks)
                 if not folder.finished and (unheard := idle(config)):
-                    journal.tell("no_effect", " ".join(unheard.values()), settings=list(unheard))
+                    journal.log("no_effect", " ".join(unheard.values()), settings=list(unheard))
                 yield journal
         except Stopped:
             raise

@@ -33,7 +33,7 @@ SOONER = 0.25
 # The number of characters kept of the start and of the end of Ray's message about a loss.
 SAID = 600
 _OURS = re.compile(r"/(psigrad\w*|site-packages|dist-packages|lib/python3\.\d+)/|^<")
-Tell = Callable[..., None]
+Log = Callable[..., None]
 Job = Callable[[Any], Any]
 """A function that calls a worker, an actor of Ray, and returns the reference to its answer."""
 
@@ -92,12 +92,12 @@ class ActorPool:
         spare_cpus: int = 0,
         depth: int = 1,
         minutes: float,
-        tell: Tell,
+        log: Log,
         greet: Callable[[Any], Any] | None = None,
     ) -> None:
         self.ray = ray_connection.connect(address)
         self._arguments, self._name, self._count, self._cpus, self._gpus = tuple(arguments), name, count, cpus, gpus
-        self._spare_cpus, self._depth, self._minutes, self._tell = spare_cpus, depth, minutes, tell
+        self._spare_cpus, self._depth, self._minutes, self._log = spare_cpus, depth, minutes, log
         self._greet = greet or (lambda actor: actor.ready.remote())
         self._a = f"{'An' if name[0] in 'aeiou' else 'A'} {name}"
         self._remote = self.ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_concurrency=depth)(kind)
@@ -195,7 +195,7 @@ class ActorPool:
 
     def _lose_head(self) -> None:
         said = f"The head of the Ray cluster at {self._head.address} has not answered for {ray_connection.HEAD:.0f} s"
-        self._tell("head_lost", f"{said}.", address=self._head.address)
+        self._log("head_lost", f"{said}.", address=self._head.address)
         self._broken = UserError(f"{said}; start a cluster again, and repeat the command to resume from the newest checkpoint.")
 
     def _note_absence(self) -> None:
@@ -207,7 +207,7 @@ class ActorPool:
             raise UserError(f"No {self._name} could start for {self._minutes:g} minutes: {self._describe_wants()}")
         elif waited > NOTICE and not self._noticed:
             self._noticed = True
-            self._tell("worker_awaited", f"No {self._name} has started so far: {self._describe_wants()}", seconds=waited)
+            self._log("worker_awaited", f"No {self._name} has started so far: {self._describe_wants()}", seconds=waited)
 
     def _choose(self, in_time: set[_Worker], worker: _Worker) -> tuple[_Worker, JobBatch, int] | None:
         """Return the next job for this worker: from the oldest batch that has one, if it may run with its current jobs."""
@@ -249,7 +249,7 @@ class ActorPool:
             return
         if ref is worker.starting:
             worker.starting, self._failed = None, 0
-            self._tell("worker_joined", f"{self._a} has joined; there are {self._here()}.", workers=self._here())
+            self._log("worker_joined", f"{self._a} has joined; there are {self._here()}.", workers=self._here())
             return
         owed = worker.work.pop(ref)
         self._seconds.append(time.monotonic() - owed.since)
@@ -267,7 +267,7 @@ class ActorPool:
             return UserError(str(error.cause))
         trace = str(error)  # the traceback of the worker
         text = f"{self._a} failed on the cluster ({name_reason(error.cause)}{_place(trace)})."
-        self._tell("worker_failed", f"The traceback of the {self._name} is in events.jsonl.", traceback=trace[-8000:])
+        self._log("worker_failed", f"The traceback of the {self._name} is in events.jsonl.", traceback=trace[-8000:])
         return UserError(text)
 
     def _here(self) -> int:
@@ -293,7 +293,7 @@ class ActorPool:
             elif (id(owed.batch), owed.job) not in shared:
                 self.entries["again"] += 1
                 owed.batch.waiting.appendleft(owed.job)
-        self._tell("worker_lost", f"{self._a} was lost ({reason}); its work goes to another.", reason=reason, said=said)
+        self._log("worker_lost", f"{self._a} was lost ({reason}); its work goes to another.", reason=reason, said=said)
 
     def _kill(self, worker: _Worker) -> None:
         if not self._head.silent:  # a silent head would block the call
@@ -310,7 +310,7 @@ class ActorPool:
         oldest = min(late, key=lambda o: o.since)
         self.entries["again"] += 1
         waited = time.monotonic() - oldest.since
-        self._tell("worker_late", f"{self._a} has not answered for {waited:.0f} s; another does its work too.", seconds=waited)
+        self._log("worker_late", f"{self._a} has not answered for {waited:.0f} s; another does its work too.", seconds=waited)
         return oldest
 
     def _is_late(self, owed: _Owed, times: float = 1.0) -> bool:

@@ -31,7 +31,7 @@ from psigrad_extras.vllm.vllm_sources import Delivery
 FAILURES = 3
 # The seconds that a joined sampler waits for the trainer's confirmation.
 _SOON = 10.0
-Tell = Callable[..., None]
+Log = Callable[..., None]
 Buckets = tuple[tuple[Contents, Tensor], ...]
 
 
@@ -79,10 +79,10 @@ class Broadcasts:
         device: torch.device,
         passes: tuple[str, ...],
         turned: list[str],
-        tell: Tell,
+        log: Log,
     ) -> None:
         self.kind, self.address, self.size, self.device = kind, address, size, device
-        self._passes, self._turned, self._tell = passes, tuple(turned), tell
+        self._passes, self._turned, self._log = passes, tuple(turned), log
         self._links: weakref.WeakKeyDictionary[Any, _Link] = weakref.WeakKeyDictionary()
         self._failures, self._over, self._lock = 0, False, threading.Lock()
         self.sent = 0
@@ -189,4 +189,4 @@ class Broadcasts:
             self._over = self._failures >= FAILURES
         ours = "From here on all weights go" if self._over else "It is started again, or gets them"
         text = f"Weights did not reach a sampler by {self.kind}: {why}. {ours} through Ray's object store."
-        self._tell("transfer_failed", text, reason=why)
+        self._log("transfer_failed", text, reason=why)

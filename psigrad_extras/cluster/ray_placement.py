@@ -66,7 +66,7 @@ def open_actors(
         spare_cpus=counted,
         depth=depth,
         minutes=placement.timeout_minutes,
-        tell=journal.tell,
+        log=journal.log,
         greet=greet,
     )
     try:
@@ -153,7 +153,7 @@ def _broadcasts(
     passes = (*first, "load", "compare") if config.sampling.vllm_readback else ("load",)
     device = torch.empty(0, device=model.device if kind == "nccl" else "cpu").device  # with its number
     turned, size = vllm_weights.transposed(model.network), 1 + config.sampling.tensor_parallel_size
-    return Broadcasts(kind, ray.util.get_node_ip_address, size, device, passes, turned, journal.tell)
+    return Broadcasts(kind, ray.util.get_node_ip_address, size, device, passes, turned, journal.log)
 
 
 @contextlib.contextmanager

@@ -113,7 +113,7 @@ def load_subject(config: OnlineConfig) -> Subject:
     short = replace(config.sampling, max_completion_length=min(TOKENS, config.sampling.max_completion_length))
     rows = offer_tools(config, _rows(config, model))
     encoder = Encoder(model.tokenizer, lambda i: (i, prompt_ids(model.tokenizer, rows[i])))
-    dataset = list(Prompts(rows, encode_rows(range(len(rows)), encoder, config.data, redaction.tell)[0]))
+    dataset = list(Prompts(rows, encode_rows(range(len(rows)), encoder, config.data, redaction.log)[0]))
     room = model.max_length - short.max_completion_length
     fitting = sorted((p for p in dataset if 0 < len(p.ids) <= room), key=lambda p: len(p.ids))
     unlike = list({tuple(p.ids): p for p in fitting}.values())  # an error would not show with equal prompts

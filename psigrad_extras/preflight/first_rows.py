@@ -44,8 +44,8 @@ def read_first_rows(config: OnlineConfig) -> list[RenderedRow]:
         return []
     tokenizer, form = load_tokenizer(tokenizer_path(config.model)), form_of(config.data) or "prompt-only"
     configure_chat(tokenizer, config.model)
-    rows = read_dataset(config.data, form, config.data.dataset, config.data.split, redaction.tell).rows
-    (rows,) = to_model_rows(tokenizer, [rows], config.data.plain_prompts, redaction.tell)
+    rows = read_dataset(config.data, form, config.data.dataset, config.data.split, redaction.log).rows
+    (rows,) = to_model_rows(tokenizer, [rows], config.data.plain_prompts, redaction.log)
     return row_rendering.first_rows(tokenizer, offer_tools(config, rows[: row_rendering.SHOWN]))
 
 

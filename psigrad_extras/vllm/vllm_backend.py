@@ -54,7 +54,7 @@ LOSSES = 3
 # Tokens of the probe that must not be cached after an update: more than one block of the cache.
 CACHED = 130
 
-Tell = Callable[..., None]
+Log = Callable[..., None]
 
 
 class VLLMSampler(Sampler):
@@ -64,7 +64,7 @@ class VLLMSampler(Sampler):
     GB, by default 1. The model is divided among `tensor_parallel_size` devices, the first of which is `device`, by default the
     model's. With `sleep` the engine frees the GPU after sampling. Its weights are dropped if each update sends all of them; the
     host keeps them if only an adapter is sent, or if they are gathered out of shards. Without `readback` updates are not
-    compared. `tell(kind, text, **fields)` reports lost engines.
+    compared. `log(kind, text, **fields)` reports lost engines.
 
     A sharded model sends weights as they are gathered, so all processes must call `snapshot` alike. `whole` then makes a full
     copy of the loaded model, compared once on the host of rank 0. There a lost engine ends the run.
@@ -86,14 +86,14 @@ class VLLMSampler(Sampler):
         sleep: bool = False,
         longest: int = 0,
         readback: bool = True,
-        tell: Tell | None = None,
+        log: Log | None = None,
         whole: Callable[[], LanguageModel] | None = None,
         service: str = SERVICE,
     ) -> None:
         where = torch.device(device) if device else model.device
         check_setup(where, tensor_parallel_size, sleep)
         self.model, self.version, self.losses, self.engine = model, 0, 0, engine_name()
-        self._tell, self._service, self._sleep, self._readback = tell or redaction.tell, service, sleep, readback
+        self._log, self._service, self._sleep, self._readback = log or redaction.log, service, sleep, readback
         self._alone = not vllm_weights.why_merged(model)
         first, shares = where.index or 0, model.device.type == where.type == "cuda"
         at = [torch.device("cuda", first + k) for k in range(tensor_parallel_size)] if shares else []
@@ -349,7 +349,7 @@ class VLLMSampler(Sampler):
         """Restart the engine, which from then on gets whole weights with the adapter merged."""
         self._alone = False
         self._end()
-        self._tell("adapter_merged", f"vLLM takes no adapter of this model ({reason}); it gets whole weights.", reason=reason)
+        self._log("adapter_merged", f"vLLM takes no adapter of this model ({reason}); it gets whole weights.", reason=reason)
         self._start()
 
     def _end(self) -> str:
@@ -384,7 +384,7 @@ class VLLMSampler(Sampler):
                 "it more memory (sampling.vllm_memory, VLLM_CPU_KVCACHE_SPACE) or sample with sampler=embedded."
             )
             raise self._fail(UserError(said)) from error
-        self._tell("engine_lost", f"{lost} Another is started, and samples what is not complete.", reason=str(error))
+        self._log("engine_lost", f"{lost} Another is started, and samples what is not complete.", reason=str(error))
 
     def _say(self, name: str, *arguments: Any) -> None:
         for _ in self._answers(name, *arguments):

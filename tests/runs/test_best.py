@@ -90,7 +90,7 @@ def test_a_best_that_is_not_there_is_told(tmp_path):
     journal = SimpleNamespace(
         world=ALONE,
         folder=SimpleNamespace(checkpoints=tmp_path),
-        tell=lambda kind, text, **fields: said.append((kind, text, fields)),
+        log=lambda kind, text, **fields: said.append((kind, text, fields)),
         callbacks=SimpleNamespace(callbacks=[told([3.0, 2.0])[0]]),
     )
     assert finish._best_of(None, journal, "last", None) == "last"

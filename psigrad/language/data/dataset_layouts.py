@@ -22,7 +22,7 @@ from psigrad.language.examples import common_prefix
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Tell = Callable[..., None]
+Log = Callable[..., None]
 ANSWERS = ("completion", "chosen", "rejected")
 SYSTEM = ("system", "system_prompt")
 _FIELD = re.compile(r"\{\{|\}\}|\{([^{}]+)\}")
@@ -232,24 +232,24 @@ def suggest_columns(raw: Mapping[str, Any], form: str) -> str:
 
 
 def to_model_rows(
-    tokenizer: PreTrainedTokenizerBase | None, parts: Sequence[Sequence[Row]], plain_prompts: bool, tell: Tell | None = None
+    tokenizer: PreTrainedTokenizerBase | None, parts: Sequence[Sequence[Row]], plain_prompts: bool, log: Log | None = None
 ) -> list[list[Row]]:
     """Return the rows of each part as this model reads them (`to_turns`).
 
-    `tell` logs whether plain prompts are sent as user turns or unchanged, unless `plain_prompts` is set and there is no template.
+    `log` logs whether plain prompts are sent as user turns or unchanged, unless `plain_prompts` is set and there is no template.
     Without a tokenizer, the model is a server's and is assumed to have a template.
     """
     made = [[to_turns(tokenizer, row, plain_prompts) for row in part] for part in parts]
     rows = [row for part in made for row in part]
     sent = [isinstance(row.prompt, list) for row in rows if row.plain_prompt is not None or isinstance(row.prompt, str)]
     begun = sum(isinstance(row.prompt, list) and row.prompt[-1]["role"] == "assistant" for row in rows)
-    if tell is not None and begun:
-        tell(
+    if log is not None and begun:
+        log(
             "prefill",
             f"{several(begun, 'prompt', 'ends', 'end')} with an assistant's turn, which the model continues.",
             count=begun,
         )
-    if tell is not None and sent and (_has_template(tokenizer) or not plain_prompts):
+    if log is not None and sent and (_has_template(tokenizer) or not plain_prompts):
         turns, rest = sum(sent), len(sent) - sum(sent)
         why = "plain_prompts is set" if plain_prompts else "they hold special tokens, as rendered text does"
         why = why if _has_template(tokenizer) else "the tokenizer has no chat template"
@@ -257,7 +257,7 @@ def to_model_rows(
         text = f"{said} of the chat template; --plain-prompts sends them as they are."
         said = several(rest, "plain prompt", "is sent as it is", "are sent as they are")
         told = ([text] if turns else []) + ([f"{said}: {why}."] if rest else [])
-        tell("prompt_form", " ".join(told), user_turns=turns, plain=rest)
+        log("prompt_form", " ".join(told), user_turns=turns, plain=rest)
     return made
 
 

@@ -18,7 +18,7 @@ from psigrad.config.sections import parse_columns
 from psigrad.errors import UserError, nearest, several
 from psigrad.language.data import dataset_layouts, image_rows
 from psigrad.language.data.chat.messages import is_trained
-from psigrad.language.data.dataset_layouts import Tell, to_turns
+from psigrad.language.data.dataset_layouts import Log, to_turns
 from psigrad.language.data.dataset_rows import FORMS, MAX_DEPTH, BadRow, Row, RowError, find_form, rows_of
 from psigrad.language.data.named_datasets import SINGLE, keep_images_encoded, read_named
 from psigrad.language.data.row_files import RawRow, Records
@@ -136,22 +136,22 @@ def check_held_out(count: int, total: int) -> None:
         )
 
 
-def log_held_out(count: int, total: int, which: str, tell: Tell | None) -> None:
+def log_held_out(count: int, total: int, which: str, log: Log | None) -> None:
     """Log how many rows are held out, of how many, and which."""
-    if tell is not None and count:
+    if log is not None and count:
         are = "is" if count == 1 else "are"
         text = f"{count} of {total} rows, {which}, {are} held out; --eval-prompts sets their number."
-        tell("held_out", text, count=count, rows=total)
+        log("held_out", text, count=count, rows=total)
 
 
-def _log_seen(train: Iterable[Row], held_out: Sequence[Row], tell: Tell) -> None:
+def _log_seen(train: Iterable[Row], held_out: Sequence[Row], log: Log) -> None:
     """Log how many held-out rows have a prompt that is also in the training rows."""
     keys = [_prompt_key(row) for row in held_out]
     trained = set(keys).intersection(map(_prompt_key, train)) if keys else ()
     if count := sum(key in trained for key in keys):
         has = several(count, "held-out row", "has", "have")
         text = f"{has} a prompt that is trained on too: what is measured there may be memory."
-        tell("held_out_seen", text, count=count)
+        log("held_out_seen", text, count=count)
 
 
 def _draw(counts: Sequence[int], seed: int, keys: Sequence[Sequence[Any]]) -> tuple[set[Any], list[int]]:
@@ -290,24 +290,22 @@ def mix(parts: Sequence[Sequence[Row]], weights: Sequence[float | None], seed: i
 HELD_OUT, _HELD_OUT_PAIRS, ONE_OF = 64, 256, 10
 
 
-def read_rows(
-    data: Data, form: str, eval_prompts: int | None, seed: int, tell: Tell | None = None
-) -> tuple[list[Row], list[Row]]:
+def read_rows(data: Data, form: str, eval_prompts: int | None, seed: int, log: Log | None = None) -> tuple[list[Row], list[Row]]:
     """Return training rows and held-out rows.
 
     Without an eval dataset, `eval_prompts` rows are held out, drawn with `seed`. If that is None, a tenth of the rows is held out
     (of each of several datasets as well), and at most 64 (comparisons: 256). Each of several datasets contributes its share to
-    both. `tell` receives the counts of recognised, skipped and held-out rows.
+    both. `log` receives the counts of recognised, skipped and held-out rows.
     """
     shares = parse_mixture(data.dataset)
-    parts = _read_each(data, form, shares, data.split, tell, single=SINGLE[:1])
+    parts = _read_each(data, form, shares, data.split, log, single=SINGLE[:1])
     total = sum(len(part.rows) for part in parts)
     usual = _HELD_OUT_PAIRS if form in ("preference", "unpaired-preference", "stepwise") else HELD_OUT
     usual = usual if data.eval_dataset else min(usual, total // ONE_OF)
     wanted = usual if eval_prompts is None else eval_prompts
     rows, held_out_rows, which = [part.rows for part in parts], list[Row](), "drawn at random"
     if data.eval_dataset:
-        given = read_dataset(data, form, data.eval_dataset, data.eval_split, tell)
+        given = read_dataset(data, form, data.eval_dataset, data.eval_split, log)
         held_out_rows = given.rows
         if wanted < len(given.rows):  # rows that are not drawn are not trained on either, so single rows of a prompt may be drawn
             drawn = _draw([wanted], seed, [[row.source for row in given.rows]])[0]
@@ -321,15 +319,15 @@ def read_rows(
         if len(held_out_rows) != sum(counts):
             which = f"drawn at random by whole prompts where {sum(counts)} were wanted"
     if not data.eval_dataset:
-        log_held_out(len(held_out_rows), total, which, tell)
-    if tell is not None:
-        _log_seen(chain.from_iterable(rows), held_out_rows, tell)
+        log_held_out(len(held_out_rows), total, which, log)
+    if log is not None:
+        _log_seen(chain.from_iterable(rows), held_out_rows, log)
     return mix(rows, [share.weight for share in shares], seed), held_out_rows
 
 
-def read_dataset(data: Data, form: str, dataset: Any, split: str, tell: Tell | None = None) -> LoadedRows:
+def read_dataset(data: Data, form: str, dataset: Any, split: str, log: Log | None = None) -> LoadedRows:
     """Return the rows of one dataset, or of several one after the other. Raise `UserError` if no name was given."""
-    parts = _read_each(data, form, parse_mixture(dataset), split, tell)
+    parts = _read_each(data, form, parse_mixture(dataset), split, log)
     return LoadedRows([row for part in parts for row in part.rows], [bad for part in parts for bad in part.skipped])
 
 
@@ -344,16 +342,16 @@ def form_of(data: Data) -> str:
 
 
 def _read_each(
-    data: Data, form: str, shares: Sequence[MixturePart], split: str, tell: Tell | None, single: Sequence[str] = SINGLE
+    data: Data, form: str, shares: Sequence[MixturePart], split: str, log: Log | None, single: Sequence[str] = SINGLE
 ) -> list[LoadedRows]:
-    """Return the rows of each dataset. `tell` receives the recognised layouts and the number of skipped rows."""
+    """Return the rows of each dataset. `log` receives the recognised layouts and the number of skipped rows."""
     parts = [_read_one(data, form, share.dataset, split, single) for share in shares]
-    if tell is None:
+    if log is None:
         return parts
     for what, count in sum((Counter(part.recognised) for part in parts), Counter[str]()).items():
-        tell("rows_recognised", f"In {several(count, 'row')} {what}.", what=what, count=count)
+        log("rows_recognised", f"In {several(count, 'row')} {what}.", what=what, count=count)
     if bad := [row for part in parts for row in part.skipped]:
-        tell("rows_skipped", describe_skipped(bad), count=len(bad))
+        log("rows_skipped", describe_skipped(bad), count=len(bad))
     return parts
 
 

@@ -21,14 +21,14 @@ NAMES = ("embedded", "transformers", "vllm")
 def make(
     sampling: Sampling,
     model: LanguageModel,
-    tell: Callable[..., None] | None = None,
+    log: Callable[..., None] | None = None,
     longest: int = 0,
     whole: Callable[[], LanguageModel] | None = None,
 ) -> Sampler:
     """Return the sampler that the settings name. Models that psigrad's sampler cannot decode are sampled by transformers.
 
     `longest` is the most tokens of a prompt with its completion; 0: as many as the model allows. `whole` returns a full copy of a
-    sharded model, for samplers that take their weights from it. `tell(kind, text, **fields)` receives messages about limitations;
+    sharded model, for samplers that take their weights from it. `log(kind, text, **fields)` receives messages about limitations;
     without it they are printed. Close the sampler after use. Raises `UserError` for an unknown name, and for what the machine or
     the model does not support.
     """
@@ -55,7 +55,7 @@ def make(
             sleep=sampling.vllm_sleep,
             longest=longest,
             readback=sampling.vllm_readback,
-            tell=tell,
+            log=log,
             whole=whole,
         )
         return vllm_sampler
@@ -64,7 +64,7 @@ def make(
         from psigrad.language.rollout.samplers.transformers_backend import TransformersSampler
 
         if reason:
-            (tell or redaction.tell)("sampled_by_transformers", f"transformers samples in place of psigrad: {reason}.")
+            (log or redaction.log)("sampled_by_transformers", f"transformers samples in place of psigrad: {reason}.")
         return TransformersSampler(model, sampling.max_decode_batch, exact=not reason)
     return EmbeddedSampler(model, sampling.max_decode_batch, cuda_graphs=sampling.cuda_graphs)
 

@@ -12,7 +12,7 @@ from psigrad import extras
 from psigrad.config import OnlineConfig, Placement
 from psigrad.config.language import Played
 from psigrad.errors import UserError
-from psigrad.language.data.dataset_layouts import Tell, to_model_rows
+from psigrad.language.data.dataset_layouts import Log, to_model_rows
 from psigrad.language.data.dataset_rows import Row
 from psigrad.language.data.sources import HELD_OUT, ONE_OF, check_held_out, from_rows, log_held_out, read_rows
 from psigrad.language.episodes import environments
@@ -53,7 +53,7 @@ def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Jo
     form = call_form_of(tokenizer) if calls else CallForm()
     if calls and journal is not None and not (form.family or form.response_template):
         text = "The chat template does not tell in which form the model calls tools, so calls are read in every known form."
-        journal.tell("tool_calls", text, written=form.seen)
+        journal.log("tool_calls", text, written=form.seen)
     with contextlib.ExitStack() as stack:
         if placement is None or not placement.environment_actors or journal is None:
             yield _episodes(config, stack.enter_context(start_environments(config, form)), form)
@@ -102,7 +102,7 @@ def start_environments(config: Played, form: CallForm) -> Playing:
     )
 
 
-def read_episode_rows(config: OnlineConfig, episodes: Player | None, tokenizer: Any, tell: Tell) -> tuple[list[Row], list[Row]]:
+def read_episode_rows(config: OnlineConfig, episodes: Player | None, tokenizer: Any, log: Log) -> tuple[list[Row], list[Row]]:
     """Return training and held-out rows in the form that the model reads, from the dataset or from the environment.
 
     Of an environment's rows the first are held out, as many as of a dataset. Each row has the tools' schemas. Raises `UserError`
@@ -110,13 +110,13 @@ def read_episode_rows(config: OnlineConfig, episodes: Player | None, tokenizer: 
     """
     own, asked = environment_rows(config, episodes), config.evaluation.eval_prompts
     if own is None:
-        read = read_rows(config.data, "prompt-only", asked, config.run.seed, tell)
+        read = read_rows(config.data, "prompt-only", asked, config.run.seed, log)
     else:
         count = min(HELD_OUT, len(own) // ONE_OF) if asked is None else asked
         check_held_out(count, len(own))
-        log_held_out(count, len(own), "the environment's first", tell)
+        log_held_out(count, len(own), "the environment's first", log)
         read = own[count:], own[:count]
-    train, held = to_model_rows(tokenizer, read, config.data.plain_prompts, tell)
+    train, held = to_model_rows(tokenizer, read, config.data.plain_prompts, log)
     return offer_tools(config, train), offer_tools(config, held)
 
 

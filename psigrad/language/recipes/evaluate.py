@@ -164,7 +164,7 @@ def _by_model(
     episodes: Player | None,
 ) -> tuple[dict[str, Any], list[Trajectory], Sequence[Row]]:
     """Sample and score `size` completions of each prompt with a local model."""
-    rows = rewards.judgeable(_rows(config, episodes, model.tokenizer), redaction.tell)
+    rows = rewards.judgeable(_rows(config, episodes, model.tokenizer), redaction.log)
     if isinstance(config, EvalConfig) and config.likelihood:
         letters = extras.load("likelihood").likeliest_letters(model, rows)
         found = score(scorer, [Trajectory(i, 0, *own) for i, own in enumerate(letters)], dict(enumerate(rows)))
@@ -183,7 +183,7 @@ def _by_server(
         raise UserError("Episodes and agents need a local model; remove --server, or environment, tools and agent.")
     if config.evaluation.eval_kl:
         raise UserError("eval_kl needs the model's own distribution, which a server does not return; remove it.")
-    rows = rewards.judgeable(_rows(config, None, None), redaction.tell)
+    rows = rewards.judgeable(_rows(config, None, None), redaction.log)
     for row in rows:
         if row.prompt is None:
             raise UserError(f"{row.source} has no prompt; a row of the form prompt-only or prompt-completion was expected.")
@@ -248,8 +248,8 @@ def _rows(config: EvalConfig | SampleConfig, episodes: Player | None, tokenizer:
     if own is None and isinstance(config, EvalConfig) and benchmark:
         rows = _benchmark_rows(config)
     else:
-        rows = read_dataset(data, "prompt-only", data.dataset, data.split, redaction.tell).rows if own is None else own
-    (rows,) = to_model_rows(tokenizer, [rows[: config.evaluation.eval_prompts or len(rows)]], data.plain_prompts, redaction.tell)
+        rows = read_dataset(data, "prompt-only", data.dataset, data.split, redaction.log).rows if own is None else own
+    (rows,) = to_model_rows(tokenizer, [rows[: config.evaluation.eval_prompts or len(rows)]], data.plain_prompts, redaction.log)
     return offer_tools(config, rows)
 
 
@@ -257,9 +257,9 @@ def _benchmark_rows(config: EvalConfig) -> list[Row]:
     """Return the dataset's rows as a benchmark's prompts, each with `num_fewshot` worked examples before the question."""
     asked = {"prompt": "{" + BENCHMARKS[config.benchmark].asked + "}"}
     data = replace(config.data, columns={**asked, **parse_columns(config.data.columns)})
-    rows, count = read_dataset(data, "prompt-only", data.dataset, data.split, redaction.tell).rows, config.num_fewshot
+    rows, count = read_dataset(data, "prompt-only", data.dataset, data.split, redaction.log).rows, config.num_fewshot
     if config.fewshot_dataset:
-        shots = read_dataset(data, "prompt-only", config.fewshot_dataset, data.split, redaction.tell).rows
+        shots = read_dataset(data, "prompt-only", config.fewshot_dataset, data.split, redaction.log).rows
     else:
         shots, rows = rows[:count], rows[count:]
     if len(shots) < count or not rows:

@@ -66,7 +66,7 @@ class Evaluator:
         with clock("time/eval"):
             figures, trajectories = self(model, sampler, step)
         if step == 0:
-            journal.tell_once(
+            journal.log_once(
                 "detectable_gain", describe_sensitivity(scored_groups(trajectories, self.num_generations), self.metric)
             )
         rows = {p.index: p.row for p in self.prompts}

@@ -92,13 +92,13 @@ def sampler_of(
         with extras.load("cluster").open_sampler(config, model, journal, longest) as sampler:
             yield sampler
         return
-    tell = None if journal is None else journal.tell
+    log = None if journal is None else journal.log
     drawn = config.sampling
     # vLLM reads weights from shards. The policy's log-probs of a filtered distribution need a full copy.
     itself = model.shard_root is None or (drawn.sampler == "vllm" and not drawn.filtered)
     twin = model if itself else load_model(config.model, config.run, None)
     whole = partial(load_model, config.model, replace(config.run, device="cpu"), None)
-    with contextlib.closing(samplers.make(drawn, twin, tell, longest, whole)) as sampler:
+    with contextlib.closing(samplers.make(drawn, twin, log, longest, whole)) as sampler:
         yield sampler if twin is model else ReplicaSampler(sampler, sharded.Replica(model, twin).refresh)
 
 
@@ -167,9 +167,9 @@ def _best_of(
     place = journal.folder.checkpoints / f"step-{step:08d}"
     if not step or not place.is_dir():
         why = f"the checkpoint of step {step}, whose evaluation was the best, is gone" if step else "no evaluation had a figure"
-        journal.tell("kept_last", f"The last weights are kept: {why}.", best=step)
+        journal.log("kept_last", f"The last weights are kept: {why}.", best=step)
         return model
-    journal.tell("kept", f"The weights of step {step} are kept, whose evaluation was the best ({value:.4g}).", step=step)
+    journal.log("kept", f"The weights of step {step} are kept, whose evaluation was the best ({value:.4g}).", step=step)
     if model.adapter is not None and model.shard_root is None:  # only the adapter was trained; a given network has wrapped layers
         adapter: Any = model.adapter
         adapter.load_adapter(place, "default", is_trainable=True)

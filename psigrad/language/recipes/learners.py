@@ -263,7 +263,7 @@ def begin(
     how = {"slower": slower, "instructions": getattr(model, "instructions", "")}
     session.note_start(config.run, journal, found, first.step, pinned, **how, rows=rows[0], eval_rows=rows[1])
     if slower:
-        journal.tell("slower", slower, why=slower)
+        journal.log("slower", slower, why=slower)
 
     return RunStart(first, CheckpointWriter(config, journal, learners, pinned))
 

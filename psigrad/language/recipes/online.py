@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from psigrad.config import OnlineConfig
-from psigrad.language.data.dataset_layouts import Tell
+from psigrad.language.data.dataset_layouts import Log
 from psigrad.language.data.reward_view import reward_view
 from psigrad.language.data.row_cache import PreparedRows
 from psigrad.language.episodes.players import Player, collector_of
@@ -237,10 +237,10 @@ def _prepare_rows(
     """Return the rows that the rewards can score, and the tokens of their prompts."""
     rewards, metric = setup
 
-    def make(tell: Tell) -> PreparedRows[Any]:
-        given, held = read_episode_rows(config, episodes, model.tokenizer, tell)
-        rows, held_out = rewards.judgeable(given, tell), (metric or rewards).judgeable(held, tell)
-        prompts = row_limits.encode_prompts(rows, model, config.data, completion_room(config), tell)
+    def make(log: Log) -> PreparedRows[Any]:
+        given, held = read_episode_rows(config, episodes, model.tokenizer, log)
+        rows, held_out = rewards.judgeable(given, log), (metric or rewards).judgeable(held, log)
+        prompts = row_limits.encode_prompts(rows, model, config.data, completion_room(config), log)
         return PreparedRows(rows, held_out, prompts.encoded, [])
 
     asked = [one for judge in setup if judge for one in judge.functions if hasattr(one, "check_row")]

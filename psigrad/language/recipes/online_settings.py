@@ -77,7 +77,7 @@ def correct(
         f"{why}; {label(part)} corrects for it, unless algorithm.correction says otherwise. "
         "sampling/importance_sampling_ratio/mean says by how much: at 1 not at all."
     )
-    journal.tell("correction", text, correction=label(part))
+    journal.log("correction", text, correction=label(part))
     return replace(algorithm, correction=part)
 
 
@@ -173,7 +173,7 @@ def _log_unused(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreferen
     defaults = OnlineConfig()
     if unused := [name for name in needs if getattr(config, name) != getattr(defaults, name)]:
         texts = [f"{name} is {getattr(config, name)!r} and has no effect without {needs[name]}." for name in unused]
-        journal.tell("no_effect", " ".join(texts), settings=unused)
+        journal.log("no_effect", " ".join(texts), settings=unused)
 
 
 def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference, needs_reward: bool) -> None:

@@ -86,7 +86,7 @@ def score_rows(
     machine.prepare_torch(config.run)
     loaded = load_trained_scalar_model(config.model, config.run)
     given = rows if isinstance(rows, str | os.PathLike) else list(rows)
-    read = read_dataset(config.data, "prompt-completion", given, split, redaction.tell)
+    read = read_dataset(config.data, "prompt-completion", given, split, redaction.log)
     pairs: list[tuple[Ids, Ids]] = [([], answer_ids(loaded, row)) for row in read.rows]
     for row, pair in zip(read.rows, pairs, strict=True):
         if why := describe_overflow(loaded, pair):

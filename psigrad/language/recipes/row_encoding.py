@@ -30,7 +30,7 @@ from psigrad.language import rewards as rewards_room
 from psigrad.language.data import row_cache
 from psigrad.language.data.chat import rendering
 from psigrad.language.data.chat.dialect import cache_specials
-from psigrad.language.data.dataset_layouts import Tell
+from psigrad.language.data.dataset_layouts import Log
 from psigrad.language.data.dataset_rows import BadRow, Row, RowError
 from psigrad.language.data.image_rows import digests_of
 from psigrad.language.data.row_cache import ArrowSequence, PreparedRows, batch_of, pack, unpack
@@ -81,9 +81,7 @@ class Encoder(Generic[R]):
         return found, refused, counts
 
 
-def encode_rows(
-    rows: Sequence[R], encoder: Encoder[R], data: Data, tell: Tell | None = None
-) -> tuple[Sequence[Any], Counter[str]]:
+def encode_rows(rows: Sequence[R], encoder: Encoder[R], data: Data, log: Log | None = None) -> tuple[Sequence[Any], Counter[str]]:
     """Return the encoded rows, as Arrow batches if there are many, and the encoder's counts.
 
     A row that the encoder rejects stops the run with its place in the file. With `bad_rows: skip` it is dropped and counted.
@@ -98,10 +96,10 @@ def encode_rows(
     if refused and (data.bad_rows == "stop" or len(refused) == len(rows)):
         more = f" (and {len(refused) - 1} more of {len(rows)})" if len(refused) > 1 else ""
         raise UserError(f"{str(refused[0]).rstrip('.')}{more}; or skip such rows with --bad-rows skip.")
-    if refused and tell is not None:
+    if refused and log is not None:
         kept = len(rows) - len(refused)
         text = f"{len(refused)} of {len(rows)} rows were rejected and skipped; the first: {refused[0]}."
-        tell("rows_refused", text, count=len(refused), kept=kept, reasons=[str(bad) for bad in refused[:5]])
+        log("rows_refused", text, count=len(refused), kept=kept, reasons=[str(bad) for bad in refused[:5]])
     return made, counts
 
 
@@ -150,7 +148,7 @@ def prepare(
     tokenizer: PreTrainedTokenizerBase,
     settings: Sequence[Any],
     journal: Journal,
-    make: Callable[[Tell], PreparedRows[T]],
+    make: Callable[[Log], PreparedRows[T]],
 ) -> PreparedRows[T]:
     """Return the rows that `make` prepares, or read them from the cache of an earlier start with the same files and settings.
 
@@ -160,8 +158,8 @@ def prepare(
     folder = journal.folder.path / "images"
     images.store_in(folder)
 
-    def prepared(tell: Tell) -> PreparedRows[T]:
-        made = make(tell)
+    def prepared(log: Log) -> PreparedRows[T]:
+        made = make(log)
         images.store_in(folder, [digest for row in (*made.rows, *made.held_out) for digest in digests_of(row)])
         return made
 
@@ -169,25 +167,25 @@ def prepare(
     place = cache_folder("rows") / f"{key}.arrow" if key else None
     if world.rank == 0 or place is None:
         try:
-            found = _prepare_or_load(place, journal.tell, prepared)
+            found = _prepare_or_load(place, journal.log, prepared)
         finally:
             world.broadcast(None)
         return found
     world.broadcast(None)
-    return _prepare_or_load(place, journal.tell, prepared)
+    return _prepare_or_load(place, journal.log, prepared)
 
 
-def _prepare_or_load(place: Path | None, tell: Tell, make: Callable[[Tell], PreparedRows[T]]) -> PreparedRows[T]:
+def _prepare_or_load(place: Path | None, log: Log, make: Callable[[Log], PreparedRows[T]]) -> PreparedRows[T]:
     if place is not None and (kept := row_cache.read(place)) is not None:
         prepared, told = kept
         for kind, text, facts in told:
-            tell(kind, text, **facts)
+            log(kind, text, **facts)
         return prepared
     told = []
 
     def hear(kind: str, text: str, **facts: Any) -> None:
         told.append((kind, text, facts))
-        tell(kind, text, **facts)
+        log(kind, text, **facts)
 
     made = make(hear)
     if place is None:

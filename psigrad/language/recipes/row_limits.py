@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from psigrad.config import Data, OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
-from psigrad.language.data.dataset_layouts import Tell, to_model_rows, to_turns
+from psigrad.language.data.dataset_layouts import Log, to_model_rows, to_turns
 from psigrad.language.data.dataset_rows import Row, RowError
 from psigrad.language.data.row_cache import PreparedRows
 from psigrad.language.data.sources import read_rows
@@ -27,7 +27,7 @@ from psigrad.language.rollout.types import Prompt, Prompts
 from psigrad.runs.journal import Journal
 
 
-def encode_prompts(rows: Sequence[Row], model: LanguageModel, data: Data, completion: int, tell: Tell | None = None) -> Prompts:
+def encode_prompts(rows: Sequence[Row], model: LanguageModel, data: Data, completion: int, log: Log | None = None) -> Prompts:
     """Return the rows with their prompt tokens, each of which leaves room for `completion` tokens among the model's positions.
 
     A prompt that is too long raises `UserError` with its place in the file. With `bad_rows: skip` it is dropped and counted.
@@ -46,25 +46,25 @@ def encode_prompts(rows: Sequence[Row], model: LanguageModel, data: Data, comple
         return (None, {f"{rows[made[0]].source}: {why}": 1}) if why else (made, {})
 
     encoder = Encoder(model.tokenizer, lambda i: (i, prompt_ids(model.tokenizer, rows[i])), keep)
-    made, faults = encode_rows(range(len(rows)), encoder, data, tell)
-    if tell is not None:
-        log_rewrites(model.tokenizer, rows, tell)
+    made, faults = encode_rows(range(len(rows)), encoder, data, log)
+    if log is not None:
+        log_rewrites(model.tokenizer, rows, log)
     if faults and (data.bad_rows == "stop" or not made):
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         raise UserError(f"{next(iter(faults))}, or skip such rows with --bad-rows skip{more}.")
-    if faults and tell is not None:
+    if faults and log is not None:
         text = f"{len(faults)} of {len(rows)} prompts have too many tokens and were skipped."
-        tell("rows_left_out", text, longer_than_max_length=len(faults), kept=len(made))
+        log("rows_left_out", text, longer_than_max_length=len(faults), kept=len(made))
     return Prompts(rows, made)
 
 
-def log_rewrites(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], tell: Tell) -> None:
+def log_rewrites(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], log: Log) -> None:
     """Log a message about content that the chat template can render only in other words, for the first such row of a hundred."""
     for row in rows[:100]:
         with contextlib.suppress(RowError):  # such a row was dropped and reported already
             if notes := describe_rewrites(tokenizer, row):
                 text = f"The chat template has no words for some of {row.source}: {'; '.join(notes)}."
-                tell("said_otherwise", text, what=notes)
+                log("said_otherwise", text, what=notes)
                 return
 
 
@@ -149,17 +149,17 @@ def prepare_answers(
 
 
 def _answers(
-    config: RewardConfig | PreferenceConfig, form: str, encoder: Encoder[Row], limit: int, tell: Tell
+    config: RewardConfig | PreferenceConfig, form: str, encoder: Encoder[Row], limit: int, log: Log
 ) -> PreparedRows[Any]:
-    read = read_rows(config.data, form, config.evaluation.eval_prompts, config.run.seed, tell)
-    rows = to_model_rows(encoder.tokenizer, read, config.data.plain_prompts, tell)
+    read = read_rows(config.data, form, config.evaluation.eval_prompts, config.run.seed, log)
+    rows = to_model_rows(encoder.tokenizer, read, config.data.plain_prompts, log)
     short = replace(encoder, filter=lambda made: (made, {}) if pairs.longest_text(made) <= limit else (None, {"long": 1}))
     found = []
     for part in filter(None, rows):
-        made, counts = encode_rows(part, short, config.data, tell)
+        made, counts = encode_rows(part, short, config.data, log)
         if left := counts["long"]:
             text = f"{left} of {left + len(made)} rows have more than {limit} tokens and are left out."
-            tell("rows_left_out", text, longer_than_max_length=left, kept=len(made))
+            log("rows_left_out", text, longer_than_max_length=left, kept=len(made))
         if not made:
             raise UserError(f"All {left} rows have more than {name_limit(config, limit)}.")
         found.append(made)

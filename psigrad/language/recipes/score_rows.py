@@ -81,7 +81,7 @@ def score(
     else:
         read = from_rows(list(rows), FORM, columns=renamed, bad_rows=bad_rows)
     if read.skipped:
-        redaction.tell("rows_skipped", describe_skipped(read.skipped))
+        redaction.log("rows_skipped", describe_skipped(read.skipped))
     ids_of, names = _ids(tokenizer), column_names(read.rows)
     samples = [replace(samples_of([row], names), completion_ids=[ids_of(row)]) for row in read.rows]
     faults = row_faults(specs, samples, timeout=timeout)

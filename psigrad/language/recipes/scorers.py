@@ -16,7 +16,7 @@ from psigrad.config import Placement, Reward
 from psigrad.config.language import EpisodeSettings, Scored
 from psigrad.config.sections import parse_columns
 from psigrad.errors import UserError, several
-from psigrad.language.data.dataset_layouts import Tell
+from psigrad.language.data.dataset_layouts import Log
 from psigrad.language.data.dataset_rows import Row, column_names
 from psigrad.language.data.templates import hidden_marks
 from psigrad.language.episodes.players import Player
@@ -88,9 +88,9 @@ class RewardSetup:
         """
         if journal is not None and any(isinstance(function, Code) and function.is_unsafe for function in self.functions):
             text = "Programs that the model writes run without a sandbox, with your rights: allow_unsafe_code is set."
-            journal.tell("unsafe_code", text)
+            journal.log("unsafe_code", text)
         if journal is not None and (text := describe_hidden_tokens(self.config, tokenizer)):
-            journal.tell("special_tokens_hidden", text)
+            journal.log("special_tokens_hidden", text)
         models = list(self.weights.items())[len(self.specs) :]
         with contextlib.ExitStack() as stack:
             scorers: list[Scorer] = [stack.enter_context(self._functions_scorer(journal))] if self.specs else []
@@ -131,14 +131,14 @@ class RewardSetup:
             "variables": config.worker_env,
         }
 
-    def judgeable(self, rows: Sequence[Row], tell: Tell | None = None) -> Sequence[Row]:
+    def judgeable(self, rows: Sequence[Row], log: Log | None = None) -> Sequence[Row]:
         """Return the rows that the functions can score.
 
         A row without a gold answer is dropped and counted, since no function would apply to it. A row whose gold answer can be
         parsed only in part raises `UserError` with its place in the file; with `bad_rows: skip` it is dropped and counted. Such
         an answer would reward wrong completions.
         """
-        rows = self._with_golds(rows, tell)
+        rows = self._with_golds(rows, log)
         if not any(hasattr(function, "check_row") for function in self.functions):
             return rows
         names, starts = column_names(rows), range(0, len(rows), _ROWS_AT_ONCE)
@@ -152,9 +152,9 @@ class RewardSetup:
                 "fix it, leave its answer empty if the reward does not apply, or skip it with --bad-rows skip",
             )
             raise UserError(f"{row.source}: {fault.rstrip('.')}; {cure}{more}.")
-        if bad and tell is not None:
+        if bad and log is not None:
             text = f"{len(bad)} of {len(rows)} rows cannot be scored by the rewards and were skipped, such as {bad[0][0].source}."
-            tell("rows_left_out", text, unjudged=len(bad), kept=len(rows) - len(bad))
+            log("rows_left_out", text, unjudged=len(bad), kept=len(rows) - len(bad))
         return [row for row, fault in zip(rows, faults, strict=True) if not fault] if bad else rows
 
     @property
@@ -162,7 +162,7 @@ class RewardSetup:
         """The columns that each function needs; empty with a reward model, which can score every row."""
         return [] if self.config.reward_model else [needed_columns(function) for function in self.functions]
 
-    def _with_golds(self, rows: Sequence[Row], tell: Tell | None) -> Sequence[Row]:
+    def _with_golds(self, rows: Sequence[Row], log: Log | None) -> Sequence[Row]:
         if not any(self.needs):
             return rows
         there, renamed = column_names(rows), parse_columns(self.config.data.columns)
@@ -182,10 +182,10 @@ class RewardSetup:
             text = f"dropped for an empty column {column!r}, which the reward needs: {shown}."
             if all(missing):
                 raise UserError(f"All {len(rows)} rows would be {text.rstrip('.')}; fill it, or name another column.")
-            if tell is not None:
+            if log is not None:
                 kept = len(rows) - len(places)
                 text = f"{several(len(places), 'row', 'is', 'are')} {text}"
-                tell("rows_left_out", text, column=column, without_gold=len(places), kept=kept)
+                log("rows_left_out", text, column=column, without_gold=len(places), kept=kept)
         return [row for row, column in zip(rows, missing, strict=True) if not column] if lacking else rows
 
 

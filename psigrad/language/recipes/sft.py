@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from psigrad.config import SFTConfig
 from psigrad.errors import UserError, several
-from psigrad.language.data.dataset_layouts import Tell, to_model_rows
+from psigrad.language.data.dataset_layouts import Log, to_model_rows
 from psigrad.language.data.row_cache import PreparedRows
 from psigrad.language.data.sources import read_rows
 from psigrad.language.data.templates import encode_batch, examples
@@ -49,27 +49,27 @@ def run(config: SFTConfig, given: ModelObject | None = None) -> Result:
         return train_on_rows(config, journal, model, prepared, checkpoint, task, held_out, generated, (rewards, metric), given)
 
 
-def _prepare(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int, tell: Tell) -> PreparedRows[list[Example]]:
+def _prepare(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int, log: Log) -> PreparedRows[list[Example]]:
     """Return the training and held-out rows as tokens with a mask of the target tokens."""
-    read = read_rows(config.data, "sft", config.evaluation.eval_prompts, config.run.seed, tell)
-    rows, held_out = to_model_rows(tokenizer, read, config.data.plain_prompts, tell)
+    read = read_rows(config.data, "sft", config.evaluation.eval_prompts, config.run.seed, log)
+    rows, held_out = to_model_rows(tokenizer, read, config.data.plain_prompts, log)
     empty = config.train_empty_thinking
     encode = partial(examples, tokenizer, max_length=limit, empty_thinking=empty)
     encoder = Encoder(tokenizer, encode, _with_targets, partial(encode_batch, tokenizer, empty_thinking=empty))
-    learned, counts = encode_rows(rows, encoder, config.data, tell)
-    log_rewrites(tokenizer, rows, tell)
+    learned, counts = encode_rows(rows, encoder, config.data, log)
+    log_rewrites(tokenizer, rows, log)
     found, texts = counts["rows"], counts["texts"]
     if texts > found:
         are = several(found, "row", "is", "are")
         said = f"{are} {texts} texts: the chat template rewrites turns once others follow."
-        tell("turns_apart", said, rows=found, texts=texts)
+        log("turns_apart", said, rows=found, texts=texts)
     if cut := counts["cut"]:
-        tell("rows_cut", f"{cut} of {texts} rows are cut at {limit} tokens.", at=limit, count=cut)
+        log("rows_cut", f"{cut} of {texts} rows are cut at {limit} tokens.", at=limit, count=cut)
     if not learned:
         raise UserError(f"No row of {config.data.dataset} has a token to learn within {name_limit(config, limit)}.")
     if none := found - len(learned):
         text = f"{none} of {found} rows have no token to learn within {limit} tokens and are left out."
-        tell("rows_left_out", text, nothing_to_learn=none, kept=len(learned))
+        log("rows_left_out", text, nothing_to_learn=none, kept=len(learned))
     return PreparedRows(rows, held_out, learned, encode_rows(held_out, encoder, config.data)[0])
 
 

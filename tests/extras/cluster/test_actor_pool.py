@@ -78,7 +78,7 @@ def ray(monkeypatch):
 
 
 def make(count=2, **settings) -> ActorPool:
-    usual = {"name": "worker", "address": "", "cpus": 1, "minutes": 1.0, "tell": lambda *a, **k: None}
+    usual = {"name": "worker", "address": "", "cpus": 1, "minutes": 1.0, "log": lambda *a, **k: None}
     return ActorPool(object, (), count=count, **{**usual, **settings})
 
 
@@ -224,7 +224,7 @@ def test_the_jobs_of_a_lost_worker_all_go_to_others(ray):
 def test_a_job_that_ends_every_worker_ends_the_run(ray):
     """As one that needs more memory than a machine has: each worker starts well, and none comes back from it."""
     told = []
-    pool = make(tell=lambda kind, text, **fields: told.append(kind))
+    pool = make(log=lambda kind, text, **fields: told.append(kind))
 
     def deadly(worker):
         ray.dead.add(worker.number)
@@ -276,7 +276,7 @@ def test_as_many_as_there_is_room_for_leaves_room_for_others(ray, settings, want
 
 def test_what_a_worker_raises_is_told_with_its_place(ray):
     told = []
-    pool = make(tell=lambda kind, text, **fields: told.append((kind, fields)))
+    pool = make(log=lambda kind, text, **fields: told.append((kind, fields)))
 
     def run(raised):
         with pytest.raises(UserError) as error:
@@ -302,7 +302,7 @@ def test_a_worker_that_its_machines_memory_ended_is_told_as_that(ray, monkeypatc
     monkeypatch.setattr(actor_pool, "SOONER", 0.0)
     monkeypatch.setattr(Ray, "get", lambda self, ref: (_ for _ in ()).throw(Lost(LOW)))
     told = []
-    pool = make(tell=lambda kind, text, **fields: told.append((kind, text, fields)))
+    pool = make(log=lambda kind, text, **fields: told.append((kind, text, fields)))
     why = "Lost: Ray ended it because its machine ran low on memory (7.46 of 23.54 GB in use); give each more CPUs in placement"
     with pytest.raises(UserError, match=re.escape(f"6 workers in a row could not start on the cluster: {why}")):
         run(pool, [None])

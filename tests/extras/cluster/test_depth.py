@@ -29,7 +29,7 @@ def ray():
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_as_many_jobs_as_there_is_room_for_are_under_way_at_once(ray, depth):
-    wants = {"name": "sleeper", "address": "auto", "count": 1, "cpus": 1, "minutes": 2.0, "tell": lambda *a, **k: None}
+    wants = {"name": "sleeper", "address": "auto", "count": 1, "cpus": 1, "minutes": 2.0, "log": lambda *a, **k: None}
     pool = ActorPool(Sleeper, (), depth=depth, **wants)
     try:
         spans = sorted(span for _, span in pool.run([lambda worker: worker.sleep.remote()] * 3))

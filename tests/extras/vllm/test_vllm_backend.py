@@ -332,7 +332,7 @@ def test_a_prefix_cache_that_is_kept_is_noticed(sampler):
 def test_an_engine_that_is_killed_is_started_again_and_nothing_is_lost(monkeypatch):
     told = []
     model = a_model()
-    with closing(VLLMSampler(model, 2, tell=lambda kind, text, **fields: told.append((kind, text, fields)))) as sampler:
+    with closing(VLLMSampler(model, 2, log=lambda kind, text, **fields: told.append((kind, text, fields)))) as sampler:
         requests, params = some_requests(12), SamplingParams(max_tokens=16)
         whole = sampler.sample(requests, params)
         done = {}

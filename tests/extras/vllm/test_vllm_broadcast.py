@@ -206,9 +206,9 @@ def trainer(ray):
     """A `RaySampler` whose tasks go to the workers that are given, one after the other."""
     made = []
 
-    def make(tell=lambda *a, **k: None, passes=("choose", "load", "compare")):
+    def make(log=lambda *a, **k: None, passes=("choose", "load", "compare")):
         model = a_model()
-        ends = Broadcasts("gloo", lambda: "127.0.0.1", 2, CPU, passes, [], tell)
+        ends = Broadcasts("gloo", lambda: "127.0.0.1", 2, CPU, passes, [], log)
         made.append(ends)
         version = iter(range(99))
         weights = lambda: vllm_weights.outgoing(model)  # noqa: E731
@@ -268,7 +268,7 @@ def until(done, seconds=20.0):
 @pytest.mark.parametrize("fault", ["breaks", "late"])
 def test_an_engine_lost_in_the_middle_costs_that_sampler_and_nobody_waits(engine, ray, trainer, monkeypatch, fault):
     told = []
-    run = trainer(tell=lambda kind, text, **fields: told.append((kind, text)))
+    run = trainer(log=lambda kind, text, **fields: told.append((kind, text)))
     lost = Remote(engine(fault))
     assert ray.get(run.ends.meet(lost)) == ""
     monkeypatch.setattr(broadcast, "LIMIT", 3.0)
@@ -288,7 +288,7 @@ def test_an_engine_lost_in_the_middle_costs_that_sampler_and_nobody_waits(engine
 
 def test_after_some_failures_in_a_row_all_weights_go_through_the_store(engine, ray, trainer, monkeypatch):
     told = []
-    run = trainer(tell=lambda kind, text, **fields: told.append(text))
+    run = trainer(log=lambda kind, text, **fields: told.append(text))
     monkeypatch.setattr(ray_broadcast, "FAILURES", 2)
     apart, there = [Remote(engine("apart")) for _ in range(2)], Remote(engine())
     for worker in (*apart, there):

@@ -47,7 +47,7 @@ def test_completions_come_group_by_group_from_the_weights_of_now(engine):
 @pytest.mark.parametrize(("fault", "reason"), [("dies", r"its process ended \(exit status 9\)"), ("hangs", "no sign of life")])
 def test_an_engine_that_is_lost_is_started_again_and_nothing_is_sampled_twice(engine, fault, reason, monkeypatch):
     told = []
-    sampler = engine(fault, tell=lambda kind, text, **fields: told.append((kind, text)))
+    sampler = engine(fault, log=lambda kind, text, **fields: told.append((kind, text)))
     if fault == "hangs":
         monkeypatch.setattr(vllm_backend, "PATIENCE", 5.0)
     places = [place for step in sampler.steps(REQUESTS, PARAMS) for place, _ in step]
@@ -456,7 +456,7 @@ def test_an_adapter_goes_alone(engine, tmp_path):
 @pytest.mark.parametrize("fault", ["refuses", "without"])
 def test_where_vllm_takes_no_adapter_it_gets_whole_weights(engine, fault):
     told = []
-    sampler = engine(fault, lora=LORA, tell=lambda kind, text, **fields: told.append(kind))
+    sampler = engine(fault, lora=LORA, log=lambda kind, text, **fields: told.append(kind))
     assert told == ["adapter_merged"] and sampler.losses == 0
     nudge(sampler.model)
     whole = {name: w.numpy() for name, w in vllm_weights.outgoing(sampler.model)}

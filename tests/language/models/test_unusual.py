@@ -72,7 +72,7 @@ def test_a_model_that_the_own_sampler_would_decode_wrongly_is_sampled_by_transfo
     """A layer's second attention takes the place of the first in the cache. The step is compared before anything is drawn."""
     model, said = model_of(TWICE), []
     monkeypatch.setattr(cache.Decode, "next_call", lambda self, kind, layer: (kind, layer, 0))
-    sampler = samplers.make(samplers.Sampling(), model, tell=lambda kind, text: said.append(text))
+    sampler = samplers.make(samplers.Sampling(), model, log=lambda kind, text: said.append(text))
     assert isinstance(sampler, TransformersSampler) and not sampler.exact
     assert len(said) == 1 and "in float32 its numbers differ by" in said[0]
 

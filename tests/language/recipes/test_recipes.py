@@ -51,7 +51,7 @@ def kinds_in(source: str) -> dict[str, set[str]]:
     """The events that a source tells by their names: kind -> keys."""
     found: dict[str, set[str]] = {}
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in ("tell", "_tell", "event"):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in ("log", "_log", "event"):
             first = node.args[0] if node.args else None
             if isinstance(first, ast.Constant) and isinstance(first.value, str) and not first.value.startswith("on_"):
                 found.setdefault(first.value, set()).update(word.arg for word in node.keywords if word.arg)
@@ -70,7 +70,7 @@ def test_every_event_that_is_told_is_documented():
     lacking = {kind: keys - documented(kind) - {"machine"} for kind, keys in found.items()}
     assert not {kind: keys for kind, keys in lacking.items() if keys}
     # negative control
-    assert kinds_in("journal.tell('slow', text, why=1, much=2)\nself.event('on_step')") == {"slow": {"why", "much"}}
+    assert kinds_in("journal.log('slow', text, why=1, much=2)\nself.event('on_step')") == {"slow": {"why", "much"}}
 
 
 def test_a_run_leaves_its_folder(job, tmp_path):

@@ -115,11 +115,11 @@ class Start:
         config = replace(self.config, data=replace(self.config.data, **data))
         settings = ["sft", self.limit, config.train_empty_thinking, config.evaluation.eval_prompts, config.run.seed]
         run = SimpleNamespace(path=Path("run"))
-        journal: Any = SimpleNamespace(folder=run, world=self.world, tell=lambda kind, text, **facts: self.told.append(text))
+        journal: Any = SimpleNamespace(folder=run, world=self.world, log=lambda kind, text, **facts: self.told.append(text))
 
-        def make(tell: Any) -> PreparedRows[Any]:
+        def make(log: Any) -> PreparedRows[Any]:
             self.times += 1
-            return sft._prepare(config, self.tokenizer, self.limit, tell)
+            return sft._prepare(config, self.tokenizer, self.limit, log)
 
         return prepare(config.data, self.tokenizer, settings, journal, make)
 
@@ -228,9 +228,9 @@ def test_the_files_used_longest_ago_go_first(home: Path, tokenizer: Any, monkeyp
 
 @pytest.mark.parametrize("given", [[{"messages": TURNS}] * 3, "someone/rows", "task:leg_counting"])
 def test_rows_of_which_no_file_is_here_are_not_kept(given: Any, home: Path, tokenizer: Any) -> None:
-    journal: Any = SimpleNamespace(folder=SimpleNamespace(path=home), world=ALONE, tell=None)
+    journal: Any = SimpleNamespace(folder=SimpleNamespace(path=home), world=ALONE, log=None)
     nothing: Any = PreparedRows([], [], [], [])
-    assert prepare(Data(given), tokenizer, [], journal, lambda tell: nothing) is nothing
+    assert prepare(Data(given), tokenizer, [], journal, lambda log: nothing) is nothing
     assert not files(home)
 
 
@@ -350,7 +350,7 @@ def test_answers_above_the_limit_are_left_out_and_counted(tokenizer: Any) -> Non
     rows = [{"prompt": "a b", "chosen": "a", "rejected": text} for text in ("ba", "baba")]
     told: list[Any] = []
     run = SimpleNamespace(path=Path("run"))
-    journal: Any = SimpleNamespace(folder=run, world=ALONE, tell=lambda kind, text, **facts: told.append((kind, facts)))
+    journal: Any = SimpleNamespace(folder=run, world=ALONE, log=lambda kind, text, **facts: told.append((kind, facts)))
     tokenizer.chat_template = None
     encoder: Encoder[Row] = Encoder(tokenizer, partial(encode_pair, tokenizer))
     config = RewardConfig(data=Data(rows), evaluation=Evaluation(eval_prompts=0))

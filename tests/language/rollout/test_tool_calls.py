@@ -387,7 +387,7 @@ def test_a_tokenizers_own_response_template_comes_first_where_it_reads_its_calls
 def test_a_run_says_where_the_form_of_calls_is_not_told(name, told, monkeypatch):
     played, heard = [], []
     monkeypatch.setattr(conversation, "start_environments", lambda config, form: nullcontext(played.append(form)))
-    journal = SimpleNamespace(tell=lambda kind, text, **fields: heard.append((kind, text)))
+    journal = SimpleNamespace(log=lambda kind, text, **fields: heard.append((kind, text)))
     with conversation.episodes_for(OnlineConfig(tools=(add,)), from_trl(name), journal):
         pass
     assert [kind for kind, _ in heard] == ["tool_calls"] * told and [form.family for form in played] == ["" if told else "Hermes"]
