@@ -13,7 +13,7 @@ from psigrad.compat.trl import AGGREGATES, LINKS, LOSSES
 from psigrad.config import EvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 from psigrad.config.fields import Mark, Setting, help_of, settings_of
 from psigrad.config.methods import list_declarations
-from psigrad.config.shortcuts import SHORTCUTS, find_places
+from psigrad.config.shortcuts import SHORTCUTS, find_values
 from psigrad.control.settings import ControlConfig
 from psigrad_extras.defaults import beside
 
@@ -79,7 +79,7 @@ def _parts() -> str:
             {
                 f"`{'algorithm' if d.online else 'loss'}.{place}`"
                 for m, d in list_declarations().items()
-                for place, _ in find_places(name, m)
+                for place, _ in find_values(name, m)
             }
         )
         for name in SHORTCUTS

@@ -234,7 +234,7 @@ def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any, every: bool) ->
     known = shortcuts.shortcuts_of(cls)
     group = parser.add_argument_group("parts of the method; `psigrad explain` shows them all") if known else parser
     for name, short in known.items():
-        places = shortcuts.find_places(name, method)
+        places = shortcuts.find_values(name, method)
         text: str = argparse.SUPPRESS
         if places and (every or short.main):
             now = ", ".join(

@@ -113,7 +113,7 @@ def shortcuts_of(cls: Any) -> dict[str, Shortcut]:
     return SHORTCUTS if ("algorithm" in names and "prompts_per_step" in names) or "loss" in names else {}
 
 
-def find_places(name: str, spec: Any) -> Places:
+def find_values(name: str, spec: Any) -> Places:
     """Return (dotted path, current value) of a shortcut's settings in the method that the setting `spec` describes."""
     root = describe_method(spec)
     return [] if root is None else SHORTCUTS[name].find(root)

@@ -31,14 +31,14 @@ def zero_outside(mask: Tensor, x: Tensor) -> Tensor:
     return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def is_whole(mask: Tensor) -> bool:
+def is_full(mask: Tensor) -> bool:
     """Return True if the mask is on the CPU and True everywhere. On a GPU return False: reading the mask there forces a wait."""
     return mask.device.type == "cpu" and bool(mask.all())
 
 
 def inside(mask: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return the function x -> `zero_outside(mask, x)`, or x -> x if `is_whole(mask)`."""
-    return (lambda x: x) if is_whole(mask) else partial(zero_outside, mask)
+    """Return the function x -> `zero_outside(mask, x)`, or x -> x if `is_full(mask)`."""
+    return (lambda x: x) if is_full(mask) else partial(zero_outside, mask)
 
 
 def terminal(score_N: Tensor, mask_NT: Tensor) -> Tensor:
@@ -113,18 +113,18 @@ class Batch:
             tensor = getattr(self, name)
             if tensor is not None:
                 own = _at_least_float32(tensor.detach())
-                object.__setattr__(self, name, own.clone() if self.whole else zero_outside(self.mask, own))
+                object.__setattr__(self, name, own.clone() if self.is_full else zero_outside(self.mask, own))
         if self.rewarded is not None:
             object.__setattr__(self, "rewarded", self.rewarded & self.mask)
         group = self.group.long()
-        if not self.whole:
+        if not self.is_full:
             group = torch.where(self.present, group, torch.full_like(group, EMPTY_ROW))
         object.__setattr__(self, "group", group)
 
     @cached_property
-    def whole(self) -> bool:
+    def is_full(self) -> bool:
         """True if every step is known to be chosen and each row has at least one step."""
-        return self.mask.shape[1] > 0 and is_whole(self.mask)
+        return self.mask.shape[1] > 0 and is_full(self.mask)
 
     @property
     def present(self) -> Tensor:
@@ -232,9 +232,9 @@ class Prepared:
     """[N, T] True, or a weight above 0, on the steps chosen by the surrogate's method `marks`; None if it has no such method."""
 
     @cached_property
-    def whole(self) -> bool:
-        """True if every step is known to be trained on; see `Batch.whole`."""
-        return self.batch.whole and bool((self.keep & self.needs_gradient).all())
+    def is_full(self) -> bool:
+        """True if every step is known to be trained on; see `Batch.is_full`."""
+        return self.batch.is_full and bool((self.keep & self.needs_gradient).all())
 
     def select(self, rows: Tensor | slice) -> Prepared:
         """Return the prepared data of these rows (indices or a boolean mask)."""
@@ -415,7 +415,7 @@ def next_chosen(x_NT: Tensor, mask_NT: Tensor, last_N: Tensor) -> Tensor:
     n_steps = x_NT.shape[1]
     if n_steps and not _holes(mask_NT):
         ahead_NT = torch.cat([x_NT[:, 1:], last_N[:, None]], dim=1)
-        if is_whole(mask_NT):
+        if is_full(mask_NT):
             return ahead_NT
         follows_NT = torch.nn.functional.pad(mask_NT[:, 1:], (0, 1))
         return zero_outside(mask_NT, torch.where(follows_NT, ahead_NT, last_N[:, None]))
@@ -440,4 +440,4 @@ def td_errors(batch: Batch, gamma: float) -> Tensor:
     last_N = torch.zeros_like(batch.value[:, 0]) if batch.last_value is None else batch.last_value.detach().to(batch.value.dtype)
     ahead_NT = next_chosen(batch.value, batch.mask, last_N)
     error_NT = torch.add(batch.reward, ahead_NT, alpha=gamma).sub_(batch.value)
-    return error_NT if batch.whole else zero_outside(batch.mask, error_NT)
+    return error_NT if batch.is_full else zero_outside(batch.mask, error_NT)

@@ -210,7 +210,7 @@ class PolicyGradient:
             advantage = self.psi(shaped)
         # Rewards may be float64 beside float32 log-probs, so that differences of close rewards survive until here.
         advantage = advantage.detach().to(batch.logp_old.dtype)
-        advantage = advantage if batch.whole else zero_outside(batch.mask, advantage)
+        advantage = advantage if batch.is_full else zero_outside(batch.mask, advantage)
         keep, counts, marks = self._choose(batch, advantage)
         beta = None if self.kl is None else self.kl.coefficient
         adapts = isinstance(beta, ratio.adaptive)
@@ -246,7 +246,7 @@ class PolicyGradient:
     def totals(self, prepared: Prepared, rows: Tensor | None = None) -> Totals:
         """Return the counts over the rows of one optimiser step (all rows if None)."""
         part = prepared if rows is None else prepared.select(rows)
-        if part.whole:
+        if part.is_full:
             return Totals(len(part.keep), part.batch.mask.numel(), part.batch.mask.numel())
         steps_N = part.batch.mask.sum(1)
         return Totals(

@@ -79,7 +79,7 @@ def has_slopes(algorithm: PolicyGradient) -> bool:
 def slopes(algorithm: PolicyGradient, prepared: Prepared, totals: Totals) -> Slopes | None:
     """Return the closed form for a method for which `has_slopes` is True, or None if some row or step is not trained on."""
     surrogate, batch = algorithm.surrogate, prepared.batch
-    if not prepared.whole and not bool((batch.mask & prepared.keep[:, None]).all()):
+    if not prepared.is_full and not bool((batch.mask & prepared.keep[:, None]).all()):
         return None
     advantage = prepared.advantage
     weights = algorithm.aggregate(batch.mask, totals).to(advantage.dtype)

@@ -82,7 +82,7 @@ class RunFolder:
         self.finished = False
         """True if the run finished earlier, its model is unchanged, and there is nothing left to do."""
         self._identity, self._ends = row_lines.identity(path), dict[str, int]()
-        self.lasting: dict[str, str] = {}
+        self.pins: dict[str, str] = {}
         """The pins of a finished run, by the names of `pins.PINS`."""
 
     @classmethod
@@ -104,12 +104,12 @@ class RunFolder:
             paths.check_folder(path, "output_dir", output_folder.is_run)
             fresh, created = not (path.exists() and any(path.iterdir())), output_folder.create(path)
             for name in (".lock", ".config.json.tmp", "config.json", *(f"{rows}.jsonl" for rows in ROWS)):
-                _must_be_own(path / name, Path.is_file, "regular file")
+                _reject_link(path / name, Path.is_file, "regular file")
             for name in ("checkpoints", "model"):
-                _must_be_own(path / name, Path.is_dir, "folder")
+                _reject_link(path / name, Path.is_dir, "folder")
             for place in path.iterdir():  # other written files: damaged rows, parts, pages, and temporary files
                 if place.name.startswith(".") or place.suffix in _WRITTEN:
-                    _must_be_own(place, lambda one: one.is_file() or one.is_dir(), "regular file or folder")
+                    _reject_link(place, lambda one: one.is_file() or one.is_dir(), "regular file or folder")
             lock = lock_folder(path)
         folder = cls(path, lock)
         try:
@@ -117,7 +117,7 @@ class RunFolder:
                 folder._begin({"format": FORMAT, **config}, resume, settings)
             yield folder
         except (UserError, KeyboardInterrupt):
-            if fresh and not folder._has_begun():
+            if fresh and not folder._has_started():
                 output_folder.remove_unused(path, created)
             raise
         finally:
@@ -140,9 +140,9 @@ class RunFolder:
         before = settings_before(self.path)
         if before is not None:
             pins.check_format(self.path, before)
-            if self._has_begun():
+            if self._has_started():
                 changes = pins.check_settings(self.path, before, now, settings)
-        damaged = self._has_begun() and not (file.exists() and parse_row(file.read_bytes()))
+        damaged = self._has_started() and not (file.exists() and parse_row(file.read_bytes()))
         if damaged and file.exists():
             os.replace(file, file.with_name("config.json.damaged"))
         self._changes = changes
@@ -156,7 +156,7 @@ class RunFolder:
         longer = any(change.is_length for change in changes)
         last = row_lines.last_event(self.path / "events.jsonl", "started", "resumed", "finished")
         self.finished = not longer and last.get("kind") == "finished" and self._holds_model(last.get("model") or {})
-        self.lasting = last.get("pins") or {}
+        self.pins = last.get("pins") or {}
         if damaged:
             known = "" if before is not None else " No checkpoint has the earlier settings, so the current ones are used."
             self._warn("config_damaged", f"config.json was damaged or missing and is written again.{known}")
@@ -187,7 +187,7 @@ class RunFolder:
             self._warn("model_damaged", f"{error} The model is written again from the newest checkpoint.", reason=str(error))
             return False
 
-    def _has_begun(self) -> bool:
+    def _has_started(self) -> bool:
         """Return True if there is a run to resume. A start that failed before its first step leaves only its settings."""
         files = [self.path / f"{name}.jsonl" for name in ROWS if name != "events"]
         if any(self.checkpoints.glob("step-*")) or any(file.exists() and file.stat().st_size for file in files):
@@ -244,7 +244,7 @@ class RunFolder:
         self.event(kind, **fields)
         redaction.say(f"{self.path}: {text}")
 
-    def _check_place(self) -> None:
+    def _check_unmoved(self) -> None:
         """Check that the folder and its files of rows are still those that this process has open.
 
         A file that was deleted or replaced is written again. If a file was shortened, log a message. Raise `RunFolderError` if
@@ -275,7 +275,7 @@ class RunFolder:
         has `PART` bytes or more, start a new one. Of the earlier rows, keep about `keep` (0: all).
         """
         with _errors_of(self.path):
-            self._check_place()
+            self._check_unmoved()
             for stream in self._files.values():
                 os.fsync(stream.fileno())
             if step >= 0 and os.fstat(self._files["rollouts"].fileno()).st_size >= PART:
@@ -326,7 +326,7 @@ class RunFolder:
         """
         final, beside, aside = self._models()
         with _errors_of(self.path):
-            self._check_place()
+            self._check_unmoved()
             shutil.rmtree(beside, ignore_errors=True)
             write(beside)
             checkpoint.sync_tree(beside)
@@ -354,7 +354,7 @@ class NullRunFolder(RunFolder):
 
     def __init__(self, path: Path, finished: bool) -> None:
         self.path, self.checkpoints = path, path / "checkpoints"
-        self.checkpoint_bytes, self.finished, self.settings, self.rows, self.lasting = 0, finished, {}, {}, {}
+        self.checkpoint_bytes, self.finished, self.settings, self.rows, self.pins = 0, finished, {}, {}, {}
         self._changes = []
 
     def _append(self, name: str, lines: bytes) -> None:
@@ -388,7 +388,7 @@ def truncate(folder: RunFolder, rows: Mapping[str, int], ends: Mapping[str, int]
     folder.rows = dict(rows)
 
 
-def _must_be_own(place: Path, is_right: Callable[[Path], bool], expected: str) -> None:
+def _reject_link(place: Path, is_right: Callable[[Path], bool], expected: str) -> None:
     """Raise `RunFolderError` if `place` is a link, which leads elsewhere, or not of the right kind, such as a pipe."""
     if place.is_symlink():
         raise RunFolderError(f"{place} is a link; a run folder holds its own files, so remove the link.")

@@ -26,10 +26,10 @@ class Signal:
     unit: str = ""
     share: bool = False
     """True if the figure is between 0 and 1."""
-    beside: tuple[str, ...] = ()
+    extra_keys: tuple[str, ...] = ()
     """Keys that a report draws in the same picture."""
     labels: tuple[str, ...] = ("",)
-    """The report's labels for the figure and for the keys in `beside`."""
+    """The report's labels for the figure and for the keys in `extra_keys`."""
     smooth: bool = True
     """True if a report draws the figure's moving average."""
     kinds: tuple[str, ...] = _ALL
@@ -50,29 +50,30 @@ SIGNALS = (
         share=True),
     Signal("length", "Length", "Completion length", "Mean of a step.",
         ("completions/mean_length", "ac_tokens_per_turn", "num_output_tokens/mean"), "tokens",
-        beside=("completions/max_length",), labels=("mean", "longest")),
+        extra_keys=("completions/max_length",), labels=("mean", "longest")),
     Signal("episode_length", "Length", "Episode length", "Mean over the last 100 training episodes.", ("rollout/ep_len_mean",),
         "steps", smooth=False),
     Signal("truncated", "Length", "Cut completions", "Share of completions that the length limit cut.",
         ("completions/clipped_ratio", "is_truncated/mean"), share=True),
     Signal("turns", "Length", "Turns", "Mean number of turns in an episode.", ("turns/mean", "num_turns/mean")),
     Signal("loss", "Learning", "Loss", "The quantity that the optimiser minimises.", ("loss", "train/loss"),
-        beside=("eval/loss",), labels=_HELD_OUT, kinds=("sft", "reward", "preference", "control")),
+        extra_keys=("eval/loss",), labels=_HELD_OUT, kinds=("sft", "reward", "preference", "control")),
     Signal("held_out_loss", "Learning", "Held-out loss", "On rows that are not trained on.", ("eval/loss",), kinds=()),
     Signal("accuracy", "Learning", "Accuracy", "Share of pairs in the right order.", ("accuracy", "rewards/accuracies"),
-        share=True, beside=("eval/accuracy", "eval/rewards/accuracies"), labels=("train", "held-out", "held-out")),
+        share=True, extra_keys=("eval/accuracy", "eval/rewards/accuracies"), labels=("train", "held-out", "held-out")),
     Signal("token_accuracy", "Learning", "Token accuracy", "Share of tokens that the model would have chosen.",
-        ("mean_token_accuracy",), share=True, beside=("eval/mean_token_accuracy",), labels=_HELD_OUT),
+        ("mean_token_accuracy",), share=True, extra_keys=("eval/mean_token_accuracy",), labels=_HELD_OUT),
     Signal("margin", "Learning", "Margin", "Reward of the chosen completion less that of the rejected one.",
-        ("margin", "rewards/margins"), beside=("eval/margin", "eval/rewards/margins"), labels=("train", "held-out", "held-out")),
+        ("margin", "rewards/margins"), extra_keys=("eval/margin", "eval/rewards/margins"),
+        labels=("train", "held-out", "held-out")),
     Signal("mean_reward", "Learning", "Mean reward", "Over both completions of a pair; the scale is free.", ("mean_reward",),
-        beside=("eval/mean_reward",), labels=_HELD_OUT),
+        extra_keys=("eval/mean_reward",), labels=_HELD_OUT),
     Signal("calibration", "Learning", "Calibration error", "How far confidence is from accuracy, on held-out pairs.",
         ("eval/calibration_error",)),
     Signal("implicit_reward", "Learning", "Implicit rewards", "Of the chosen and the rejected completions.", ("rewards/chosen",),
-        beside=("rewards/rejected",), labels=("chosen", "rejected")),
+        extra_keys=("rewards/rejected",), labels=("chosen", "rejected")),
     Signal("logps", "Learning", "Log-probs", "Of the chosen and the rejected completions, each as a whole.", ("logps/chosen",),
-        "nats", beside=("logps/rejected",), labels=("chosen", "rejected")),
+        "nats", extra_keys=("logps/rejected",), labels=("chosen", "rejected")),
     Signal("held_out_kl", "Policy", "KL to the starting model", "Exact, on held-out prompts, per completion.",
         ("eval/kl",), "nats"),
     Signal("kl", "Policy", "KL to the reference", "How far the policy has moved, per token.",
@@ -81,11 +82,11 @@ SIGNALS = (
         ("train/approx_kl", "policy/approxkl_avg", "kl_pre_post"), "nats"),
     Signal("clipped", "Policy", "Clipped", "Share of tokens or actions that the clip leaves without a gradient.",
         ("clip_ratio/region_mean", "train/clip_fraction", "cispo_clip_ratio"), share=True,
-        beside=("clip_ratio/low_mean", "clip_ratio/high_mean"), labels=("all", "low", "high")),
+        extra_keys=("clip_ratio/low_mean", "clip_ratio/high_mean"), labels=("all", "low", "high")),
     Signal("mismatch", "Policy", "Sampler against trainer",
         "Difference of their log-probs on the same tokens; should be near 0.",
         ("sampling/sampling_logp_difference/mean", "optim/kl_sample_train_v1", "mismatch_kl/all"),
-        beside=("sampling/sampling_logp_difference/max",), labels=("mean", "largest")),
+        extra_keys=("sampling/sampling_logp_difference/max",), labels=("mean", "largest")),
     Signal("entropy", "Policy", "Entropy", "Uncertainty of the policy, per token or step.",
         ("entropy", "train/entropy", "optim/entropy", "entropy/all", "surprise"), "nats"),
     Signal("exploration", "Policy", "Exploration", "Share of actions drawn by chance.", ("rollout/exploration_rate",),
@@ -95,7 +96,7 @@ SIGNALS = (
         ("explained_variance", "train/explained_variance")),
     Signal("value_loss", "Critic", "Value loss", "The critic's error.", ("value_loss", "train/value_loss")),
     Signal("values", "Critic", "Values and returns", "Means over tokens.", ("value/mean",),
-        beside=("returns/mean",), labels=("value", "return")),
+        extra_keys=("returns/mean",), labels=("value", "return")),
     Signal("grad_norm", "Stability", "Gradient norm", "Before clipping.", ("grad_norm", "train/grad_norm", "optim/grad_norm")),
     Signal("learning_rate", "Stability", "Learning rate", "", ("learning_rate", "train/learning_rate"), smooth=False),
     Signal("unscored", "Stability", "Unscored", "Completions that the reward functions could not judge.",

@@ -53,7 +53,7 @@ class Memory:
     values: deque[float] = field(default_factory=lambda: deque(maxlen=50))
     start: list[float] = field(default_factory=list)
     best: float = -math.inf
-    held_back: int = 0
+    cooldown: int = 0
     _sum: float = 0.0
     _squares: float = 0.0
 
@@ -103,7 +103,7 @@ class Rule:
     """The completions of the step to display: those of the lowest "reward", or the "longest"."""
     signal: str = ""
     grave: bool = False
-    told_from: int = 1
+    min_count: int = 1
     """The number of times that the warning must be raised before a run prints it. A report lists it every time."""
 
     @property
@@ -192,8 +192,8 @@ def _below_zero_late(figures: Figures, memory: Memory) -> float | None:
     """Return minus the explained variance. Skip the first ten rows, in which a critic may still learn the scale of returns."""
     if (value := _finite(figures, "explained_variance")) is None:
         return None
-    memory.held_back += 1
-    return -value if memory.held_back > 10 else None
+    memory.cooldown += 1
+    return -value if memory.cooldown > 10 else None
 
 
 def _longer_for_nothing(figures: Figures, memory: Memory) -> float | None:
@@ -203,7 +203,7 @@ def _longer_for_nothing(figures: Figures, memory: Memory) -> float | None:
     """
     length, held_out = _finite(figures, "length"), _finite(figures, "held_out")
     if held_out is not None:
-        memory.held_back = 0 if held_out > memory.best + 1e-9 else memory.held_back + 1
+        memory.cooldown = 0 if held_out > memory.best + 1e-9 else memory.cooldown + 1
         memory.best = max(memory.best, held_out)
     if length is None:
         return None
@@ -211,7 +211,7 @@ def _longer_for_nothing(figures: Figures, memory: Memory) -> float | None:
         memory.start.append(length)
         return None
     start = _mean(memory.start)
-    return length / start - 1 if memory.held_back >= 3 and start > 0 else 0.0
+    return length / start - 1 if memory.cooldown >= 3 and start > 0 else 0.0
 
 
 def _cut_while_rewarded(figures: Figures, memory: Memory) -> float | None:
@@ -237,9 +237,9 @@ def _below_best(figures: Figures, memory: Memory) -> float | None:
     reward, held_out = _finite(figures, "reward"), _finite(figures, "held_out")
     if reward is not None:
         memory.values.append(reward)
-        if memory.held_back:
+        if memory.cooldown:
             memory.start.append(reward)
-            memory.held_back -= 1
+            memory.cooldown -= 1
     if held_out is None:
         return None
     others = ("eval/kl/", PARTS)
@@ -248,8 +248,8 @@ def _below_best(figures: Figures, memory: Memory) -> float | None:
     width = held_out - low if math.isfinite(low) else 0.1 * abs(best)
     if held_out > memory.best or not memory.values:
         # Before the first step no reward is known. The reward of the first three steps approximates the initial policy's.
-        memory.held_back = 0 if memory.values else 3
-        known = [] if memory.held_back else [_mean(list(memory.values)[-10:])]
+        memory.cooldown = 0 if memory.values else 3
+        known = [] if memory.cooldown else [_mean(list(memory.values)[-10:])]
         memory.best, memory.start = held_out, [width, *known]
         return 0.0
     # An unstable run loses reward and held-out metric together. A mean over more rows would hide that its reward has fallen too.
@@ -273,7 +273,7 @@ RULES = (
     Rule("entropy", _entropy_left, above=0.9, until=0.85, patience=3, signal="entropy"),
     Rule("clipped", _of("clipped"), above=0.3, until=0.2, patience=3, signal="clipped"),
     Rule("critic", _below_zero_late, above=0.0, until=-0.1, patience=5, signal="explained_variance"),
-    Rule("grad_norm", _grad_norm_z, above=4.0, until=2.0, signal="grad_norm", told_from=3),
+    Rule("grad_norm", _grad_norm_z, above=4.0, until=2.0, signal="grad_norm", min_count=3),
     Rule("longer", _longer_for_nothing, above=0.5, until=0.3, patience=3, worst="longest", signal="length"),
     Rule("apart", _below_best, above=1.5, until=1.0, patience=3, signal="held_out"),
     Rule("cut", _of("eval/episodes/cut"), above=0.0, until=0.0),

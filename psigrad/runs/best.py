@@ -25,7 +25,7 @@ class Best(Callback):
         self.step, self.value, self.waited = 0, math.nan, 0
 
     @staticmethod
-    def wanted(settings: Any) -> bool:
+    def is_needed(settings: Any) -> bool:
         """Return True if the settings of a run need this callback."""
         return bool(getattr(settings, "load_best_model_at_end", False) or getattr(settings, "early_stopping_patience", 0))
 

@@ -143,8 +143,8 @@ class Callbacks:
         self.trial: Callable[[Mapping[str, Any]], Any] = dict
         """A function that raises an error if the run cannot be changed to these settings."""
         self.args: Any = Arguments(self.config) if self.callbacks else None
-        self.asked: list[str] = []
-        self.held: dict[str, Any] = {}
+        self.current: list[str] = []
+        self.changed_values: dict[str, Any] = {}
         self.visible_state: Any = SimpleNamespace(
             step=0, global_step=0, max_steps=0, epoch=0.0, metrics={}, history=[], log_history=[], best_metric=None,
             best_global_step=None, best_model_checkpoint=None, num_input_tokens_seen=0, num_train_epochs=0,
@@ -173,11 +173,11 @@ class Callbacks:
         self.visible_state.max_steps = total
         if self.folder is not None and self.world.rank == 0:
             self._take_history(list(read_steps(self.folder.path / "metrics.jsonl")))
-        self.held = dict(state.changes)
+        self.changed_values = dict(state.changes)
 
         def restore() -> None:
             for name, callback in self._name_each():
-                self.asked = [name, "load_state_dict"]
+                self.current = [name, "load_state_dict"]
                 if name in state.callbacks:
                     load(callback, state.callbacks[name])
 
@@ -245,8 +245,8 @@ class Callbacks:
 
     def _value_before(self, setting: str) -> Any:
         """Return a setting's value before a change; None if only the algorithm knows it."""
-        if setting in self.held or setting.partition(".")[0] in PARTS:
-            return self.held.get(setting)
+        if setting in self.changed_values or setting.partition(".")[0] in PARTS:
+            return self.changed_values.get(setting)
         return getattr(self.args, setting.rpartition(".")[2])
 
     def _keep_best(self, row: Mapping[str, Any], step: int) -> None:
@@ -288,13 +288,13 @@ class Callbacks:
         if method is None:
             return
         before = dict(self.control.changes), self.control.should_training_stop
-        self.asked = [name, event]
+        self.current = [name, event]
         with kept_folder():
             method(self.args, self.visible_state, self.control, model=self.model, processing_class=self.tokenizer, **more)
         for setting, value in self.control.changes.items():
             if self.folder is not None and before[0].get(setting) != value:
                 self.folder.event("changed", step=step, callback=name, changes={setting: [self._value_before(setting), value]})
-                self.held[setting] = value
+                self.changed_values[setting] = value
         if self.control.should_training_stop and not before[1] and self.folder is not None:
             self.folder.event("stop_asked", step=step, callback=name)
 
@@ -305,7 +305,7 @@ class Callbacks:
             try:
                 work()
             except Exception as error:
-                failure = _describe(error, self.asked)
+                failure = _describe(error, self.current)
         else:
             self._rows = []
         c = self.control

@@ -82,7 +82,7 @@ class _Saves(Generic[S]):
 
     def __init__(self, loop: Loop[S], state: S, settings: Run, journal: Journal) -> None:
         self.loop, self.settings, self.journal = loop, settings, journal
-        self.good, self.moved, self.saved, self.saved_at = state, loop.updates(), state.step, time.monotonic()
+        self.last_finite, self.last_updates, self.saved, self.saved_at = state, loop.updates(), state.step, time.monotonic()
 
     def due(self, state: S) -> bool:
         """Return True if the settings require a checkpoint now.
@@ -115,8 +115,8 @@ class _Saves(Generic[S]):
     def after(self, state: S, last: bool) -> S:
         """Save after a step if `control.should_save` is set, after the last step, or if the disk is nearly full."""
         if not state.nonfinite:
-            self.good = state
-        if self.journal.callbacks.control.should_save or (last and self.good.step > self.saved):
+            self.last_finite = state
+        if self.journal.callbacks.control.should_save or (last and self.last_finite.step > self.saved):
             return self.keep(state)
         if not state.nonfinite and (reason := self.journal.disk_low()):
             self.keep(state)
@@ -130,17 +130,17 @@ class _Saves(Generic[S]):
             self.journal.record(outcome)
             check_gradients(outcome.state.nonfinite, outcome.state.step)
         except Exception as error:
-            rescued = self.loop.updates() == self.moved
+            rescued = self.loop.updates() == self.last_updates
             if rescued and not self.journal.world.lockstep:  # all would have to write, and one has failed
                 self._rescue()
             if is_out_of_memory(error):
-                at = self.good.step if rescued else self.saved
+                at = self.last_finite.step if rescued else self.saved
                 raise UserError(
                     f"Step {state.step + 1} ran out of memory; the run is saved at step {at}. {self.loop.less_memory}"
                 ) from error
             raise
         if outcome.state.nonfinite == 0:
-            self.good, self.moved = outcome.state, self.loop.updates()
+            self.last_finite, self.last_updates = outcome.state, self.loop.updates()
         return outcome
 
     @contextlib.contextmanager
@@ -161,9 +161,9 @@ class _Saves(Generic[S]):
             raise
 
     def _rescue(self) -> None:
-        if self.good.step > self.saved:
+        if self.last_finite.step > self.saved:
             with contextlib.suppress(UserError):  # a full disk must not hide the reason
-                self.loop.save(self.journal.callbacks.collect_memory(self.good))
+                self.loop.save(self.journal.callbacks.collect_memory(self.last_finite))
 
 
 def _now(state: RunState, setting: str, given: Any) -> Any:

@@ -82,13 +82,13 @@ class WarningReporter:
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder, self._names, self._watch = folder, SignalNames(), Watch()
-        self._told: set[str] = set()
-        self._begun = False
+        self._reported: set[str] = set()
+        self._started = False
 
     def update(self, step: int, row: Mapping[str, Any]) -> None:
         """Check one row of metrics and report new warnings. The first call also reads the run's earlier rows, silently."""
-        if not self._begun:
-            self._begun = True
+        if not self._started:
+            self._started = True
             for before in read_steps(self._folder.path / "metrics.jsonl"):
                 self._judge(before["step"], before)
         for alert in self._judge(step, row):
@@ -101,9 +101,9 @@ class WarningReporter:
         self._watch.update(step, {self._names.of(key): value for key, value in rows.figures(row).items()})
         found = self._watch.alerts()
         times = Counter(alert.rule for alert in found)
-        standing = [a for a in found if a.ended is None and times[a.rule] >= BY_NAME[a.rule].told_from]
-        new = [a for a in standing if a.rule not in self._told and not self._watch.explains(a.rule)]
-        self._told |= {alert.rule for alert in new}
+        standing = [a for a in found if a.ended is None and times[a.rule] >= BY_NAME[a.rule].min_count]
+        new = [a for a in standing if a.rule not in self._reported and not self._watch.explains(a.rule)]
+        self._reported |= {alert.rule for alert in new}
         return new
 
 
@@ -126,7 +126,7 @@ class MemoryTrimmer:
     """
 
     def __init__(self, steps: int = 3, above: float = 1.02) -> None:
-        self._left, self._above, self._usual = steps, above, 0
+        self._left, self._above, self._needed = steps, above, 0
 
     def __call__(self) -> dict[str, int]:
         """Return `memory()` for the row of timings, and give memory back if necessary. Call it at the end of each step."""
@@ -134,10 +134,10 @@ class MemoryTrimmer:
         now = held.pop("anonymous_bytes", 0)  # cached pages of files vary with the machine's other needs
         if self._left > 0:
             self._left -= 1
-            self._usual = max(self._usual, now)
-        elif now > self._above * self._usual:
+            self._needed = max(self._needed, now)
+        elif now > self._above * self._needed:
             trim_heap()
-            self._usual = max(self._usual, memory().get("anonymous_bytes", 0))  # the remaining memory is in use
+            self._needed = max(self._needed, memory().get("anonymous_bytes", 0))  # the remaining memory is in use
         return held
 
 
@@ -164,7 +164,7 @@ class Journal:
     """The processes of the run; only rank 0 writes and prints."""
     callbacks: Callbacks = field(default_factory=Callbacks)
     trim: Callable[[], dict[str, int]] = field(default_factory=MemoryTrimmer)
-    told: set[str] = field(default_factory=set)
+    logged: set[str] = field(default_factory=set)
     """The kinds that `log_once` has logged."""
 
     @property
@@ -189,8 +189,8 @@ class Journal:
 
     def log_once(self, kind: str, text: str) -> None:
         """Call `log` if no message of this kind was logged in this process. The event's field `why` is the text."""
-        if kind not in self.told:
-            self.told.add(kind)
+        if kind not in self.logged:
+            self.logged.add(kind)
             self.log(kind, text, why=text)
 
     def disk_low(self) -> str:
@@ -258,7 +258,7 @@ class Watchdog:
         self._phases = ["loading"]
         self._since = time.monotonic()
         self._longest: dict[str, float] = {}
-        self._told = False
+        self._reported = False
         self._end = threading.Event()
 
     @contextlib.contextmanager
@@ -287,13 +287,13 @@ class Watchdog:
 
     def _turn(self) -> None:
         self._phases[0] = "between the phases of a step"
-        self._since, self._told = time.monotonic(), False
+        self._since, self._reported = time.monotonic(), False
 
     def _watch(self) -> None:
         while not self._end.wait(min(5.0, self._limit / 4)):
             phase, spent = self._phases[-1], time.monotonic() - self._since
-            if not self._told and spent > max(self._limit, _TIMES * self._longest.get(phase, 0.0)):
-                self._told = True
+            if not self._reported and spent > max(self._limit, _TIMES * self._longest.get(phase, 0.0)):
+                self._reported = True
                 with contextlib.suppress(OSError), self._file.open("a") as stream:
                     stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {phase} for {spent:.0f} s\n")
                     stream.flush()

@@ -97,7 +97,7 @@ def _callbacks(config: Any, folder: RunFolder, world: World) -> Callbacks:
     with paths.kept_folder():
         found = [callbacks.resolve(given) for given in config.run.callbacks]
     evaluation: Any = getattr(config, "evaluation", None)
-    found += [Best(evaluation)] if Best.wanted(evaluation) else []
+    found += [Best(evaluation)] if Best.is_needed(evaluation) else []
     for callback in found if world.rank == 0 else ():
         if never := callbacks.never_called(callback):
             given, events = f"{', '.join(never)} of {type(callback).__name__}", ", ".join(callbacks.EVENTS)
@@ -113,17 +113,17 @@ def new_folder(recipe: str) -> Path:
     )
 
 
-def load_finished(config: Any, journal: Journal, lasting: Mapping[str, str]) -> Result | None:
+def load_finished(config: Any, journal: Journal, run_pins: Mapping[str, str]) -> Result | None:
     """Return the result of a run that finished earlier, and print that nothing was done; None if the run is unfinished.
 
-    `lasting` are the pins of the run, by the names of `pins.PINS`. Raise `UserError` if they differ from those of the finished
+    `run_pins` are the pins of the run, by the names of `pins.PINS`. Raise `UserError` if they differ from those of the finished
     run and `run.allow` does not name them.
     """
     folder = journal.folder.path
     if not journal.folder.finished:
-        journal.folder.lasting = dict(lasting)
+        journal.folder.pins = dict(run_pins)
         return None
-    pins.check_pins(folder, journal.folder.lasting, lasting, config.run.allow)
+    pins.check_pins(folder, journal.folder.pins, run_pins, config.run.allow)
     if journal.world.rank == 0:
         length = find_marked(type(config), LENGTH)[0].rpartition(".")[2]
         print(
@@ -183,7 +183,7 @@ def note_end(journal: Journal, **noted: Any) -> None:
     if journal.world.rank == 0:
         sums = checkpoint.seal(folder.path / "model")
         sums = {name: sum for name, sum in sums.items() if not name.endswith("README.md")}  # a reader may change the card
-        folder.event("finished", model=sums, pins=folder.lasting, **noted)
+        folder.event("finished", model=sums, pins=folder.pins, **noted)
 
 
 def note_start(run: Run, journal: Journal, found: Path | None, step: int, pinned: Mapping[str, str], **noted: Any) -> None:

@@ -122,7 +122,7 @@ class StopSignal:
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                self._before[number] = signal.signal(number, self._asked)
+                self._before[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -130,7 +130,7 @@ class StopSignal:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: set by something that is not Python
         self._before.clear()
 
-    def _asked(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if _supervised and number == self.number and time.monotonic() - self._since < _TWICE:
             return  # it was sent to the whole group of processes, and once more by the parent
         if self.requested:

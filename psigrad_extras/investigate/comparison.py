@@ -28,7 +28,7 @@ from psigrad.config.nested import flatten
 from psigrad.errors import UserError
 from psigrad.intervals import over_seeds
 from psigrad.language.recipes import dispatch, evaluate, online_settings
-from psigrad.language.recipes.run_pins import lasting_pins
+from psigrad.language.recipes.run_pins import static_pins
 from psigrad.language.recipes.scorers import RewardSetup
 from psigrad.paths import absolute, claim
 from psigrad.processes.proc import die_with_parent
@@ -174,7 +174,7 @@ def _check_same(comparison: Comparison, folder: Path, method: str, seed: int) ->
 def own_code(settings: OnlineConfig | PreferenceConfig, judged: OnlineConfig) -> dict[str, str]:
     """Return hashes of the user's code in a run and in its held-out evaluation, by the names of `pins.CODE`."""
     judges = [RewardSetup.of(judged), RewardSetup.of_metric(judged)]
-    return {name: value for name, value in lasting_pins(settings, judges).items() if name in pins.CODE}
+    return {name: value for name, value in static_pins(settings, judges).items() if name in pins.CODE}
 
 
 def _check_code(folder: Path, method: str, seed: int, code: Mapping[str, str]) -> None:

@@ -50,7 +50,7 @@ class Ulysses:
             replace(targets, rows=(targets.rows - first).clamp(0, length - 1)),
             layout=DividedLayout(layout, rows, self),
             token_hashes=texts,
-            mine=mine,
+            local_targets=mine,
         )
 
     def gather(self, found: Tensor | None, mine: Tensor | None, whole: int) -> Tensor | None:

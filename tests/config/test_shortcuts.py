@@ -13,7 +13,7 @@ from psigrad.compat.foreign_names import load, resolve_names
 from psigrad.config import OnlineConfig, PreferenceConfig, shortcuts
 from psigrad.config.algorithms import resolve_loss, resolve_online
 from psigrad.config.methods import list_declarations
-from psigrad.config.shortcuts import SHORTCUTS, find_places
+from psigrad.config.shortcuts import SHORTCUTS, find_values
 from psigrad.errors import UserError
 from psigrad.language.recipes import online_settings
 from psigrad.objective import PolicyGradient, catalog
@@ -61,7 +61,7 @@ def test_the_parts_that_a_setting_changes_are_those_of_the_object(name):
 def test_every_flag_of_a_methods_help_changes_that_and_nothing_else(name):
     before = resolved(name)
     for short in SHORTCUTS:
-        places = find_places(short, name)
+        places = find_values(short, name)
         flag = f"--{short.replace('_', '-')}"
         if not places:
             with pytest.raises(UserError, match=r"means nothing to it; these have one: .*[a-z]"):

@@ -121,7 +121,7 @@ def test_a_row_without_steps_leaves_ratios_and_losses_finite():
 def test_a_row_without_steps_is_in_nobodys_group():
     """The least int64 is a number that no group has."""
     batch = rows([[1, 0], [0, 0], [0, 1]], group=[5, 5, 7], reward=[[1.0, 0.0], [0.0, 0.0], [0.0, 2.0]])
-    assert batch.group.tolist() == [5, -(2**63), 7] and not batch.whole
+    assert batch.group.tolist() == [5, -(2**63), 7] and not batch.is_full
     assert rows([[1, 1]], group=[5], reward=[[1.0, 0.0]]).group.tolist() == [5]
 
 
@@ -176,7 +176,7 @@ def test_closed_slopes_need_rows_that_are_all_kept():
     assert slopes(method, dropped, Totals(1, 2, 2)) is None
     assert slopes(method, prepared, Totals(2, 4, 4)) is not None
     idle = replace(prepared, needs_gradient=torch.tensor([True, False]))  # all rows count, one has nothing to teach
-    assert not idle.whole and slopes(method, idle, Totals(2, 4, 4)) is not None
+    assert not idle.is_full and slopes(method, idle, Totals(2, 4, 4)) is not None
 
 
 @pytest.mark.parametrize("moved", [-0.3, -0.05, 0.05, 0.3])

@@ -214,4 +214,4 @@ def test_no_key_belongs_to_two_signals():
     assert len(keys) == len(set(keys)) and all(
         signal.says or signal.name in ("learning_rate", "step_time") for signal in SIGNALS.values()
     )
-    assert all(len(signal.labels) == 1 + len(signal.beside) for signal in SIGNALS.values())
+    assert all(len(signal.labels) == 1 + len(signal.extra_keys) for signal in SIGNALS.values())

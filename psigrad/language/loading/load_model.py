@@ -54,7 +54,7 @@ def load_model(
     if not settings.path:
         raise UserError("No model was given; name a folder or a hub model with --model (model.path).")
     saved = SavedWeights.of(checkpoint)
-    whole = saved.whole
+    whole = saved.full
     if given is not None:
         configure_chat(given.tokenizer, settings, checkpoint)
     if given is not None and given.network is not None:
@@ -97,12 +97,12 @@ def _print_once(text: str) -> None:
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """The folder of a checkpoint's weights: `whole` if it has full weights, `shards` if several processes each wrote a part.
+    """The folder of a checkpoint's weights: `full` if it has full weights, `shards` if several processes each wrote a part.
 
     Both are None for a new run.
     """
 
-    whole: Path | None = None
+    full: Path | None = None
     shards: Path | None = None
 
     @classmethod
@@ -178,7 +178,7 @@ def load_scalar_model(
     if not settings.path:
         raise UserError("No model was given; name a folder or a hub model with --model (model.path).")
     saved = SavedWeights.of(checkpoint)
-    whole = saved.whole
+    whole = saved.full
     settings = replace(settings, adapter="merge")  # the adapter of a language model is part of a reward model's initial weights
     if given is not None and given.network is not None:
         if getattr(given.network.config, "num_labels", 0) != 1 or "SequenceClassification" not in type(given.network).__name__:
@@ -299,8 +299,8 @@ def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | N
     start = replace(config.model, path=config.critic, revision="") if config.critic else config.model
     start = replace(start, quantize_base="")  # only the policy's base is quantised; a critic trains all its weights
     made = scalar_model.load(
-        str(saved.whole or locate(start)),
-        fresh_head="zero" if saved.whole is None else "refuse",
+        str(saved.full or locate(start)),
+        fresh_head="zero" if saved.full is None else "refuse",
         **_options(config.model, config.run, world),
     )
     if not made.per_token:

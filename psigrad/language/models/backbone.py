@@ -244,7 +244,7 @@ class Pretrained(ABC):
     def placed(self, inputs: ForwardInputs) -> ForwardInputs:
         """Return packed inputs with the positions and the attention of their images. Raises `UserError` for a text-only model."""
         vision = self._check_images(inputs)
-        return inputs if vision is None else vision.place(inputs)
+        return inputs if vision is None else vision.apply_layout(inputs)
 
     def _check_images(self, inputs: ForwardInputs) -> Vision | None:
         """Return the reader of images if `inputs` have any, else None. Raises `UserError` if this model reads text alone."""
@@ -403,7 +403,7 @@ class Pretrained(ABC):
         write(merge_adapter(self.network, self.adapter), self.tokenizer, folder)
 
 
-def with_whole_weights(model: Pretrained, compute: Callable[[], R]) -> R:
+def with_gathered_weights(model: Pretrained, compute: Callable[[], R]) -> R:
     """Return the result of `compute`. If the weights are sharded, run it in the forward pass of `shard_root`, which gathers
     them.
     """
@@ -414,7 +414,7 @@ def with_whole_weights(model: Pretrained, compute: Callable[[], R]) -> R:
     return found[0]
 
 
-def own_share(model: Pretrained, inputs: ForwardInputs) -> ForwardInputs:
+def local_share(model: Pretrained, inputs: ForwardInputs) -> ForwardInputs:
     """Return this process's part of the inputs: its tokens if several processes divide each row (cp_size), otherwise all."""
     packed = inputs.layout
     if model.sequence_group is None or not isinstance(packed, attention.PackedLayout):
@@ -464,7 +464,7 @@ def _check_repeatable(model: Pretrained) -> None:
         )
 
 
-def check_whole(missing: Iterable[str]) -> None:
+def check_complete(missing: Iterable[str]) -> None:
     """Raise `ValueError` if weights are `missing` in a model's files. transformers would initialise them at random."""
     if names := sorted(missing):
         raise ValueError(f"its files lack {', '.join(names[:3])}{', …' * (len(names) > 3)}, which would be random numbers")

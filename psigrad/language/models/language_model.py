@@ -20,10 +20,10 @@ from psigrad.language.models.backbone import (
     DTYPES,
     LOADING_ERRORS,
     Pretrained,
-    check_whole,
-    own_share,
+    check_complete,
+    local_share,
     read_tokenizer,
-    with_whole_weights,
+    with_gathered_weights,
 )
 from psigrad.language.models.coded_linear import code_linears
 from psigrad.language.models.fused import families
@@ -85,7 +85,7 @@ class LanguageModel(Pretrained):
     """
 
     value_head: nn.Linear | None = None
-    whole_logits: bool = False
+    full_logits: bool = False
     """True if the logits of a padded pass differ from the LM head's on the last hidden states, so that transformers computes them
     for all tokens at once.
     """
@@ -105,11 +105,11 @@ class LanguageModel(Pretrained):
         return tuple(sorted(known))
 
     @torch.no_grad()
-    def _why_whole(self) -> str:
+    def _why_full_logits(self) -> str:
         """Return why the LM head on the last hidden states does not give the logits of a padded pass; empty if it does."""
 
         def logits(whole: bool) -> Tensor:
-            self.whole_logits = whole
+            self.full_logits = whole
             hidden, head = self._target_hidden(lay_out(self._texts(), self.device, packed=False))
             made: Tensor = head(hidden)
             return made
@@ -137,7 +137,7 @@ class LanguageModel(Pretrained):
             hidden, head = self._target_hidden(forward)
             return head(hidden).gather(1, forward.targets.ids[:, None])[:, 0]
 
-        return forward.targets.unpack(with_whole_weights(self, logits))
+        return forward.targets.unpack(with_gathered_weights(self, logits))
 
     def _sample_texts(self, length: int) -> list[list[int]]:
         """Return two texts of `length` tokens that the model generates after its BOS or EOS token."""
@@ -227,7 +227,7 @@ class LanguageModel(Pretrained):
         """
         self.switch(self.train_mode and torch.is_grad_enabled())
         whole = lay_out(inputs, self.device, packed if packed is not None else not self.why_padded)
-        forward, cache = own_share(self, whole), self.usable(cache)
+        forward, cache = local_share(self, whole), self.usable(cache)
         if cache is not None and self.decoder is not None and forward.layout is not None and isinstance(inputs, Groups):
             forward = replace(forward, cached=cache.find(inputs.prompts, inputs.completions, self.decoder.parameters))
         if self.router_recorder is not None and isinstance(inputs, Groups):
@@ -254,9 +254,11 @@ class LanguageModel(Pretrained):
             stats = token_stats(hidden, forward.targets.ids, head, self.vocabulary, wanted, reference_hidden, cached)
             return replace(stats, value=values)
 
-        stats = with_whole_weights(self, compute)
-        if self.sequence_group is not None and forward.mine is not None:
-            stats = TokenStats(*(self.sequence_group.gather(x, forward.mine, len(whole.targets.ids)) for x in stats.columns))
+        stats = with_gathered_weights(self, compute)
+        if self.sequence_group is not None and forward.local_targets is not None:
+            stats = TokenStats(
+                *(self.sequence_group.gather(x, forward.local_targets, len(whole.targets.ids)) for x in stats.columns)
+            )
         return stats, whole.targets
 
     def _reference_hidden(
@@ -269,18 +271,22 @@ class LanguageModel(Pretrained):
         theirs = replace(forward, cached=None, experts=None)
         if asked.inputs is not None or other.why_padded != self.why_padded:
             whole = lay_out(asked.inputs or inputs, other.device, not other.why_padded)
-            theirs = own_share(other, whole)
+            theirs = local_share(other, whole)
         with torch.no_grad():
             if other is not self:
-                hidden, head = with_whole_weights(other, lambda: other._target_hidden(theirs))
+                hidden, head = with_gathered_weights(other, lambda: other._target_hidden(theirs))
             else:
                 with self.without_adapter():
                     hidden, head = self._target_hidden(theirs)
                 head = base_of(head)  # the head is called later, when the adapter is on again
             # With other prompts, the same targets are on other processes.
-            if self.sequence_group is not None and theirs.mine is not forward.mine:
-                every: Any = self.sequence_group.gather(hidden, theirs.mine, len(whole.targets.ids))
-                hidden = every[forward.mine] if forward.mine is not None and len(forward.mine) else every[:1]
+            if self.sequence_group is not None and theirs.local_targets is not forward.local_targets:
+                every: Any = self.sequence_group.gather(hidden, theirs.local_targets, len(whole.targets.ids))
+                hidden = (
+                    every[forward.local_targets]
+                    if forward.local_targets is not None and len(forward.local_targets)
+                    else every[:1]
+                )
             return hidden, head
 
     @torch.no_grad()
@@ -288,7 +294,7 @@ class LanguageModel(Pretrained):
         """Return log π [N, T] of the completions' tokens, and the k most probable tokens [N, T, k] at each position."""
         self.switch(False)
         forward = lay_out(inputs, self.device, not self.why_padded)
-        hidden, head = with_whole_weights(self, lambda: self._target_hidden(forward))
+        hidden, head = with_gathered_weights(self, lambda: self._target_hidden(forward))
         found = [torch.log_softmax(upcast(head(some)), -1).topk(min(k, self.vocabulary)) for some in hidden.split(256)]
         at, shape = (forward.targets.n, forward.targets.t), forward.targets.shape
         columns = torch.cat([top.indices for top in found]), torch.cat([top.values for top in found])
@@ -300,25 +306,25 @@ class LanguageModel(Pretrained):
             raise ValueError("This model has no value head; call add_value_head() first.")
         hidden = self.target_hidden(inputs)
         values = self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]
-        if inputs.layout is None and not self._head_apart:
+        if inputs.layout is None and not self._applies_head:
             return (*self._target_hidden(inputs), values)
         return hidden, self.output_head(), values
 
     def _target_hidden(self, inputs: ForwardInputs) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return the hidden states [M, E] that predict the targets, and the head that maps them to logits.
 
-        If the padded pass of a model is used although it can be packed, or with `whole_logits`, transformers computes the logits.
+        If the padded pass of a model is used although it can be packed, or with `full_logits`, transformers computes the logits.
         The result is then these logits [M, V], and an identity.
         """
-        if inputs.layout is not None or self._head_apart:
+        if inputs.layout is not None or self._applies_head:
             return self.target_hidden(inputs), self.output_head()
         out = self._padded(self.network, inputs)
         return out.logits.flatten(0, 1).index_select(0, inputs.targets.rows), nn.Identity()
 
     @property
-    def _head_apart(self) -> bool:
+    def _applies_head(self) -> bool:
         """True if a padded pass ends with hidden states, to which psigrad applies the LM head in chunks."""
-        return bool(self.why_padded) and not self.whole_logits
+        return bool(self.why_padded) and not self.full_logits
 
     def without_adapter(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which the LoRA adapter is disabled. The model is then its own reference, without more memory."""
@@ -381,7 +387,7 @@ def load(
             loader = AutoModelForImageTextToText if vision or needs_vision(path) else AutoModelForCausalLM
             read: Any = loader.from_pretrained(path, **asked, output_loading_info=True)
             network, report = read
-            check_whole(report["missing_keys"])
+            check_complete(report["missing_keys"])
             open_towers(network, path)
             if kind is not None:
                 code_linears(network, kind)
@@ -415,7 +421,7 @@ def prepare(
     if tokenizer.eos_token_id is None:
         raise UserError("The tokenizer has no EOS token, so no completion could ever end; set tokenizer.eos_token and save it.")
     model = LanguageModel(network, tokenizer).prepare("CAUSAL_LM", lora, adapter, gradient_checkpointing, known, towers)
-    model.whole_logits = bool(model.why_padded and model._why_whole())
+    model.full_logits = bool(model.why_padded and model._why_full_logits())
     return model
 
 

@@ -204,7 +204,7 @@ class ForwardInputs:
     """[B, S] `lora.hash_tokens` of these tokens, if several processes divide the row and dropout needs them."""
     has_images: bool = False
     """True if a token is an image's."""
-    mine: Tensor | None = None
+    local_targets: Tensor | None = None
     """The indices of this process's targets in the whole row, if several processes divide the row (`Pretrained.context`)."""
 
 

@@ -19,10 +19,10 @@ from psigrad.language.models.backbone import (
     DTYPES,
     LOADING_ERRORS,
     Pretrained,
-    check_whole,
-    own_share,
+    check_complete,
+    local_share,
     read_tokenizer,
-    with_whole_weights,
+    with_gathered_weights,
 )
 from psigrad.language.models.coded_linear import code_linears
 from psigrad.language.models.fused import families
@@ -76,10 +76,10 @@ class ScalarModel(Pretrained):
     def _read(self, forward: ForwardInputs) -> Tensor:
         """Return V [M] of the state before each target."""
         self.switch(self.train_mode and torch.is_grad_enabled())
-        own = own_share(self, forward)
-        values: Any = with_whole_weights(self, lambda: _read_out(self.network.score, self.target_hidden(own)))
-        if self.sequence_group is not None and own.mine is not None:
-            values = self.sequence_group.gather(values, own.mine, len(forward.targets.ids))
+        own = local_share(self, forward)
+        values: Any = with_gathered_weights(self, lambda: _read_out(self.network.score, self.target_hidden(own)))
+        if self.sequence_group is not None and own.local_targets is not None:
+            values = self.sequence_group.gather(values, own.local_targets, len(forward.targets.ids))
         wide: Tensor = values.to(torch.promote_types(values.dtype, torch.float32))
         return wide
 
@@ -102,7 +102,7 @@ class ScalarModel(Pretrained):
         mask = (torch.arange(width, device=self.device) < lengths[:, None]).long()
         if self.dropout_masks.used:
             self.dropout_masks.tokens = hash_tokens(ids, torch.arange(width, device=self.device).expand_as(ids))
-        logits: Tensor = with_whole_weights(self, lambda: self.network(input_ids=ids, attention_mask=mask).logits)
+        logits: Tensor = with_gathered_weights(self, lambda: self.network(input_ids=ids, attention_mask=mask).logits)
         return logits[:, 0].float()
 
 
@@ -178,7 +178,7 @@ def _by_transformers(path: str, dtype: torch.dtype, trust: bool) -> tuple[PreTra
             path, num_labels=1, dtype=dtype, output_loading_info=True, trust_remote_code=trust
         )
     head = [name for name in found["missing_keys"] if name.startswith(("score", "classifier"))]
-    check_whole(set(found["missing_keys"]).difference(head))
+    check_complete(set(found["missing_keys"]).difference(head))
     return hf, head
 
 
@@ -189,7 +189,7 @@ def _with_tower(path: str, dtype: torch.dtype) -> tuple[PreTrainedModel, list[st
     """
     read: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype, output_loading_info=True)
     hf, found = read
-    check_whole(found["missing_keys"])
+    check_complete(found["missing_keys"])
     hf.score = nn.Linear(size(hf.config, "hidden"), 1, bias=False, dtype=dtype)
     saved = read_tensor(path, "score.weight") if "score.weight" in found["unexpected_keys"] else None
     with torch.no_grad():

@@ -177,7 +177,7 @@ class Vision:
         """Return the position of the next token after `ids`, minus their number. It is 0 but in families with `axes`."""
         return 0
 
-    def place(self, inputs: ForwardInputs) -> ForwardInputs:
+    def apply_layout(self, inputs: ForwardInputs) -> ForwardInputs:
         """Return packed inputs with images, with the positions and the attention that the family gives image tokens."""
         return inputs
 
@@ -256,7 +256,7 @@ class Blocks(Vision):
         """Return the number of an image's features, which is the same for all images; see `ImageFormat`."""
         return int(self.config.mm_tokens_per_image)
 
-    def place(self, inputs: ForwardInputs) -> ForwardInputs:
+    def apply_layout(self, inputs: ForwardInputs) -> ForwardInputs:
         """Return the inputs with a layout in which the tokens of an image attend to each other."""
         ids = inputs.input_ids.flatten()
         seen = ids >= FIRST
@@ -316,7 +316,7 @@ class Grid(Vision):
             at, i = at + max(rows, columns), i + count
         return made
 
-    def place(self, inputs: ForwardInputs) -> ForwardInputs:
+    def apply_layout(self, inputs: ForwardInputs) -> ForwardInputs:
         """Return the inputs with three positions per token, [3, 1, S]. A sequence's positions follow those of its prefix."""
         ids = inputs.input_ids.flatten()
         layout: PackedLayout = inputs.layout

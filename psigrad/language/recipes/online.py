@@ -41,8 +41,8 @@ from psigrad.language.recipes.online_settings import (
     set_activation_memory,
 )
 from psigrad.language.recipes.row_encoding import prepare
-from psigrad.language.recipes.run_pins import collect_pins, lasting_pins
-from psigrad.language.recipes.scorers import RewardSetup, completion_room, evaluator_for
+from psigrad.language.recipes.run_pins import collect_pins, static_pins
+from psigrad.language.recipes.scorers import RewardSetup, evaluator_for, reserved_tokens
 from psigrad.language.rollout.collectors import ScoredRollout
 from psigrad.language.rollout.scoring import Scorer
 from psigrad.language.rollout.types import Prompts, Sampler, State
@@ -83,7 +83,7 @@ def run(config: OnlineConfig, given: ModelObject | None = None) -> Result:
     config = set_activation_memory(config)
     setup = (RewardSetup.of(config), RewardSetup.of_metric(config))
     with session.open_run(config, "online") as journal:
-        if (done := session.load_finished(config, journal, lasting_pins(config, setup))) is not None:
+        if (done := session.load_finished(config, journal, static_pins(config, setup))) is not None:
             return done
         with open_job(config, journal, session.newest_checkpoint(journal), setup, given) as job:
             if config.optim.rehearse:
@@ -240,14 +240,14 @@ def _prepare_rows(
     def make(log: Log) -> PreparedRows[Any]:
         given, held = read_episode_rows(config, episodes, model.tokenizer, log)
         rows, held_out = rewards.judgeable(given, log), (metric or rewards).judgeable(held, log)
-        prompts = row_limits.encode_prompts(rows, model, config.data, completion_room(config), log)
+        prompts = row_limits.encode_prompts(rows, model, config.data, reserved_tokens(config), log)
         return PreparedRows(rows, held_out, prompts.encoded, [])
 
     asked = [one for judge in setup if judge for one in judge.functions if hasattr(one, "check_row")]
     judges = [(type(one).__qualname__, repr(vars(one)), hash_code(one)) for one in asked]
     needs = [(judge.needs, [*judge.weights.values()]) for judge in setup if judge]
     tools = schemas(list_tools(config))
-    room = model.max_length, completion_room(config)
+    room = model.max_length, reserved_tokens(config)
     settings = ["online", *room, config.evaluation.eval_prompts, config.run.seed, tools, judges, needs]
     return prepare(config.data, model.tokenizer, settings, journal, make)
 

@@ -31,7 +31,7 @@ from psigrad.language.models.packing import Ids
 from psigrad.language.recipes.finish import generated_of, train_on_rows
 from psigrad.language.recipes.row_encoding import Encoder
 from psigrad.language.recipes.row_limits import check_positions, prepare_answers, token_limit
-from psigrad.language.recipes.run_pins import lasting_pins
+from psigrad.language.recipes.run_pins import static_pins
 from psigrad.language.recipes.scorers import RewardSetup
 from psigrad.language.training.offline.offline import Task
 from psigrad.language.training.offline.preference_task import KTOTask, PreferenceTask, mismatch, reference_logps
@@ -52,7 +52,7 @@ def run(config: PreferenceConfig, given: ModelObject | None = None) -> Result:
     check_sampling(config.sampling)
     rewards, metric = RewardSetup.of(config), RewardSetup.of_metric(config)
     with session.open_run(config, loss.name) as journal, contextlib.ExitStack() as stack:
-        if (done := session.load_finished(config, journal, lasting_pins(config, (rewards, metric)))) is not None:
+        if (done := session.load_finished(config, journal, static_pins(config, (rewards, metric)))) is not None:
             return done
         checkpoint = session.newest_checkpoint(journal)
         form = "unpaired-preference" if isinstance(loss, KahnemanTversky) else "preference"

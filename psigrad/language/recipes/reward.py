@@ -21,7 +21,7 @@ from psigrad.language.recipes.finish import train_on_rows
 from psigrad.language.recipes.model_scorer import answer_ids, describe_overflow, score_all
 from psigrad.language.recipes.row_encoding import Encoder
 from psigrad.language.recipes.row_limits import prepare_answers, token_limit
-from psigrad.language.recipes.run_pins import lasting_pins
+from psigrad.language.recipes.run_pins import static_pins
 from psigrad.language.training.offline.offline import Task
 from psigrad.language.training.offline.reward_task import ProcessRewardTask, RewardTask
 from psigrad.objective.preferences.reward_model import BradleyTerry
@@ -36,7 +36,7 @@ def run(config: RewardConfig, given: ModelObject | None = None) -> Result:
     of the run folder if there is one. Raises `UserError` on mistakes of the user.
     """
     with session.open_run(config, "reward") as journal:
-        if (done := session.load_finished(config, journal, lasting_pins(config))) is not None:
+        if (done := session.load_finished(config, journal, static_pins(config))) is not None:
             return done
         checkpoint = session.newest_checkpoint(journal)
         model = load_scalar_model(config.model, config.run, checkpoint, journal.world, given)

@@ -45,7 +45,7 @@ def collect_pins(
     return {**rows, **content, **day, **_models(config), **_code(config, judges), **pins_of(config.run, kernels())}
 
 
-def lasting_pins(config: Config, judges: Sequence[RewardSetup | None] = ()) -> dict[str, str]:
+def static_pins(config: Config, judges: Sequence[RewardSetup | None] = ()) -> dict[str, str]:
     """Return the pins that need no rows and no loaded model. A finished run that is started again is compared by them."""
     data = {name: _data(getattr(config.data, name)) for name in ("dataset", "eval_dataset")}
     return {**{name: found for name, found in data.items() if found}, **_models(config), **_code(config, judges)}

@@ -240,7 +240,7 @@ def _resolve(given: Reward, tokens: int) -> RewardSpec:
     return resolve({"max_completion_length": most, **cache, **asked})
 
 
-def completion_room(config: Scored) -> int:
+def reserved_tokens(config: Scored) -> int:
     """Return the number of tokens that a prompt must leave free, for a completion or for the first turn of an episode."""
     whole = config.sampling.max_completion_length
     turn = config.max_turn_length if isinstance(config, EpisodeSettings) and config.plays else 0
@@ -259,7 +259,7 @@ def evaluator_for(
     world: World = ALONE,
 ) -> Evaluator:
     """Return the held-out evaluation on `rows`, which `scorer` scores. `rewards` name the metric and filter the rows."""
-    prompts = encode_prompts(rewards.judgeable(rows), model, config.data, completion_room(config))
+    prompts = encode_prompts(rewards.judgeable(rows), model, config.data, reserved_tokens(config))
     return Evaluator(
         prompts=prompts,
         scorer=scorer,

@@ -20,7 +20,7 @@ from psigrad.language.loading.model_object import ModelObject
 from psigrad.language.recipes.finish import generated_of, train_on_rows
 from psigrad.language.recipes.row_encoding import Encoder, encode_rows, prepare
 from psigrad.language.recipes.row_limits import log_rewrites, name_limit, token_limit
-from psigrad.language.recipes.run_pins import lasting_pins
+from psigrad.language.recipes.run_pins import static_pins
 from psigrad.language.recipes.scorers import RewardSetup
 from psigrad.language.training.offline.sft_task import SFTTask
 from psigrad.runs import session
@@ -35,7 +35,7 @@ def run(config: SFTConfig, given: ModelObject | None = None) -> Result:
     """
     rewards, metric = RewardSetup.of(config), RewardSetup.of_metric(config)
     with session.open_run(config, "sft") as journal, contextlib.ExitStack() as stack:
-        if (done := session.load_finished(config, journal, lasting_pins(config, (rewards, metric)))) is not None:
+        if (done := session.load_finished(config, journal, static_pins(config, (rewards, metric)))) is not None:
             return done
         checkpoint = session.newest_checkpoint(journal)
         model = load_model(config.model, config.run, checkpoint, journal.world, given=given)

@@ -92,7 +92,7 @@ def _plots_of(signal: Signal, runs: Sequence[RunData]) -> list[Plot]:
         metrics = dict.fromkeys(run.held_out_metric for run in runs if run.held_out_metric)
         return [Plot(f"Held-out {name.removeprefix('eval/')}", note, (f"{name}/mean",)) for name in metrics]
     written = [key for key in signal.keys if any(_worth_drawing(run.series(key)[1]) for run in runs)]
-    keys = (*(written or signal.keys)[:1], *signal.beside)
+    keys = (*(written or signal.keys)[:1], *signal.extra_keys)
     return [Plot(signal.title, note, keys, signal.labels, signal.smooth)]
 
 

@@ -81,11 +81,11 @@ def test_a_model_that_the_own_sampler_would_decode_wrongly_is_sampled_by_transfo
 def test_the_logits_of_a_padded_model_are_never_whole(config, monkeypatch):
     """The head sees a chunk of the completions' tokens at a time, and no token of a prompt."""
     model = model_of(config)
-    assert model.why_padded and not model.whole_logits
+    assert model.why_padded and not model.full_logits
     parameters = list(model.network.parameters())
 
     def run(whole):
-        model.whole_logits = whole
+        model.full_logits = whole
         logp = model.evaluate(GROUPS, entropy=True)
         return logp, torch.autograd.grad(logp.logp.sum() + logp.entropy.sum(), parameters, allow_unused=True)
 

@@ -16,7 +16,7 @@ from psigrad.language.episodes.episodes import CHARACTERS, Episodes, cut, fit, p
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import prepare
 from psigrad.language.models.packing import Groups
-from psigrad.language.recipes.scorers import completion_room
+from psigrad.language.recipes.scorers import reserved_tokens
 from psigrad.language.rollout.collectors import rollout_row
 from psigrad.language.rollout.samplers.embedded import EmbeddedSampler
 from psigrad.language.rollout.types import Collected, Cut, SamplingParams
@@ -171,7 +171,7 @@ def test_the_rollouts_and_the_metrics_say_what_was_cut(models):
 
 def test_a_prompt_must_leave_room_for_a_turn():
     config = OnlineConfig(sampling=Sampling(max_completion_length=64))
-    assert completion_room(config) == 64
-    assert completion_room(replace(config, environment="guess")) == 64
-    assert completion_room(replace(config, environment="guess", max_turn_length=8)) == 8
-    assert completion_room(EvalConfig(sampling=Sampling(max_completion_length=64), max_turn_length=8)) == 64
+    assert reserved_tokens(config) == 64
+    assert reserved_tokens(replace(config, environment="guess")) == 64
+    assert reserved_tokens(replace(config, environment="guess", max_turn_length=8)) == 8
+    assert reserved_tokens(EvalConfig(sampling=Sampling(max_completion_length=64), max_turn_length=8)) == 64
