@@ -193,10 +193,10 @@ def evaluate(
 
 
 def _load_rows(dataset: Dataset, settings: Mapping[str, Any]) -> Any:
-    return _rows(dataset, str(settings.get("split", "test")), usual="test")
+    return _rows(dataset, str(settings.get("split", "test")), default_split="test")
 
 
-def _rows(dataset: Dataset, split: str = "train", setting: str = "split", usual: str = "train") -> Any:
+def _rows(dataset: Dataset, split: str = "train", setting: str = "split", default_split: str = "train") -> Any:
     """Return a dataset's name as an absolute path, and rows as a list, since they are read more than once.
 
     From a `DatasetDict`, return the rows of the split that `split` names. The recipe takes a slice such as train[:90%]. `setting`
@@ -214,7 +214,7 @@ def _rows(dataset: Dataset, split: str = "train", setting: str = "split", usual:
                 f"The dataset has the splits {', '.join(map(str, dataset))} but not {name!r}; set {setting} to one of them."
             )
         dataset = dataset[name]
-    elif name != usual:
+    elif name != default_split:
         raise UserError(f"{setting} is {split!r}, but the given rows have no splits; remove it.")
     if not isinstance(dataset, Iterable):
         raise UserError(f"The dataset is {dataset!r}; expected the name of a file, folder or hub dataset, or rows.")

@@ -120,7 +120,7 @@ def prepare(
     paths["base"] = folder / "base"
     if all(path.exists() for path in paths.values()):
         return paths
-    with bar("words and model", 4, shown=progress) as advance:
+    with bar("words and model", 4, enabled=progress) as advance:
         rows = tasks.generate_distinct(
             TASK, words + HELD_OUT, seed=seeds.derive(seed, "demo") % 2**31, min_word_len=3, max_word_len=longest
         )

@@ -91,7 +91,7 @@ def prepare(folder: Path, seed: int, progress: bool, *, hidden: int = 96, layers
     if all(path.exists() for path in paths.values()):
         return paths
     pictures = (folder / "data" / "pictures").absolute()
-    with bar("pictures and model", 3, shown=progress) as advance:
+    with bar("pictures and model", 3, enabled=progress) as advance:
         held_out, shown = (
             squares.rows(pictures, count, first + 1_000_000 * seed) for count, first in ((HELD_OUT, 0), (games, HELD_OUT))
         )

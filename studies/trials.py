@@ -162,7 +162,7 @@ def run_all(
     left = [t for t in trials if not _done(places[t.arm, t.seed], t)]
     context = multiprocessing.get_context("spawn")
     with (
-        bar(name, len(left), shown=s.progress) as advance,
+        bar(name, len(left), enabled=s.progress) as advance,
         ProcessPoolExecutor(s.processes, context, _quiet, (folder / "output.log",)) as pool,
     ):
         jobs = {pool.submit(_run, t.method, to_dict(_with_place(t, places[t.arm, t.seed]))): t for t in left}

@@ -208,9 +208,9 @@ def _build(part: Any, parameters: Mapping[str, Any]) -> Any:
         raise UserError(f"{label} got {parameters}; {error}; expected parameters {', '.join(allowed)}.") from error
 
 
-def _look_up(name: Any, among: Mapping[str, T], kind: str, also: str = "") -> T:
-    if name not in among:
+def _look_up(name: Any, choices: Mapping[str, T], kind: str, also: str = "") -> T:
+    if name not in choices:
         raise UserError(
-            f"There is no {kind} {name!r}; expected one of {', '.join(among)}{also}{nearest(str(name), among) or '.'}"
+            f"There is no {kind} {name!r}; expected one of {', '.join(choices)}{also}{nearest(str(name), choices) or '.'}"
         )
-    return among[name]
+    return choices[name]

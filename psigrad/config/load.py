@@ -159,7 +159,7 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
     return made
 
 
-def _drop_unread(cls: type[Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _drop_unread(cls: type[Any], values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return `values` without the settings that the command does not read (`unread_settings`), which their replacements take
     over.
 
@@ -178,8 +178,8 @@ def _drop_unread(cls: type[Any], values: Mapping[str, Any], where: str) -> dict[
             continue
         if not instead or made.get(of, {}).get(own, value) != value:
             what = f"means {instead}, which is also given" if instead else "has no effect here"
-            raise UserError(f"{where}{name} is {value!r} and {what}; remove it.")
-        put(made, instead, value, where)
+            raise UserError(f"{source}{name} is {value!r} and {what}; remove it.")
+        put(made, instead, value, source)
     return made
 
 

@@ -62,15 +62,15 @@ def find_parts(root: Part, prefix: str = "") -> list[tuple[str, Part]]:
     ]
 
 
-def _change(within: Part, slot: str, value: Any) -> Any:
-    """Return the new value of a slot or parameter of `within` after a setting changes it to `value`."""
-    before = within.parameters.get(slot)
-    if within.name == "OnlinePreference" and slot == "loss" and isinstance(value, str | Mapping):
+def _change(root: Part, slot: str, value: Any) -> Any:
+    """Return the new value of a slot or parameter of `root` after a setting changes it to `value`."""
+    before = root.parameters.get(slot)
+    if root.name == "OnlinePreference" and slot == "loss" and isinstance(value, str | Mapping):
         return describe_method(value if isinstance(value, str) else {"preset": "dpo", **value})
     if isinstance(value, str):
         return _default_part(value) if slot not in ("beta", "margin") else value
     if isinstance(value, list | tuple):
-        return tuple(_change(within, slot, item) for item in value)
+        return tuple(_change(root, slot, item) for item in value)
     if not isinstance(value, Mapping):
         return value
     if "part" in value or not isinstance(before, Part):

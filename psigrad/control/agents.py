@@ -138,7 +138,7 @@ class Agent:
         trainer.config = replace(trainer.config, total_timesteps=goal)
         began = time.monotonic()
         logging = _logging_to(self.tensorboard_log, name, again)
-        shows = bar("steps", goal, shown=progress_bar, done=start)
+        shows = bar("steps", goal, enabled=progress_bar, done=start)
         with prepared_torch(trainer.config.run), shows as advance, logging as self._logged:
             if not self._begun:
                 trainer.restart()

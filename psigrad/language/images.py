@@ -162,22 +162,22 @@ def _store(picture: Picture, folder: Path) -> Picture:
     return replace(picture, path=place, data=None)
 
 
-def _write(place: Path, data: bytes) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    beside = place.with_name(f".{uuid.uuid4().hex[:8]}")
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{uuid.uuid4().hex[:8]}")
     beside.write_bytes(data)
-    os.replace(beside, place)
+    os.replace(beside, path)
 
 
-def _find_stored(begins: str) -> Iterable[Picture]:
-    """Yield the images of the run's folder whose SHA-256 starts with `begins`."""
+def _find_stored(prefix: str) -> Iterable[Picture]:
+    """Yield the images of the run's folder whose SHA-256 starts with `prefix`."""
     for folder in _run:
-        for file in folder.glob(f"{begins}*.*"):
+        for file in folder.glob(f"{prefix}*.*"):
             with _open(file.read_bytes()) as image:
                 yield Picture(file.stem, *_size_of(image), file)
         if (paths := folder / "paths.jsonl").exists():
             for digest, path, width, height in map(json.loads, paths.read_text().splitlines()):
-                if digest.startswith(begins):
+                if digest.startswith(prefix):
                     yield Picture(digest, width, height, Path(path))
 
 
@@ -280,9 +280,9 @@ def record_prompt(prompt: str | Sequence[Mapping[str, Any]]) -> str | Sequence[M
     return split_contents(prompt)
 
 
-def remove_marks(said: Any) -> Any:
+def remove_marks(value: Any) -> Any:
     """Return a prompt or completion for reward functions and environments: text without marks, messages with images as parts."""
-    return MARK.sub("", said) if isinstance(said, str) else split_contents(said) if isinstance(said, list) else said
+    return MARK.sub("", value) if isinstance(value, str) else split_contents(value) if isinstance(value, list) else value
 
 
 def open_columns(columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -236,14 +236,14 @@ def steps(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: (-(step_of(path) or 0), path.name))
 
 
-def latest(root: Path | Sequence[Path], most: int | None = None, check: Callable[[Path], dict[str, Any]] = verify) -> Latest:
-    """Return the newest checkpoint that verifies, of step `most` or before. `root` is their folder, or a list of checkpoints.
+def latest(root: Path | Sequence[Path], limit: int | None = None, check: Callable[[Path], dict[str, Any]] = verify) -> Latest:
+    """Return the newest checkpoint that verifies, of step `limit` or before. `root` is their folder, or a list of checkpoints.
 
     `check` verifies one checkpoint, such as together with other processes, and raises `CheckpointError`.
     """
     ignored = []
     for path in steps(root) if isinstance(root, Path) else root:
-        if most is not None and (step_of(path) or 0) > most:
+        if limit is not None and (step_of(path) or 0) > limit:
             continue
         try:
             manifest = check(path)

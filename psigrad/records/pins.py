@@ -56,12 +56,12 @@ class Change:
         return f"{self.name} was {self.before!r} and is {self.now!r}"
 
 
-def check_format(place: Path, held: Mapping[str, Any]) -> None:
-    """Raise `UserError` if `held`, the content of a file of psigrad, has a newer format than this version reads."""
-    form = held.get("format", FORMAT)
+def check_format(folder: Path, content: Mapping[str, Any]) -> None:
+    """Raise `UserError` if `content`, the content of a file of psigrad, has a newer format than this version reads."""
+    form = content.get("format", FORMAT)
     if not isinstance(form, int) or form > FORMAT:
         raise UserError(
-            f"{place} has format {form!r} and this psigrad reads formats up to {FORMAT}: a newer version wrote it; "
+            f"{folder} has format {form!r} and this psigrad reads formats up to {FORMAT}: a newer version wrote it; "
             "update psigrad to read it or to resume the run."
         )
 

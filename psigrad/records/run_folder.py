@@ -388,12 +388,12 @@ def truncate(folder: RunFolder, rows: Mapping[str, int], ends: Mapping[str, int]
     folder.rows = dict(rows)
 
 
-def _reject_link(place: Path, is_right: Callable[[Path], bool], expected: str) -> None:
-    """Raise `RunFolderError` if `place` is a link, which leads elsewhere, or not of the right kind, such as a pipe."""
-    if place.is_symlink():
-        raise RunFolderError(f"{place} is a link; a run folder holds its own files, so remove the link.")
-    if place.exists() and not is_right(place):
-        raise RunFolderError(f"{place} is not a {expected}; remove it, or choose another output_dir.")
+def _reject_link(path: Path, is_right: Callable[[Path], bool], expected: str) -> None:
+    """Raise `RunFolderError` if `path` is a link, which leads elsewhere, or not of the right kind, such as a pipe."""
+    if path.is_symlink():
+        raise RunFolderError(f"{path} is a link; a run folder holds its own files, so remove the link.")
+    if path.exists() and not is_right(path):
+        raise RunFolderError(f"{path} is not a {expected}; remove it, or choose another output_dir.")
 
 
 def lock_folder(path: Path) -> BinaryIO:

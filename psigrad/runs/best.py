@@ -33,10 +33,10 @@ class Best(Callback):
         """Return the step and figure of the best evaluation, the figure's name, and the number of evaluations since then."""
         return {"step": self.step, "value": self.value if self.step else None, "waited": self.waited, "figure": self.figure}
 
-    def load_state_dict(self, held: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
-        self.step, self.waited, self.figure = held["step"], held["waited"], held.get("figure", "")
-        self.value = math.nan if held["value"] is None else held["value"]
+        self.step, self.waited, self.figure = state["step"], state["waited"], state.get("figure", "")
+        self.value = math.nan if state["value"] is None else state["value"]
 
     def on_evaluate(self, args: Any, state: Any, control: Control, metrics: Mapping[str, Any], **kwargs: Any) -> None:
         """Compare the evaluation with the best one. The model before its first step is not a candidate."""

@@ -366,12 +366,12 @@ def collect_memory(callback: Any) -> Any:
     return state()["attributes"] if callable(state) else None
 
 
-def load(callback: Any, held: Any) -> None:
+def load(callback: Any, state: Any) -> None:
     """Restore a callback's state that `collect_memory` returned."""
     if hasattr(callback, "load_state_dict"):
-        callback.load_state_dict(held)
+        callback.load_state_dict(state)
         return
-    for name, value in held.items():
+    for name, value in state.items():
         setattr(callback, name, value)
 
 

@@ -59,7 +59,7 @@ def cycle(loop: Loop[S], state: S, settings: Run, journal: Journal) -> S:
         with saves.rescue():
             state = saves.evaluate(state)
             state = saves.keep(state) if state.step else state
-    with bar(loop.name, loop.total, shown=shown, done=state.step, every=settings.logging_steps) as advance, saves.rescue():
+    with bar(loop.name, loop.total, enabled=shown, done=state.step, every=settings.logging_steps) as advance, saves.rescue():
         while state.step < loop.total and not state.ended:
             if journal.stop_requested():
                 saves.keep(state)

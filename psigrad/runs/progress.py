@@ -126,14 +126,14 @@ def _in_notebook(show: Any, description: str, total: float, done: float) -> Adva
 
 @contextlib.contextmanager
 def bar(
-    description: str, total: float, *, shown: bool = True, done: float = 0, every: int = 0, unit: str = "step"
+    description: str, total: float, *, enabled: bool = True, done: float = 0, every: int = 0, unit: str = "step"
 ) -> Iterator[Advance]:
     """Draw a progress bar from `done` to `total` while the block runs, and yield the function that advances it.
 
-    Draw nothing unless `shown`. In a notebook the bar is below its cell. If standard output is not a terminal (a log file, a
+    Draw nothing unless `enabled`. In a notebook the bar is below its cell. If standard output is not a terminal (a log file, a
     cluster's queue), lines are printed instead: one for every `every` calls, and one after `SILENCE` seconds.
     """
-    if not shown:
+    if not enabled:
         yield lambda count=1, note="": None
         return
     if (show := _notebook_display()) is not None:

@@ -186,11 +186,11 @@ def note_end(journal: Journal, **noted: Any) -> None:
         folder.event("finished", model=sums, pins=folder.pins, **noted)
 
 
-def note_start(run: Run, journal: Journal, found: Path | None, step: int, pinned: Mapping[str, str], **noted: Any) -> None:
-    """Write the event `started`, or `resumed` from the checkpoint `found`, with step, command, machine and hashes of code."""
+def note_start(run: Run, journal: Journal, checkpoint: Path | None, step: int, pinned: Mapping[str, str], **noted: Any) -> None:
+    """Write the event `started`, or `resumed` from `checkpoint`, with step, command, machine and hashes of code."""
     here = machine.provenance(device(run))
     del here["when"]  # an event has its own time
-    kind = "started" if found is None else "resumed"
+    kind = "started" if checkpoint is None else "resumed"
     if code := {name: pinned[name] for name in pins.CODE if name in pinned}:
         noted["code"] = code
     journal.folder.event(kind, step=step, command=machine.command(), machine=here | {"threads": torch.get_num_threads()}, **noted)

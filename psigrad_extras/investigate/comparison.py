@@ -70,7 +70,7 @@ def run(comparison: Comparison) -> Path:
     for method, seed in jobs:
         _check_same(comparison, folder, method, seed)
         _check_code(folder, method, seed, code[method])
-    with bar("compare", len(jobs), shown=comparison.config.run.progress, every=1, unit="run") as advance:
+    with bar("compare", len(jobs), enabled=comparison.config.run.progress, every=1, unit="run") as advance:
         for method, seed in jobs:
             advance(0, f"{method} seed {seed}")
             _finish(comparison, folder, method, seed)

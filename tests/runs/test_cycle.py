@@ -154,7 +154,7 @@ def test_without_a_terminal_a_line_of_figures_is_printed_now_and_then(capsys):
     assert shown == [["grpo 10/25", "reward 9"], ["grpo 20/25", "reward 19"], ["grpo 25/25", "reward 24"]]
     with bar("grpo", 25, every=0) as advance:
         advance()
-    with bar("grpo", 25, shown=False, every=1) as advance:
+    with bar("grpo", 25, enabled=False, every=1) as advance:
         advance()
     assert capsys.readouterr().out == ""
 

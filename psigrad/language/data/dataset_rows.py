@@ -72,14 +72,14 @@ class Row:
         """The prompt in the form of the dataset, for reward functions, environments and display."""
         return self.prompt if self.plain_prompt is None else self.plain_prompt
 
-    def raw_path(self, what: str) -> str:
+    def raw_path(self, path: str) -> str:
         """Translate a path in the row, such as messages[0].content, to the names of the file: conversations[0].value."""
-        name, index, rest = re.fullmatch(r"([^[.]*)(?:\[(\d+)\])?(.*)", what, re.DOTALL).groups()  # type: ignore[union-attr]
+        name, index, rest = re.fullmatch(r"([^[.]*)(?:\[(\d+)\])?(.*)", path, re.DOTALL).groups()  # type: ignore[union-attr]
         if name not in self.raw_paths:
-            return "chosen" + what.removeprefix(name) if name == "completion" and self.rejected is not None else what
+            return "chosen" + path.removeprefix(name) if name == "completion" and self.rejected is not None else path
         own, further, content = self.raw_paths[name]
         if not index or int(index) + further < 0:
-            return str(own) if not index else what
+            return str(own) if not index else path
         return f"{own}[{int(index) + further}]{f'.{content}' if rest == '.content' else rest}"
 
 
@@ -360,39 +360,37 @@ class _Check:
         check_answers(turns, column, self.fail)
         return turns
 
-    def turn(self, message: object, where: str) -> Message:
+    def turn(self, message: object, path: str) -> Message:
         if not isinstance(message, Mapping):
-            self.fail(where, f"is {_kind(message)}; a message must be an object with 'role' and 'content'")
+            self.fail(path, f"is {_kind(message)}; a message must be an object with 'role' and 'content'")
         if "role" not in message and "from" in message and "value" in message:
             rest = {key: value for key, value in message.items() if key not in ("from", "value")}
             message = {"role": role_of(message), "content": message["value"], **rest}
             if message["role"] == "function_call":  # LLaMA-Factory's form: the value is a call, or a list of calls
-                message = {"role": "assistant", "content": "", **rest, "tool_calls": self._calls(message["content"], where)}
+                message = {"role": "assistant", "content": "", **rest, "tool_calls": self._calls(message["content"], path)}
         if (depth := _depth(message)) > MAX_DEPTH:
-            self.fail(where, f"is nested {depth} levels deep; at most {MAX_DEPTH} are read")
-        turn = read_message(message, where, self.fail)
+            self.fail(path, f"is nested {depth} levels deep; at most {MAX_DEPTH} are read")
+        turn = read_message(message, path, self.fail)
         role = turn.get("role")
         if not isinstance(role, str) or role not in ROLES:
             guess = _FOREIGN_ROLES.get(role, "") if isinstance(role, str) else ""
             hint = f"; did you mean {guess!r}?" if guess else nearest(str(role), ROLES)
-            self.fail(f"{where}.role", f"is {show(role)}; it must be one of {', '.join(ROLES)}{hint}")
+            self.fail(f"{path}.role", f"is {show(role)}; it must be one of {', '.join(ROLES)}{hint}")
         calls = turn.get("tool_calls")
         content = turn.get("content", "")
         if "content" not in turn and not calls:
-            self.fail(f"{where}.content", "is missing or null")
+            self.fail(f"{path}.content", "is missing or null")
         if not isinstance(content, str):
-            self.fail(f"{where}.content", f"is {_kind(content)}; it must be a string, or a list of content parts of text")
+            self.fail(f"{path}.content", f"is {_kind(content)}; it must be a string, or a list of content parts of text")
         if not content and role in ("user", "assistant") and not calls and not self.empty:
-            self.fail(f"{where}.content", "is an empty string")
+            self.fail(f"{path}.content", "is an empty string")
         return turn
 
-    def _calls(self, value: object, where: str) -> list[Any]:
+    def _calls(self, value: object, path: str) -> list[Any]:
         try:
             read = json.loads(value) if isinstance(value, str) else value
         except ValueError as error:
-            self.fail(
-                f"{where}.value", f"is a function_call that is not JSON ({error}); it must be {{'name': …, 'arguments': …}}"
-            )
+            self.fail(f"{path}.value", f"is a function_call that is not JSON ({error}); it must be {{'name': …, 'arguments': …}}")
         return read if isinstance(read, list) else [read]
 
     def columns(self, columns: Mapping[str, Any], *, for_rewards: bool) -> None:

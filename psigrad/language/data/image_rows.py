@@ -185,7 +185,7 @@ def _of_bytes(data: bytes, path: Path | None = None) -> tuple[Picture, bool]:
     return Picture(hashlib.sha256(data).hexdigest(), *size, path, None if path is not None else data), moves
 
 
-def observation_text(said: Any) -> Any:
+def observation_text(content: Any) -> Any:
     """Return an observation with marks in place of images. A list of content parts becomes one text.
 
     Raises `ValueError` for an image that cannot be read, and for text with a mark.
@@ -201,10 +201,10 @@ def observation_text(said: Any) -> Any:
             raise ValueError("has the mark of an image in its text, U+FFFC and a SHA-256, which stands for an image alone")
         return text
 
-    return _each_content(said, join, plain)
+    return _each_content(content, join, plain)
 
 
-def observation_json(said: Any) -> Any:
+def observation_json(content: Any) -> Any:
     """Return an observation whose images are data URLs, so that it is JSON. Raises `ValueError` for one that cannot be read."""
 
     def part(one: Any) -> Any:
@@ -212,20 +212,20 @@ def observation_json(said: Any) -> Any:
             return {"type": "text", "text": _text(one)}
         return {"type": "image", "image": _data_url(read(source_of(one), Path())[0].read())}
 
-    return _each_content(said, lambda parts: list(map(part, parts)), str)
+    return _each_content(content, lambda parts: list(map(part, parts)), str)
 
 
-def _each_content(said: Any, of_parts: Callable[[list[Any]], Any], of_text: Callable[[str], str]) -> Any:
-    if isinstance(said, list) and said and all(isinstance(one, Mapping) and "role" in one for one in said):
-        return [{**m, "content": _each_content(m["content"], of_parts, of_text)} if "content" in m else m for m in said]
-    if has_parts(said):
-        return of_parts(said if isinstance(said, list) else [said])
-    return of_text(said) if isinstance(said, str) else said
+def _each_content(content: Any, of_parts: Callable[[list[Any]], Any], of_text: Callable[[str], str]) -> Any:
+    if isinstance(content, list) and content and all(isinstance(one, Mapping) and "role" in one for one in content):
+        return [{**m, "content": _each_content(m["content"], of_parts, of_text)} if "content" in m else m for m in content]
+    if has_parts(content):
+        return of_parts(content if isinstance(content, list) else [content])
+    return of_text(content) if isinstance(content, str) else content
 
 
-def has_parts(said: Any) -> bool:
+def has_parts(content: Any) -> bool:
     """Return True if an observation is Pillow's image or a list of content parts."""
-    parts = said if isinstance(said, list) and said else [said] if not isinstance(said, str) else [None]
+    parts = content if isinstance(content, list) and content else [content] if not isinstance(content, str) else [None]
     return all(is_image(part) or isinstance(_text(part), str) for part in parts)
 
 
@@ -234,8 +234,9 @@ def digests_of(row: Row) -> list[str]:
     return [digest for text in (row.prompt, row.completion, row.messages, row.rejected) for digest in _digests_in(text)]
 
 
-def _digests_in(said: Any) -> list[str]:
-    texts = [turn.get("content") if isinstance(turn, Mapping) else turn for turn in (said if isinstance(said, list) else [said])]
+def _digests_in(value: Any) -> list[str]:
+    turns = value if isinstance(value, list) else [value]
+    texts = [turn.get("content") if isinstance(turn, Mapping) else turn for turn in turns]
     return [digest for text in texts if isinstance(text, str) and "\ufffc" in text for digest in MARK.findall(text)]
 
 

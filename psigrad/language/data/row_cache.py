@@ -149,13 +149,13 @@ class ArrowSequence(Sequence[T], Generic[T]):
         return self._starts[-1]
 
     @overload
-    def __getitem__(self, place: int) -> T: ...
+    def __getitem__(self, index: int) -> T: ...
     @overload
-    def __getitem__(self, place: slice) -> list[T]: ...
-    def __getitem__(self, place: int | slice) -> T | list[T]:
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(len(self)))]
-        i = range(len(self))[place]
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        i = range(len(self))[index]
         at = bisect.bisect_right(self._starts, i) - 1
         texts, ids = self.batches[at].columns
         return self._decode(texts[i - self._starts[at]].as_py(), ids[i - self._starts[at]].values.to_pylist())

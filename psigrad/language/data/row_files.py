@@ -239,19 +239,19 @@ def _cells(batch: Any, i: int, source: str) -> RawRow | BadRow:
     return RawRow(source, raw)
 
 
-def _csv(usual: str, path: Path, name: str) -> Records:
-    for line, row in _csv_rows(path, usual):
+def _csv(default: str, path: Path, name: str) -> Records:
+    for line, row in _csv_rows(path, default):
         source = f"{name}:{line}"
         yield BadRow(source, "", row) if isinstance(row, str) else RawRow(source, row)
 
 
-def _csv_rows(path: Path, usual: str) -> Iterator[tuple[int, dict[str, object] | str]]:
+def _csv_rows(path: Path, default: str) -> Iterator[tuple[int, dict[str, object] | str]]:
     """Yield (line, row) of each row, or (line, its fault). An empty cell is null. Raise `UserError` if there are no columns."""
     csv.field_size_limit(32 * 2**20)
     try:
         with io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="") as file:
             first = file.readline(MAX_LINE_BYTES)
-            delimiter = _delimiter(first, usual)
+            delimiter = _delimiter(first, default)
             reader = csv.DictReader(itertools.chain([first], file), delimiter=delimiter, strict=True)
             columns = list(reader.fieldnames or ())
             if not columns or any(not name for name in columns) or len(set(columns)) < len(columns):
@@ -261,19 +261,19 @@ def _csv_rows(path: Path, usual: str) -> Iterator[tuple[int, dict[str, object] |
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 (byte 0x{error.object[error.start]:02x}); save the file as UTF-8.") from error
     except csv.Error as error:
-        raise UserError(f"{path}:{reader.line_num} is not {'TSV' if usual != ',' else 'CSV'} ({error}).") from error
+        raise UserError(f"{path}:{reader.line_num} is not {'TSV' if default != ',' else 'CSV'} ({error}).") from error
 
 
-def _delimiter(header: str, usual: str) -> str:
+def _delimiter(header: str, default: str) -> str:
     """Return the usual delimiter if it separates names in the header, otherwise one that does.
 
     Excel writes ; in locales whose decimal separator is the comma.
     """
-    for delimiter in (usual, ",", ";", "\t", "|"):
+    for delimiter in (default, ",", ";", "\t", "|"):
         with contextlib.suppress(csv.Error):
             if len(next(csv.reader([header], delimiter=delimiter), ())) > 1:
                 return delimiter
-    return usual
+    return default
 
 
 def _csv_row(row: dict[str, str | None], columns: list[str]) -> dict[str, object] | str:

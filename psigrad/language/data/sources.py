@@ -136,11 +136,11 @@ def check_held_out(count: int, total: int) -> None:
         )
 
 
-def log_held_out(count: int, total: int, which: str, log: Log | None) -> None:
+def log_held_out(count: int, total: int, selection: str, log: Log | None) -> None:
     """Log how many rows are held out, of how many, and which."""
     if log is not None and count:
         are = "is" if count == 1 else "are"
-        text = f"{count} of {total} rows, {which}, {are} held out; --eval-prompts sets their number."
+        text = f"{count} of {total} rows, {selection}, {are} held out; --eval-prompts sets their number."
         log("held_out", text, count=count, rows=total)
 
 

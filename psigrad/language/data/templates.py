@@ -196,16 +196,16 @@ class Reading:
     restart: bool
 
 
-def next_reading(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], known: str) -> Reading:
-    """Return the input of the policy for the next turn of a conversation, given the text `known` so far.
+def next_reading(tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], context: str) -> Reading:
+    """Return the input of the policy for the next turn of a conversation, given the text `context` so far.
 
     The text is the chat template's rendering for sampling, as a server would render the messages. If it extends the known text,
     earlier tokens stay as sampled. If the template rewrites earlier turns (Qwen3 drops thoughts), the whole text is encoded.
     Raise `UserError` if the template cannot render the messages.
     """
     text = Conversation(tokenizer, row).prompt(messages)
-    if text.startswith(known):
-        return Reading(text, encode_after(tokenizer, known, text[len(known) :]), False)
+    if text.startswith(context):
+        return Reading(text, encode_after(tokenizer, context, text[len(context) :]), False)
     return Reading(text, _encode(tokenizer, text), True)
 
 

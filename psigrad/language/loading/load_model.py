@@ -162,12 +162,12 @@ def _check_shards(settings: Model, lora: Lora | None, world: World) -> None:
         )
 
 
-def load_shard(model: LanguageModel | ScalarModel, world: World, device: str, place: Path | None) -> None:
-    """With fsdp, reduce the model to this process's shard, on its device. Then load the shards in the folder `place`, if any."""
+def load_shard(model: LanguageModel | ScalarModel, world: World, device: str, folder: Path | None) -> None:
+    """With fsdp, reduce the model to this process's shard, on its device. Then load the shards in the folder `folder`, if any."""
     if world.lockstep:
         sharded.shard(model, world, device)
-    if place is not None:
-        shards.read(place, sharded.named_weights(model))
+    if folder is not None:
+        shards.read(folder, sharded.named_weights(model))
 
 
 @disable_progress_bars()

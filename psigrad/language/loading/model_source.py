@@ -363,11 +363,11 @@ def _convert_once(name: str, source: Path, make: Callable[[Path, Path], None]) -
     return str(place)
 
 
-def _note_use(place: Path) -> None:
+def _note_use(folder: Path) -> None:
     """Mark a converted folder as the most recently used, and evict the oldest beyond `CONVERSIONS`. Open files stay readable."""
     with contextlib.suppress(OSError):  # the file is another user's, or another process removed it first
-        os.utime(place)
-        for old in sorted(place.parent.iterdir(), key=lambda one: one.stat().st_mtime)[:-CONVERSIONS]:
+        os.utime(folder)
+        for old in sorted(folder.parent.iterdir(), key=lambda one: one.stat().st_mtime)[:-CONVERSIONS]:
             shutil.rmtree(old)
 
 

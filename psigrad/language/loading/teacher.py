@@ -234,7 +234,7 @@ def align(own: Sequence[int], others: Sequence[int]) -> list[tuple[int, int]]:
     return [(mine[end], theirs[end]) for end in sorted(mine.keys() & theirs.keys())]
 
 
-def of_model(model: LanguageModel, policy: LanguageModel, where: str) -> Teacher:
+def of_model(model: LanguageModel, policy: LanguageModel, name: str) -> Teacher:
     """Return a teacher for a local model whose tokenizer differs from the policy's."""
 
     def ask(groups: Groups, temperature: float, top: int) -> list[TeacherOutput]:
@@ -242,4 +242,4 @@ def of_model(model: LanguageModel, policy: LanguageModel, where: str) -> Teacher
             logp = model.evaluate(groups, temperature=temperature).logp.cpu()
         return [TeacherOutput(row[: len(own[0])]) for row, own in zip(logp, groups.completions, strict=True)]
 
-    return Teacher(ask, policy, model.tokenizer, True, model.max_length, name=where)
+    return Teacher(ask, policy, model.tokenizer, True, model.max_length, name=name)

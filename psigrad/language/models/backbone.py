@@ -190,16 +190,16 @@ class Pretrained(ABC):
         layout: attention.Layout | attention.FusedLayout,
         keep: ActivationCache | None = None,
         cached: CacheHit | None = None,
-        wanted: Tensor | None = None,
+        target_rows: Tensor | None = None,
         experts: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states [B, S, E] of ids and positions [B, S], or only those [M, E] of the tokens `wanted` [M], which
+        """Return the hidden states [B, S, E] of ids and positions [B, S], or only those [M, E] of the `target_rows` [M], which
         are indices into the B·S tokens. `layout` says which tokens attend to which. A fused decoder adds its activations to
         `keep`, or reads them from `cached`. Routers choose `experts` [layers, B·S, k], unless it is None.
         """
         if self.decoder is not None:
             fused: Any = layout
-            return self.decoder(input_ids, position_ids, fused, keep, cached, wanted)
+            return self.decoder(input_ids, position_ids, fused, keep, cached, target_rows)
         if self.attention_kernel != "sdpa" and isinstance(layout, attention.PackedLayout):
             from psigrad.language.models.hf_attention import unpad
 
@@ -217,7 +217,7 @@ class Pretrained(ABC):
                 **({} if self.load_balancing is None else self.load_balancing.forward_arguments),
             )
         hidden = self._scaled(self._balanced(made).last_hidden_state)
-        return hidden if wanted is None else hidden.flatten(0, 1).index_select(0, wanted)
+        return hidden if target_rows is None else hidden.flatten(0, 1).index_select(0, target_rows)
 
     def _embedded(self, input_ids: Tensor) -> tuple[Any, dict[str, Any]]:
         """Return the module of the packed pass and its inputs: ids, or embeddings with the features of images.
@@ -263,7 +263,7 @@ class Pretrained(ABC):
                 self.dropout_masks.read(inputs)
             inputs = self.placed(inputs)
             ids, positions, layout = inputs.input_ids, inputs.position_ids, inputs.layout
-            return self.forward(ids, positions, layout, cached=inputs.cached, wanted=wanted, experts=inputs.experts)
+            return self.forward(ids, positions, layout, cached=inputs.cached, target_rows=wanted, experts=inputs.experts)
         hidden = self._padded(self.network.base_model, inputs).last_hidden_state
         return self._scaled(hidden.flatten(0, 1).index_select(0, wanted))
 
@@ -285,11 +285,11 @@ class Pretrained(ABC):
         )
         return self._balanced(made, inputs.attention_mask)
 
-    def _balanced(self, made: Any, mask: Tensor | None = None) -> Any:
-        """Return the output `made` of a forward pass, after the auxiliary loss (if there is one) has read its router logits."""
+    def _balanced(self, output: Any, mask: Tensor | None = None) -> Any:
+        """Return the output `output` of a forward pass, after the auxiliary loss (if there is one) has read its router logits."""
         if self.load_balancing is not None:
-            self.load_balancing.compute(made, mask)
-        return made
+            self.load_balancing.compute(output, mask)
+        return output
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Return the trainable parameters by name, in the model's order."""
@@ -302,19 +302,19 @@ class Pretrained(ABC):
         lora: Lora | None,
         adapter: Path | None,
         gradient_checkpointing: bool,
-        known: bool,
+        is_known: bool,
         towers: Sequence[str] = (),
     ) -> Self:
         """Choose packed or padded passes and fused or transformers' layers, and add the adapter if there is one.
 
-        A `known` model (`fused.families.load`) runs packed and fused without a test. For any other, psigrad's outputs are first
-        compared with those of transformers' modules. The model's dropout is switched off as in TRL; otherwise the ratio of the
-        first update would not be 1. Outside the text model, only the vision and audio modules `towers` are trained.
+        If the model `is_known` (`fused.families.load`), it runs packed and fused without a test. For any other, psigrad's outputs
+        are first compared with those of transformers' modules. The model's dropout is switched off as in TRL; otherwise the ratio
+        of the first update would not be 1. Outside the text model, only the vision and audio modules `towers` are trained.
         """
         check_finite(self.network)
-        hf, known = self.network, known and lora is None
+        hf, is_known = self.network, is_known and lora is None
         switch_dropout_off(hf)
-        if known:
+        if is_known:
             from psigrad.language.models.hf_attention import IMPLEMENTATION
 
             hf.set_attn_implementation(IMPLEMENTATION)
@@ -328,7 +328,7 @@ class Pretrained(ABC):
         freeze_towers(hf, towers)
         if gradient_checkpointing:
             recompute_activations(hf)
-        if not known and not self.why_padded:
+        if not is_known and not self.why_padded:
             self.decoder, self.why_unfused = fuse(self, self._texts(), gradient_checkpointing)
             if self.decoder is None:
                 self.module_kernels, reason = attach_kernels(self, self._texts())
@@ -338,11 +338,11 @@ class Pretrained(ABC):
             _check_repeatable(self)
         return self
 
-    def attend(self, how: str) -> None:
+    def attend(self, choice: str) -> None:
         """Set the attention of packed passes. "auto" takes the first of "varlen", "flex" and "sdpa" that works on a GPU, and
-        "sdpa" on a CPU. Raises `UserError` if `how` does not run, or if its outputs or gradients differ from those of "sdpa".
+        "sdpa" on a CPU. Raises `UserError` if it does not run, or if its outputs or gradients differ from those of "sdpa".
         """
-        if how == "auto" and self.device.type == "cuda" and self.decoder is None and not self.why_padded:
+        if choice == "auto" and self.device.type == "cuda" and self.decoder is None and not self.why_padded:
             reasons = []
             for one in ("varlen", "flex"):
                 try:
@@ -350,16 +350,16 @@ class Pretrained(ABC):
                 except UserError as error:
                     reasons.append(str(error).removesuffix("; leave it at 'auto'."))
             self.why_sdpa = "; ".join(reasons)
-        if how in ("auto", "sdpa"):
+        if choice in ("auto", "sdpa"):
             return
         if self.decoder is not None or self.why_padded:
             why = "the fused decoder has an attention of its own" if self.decoder is not None else self.why_padded
-            raise UserError(f"attention is {how!r}, and {why}; leave it at 'auto'.")
+            raise UserError(f"attention is {choice!r}, and {why}; leave it at 'auto'.")
         # With shards, gradients are computed by hooks that a probe does not run.
         learns = [p for p in self.trainable().values() if p.requires_grad] if self.shard_root is None else []
         own, before = self._probe_with_gradient(learns), self.attention_kernel
         try:
-            self.attention_kernel = how  # type: ignore[assignment]
+            self.attention_kernel = choice  # type: ignore[assignment]
             found = self._probe_with_gradient(learns)
             slopes = (float((a - b).abs().max()) for a, b in zip(found[1:], own[1:], strict=True))
             gap = max(distance(found[0], own[0]), *slopes, 0.0)
@@ -369,7 +369,7 @@ class Pretrained(ABC):
             self.attention_kernel = before
             reason = reason_of(error).rstrip(".")
             raise UserError(
-                f"attention is {how!r}, and it does not run on {self.device} ({reason}); leave it at 'auto'."
+                f"attention is {choice!r}, and it does not run on {self.device} ({reason}); leave it at 'auto'."
             ) from error
 
     def _probe_with_gradient(self, learns: list[nn.Parameter]) -> list[Tensor]:

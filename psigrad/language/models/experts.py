@@ -43,14 +43,14 @@ class LoadBalancing:
         """The extra arguments of transformers' forward pass, which request router logits if a gradient is enabled."""
         return {"output_router_logits": True} if torch.is_grad_enabled() else {}
 
-    def compute(self, made: Any, mask: Tensor | None = None) -> None:
-        """Compute and store the auxiliary loss from the router logits, [S, E] per layer, in the output `made` of a forward pass.
+    def compute(self, output: Any, mask: Tensor | None = None) -> None:
+        """Compute and store the auxiliary loss from the router logits, [S, E] per layer, in a forward pass's `output`.
 
         `mask` [B, S] excludes padding.
         """
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-        logits = getattr(made, "router_logits", None)
+        logits = getattr(output, "router_logits", None)
         if logits and torch.is_grad_enabled():
             found: Any = load_balancing_loss_func(tuple(logits), logits[0].shape[-1], self.top_k, mask)
             self._last = found

@@ -108,8 +108,8 @@ class LanguageModel(Pretrained):
     def _why_full_logits(self) -> str:
         """Return why the LM head on the last hidden states does not give the logits of a padded pass; empty if it does."""
 
-        def logits(whole: bool) -> Tensor:
-            self.full_logits = whole
+        def logits(full: bool) -> Tensor:
+            self.full_logits = full
             hidden, head = self._target_hidden(lay_out(self._texts(), self.device, packed=False))
             made: Tensor = head(hidden)
             return made
@@ -262,15 +262,15 @@ class LanguageModel(Pretrained):
         return stats, whole.targets
 
     def _reference_hidden(
-        self, asked: Divergence, other: LanguageModel, inputs: Groups | Rows, forward: ForwardInputs
+        self, request: Divergence, other: LanguageModel, inputs: Groups | Rows, forward: ForwardInputs
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return the reference's `_target_hidden`, without gradient. `other` is the reference's model.
 
         If `other` is this model itself, its adapter is disabled.
         """
         theirs = replace(forward, cached=None, experts=None)
-        if asked.inputs is not None or other.why_padded != self.why_padded:
-            whole = lay_out(asked.inputs or inputs, other.device, not other.why_padded)
+        if request.inputs is not None or other.why_padded != self.why_padded:
+            whole = lay_out(request.inputs or inputs, other.device, not other.why_padded)
             theirs = local_share(other, whole)
         with torch.no_grad():
             if other is not self:
@@ -404,7 +404,9 @@ def load(
         ) from error
     network = network.to("cpu" if for_shards else device)
     known = found is not None
-    return prepare(network, tokenizer, lora, adapter, gradient_checkpointing=gradient_checkpointing, known=known, towers=towers)
+    return prepare(
+        network, tokenizer, lora, adapter, gradient_checkpointing=gradient_checkpointing, is_known=known, towers=towers
+    )
 
 
 def prepare(
@@ -414,13 +416,13 @@ def prepare(
     adapter: Path | None = None,
     *,
     gradient_checkpointing: bool = False,
-    known: bool = False,
+    is_known: bool = False,
     towers: Sequence[str] = (),
 ) -> LanguageModel:
-    """Return a `LanguageModel` for a transformers model in memory. `known` is True if `fused.families.load` loaded it."""
+    """Return a `LanguageModel` for a transformers model in memory. `is_known` is True if `fused.families.load` loaded it."""
     if tokenizer.eos_token_id is None:
         raise UserError("The tokenizer has no EOS token, so no completion could ever end; set tokenizer.eos_token and save it.")
-    model = LanguageModel(network, tokenizer).prepare("CAUSAL_LM", lora, adapter, gradient_checkpointing, known, towers)
+    model = LanguageModel(network, tokenizer).prepare("CAUSAL_LM", lora, adapter, gradient_checkpointing, is_known, towers)
     model.full_logits = bool(model.why_padded and model._why_full_logits())
     return model
 

@@ -343,7 +343,7 @@ def token_stats(
     ids: Tensor,
     head: Callable[[Tensor], Tensor],
     vocabulary: int,
-    wanted: TokenStatsRequest,
+    request: TokenStatsRequest,
     reference_hidden: Tensor | Top | None = None,
     cached: CachedLogProbs | None = None,
 ) -> TokenStats:
@@ -354,33 +354,33 @@ def token_stats(
     `cached` from the same head are reused. `reference_hidden` are the hidden states or the `Top` of a divergence's reference.
     """
     linear: Any = head if (plain := type(head) is nn.Linear and head.bias is None) else None
-    if plain and _on_gpu(hidden) and wanted.is_closed_form and len(ids):
+    if plain and _on_gpu(hidden) and request.is_closed_form and len(ids):
         _check_ids(ids, len(linear.weight))
         sums = gradients.sums_for(linear.weight) or gradients.wide_sums_for(linear.weight)
-        looked_at = wanted.accuracy, bool(wanted.entropy)
-        logp, best, mixed = _RowLogProbs.apply(hidden, linear.weight, ids, wanted.temperature, sums, *looked_at)
-        hit = (best == ids).to(logp.dtype) if wanted.accuracy else None
-        return TokenStats(logp, mixed if wanted.entropy else None, hit=hit)
-    closed = plain and (wanted.logp_only or (wanted.is_closed_form and wanted.entropy is not True))
+        looked_at = request.accuracy, bool(request.entropy)
+        logp, best, mixed = _RowLogProbs.apply(hidden, linear.weight, ids, request.temperature, sums, *looked_at)
+        hit = (best == ids).to(logp.dtype) if request.accuracy else None
+        return TokenStats(logp, mixed if request.entropy else None, hit=hit)
+    closed = plain and (request.logp_only or (request.is_closed_form and request.entropy is not True))
     # Autograd would store five to seven copies of the logits, of a different size in every pass. It is used only for few logits.
-    large = hidden.shape[0] * vocabulary > (TILE_ELEMENTS if wanted.logp_only else TILE_ELEMENTS // 4)
-    if closed and len(ids) and (large or (wanted.logp_only and _native(hidden, linear.weight) is not None)):
+    large = hidden.shape[0] * vocabulary > (TILE_ELEMENTS if request.logp_only else TILE_ELEMENTS // 4)
+    if closed and len(ids) and (large or (request.logp_only and _native(hidden, linear.weight) is not None)):
         _check_ids(ids, len(linear.weight))
         # The normaliser is a logit minus its cached log-prob. Logits that were rounded differently would not give it.
         exact = cached is not None and hidden.dtype == linear.weight.dtype == torch.float32
-        known = cached.for_head(linear.weight, wanted.temperature) if cached is not None and exact else None
-        figures = None if wanted.logp_only else _Figures(len(ids), upcast(hidden[:0]).detach())
-        given = (ids, wanted.temperature, gradients.sums_for(linear.weight), known if figures is None else None, figures)
+        known = cached.for_head(linear.weight, request.temperature) if cached is not None and exact else None
+        figures = None if request.logp_only else _Figures(len(ids), upcast(hidden[:0]).detach())
+        given = (ids, request.temperature, gradients.sums_for(linear.weight), known if figures is None else None, figures)
         logp = _ChosenLogProbs.apply(hidden, linear.weight, *given)
-        hit = (figures.best == ids).to(logp.dtype) if figures is not None and wanted.accuracy else None
-        entropy = figures.entropy() if figures is not None and wanted.entropy else None
+        hit = (figures.best == ids).to(logp.dtype) if figures is not None and request.accuracy else None
+        entropy = figures.entropy() if figures is not None and request.entropy else None
         return TokenStats(logp, entropy, hit=hit)
     rows = max(1, CHUNK_ELEMENTS * (CHUNK_ON_GPU if _on_gpu(hidden) else 1) // vocabulary)
     whole = hidden.shape[0] <= rows or not torch.is_grad_enabled()
     sums = gradients.wide_sums_for(linear.weight) if plain and not whole else None
 
     def chunk(h: Tensor, i: Tensor, r: Tensor | Top | None) -> tuple[Tensor, ...]:
-        return wanted.of(_Logits.apply(h, linear.weight, sums) if plain else head(h), i, r)
+        return request.of(_Logits.apply(h, linear.weight, sums) if plain else head(h), i, r)
 
     parts = []
     for start in range(0, max(hidden.shape[0], 1), rows):
@@ -390,8 +390,8 @@ def token_stats(
     logp, entropy, kl, hit, mean_logp = (torch.cat(columns) for columns in zip(*parts, strict=True))
     return TokenStats(
         logp,
-        entropy if wanted.entropy else None,
-        kl if wanted.reference_head is not None else None,
-        hit if wanted.accuracy else None,
-        mean_logp=mean_logp if wanted.mean_logp else None,
+        entropy if request.entropy else None,
+        kl if request.reference_head is not None else None,
+        hit if request.accuracy else None,
+        mean_logp=mean_logp if request.mean_logp else None,
     )

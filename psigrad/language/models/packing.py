@@ -173,9 +173,9 @@ class Targets:
     t: Tensor
     shape: tuple[int, int]
 
-    def some(self, which: Tensor) -> Targets:
-        """Return the K targets with the indices `which` [K]."""
-        rows, ids, n, t = (x.index_select(0, which) for x in (self.rows, self.ids, self.n, self.t))
+    def some(self, indices: Tensor) -> Targets:
+        """Return the K targets with the indices `indices` [K]."""
+        rows, ids, n, t = (x.index_select(0, indices) for x in (self.rows, self.ids, self.n, self.t))
         return Targets(rows, ids, n, t, self.shape)
 
     def unpack(self, values: Tensor) -> Tensor:

@@ -164,7 +164,7 @@ def load(
         nn.init.zeros_(network.score.weight)
     network = network.to("cpu" if for_shards else device)
     known = found is not None
-    return prepare(network, words, lora, adapter, gradient_checkpointing=gradient_checkpointing, known=known, towers=towers)
+    return prepare(network, words, lora, adapter, gradient_checkpointing=gradient_checkpointing, is_known=known, towers=towers)
 
 
 def _by_transformers(path: str, dtype: torch.dtype, trust: bool) -> tuple[PreTrainedModel, list[str]]:
@@ -207,15 +207,15 @@ def prepare(
     adapter: Path | None = None,
     *,
     gradient_checkpointing: bool = False,
-    known: bool = False,
+    is_known: bool = False,
     towers: Sequence[str] = (),
 ) -> ScalarModel:
-    """Return a `ScalarModel` for a transformers model in memory. `known` is True if `fused.families.load` loaded it."""
+    """Return a `ScalarModel` for a transformers model in memory. `is_known` is True if `fused.families.load` loaded it."""
     network.config.pad_token_id = _padding(tokenizer)
     model = ScalarModel(network, tokenizer)
     if not model.per_token:
         model.why_padded = f"{type(network).__name__} has no score at every token"
-    return model.prepare("SEQ_CLS", lora, adapter, gradient_checkpointing, known, towers)
+    return model.prepare("SEQ_CLS", lora, adapter, gradient_checkpointing, is_known, towers)
 
 
 def _padding(tokenizer: PreTrainedTokenizerBase) -> int | None:

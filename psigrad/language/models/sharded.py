@@ -127,30 +127,30 @@ def _describe(model: Pretrained, folder: Path) -> None:
 
 
 @torch.no_grad()
-def gather(model: Pretrained, wanted: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, gathered weight) of every parameter, or of those in `wanted`. All processes must iterate together."""
+def gather(model: Pretrained, names: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, gathered weight) of every parameter, or of those in `names`. All processes must iterate together."""
     reshard(model)
     for name, parameter in model.network.named_parameters():
-        if wanted is None or name in wanted:
+        if names is None or name in names:
             tensor: Any = parameter
             yield name, tensor.full_tensor() if shards.is_sharded(tensor) else tensor.detach()
 
 
-def save_merged(model: Pretrained, world: World, folder: Path, kept: str = "merged") -> None:
+def save_merged(model: Pretrained, world: World, folder: Path, saved_form: str = "merged") -> None:
     """Save the complete model in Hugging Face format with the adapter merged in. Rank 0 gathers all of it in memory.
 
-    With `kept` "adapter" only the adapter is saved, and with "both" also the adapter, in the folder adapter/.
+    With `saved_form` "adapter" only the adapter is saved, and with "both" also the adapter, in the folder adapter/.
     """
     state: dict[str, Tensor] = {}
     for name, weight in gather(model):
         if world.rank == 0:
             state[name] = weight.cpu().clone()
     if world.rank == 0:
-        if kept != "merged":
-            own = folder / "adapter" if kept == "both" else folder
+        if saved_form != "merged":
+            own = folder / "adapter" if saved_form == "both" else folder
             write_adapter(model, state, own)
             model.tokenizer.save_pretrained(own)
-        if kept == "adapter":
+        if saved_form == "adapter":
             return
         write(_Saved(model.network, merge(model, state)), model.tokenizer, folder)
 

@@ -106,18 +106,18 @@ def run(config: EvalConfig) -> Report:
     return found
 
 
-def score_settings(config: EvalConfig, found: Report) -> dict[str, Any]:
+def score_settings(config: EvalConfig, report: Report) -> dict[str, Any]:
     """Return the settings that a score depends on, to be stored beside the score."""
     dataset, model = config.data.dataset, config.model.path if config.server else resolve_path(config.model.path)
     shape, sampling, evaluation = BENCHMARKS.get(config.benchmark), config.sampling, config.evaluation
-    chat = found.rows and isinstance(found.rows[0].prompt, list)
+    chat = report.rows and isinstance(report.rows[0].prompt, list)
     examples = config.fewshot_dataset or "the first rows of the dataset, which are not asked"
     scored = [name_of(one) if callable(one) else json.dumps(one) if isinstance(one, Mapping) else one for one in config.reward]
     comparison = {"gsm8k": "math", "math": "math", "mmlu": "choice"}
     made = {
         "model": " ".join(filter(None, (config.server, model, identify_model(model) or ""))),
         "dataset": f"{dataset} {identify_data(dataset) or ''}".strip() if isinstance(dataset, str) else "rows given from Python",
-        "rows": len(found.rows),
+        "rows": len(report.rows),
         "template": shape.head + shape.template if shape else "the rows' own prompts",
         "sent": "as one user turn of the chat template" if chat else "as plain text",
         "few-shot": f"{config.num_fewshot} from {examples}" if config.num_fewshot else "none",
@@ -218,20 +218,20 @@ def _choose(
     return Report({**figures, **figures_of(measured, 1, metric.metric)}, measured, rows)
 
 
-def kls_to(model: str, reference: str, found: Report, config: OnlineConfig | EvalConfig) -> list[float]:
-    """Return the exact KL(model‖reference) of each completion in `found`, in nats."""
+def kls_to(model: str, reference: str, report: Report, config: OnlineConfig | EvalConfig) -> list[float]:
+    """Return the exact KL(model‖reference) of each completion in `report`, in nats."""
     plain = replace(config.model, lora_rank=0, adapter="merge", quantize_base="")
     pair = [
         load_model(replace(plain, path=path, revision=plain.revision if path == plain.path else ""), config.run, None)
         for path in (model, reference)
     ]
-    evaluator = Evaluator([], None, "", samplers.sampling_params(config.sampling, pair[0], found.rows), 0, reference=pair[1])
-    return evaluator.kl(pair[0], found.trajectories)
+    evaluator = Evaluator([], None, "", samplers.sampling_params(config.sampling, pair[0], report.rows), 0, reference=pair[1])
+    return evaluator.kl(pair[0], report.trajectories)
 
 
-def kl_to(model: str, reference: str, found: Report, config: OnlineConfig) -> float:
-    """Return the mean exact KL(model‖reference) of the completions in `found`, in nats per completion."""
-    values = kls_to(model, reference, found, config)
+def kl_to(model: str, reference: str, report: Report, config: OnlineConfig) -> float:
+    """Return the mean exact KL(model‖reference) of the completions in `report`, in nats per completion."""
+    values = kls_to(model, reference, report, config)
     return sum(values) / max(1, len(values))
 
 

@@ -181,13 +181,13 @@ def _best_of(
     return loaded
 
 
-def write_model(model: LanguageModel | ScalarModel, folder: Path, kept: str) -> None:
-    """Write the model in Hugging Face format. `kept` is the setting `lora_save`: merged, adapter, or both (with `adapter/`)."""
-    if kept == "adapter":
+def write_model(model: LanguageModel | ScalarModel, folder: Path, saved_form: str) -> None:
+    """Write the model in Hugging Face format. `saved_form` is `lora_save`: merged, adapter, or both (with `adapter/`)."""
+    if saved_form == "adapter":
         write(model.adapter, model.tokenizer, folder)
         return
     model.save_merged(folder)
-    if kept == "both":
+    if saved_form == "both":
         write(model.adapter, model.tokenizer, folder / "adapter")
 
 

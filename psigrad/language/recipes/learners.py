@@ -238,11 +238,11 @@ def begin(
     journal: Journal,
     learners: Learners,
     pinned: Mapping[str, str],
-    found: Path | None,
+    saved: Path | None,
     fresh: State,
     rows: tuple[int, int],
 ) -> RunStart:
-    """Return the state to start from: `fresh`, or the state in the checkpoint `found`. In that case restore the optimisers too.
+    """Return the state to start from: `fresh`, or the state in the checkpoint `saved`. In that case restore the optimisers too.
 
     `pinned` are the values that checkpoints pin (`language/recipes/run_pins.py`). `rows` are the numbers of training and held-out
     rows. Raises `UserError` if a pin differs from the checkpoint's and `run.allow` does not name the difference.
@@ -251,9 +251,9 @@ def begin(
     if world.size > 1:
         pinned = {**pinned, "ranks": str(world.size)}
         check_equal(world, {**pinned, "settings": json.dumps(to_dict(config), sort_keys=True), **_sums_of(learners)})
-    if found is not None:
-        session.check_pins(config.run, journal, checkpoint.read_manifest(found), pinned)
-    first = fresh if found is None else restore(found, learners)
+    if saved is not None:
+        session.check_pins(config.run, journal, checkpoint.read_manifest(saved), pinned)
+    first = fresh if saved is None else restore(saved, learners)
     if config.run.extend:
         first = replace(first, ended=False)
     model: Any = learners[0].model
@@ -261,7 +261,7 @@ def begin(
         journal.callbacks.set_model(model.adapter or model.network, model.tokenizer)
     slower = getattr(model, "slow_reason", "")
     how = {"slower": slower, "instructions": getattr(model, "instructions", "")}
-    session.note_start(config.run, journal, found, first.step, pinned, **how, rows=rows[0], eval_rows=rows[1])
+    session.note_start(config.run, journal, saved, first.step, pinned, **how, rows=rows[0], eval_rows=rows[1])
     if slower:
         journal.log("slower", slower, why=slower)
 

@@ -59,10 +59,10 @@ def run(config: RewardConfig, given: ModelObject | None = None) -> Result:
         return train_on_rows(config, journal, model, prepared, checkpoint, task, held_out, given=given)
 
 
-def _task(config: RewardConfig, model: ScalarModel, made: Sequence[Any]) -> Task:
+def _task(config: RewardConfig, model: ScalarModel, items: Sequence[Any]) -> Task:
     if config.process:
-        return ProcessRewardTask(model, made)
-    return RewardTask(model, BradleyTerry(config.center_rewards_coefficient, config.label_smoothing), made)
+        return ProcessRewardTask(model, items)
+    return RewardTask(model, BradleyTerry(config.center_rewards_coefficient, config.label_smoothing), items)
 
 
 def score_rows(

@@ -103,11 +103,11 @@ def encode_rows(rows: Sequence[R], encoder: Encoder[R], data: Data, log: Log | N
     return made, counts
 
 
-def _batches(rows: Sequence[Any], encoder: Encoder[Any], wanted: int) -> Iterator[Encoded]:
+def _batches(rows: Sequence[Any], encoder: Encoder[Any], processes: int) -> Iterator[Encoded]:
     """Yield the encoded rows, in order, as Arrow batches, using several processes if there are many rows."""
     spans = [slice(start, start + _AT_ONCE) for start in range(0, len(rows), _AT_ONCE)]
     here = machine.cores() if sys.platform == "linux" else 1
-    count = min(wanted or (here if len(rows) >= FEW else 1), len(spans))
+    count = min(processes or (here if len(rows) >= FEW else 1), len(spans))
     if count <= 1:
         yield from (_encode(encoder, rows[span]) for span in spans)
         return
@@ -175,8 +175,8 @@ def prepare(
     return _prepare_or_load(place, journal.log, prepared)
 
 
-def _prepare_or_load(place: Path | None, log: Log, make: Callable[[Log], PreparedRows[T]]) -> PreparedRows[T]:
-    if place is not None and (kept := row_cache.read(place)) is not None:
+def _prepare_or_load(path: Path | None, log: Log, make: Callable[[Log], PreparedRows[T]]) -> PreparedRows[T]:
+    if path is not None and (kept := row_cache.read(path)) is not None:
         prepared, told = kept
         for kind, text, facts in told:
             log(kind, text, **facts)
@@ -188,11 +188,11 @@ def _prepare_or_load(place: Path | None, log: Log, make: Callable[[Log], Prepare
         log(kind, text, **facts)
 
     made = make(hear)
-    if place is None:
+    if path is None:
         return made
     made = replace(made, sums=sum_parts(made))
-    row_cache.write(place, made, told, row_cache.limit())
-    kept = row_cache.read(place)
+    row_cache.write(path, made, told, row_cache.limit())
+    kept = row_cache.read(path)
     return made if kept is None else kept[0]
 
 

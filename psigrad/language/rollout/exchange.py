@@ -34,9 +34,9 @@ class RemoteTokens(Sequence[int]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, tuple | RemoteTokens) and len(other) == self.length and hash(other) == self.key
 
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return RemoteTokens(len(range(self.length)[place]), hash((self.key, place.start, place.stop)))
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return RemoteTokens(len(range(self.length)[index]), hash((self.key, index.start, index.stop)))
         raise RuntimeError("A token was read on a process that does not have it; please report this.")
 
 
@@ -110,20 +110,20 @@ def unpack(data: bytes) -> list[Trajectory]:
     arrays = safetensors.numpy.load(data)
     held, at = json.loads(arrays["rest"].tobytes().decode("utf-8", "surrogatepass")), dict.fromkeys(arrays, 0)
 
-    def take(name: str, count: Any, whole: bool = True) -> Any:
+    def take(name: str, count: Any, as_tuple: bool = True) -> Any:
         if isinstance(count, list):
             return RemoteTokens(*count)
         at[name] += count
         found: Any = arrays[name][at[name] - count : at[name]]
-        return tuple(found.tolist()) if whole else memoryview(found)
+        return tuple(found.tolist()) if as_tuple else memoryview(found)
 
     prompts, rows = [take("prompts", count) for count in held["prompts"]], []
     for row in held["rows"]:
-        completion, whole = row["completion"], not isinstance(row["completion"]["ids"], list)
-        own = take("numbers", completion["logprobs"], whole)
-        drawn = own if completion["sampling_logprobs"] is None else take("numbers", completion["sampling_logprobs"], whole)
+        completion, with_tokens = row["completion"], not isinstance(row["completion"]["ids"], list)
+        own = take("numbers", completion["logprobs"], with_tokens)
+        drawn = own if completion["sampling_logprobs"] is None else take("numbers", completion["sampling_logprobs"], with_tokens)
         completion |= {"ids": take("ids", completion["ids"]), "logprobs": own, "sampling_logprobs": drawn}
-        row |= {"mask": take("mask", row["mask"], whole), "branches": [(start, prompts[n]) for start, n in row["branches"]]}
+        row |= {"mask": take("mask", row["mask"], with_tokens), "branches": [(start, prompts[n]) for start, n in row["branches"]]}
         row |= {name: prompts[row[name]] for name in ("prompt_ids", "teacher_prompt_ids")}
         rows.append(trajectory_of(row))
     return rows
@@ -154,12 +154,12 @@ def broadcast_collected(world: World, collected: Collected) -> Collected:
     return Collected(rows, [[rows[n] for n in group] for group in groups], cursor, entries)
 
 
-def fetch_tokens(world: World, rows: list[Trajectory], wanted: Sequence[Sequence[int]]) -> None:
+def fetch_tokens(world: World, rows: list[Trajectory], rows_by_rank: Sequence[Sequence[int]]) -> None:
     """On each rank, fetch the tokens of the rows with indices `wanted[rank]`, and store them in `rows`.
 
-    All ranks must call this function with the same `wanted`.
+    All ranks must call this function with the same `rows_by_rank`.
     """
-    lacks = [[i for i in places if rows[i].holders and rank not in rows[i].holders] for rank, places in enumerate(wanted)]
+    lacks = [[i for i in places if rows[i].holders and rank not in rows[i].holders] for rank, places in enumerate(rows_by_rank)]
     if not any(lacks):
         return
     parts = [pack([keep_tokens(rows[i]) for i in places if rows[i].source_rank == world.rank]) for places in lacks]
@@ -174,9 +174,9 @@ def fetch_tokens(world: World, rows: list[Trajectory], wanted: Sequence[Sequence
             rows[i] = replace(rows[i], holders=(*rows[i].holders, rank))
 
 
-def gather_rows(world: World, made: Mapping[int, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def gather_rows(world: World, rows_by_key: Mapping[int, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Send the rows of all processes to rank 0, which returns them sorted by their keys. Other ranks return their own rows."""
-    data = json.dumps(list(made.items())).encode() if world.rank else b""
+    data = json.dumps(list(rows_by_key.items())).encode() if world.rank else b""
     each = world.exchange([b"" if rank else data for rank in range(world.size)])
-    rows = [*made.items(), *(pair for part in each if part for pair in json.loads(part))]
+    rows = [*rows_by_key.items(), *(pair for part in each if part for pair in json.loads(part))]
     return [row for _, row in sorted(rows, key=lambda pair: pair[0])]

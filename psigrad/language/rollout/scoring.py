@@ -72,9 +72,9 @@ def concatenate(parts: Sequence[Samples]) -> Samples:
     return Samples(**all_of, columns=columns)
 
 
-def select(shown: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
+def select(columns: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
     """Return the columns with only the samples at these indices."""
-    return {name: [values[i] for i in indices] for name, values in shown.items()}
+    return {name: [values[i] for i in indices] for name, values in columns.items()}
 
 
 class Preparable:

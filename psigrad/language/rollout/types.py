@@ -41,14 +41,14 @@ class Prompts(Sequence[Prompt]):
         return len(self.encoded)
 
     @overload
-    def __getitem__(self, place: int) -> Prompt: ...
+    def __getitem__(self, index: int) -> Prompt: ...
     @overload
-    def __getitem__(self, place: slice) -> list[Prompt]: ...
-    def __getitem__(self, place: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(len(self)))]
-        index, ids = self.encoded[place]
-        return Prompt(index, tuple(ids), self.rows[index])
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        row, ids = self.encoded[index]
+        return Prompt(row, tuple(ids), self.rows[row])
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Dialogue(ABC):
     more: Callable[[], Mapping[int, NextTurn]] = dict
 
     @abstractmethod
-    def turns(self, wanted: Mapping[int, NextTurn]) -> Iterator[tuple[int, Completion]]:
+    def turns(self, next_turns: Mapping[int, NextTurn]) -> Iterator[tuple[int, Completion]]:
         """Sample the next turn of these episodes, and yield (episode, completion) as each turn ends."""
 
 
@@ -206,21 +206,21 @@ class RestartedDialogue(Dialogue):
         self.sampler, self.params = sampler, params
         self.contexts = [tuple(prompt) for prompt in prompts]
 
-    def turns(self, wanted: Mapping[int, NextTurn]) -> Iterator[tuple[int, Completion]]:
+    def turns(self, next_turns: Mapping[int, NextTurn]) -> Iterator[tuple[int, Completion]]:
         """Sample the next turns; see `Dialogue`. The first turns of a group have the same prompt, so they are one request."""
-        requests, owners = self._begin(wanted)
+        requests, owners = self._begin(next_turns)
         for completed in self._steps(requests, owners):
             for place, completions in completed:
                 for i, completion in zip(owners[place], completions, strict=True):
                     self.contexts[i] += completion.ids
                     yield i, completion
 
-    def _begin(self, wanted: Mapping[int, NextTurn]) -> tuple[list[Request], list[list[int]]]:
+    def _begin(self, next_turns: Mapping[int, NextTurn]) -> tuple[list[Request], list[list[int]]]:
         """Return requests for these turns, and the episodes of each request."""
         requests: list[Request] = []
         owners: list[list[int]] = []
-        for i in sorted(wanted):
-            ids, seed, restart = wanted[i]
+        for i in sorted(next_turns):
+            ids, seed, restart = next_turns[i]
             self.contexts[i] = (*(() if restart else self.contexts[i]), *ids)
             if requests and requests[-1].prompt_ids == self.contexts[i]:
                 requests[-1] = Request(self.contexts[i], (*requests[-1].seeds, seed))
@@ -409,14 +409,14 @@ class Pending(Protocol):
         ...
 
 
-def trajectory_of(held: dict[str, Any]) -> Trajectory:
+def trajectory_of(values: dict[str, Any]) -> Trajectory:
     """Return the trajectory with these fields, as read from JSON. Lists become tuples."""
-    fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in held.items()}
-    written: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in held["completion"].items()}
+    fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
+    written: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in values["completion"].items()}
     fields["completion"] = Completion(**written)
-    fields["step_rewards"] = tuple((place, reward) for place, reward in held.get("step_rewards", ()))
-    fields["cuts"] = tuple(Cut(*cut) for cut in held.get("cuts", ()))
-    branches = held.get("branches", ())
+    fields["step_rewards"] = tuple((place, reward) for place, reward in values.get("step_rewards", ()))
+    fields["cuts"] = tuple(Cut(*cut) for cut in values.get("cuts", ()))
+    branches = values.get("branches", ())
     fields["branches"] = tuple(Branch(start, tuple(ids) if isinstance(ids, list) else ids) for start, ids in branches)
     return Trajectory(**fields)
 

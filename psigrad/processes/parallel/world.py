@@ -260,10 +260,10 @@ def _make_group(device: str, size: int, minutes: float) -> None:
         dist.init_process_group(backend, rank=rank, world_size=size, timeout=limit)
 
 
-def check_equal(world: World, what: Mapping[str, str]) -> None:
-    """Raise `UserError` with the name of the value if the processes differ in one of the values of `what`."""
-    each = world.all_gather(dict(what))
-    for name in what:
+def check_equal(world: World, values: Mapping[str, str]) -> None:
+    """Raise `UserError` with the name of the value if the processes differ in one of the values of `values`."""
+    each = world.all_gather(dict(values))
+    for name in values:
         others = [rank for rank, own in enumerate(each) if own.get(name) != each[0].get(name)]
         if others:
             raise UserError(

@@ -94,19 +94,21 @@ def print_figures(values: Mapping[str, Any]) -> None:
     print_table(["", "value"], [[name.removeprefix("eval/"), show_number(value)] for name, value in values.items()])
 
 
-def print_completions(prompts: Sequence[Any], completions: Sequence[str], rewards: Sequence[float | None], most: int = 8) -> None:
-    """Print the first `most` completions with their prompts and rewards."""
+def print_completions(
+    prompts: Sequence[Any], completions: Sequence[str], rewards: Sequence[float | None], max_rows: int = 8
+) -> None:
+    """Print the first `max_rows` completions with their prompts and rewards."""
     rows = list(zip(map(prompt_text, prompts), completions, map(show_number, rewards), strict=True))
-    print_table(["prompt", "completion", "reward"], rows[:most])
+    print_table(["prompt", "completion", "reward"], rows[:max_rows])
 
 
-def print_before_and_after(run: RunData | str | Path, console: Console | None = None, most: int = 6) -> None:
+def print_before_and_after(run: RunData | str | Path, console: Console | None = None, max_rows: int = 6) -> None:
     """Print completions of the same held-out prompts at the first and the last evaluation; changed rewards come first."""
     run = run if isinstance(run, RunData) else load(run)
     rows, steps = run.compared, sorted({*list(run.samples)[:1], *list(run.samples)[-1:]})
     cells = [
         [row[steps[0]].prompt, *(cell for s in steps for cell in (row[s].completion, show_number(row[s].reward)))]
-        for row in rows[:most]
+        for row in rows[:max_rows]
     ]
     if cells:
         print_table(["prompt", *(head for step in steps for head in (f"step {step}", ""))], cells, console)

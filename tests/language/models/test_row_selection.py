@@ -37,7 +37,7 @@ def inputs(kinds: int):
 
 def run(model, forward, wanted):
     """(hidden states, gradient of a weighted sum of them) of the tokens wanted, None for all."""
-    hidden = model.forward(forward.input_ids, forward.position_ids, forward.layout, wanted=wanted)
+    hidden = model.forward(forward.input_ids, forward.position_ids, forward.layout, target_rows=wanted)
     return hidden, lambda weights: torch.autograd.grad(
         (hidden.double() * weights).sum(), list(model.trainable().values()), allow_unused=True
     )

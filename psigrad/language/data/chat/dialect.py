@@ -280,27 +280,27 @@ def describe_rewrites(messages: Sequence[Message], tools: Any, dialect: Dialect)
     return [note for note, holds in notes.items() if holds]
 
 
-def _assistant(said: Message, dialect: Dialect) -> Message:
-    thought = next((said[name] for name in REASONING if said.get(name)), "")
-    if not thought and dialect.reasoning != "content" and (found := THOUGHT.match(str(said.get("content") or ""))):
+def _assistant(message: Message, dialect: Dialect) -> Message:
+    thought = next((message[name] for name in REASONING if message.get(name)), "")
+    if not thought and dialect.reasoning != "content" and (found := THOUGHT.match(str(message.get("content") or ""))):
         # Move the thought to its field: a template that renders the field may render tags in the content as plain text.
-        said = {**said, "reasoning_content": found[1].strip("\n"), "content": said["content"][found.end() :]}
+        message = {**message, "reasoning_content": found[1].strip("\n"), "content": message["content"][found.end() :]}
     if thought and dialect.reasoning == "content":
-        said = {name: value for name, value in said.items() if name not in REASONING}
-        said["content"] = THINK.format(thought.strip("\n")) + said.get("content", "")
-    if not (calls := said.get("tool_calls")):
-        return said
+        message = {name: value for name, value in message.items() if name not in REASONING}
+        message["content"] = THINK.format(thought.strip("\n")) + message.get("content", "")
+    if not (calls := message.get("tool_calls")):
+        return message
     if dialect.calls == "hermes":
         texts = [json.dumps({key: call["function"][key] for key in ("name", "arguments")}, ensure_ascii=False) for call in calls]
-        content = "\n".join([*filter(None, [said.get("content")]), *(f"<tool_call>\n{text}\n</tool_call>" for text in texts)])
-        return {**{name: value for name, value in said.items() if name != "tool_calls"}, "content": content}
+        content = "\n".join([*filter(None, [message.get("content")]), *(f"<tool_call>\n{text}\n</tool_call>" for text in texts)])
+        return {**{name: value for name, value in message.items() if name != "tool_calls"}, "content": content}
     if dialect.calls == "text":
         functions = [call["function"] for call in calls]
         texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
-        said["tool_calls"] = [
+        message["tool_calls"] = [
             {**call, "function": {**function, "arguments": text}}
             for call, function, text in zip(calls, functions, texts, strict=True)
         ]
-    if not said.get("content"):
-        said["content"] = dialect.empty
-    return said
+    if not message.get("content"):
+        message["content"] = dialect.empty
+    return message

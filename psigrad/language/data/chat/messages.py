@@ -28,28 +28,28 @@ def drop_nulls(value: Any) -> Any:
     return [drop_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def read_message(message: Mapping[str, Any], where: str, fail: Fail) -> Message:
+def read_message(message: Mapping[str, Any], path: str, fail: Fail) -> Message:
     """Return a message without nulls, with its content as one string.
 
     Its tool calls are {"type", "function": {"name", "arguments"}} with an object of arguments.
     """
     read: Message = drop_nulls(message)
     if isinstance(read.get("content"), list):
-        read["content"] = join_parts(read["content"], f"{where}.content", fail)
+        read["content"] = join_parts(read["content"], f"{path}.content", fail)
     for name in (name for name in WEIGHTS if name in read):
         if read[name] not in (0, 1):
-            fail(f"{where}.{name}", f"is {read[name]!r}; a turn is trained (1 or true) or not (0 or false)")
+            fail(f"{path}.{name}", f"is {read[name]!r}; a turn is trained (1 or true) or not (0 or false)")
         if read[name] and read.get("role") != "assistant":
-            fail(f"{where}.{name}", f"is {read[name]!r} in the turn of another role; only the assistant's turns are trained")
+            fail(f"{path}.{name}", f"is {read[name]!r} in the turn of another role; only the assistant's turns are trained")
     for name in (name for name in REASONING if not isinstance(read.get(name, ""), str)):
-        fail(f"{where}.{name}", f"is {read[name]!r}; what was thought must be a string")
+        fail(f"{path}.{name}", f"is {read[name]!r}; what was thought must be a string")
     calls = read.get("tool_calls")
     if calls == []:
         del read["tool_calls"]
     elif calls is not None:
         if read.get("role") != "assistant" or not isinstance(calls, list):
-            fail(f"{where}.tool_calls", "must be a list, in an assistant's message")
-        read["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]", fail) for i, call in enumerate(calls)]
+            fail(f"{path}.tool_calls", "must be a list, in an assistant's message")
+        read["tool_calls"] = [_call(call, f"{path}.tool_calls[{i}]", fail) for i, call in enumerate(calls)]
     return read
 
 
@@ -115,7 +115,7 @@ def order_answers(messages: list[Message]) -> list[Message]:
     return ordered
 
 
-def join_parts(parts: list[Any], where: str, fail: Fail) -> str:
+def join_parts(parts: list[Any], path: str, fail: Fail) -> str:
     """Return the text of content parts. A part without a type is text if it has a text."""
     texts = []
     for i, part in enumerate(parts):
@@ -123,27 +123,27 @@ def join_parts(parts: list[Any], where: str, fail: Fail) -> str:
         kind, text = (part.get("type") or "text", part.get("text")) if isinstance(part, Mapping) else (type(part).__name__, None)
         if kind != "text":
             images = "images are not read here" if "image" in str(kind) else "leave out sound and video"
-            fail(f"{where}[{i}]", f"is of type {kind!r}; psigrad trains on text and images, and {images}")
+            fail(f"{path}[{i}]", f"is of type {kind!r}; psigrad trains on text and images, and {images}")
         if not isinstance(text, str):
-            fail(f"{where}[{i}]", "has no text")
+            fail(f"{path}[{i}]", "has no text")
         texts.append(text)
     return "".join(texts)
 
 
-def _call(call: object, where: str, fail: Fail) -> Message:
+def _call(call: object, path: str, fail: Fail) -> Message:
     """Return a tool call in OpenAI's form. Its arguments may be an object, or JSON text of one, as OpenAI sends them."""
-    made = dict(call) if isinstance(call, Mapping) else fail(where, "must be an object with 'function'")
+    made = dict(call) if isinstance(call, Mapping) else fail(path, "must be an object with 'function'")
     function = made.pop("function", None)
     if function is None:  # the short form, {"name", "arguments"}
         function = {key: made.pop(key) for key in ("name", "arguments") if key in made}
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-        fail(f"{where}.function", "must be an object with the 'name' of a function and its 'arguments'")
+        fail(f"{path}.function", "must be an object with the 'name' of a function and its 'arguments'")
     arguments = {} if function.get("arguments") in (None, "") else function["arguments"]
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except ValueError as error:
-            fail(f"{where}.function.arguments", f"is a string that is not JSON ({error}); give an object")
+            fail(f"{path}.function.arguments", f"is a string that is not JSON ({error}); give an object")
     if not isinstance(arguments, Mapping):
-        fail(f"{where}.function.arguments", f"is {arguments!r}; it must be an object with the arguments by name")
+        fail(f"{path}.function.arguments", f"is {arguments!r}; it must be an object with the arguments by name")
     return {"type": "function", **made, "function": {**function, "arguments": dict(arguments)}}

@@ -122,9 +122,9 @@ def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str
     return text, [[place + sum(more for at, more in moves if at < place) for place in span] for span in rendered[1][0]]
 
 
-def row_error(row: Row, what: str, why: str) -> RowError:
+def row_error(row: Row, path: str, why: str) -> RowError:
     """Return an error for a row that the template cannot render. It names the file, the line and the path in the row."""
-    return RowError(BadRow(row.source, row.raw_path(what), why))
+    return RowError(BadRow(row.source, row.raw_path(path), why))
 
 
 def reject_placeholder(tokenizer: PreTrainedTokenizerBase, row: Row, *texts: Any) -> None:

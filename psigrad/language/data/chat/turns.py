@@ -229,17 +229,17 @@ def _find_last_turn(conversation: Conversation, messages: Sequence[Message], bef
     return text[len(head) :] if opener and head.endswith(opener) and stem.endswith(lead) and text.startswith(head) else None
 
 
-def _continue_thought(conversation: Conversation, said: Message, before: str, text: str, place: int) -> tuple[str, str]:
+def _continue_thought(conversation: Conversation, message: Message, before: str, text: str, index: int) -> tuple[str, str]:
     """Return the text before a turn, and the text up to its end, if the generation prompt opens a thought.
 
     The template leaves that thought out or writes it differently once the turn is there.
     """
-    opened, thought = OPEN.search(before), _thought_of(said)
+    opened, thought = OPEN.search(before), _thought_of(message)
     tail = "" if opened is None else text[opened.start() :]
     begins = opened is not None and tail.startswith(opened.group(1))
     if opened is None or not text.startswith(before[: opened.start()]) or (thought and thought in tail and not begins):
         why = (
-            f"the chat template renders the generation prompt of message {place} (assistant) differently when it is there, "
+            f"the chat template renders the generation prompt of message {index} (assistant) differently when it is there, "
             "so no context is known in which the turn would be sampled; give the template the arguments under which it would be "
             "(chat_template_kwargs, as enable_thinking), or use another"
         )
@@ -252,10 +252,10 @@ def _continue_thought(conversation: Conversation, said: Message, before: str, te
     return before, f"{before}{thought}\n{_CLOSES[opened.group(1)]}{tail}"
 
 
-def _thought_of(said: Message) -> str:
+def _thought_of(message: Message) -> str:
     """Return the thought before the answer, given as a field or in <think> tags."""
-    found = _THOUGHT.match(str(said.get("content", "")))
-    return str(next((said[name] for name in REASONING if said.get(name)), found.group(1) if found else "")).strip("\n")
+    found = _THOUGHT.match(str(message.get("content", "")))
+    return str(next((message[name] for name in REASONING if message.get(name)), found.group(1) if found else "")).strip("\n")
 
 
 def check_rendered(
@@ -301,7 +301,7 @@ def _pieces(message: Message, thoughts: bool) -> Iterator[tuple[str, str]]:
         yield from (("tool_calls", value) for value in [function["name"], *values] if value)
 
 
-def _without(messages: Sequence[Message], place: int, name: str, piece: str) -> list[Message]:
+def _without(messages: Sequence[Message], index: int, name: str, piece: str) -> list[Message]:
     """Return the messages without the text of one field."""
 
     def cut(value: Any) -> Any:
@@ -311,13 +311,13 @@ def _without(messages: Sequence[Message], place: int, name: str, piece: str) -> 
             return {key: cut(inner) for key, inner in value.items()}
         return [cut(inner) for inner in value] if isinstance(value, list) else value
 
-    return [{**m, name: cut(m[name])} if i == place else m for i, m in enumerate(messages)]
+    return [{**m, name: cut(m[name])} if i == index else m for i, m in enumerate(messages)]
 
 
-def _missing_error(row: Row, place: int, name: str, value: Any) -> Exception:
+def _missing_error(row: Row, index: int, name: str, value: Any) -> Exception:
     # The place uses the row's own columns: in messages, or in the completion after the prompt.
     count = len(row.prompt) if isinstance(row.prompt, list) else 0
-    column, at = ("messages", place) if row.messages else ("prompt", place) if place < count else ("completion", place - count)
+    column, at = ("messages", index) if row.messages else ("prompt", index) if index < count else ("completion", index - count)
     reason = (
         f"is left out by the chat template ({show(value)} is nowhere in the turn); leave the field out of the row, or use a "
         "template that shows it"

@@ -248,32 +248,32 @@ class CacheHit:
         self._rows, self._parts = rows, slabs[0].layout
         self._slabs, self._where = slabs, torch.stack([slab.addresses() for slab in slabs], dim=2)
 
-    def output(self, index: int, wanted: Tensor | None = None) -> Tensor:
-        """Return the output [W, E] of the layer `index` at the tokens `wanted` [W]; at all tokens if that is None."""
-        return self._gather([(index, 0, self._of(wanted))])[0]
+    def output(self, index: int, target_rows: Tensor | None = None) -> Tensor:
+        """Return the output [W, E] of the layer `index` at the tokens `target_rows` [W]; at all tokens if that is None."""
+        return self._gather([(index, 0, self._of(target_rows))])[0]
 
-    def saved_for_backward(self, index: int, wanted: Tensor | None = None) -> tuple[Tensor | None, list[Tensor]]:
+    def saved_for_backward(self, index: int, target_rows: Tensor | None = None) -> tuple[Tensor | None, list[Tensor]]:
         """Return the tensors for a layer's backward pass: its input (None for the first layer), and those of `Layer.forward`.
 
-        Tensors that depend on attention's output row by row have only the rows of the tokens `wanted`.
+        Tensors that depend on attention's output row by row have only the rows of the tokens `target_rows`.
         """
-        some, parts = self._of(wanted), range(1, len(self._parts.kinds))
+        some, parts = self._of(target_rows), range(1, len(self._parts.kinds))
         asked = [(index, part, some if part >= FIRST_PART_AFTER_ATTENTION else self._rows) for part in parts]
         if index == 0:
             return None, self._gather(asked)
         x, *own = self._gather([(index - 1, 0, self._rows), *asked])
         return x, own
 
-    def _gather(self, wanted: list[tuple[int, int, Tensor]]) -> list[Tensor]:
+    def _gather(self, target_rows: list[tuple[int, int, Tensor]]) -> list[Tensor]:
         """Return a tensor for each (layer, index of the tensor in `Layer.kinds`, rows of the cache)."""
-        kinds = [self._parts.kinds[part] for _, part, _ in wanted]
-        out = [torch.empty(len(rows), width, dtype=kind) for (*_, rows), (width, kind) in zip(wanted, kinds, strict=True)]
-        layers, parts = zip(*((layer, part) for layer, part, _ in wanted), strict=True)
-        native().gather(out, self._where[layers, parts], [rows for *_, rows in wanted], SLAB)
+        kinds = [self._parts.kinds[part] for _, part, _ in target_rows]
+        out = [torch.empty(len(rows), width, dtype=kind) for (*_, rows), (width, kind) in zip(target_rows, kinds, strict=True)]
+        layers, parts = zip(*((layer, part) for layer, part, _ in target_rows), strict=True)
+        native().gather(out, self._where[layers, parts], [rows for *_, rows in target_rows], SLAB)
         return out
 
-    def _of(self, wanted: Tensor | None) -> Tensor:
-        return self._rows if wanted is None else self._rows.index_select(0, wanted)
+    def _of(self, target_rows: Tensor | None) -> Tensor:
+        return self._rows if target_rows is None else self._rows.index_select(0, target_rows)
 
 
 def versions(weights: Iterable[Tensor]) -> list[Version]:

@@ -149,9 +149,9 @@ class Decoder:
         layout: FusedLayout,
         keep: ActivationCache | None = None,
         cached: CacheHit | None = None,
-        wanted: Tensor | None = None,
+        target_rows: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states [B, S, E] of ids and positions [B, S], or only those [M, E] of the tokens `wanted` [M].
+        """Return the hidden states [B, S, E] of ids and positions [B, S], or only those [M, E] of the tokens `target_rows` [M].
 
         If no gradient is enabled, the layers' activations are added to `keep`. With `cached` activations the layers do not run.
         """
@@ -161,7 +161,7 @@ class Decoder:
             if 2 * len(distinct) <= len(ids):
                 ids, inputs = distinct, places
         # `keep` needs the output of every token.
-        outputs, back = (None, None) if wanted is None or keep is not None else wanted.unique(return_inverse=True)
+        outputs, back = (None, None) if target_rows is None or keep is not None else target_rows.unique(return_inverse=True)
         selection = [_WHOLE] * len(self.layers)
         if inputs is not None:
             selection[0] = replace(selection[0], input_rows=inputs)
@@ -185,7 +185,7 @@ class Decoder:
         x = x.to(self.stored)
         if back is not None:
             return x.index_select(0, back)
-        return x.view(*input_ids.shape, -1) if wanted is None else x.index_select(0, wanted)
+        return x.view(*input_ids.shape, -1) if target_rows is None else x.index_select(0, target_rows)
 
     def _with_weights(self, layer: Layer, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Return `run(x)`. If weights are sharded, run it in the forward pass of the layer's module, which gathers them."""

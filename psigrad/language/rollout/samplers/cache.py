@@ -443,5 +443,5 @@ def prefill(
         shifts = on_device([model.vision.shift(ids) for ids in prompts], model.device)
     assert isinstance(inputs.layout, PackedLayout) and inputs.prefix_ends is not None
     layout = cache.prefill(inputs.layout, copies, shifts)
-    hidden = model.forward(inputs.input_ids, inputs.position_ids, layout, keep, wanted=inputs.prefix_ends)
+    hidden = model.forward(inputs.input_ids, inputs.position_ids, layout, keep, target_rows=inputs.prefix_ends)
     return model.head(hidden, cache.exact).index_select(0, copies)

@@ -85,16 +85,16 @@ class CachedDialogue(Dialogue):
         """The number of tokens computed by prefills so far."""
 
     @torch.inference_mode()
-    def turns(self, wanted: Mapping[int, NextTurn]) -> Iterator[tuple[int, Completion]]:
+    def turns(self, next_turns: Mapping[int, NextTurn]) -> Iterator[tuple[int, Completion]]:
         """Sample the next turn of these episodes with the cached keys and values; see `Dialogue`."""
         self.model.switch(training=False)
         unread = {}
-        for i, (ids, _, restart) in wanted.items():
+        for i, (ids, _, restart) in next_turns.items():
             # The last token of the previous turn was drawn but never read.
             unread[i] = [*self.contexts[i][-1:], *ids]
             self.contexts[i] = [*([] if restart else self.contexts[i]), *ids]
             self.cached[i] &= not restart
-        live = sorted(wanted)
+        live = sorted(next_turns)
         longest, total = max(map(len, unread.values())), sum(len(self.contexts[i]) for i in live)
         vision = self.model.vision
         whole = vision is not None and (vision.axes or vision.two_way)  # such an image must be read in one pass
@@ -103,7 +103,7 @@ class CachedDialogue(Dialogue):
         if not restart:
             live = sorted(live, key=lambda i: self.prompt[i])
             self.cache.select_slots(self.prompt[live], self.lengths[live], self.slots[live])
-        turn = _Turn(self, live, {i: one.seed for i, one in wanted.items()})
+        turn = _Turn(self, live, {i: one.seed for i, one in next_turns.items()})
         if restart:
             turn.write(self._prefill(live), np.arange(len(live)))
         yield from turn.decode(self.cache, {} if restart else unread)
@@ -149,14 +149,14 @@ class _Turn:
                 self.write(logits, drawing)
                 yield from self._pop_ended()
 
-    def write(self, logits: torch.Tensor, places: np.ndarray) -> None:
-        """Draw and record a token for the rows with the indices `places`, and remove the rows that end their turn."""
-        dialogue, rows = self.dialogue, self.rows[places]
+    def write(self, logits: torch.Tensor, indices: np.ndarray) -> None:
+        """Draw and record a token for the rows with these indices, and remove the rows that end their turn."""
+        dialogue, rows = self.dialogue, self.rows[indices]
         counts = np.array([len(self.ids[i]) for i in rows])
         drawn = draw(logits, dialogue.params, np.array([self.seeds[i] for i in rows], dtype=np.uint64), counts)
         columns = (drawn.ids.tolist(), drawn.logprobs.tolist(), drawn.sampling_logprobs.tolist())
         ended = np.zeros(len(self.rows), dtype=bool)
-        for place, i, token, logp, sampling in zip(places, rows.tolist(), *columns, strict=True):
+        for place, i, token, logp, sampling in zip(indices, rows.tolist(), *columns, strict=True):
             self.ids[i].append(token)
             self.logprobs[i].append(logp)
             self.sampling_logprobs[i].append(sampling)

@@ -90,13 +90,13 @@ def _part(trajectory: Trajectory, name: str) -> float:
     return math.nan if part is None else float(part)
 
 
-def micro_batches(batch: Batch, wanted: Tensor, budget: int, ranks: int = 1) -> list[MicroBatch]:
-    """Return forward passes of at most `budget` tokens over the rows where `wanted` [N] is True.
+def micro_batches(batch: Batch, row_mask: Tensor, budget: int, ranks: int = 1) -> list[MicroBatch]:
+    """Return forward passes of at most `budget` tokens over the rows where `row_mask` [N] is True.
 
     A group's prompt is computed once. For several `ranks`, which take passes in turn, all passes have about equally many tokens.
     """
     group = batch.group.tolist()
-    rows = [i for i, asked in enumerate(wanted.tolist()) if asked]
+    rows = [i for i, asked in enumerate(row_mask.tolist()) if asked]
     groups = [list(members) for _, members in itertools.groupby(rows, lambda i: group[i])]
     prompts = [batch.inputs[members[0]].prompt_ids for members in groups]
     sizes = [[_size(batch.inputs[i], shared) for i in members] for members, shared in zip(groups, prompts, strict=True)]
@@ -109,12 +109,12 @@ def _size(trajectory: Trajectory, shared: Sequence[int]) -> int:
     return len(trajectory.completion.ids) + own
 
 
-def assign_micro_batches(world: World, batch: Batch, wanted: Tensor, budget: int) -> list[tuple[MicroBatch, float]]:
+def assign_micro_batches(world: World, batch: Batch, row_mask: Tensor, budget: int) -> list[tuple[MicroBatch, float]]:
     """Return this process's micro-batches with their weights: 1, or 0 for one that only keeps step with other processes.
 
     The tokens of their rows are fetched from the processes that have them.
     """
-    micros = micro_batches(batch, wanted, budget, num_teams(world))
+    micros = micro_batches(batch, row_mask, budget, num_teams(world))
     if world.size > 1:
         shares = [shard(world, micros, rank) for rank in range(world.size)]
         fetch_tokens(world, batch.inputs, [[i for micro, _ in share for members in micro for i in members] for share in shares])
@@ -195,16 +195,16 @@ def compute_by_row(
     batch: Batch,
     budget: int,
     of: Callable[[Groups], Tensor],
-    wanted: Tensor | None = None,
+    row_mask: Tensor | None = None,
     world: World = ALONE,
     inputs: Callable[[Batch, MicroBatch], Groups] = inputs_of,
 ) -> Tensor:
-    """Return [N, T], computed by `of` in micro-batches of `budget` tokens over the `wanted` rows, or all; 0 elsewhere.
+    """Return [N, T], computed by `of` in micro-batches of `budget` tokens over the `row_mask` rows, or all; 0 elsewhere.
 
     Each process of the world computes its share, and all get the result.
     """
     out = torch.zeros_like(batch.logp_old)
-    for micro, weight in assign_micro_batches(world, batch, batch.present.cpu() if wanted is None else wanted, budget):
+    for micro, weight in assign_micro_batches(world, batch, batch.present.cpu() if row_mask is None else row_mask, budget):
         part = of(inputs(batch, micro))
         if weight and world.rank % world.division.team == 0:  # a team that computes one share together counts once
             out[rows_of(micro).to(out.device)] = to_rows(part.to(out.dtype), batch, micro)

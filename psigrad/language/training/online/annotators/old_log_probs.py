@@ -101,7 +101,8 @@ class OldLogProbs(Annotator):
             some = torch.zeros(len(batch.mask), dtype=torch.bool)
             some[present[(torch.arange(size) + count * size) % len(present)]] = True
             rows = some.to(batch.mask.device)
-            self.gap.add(compute_log_probs(model, batch, budget, temperature, wanted=some, world=world)[rows], batch.select(rows))
+            again = compute_log_probs(model, batch, budget, temperature, row_mask=some, world=world)
+            self.gap.add(again[rows], batch.select(rows))
         if enough:
             return batch
         again = compute_log_probs(model, batch, budget, temperature, cache=cache, world=world)
@@ -149,8 +150,8 @@ def compute_log_probs(
     temperature: float,
     *,
     cache: ActivationCache | None = None,
-    wanted: Tensor | None = None,
+    row_mask: Tensor | None = None,
     world: World = ALONE,
 ) -> Tensor:
-    """Return [N, T] log-probs under `model` of all rows, or of the `wanted` [N] ones, in passes of `budget` tokens."""
-    return compute_by_row(batch, budget, lambda x: model.evaluate(x, temperature=temperature, cache=cache).logp, wanted, world)
+    """Return [N, T] log-probs under `model` of all rows, or of those in `row_mask` [N], in passes of `budget` tokens."""
+    return compute_by_row(batch, budget, lambda x: model.evaluate(x, temperature=temperature, cache=cache).logp, row_mask, world)
