@@ -150,7 +150,7 @@ def _policy(work: Workload, path: str, dtype: str, device: str) -> LanguageModel
     torch.manual_seed(0)  # fresh adapters are those of TRL's process
     again = work.gradient_checkpointing
     model = language_model.load(path, dtype=dtype, device=device, lora=lora, base=base, gradient_checkpointing=again)
-    model.balance = balance_of(model.network, None)
+    model.load_balancing = balance_of(model.network, None)
     return model
 
 

@@ -91,7 +91,7 @@ def _locate(config: T) -> T:
 
 
 def _add_device_defaults(cls: type[Any], values: dict[str, Any]) -> None:
-    """Add to `values` the defaults for the run's type of device (`On`) of all settings that were not given."""
+    """Add to `values` the defaults for the run's type of device (`DeviceDefault`) of all settings that were not given."""
     table = device_defaults(cls, "cuda")
     asked = str(value_below(cls, values, "run.device")) if table else ""
     if not (asked.startswith("cuda") or (asked == "auto" and has_cuda())):

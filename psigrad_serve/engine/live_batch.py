@@ -144,7 +144,7 @@ class LiveBatch:
 
 
 def _top(logits: torch.Tensor, params: SamplingParams, most: int) -> tuple[list[list[float]], list[list[int]]]:
-    """Return the log-probs of the most probable tokens, like `Drawn.logprobs`, and their ids."""
+    """Return the log-probs of the most probable tokens, like `DrawnTokens.logprobs`, and their ids."""
     best = _log_probs(logits, params).topk(min(most, logits.shape[-1]), dim=-1)
     return best.values.tolist(), best.indices.tolist()
 

@@ -194,7 +194,7 @@ def test_gradients_of_several_passes_are_summed_in_float32(optim):
     losses = [lambda s=s: s * p["weight"].float().sum() for s in scales]
     norm = optimizer.step(losses, 1e-3)
     assert norm == pytest.approx(1.5 * math.sqrt(64 * 80), rel=1e-3)
-    stepped = p["weight"] if optimizer.weights["weight"].uncopied else optimizer.masters["weight"]
+    stepped = p["weight"] if optimizer.weights["weight"].no_master else optimizer.masters["weight"]
     assert float(stepped.detach().float().mean()) == pytest.approx(0.999, abs=2e-4)
 
 

@@ -51,7 +51,7 @@ class Row:
     `completion` alone, which is plain text to model as a whole (TRL's `text`); `prompt`, `completion` (the chosen one) and
     `rejected` (preference); `prompt`, `completion` and `label` (unpaired-preference); `prompt`, `steps` and their `labels`
     (stepwise). `columns` holds all other columns, which reward functions receive. `plain_prompt` is set if a text prompt was
-    converted for the model (`as_turns`). It is the original prompt, which reward functions receive and which is displayed.
+    converted for the model (`to_turns`). It is the original prompt, which reward functions receive and which is displayed.
     """
 
     source: str

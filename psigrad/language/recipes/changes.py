@@ -14,7 +14,9 @@ R = TypeVar("R")
 
 
 def change_settings(run: R, changes: Mapping[str, Any]) -> R:
-    """Return a run (`Online` or `Offline`) with these settings changed. Raises `UserError` for a name that is not a number."""
+    """Return a run (`OnlineRun` or `OfflineRun`) with these settings changed. Raises `UserError` for a name that is not a
+    number.
+    """
     made: Any = run
     for name, value in changes.items():
         head, _, rest = name.partition(".")

@@ -295,7 +295,7 @@ class Asked:
     """A task that remembers which rows each step asked for."""
 
     name = "rows"
-    model = SimpleNamespace(balance=None, masks=DropoutMasks())
+    model = SimpleNamespace(load_balancing=None, dropout_masks=DropoutMasks())
 
     def __init__(self, weight):
         self.weight, self.asked = weight, []
