@@ -96,7 +96,7 @@ def test_an_engine_on_the_cluster_has_room_for_the_runs_longest_text(monkeypatch
     for gpus, given, share in ((1.0, 0.4, 0.8), (0.5, 0.4, 0.4), (1.0, 0.6, 0.6)):
         sampling, placement = Sampling(sampler="vllm", vllm_memory=given), Placement(cluster="auto", sampler_gpus=gpus)
         config, journal = OnlineConfig(sampling=sampling, placement=placement), SimpleNamespace(world=ALONE)
-        with finish.sampler_of(config, SimpleNamespace(root=None), journal, longest=321):
+        with finish.sampler_of(config, SimpleNamespace(shard_root=None), journal, longest=321):
             assert made.pop() == ("cpu", share, {"longest": 321})
 
 

@@ -88,7 +88,7 @@ def test_an_engine_that_slept_wakes_weights_first_and_its_cache_last(asleep, mon
 
 def test_the_room_of_a_text_is_the_runs():
     config = OnlineConfig(sampling=Sampling(max_completion_length=100))
-    prepared = SimpleNamespace(made=[(0, [1] * 7), (1, [1] * 30)])
+    prepared = SimpleNamespace(items=[(0, [1] * 7), (1, [1] * 30)])
     held_out = SimpleNamespace(prompts=[SimpleNamespace(ids=(1,) * 41)])
     assert longest_of(config, prepared, None) == 130 and longest_of(config, prepared, held_out) == 141
     assert longest_of(OnlineConfig(tools=("x",)), prepared, None) == 0

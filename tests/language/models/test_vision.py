@@ -111,7 +111,7 @@ def test_log_probs_are_those_of_each_sequence_alone(family, made):
 @pytest.mark.parametrize(("family", "kind"), [("gemma3", Blocks), ("qwen3_vl", Grid), ("qwen3_5", Grid)])
 def test_negative_control_causal_images_and_flat_positions_are_noticed(family, kind, made, monkeypatch):
     _, model, *_, groups = found = made(family)
-    monkeypatch.setattr(kind, "place", lambda self, inputs: inputs)
+    monkeypatch.setattr(kind, "apply_layout", lambda self, inputs: inputs)
     with torch.no_grad():
         gap = flat(model.evaluate(groups).logp, groups.completions) - one_by_one(found, groups.completions)
     assert float(gap[:4].abs().max()) < 1e-5 < 1e-2 < float(gap.abs().max())  # the first prompt has no image
