@@ -118,7 +118,7 @@ def test_control_seeds_that_count_who_came_before_give_other_episodes(models, mo
 def test_control_the_log_probs_of_sampling_depend_on_the_company_in_their_last_bits(models, monkeypatch):
     monkeypatch.setattr(played_episodes, "settle", lambda sampler, made, params: made)
     monkeypatch.setattr(models["gpt2"].module_kernels, "on", False)  # products of psigrad's kernels depend on no other row
-    monkeypatch.setattr(models["gpt2"], "parts", None)
+    monkeypatch.setattr(models["gpt2"], "module_kernels", None)
     found = [go(models["gpt2"], Paced(Counted, seed)) for seed in range(4)]
     assert [t.completion.ids for t in found[0]] == [t.completion.ids for t in found[1]]
     assert any(
