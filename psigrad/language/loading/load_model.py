@@ -111,7 +111,7 @@ class SavedWeights:
         if checkpoint is None:
             return cls()
         place = checkpoint / part
-        return cls(shards=place) if shards.has_shards(place) else cls(whole=place)
+        return cls(shards=place) if shards.has_shards(place) else cls(full=place)
 
 
 def _prepare_given(

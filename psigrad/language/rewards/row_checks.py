@@ -51,7 +51,7 @@ def row_faults(specs: Sequence[RewardSpec], rows: Sequence[Samples], **settings:
             return scoring.faults()
     faults: list[str] = []
     for some in rows:
-        given = [[f"{check.name}: {why}" if why else "" for why in check.function(**some.shown)] for check in checks]
+        given = [[f"{check.name}: {why}" if why else "" for why in check.function(**some.arguments)] for check in checks]
         faults += [next(filter(None, of_row), "") for of_row in zip(*given, strict=True)] if given else [""] * len(some)
     return faults
 
