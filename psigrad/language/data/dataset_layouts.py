@@ -114,7 +114,7 @@ def to_raw_path(raw: Mapping[str, Any], row: Mapping[str, Any], column: str) -> 
 
 
 def to_raw_paths(raw: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the value of `Row.places`, which maps the columns of a translated row to those of the raw row."""
+    """Return the value of `Row.raw_paths`, which maps the columns of a translated row to those of the raw row."""
     found: dict[str, list[Any]] = {}
     # the prompt is the common beginning of both answers
     split = row.get("prompt") is None and isinstance(row.get("chosen"), list)

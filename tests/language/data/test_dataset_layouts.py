@@ -453,7 +453,7 @@ def test_so_is_what_the_chat_template_refuses_later(
     form: str, raw: dict[str, Any], at: str, plain_chatml: PreTrainedTokenizerFast
 ) -> None:
     (row,) = from_rows([raw], form).rows
-    assert unpack_row(pack_row(row)[0], []).places == row.places, "rows that are kept know it too"
+    assert unpack_row(pack_row(row)[0], []).raw_paths == row.raw_paths, "rows that are kept know it too"
     with pytest.raises(RowError, match=re.escape(f"rows:1: column '{at}' is left out by the chat template")):
         encode_pair(plain_chatml, row) if form == "preference" else examples(plain_chatml, row)
 

@@ -98,13 +98,13 @@ def test_two_experts_and_three_tokens_by_hand():
     balance = LoadBalancing(3.0, 1)
     logits = torch.tensor([[3.0, 1.0], [3.0, 1.0], [1.0, 3.0]]).log().requires_grad_()
     made, own = type("Made", (), {"router_logits": (logits,)}), Loss(torch.tensor(1.0), {"loss": torch.tensor(1.0)})
-    balance.see(made)
+    balance.compute(made)
     loss = balance.add_to(own, 2)
     assert float(loss.value.detach()) == pytest.approx(1 + 3 * 19 / 18 / 2) == float(loss.terms["loss"])
     assert float(loss.terms["aux_loss"]) == pytest.approx(19 / 18 / 2)
     assert balance.add_to(own, 2) is own, "it is counted once"
     with torch.no_grad():
-        balance.see(made)
+        balance.compute(made)
         assert balance.asked == {}
     assert balance.add_to(own, 2) is own and balance.asked == {"output_router_logits": True}
 

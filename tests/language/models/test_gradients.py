@@ -126,7 +126,7 @@ def test_a_half_precision_heads_gradient_is_that_of_the_whole(entropy, monkeypat
         exact = (F.one_hot(ids, 30) - pi).t() @ hidden.double()
     with in_place(own := Sums()):
         token_stats(hidden, ids, head, 30, TokenStatsRequest(entropy=entropy)).logp.sum().backward()
-    found = own.wide.get(head.weight, head.weight.grad)
+    found = own.float32.get(head.weight, head.weight.grad)
     assert float((found.double() - exact).norm() / exact.norm()) < 0.005
     if entropy:  # negative control: autograd's own sum of the same chunks
         monkeypatch.setattr(gradients, "wide_sums_for", lambda weight: None)
