@@ -105,7 +105,7 @@ def test_two_experts_and_three_tokens_by_hand():
     assert balance.add_to(own, 2) is own, "it is counted once"
     with torch.no_grad():
         balance.compute(made)
-        assert balance.asked == {}
+        assert balance.forward_arguments == {}
     assert balance.add_to(own, 2) is own and balance.asked == {"output_router_logits": True}
 
 
