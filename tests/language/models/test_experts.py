@@ -106,7 +106,7 @@ def test_two_experts_and_three_tokens_by_hand():
     with torch.no_grad():
         balance.compute(made)
         assert balance.forward_arguments == {}
-    assert balance.add_to(own, 2) is own and balance.asked == {"output_router_logits": True}
+    assert balance.add_to(own, 2) is own and balance.forward_arguments == {"output_router_logits": True}
 
 
 @pytest.mark.parametrize("packed", [True, False])
