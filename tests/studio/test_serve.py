@@ -66,7 +66,7 @@ def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch, capsys
         (["/nowhere/at/all"], "does not exist"),
         (["a", "b"], "takes one"),
         (["--port", "99999"], "expected 1 to 65535"),
-        (["--port", "x"], "invalid int value"),
+        (["--port", "x"], "expected a whole number"),
         (["--opne"], "no flag --opne"),
         (["--allow-host", "http://labels.example.org"], "without http://"),
         (["--allow-host", "a b"], "is not a name"),
