@@ -341,7 +341,7 @@ def written(text: str, sight: Sight | None) -> tuple[str, list[Picture]]:
         return text, []
     if sight is None:
         raise UserError(
-            "The prompt has an image, and the model reads text alone; give a vision-language model with its processor."
+            "A prompt has an image, and the model reads text alone; give a vision-language model with its processor."
         )
     return MARK.sub(lambda mark: sight.expand(picture(mark[1])), text), found
 
