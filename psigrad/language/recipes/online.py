@@ -18,7 +18,7 @@ from psigrad.language.episodes.players import Player, collector_of
 from psigrad.language.episodes.seats import Games
 from psigrad.language.episodes.tools import schemas
 from psigrad.language.loading.given_model import GivenModel
-from psigrad.language.loading.load_model import load_critic, load_model, load_own_reference, load_start
+from psigrad.language.loading.load_model import load_critic, load_model, load_own_reference, load_start, part_of
 from psigrad.language.loading.samplers import sampling_params
 from psigrad.language.loading.teacher import Teacher, TeacherReference
 from psigrad.language.models.language_model import LanguageModel
@@ -168,7 +168,7 @@ def _past_selves(config: OnlineConfig, model: LanguageModel, checkpoint: Path | 
     """Return the opponents from the past, those of the checkpoint if there is one."""
     if not config.past_opponents:
         return None
-    places = [checkpoint and checkpoint / f"past-{n}" for n in range(config.past_kept)]
+    places = [part_of(checkpoint, f"past-{n}") for n in range(config.past_kept)]
     models = [load_start(config, model, checkpoint, world, saved=place) for place in places]
     return PastSelves(models, config.past_every, config.past_opponents, config.sampling.max_decode_batch)
 
