@@ -340,9 +340,7 @@ def written(text: str, sight: Sight | None) -> tuple[str, list[Picture]]:
     if not found:
         return text, []
     if sight is None:
-        raise UserError(
-            "A prompt has an image, and the model reads text alone; give a vision-language model with its processor."
-        )
+        raise UserError("A prompt has an image, and the model reads text alone; give a vision-language model with its processor.")
     return MARK.sub(lambda mark: sight.expand(picture(mark[1])), text), found
 
 
