@@ -149,13 +149,15 @@ def replay(arguments: list[str]) -> int:
     from psigrad.records.report import terminal
     from psigrad_extras.investigate import replay, replay_page
 
+    if output := "".join(listed["--output"]):
+        replay_page.check(output)
     number, methods = flags.number("--step", listed["--step"][0], int), [read_value(text) for text in listed["--method"]]
     found = replay.replay(names[0], number, methods)
     print(redaction.escape("\n".join(replay.lines_of(found))))
     figures = dict.fromkeys(name for own in found.methods.values() for name in own)
     cells = [[name, *(show_number(own.get(name)) for own in found.methods.values())] for name in figures]
     terminal.print_table(["", *found.methods], cells)
-    print(f"page: {replay_page.write(found, ''.join(listed['--output']))}")
+    print(f"page: {replay_page.write(found, output)}")
     return 1 if found.differences else 0
 
 
@@ -373,6 +375,7 @@ def from_trl(arguments: list[str]) -> int:
     paths, given, rest = flags.parse_lists(arguments, "--trainer", "--output")
     if len(paths) != 1 or rest:
         raise UserError(f"from-trl takes one script or file; the usage is {_FROM_TRL}.")
+    check_output(output := "".join(given["--output"][:1]))
     from psigrad_extras.connect.trl_scripts import convert_file
 
     made = convert_file(paths[0], "".join(given["--trainer"][:1]))
@@ -383,9 +386,7 @@ def from_trl(arguments: list[str]) -> int:
         "needless here": made.nothing,
     }
     notes = [line for title, lines in kinds.items() if lines for line in ("#", f"# {title}:", *(f"#   {line}" for line in lines))]
-    output = "".join(given["--output"][:1])
     if output:
-        check_output(output)
         Path(output).write_text(made.yaml())
         print(f"# psigrad {made.method} --config {output}")
     else:
