@@ -22,7 +22,6 @@ from psigrad.language.models.backbone import (
     Pretrained,
     check_whole,
     own_share,
-    read_tokenizer,
     with_whole_weights,
 )
 from psigrad.language.models.coded_linear import code_linears
@@ -354,6 +353,7 @@ def load(
     text half could be loaded alone is loaded with its vision tower; `towers` names the modules outside the text half that learn.
     Raises `UserError` if nothing loads from `path`.
     """
+    from psigrad.language.models.tokenizer_files import read_tokenizer
     from psigrad.language.models.vision import needs_vision, settle_vision
 
     kind = base or None if lora is not None else None

@@ -21,7 +21,6 @@ from psigrad.language.models.backbone import (
     Pretrained,
     check_whole,
     own_share,
-    read_tokenizer,
     with_whole_weights,
 )
 from psigrad.language.models.coded_linear import code_linears
@@ -138,6 +137,7 @@ def load(
     acceptable. `tokenizer` replaces its own. `for_shards`, `base` and `towers` are those of `language_model.load`. Raises
     `UserError` if nothing loads from `path`.
     """
+    from psigrad.language.models.tokenizer_files import read_tokenizer
     from psigrad.language.models.vision import settle_vision
 
     try:
