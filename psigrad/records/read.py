@@ -99,7 +99,7 @@ class RunData:
         """Held-out figures by step, in order."""
         by_step: dict[int, dict[str, Any]] = {}
         for row in self.metrics:
-            found = {key: value for key, value in row.items() if key.startswith("eval/")}
+            found = {key: value for key, value in row.items() if key.startswith(("eval/", "held_out/"))}
             if found:
                 by_step.setdefault(row["step"], {"step": row["step"]}).update(found)
         return [by_step[step] for step in sorted(by_step)]

@@ -117,6 +117,11 @@ def test_at_the_start_policy_is_reference_and_dpo_is_log_2(job, model):
     figures = task.held_out(100)
     assert figures["loss"] == pytest.approx(0.693147, abs=1e-5)
     assert figures["rewards/margins"] == pytest.approx(0, abs=1e-5)
+    assert figures["rewards/accuracies/pairs"] == "h" * len(task), "every pair is a tie"
+    moved = [(0.0, -9.0 * (n % 3)) for n in range(len(task))]  # the reference finds the rejected answers of two in three unlikely
+    shifted = replace(task, reference=[(a + x, b + y) for (a, b), (x, y) in zip(task.reference, moved, strict=True)])
+    marks = shifted.held_out(40)["rewards/accuracies/pairs"]
+    assert marks == "".join("h00"[n % 3] for n in range(len(task))), "in the order of the rows, however they are packed"
 
 
 def test_a_lora_models_reference_is_the_model_without_its_adapter(job):
