@@ -158,11 +158,8 @@ def load_all(folders: Sequence[str | Path]) -> list[RunData]:
     return runs
 
 
-def load(folder: str | Path, *, rollouts: bool = True) -> RunData:
-    """Return the run in `folder`; without `rollouts`, omit its completions, which take the most time.
-
-    Raise `UserError` if it is not a run folder, or not readable.
-    """
+def load(folder: str | Path) -> RunData:
+    """Return the run in `folder`. Raise `UserError` if it is not a run folder, or not readable."""
     path = Path(folder).expanduser()
     if not path.is_dir():
         raise UserError(f"There is no folder {str(folder)!r}; name the output_dir of a run.")
@@ -174,7 +171,7 @@ def load(folder: str | Path, *, rollouts: bool = True) -> RunData:
         found = _json(path / "summary.json").get("rows")
         summary = found if isinstance(found, list) else []
         check_format(path, config := _json(path / "config.json"))
-        rewards, troubles, samples, held_out = _rollouts(rollout_files(path)) if rollouts else ({}, Counter(), {}, {})
+        rewards, troubles, samples, held_out = _rollouts(rollout_files(path))
         return RunData(
             name=path.resolve().name,
             path=path,

@@ -108,7 +108,7 @@ def told(folder, given, capsys):
         announcer.see(row["step"], row)
     printed = capsys.readouterr().err
     assert printed.count("warning from step") == len(said)
-    return str(verdict(load(run, rollouts=False))), said
+    return str(verdict(load(run))), said
 
 
 @pytest.mark.parametrize("held_out", [True, False])
