@@ -292,6 +292,11 @@ def test_the_first_run_appears_by_itself(opened, tmp_path):
         make_run(tmp_path / "runs" / "first", 5)
         expect(page.locator('.chart[data-name="reward"] .readout')).to_contain_text("0.25")
         page.goto("about:blank")
+        make_run(tmp_path / "runs" / "refused", 0, learning_rate=7.0)
+        page = opened(at=studio)
+        expect(page.locator("#runs .run")).to_have_count(2)
+        expect(page.locator('.chart[data-name="reward"] .readout')).to_contain_text("0.25")
+        page.goto("about:blank")
 
 
 # ---- speed
