@@ -19,19 +19,16 @@ from psigrad.config.fields import flag_of
 from psigrad.config.methods import declaration
 from psigrad.errors import UserError
 from psigrad.paths import check_output
-from psigrad_extras.preflight.settings import PlanConfig
+from psigrad_extras.preflight.settings import PlanConfig, parse_check
 
 
 def check(arguments: list[str]) -> int:
     """Print checks of a model, its data and its settings before training. Return exit status 1 if a check fails."""
-    about = "Whether a model, its data and its settings will train rightly: rows as the model reads them, what rewards, tools "
-    about += "and the environment say to them, and what must be equal computed twice. Nothing is trained. Flags are a run's."
-    rest = [argument for argument in arguments if argument != "--json"]
-    config = flags.parse(OnlineConfig, "check [--json]", rest, about=about)
+    config, form = parse_check([argument for argument in arguments if argument != "--json"])
     from psigrad.records.report import terminal
     from psigrad_extras.preflight import check, first_rows
 
-    rows, as_json = first_rows.read_first_rows(config), "--json" in arguments
+    rows, as_json = first_rows.read_first_rows(config, form), "--json" in arguments
     tried = [*first_rows.try_rewards(config), *first_rows.try_turns(config)]
     if not as_json:
         terminal.print_lines([*first_rows.lines(rows), *tried])

@@ -1,10 +1,33 @@
-"""The settings of `psigrad plan`."""
+"""The settings of `psigrad plan` and `psigrad check`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
+from psigrad.cli import flags
+from psigrad.config import OnlineConfig, PreferenceConfig
+from psigrad.config.methods import declaration
 from psigrad.config.sections import CountOrZero, PositiveOrZero
+
+CHECK = """\
+Whether a model, its data and its settings will train rightly: rows as the model reads them, what rewards, tools and the
+environment say to them, and what must be equal computed twice. Nothing is trained. Flags are a run's. With a METHOD, such
+as sft or dpo, the rows and settings are those of its command."""
+
+
+def parse_check(arguments: Sequence[str]) -> tuple[OnlineConfig, str]:
+    """Return the settings that `psigrad check` reads, and the form in which its METHOD trains on rows; "" without a METHOD."""
+    name = next((text for text in arguments[:1] if not text.startswith("-") and "=" not in text), "")
+    if not name:
+        return flags.parse(OnlineConfig, "check [METHOD] [--json]", arguments, about=CHECK), ""
+    method = declaration(name)
+    config = flags.parse(method.settings, f"check {name} [--json]", arguments[1:], method.defaults, CHECK)
+    if isinstance(config, OnlineConfig):
+        return config, "prompt-only"
+    pairs = "unpaired-preference" if isinstance(config, PreferenceConfig) and name == "kto" else "preference"
+    same = {f.name: getattr(config, f.name) for f in fields(OnlineConfig) if hasattr(config, f.name)}
+    return OnlineConfig(**same), "sft" if name == "sft" else pairs
 
 
 @dataclass(frozen=True)
