@@ -15,7 +15,7 @@ from tiny_jobs import preference_config, reward_config
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from psigrad import cli
-from psigrad.config import Data, Evaluation, Optim, RewardConfig, SFTConfig
+from psigrad.config import Data, Evaluation, Optim, RewardConfig, Run, SFTConfig
 from psigrad.config.algorithms import resolve_loss
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
@@ -326,6 +326,7 @@ def test_three_steps_of_two_rows_are_an_epoch_of_six():
     first, second = task.asked[:3], task.asked[3:]
     assert sorted(itertools.chain(*first)) == sorted(itertools.chain(*second)) == [*range(6)] and first != second
     assert [row["epoch"] for row in log_of(run).rows] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
+    assert Run(num_train_epochs=2).steps(10, 4) == 5, "every step takes four rows, as docs/porting.md says"
 
 
 def test_turns_in_contexts_of_their_own_share_what_they_begin_with(model):
