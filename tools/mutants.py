@@ -1,13 +1,15 @@
 """Plant small faults in the mathematics one at a time, and count those that a test notices.
 
     python tools/mutants.py                 the faults of tests/mutants.yaml, then a seeded sample of 100
-    python tools/mutants.py --count 1000    more of the same sequence (hours); it resumes where it stopped
-    python tools/mutants.py --drawn FILE    the first 100 faults of a list that have an effect; FILE gets the verdicts. A new
-                                            FILE gets a list of --count faults, drawn by --seed --within FOLDER …, and no verdict
+    python tools/mutants.py --count 1000    more of the same sequence (hours)
+    python tools/mutants.py --drawn FILE    the first --count faults of a list that have an effect. If FILE is new, it gets a list
+                                            of --draw faults, by --seed --within FOLDER …, and nothing is judged
 
+The list (build/mutants.txt by default) gets the verdicts, so that a stopped call resumes. "no effect" is written by hand.
 cosmic-ray says what can be changed (`+` to `*`, `<` to `<=`, a number, a decorator …). Each fault is written into a copy of the
 checkout, where the tests of its room run until one fails, those that name its module first; one that runs out of time is
-noticed too. The exit status is 1 if a fault of tests/mutants.yaml survives.
+noticed too. A test that also fails without the fault gives no verdict. The exit status is 1 if a fault of tests/mutants.yaml
+survives.
 """
 
 from __future__ import annotations
@@ -15,9 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import hashlib
 import itertools
-import json
 import os
 import random
 import re
@@ -32,7 +32,7 @@ from typing import NamedTuple
 import yaml
 
 ROOT = Path(__file__).parents[1]
-NAMED, VERDICTS = ROOT / "tests" / "mutants.yaml", ROOT / "build" / "mutants.jsonl"
+NAMED, DRAWN = ROOT / "tests" / "mutants.yaml", ROOT / "build" / "mutants.txt"
 # What faults are planted in, and the tests that must notice.
 ROOMS = {
     "psigrad/objective/**/*.py": ("tests/objective", "tests/studies/test_psi.py", "tests/studies/test_groups.py"),
@@ -150,69 +150,58 @@ def noticed_by(copy: Path, tests: list[str], mutant: Mutant | None = None) -> st
             file.write_text(before)
 
 
+def verdict(copy: Path, mutant: Mutant) -> str:
+    """Return "noticed", "survived", or "open" where the failing test fails with nothing changed as well. Print it."""
+    test = noticed_by(copy, tests_of(mutant.file), mutant)
+    found = "open" if "::" in test and noticed_by(copy, [test]) else "noticed" if test else "survived"
+    print(found, mutant.file, mutant.about, test, flush=True)
+    return found
+
+
 def draw(file: Path, seed: int, within: tuple[str, ...], count: int) -> None:
     """Write a list of drawn faults, none of them judged. Each line has the verdict, the file, the operator and its occurrence."""
     lines = [f"open {mutant.file} {mutant.about}" for mutant in itertools.islice(sample(seed, within), count)]
-    command = f"python tools/mutants.py --seed {seed} --within {' '.join(within)} --count {count}"
+    command = f"python tools/mutants.py --seed {seed} --within {' '.join(within)} --draw {count}"
     file.write_text("\n".join([f"# {command}", *lines, ""]))
 
 
-def judge(file: Path, copy: Path, wanted: int = 100) -> None:
-    """Judge the list's faults in order until `wanted` with an effect have a verdict. "no effect" is written by hand."""
+def judge(file: Path, copy: Path, wanted: int) -> None:
+    """Judge the list's faults in order until `wanted` with an effect have a verdict, and print the shares."""
     lines = file.read_text().splitlines()
+    count = lambda word: sum(line.startswith(f"{word} ") for line in lines)  # noqa: E731
     for i, line in enumerate(lines):
-        if sum(one.startswith(("noticed ", "survived ")) for one in lines) >= wanted:
+        if count("noticed") + count("survived") >= wanted:
             break
         if line.startswith("open "):
             _, path, name, occurrence = line.split()
             mutant = plant(path, name, int(occurrence))
             assert mutant is not None, f"{line}: the code has changed since the list was drawn"
-            test = noticed_by(copy, tests_of(path), mutant)
-            if "::" in test and noticed_by(copy, [test]):
-                print(f"{line}: {test} fails with nothing changed as well", flush=True)
-                continue
-            lines[i] = f"{'noticed' if test else 'survived'} {path} {name} {occurrence}"
+            lines[i] = f"{verdict(copy, mutant)} {path} {name} {occurrence}"
             file.write_text("\n".join([*lines, ""]))
-            print(lines[i], test, flush=True)
+    print(f"{count('noticed')} of {count('noticed') + count('survived')} noticed")
 
 
 def main() -> int:
-    """Judge, print what survives, and the share that was noticed."""
+    """Judge the named faults and the drawn ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--draw", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--within", nargs="+", default=[""])
     parser.add_argument("--drawn", type=Path)
     given = parser.parse_args()
-    if given.drawn and not given.drawn.exists():
-        draw(given.drawn, given.seed, tuple(given.within), given.count)
+    file = given.drawn or DRAWN
+    file.parent.mkdir(exist_ok=True)
+    if new := not file.exists():
+        draw(file, given.seed, tuple(given.within), given.draw or 2 * given.count)
+    if given.drawn and new:
         return 0
-    VERDICTS.parent.mkdir(exist_ok=True)
-    known = dict(map(json.loads, VERDICTS.read_text().splitlines())) if VERDICTS.exists() else {}
-    survived: list[Mutant] = []
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "psigrad"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "build"))
-        if given.drawn:
-            judge(given.drawn, copy)
-            return 0
-        sound: dict[tuple[str, ...], bool] = {}
-        drawn = sample(given.seed)
-        for mutant in [*named(), *(next(drawn) for _ in range(given.count))]:
-            tests = tests_of(mutant.file)
-            if tuple(tests) not in sound and not sound.setdefault(tuple(tests), not noticed_by(copy, tests)):
-                raise SystemExit(f"{' '.join(tests)}: a test fails with nothing changed, so nothing can be judged.")
-            key = hashlib.sha256("\0".join(mutant).encode()).hexdigest()
-            if key not in known:
-                known[key] = bool(noticed_by(copy, tests, mutant))
-                with VERDICTS.open("a") as stream:
-                    stream.write(json.dumps([key, known[key]]) + "\n")
-            if not known[key]:
-                survived.append(mutant)
-                print(f"survived  {mutant.file}  {mutant.about}", flush=True)
-    total = len(named()) + given.count
-    print(f"{total - len(survived)} of {total} noticed")
-    return int(any(mutant in survived for mutant in named()))
+        missed = [] if given.drawn else [mutant for mutant in named() if verdict(copy, mutant) != "noticed"]
+        judge(file, copy, given.count)
+    return int(bool(missed))
 
 
 if __name__ == "__main__":
