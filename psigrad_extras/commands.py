@@ -19,12 +19,16 @@ from psigrad.config.fields import flag_of
 from psigrad.config.methods import declaration
 from psigrad.errors import UserError
 from psigrad.paths import check_output
-from psigrad_extras.preflight.settings import PlanConfig, parse_check
+from psigrad_extras.preflight.settings import CHECK, PlanConfig, for_check
 
 
 def check(arguments: list[str]) -> int:
     """Print checks of a model, its data and its settings before training. Return exit status 1 if a check fails."""
-    config, form = parse_check([argument for argument in arguments if argument != "--json"])
+    rest = [argument for argument in arguments if argument != "--json"]
+    name = rest.pop(0) if rest and not rest[0].startswith("-") and "=" not in rest[0] else ""
+    usage, method = " ".join(filter(None, ("check", name or "[METHOD]", "[--json]"))), declaration(name or "grpo")
+    asked: Any = flags.parse(method.settings, usage, rest, method.defaults if name else None, CHECK)
+    config, form = for_check(asked, name)
     from psigrad.records.report import terminal
     from psigrad_extras.preflight import check, first_rows
 

@@ -21,7 +21,7 @@ KEPT_BYTES = 1 << 30
 """The bytes of images beyond which those that no request has are dropped, the oldest first."""
 
 
-class Held:
+class HeldImages:
     """The images of a request that is being read. They are kept while this object lives."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Pictures:
             )
         return "" if self.engine.steers else "an image, and this server's sampler reads text alone; serve with --sampler embedded"
 
-    def marked(self, messages: Sequence[Any], rest: Mapping[str, Any]) -> tuple[list[Any], Held]:
+    def marked(self, messages: Sequence[Any], rest: Mapping[str, Any]) -> tuple[list[Any], HeldImages]:
         """Return messages in OpenAI's format with marks in place of image parts, and what keeps the images until a row does.
 
         A part may name its place in the body as "at".
@@ -59,7 +59,7 @@ class Pictures:
         messages or of the `rest` of the request, which would show another client's image.
         """
         refuse_marks({"messages": messages, **rest})
-        made, left, held = list(messages), [MOST_PIXELS, self.engine.model.max_length], Held()
+        made, left, held = list(messages), [MOST_PIXELS, self.engine.model.max_length], HeldImages()
         weakref.finalize(held, self._released.append, held.digests)
         for i, message in enumerate(made):
             content = message.get("content")
@@ -74,7 +74,7 @@ class Pictures:
             }
         return made, held
 
-    def _part(self, part: Any, place: str, left: list[int], held: Held) -> Any:
+    def _part(self, part: Any, place: str, left: list[int], held: HeldImages) -> Any:
         if not image_rows.is_image(part):
             return part
         place, given = str(part.get("at", place)), image_rows.source_of(part)

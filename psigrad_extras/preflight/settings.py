@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
-from psigrad.cli import flags
-from psigrad.config import OnlineConfig, PreferenceConfig
-from psigrad.config.methods import declaration
+from psigrad.config import OnlineConfig
 from psigrad.config.sections import CountOrZero, PositiveOrZero
 
 CHECK = """\
@@ -16,18 +14,12 @@ environment say to them, and what must be equal computed twice. Nothing is train
 as sft or dpo, the rows and settings are those of its command."""
 
 
-def parse_check(arguments: Sequence[str]) -> tuple[OnlineConfig, str]:
-    """Return the settings that `psigrad check` reads, and the form in which its METHOD trains on rows; "" without a METHOD."""
-    name = next((text for text in arguments[:1] if not text.startswith("-") and "=" not in text), "")
-    if not name:
-        return flags.parse(OnlineConfig, "check [METHOD] [--json]", arguments, about=CHECK), ""
-    method = declaration(name)
-    config = flags.parse(method.settings, f"check {name} [--json]", arguments[1:], method.defaults, CHECK)
+def for_check(config: Any, method: str) -> tuple[OnlineConfig, str]:
+    """Return the settings that `psigrad check` reads, and the form in which `method` trains on rows; "" without a method."""
     if isinstance(config, OnlineConfig):
-        return config, "prompt-only"
-    pairs = "unpaired-preference" if isinstance(config, PreferenceConfig) and name == "kto" else "preference"
+        return config, "prompt-only" if method else ""
     same = {f.name: getattr(config, f.name) for f in fields(OnlineConfig) if hasattr(config, f.name)}
-    return OnlineConfig(**same), "sft" if name == "sft" else pairs
+    return OnlineConfig(**same), {"sft": "sft", "kto": "unpaired-preference"}.get(method, "preference")
 
 
 @dataclass(frozen=True)
