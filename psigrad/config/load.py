@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -139,6 +141,12 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
             near = ", since steps are counted, not shares of a run."
         what = _MODELS if place in ("reference", "critic", "model.path") else reword(first["msg"])
         raise UserError(f"{where}{place} is {_brief(first['input'])}; {what}{near}") from None
+    for name in settings_of(cls):
+        value = functools.reduce(getattr, name.split("."), made)
+        if any(isinstance(one, float) and not math.isfinite(one) for one in (value if isinstance(value, tuple) else (value,))):
+            raise UserError(
+                f"{source + ': ' if source and name not in beside else ''}{name} is {value}; expected a finite number."
+            )
     for name in ("dataset", "eval_dataset"):
         value = getattr(getattr(made, "data", None), name, ())
         if not isinstance(value, Iterable):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Le
 
 from psigrad.config.fields import LENGTH, LIVE, MAIN, STEPS, NotRead, ReadBy
 from psigrad.config.sections import Count, CountOrZero, Positive, PositiveOrZero, Run, Share
@@ -31,7 +30,7 @@ class Network:
     """Convolutions before the layers, shared by policy and critics, if an observation is an image: nature (Mnih et al. 2015; from
     36 × 36 pixels on), small (three of 2 × 2); auto: the one that fits; none: the pixels as plain numbers.
     """
-    log_std_init: Annotated[float, Gt(-math.inf), Lt(math.inf), _NOT_DQN] = 0.0
+    log_std_init: Annotated[float, _NOT_DQN] = 0.0
     """Logarithm of the initial standard deviation of continuous actions."""
 
 
