@@ -84,7 +84,7 @@ def check_folder(folder: Path, setting: str, owns: Callable[[Path], bool] = lamb
 
 def check_claim(folder: Path, command: str, setting: str = "output_dir") -> None:
     """Raise `UserError` if the folder holds anything that `command` did not write. Nothing is written."""
-    check_folder(folder, setting, lambda found: _owner(found) == command)
+    check_folder(folder, setting, lambda found: _owner(found) in (command, ""))
 
 
 def claim(folder: Path, command: str, setting: str = "output_dir") -> Path:
@@ -102,8 +102,10 @@ def claim(folder: Path, command: str, setting: str = "output_dir") -> Path:
 
 
 def _owner(folder: Path) -> Any:
+    """Return the command that made a folder, "" while it writes its name, or None."""
     try:
-        return json.loads((folder / OWNER).read_text()).get("command")
+        text = (folder / OWNER).read_text()
+        return text and json.loads(text).get("command")
     except (OSError, ValueError, AttributeError):
         return None
 

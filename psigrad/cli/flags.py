@@ -154,7 +154,7 @@ def number(flag: str, text: str, kind: Callable[[str], T]) -> T:
 
 def _number_of(kind: Callable[[str], T], text: str) -> T:
     """Return the finite number in `text`. Raises `ArgumentTypeError`, which argparse prefixes with the flag."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OverflowError):
         if math.isfinite(found := kind(text)):  # type: ignore[arg-type]
             return found
     raise argparse.ArgumentTypeError(f"{text!r}; expected {'a whole' if kind is int else 'a finite'} number")

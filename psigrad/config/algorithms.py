@@ -56,7 +56,7 @@ def resolve(spec: Spec) -> PolicyGradient:
     if not isinstance(spec, Mapping):
         raise UserError(f"The algorithm is {kind_of(spec)}; expected a preset's name, a mapping or a PolicyGradient.")
     changes = dict(spec)
-    return _with_numbers(change(_preset(changes.pop("preset")) if "preset" in changes else None, changes))
+    return change(_preset(changes.pop("preset")) if "preset" in changes else None, changes)
 
 
 def change(start: PolicyGradient | None, changes: Mapping[str, Any]) -> PolicyGradient:
@@ -76,13 +76,13 @@ def change(start: PolicyGradient | None, changes: Mapping[str, Any]) -> PolicyGr
         else:
             parts[slot] = _part(slot, value, None if start is None else getattr(start, slot))
     if start is not None:
-        return replace(start, **parts)
+        return _with_numbers(replace(start, **parts))
     missing = [slot for slot in ("psi", "ratio", "surrogate", "aggregate") if slot not in parts]
     if missing:
         raise UserError(
             f"The algorithm has no preset and no {', '.join(missing)}; expected a preset to start from or all four slots."
         )
-    return PolicyGradient(**parts)
+    return _with_numbers(PolicyGradient(**parts))
 
 
 def resolve_loss(spec: LossSpec) -> Preference | KahnemanTversky:

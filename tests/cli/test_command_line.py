@@ -237,6 +237,11 @@ MISTAKES = {
         ["grpo", "--reward", "exact", "--beta", ".nan"],
         "KL has coefficient=nan; expected a finite",
     ),
+    "not a number in an agent's part": (
+        ["control", "ppo", "--env", "CartPole-v1", "algorithm.psi.lam=.nan"],
+        "lam=nan; expected a",
+    ),
+    "more than a float holds": (["demo", "--seed", "9" * 400], "expected a whole number"),
     "not a number in a loss": (["dpo", "--loss", "{{preset: dpo, margin: .inf}}"], "margin=inf; expected a finite number"),
     "not a number for the referee": (
         ["referee", "a.yaml", "b.yaml", "--tolerance", "nan"],
