@@ -238,8 +238,8 @@ MISTAKES = {
         "KL has coefficient=nan; expected a finite",
     ),
     "not a number in an agent's part": (
-        ["control", "ppo", "--env", "CartPole-v1", "algorithm.psi.lam=.nan"],
-        "lam=nan; expected a",
+        ["control", "ppo", "--env", "CartPole-v1", "algorithm.psi.eps=.nan"],
+        "whitened has eps=nan; expected a finite",
     ),
     "more than a float holds": (["demo", "--seed", "9" * 400], "expected a whole number"),
     "not a number in a loss": (["dpo", "--loss", "{{preset: dpo, margin: .inf}}"], "margin=inf; expected a finite number"),
