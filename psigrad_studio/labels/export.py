@@ -15,11 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Literal
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from psigrad.errors import UserError
+from psigrad.paths import check_output
 from psigrad_extras.datasets import preferences as conversions
 from psigrad_studio.labels import aspects, completion_groups, label_data, people
 from psigrad_studio.labels.database import reads
@@ -121,6 +124,16 @@ def lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """Yield rows as lines of JSON, in ASCII."""
     for row in rows:
         yield json.dumps(row, allow_nan=False) + "\n"
+
+
+def write(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows to a new JSONL file. Raises `UserError` if the file exists or cannot be written."""
+    check_output(str(path))
+    try:
+        with Path(path).open("w", encoding="ascii") as stream:
+            stream.writelines(lines(rows))
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}.") from error
 
 
 def _load(session: Session, person: Person, project_id: int, votes: Votes) -> tuple[ProjectLabels, LabelTexts]:

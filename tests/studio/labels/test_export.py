@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from datasets import Dataset
 
+from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import validate
 from psigrad_extras.datasets import preferences
 from psigrad_studio.labels import completion_groups, export, intake
@@ -192,7 +193,7 @@ def test_rows_are_what_psigrad_and_trl_read(labelled, db, tmp_path):
         (export.unpaired(db, labelled.owner, labelled.project).rows, "unpaired-preference"),
     ):
         path = tmp_path / f"{form}.jsonl"
-        path.write_text("".join(export.lines(rows)))
+        export.write(path, rows)
         again = [json.loads(line) for line in path.read_text().splitlines()]
         assert again == rows
         for n, row in enumerate(again):
@@ -219,7 +220,7 @@ def test_conversations_go_through_trls_own_functions(desks, db):
 
 def test_what_was_exported_can_be_brought_in_again(labelled, desks, db, tmp_path):
     rows = export.preference(db, labelled.owner, labelled.project, "each").rows
-    (tmp_path / "pairs.jsonl").write_text("".join(export.lines(rows)))
+    export.write(tmp_path / "pairs.jsonl", rows)
     again = desks(overlap=1)
     added = intake.add_file(db, again.owner, again.project, tmp_path / "pairs.jsonl", intake.TaskOptions(gold=True))
     assert (added.prompts, added.tasks) == (2, 2)
@@ -231,9 +232,11 @@ def test_odd_texts_survive_the_way_out(desks, db, tmp_path):
     made.add([{"prompt": odd, "completions": [odd + "1", odd + "2"]}])
     made.vote(made.owner, made.next(made.owner), "left", reason=odd)
     rows = export.preference(db, made.owner, made.project).rows
-    (tmp_path / "odd.jsonl").write_text("".join(export.lines(rows)))
+    export.write(tmp_path / "odd.jsonl", rows)
+    with pytest.raises(UserError, match=r"odd\.jsonl exists"):
+        export.write(tmp_path / "odd.jsonl", rows)
     assert [json.loads(line) for line in (tmp_path / "odd.jsonl").read_text().split("\n") if line] == rows
-    (tmp_path / "dump.jsonl").write_text("".join(export.lines(export.dump(db, made.owner, made.project))))
+    export.write(tmp_path / "dump.jsonl", export.dump(db, made.owner, made.project))
     assert json.loads((tmp_path / "dump.jsonl").read_text())["reason"] == odd
 
 

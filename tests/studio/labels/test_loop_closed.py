@@ -39,12 +39,10 @@ def test_from_rollouts_over_votes_to_training(desks, db, tmp_path):
         for side in ("chosen", "rejected"):
             for origin in row["lineage"][side]:
                 assert origin["run"] == "grpo" and by_name[origin["step"], origin["row"], origin["k"]] == row[side]
-    (tmp_path / "labelled.jsonl").write_text("".join(export.lines(pairs.rows)))
-    (tmp_path / "thumbs.jsonl").write_text("".join(export.lines(thumbs.rows)))
+    export.write(tmp_path / "labelled.jsonl", pairs.rows)
+    export.write(tmp_path / "thumbs.jsonl", thumbs.rows)
     for name in ("long", "short", "weighted"):
-        (tmp_path / f"{name}.jsonl").write_text(
-            "".join(export.lines(export.preference(db, made.owner, made.project, margin=True, aspect=name).rows))
-        )
+        export.write(tmp_path / f"{name}.jsonl", export.preference(db, made.owner, made.project, margin=True, aspect=name).rows)
     short = {"max_steps": 2, "save_steps": 0}
     labelled = Data(dataset=str(tmp_path / "labelled.jsonl"))
     preference.run(replace(preference_config(job, tmp_path / "dpo", **short), data=labelled))
