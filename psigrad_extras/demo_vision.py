@@ -100,8 +100,8 @@ def prepare(folder: Path, seed: int, progress: bool, *, hidden: int = 96, layers
         right, careless = (
             squares.demonstrations(*of, seed) for of in ((held_out, pictures, 0.0), (shown, pictures, WRONG_SHARE))
         )
-        for name, made in zip(names, (careless, right, shown, held_out), strict=True):
-            paths[name].write_text("".join(json.dumps(row) + "\n" for row in made))
+        for name, rows in zip(names, (careless, right, shown, held_out), strict=True):
+            paths[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
         advance()
         words = [f"How many {colour}? Where? {place} {n}" for colour in squares.COLOURS for n, place in enumerate(squares.PLACES)]
         side = squares.CELLS * squares.PIXELS

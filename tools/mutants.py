@@ -141,7 +141,7 @@ def noticed_by(copy: Path, tests: list[str], mutant: Mutant | None = None) -> st
         # compiled files are told apart by seconds and size: a fault planted and removed within one second would be read again
         environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         ended = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS)
-        named = re.findall(r"^(?:FAILED|ERROR) (\S+)", ended.stdout, re.MULTILINE)
+        named = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", ended.stdout, re.MULTILINE)
         return "" if ended.returncode == 0 else named[0] if named else f"exit status {ended.returncode}"
     except subprocess.TimeoutExpired:
         return f"more than {SECONDS} s"

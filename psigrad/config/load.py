@@ -142,10 +142,10 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
         what = _MODELS if place in ("reference", "critic", "model.path") else reword(first["msg"])
         raise UserError(f"{where}{place} is {_brief(first['input'])}; {what}{near}") from None
     for name in settings_of(cls):
-        value = functools.reduce(getattr, name.split("."), made)
-        if any(isinstance(one, float) and not math.isfinite(one) for one in (value if isinstance(value, tuple) else (value,))):
+        found: Any = functools.reduce(getattr, name.split("."), made)
+        if any(isinstance(one, float) and not math.isfinite(one) for one in (found if isinstance(found, tuple) else (found,))):
             raise UserError(
-                f"{source + ': ' if source and name not in beside else ''}{name} is {value}; expected a finite number."
+                f"{source + ': ' if source and name not in beside else ''}{name} is {found}; expected a finite number."
             )
     for name in ("dataset", "eval_dataset"):
         value = getattr(getattr(made, "data", None), name, ())

@@ -113,7 +113,7 @@ class PreferenceTask:
         found = each_once(world, parts, partial(self._judge, targets))
         hits = {row: hit for part, (_, own) in zip(parts, found, strict=True) for row, hit in zip(part, own, strict=True)}
         low, high = mean_interval([*hits.values()])
-        more = {"low": low, "high": high, "pairs": marks_of(hits[row] for row in sorted(hits))}
+        more: dict[str, float | str] = {"low": low, "high": high, "pairs": marks_of(hits[row] for row in sorted(hits))}
         return {**sum_terms(terms for terms, _ in found), **{f"rewards/accuracies/{name}": value for name, value in more.items()}}
 
     def _judge(self, targets: int, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:

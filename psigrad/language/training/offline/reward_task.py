@@ -73,7 +73,7 @@ class RewardTask:
         low, high = mean_interval(hits)
         curve = calibration(lead)
         bins = {f"calibration/{low:.2f}-{low + 0.05:.2f}": a for low, a in zip(curve.lower, curve.accuracy, strict=True)}
-        accuracy = {"accuracy/low": low, "accuracy/high": high, "accuracy/pairs": marks_of(hits)}
+        accuracy: dict[str, float | str] = {"accuracy/low": low, "accuracy/high": high, "accuracy/pairs": marks_of(hits)}
         return {**figures, **accuracy, "calibration_error": curve.error, **bins}
 
 
