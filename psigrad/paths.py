@@ -85,12 +85,17 @@ def check_folder(folder: Path, setting: str, owns: Callable[[Path], bool] = lamb
         raise UserError(f"{folder} holds files that this command did not write. Choose a new or an empty folder as {setting}.")
 
 
+def check_claim(folder: Path, command: str, setting: str = "output_dir") -> None:
+    """Raise `UserError` if the folder holds anything that `command` did not write. Nothing is written."""
+    check_folder(folder, setting, lambda found: _owner(found) in (command, ""))
+
+
 def claim(folder: Path, command: str, setting: str = "output_dir") -> Path:
     """Create the output folder of a command that is not a run, or reuse a folder that the same command made earlier.
 
     Raises `UserError` if the folder contains anything else or cannot be written.
     """
-    check_folder(folder, setting, lambda found: _owner(found) == command)
+    check_claim(folder, command, setting)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / OWNER).write_text(json.dumps({"command": command}) + "\n")
@@ -100,8 +105,10 @@ def claim(folder: Path, command: str, setting: str = "output_dir") -> Path:
 
 
 def _owner(folder: Path) -> Any:
+    """Return the command that made a folder, "" while it writes its name, or None."""
     try:
-        return json.loads((folder / OWNER).read_text()).get("command")
+        text = (folder / OWNER).read_text()
+        return text and json.loads(text).get("command")
     except (OSError, ValueError, AttributeError):
         return None
 

@@ -19,19 +19,20 @@ from psigrad.config.fields import flag_of
 from psigrad.config.methods import declaration
 from psigrad.errors import UserError
 from psigrad.paths import check_output
-from psigrad_extras.preflight.settings import PlanConfig
+from psigrad_extras.preflight.settings import CHECK, PlanConfig, for_check
 
 
 def check(arguments: list[str]) -> int:
     """Print checks of a model, its data and its settings before training. Return exit status 1 if a check fails."""
-    about = "Whether a model, its data and its settings will train rightly: rows as the model reads them, what rewards, tools "
-    about += "and the environment say to them, and what must be equal computed twice. Nothing is trained. Flags are a run's."
     rest = [argument for argument in arguments if argument != "--json"]
-    config = flags.parse(OnlineConfig, "check [--json]", rest, about=about)
+    name = rest.pop(0) if rest and not rest[0].startswith("-") and "=" not in rest[0] else ""
+    usage, method = " ".join(filter(None, ("check", name or "[METHOD]", "[--json]"))), declaration(name or "grpo")
+    asked: Any = flags.parse(method.settings, usage, rest, method.defaults if name else None, CHECK)
+    config, form = for_check(asked, name)
     from psigrad.records.report import terminal
     from psigrad_extras.preflight import check, first_rows
 
-    rows, as_json = first_rows.read_first_rows(config), "--json" in arguments
+    rows, as_json = first_rows.read_first_rows(config, form), "--json" in arguments
     tried = [*first_rows.try_rewards(config), *first_rows.try_turns(config)]
     if not as_json:
         terminal.print_lines([*first_rows.lines(rows), *tried])
@@ -149,13 +150,15 @@ def replay(arguments: list[str]) -> int:
     from psigrad.records.report import terminal
     from psigrad_extras.investigate import replay, replay_page
 
+    if output := "".join(listed["--output"]):
+        replay_page.check(output)
     number, methods = flags.parse_number("--step", listed["--step"][0], int), [read_value(text) for text in listed["--method"]]
     found = replay.replay(names[0], number, methods)
     print(redaction.escape("\n".join(replay.lines_of(found))))
     figures = dict.fromkeys(name for own in found.methods.values() for name in own)
     cells = [[name, *(show_number(own.get(name)) for own in found.methods.values())] for name in figures]
     terminal.print_table(["", *found.methods], cells)
-    print(f"page: {replay_page.write(found, ''.join(listed['--output']))}")
+    print(f"page: {replay_page.write(found, output)}")
     return 1 if found.differences else 0
 
 
@@ -373,6 +376,7 @@ def from_trl(arguments: list[str]) -> int:
     paths, given, rest = flags.parse_lists(arguments, "--trainer", "--output")
     if len(paths) != 1 or rest:
         raise UserError(f"from-trl takes one script or file; the usage is {_FROM_TRL}.")
+    check_output(output := "".join(given["--output"][:1]))
     from psigrad_extras.connect.trl_scripts import convert_file
 
     made = convert_file(paths[0], "".join(given["--trainer"][:1]))
@@ -383,9 +387,7 @@ def from_trl(arguments: list[str]) -> int:
         "needless here": made.nothing,
     }
     notes = [line for title, lines in kinds.items() if lines for line in ("#", f"# {title}:", *(f"#   {line}" for line in lines))]
-    output = "".join(given["--output"][:1])
     if output:
-        check_output(output)
         Path(output).write_text(made.yaml())
         print(f"# psigrad {made.method} --config {output}")
     else:

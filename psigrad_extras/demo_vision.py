@@ -20,7 +20,7 @@ from psigrad.runs import machine
 from psigrad.runs.progress import bar
 from psigrad.runs.result import Result
 from psigrad_extras import squares
-from psigrad_extras.demo import check_steps, figure, recorded_seconds, tokens_per_second
+from psigrad_extras.demo import MADE, are_made, check_steps, figure, recorded_seconds, tokens_per_second
 
 WRONG_SHARE = 0.5
 HELD_OUT, GAMES = 200, 6000
@@ -84,11 +84,12 @@ def _run(folder: Path, seed: int, steps: int, progress: bool) -> Run:
 def prepare(folder: Path, seed: int, progress: bool, *, hidden: int = 96, layers: int = 2, games: int = GAMES) -> dict[str, Path]:
     """Draw the pictures and make the untrained model under `folder`, unless they exist.
 
-    Return the paths of base, demonstrations, right (their held-out kin without mistakes), games and held_out.
+    Return the paths of base, demonstrations, right (their held-out kin without mistakes), games and held_out. Raises `UserError`
+    for files of other arguments.
     """
     names = ("demonstrations", "right", "games", "held_out")
     paths = {name: folder / "data" / f"{name}.jsonl" for name in names} | {"base": folder / "base"}
-    if all(path.exists() for path in paths.values()):
+    if are_made(folder, made := {"seed": seed, "hidden": hidden, "layers": layers, "games": games}):
         return paths
     pictures = (folder / "data" / "pictures").absolute()
     with bar("pictures and model", 3, enabled=progress) as advance:
@@ -99,8 +100,8 @@ def prepare(folder: Path, seed: int, progress: bool, *, hidden: int = 96, layers
         right, careless = (
             squares.demonstrations(*of, seed) for of in ((held_out, pictures, 0.0), (shown, pictures, WRONG_SHARE))
         )
-        for name, made in zip(names, (careless, right, shown, held_out), strict=True):
-            paths[name].write_text("".join(json.dumps(row) + "\n" for row in made))
+        for name, rows in zip(names, (careless, right, shown, held_out), strict=True):
+            paths[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
         advance()
         words = [f"How many {colour}? Where? {place} {n}" for colour in squares.COLOURS for n, place in enumerate(squares.PLACES)]
         side = squares.CELLS * squares.PIXELS
@@ -108,4 +109,5 @@ def prepare(folder: Path, seed: int, progress: bool, *, hidden: int = 96, layers
             sizes = {"pixels": side, "patch": squares.PIXELS, "hidden": hidden, "layers": layers}
             tiny.save_vision_model(words, paths["base"], **sizes, seed=seed)
         advance()
+    (folder / MADE).write_text(json.dumps(made) + "\n")
     return paths

@@ -21,7 +21,8 @@ from psigrad.language.episodes.episodes import EpisodeLimits, LiveEpisode
 from psigrad.language.episodes.seats import Entries, SeatedGame
 from psigrad.language.episodes.tools import CallForm
 from psigrad.language.models.language_model import LanguageModel
-from psigrad.language.rollout.samplers.distribution import filter_logits
+from psigrad.language.rollout.samplers.distribution import probabilities
+from psigrad.language.rollout.samplers.embedded import without_placeholders
 from psigrad.language.rollout.types import Completion, SamplingParams
 from psigrad.tabular.extensive_form import CHANCE, END, Game, GameTree, Information, KuhnPoker, MatchingPennies, Position
 from psigrad.tabular.mdp import FloatArray
@@ -189,11 +190,12 @@ def completions(
     """Return (action, tokens, probability) for every completion of the context that is an action."""
     found: list[tuple[str, tuple[int, ...], float]] = []
     begun: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
+    params = without_placeholders(model, params)
     stops = {*model.eos_token_ids, *params.stop_token_ids}
     while begun:
         ids, chance = begun.pop()
         logits = model.network(torch.tensor([[*context, *ids]], device=model.device)).logits[:, -1].double()
-        drawn = filter_logits(logits / params.temperature, params).softmax(-1)[0].tolist()
+        drawn = probabilities(logits, params)[0].tolist()
         for token, share in enumerate(drawn):
             longer = (*ids, token)
             text = decode(model.tokenizer, longer).strip()

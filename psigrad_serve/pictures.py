@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +21,13 @@ KEPT_BYTES = 1 << 30
 """The bytes of images beyond which those that no request has are dropped, the oldest first."""
 
 
+class HeldImages:
+    """The images of a request that is being read. They are kept while this object lives."""
+
+    def __init__(self) -> None:
+        self.digests: list[str] = []
+
+
 class Pictures:
     """The images of a server's requests. One is decoded at a time, so that their memory does not add up."""
 
@@ -30,6 +37,9 @@ class Pictures:
         self._own: dict[str, int] = {}
         """The bytes of each image that this server has kept, the oldest first."""
         self._used: Counter[str] = Counter()
+        """The number of rows, and of requests that are being read, with an image."""
+        self._released: deque[Sequence[str]] = deque()
+        """Images of rows that are gone. They are counted later, since a finalizer may run while a thread has the lock."""
 
     @property
     def refusal(self) -> str:
@@ -40,14 +50,17 @@ class Pictures:
             )
         return "" if self.engine.steers else "an image, and this server's sampler reads text alone; serve with --sampler embedded"
 
-    def marked(self, messages: Sequence[Any], rest: Mapping[str, Any]) -> list[Any]:
-        """Return messages in OpenAI's format with marks in place of image parts. A part may name its place in the body as "at".
+    def marked(self, messages: Sequence[Any], rest: Mapping[str, Any]) -> tuple[list[Any], HeldImages]:
+        """Return messages in OpenAI's format with marks in place of image parts, and what keeps the images until a row does.
+
+        A part may name its place in the body as "at".
 
         Raises `ApiError` for an image that is not read here, for images beyond the bounds, and for a mark in a text of the
         messages or of the `rest` of the request, which would show another client's image.
         """
         refuse_marks({"messages": messages, **rest})
-        made, left = list(messages), [MOST_PIXELS, self.engine.model.max_length]
+        made, left, held = list(messages), [MOST_PIXELS, self.engine.model.max_length], HeldImages()
+        weakref.finalize(held, self._released.append, held.digests)
         for i, message in enumerate(made):
             content = message.get("content")
             if not isinstance(content, list) or not any(map(image_rows.is_image, content)):
@@ -57,11 +70,11 @@ class Pictures:
                 raise ApiError(f"{where} has an image in the assistant's turn; this model writes text alone.", param=where)
             made[i] = {
                 **message,
-                "content": [self._part(part, f"messages[{i}].content[{k}]", left) for k, part in enumerate(content)],
+                "content": [self._part(part, f"messages[{i}].content[{k}]", left, held) for k, part in enumerate(content)],
             }
-        return made
+        return made, held
 
-    def _part(self, part: Any, place: str, left: list[int]) -> Any:
+    def _part(self, part: Any, place: str, left: list[int], held: HeldImages) -> Any:
         if not image_rows.is_image(part):
             return part
         place, given = str(part.get("at", place)), image_rows.source_of(part)
@@ -88,6 +101,8 @@ class Pictures:
         with self._lock:
             if picture.digest in self._own or not images.is_registered(picture.digest):
                 self._own[picture.digest] = self._own.pop(picture.digest, len(picture.data or b""))
+            held.digests.append(picture.digest)
+            self._used[picture.digest] += 1
             return {"type": "text", "text": images.register(picture)}
 
     def shown_ids(self, ids: Sequence[int]) -> list[int]:
@@ -99,16 +114,19 @@ class Pictures:
         if digests := image_rows.digests_of(row):
             with self._lock:  # requests are read in threads
                 self._used.update(digests)
-                weakref.finalize(row, self._used.subtract, digests)
+                weakref.finalize(row, self._released.append, digests)
                 self._drop()
 
     def _drop(self) -> None:
+        while self._released:
+            self._used.subtract(self._released.popleft())
         held = sum(self._own.values())
         for digest, size in list(self._own.items()):
             if held <= KEPT_BYTES:
                 break
             if self._used[digest] <= 0:
                 held -= self._own.pop(digest, size)
+                del self._used[digest]
                 images.unregister(digest)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import sqlite3
 import weakref
-from pathlib import Path
 from typing import Any
 
 from psigrad.errors import UserError
+from psigrad.paths import absolute, claim
 
 MOST, MOST_BYTES = 1000, 1 << 30
 """The number of conversations stored, and their bytes together; the oldest are dropped first."""
@@ -20,10 +20,8 @@ class Remembered:
     """
 
     def __init__(self, folder: str = "") -> None:
-        file = Path(folder) / "responses.db" if folder else ":memory:"
+        file = claim(absolute(folder), "serve", "--state") / "responses.db" if folder else ":memory:"
         try:
-            if folder:
-                Path(folder).mkdir(parents=True, exist_ok=True)
             # Each statement is atomic, and sqlite admits one thread at a time.
             self._held = sqlite3.connect(file, check_same_thread=False, isolation_level=None)
             weakref.finalize(self, self._held.close)

@@ -137,7 +137,7 @@ class Served:
         self, messages: list[Any], tools: Any, arguments: Any = None, *, single: bool = False
     ) -> tuple[Row, Offered | None]:
         """Convert messages in OpenAI's format to a row. If `single`, the answer has one call at most."""
-        messages = self.pictures.marked(messages, {"tools": tools, "chat_template_kwargs": arguments})
+        messages, held = self.pictures.marked(messages, {"tools": tools, "chat_template_kwargs": arguments})
         check_size(self, *([m.get("content"), m.get("tool_calls")] for m in messages), tools)
         messages = order_answers(messages)
         columns = {"tools": tools, "chat_template_kwargs": arguments}
@@ -149,6 +149,7 @@ class Served:
             place = error.bad.column.replace("prompt", "messages", 1)
             raise ApiError(f"{place or 'The request'} {error.bad.reason}.", param=place or None) from None
         self.pictures.hold(row)
+        del held  # the row keeps the images now
         if not tools:
             return row, None
         key = json.dumps(arguments, sort_keys=True)

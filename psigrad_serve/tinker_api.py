@@ -31,6 +31,7 @@ from psigrad.language.models import language_model
 from psigrad.language.models.lora import Lora
 from psigrad.language.models.packing import Groups
 from psigrad.language.rollout.types import Completion, SamplingParams
+from psigrad.paths import absolute, claim
 from psigrad.runs import machine
 from psigrad_serve.api_errors import ApiError, as_json
 from psigrad_serve.engine.engine import SamplingEngine
@@ -94,7 +95,13 @@ class TinkerServer:
         machine.prepare_torch(run)
         how = {"dtype": given["dtype"], "trust_remote_code": given["trust_remote_code"]}
         base = locate(from_dict(Model, {"path": path, "adapter": "merge", **how}, ""))
-        return cls(base, name, Path(folder), {"device": machine.device(run), **how}, given["max_batch"])
+        return cls(
+            base,
+            name,
+            claim(absolute(folder), "serve --tinker", "--state"),
+            {"device": machine.device(run), **how},
+            given["max_batch"],
+        )
 
     def close(self) -> None:
         """End all running work."""

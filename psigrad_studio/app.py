@@ -46,7 +46,7 @@ def create_app(settings: StudioSettings, sessions: Sessions | None = None, shown
     for page in shown:
         app.include_router(page_router(page, shown))
         app.include_router(page.router)
-    home, guests = f"/{shown[0].name}", [page.name for page in shown if page.guests]
+    home, guests = f"/{settings.home or shown[0].name}", [page.name for page in shown if page.guests]
 
     @app.get("/")
     async def first_page(request: Request) -> Response:

@@ -35,7 +35,9 @@ def studio(
     database: str = "",
     allow_host: Sequence[str] = (),
 ) -> None:
-    """Serve the studio on this machine until Ctrl-C. `port` 0 uses the first free port from 8420.
+    """Serve the studio on this machine until Ctrl-C. With a folder of `runs` it opens on their page.
+
+    `port` 0 uses the first free port from 8420.
 
     The chat page offers `checkpoints` in addition to the models of the runs, and keeps `model_memory` GB of weights. Labels are
     stored in `database`, a path or a postgresql:// URL. `allow_host` lists the host names of a reverse proxy.
@@ -64,6 +66,7 @@ def studio(
     settings = replace(
         StudioSettings(port=listening.getsockname()[1]),
         runs=Path(runs or "runs"),
+        home="runs" if runs else "",
         checkpoints=tuple(Path(folder) for folder in checkpoints),
         model_bytes=int(model_memory * 1e9),
         database=database,

@@ -17,6 +17,8 @@ class StudioSettings:
 
     runs: Path = Path("runs")
     """The folder that contains the run folders."""
+    home: str = ""
+    """The page that visitors with the key arrive at; "": the first."""
     database: str = ""
     """The database of labels: a path or a postgresql:// URL; empty: labels.db next to the runs folder."""
     allowed_hosts: tuple[str, ...] = ()

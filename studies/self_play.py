@@ -18,6 +18,7 @@ import psigrad
 from psigrad.language.models import tiny
 from psigrad.language.models.language_model import load
 from psigrad.language.rollout.types import SamplingParams
+from psigrad.paths import claim
 from psigrad.records.report.plots import COLOURS, GREY
 from psigrad.tabular.extensive_form import GameTree, KuhnPoker, fictitious_play, self_play
 from psigrad_extras.text_games import Kuhn, exploitability
@@ -125,7 +126,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--rules", nargs="+", default=[*RULES], choices=[*RULES])
     given = parser.parse_args()
-    given.folder.mkdir(parents=True, exist_ok=True)
+    claim(given.folder, "self_play", "--folder")
     found: dict[str, dict[str, list[tuple[int, float]]]] = {rule: {} for rule in given.rules}
     for seed, rule in itertools.product(range(given.seeds), given.rules):
         found[rule][str(seed)] = train(rule, seed, given.folder, given.steps)

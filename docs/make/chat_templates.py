@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -335,11 +336,31 @@ def outcome(name: str, column: str) -> str:
     return "yes"
 
 
+def counts(found: dict[str, dict[str, str]]) -> str:
+    """Return how many of the templates that write calls pass, or drop what transformers drops, in each check of calls."""
+    calling = [cells for name, cells in found.items() if writes_calls(name)]
+    said = []
+    for column in ("two rounds", "two calls", "thoughts with calls", "words beside a call"):
+        cells = Counter(own[column] for own in calling)
+        dropped = f" ({cells['dropped']} of them dropped)" if cells["dropped"] else ""
+        said.append(f"{column} {cells['yes'] + cells['dropped']}{dropped}")
+    wrong = sum(cell == "wrong" for cells in found.values() for cell in cells.values())
+    right = ", ".join(said)
+    return f"Of the {len(calling)} that write calls, right or dropped: {right}. Silently wrong in all {len(found)}: {wrong}."
+
+
 def table() -> str:
     """The templates that are right in every column, and for the others the columns that are not."""
     found = {name: {column: outcome(name, column) for column in COLUMNS} for name in names()}
     right = [f"`{name}`" for name, cells in found.items() if set(cells.values()) == {"yes"}]
-    lines = [f"{len(right)} of {len(found)} pass all {len(COLUMNS)} checks: {', '.join(right)}.", "", "The others:", ""]
+    lines = [
+        f"{len(right)} of {len(found)} pass all {len(COLUMNS)} checks: {', '.join(right)}.",
+        "",
+        counts(found),
+        "",
+        "The others:",
+        "",
+    ]
     lines += [f"| template | {' | '.join(OUTCOMES)} |", "|---" * (len(OUTCOMES) + 1) + "|"]
     for name, cells in found.items():
         by = [", ".join(column for column, cell in cells.items() if cell == one) or "–" for one in OUTCOMES]

@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import inspect
 import itertools
+import math
 import os
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -95,9 +98,8 @@ def parse_plain(command: str, arguments: Sequence[str], defaults: Mapping[str, A
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=value)
         else:
             shown = _NUMBERS.get(type(value), flag.rpartition("-")[2].upper())
-            parser.add_argument(
-                flag, type=type(value), default=value, metavar=shown, help=f"(default {value})" if value else None
-            )
+            kind = functools.partial(_number_of, type(value)) if type(value) in _NUMBERS else str
+            parser.add_argument(flag, type=kind, default=value, metavar=shown, help=f"(default {value})" if value else None)
     known, rest = parser.parse_known_args(join_columns(arguments))
     _refuse(rest, parser, "a value of one")
     # A shell does not expand `--output=~/x`.
@@ -146,11 +148,19 @@ def parse_lists(arguments: Sequence[str], *lists: str) -> tuple[list[str], dict[
 
 
 def parse_number(flag: str, text: str, kind: Callable[[str], T]) -> T:
-    """Return the value `text` of a flag as a number of the type `kind`, int or float. Raises `UserError`."""
+    """Return the value `text` of a flag as an int or a finite float, according to `kind`. Raises `UserError`."""
     try:
-        return kind(text)
-    except ValueError:
-        raise UserError(f"{flag} has {text!r}; expected {'whole ' if kind is int else ''}numbers.") from None
+        return _number_of(kind, text)
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"{flag} has {error}.") from None
+
+
+def _number_of(kind: Callable[[str], T], text: str) -> T:
+    """Return the finite number in `text`. Raises `ArgumentTypeError`, which argparse prefixes with the flag."""
+    with contextlib.suppress(ValueError, OverflowError):
+        if math.isfinite(found := kind(text)):  # type: ignore[arg-type]
+            return found
+    raise argparse.ArgumentTypeError(f"{text!r}; expected {'a whole' if kind is int else 'a finite'} number")
 
 
 def parse_names_and_output(command: str, arguments: Sequence[str]) -> tuple[list[str], str | None]:

@@ -5,6 +5,7 @@ This module imports torch through objective/. Code that must start fast, such as
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
@@ -35,6 +36,7 @@ PRESETS: dict[str, Any] = {
     for methods in (catalog.METHODS, preference_catalog.ONLINE_METHODS, preference_catalog.METHODS)
     for name, method in methods.items()
 }
+_BOUNDS = ("high", "cap", "bound", "limit", "delta")  # where infinity means "no bound"
 _OPTIONAL = ("kl", "critic", "entropy", "correction")
 
 
@@ -48,9 +50,9 @@ def resolve(spec: Spec) -> PolicyGradient:
     Raises `UserError` for an unknown name (with the nearest one), parameter or combination.
     """
     if isinstance(spec, PolicyGradient):
-        return spec
+        return _with_numbers(spec)
     if isinstance(spec, str):
-        return _preset(spec)
+        return _with_numbers(_preset(spec))
     if not isinstance(spec, Mapping):
         raise UserError(f"The algorithm is {kind_of(spec)}; expected a preset's name, a mapping or a PolicyGradient.")
     changes = dict(spec)
@@ -74,13 +76,13 @@ def change(start: PolicyGradient | None, changes: Mapping[str, Any]) -> PolicyGr
         else:
             parts[slot] = _part(slot, value, None if start is None else getattr(start, slot))
     if start is not None:
-        return replace(start, **parts)
+        return _with_numbers(replace(start, **parts))
     missing = [slot for slot in ("psi", "ratio", "surrogate", "aggregate") if slot not in parts]
     if missing:
         raise UserError(
             f"The algorithm has no preset and no {', '.join(missing)}; expected a preset to start from or all four slots."
         )
-    return PolicyGradient(**parts)
+    return _with_numbers(PolicyGradient(**parts))
 
 
 def resolve_loss(spec: LossSpec) -> Preference | KahnemanTversky:
@@ -90,7 +92,7 @@ def resolve_loss(spec: LossSpec) -> Preference | KahnemanTversky:
     value}. Raises `UserError` with the nearest name.
     """
     if isinstance(spec, Preference | KahnemanTversky):
-        return spec
+        return _with_numbers(spec)
     if not isinstance(spec, str | Mapping):
         raise UserError(f"The preference loss is {kind_of(spec)}; expected a name, a mapping or a Preference.")
     changes = {"preset": spec} if isinstance(spec, str) else dict(spec)
@@ -104,7 +106,7 @@ def resolve_loss(spec: LossSpec) -> Preference | KahnemanTversky:
     found: Preference | KahnemanTversky = replace(
         start, **{"name": f"{start.name} (changed)" if changes else start.name, **changes}
     )
-    return found
+    return _with_numbers(found)
 
 
 def resolve_online(spec: Spec | OnlinePreference) -> PolicyGradient | OnlinePreference:
@@ -140,6 +142,18 @@ def _resolve_any(spec: Any) -> PolicyGradient | OnlinePreference | Preference | 
     if isinstance(name, str) and ":" not in name:
         _look_up(name, {**catalog.METHODS, **preference_catalog.ONLINE_METHODS, **losses}, "method")
     return resolve_online(spec)
+
+
+def _with_numbers(part: T) -> T:
+    """Return a method or a part. Raises `UserError` if a number of it or of its parts is NaN, or infinite and not a bound."""
+    for name in [f.name for f in fields(part)]:  # type: ignore[arg-type]
+        value = getattr(part, name)
+        if isinstance(value, float) and not math.isfinite(value) and not (value > 0 and name in _BOUNDS):
+            raise UserError(f"{type(part).__name__} has {name}={value}; expected a finite number.")
+        for inner in value if isinstance(value, tuple) else (value,):
+            if is_dataclass(inner) and not isinstance(inner, type) and type(inner).__module__.startswith("psigrad."):
+                _with_numbers(inner)
+    return part
 
 
 def _preset(name: str) -> PolicyGradient:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -151,6 +153,12 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
             near = ", since steps are counted, not shares of a run."
         what = _MODELS if place in ("reference", "critic", "model.path") else reword(first["msg"])
         raise UserError(f"{where}{place} is {_brief(first['input'])}; {what}{near}") from None
+    for name in settings_of(cls):
+        found: Any = functools.reduce(getattr, name.split("."), made)
+        if any(isinstance(one, float) and not math.isfinite(one) for one in (found if isinstance(found, tuple) else (found,))):
+            raise UserError(
+                f"{source + ': ' if source and name not in beside else ''}{name} is {found}; expected a finite number."
+            )
     for name in ("dataset", "eval_dataset"):
         value = getattr(getattr(made, "data", None), name, ())
         if not isinstance(value, Iterable):

@@ -59,6 +59,10 @@ def field_types(cls: type[Any]) -> Iterator[tuple[str, Any]]:
     return ((name, setting.type) for name, setting in settings_of(cls).items())
 
 
+MOST_VALUES = 100_000
+"""The most values in a file of settings."""
+
+
 class _Loader(yaml.SafeLoader):
     """A YAML loader without the surprises of YAML 1.1: 1e-5 is a number, a date is text, and a repeated key is an error."""
 
@@ -69,6 +73,20 @@ class _Loader(yaml.SafeLoader):
             if any((key.tag, key.value) == (other.tag, other.value) for other in keys[:i]):
                 raise yaml.MarkedYAMLError(problem=f"{key.value!r} stands twice", problem_mark=key.start_mark)
         return node
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)  # replaces merges (<<) by their names, which merges of merges multiply
+        if len(node.value) > MOST_VALUES:
+            raise yaml.MarkedYAMLError(problem=f"merges give more than {MOST_VALUES:,} names", problem_mark=node.start_mark)
+
+
+def _check_size(values: Any) -> None:
+    """Raise `ValueError` for more than `MOST_VALUES` values, which aliases of aliases (*name) multiply."""
+    found = [values]
+    for value in found:
+        found += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if len(found) > MOST_VALUES:
+            raise ValueError(f"it has more than {MOST_VALUES:,} values")
 
 
 _Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: node.value)
@@ -85,6 +103,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
     """Read the settings in a YAML file. Raises `UserError` if it cannot be read or holds no mapping."""
     try:
         values = yaml.load(Path(path).read_text(), _Loader)
+        _check_size(values)
     except OSError as error:
         raise UserError(f"The settings file {str(path)!r} cannot be read: {error.strerror}.") from error
     except RecursionError:

@@ -319,7 +319,7 @@ def insert_marks(
     if not wanted:
         return text, []
     if image_format is None:
-        raise ValueError("it has an image, and the model reads text alone; use a vision-language model")
+        raise ValueError("it has an image, and the model reads text alone; use a vision-language model with its image processor")
     at, made, moves, word = 0, "", [], image_format.placeholder
     for part in wanted:
         piece = word if "sha256" in part else part["text"].strip()
@@ -345,7 +345,7 @@ def expand_marks(text: str, image_format: ImageFormat | None) -> tuple[str, list
     if not found:
         return text, []
     if image_format is None:
-        raise UserError("The prompt has an image, and the model reads text alone; give a vision-language model.")
+        raise UserError("A prompt has an image, and the model reads text alone; give a vision-language model with its processor.")
     return MARK.sub(lambda mark: image_format.expand(picture(mark[1])), text), found
 
 

@@ -100,7 +100,7 @@ class RunData:
         """The rows of held-out figures in the order of their steps."""
         by_step: dict[int, dict[str, Any]] = {}
         for row in self.metrics:
-            found = {key: value for key, value in row.items() if key.startswith("eval/")}
+            found = {key: value for key, value in row.items() if key.startswith(("eval/", "held_out/"))}
             if found:
                 by_step.setdefault(row["step"], {"step": row["step"]}).update(found)
         return [by_step[step] for step in sorted(by_step)]
@@ -159,11 +159,8 @@ def load_all(folders: Sequence[str | Path]) -> list[RunData]:
     return runs
 
 
-def load(folder: str | Path, *, rollouts: bool = True) -> RunData:
-    """Return the data of the run in `folder`; without `rollouts`, skip its completions, which take the most time to read.
-
-    Raise `UserError` if it is not a run folder, or cannot be read.
-    """
+def load(folder: str | Path) -> RunData:
+    """Return the data of the run in `folder`. Raise `UserError` if it is not a run folder, or cannot be read."""
     path = Path(folder).expanduser()
     if not path.is_dir():
         raise UserError(f"There is no folder {str(folder)!r}; name the output_dir of a run.")
@@ -175,7 +172,7 @@ def load(folder: str | Path, *, rollouts: bool = True) -> RunData:
         found = _json(path / "summary.json").get("rows")
         summary = found if isinstance(found, list) else []
         check_format(path, config := _json(path / "config.json"))
-        rewards, troubles, samples, held_out = _rollouts(rollout_files(path)) if rollouts else ({}, Counter(), {}, {})
+        rewards, troubles, samples, held_out = _rollouts(rollout_files(path))
         return RunData(
             name=path.resolve().name,
             path=path,

@@ -273,7 +273,7 @@ RULES = (
     Rule("entropy", _entropy_left, above=0.9, until=0.85, patience=3, signal="entropy"),
     Rule("clipped", _of("clipped"), above=0.3, until=0.2, patience=3, signal="clipped"),
     Rule("critic", _below_zero_late, above=0.0, until=-0.1, patience=5, signal="explained_variance"),
-    Rule("grad_norm", _grad_norm_z, above=4.0, until=2.0, signal="grad_norm", min_count=3),
+    Rule("grad_norm", _grad_norm_z, above=4.0, until=2.0, signal="grad_norm", min_count=4),
     Rule("longer", _longer_for_nothing, above=0.5, until=0.3, patience=3, worst="longest", signal="length"),
     Rule("apart", _below_best, above=1.5, until=1.0, patience=3, signal="held_out"),
     Rule("cut", _of("eval/episodes/cut"), above=0.0, until=0.0),

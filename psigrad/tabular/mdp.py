@@ -21,6 +21,8 @@ IntArray: TypeAlias = NDArray[np.int64]
 BoolArray: TypeAlias = NDArray[np.bool_]
 Matrix: TypeAlias = Any  # a float64 array or a scipy CSR array
 PROBABILITY_SLACK = 1e-9
+# The most that rounding to float32 moves a sum of probabilities by. Such rows are divided by their sums.
+FLOAT32_SLACK = 1e-5
 # The number of states up to which a table is dense, where psigrad chooses the form.
 DENSE_UP_TO = 512
 
@@ -62,6 +64,7 @@ class MDP:
         if end is not None:
             end = end * ~terminal[:, None]
         stacked, rewards = _without_terminal_rows(stacked, terminal, n_actions), rewards * ~terminal[:, None]
+        stacked, end = _normalise(stacked, end, n_states)
         _check(stacked, rewards, self.gamma, terminal, end)
         start = _start(self.start, terminal)
         values = {
@@ -201,6 +204,8 @@ def _start(given: Any, terminal: BoolArray) -> FloatArray:
         alive = ~terminal if not terminal.all() else np.ones_like(terminal)
         return np.asarray(alive / alive.sum())
     start = np.asarray(given, dtype=np.float64)
+    if start.shape == terminal.shape and PROBABILITY_SLACK < abs(start.sum() - 1) <= FLOAT32_SLACK:
+        start = start / start.sum()
     if (
         start.shape != terminal.shape
         or not np.isfinite(start).all()
@@ -232,6 +237,18 @@ def _without_terminal_rows(stacked: Matrix, terminal: BoolArray, n_actions: int)
     chosen = np.repeat(keep, lengths)
     indptr = np.concatenate([[0], np.cumsum(np.where(keep, lengths, 0))]).astype(stacked.indptr.dtype)
     return sparse.csr_array((stacked.data[chosen], stacked.indices[chosen], indptr), shape=stacked.shape)
+
+
+def _normalise(stacked: Matrix, end: FloatArray | None, n_states: int) -> tuple[Matrix, FloatArray | None]:
+    """Return transitions and ends whose rows sum to 1 where they did so in float32."""
+    total = np.asarray(stacked.sum(axis=1), dtype=np.float64).reshape(-1, n_states).T + (0.0 if end is None else end)
+    off = np.abs(total - 1)
+    if not (rounded := (off > PROBABILITY_SLACK) & (off <= FLOAT32_SLACK)).any():
+        return stacked, end
+    scale = np.divide(1.0, total, out=np.ones_like(total), where=rounded)
+    rows = scale.T.reshape(-1, 1)
+    stacked = stacked.multiply(rows).tocsr() if sparse.issparse(stacked) else stacked * rows
+    return stacked, None if end is None else end * scale
 
 
 def _check(stacked: Matrix, rewards: FloatArray, gamma: float, terminal: BoolArray, end: FloatArray | None) -> None:

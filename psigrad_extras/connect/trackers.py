@@ -17,6 +17,7 @@ from typing import Any
 from psigrad import extras, redaction
 from psigrad.config.nested import flatten
 from psigrad.errors import UserError, nearest
+from psigrad.records import checkpoint
 from psigrad.runs.journal import Tracker
 
 # The columns of a table of completions, and its maximum rows per step.
@@ -50,7 +51,9 @@ class _TensorBoard:
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(folder / "tensorboard"))
+        # a resumed run logs again the steps behind its checkpoint, which TensorBoard then hides
+        behind = [(checkpoint.step_of(path) or 0) + 1 for path in checkpoint.steps(folder / "checkpoints")[:1]]
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=behind[0] if behind else None)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():

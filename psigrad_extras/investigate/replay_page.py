@@ -14,10 +14,20 @@ from typing import Any
 from psigrad.errors import UserError
 from psigrad.paths import absolute
 from psigrad.records.read import show_number
+from psigrad.records.report import html
 from psigrad.records.report.html import Cell, Table, render, save
 from psigrad.records.run_folder import REPLAYS, to_line
 
 LEVELS = 4
+
+
+_MARK = b'"methods": '  # in the JSON of every replay
+
+
+def check(output: str) -> None:
+    """Raise `UserError` before the work if `output` or the JSON beside it is another file than a replay's."""
+    html.check(absolute(output))
+    html.check(absolute(output).with_suffix(".json"), _MARK)
 
 
 def write(replay: Any, output: str = "") -> Path:
@@ -31,7 +41,7 @@ def write(replay: Any, output: str = "") -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"The page cannot be written to {target}: {error.strerror}; name another file as --output.") from error
-    save(to_line(vars(replay)).decode(), target.with_suffix(".json"), b'"methods": ')
+    save(to_line(vars(replay)).decode(), target.with_suffix(".json"), _MARK)
     return save(page(replay), target)
 
 

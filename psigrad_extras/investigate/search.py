@@ -5,6 +5,7 @@ The study is `sweep.db` in the folder, which Optuna's own tools read (`optuna-da
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,8 @@ from psigrad.errors import UserError
 from psigrad.intervals import over_seeds
 from psigrad.paths import absolute, claim
 from psigrad.processes.proc import die_with_parent
+from psigrad.records.pins import CODE
+from psigrad.records.row_lines import last_event
 from psigrad.records.rows import headline, number
 from psigrad.runs import session
 
@@ -66,7 +69,8 @@ def run(
     """Run trials of `command` until the study in `folder` has `trials` of them, and return the study.
 
     `metric` is the held-out metric (empty: the headline of the report). The default direction is "minimize" for a loss. A failed
-    trial counts as one. Raises `UserError` if the first trial fails, and if the folder has another sweep.
+    trial counts as one. Raises `UserError` if the first trial fails, if the folder has another sweep, and if the user's code
+    (`pins.CODE`) is not that of the earlier trials.
     """
     folder = absolute(folder)
     claim(folder, "sweep")
@@ -81,10 +85,20 @@ def run(
     ended = [trial for trial in study.trials if trial.state.is_finished()]
     study.sampler = optuna.samplers.TPESampler(seed=1000 * min(seeds) + len(ended))
 
+    other_code: list[UserError] = []
+
     def objective(trial: Any) -> float:
         words = [*command, *(f"{name}={trial._suggest(name, space)}" for name, space in spaces.items())]
         try:
-            figures = [_figure(words, folder / f"trial-{trial.number:04d}", seed, metric, direction, train) for seed in seeds]
+            chosen = json.dumps({n: trial.params[n] for n, s in spaces.items() if isinstance(s, CategoricalDistribution)})
+            figures = []
+            for seed in seeds:
+                place = folder / f"trial-{trial.number:04d}" / f"seed-{seed}"
+                figures.append(_figure(words, place, seed, metric, direction, train))
+                if error := _other_code(study, place, chosen):
+                    other_code.append(error)
+                    study.stop()
+                    raise error
         except UserError as error:
             if not ended:
                 raise UserError(f"The first trial failed: {error}") from error
@@ -98,12 +112,30 @@ def run(
     first = [] if ended else [1]
     for count in [*first, trials - len(ended) - len(first)]:
         study.optimize(objective, n_trials=max(0, count), catch=() if count == 1 and first else (UserError,))
+        if other_code:
+            raise other_code[0]
     return study
 
 
-def _figure(words: Sequence[str], folder: Path, seed: int, metric: str, direction: str, train: Train | None) -> float:
-    """Train with one seed and return the held-out metric. Raises `UserError` if the run fails or has no such metric."""
-    place = folder / f"seed-{seed}"
+def _other_code(study: Any, place: Path, chosen: str) -> UserError | None:
+    """Return an error if a run's own code is not that of the study's earlier runs with the same `chosen` words."""
+    code = last_event(place / "events.jsonl", "started", "resumed").get("code", {})
+    known = study.user_attrs.get("code", {})
+    if known.setdefault(chosen, code) == code:
+        study.set_user_attr("code", known)
+        return None
+    changed = ", ".join(name for name in CODE if known[chosen].get(name) != code.get(name))
+    return UserError(
+        f"{place} was trained by other code than the trials before (changed: {changed}), so their figures cannot be compared; "
+        "restore the code, or name another folder with --output-dir."
+    )
+
+
+def _figure(words: Sequence[str], place: Path, seed: int, metric: str, direction: str, train: Train | None) -> float:
+    """Train with one seed in the folder `place` and return the held-out metric.
+
+    Raises `UserError` if the run fails or has no such metric.
+    """
     if reason := (train or _train)([*words, "--seed", str(seed), "--output-dir", str(place)]):
         raise UserError(redaction.clear(reason))
     _, after = session.evaluations(place)

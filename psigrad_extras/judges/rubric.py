@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from psigrad.errors import UserError
 from psigrad.language.rollout.scoring import Preparable, Unscored, text_of, transcript_of
+from psigrad.paths import OWNER, absolute, check_claim, claim
 from psigrad.records.row_lines import replace_file
 from psigrad_extras.connect.endpoint import NoAnswerError, ask, pause
 
@@ -78,12 +78,14 @@ class Judge:
                 f"{self.reward}: there are attempts {self.attempts}, concurrency {self.concurrency} and seconds "
                 f"{self.seconds}; expected all above 0."
             )
+        if self.cache:
+            check_claim(absolute(self.cache), "judge", "cache")
         if self.base_url and not self.base_url.startswith(("http://", "https://")):
             raise UserError(f"{self.reward}: base_url is {self.base_url!r}; it must begin with http:// or https://.")
 
     def ask(self, question: str, read: Callable[[str], T]) -> T | Unscored:
         """Return the endpoint's reply as parsed by `read`, which raises `NoAnswerError` for an unusable one."""
-        kept = Path(self.cache) / _digest(self.base_url, self.model, question, *self._how()) if self.cache else None
+        kept = absolute(self.cache) / _digest(self.base_url, self.model, question, *self._how()) if self.cache else None
         if kept is not None and kept.is_file():
             return read(kept.read_text(encoding="utf-8"))
         why = ""
@@ -92,7 +94,8 @@ class Judge:
                 text = self._reply(question)
                 found = read(text)
                 if kept is not None:
-                    kept.parent.mkdir(parents=True, exist_ok=True)
+                    if not (kept.parent / OWNER).exists():
+                        claim(kept.parent, "judge", "cache")
                     replace_file(kept, [text.encode("utf-8", "replace")], f".{os.getpid()}.{threading.get_ident()}")
                 return found
             except NoAnswerError as error:

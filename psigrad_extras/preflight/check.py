@@ -58,9 +58,9 @@ def run(config: OnlineConfig, told: Callable[[str], None] = lambda name: None) -
         check_data, check_text, *tools, check_packing, check_sharing, check_sampling_logps, check_micro_batches, check_processes,
         check_reference, check_saving, check_adapter,
     )  # fmt: skip
-    for check in checks:
-        start = time.perf_counter()
-        told(name := (check.__doc__ or "").splitlines()[0].rstrip("."))
+    for i, check in enumerate(checks, 1):
+        start, name = time.perf_counter(), (check.__doc__ or "").splitlines()[0].rstrip(".")
+        told(f"{name} ({i} of {len(checks)})")
         try:
             finding = check(subject)
         except (UserError, RuntimeError, ValueError) as error:

@@ -35,14 +35,14 @@ _COLOURS = {"prompt": "cyan", "trained": "green", "masked": "yellow", "sampled":
 _VALUES: Mapping[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}, "null": None}
 
 
-def read_first_rows(config: OnlineConfig) -> list[RenderedRow]:
-    """Return the first rows of the dataset in its own form, with the tools; [] without a dataset.
+def read_first_rows(config: OnlineConfig, form: str = "") -> list[RenderedRow]:
+    """Return the first rows of the dataset in a form, or in its own, with the tools; [] without a dataset.
 
     The recognised form is printed on stderr. Raises `UserError` if the tokenizer, the dataset or a tool cannot be read.
     """
     if not config.data.dataset:
         return []
-    tokenizer, form = load_tokenizer(tokenizer_path(config.model)), form_of(config.data) or "prompt-only"
+    tokenizer, form = load_tokenizer(tokenizer_path(config.model)), form or form_of(config.data) or "prompt-only"
     configure_chat(tokenizer, config.model)
     rows = read_dataset(config.data, form, config.data.dataset, config.data.split, redaction.log).rows
     (rows,) = to_model_rows(tokenizer, [rows], config.data.plain_prompts, redaction.log)

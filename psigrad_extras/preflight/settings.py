@@ -1,10 +1,25 @@
-"""The settings of `psigrad plan`."""
+"""The settings of `psigrad plan` and `psigrad check`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
+from psigrad.config import OnlineConfig
 from psigrad.config.sections import CountOrZero, PositiveOrZero
+
+CHECK = """\
+Whether a model, its data and its settings will train rightly: rows as the model reads them, what rewards, tools and the
+environment say to them, and what must be equal computed twice. Nothing is trained. Flags are a run's. With a METHOD, such
+as sft or dpo, the rows and settings are those of its command."""
+
+
+def for_check(config: Any, method: str) -> tuple[OnlineConfig, str]:
+    """Return the settings that `psigrad check` reads, and the form in which `method` trains on rows; "" without a method."""
+    if isinstance(config, OnlineConfig):
+        return config, "prompt-only" if method else ""
+    same = {f.name: getattr(config, f.name) for f in fields(OnlineConfig) if hasattr(config, f.name)}
+    return OnlineConfig(**same), {"sft": "sft", "kto": "unpaired-preference"}.get(method, "preference")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from psigrad.errors import UserError
+from psigrad.paths import check_output
 from psigrad_extras.datasets import preferences as conversions
 from psigrad_studio.labels import aspects, completion_groups, label_data, people
 from psigrad_studio.labels.database import reads
@@ -126,9 +127,9 @@ def lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def write(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows to a JSONL file."""
+    """Write rows to a new JSONL file. Raises `UserError` if the file exists or cannot be written."""
+    check_output(str(path))
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
         with Path(path).open("w", encoding="ascii") as stream:
             stream.writelines(lines(rows))
     except OSError as error:

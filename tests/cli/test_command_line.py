@@ -205,7 +205,7 @@ MISTAKES = {
     "no run folder": (["report"], "report got no run folder"),
     "unknown flag of report": (["report", "--outptu", "x"], "no flag --outptu.*did you mean '--output'"),
     "unknown flag of demo": (["demo", "--sed", "1"], "no flag --sed.*did you mean '--seed'"),
-    "bad value of demo": (["demo", "--seed", "x"], "invalid int value: 'x'"),
+    "bad value of demo": (["demo", "--seed", "x"], "'x'; expected a whole number"),
     "no step of demo": (["demo", "--sft-steps", "0"], "sft_steps is 0; expected at least 1"),
     "argument of tasks": (["tasks", "chain_sum"], "'chain_sum' and takes no arguments"),
     "a tab in YAML": (["sft", "--config", "{tmp}/tab.yaml"], r"line 2, column 1.* Indent with spaces, not with tabs\."),
@@ -233,6 +233,21 @@ MISTAKES = {
     ),
     "no rows in a step": (["sft", "--batch-size", "0"], "batch_size is 0; expected at least 1"),
     "not a number": (["sft", "--learning-rate", ".nan"], "optim.learning_rate is nan; expected a finite number"),
+    "not a number in a part": (
+        ["grpo", "--reward", "exact", "--beta", ".nan"],
+        "KL has coefficient=nan; expected a finite",
+    ),
+    "not a number in an agent's part": (
+        ["control", "ppo", "--env", "CartPole-v1", "algorithm.psi.eps=.nan"],
+        "whitened has eps=nan; expected a finite",
+    ),
+    "more than a float holds": (["demo", "--seed", "9" * 400], "expected a whole number"),
+    "not a number in a loss": (["dpo", "--loss", "{{preset: dpo, margin: .inf}}"], "margin=inf; expected a finite number"),
+    "not a number for the referee": (
+        ["referee", "a.yaml", "b.yaml", "--tolerance", "nan"],
+        "--tolerance has 'nan'; expected",
+    ),
+    "not a number for chat": (["chat", "x", "--temperature", "inf"], "--temperature: 'inf'; expected a finite number"),
     "negative": (["grpo", "--max-steps=-2"], "run.max_steps is -2; expected at least 0"),
     "missing data": (
         ["grpo", "--model", "{model}", "--dataset", "no.jsonl", "--reward", "exact", "--output-dir", "{tmp}/r"],

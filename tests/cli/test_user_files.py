@@ -26,6 +26,7 @@ FOLDER = {
     "export": ["{job}/base", "--to", "merged", "--output"],
     "merge": ["{job}/base", "--output"],
     "init": ["verifiable"],
+    "serve": ["{job}/base", "--threads", "1", "--state"],
 }
 # command -> its arguments before the name of a file
 FILE = {
@@ -34,6 +35,9 @@ FILE = {
     "score": ["--dataset", "{job}/train.jsonl", "--reward", "exact", "--output"],
     "pairs": ["--dataset", "{job}/train.jsonl", "--output"],
     "report": ["{run}", "--output"],
+    "replay": ["{run}", "--step", "1", "--output"],
+    "judge-report": ["{job}/train.jsonl", "--model", "m", "--base-url", "http://localhost:1", "--output"],
+    "from-trl": ["{job}/trl.py", "--output"],
 }
 KINDS = ("model", "checkpoint-10", "adapter", "thesis")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import pytest
 import psigrad
 from psigrad.config import EvalConfig, Hub, LmEvalConfig, OnlineConfig, PreferenceConfig, RewardConfig, SampleConfig, SFTConfig
 from psigrad.config.fields import LENGTH, LIVE, RECORDED, Mark, defaults_of, find_marked, settings_of
-from psigrad.config.load import to_dict
+from psigrad.config.load import load, to_dict
 from psigrad.control.settings import ControlConfig
+from psigrad.errors import UserError
 
 TRAINED = (OnlineConfig, SFTConfig, PreferenceConfig, RewardConfig, ControlConfig)
 CLASSES = (*TRAINED, EvalConfig, SampleConfig, LmEvalConfig)
@@ -65,6 +67,15 @@ def test_marks_are_read_from_sections_and_bases():
     assert {"run.save_steps", "reward_timeout", "placement.cluster"} <= set(find_marked(OnlineConfig, RECORDED))
     assert {"run.max_steps", "run.num_train_epochs", "total_timesteps"} == set(find_marked(ControlConfig, LENGTH))
     assert find_marked(Hub, Mark.MAIN) == []
+
+
+@pytest.mark.parametrize("cls", CLASSES[:-1], ids=lambda cls: cls.__name__)
+def test_no_number_is_nan_or_infinite(cls):
+    numbers = [name for name, setting in settings_of(cls).items() if setting.type is float]
+    assert len(numbers) >= 2 and load(cls, overrides=[f"{name}=0.25" for name in numbers])
+    for name, text in itertools.product(numbers, (".nan", ".inf", "-.inf")):
+        with pytest.raises(UserError, match=name):
+            load(cls, overrides=[f"{name}={text}"])
 
 
 @pytest.mark.parametrize("cls", TRAINED, ids=lambda cls: cls.__name__)

@@ -10,6 +10,7 @@ from gymnasium import spaces
 from torch import nn
 
 from psigrad.control import DQN, PPO, TRPO, builder, evaluate_policy
+from psigrad.control.environments import spaces as meanings
 from psigrad.control.environments import vector
 from psigrad.control.environments.vector import Serial
 from psigrad.control.networks import networks
@@ -90,6 +91,29 @@ def test_weights_come_back_from_the_disk(tmp_path):
     other.load(tmp_path)
     x = images(4).flatten(1)
     assert torch.equal(one(x).policy, other(x).policy) and torch.equal(one(x).values, other(x).values)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((8, 8, 12), (12, 8, 8, True)),  # chess and the like: more planes than squares in a row
+        ((12, 8, 8), (12, 8, 8, False)),
+        ((7, 6, 3), (3, 7, 6, True)),
+        ((3, 7, 6), (3, 7, 6, False)),
+        ((4, 40, 30, 3), (12, 40, 30, True)),
+        ((4, 1, 84, 84), (4, 84, 84, False)),
+    ],
+)
+def test_which_dimension_has_the_channels_and_frames_are_channels_too(shape, expected):
+    space = spaces.Box(0, 255, shape, np.uint8)
+    found = meanings.image(space)
+    assert found == Image(*expected, True)
+    seen = np.stack([space.sample() for _ in range(2)])
+    size, flat = meanings.observations(space)
+    parts = [seen] if len(shape) == 3 else [seen[:, k] for k in range(shape[0])]  # frames one behind the other
+    wanted = np.concatenate(parts, -1 if found.channels_last else 1)
+    assert size == wanted[0].size and flat(seen).dtype == np.uint8
+    np.testing.assert_array_equal(flat(seen).reshape(wanted.shape), wanted)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 
+import pytest
 from reasoning_gym import create_dataset
 
 from psigrad import seeds
 from psigrad.config import Sampling
+from psigrad.errors import UserError
 from psigrad_extras import demo
 
 
@@ -28,8 +30,13 @@ def test_held_out_words_of_the_demo_are_drawn_from_the_whole_order(tmp_path):
     assert abs(demo.HELD_OUT / 2 - size / 2) > 4 * spread
 
 
-def test_the_demos_model_has_room_for_completions_of_the_default_length(tmp_path):
+def test_the_demos_files_are_made_once_and_its_model_has_room_for_completions(tmp_path):
     """Whoever tries a command on it after the demo gives no length."""
     files = demo.prepare(tmp_path, 0, False, words=50, hidden=16, layers=1)
     room = json.loads((files["base"] / "config.json").read_text())["max_position_embeddings"]
     assert room >= Sampling().max_completion_length + 64
+    before = files["base"].stat().st_mtime_ns
+    assert demo.prepare(tmp_path, 0, False, words=50, hidden=16, layers=1) == files
+    assert files["base"].stat().st_mtime_ns == before, "made once"
+    with pytest.raises(UserError, match="a demo of seed 0 and not 1, hidden 16 and not 32; choose another output_dir"):
+        demo.prepare(tmp_path, 1, False, words=50, hidden=32, layers=1)

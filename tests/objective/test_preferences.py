@@ -204,6 +204,19 @@ def test_robust_dpo_finds_the_optimum_from_labels_that_are_sometimes_swapped():
     assert not torch.allclose(misled, optimum, atol=1e-2), "negative control: plain DPO believes the swapped labels"
 
 
+@pytest.mark.parametrize("name", ["dpo", "ln_dpo", "simpo", "orpo"])
+def test_an_answer_that_the_policy_never_writes_is_lost_for_good(name):
+    """−log σ(∞) = 0 with slope 0; ORPO's likelihood of the chosen one stays: 3 nats over 3 tokens."""
+    chosen, rejected = torch.tensor([-3.0], requires_grad=True), torch.tensor([-math.inf], requires_grad=True)
+    loss = LOSSES[name].algorithm.loss(Pairs(chosen, rejected, *[torch.tensor([3])] * 2, *[torch.tensor([-2.0])] * 2, None), 1, 3)
+    assert float(loss.value.detach()) == pytest.approx(float(name == "orpo"))
+    loss.value.backward()
+    assert rejected.grad.tolist() == [0.0] and chosen.grad.tolist() == pytest.approx([-1 / 3 if name == "orpo" else 0.0])
+    other = torch.tensor([-4.0])
+    beyond = LOSSES["cdpo"].algorithm.loss(Pairs(other, rejected, *[torch.tensor([3])] * 2, other, other, None), 1, 3)
+    assert float(beyond.value.detach()) == math.inf, "negative control: with swapped labels it costs without bound"
+
+
 def test_log_odds_keep_their_digits_where_a_completion_is_almost_sure():
     mean = torch.tensor([-1e-12], dtype=torch.float64)
     assert float(log_odds(mean, None, torch.ones(1))) == pytest.approx(-math.log(1e-12), rel=1e-9)

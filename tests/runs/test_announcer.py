@@ -58,7 +58,7 @@ def test_a_leap_of_the_gradient_is_told_when_it_comes_again_and_again(leaps, tmp
             journal.metrics(step, {"reward": 0.5, "reward_std": 0.3, "grad_norm": 30.0 if step in at else 1.0})
     told = [(event["rule"], event["step"]) for event in events(tmp_path / "run")]
     assert told == ([("grad_norm", 150)] if leaps == 3 else []) and ("spike" in capsys.readouterr().err) == (leaps == 3)
-    run = load(tmp_path / "run", rollouts=False)
+    run = load(tmp_path / "run")
     assert [alert.rule for alert in apply_rules(run).alerts()] == ["grad_norm"] * leaps, "the report has every time"
 
 

@@ -208,6 +208,17 @@ def test_another_engine_or_version_is_refused_by_name_and_taken_when_allowed(eng
     assert not events(tmp_path / "control", "allowed"), "negative control: the same engine resumes"
 
 
+@pytest.mark.parametrize(
+    ("part", "changed"), [("reference", {"ref_model_sync_steps": 1}), ("critic", {"algorithm": "ppo", "num_generations": 2})]
+)
+def test_an_allowed_change_that_needs_a_part_that_no_checkpoint_has_is_refused(part, changed, job, tmp_path):
+    config = online_config(job, tmp_path / "run")
+    online.run(config)
+    interrupted(tmp_path / "run")
+    with pytest.raises(UserError, match=rf"step-\d+ has no {part}: the run needed none when it was saved"):
+        online.run(replace(config, **changed, run=replace(config.run, allow=tuple(changed))))
+
+
 @pytest.mark.parametrize("changed", ["reward", "dataset"])
 def test_a_finished_run_says_what_has_changed_since(changed, copied, tmp_path, capsys):
     (tmp_path / "mine.py").write_text(REWARD)

@@ -55,10 +55,17 @@ def test_the_oldest_are_forgotten_and_a_file_that_is_none_is_said(tmp_path, monk
     again = Remembered(str(tmp_path / "new"))
     assert [again.find(f"resp_{n}") is not None for n in range(5)] == [False, False, True, True, True]
     assert again.find("resp_4") == [{"role": "user", "content": "4 \ud800 é"}]
-    (tmp_path / "responses.db").write_text("no database at all")
-    for folder in (tmp_path, tmp_path / "responses.db"):
-        with pytest.raises(UserError, match=r"Responses cannot be stored in .*; name another folder as --state"):
-            Remembered(str(folder))
+    del kept, again
+    for file in (tmp_path / "new").glob("responses.db*"):
+        file.write_text("no database at all")
+    theirs = tmp_path / "new" / "responses.db"
+    for folder, why in (
+        ("new", "Responses cannot be stored in "),
+        ("", "holds files that this com"),
+        (theirs, "is a file"),
+    ):
+        with pytest.raises(UserError, match=rf"{why}.* as --state"):
+            Remembered(str(tmp_path / folder))
 
 
 @contextlib.contextmanager

@@ -200,6 +200,26 @@ def test_images_that_no_request_has_are_dropped_beyond_their_bytes(client, monke
 
 
 @of_one
+def test_an_image_is_kept_from_its_mark_on(behind, monkeypatch):
+    """Two requests are read at once: the one that is held first drops nothing of the other."""
+    served, _ = behind
+    monkeypatch.setattr(pictures, "KEPT_BYTES", 0)
+    one, two = ([{"role": "user", "content": chat_parts(encoded(draw((i, 3, 4), (9, 9))))}] for i in (1, 2))
+    _, held = served.pictures.marked(one, {})
+    served.conversation(two, None)
+    (digest,) = held.digests
+    assert images.is_known(digest)
+    row, _ = served.conversation(one, None)
+    del held
+    served.conversation(two, None)
+    assert images.is_known(digest), "the row keeps it"
+    del row
+    gc.collect()
+    served.conversation(two, None)
+    assert not images.is_known(digest)
+
+
+@of_one
 def test_a_chat_on_the_terminal_shows_an_image(behind, tmp_path):
     served, _ = behind
     (tmp_path / "a.png").write_bytes(RED)

@@ -13,7 +13,9 @@ from playwright.sync_api import CDPSession, Page, expect
 from run_folders import CURATED, GIF, append, figures, make_run, rollout, words
 from timing import until
 
+from psigrad.records.rows import rollout_figures
 from psigrad.records.run_folder import RunFolder
+from psigrad_studio.runs.rollout_index import RolloutIndex
 
 EVIL = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
 
@@ -290,6 +292,11 @@ def test_the_first_run_appears_by_itself(opened, tmp_path):
         make_run(tmp_path / "runs" / "first", 5)
         expect(page.locator('.chart[data-name="reward"] .readout')).to_contain_text("0.25")
         page.goto("about:blank")
+        make_run(tmp_path / "runs" / "refused", 0, learning_rate=7.0)
+        page = opened(at=studio)
+        expect(page.locator("#runs .run")).to_have_count(2)
+        expect(page.locator('.chart[data-name="reward"] .readout')).to_contain_text("0.25")
+        page.goto("about:blank")
 
 
 # ---- speed
@@ -334,6 +341,24 @@ def test_50_000_points_in_12_charts_are_drawn_within_300_ms(opened, tmp_path):
 
 
 # ---- completions
+
+
+def test_the_newest_step_leads_though_a_long_file_is_read_in_parts(opened, root, studio, monkeypatch):
+    make_run(root / "parts", 40, rollouts=2)
+
+    def read(index, seconds=2.0):
+        before = len(index)
+        for at, line in index._tail.lines(4000):
+            if (found := rollout_figures(line)) is not None:
+                index._add(at, found)
+        index.whole = len(index) == before
+        return index.whole
+
+    monkeypatch.setattr(RolloutIndex, "read", read)
+    runs = {run["name"]: run["id"] for run in studio.ask("GET", "/api/runs").json["runs"]}
+    page = opened(f"runs={runs['parts']}&tab=rollouts")
+    expect(page.locator(".results [role=status]")).to_contain_text("80 of 80")
+    expect(page.locator(".results li .line .soft").first).to_contain_text("step 40")
 
 
 @pytest.mark.quick

@@ -29,7 +29,8 @@ def test_it_prints_an_address_that_opens_and_stops_on_ctrl_c(tmp_path):
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=terminal) as process:
         address = re.search(r"http://127\.0\.0\.1:\d+/enter\?key=\S+", process.stdout.readline()).group()
         opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
-        assert b"The studio opens" in opener.open(address).read()
+        entered = opener.open(address).read()
+        assert b"The studio opens" in entered and b"/runs" in entered and b"/grid" not in entered, "where it was asked to"
         assert b"Grid world" in opener.open(address.partition("/enter")[0] + "/grid").read()
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
@@ -66,7 +67,7 @@ def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch, capsys
         (["/nowhere/at/all"], "does not exist"),
         (["a", "b"], "takes one"),
         (["--port", "99999"], "expected 1 to 65535"),
-        (["--port", "x"], "invalid int value"),
+        (["--port", "x"], "expected a whole number"),
         (["--opne"], "no flag --opne"),
         (["--allow-host", "http://labels.example.org"], "without http://"),
         (["--allow-host", "a b"], "is not a name"),

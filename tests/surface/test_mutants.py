@@ -17,8 +17,8 @@ def test_a_fault_is_noticed_by_a_test_that_fails_and_its_file_is_restored(after,
     (tmp_path / "planted_in.py").write_text("def doubled(x):\n    return 2 * x\n")
     (tmp_path / "test_it.py").write_text("import planted_in\n\ndef test_two():\n    assert planted_in.doubled(2) == 4\n")
     mutant = mutants.Mutant("planted_in.py", "op", f"def doubled(x):\n    return {after}\n")
-    assert mutants.notices(tmp_path, ["test_it.py"], mutant) == noticed
-    assert not mutants.notices(tmp_path, ["test_it.py"]), "as it was"
+    assert mutants.noticed_by(tmp_path, ["test_it.py"], mutant) == ("test_it.py::test_two" if noticed else "")
+    assert not mutants.noticed_by(tmp_path, ["test_it.py"]), "as it was"
 
 
 def test_annotations_exceptions_and_assertions_are_left_alone():

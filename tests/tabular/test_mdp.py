@@ -102,6 +102,7 @@ MISTAKES = {
     "discount": ({"gamma": 1.5}, r"gamma is 1.5; expected a discount in \[0, 1\]"),
     "nan discount": ({"gamma": float("nan")}, "gamma is nan"),
     "row sum": ({"transitions": P * 0.9}, "state 0, action 0 sum to 0.9; expected 1"),
+    "row sum beyond rounding": ({"transitions": P * (1 - 2e-5)}, "sum to 0.99998; expected 1"),
     "negative": ({"transitions": np.array([[[1.5, -0.5], [0, 1]]] * 2)}, "negative or non-finite"),
     "nan": ({"transitions": P * np.nan}, "negative or non-finite"),
     "states first": ({"transitions": np.ones((2, 3, 2)) / 2}, "use MDP.from_state_first"),
@@ -123,6 +124,24 @@ def test_a_mistake_is_one_sentence(mistake):
     with pytest.raises(ValueError, match=sentence) as error:
         MDP(**{"transitions": P, "rewards": R, "gamma": 0.9} | changes)
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("form", ["dense", "sparse", "end"])
+def test_a_table_in_float32_is_divided_by_its_sums(form):
+    """Thirds in float32 sum to 1 + 3e-8. With equal rows, V = r̄ + 2.7·V/3 of its own, so V(s) = R(s) + 9·R̄, R̄ = 2."""
+    exact = np.full((1, 3, 3), 1 / 3)
+    table, end = exact.astype(np.float32), None
+    assert abs(float(table[0, 0].astype(np.float64).sum()) - 1) > 1e-9
+    if form == "sparse":
+        table = [sparse.csr_array(table[0])]
+    if form == "end":
+        table, end = (0.5 * exact).astype(np.float32), np.full((3, 1), 0.5)
+    mdp = MDP(table, np.array([[1.0], [2.0], [3.0]]), 0.9, end=end, start=np.full(3, 1 / 3, np.float32))
+    sums = np.asarray(mdp.transitions.sum(axis=1)).ravel()
+    np.testing.assert_allclose(sums + (0 if end is None else mdp.end[:, 0]), 1, rtol=0, atol=1e-15)
+    assert mdp.start.sum() == pytest.approx(1, abs=1e-15)
+    mean = 18.0 if form != "end" else 2 * 0.45 / 0.55  # γ·V̄: 0.9·20, and 0.45·V̄ with V̄ = 2/0.55
+    np.testing.assert_allclose(tabular.solve(mdp).value, np.array([1.0, 2.0, 3.0]) + mean, rtol=1e-6)
 
 
 def test_a_policy_that_is_none_is_refused():

@@ -44,16 +44,18 @@ def actions(space: Space) -> tuple[Distribution, Callable[[Array], Array]]:
 def observations(space: Space) -> tuple[int, Callable[[Any], Array]]:
     """Return D, and a function from the E observations of a vector environment to flat numbers [E, D].
 
-    The order is that of `gymnasium.spaces.flatten`. Raises `UserError` for a space that cannot be flattened. The function raises
-    `IndexError` for a choice outside its space.
+    The order is that of `gymnasium.spaces.flatten`, but the channels of stacked frames lie together. Raises `UserError` for a
+    space that cannot be flattened. The function raises `IndexError` for a choice outside its space.
     """
     if isinstance(space, spaces.Discrete):
         eye, start = np.eye(int(space.n), dtype=np.float32), int(space.start)
         return int(space.n), lambda o: _rows(eye, np.asarray(o) - start)
-    if isinstance(space, spaces.Box | spaces.MultiBinary) and len(space.shape) <= 3:
+    if isinstance(space, spaces.Box | spaces.MultiBinary) and len(space.shape) <= 4:
         size, seen = math.prod(space.shape), image(space)
         dtype = np.uint8 if seen is not None and seen.bytes else np.float32
-        return size, lambda o: np.ascontiguousarray(o, dtype=dtype).reshape(len(o), size)
+        mixed = len(space.shape) == 4 and seen is not None and seen.channels_last  # to [E, height, width, frames, channels]
+        moved = (lambda o: np.moveaxis(np.asarray(o), 1, 3)) if mixed else np.asarray
+        return size, lambda o: np.ascontiguousarray(moved(o), dtype=dtype).reshape(len(o), size)
     if isinstance(space, spaces.MultiDiscrete):
         choices, first = _choices(space)
         eyes = [np.eye(n, dtype=np.float32) for n in choices]
@@ -90,12 +92,16 @@ def _rows(eye: Array, chosen: Array) -> Array:
 
 
 def image(space: Space) -> Image | None:
-    """Return the image shape of a Box of three dimensions, else None. The smaller of the outer two is that of the channels."""
-    if not (isinstance(space, spaces.Box) and len(space.shape) == 3):
+    """Return the image shape of a Box of three dimensions, or of four for stacked frames, else None.
+
+    Two equal dimensions beside each other are height and width. Otherwise the smaller of the outer two is that of the channels.
+    """
+    if not (isinstance(space, spaces.Box) and len(space.shape) in (3, 4)):
         return None
-    last = space.shape[2] <= space.shape[0]
-    channels, height, width = (space.shape[2], *space.shape[:2]) if last else space.shape
-    return Image(channels, height, width, last, space.dtype == np.uint8)
+    *frames, a, b, c = space.shape
+    last = c <= a if (a == b) == (b == c) else a == b
+    channels, height, width = (c, a, b) if last else (a, b, c)
+    return Image(math.prod(frames) * channels, height, width, last, space.dtype == np.uint8)
 
 
 def picture(space: Space) -> tuple[int, Image | None]:

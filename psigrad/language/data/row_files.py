@@ -16,6 +16,7 @@ import json
 import lzma
 import os
 import re
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,7 +29,11 @@ from psigrad.language.data.dataset_rows import BadRow, show
 MAX_LINE_BYTES = 32 * 2**20
 """The longest line in bytes. Longer lines are mistakes, and several copies of one would be in memory."""
 
+MOST_GROWTH, LEAST_BYTES = 200, 256 * 2**20
+"""The most bytes of rows that a compressed file may hold, as a multiple of its size, and what any file may hold."""
+
 _BOM = b"\xef\xbb\xbf"
+_ROW_BYTES = 64  # a row's own memory, at least
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _SPACE = re.compile(r"[ \t\r\n]*")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -76,6 +81,24 @@ def _open(path: Path) -> IO[bytes]:
     return opened
 
 
+class _Expansion:
+    """The bytes of the rows that were read from a compressed file, which a decompression bomb would make without end."""
+
+    def __init__(self, path: Path) -> None:
+        compressed = path.suffix.lower() in (*COMPRESSED, ".parquet")
+        self.path, self.made = path, 0
+        self.most = max(LEAST_BYTES, MOST_GROWTH * path.stat().st_size) if compressed else sys.maxsize
+
+    def add(self, size: int) -> None:
+        """Count a row, or a batch of them. Raises `UserError` beyond the limit."""
+        self.made += size
+        if self.made > self.most:
+            raise UserError(
+                f"{self.path} expands to over {self.most >> 20} MiB, {self.most // self.path.stat().st_size} times its size, "
+                "like a decompression bomb; write its rows to an uncompressed .jsonl file."
+            )
+
+
 class _DuplicateKeyError(ValueError):
     pass
 
@@ -99,10 +122,12 @@ def _refuse_utf16(start: bytes, path: Path) -> None:
 
 
 def _json_lines(path: Path, name: str) -> Records:
+    expansion = _Expansion(path)
     with _open(path) as file:
         number = 0
         while line := file.readline(MAX_LINE_BYTES + 1):
             number += 1
+            expansion.add(len(line) + _ROW_BYTES)
             if number == 1:
                 _refuse_utf16(line, path)
                 line = line.removeprefix(_BOM)
@@ -110,6 +135,7 @@ def _json_lines(path: Path, name: str) -> Records:
             if size > MAX_LINE_BYTES:
                 while not line.endswith(b"\n") and (line := file.readline(MAX_LINE_BYTES)):
                     size += len(line)
+                    expansion.add(len(line))
                 yield BadRow(f"{name}:{number}", "", f"is a line of {size} bytes; the limit is {MAX_LINE_BYTES}")
             elif line.strip():
                 yield _json_line(line.rstrip(b"\r\n"), f"{name}:{number}")
@@ -132,8 +158,10 @@ def _describe_error(error: Exception) -> str:
 
 
 def _json(path: Path, name: str) -> Records:
+    expansion = _Expansion(path)
     with _open(path) as file:
-        data = file.read()
+        data = file.read(min(expansion.most, 1 << 62) + 1)
+    expansion.add(len(data))
     _refuse_utf16(data, path)
     if not data.removeprefix(_BOM).lstrip().startswith(b"["):
         _refuse_one_object(data, path)
@@ -210,14 +238,30 @@ def _parquet(path: Path, name: str) -> Records:
             columns = file.schema_arrow.names
             if twice := {column for column in columns if columns.count(column) > 1}:
                 raise UserError(f"{path} has the column {show(min(twice))} twice; rename one of them.")
-            number = 0
-            for batch in file.iter_batches(batch_size=1024):
+            number, expansion = 0, _Expansion(path)
+            for batch in file.iter_batches(batch_size=_rows_at_once(file.metadata, expansion)):
+                # values of a dictionary that the batch repeats have no bytes of their own there
+                repeated = batch.to_pylist() if "dictionary<" in str(batch.schema) else []
+                expansion.add(batch.nbytes + batch.num_rows * _ROW_BYTES + sum(len(str(row)) for row in repeated))
                 yield from _batch(batch, name, number)
                 number += batch.num_rows
     except UserError:
         raise
     except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
         raise UserError(f"{path} is not a complete Parquet file ({name_reason(error)}); write or copy it again.") from error
+
+
+def _rows_at_once(metadata: Any, expansion: _Expansion) -> int:
+    """Return the rows of a batch, so few that a batch of one repeated value of a dictionary stays within the limit.
+
+    Raises `UserError` if the columns' own sizes are beyond the limit.
+    """
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    columns = [[group.column(i) for i in range(group.num_columns)] for group in groups]
+    _Expansion(expansion.path).add(sum(max(c.total_uncompressed_size, c.num_values) for group in columns for c in group))
+    repeats = ("PLAIN_DICTIONARY", "RLE_DICTIONARY")
+    largest = max((sum(c.total_uncompressed_size for c in g if {*repeats} & {*c.encodings}) for g in columns), default=0)
+    return max(1, min(1024, expansion.most // max(1, largest)))
 
 
 def _batch(batch: Any, name: str, number: int) -> Records:
@@ -256,7 +300,9 @@ def _csv_rows(path: Path, default: str) -> Iterator[tuple[int, dict[str, object]
             columns = list(reader.fieldnames or ())
             if not columns or any(not name for name in columns) or len(set(columns)) < len(columns):
                 raise UserError(f"The first line of {path} must name its columns, each once; it has {columns}.")
+            expansion = _Expansion(path)
             for row in reader:
+                expansion.add(sum(len(cell or "") for cell in row.values() if not isinstance(cell, list)) + _ROW_BYTES)
                 yield reader.line_num, _csv_row(row, columns)
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 (byte 0x{error.object[error.start]:02x}); save the file as UTF-8.") from error

@@ -108,10 +108,20 @@ class SavedWeights:
     @classmethod
     def of(cls, checkpoint: Path | None, part: str = "") -> SavedWeights:
         """Return the policy's weights in a checkpoint, or those of another `part` of it: reference or critic."""
-        if checkpoint is None:
+        place = part_of(checkpoint, part)
+        if place is None:
             return cls()
-        place = checkpoint / part
         return cls(shards=place) if shards.has_shards(place) else cls(full=place)
+
+
+def part_of(checkpoint: Path | None, part: str) -> Path | None:
+    """Return the folder of a part of a checkpoint, None for a new run. Raises `UserError` if the checkpoint has no such part."""
+    if checkpoint is not None and not (checkpoint / part).is_dir():
+        raise UserError(
+            f"{checkpoint} has no {part}: the run needed none when it was saved. Restore its settings to resume it, or choose "
+            "another output_dir."
+        )
+    return None if checkpoint is None else checkpoint / part
 
 
 def _prepare_given(
@@ -265,7 +275,7 @@ def load_online_reference(
         other = _load_frozen_model(config.reference, config, dtype, world)
         same = other.tokenizer.get_vocab() == model.tokenizer.get_vocab()
         return other if same else teacher.of_model(other, model, config.reference)
-    saved = checkpoint / "reference" if checkpoint is not None and config.ref_model_sync_steps else None
+    saved = part_of(checkpoint, "reference") if config.ref_model_sync_steps else None
     return load_start(config, model, checkpoint, world, dtype, saved)
 
 

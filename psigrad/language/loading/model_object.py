@@ -18,9 +18,10 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from psigrad.errors import UserError, kind_of, reason_of
-from psigrad.language.models.backbone import DTYPES, read_tokenizer
+from psigrad.language.models.backbone import DTYPES
 from psigrad.language.models.lora import is_adapter, read_adapter_config, suppress_peft_warning
 from psigrad.language.models.probe import dropouts_of
+from psigrad.language.models.tokenizer_files import read_tokenizer
 from psigrad.language.models.towers import write
 from psigrad.language.models.vision import configure_vision, tokenizer_of
 from psigrad.paths import find_absolute

@@ -26,7 +26,7 @@ from psigrad.config import Model
 from psigrad.errors import UserError, nearest, reason_of
 from psigrad.language.data.named_datasets import go_offline_without_network
 from psigrad.language.data.templates import stop_token_ids
-from psigrad.language.models.backbone import LOADING_ERRORS, read_tokenizer
+from psigrad.language.models.backbone import LOADING_ERRORS
 from psigrad.language.models.coded_linear import CODED_BASE
 from psigrad.language.models.fused.gguf_weights import WEIGHTS, ends_in, has_head
 from psigrad.language.models.language_model import load
@@ -39,6 +39,7 @@ from psigrad.language.models.lora import (
     read_adapter_config,
     suppress_peft_warning,
 )
+from psigrad.language.models.tokenizer_files import read_tokenizer
 from psigrad.language.models.towers import disable_progress_bars, open_towers, save_pretrained, write
 from psigrad.records.rows import parse_row
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import os
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -55,21 +54,6 @@ LOADING_ERRORS = (
     *(StrictDataclassError, SafetensorError, pickle.UnpicklingError, EOFError),
 )
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
-
-def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder or hub model. Raises `ValueError` if there is none, or if its vocabulary is empty. For
-    Qwen, Gemma and GPT-2, transformers creates an empty tokenizer if the files are missing, and every text would be empty.
-    """
-    from transformers import AutoTokenizer
-
-    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    if not set(found.get_vocab()) - set(found.all_special_tokens):
-        raise ValueError("it has no tokenizer: save one there by tokenizer.save_pretrained, or copy its files from the original")
-    from psigrad.language.models.vision import attach  # imported here, since few models have images
-
-    attach(found, os.fspath(path))
-    return found
 
 
 @torch.no_grad()

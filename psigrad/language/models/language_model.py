@@ -22,7 +22,6 @@ from psigrad.language.models.backbone import (
     Pretrained,
     check_complete,
     local_share,
-    read_tokenizer,
     with_gathered_weights,
 )
 from psigrad.language.models.coded_linear import code_linears
@@ -373,6 +372,7 @@ def load(
 
     Raises `UserError` if no model can be loaded from `path`.
     """
+    from psigrad.language.models.tokenizer_files import read_tokenizer
     from psigrad.language.models.vision import configure_vision, needs_vision
 
     kind = base or None if lora is not None else None

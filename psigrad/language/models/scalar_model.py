@@ -21,7 +21,6 @@ from psigrad.language.models.backbone import (
     Pretrained,
     check_complete,
     local_share,
-    read_tokenizer,
     with_gathered_weights,
 )
 from psigrad.language.models.coded_linear import code_linears
@@ -138,6 +137,7 @@ def load(
     model without a trained head raises `UserError`. `tokenizer` replaces the model's own. `adapter`, `for_shards`, `base` and
     `towers` are those of `language_model.load`. Raises `UserError` if no model can be loaded from `path`.
     """
+    from psigrad.language.models.tokenizer_files import read_tokenizer
     from psigrad.language.models.vision import configure_vision
 
     try:

@@ -136,7 +136,7 @@ class Towers:
 
 def processor_files(path: str) -> dict[str, bytes]:
     """Return the configuration files of the image, sound and video processors at `path`: content by file name."""
-    return {name: file.read_bytes() for name in _PROCESSORS if (file := _file(path, name)) is not None}
+    return {name: file.read_bytes() for name in _PROCESSORS if (file := file_of(path, name)) is not None}
 
 
 def read_tensor(path: str, name: str) -> Any:
@@ -177,7 +177,8 @@ def _plain(name: str) -> str:
     return name.replace("language_model.", "").removeprefix("model.").removeprefix("model.")
 
 
-def _file(path: str, name: str) -> Path | None:
+def file_of(path: str, name: str) -> Path | None:
+    """Return a file of a folder or hub model; None if it has no such file."""
     from transformers.utils import cached_file
 
     quiet = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")}
@@ -186,9 +187,9 @@ def _file(path: str, name: str) -> Path | None:
 
 
 def _weight_files(path: str) -> list[Path]:
-    index = _file(path, "model.safetensors.index.json")
+    index = file_of(path, "model.safetensors.index.json")
     names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index is not None else ["model.safetensors"]
-    return [file for name in names if (file := _file(path, name)) is not None]
+    return [file for name in names if (file := file_of(path, name)) is not None]
 
 
 def _header(file: Path) -> dict[str, Any]:

@@ -376,29 +376,33 @@ def why_not_text(config: Any) -> str:
 
 
 def configure_vision(tokenizer: Any, network: Any, path: str) -> None:
-    """Allow images in the tokenizer's prompts if `network`, loaded from `path`, has a vision tower; forbid them otherwise."""
+    """Allow images in the tokenizer's prompts if `network`, loaded from `path`, has a vision tower; forbid them otherwise.
+
+    Raises `ValueError` if the folder has an image processor that cannot be loaded.
+    """
     if not hasattr(network, "get_image_features"):
         images.attach_image_format(tokenizer, None)
-    elif images.image_format_of(tokenizer) is None:
-        attach(tokenizer, path)
+    elif images.image_format_of(tokenizer) is None and (why := attach(tokenizer, path)) and processor_files(path):
+        raise ValueError(f"its image processor cannot be loaded ({why}); fix it, or delete its files to read text alone")
 
 
-def attach(tokenizer: Any, path: str, config: Any = None) -> None:
+def attach(tokenizer: Any, path: str, config: Any = None) -> str:
     """Allow images in the tokenizer's prompts if the model at `path` is of `FAMILIES` and has an image processor.
 
-    If the model's `config` is given, only the processor is read from `path`.
+    If the model's `config` is given, only the processor is read from `path`. Return why the processor was not loaded, or "".
     """
     from transformers import AutoConfig, AutoImageProcessor, PreTrainedConfig
 
     try:
         kind = PreTrainedConfig.get_config_dict(path)[0].get("model_type") if config is None else config.model_type
         if kind not in FAMILIES:
-            return
+            return ""
         processor = AutoImageProcessor.from_pretrained(path, backend="pil")
         config = config or AutoConfig.from_pretrained(path)
         images.attach_image_format(tokenizer, FAMILIES[kind](processor, config, tokenizer, processor_files(path)))
-    except (OSError, ValueError, KeyError, ImportError):
-        return  # a checkpoint without the processor's files reads text alone
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        return " ".join(f"{type(error).__name__}: {error}".split())
+    return ""
 
 
 def tokenizer_of(processor: Any, config: Any) -> Any:
@@ -409,7 +413,8 @@ def tokenizer_of(processor: Any, config: Any) -> Any:
     if getattr(processor, "image_processor", None) is not None:
         with tempfile.TemporaryDirectory() as folder:
             processor.image_processor.save_pretrained(folder)
-            attach(tokenizer, folder, config)
+            if why := attach(tokenizer, folder, config):
+                raise UserError(f"The image processor cannot be loaded ({why}); fix it, or give the tokenizer alone.")
     return tokenizer
 
 

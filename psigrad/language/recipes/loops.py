@@ -100,6 +100,7 @@ def _evaluate(run: OfflineRun, state: State, journal: Journal) -> None:
         return
     clock = Clock(journal.watch)
     with clock("time/eval"), torch.no_grad():
-        figures: Mapping[str, float] = run.held_out.held_out(run.config.micro_batch_tokens, run.world)
-    journal.metrics(state.step, {f"eval/{name}": value for name, value in figures.items()})
+        figures: Mapping[str, float | str] = run.held_out.held_out(run.config.micro_batch_tokens, run.world)
+    named = {f"{'held_out' if isinstance(value, str) else 'eval'}/{name}": value for name, value in figures.items()}
+    journal.metrics(state.step, named)
     journal.timings(state.step, clock.read(), run.held_out.tokens(range(len(run.held_out))))

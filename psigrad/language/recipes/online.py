@@ -17,7 +17,7 @@ from psigrad.language.data.row_cache import PreparedRows
 from psigrad.language.episodes.players import Player, collector_of
 from psigrad.language.episodes.seats import Games
 from psigrad.language.episodes.tools import schemas
-from psigrad.language.loading.load_model import load_critic, load_model, load_online_reference, load_start
+from psigrad.language.loading.load_model import load_critic, load_model, load_online_reference, load_start, part_of
 from psigrad.language.loading.model_object import ModelObject
 from psigrad.language.loading.samplers import sampling_params
 from psigrad.language.loading.teacher import Teacher, TeacherReference
@@ -176,7 +176,7 @@ def _past_policies(config: OnlineConfig, model: LanguageModel, checkpoint: Path 
     """Return the past selves of the policy that are its opponents, from the checkpoint if there is one; None without them."""
     if not config.past_opponents:
         return None
-    places = [checkpoint and checkpoint / f"past-{n}" for n in range(config.past_kept)]
+    places = [part_of(checkpoint, f"past-{n}") for n in range(config.past_kept)]
     models = [load_start(config, model, checkpoint, world, saved=place) for place in places]
     return PastPolicies(models, config.past_every, config.past_opponents, config.sampling.max_decode_batch)
 

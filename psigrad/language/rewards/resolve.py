@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -68,7 +69,9 @@ def _with_parameters(mapping: dict[str, Any]) -> RewardSpec:
     if not dataclasses.is_dataclass(kind) or not dataclasses.fields(kind):
         raise UserError(f"The reward {name!r} takes no parameters and got {', '.join(mapping)}.")
     known = [f.name for f in dataclasses.fields(kind)]
-    for key in mapping:
+    for key, value in mapping.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"The reward {name!r} has {key}={value}; expected a finite number.")
         if key not in known:
             raise UserError(f"The reward {name!r} has no parameter {key!r}; expected {', '.join(known)}{nearest(key, known)}")
     return RewardSpec(base.name, dataclasses.replace(base.function, **mapping))

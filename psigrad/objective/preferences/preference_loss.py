@@ -161,8 +161,8 @@ class logistic:
 
     def __call__(self, chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
         """Return the loss of each pair, from the log-ratios of its two completions."""
-        h = chosen - rejected
-        return -(1 - self.label_smoothing) * logsigmoid(h) - self.label_smoothing * logsigmoid(-h)
+        h, e = chosen - rejected, self.label_smoothing
+        return -(1 - e) * logsigmoid(h) - (e * logsigmoid(-h) if e else 0)  # 0·∞ where the policy never writes the rejected one
 
 
 @dataclass(frozen=True)

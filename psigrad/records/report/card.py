@@ -41,7 +41,7 @@ def text(folder: str | Path, repository: str = "") -> str:
     With `repository`, the card is for that hub repository: its example loads the model from there, and absolute paths are reduced
     to their last part. Raise `UserError` if `folder` is not a run folder.
     """
-    run = load(folder, rollouts=False)
+    run = load(folder)
     pins, base, name = _pins(run), _base(run), repository.rpartition("/")[2] or run.path.resolve().name
     command = str(_start(run).get("command") or "")
     last = (run.evaluations or [{}])[-1]

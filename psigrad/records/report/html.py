@@ -97,14 +97,22 @@ def write(folders: str | Path | Sequence[str | Path], output: str | Path | None 
     return save(page(runs), absolute(output) if output else (runs[0].path if len(runs) == 1 else Path()) / "report.html")
 
 
-def save(content: str, target: Path, mark: bytes = b'name="generator" content="psigrad"') -> Path:
+MARK = b'name="generator" content="psigrad"'
+
+
+def check(target: Path, mark: bytes = MARK) -> None:
+    """Raise `UserError` if a file at `target` is not empty and has no `mark` of a page."""
+    if target.is_file() and (before := target.read_bytes()) and mark not in before:
+        raise UserError(f"{target} exists and is not a page of psigrad; name another file as the output.")
+
+
+def save(content: str, target: Path, mark: bytes = MARK) -> Path:
     """Write a page atomically. Raise `UserError` if it cannot be written.
 
     A file at `target` is replaced only if it contains `mark`, as psigrad's pages do.
     """
     try:
-        if target.is_file() and (before := target.read_bytes()) and mark not in before:
-            raise UserError(f"{target} exists and is not a page of psigrad; name another file as the output.")
+        check(target, mark)
         replace_file(target, [content.encode("utf-8", "backslashreplace")], f".{os.getpid()}")
     except OSError as error:
         why = error.strerror or error

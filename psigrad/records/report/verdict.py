@@ -18,6 +18,7 @@ _ENDS = ("finished", "stopped", "failed")
 _PAIRS = {"eval/accuracy": "accuracy", "eval/rewards/accuracies": "accuracy"}
 """The accuracies on held-out pairs, by the keys of reward models and of preference losses, and their display names."""
 
+_MARKS = {"0": 0.0, "h": 0.5, "1": 1.0}
 _UNMOVED = 0.9
 """If at least this share of the held-out completions is unchanged, the policy has hardly changed."""
 _LEAST_KL = 0.01
@@ -46,7 +47,7 @@ def verdict(run: RunData) -> Verdict:
     initial model, and the warnings. If the run failed or was stopped, the verdict says so.
 
     The run learned if the 95 % interval of the metric's change is above 0, and got worse if it is below. The interval is that of
-    `paired_difference` over the prompts that both evaluations scored. If their completions are not recorded, it is that of two
+    `paired_difference` over the prompts (pairs) that both evaluations scored. If these are not recorded, it is that of two
     independent samples, which is wider. There is no judgement with fewer than `LEAST_ROWS` rows, or if neither evaluation has an
     interval.
     """
@@ -69,11 +70,15 @@ def _judge(run: RunData) -> tuple[str, Mood, list[str]]:
         if len(judged) > 1:
             first, last = (Interval(number(row[key]), *_interval(row, stem)) for row in (judged[0], judged[-1]))
             name = _PAIRS.get(stem, stem.removeprefix("eval/"))
-            pairs = _pairs(run, judged[0]["step"], judged[-1]["step"], first.mean, last.mean) if stem == metric else []
+            if stem == metric:
+                pairs, unit = _pairs(run, judged[0]["step"], judged[-1]["step"], first.mean, last.mean), "prompts"
+            else:
+                marks = f"{stem.replace('eval/', 'held_out/')}/pairs"
+                pairs, unit = _marked(judged[0].get(marks), judged[-1].get(marks)), "pairs"
             rows_judged = len(pairs) or _rows_judged(run, judged[-1])
             change = paired_difference(*zip(*pairs, strict=True)) if pairs else _unpaired(first, last)
             word, mood, said = _change(name, first, last, change, rows_judged)
-            paired = [f"change {_signed(change)} over {len(pairs):,} prompts"] if pairs and math.isfinite(change.low) else []
+            paired = [f"change {_signed(change)} over {len(pairs):,} {unit}"] if pairs and math.isfinite(change.low) else []
             moved = [] if mood in ("good", "bad") else _describe_small_change(run)
             return word, mood, [*said, *paired, *moved, *_parts(judged[0], judged[-1])]
     if len(losses := [number(row["eval/loss"]) for row in run.evaluations if "eval/loss" in row]) > 1:
@@ -104,6 +109,12 @@ def _pairs(run: RunData, before: int, after: int, *means: float) -> list[tuple[f
         if not rows or abs(math.fsum(rows.values()) / len(rows) - mean) > 1e-6 * max(1.0, abs(mean)):
             return []
     return [(ends[0][row], ends[1][row]) for row in ends[0] if row in ends[1]]
+
+
+def _marked(*marks: Any) -> list[tuple[float, float]]:
+    """Return 1, ½ or 0 for each held-out pair, before and after, from the `marks_of` two evaluations; [] if they do not match."""
+    before, after = ([_MARKS[mark] for mark in text] if isinstance(text, str) and {*text} <= {*_MARKS} else [] for text in marks)
+    return [*zip(before, after, strict=True)] if len(before) == len(after) else []
 
 
 def _unpaired(first: Interval, last: Interval) -> Interval:

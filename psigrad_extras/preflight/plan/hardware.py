@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable
@@ -116,6 +117,14 @@ def machine(
         bandwidth = bandwidth or (near[2] * 1e12 if device != "cpu" else tflops * 1e11)
         peak = tflops * 1e12
     return Machine(device, size, peak, bandwidth)
+
+
+def busy(device: str) -> str:
+    """Return a sentence if other programs use half of the processor, which lengthens measured times; "" on a GPU."""
+    cores, load = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, os.getloadavg()[0]
+    if device != "cpu" or load < 0.5 * cores:
+        return ""
+    return f"The machine is busy (load {load:.1f} on {cores} cores), so this is longer than on an idle one."
 
 
 def last_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:

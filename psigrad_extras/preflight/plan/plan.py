@@ -20,7 +20,7 @@ from psigrad.language.rewards.resolve import OF_TRL, resolve
 from psigrad.records.report.terminal import show_size
 from psigrad.runs.machine import device as device_of
 from psigrad_extras.preflight.plan.arithmetic import REACHED, Config
-from psigrad_extras.preflight.plan.hardware import machine, named_gpu
+from psigrad_extras.preflight.plan.hardware import busy, machine, named_gpu
 from psigrad_extras.preflight.plan.memory import COPY, count
 from psigrad_extras.preflight.plan.placements import ASSUMED, Split, smallest, splits
 from psigrad_extras.preflight.plan.predict import ALL, MARGIN, Plan, filling, lengths_of, predict
@@ -114,7 +114,8 @@ def foretell(config: Config, ask: Callable[[str], str] | None = None) -> None:
     apart = ", evaluations apart" * (config.evaluation.eval_prompts != 0)
     spent = " a turn" if plays else f", about {seconds(there)} here{_instructions(config)}{apart}" if made.seconds else ""
     steps = f"{work.steps:,} step{'s' * (work.steps != 1)}"
-    redaction.say(f"{steps} of {work.rows:,} rows, about {float(f'{tokens:.2g}'):,.0f} tokens{spent}.")
+    note = f" {busy(here.kind)}" if made.seconds and not plays else ""
+    redaction.say(f"{steps} of {work.rows:,} rows, about {float(f'{tokens:.2g}'):,.0f} tokens{spent}.{note.rstrip()}")
     default = type(config)().run
     unsaid = (config.run.max_steps, config.run.num_train_epochs) == (default.max_steps, default.num_train_epochs)
     long = unsaid and made.seconds * work.steps > HOUR
@@ -237,6 +238,7 @@ def _speed(plan: Plan) -> list[str]:
     lines.append("phases     " + ", ".join(f"{name} {seconds(value)}" for name, value in plan.phases.items()))
     if plan.work.steps:
         lines.append(f"           {seconds(plan.seconds * plan.work.steps)} for the run, without evaluation")
+    lines += [f"           {note}"] if (note := busy(plan.machine.kind)) else []
     if sampling := samplers(plan):
         best = min(sampling, key=lambda name: sampling[name])
         lines.append(f"samplers   {', '.join(f'{name} {seconds(value)}' for name, value in sampling.items())}; {best} is faster")

@@ -332,9 +332,10 @@ async function watch() {
   }
 }
 
-/** The run that was written last, with the other seeds of its settings. */
+/** The run with figures that was written last, with the other seeds of its settings. */
 function chooseFirst() {
-  state.runs = grouped(data.list)[0]?.runs.map((run) => run.id) ?? [];
+  const groups = grouped(data.list);
+  state.runs = (groups.find((group) => group.runs.some((run) => run.step > 0)) ?? groups[0])?.runs.map((run) => run.id) ?? [];
 }
 
 async function begin() {

@@ -100,16 +100,21 @@ export class Rollouts {
     const turn = ++this.asked;
     this.said.textContent = "Looking …";
     let answer;
-    try {
-      answer = await post("/api/runs/rollouts", { ...this.question(), first, count: PAGE });
-    } catch (error) {
-      if (turn === this.asked) this.said.textContent = error.message;
-      return;
+    for (let read = -1; ; read = answer.total) {
+      try {
+        answer = await post("/api/runs/rollouts", { ...this.question(), first, count: PAGE });
+      } catch (error) {
+        if (turn === this.asked) this.said.textContent = error.message;
+        return;
+      }
+      if (turn !== this.asked) return;
+      // A long file is read in parts, and the newest rows are in the last one.
+      if (answer.whole || answer.total <= read) break;
+      this.said.textContent = `Looking … ${whole(answer.total)} read`;
     }
-    if (turn !== this.asked) return;
     this.generation = answer.generation;
     this.rows = [...this.rows.slice(0, first), ...answer.rows];
-    const part = answer.whole ? "" : " so far; the file is long, search again for the rest";
+    const part = answer.whole ? "" : " so far; the search took too long, narrow it down";
     const range = answer.rewards ? ` Rewards lie between ${figure(answer.rewards[0])} and ${figure(answer.rewards[1])}.` : "";
     const what = answer.rows.length > 0 && answer.rows.every((row) => row.kind === "episode") ? "episodes" : "completions";
     const count = `${whole(answer.found)} of ${whole(answer.total)} ${what}`;

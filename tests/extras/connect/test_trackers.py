@@ -69,6 +69,15 @@ def test_tensorboard_reads_back_what_was_told(tmp_path):
     events.Reload()
     told = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert told == {"loss": [(1, 0.5), (2, 0.25)], "reward/mean": [(1, 1.0)]}
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (again,) = open_trackers(["tensorboard"], tmp_path, CONFIG)  # the run was killed behind its checkpoint, and resumes
+    for step in (2, 3):
+        again.log(step, {"loss": 1 / step})
+    again.close()
+    events.Reload()
+    resumed = EventAccumulator(str(tmp_path / "tensorboard"))
+    resumed.Reload()
+    assert [(e.step, e.value) for e in resumed.Scalars("loss")] == [(1, 0.5), (2, 0.5), (3, pytest.approx(1 / 3))]
 
 
 def test_wandb_gets_each_step_and_one_folder_is_one_run(tmp_path, monkeypatch):

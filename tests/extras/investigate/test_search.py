@@ -28,16 +28,16 @@ def test_spaces_as_they_are_typed():
 class Trainer:
     """Writes a run whose held-out figure is known: seed − (x − 3)², or a `loss` of (x − 3)² + seed."""
 
-    def __init__(self, loss: bool = False) -> None:
+    def __init__(self, loss: bool = False, code: str = "") -> None:
         self.asked: list[tuple[float, int]] = []
-        self.loss = loss
+        self.loss, self.code = loss, {"code": {"reward": code}} if code else {}
 
     def __call__(self, words) -> str:
         given = dict(word.split("=") for word in words if "=" in word)
         x, seed, folder = float(given["x"]), int(words[words.index("--seed") + 1]), Path(words[-1])
         self.asked.append((x, seed))
         folder.mkdir(parents=True)
-        (folder / "events.jsonl").write_text("")
+        (folder / "events.jsonl").write_text(json.dumps({"kind": "started", **self.code}) + "\n")
         off = (x - 3) ** 2
         row = {"step": 1, "eval/loss": off + seed} if self.loss else {"step": 1, "eval/score/mean": seed - off}
         (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
@@ -73,6 +73,18 @@ def test_a_failed_trial_is_counted_and_the_first_one_tells_why(tmp_path):
         search.run(["sft"], X, tmp_path / "c", metric="loss", train=Trainer())
     with pytest.raises(UserError, match="which is to fall; give --metric loss"):
         search.run(["sft"], X, tmp_path / "d", train=Trainer(loss=True))
+
+
+def test_runs_of_different_own_code_are_not_pooled(tmp_path):
+    search.run(["sft"], X, tmp_path, trials=2, train=Trainer(code="a"))
+    with pytest.raises(UserError, match=r"trial-0002/seed-0 was trained by other code .*\(changed: reward\)"):
+        search.run(["sft"], X, tmp_path, trials=6, train=(changed := Trainer(code="b")))
+    assert len(changed.asked) == 1, "the sweep stops there"
+    study = search.run(["sft"], X, tmp_path, trials=4, train=Trainer(code="a"))
+    assert [trial.value is None for trial in study.trials] == [False, False, True, False], "restored, it goes on"
+    rewards = dict([search.space_of("x:0..5"), search.space_of("reward:a,b")])
+    own = lambda words: Trainer(code=next(w for w in words if w.startswith("reward=")))(words)  # noqa: E731
+    assert len(search.run(["sft"], rewards, tmp_path / "searched", trials=4, train=own).trials) == 4, "code may be searched"
 
 
 @pytest.mark.parametrize("loss", [False, True])

@@ -112,6 +112,9 @@ def test_replies_are_kept_by_what_was_asked(tmp_path):
         scores(judge, ["a", "aaa"])
         scores(ranking(url, cache=str(tmp_path / "kept"), criteria={"length": 1}), ["a", "aa"])
         assert len(seen) > 5, "another text or criterion is another question"
+        (tmp_path / "thesis.tex").write_text("x")
+        with pytest.raises(UserError, match=r"holds files that this command did not write\..* an empty folder as cache"):
+            ranking(url, cache=str(tmp_path))
 
 
 def test_texts_cannot_close_their_marks_or_answer_for_the_judge():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -117,6 +119,7 @@ def test_the_command_says_all_of_it_before_it_loads_a_model(job, tmp_path, monke
 
 def test_a_run_says_first_how_long_it_will_be_and_by_which_kernel(job, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(plan, "kernels", lambda: SimpleNamespace(products=SimpleNamespace(instructions=lambda dtype: "A kernel")))
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     plan.foretell(sft_config(job, tmp_path / "run"))
     said = capsys.readouterr().err
     # six steps of four rows of some seven tokens
@@ -126,6 +129,9 @@ def test_a_run_says_first_how_long_it_will_be_and_by_which_kernel(job, tmp_path,
     monkeypatch.setattr(plan, "kernels", lambda: "no C++ compiler was found")
     plan.foretell(sft_config(job, tmp_path / "run"))
     assert " s here, evaluations apart." in capsys.readouterr().err
+    monkeypatch.setattr(os, "getloadavg", lambda: (12.34, 0.0, 0.0))
+    plan.foretell(sft_config(job, tmp_path / "run"))
+    assert re.search(r" evaluations apart\. The machine is busy \(load 12\.3 on \d+ cores\), so", capsys.readouterr().err)
     plan.foretell(agent_config(job, tmp_path / "agent"))
     assert (said := capsys.readouterr().err).endswith(" tokens a turn.\n"), said
 

@@ -49,6 +49,28 @@ def test_check_shows_the_first_rows_of_any_form(chat: Path, tmp_path: Path, caps
     assert json.loads(out)[0][1][0] == ["prompt", HEAD]
 
 
+@pytest.mark.parametrize(
+    ("method", "reads"),
+    [
+        (["sft", "--batch-size", "2"], ["prompt  | say a:", "trained | a<|endoftext|>"]),
+        (["grpo", "--reward", "exact"], ["prompt  | say a:", "sampled | (the model's completion, which is trained)"]),
+        (["dpo"], [line for x in "ab" for line in ("prompt  | say a:", f"trained | {x}<|endoftext|>")]),
+        (["kto"], ["prompt  | say a:", "trained | a<|endoftext|>"]),
+    ],
+)
+def test_check_shows_what_a_method_trains_on(method, reads, chat: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(check, "run", lambda config, told: [])
+    monkeypatch.setattr(check, "report", lambda findings, **how: "")
+    row = {"prompt": "say a:", "answer": "a", "completion": "a", "chosen": "a", "rejected": "b", "label": True}
+    wanted = {"dpo": ("prompt", "chosen", "rejected"), "kto": ("prompt", "completion", "label")}
+    columns = wanted.get(method[0], ("prompt", "completion", "answer"))
+    (tmp_path / "a.jsonl").write_text(json.dumps({name: row[name] for name in columns}) + "\n")
+    given = ["--model", str(chat), "--dataset", str(tmp_path / "a.jsonl"), "--device", "cpu", "--plain-prompts"]
+    assert cli.main(["check", *method, *given]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in lines if line in reads] == reads
+
+
 def test_each_kind_has_a_colour_of_its_own_where_there_are_colours(capsys: Any, monkeypatch: Any) -> None:
     """By the terminal's own numbers: 36 is cyan, 32 green, 33 yellow."""
     monkeypatch.setattr(terminal, "Console", partial(terminal.Console, force_terminal=True, color_system="standard"))

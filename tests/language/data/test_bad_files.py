@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -301,6 +304,38 @@ def test_a_line_of_50_megabytes_is_refused_by_size_and_the_next_line_is_read(tmp
     rows = load(str(path), form="prompt-only", bad_rows="skip")
     assert [row.source for row in rows.rows] == ["my.jsonl:1", "my.jsonl:3"]
     assert rows.skipped[0].source == "my.jsonl:2" and f"{size + 1} bytes" in rows.skipped[0].reason
+
+
+def bombs(path: Path) -> None:
+    """Write 300 rows of 20,000 letters, or 50,000 nulls, into a file of a few kilobytes."""
+    rows, kind = [{"prompt": "x" * 20_000}] * 300, path.name.partition(".")[2]
+    if kind == "parquet" and path.stem == "nulls":
+        write(path, prompt=pa.nulls(50_000, pa.string()))
+    elif kind == "parquet":
+        texts = pa.array([row["prompt"] for row in rows])
+        write(path, prompt=texts.dictionary_encode() if path.stem == "categories" else texts)
+    else:
+        text = {
+            "jsonl.gz": "\n".join(map(json.dumps, rows)),
+            "json.xz": json.dumps(rows),
+            "csv.bz2": "prompt,x\n" + "".join(f"{row['prompt']},1\n" for row in rows),
+        }[kind]
+        {"gz": gzip, "xz": lzma, "bz2": bz2}[kind[-3:].strip(".l")].open(path, "wb").write(text.encode())
+
+
+@pytest.mark.parametrize("name", ["texts.parquet", "categories.parquet", "nulls.parquet", "a.jsonl.gz", "a.json.xz", "a.csv.bz2"])
+def test_a_decompression_bomb_is_refused_within_the_limit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_files, "LEAST_BYTES", 2**20)
+    monkeypatch.setattr(row_files, "MOST_GROWTH", 1)
+    bombs(tmp_path / name)
+    added: list[int] = []
+    add = row_files._Expansion.add
+    monkeypatch.setattr(row_files._Expansion, "add", lambda self, size: added.append(size) or add(self, size))
+    with pytest.raises(UserError, match=rf"{name} expands to over 1 MiB, .* write its rows to an uncompressed \.jsonl"):
+        load(str(tmp_path / name), form="prompt-only")
+    assert 2**20 < sum(added) < 3.5 * 2**20, "each piece is small, though the file holds 6 MB"
+    monkeypatch.undo()
+    assert "nulls" in name or len(load(str(tmp_path / name), form="prompt-only").rows) == 300, "negative control: no bomb"
 
 
 @pytest.mark.parametrize("extra", [0, 1])

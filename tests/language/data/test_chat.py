@@ -231,6 +231,14 @@ def test_a_tools_answer_that_a_template_does_not_show_is_a_turn_of_the_user(buil
     assert deaf.decode(observation_ids(deaf, row, answers)) == "\n" + end
 
 
+def test_an_answer_behind_a_call_that_the_template_refuses_is_read_behind_a_turn_of_words(build: Build) -> None:
+    refuse = "{% if m['tool_calls'] and m['tool_calls'][0]['function']['name'] == 'f' %}{{ raise_exception('not f') }}{% endif %}"
+    shy = build(SHOWS_CALLS.replace("%}{{ '<|im_start|>' + m", f"%}}{refuse}{{{{ '<|im_start|>' + m", 1))
+    row = validate({"prompt": [USER]}, "prompt-only", "my.jsonl:7")
+    answer = [{"role": "tool", "name": "f", "content": "4"}]
+    assert shy.decode(observation_ids(shy, row, answer)) == "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"
+
+
 def test_content_parts_of_text_are_one_text(plain_chatml: PreTrainedTokenizerFast) -> None:
     parts = {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}
     assert sft(parts, BOT).messages == sft(USER, BOT).messages

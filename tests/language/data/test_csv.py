@@ -73,3 +73,8 @@ def test_what_is_wrong_is_named(tmp_path, text, said):
 def test_bad_rows_may_be_left_out(tmp_path):
     found = load(write(tmp_path, "prompt,answer\na,b\nc\nd,e\n"), form="prompt-only", bad_rows="skip")
     assert [row.prompt for row in found.rows] == ["a", "d"] and len(found.skipped) == 1
+
+
+def test_a_cell_beyond_32_mib_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"rows.csv:1 is not CSV \(field larger than field limit \(33554432\)\)"):
+        load(write(tmp_path, f"prompt\n{'x' * (32 * 2**20 + 1)}\n"), form="prompt-only")

@@ -25,6 +25,24 @@ def test_rows_are_those_of_reasoning_gym(seed, shortest, longest):
     assert rows != tasks.spell_rows(300, seed + 1, min_word_len=shortest, max_word_len=longest), "negative control"
 
 
+@pytest.mark.parametrize(
+    ("settings", "ours"),
+    [
+        ({"min_word_len": 3, "max_word_len": 5}, True),
+        ({"max_word_len": 8}, True),
+        ({"min_word_len": 5, "max_word_len": 5}, True),
+        ({"min_word_len": 2, "max_word_len": 5}, False),
+        ({"min_word_len": 3, "max_word_len": 9}, False),
+        ({"min_word_len": 6, "max_word_len": 5}, False),
+        ({"min_word_len": 3}, False),  # reasoning-gym's longest word has 10 letters by default
+        ({"max_word_len": 5, "seed": 1}, False),
+    ],
+)
+def test_which_settings_need_no_library(settings, ours):
+    assert tasks.spells(tasks.TASK, settings) == ours
+    assert not tasks.spells("gcd", settings)
+
+
 def test_every_word_is_in_its_file_and_in_its_order():
     its = reasoning_gym.create_dataset(tasks.TASK, size=1, max_word_len=tasks.LONGEST).words
     assert list(tasks.load_words()) == its

@@ -155,6 +155,18 @@ ENDS_OUTSIDE = (
 )
 
 
+def test_a_turn_without_a_generation_block_is_not_trained(build: Build) -> None:
+    chosen = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+        "{% set text = m['content'] + '<|im_end|>' %}{% if m['role'] == 'assistant' and m['content'] != 'the' %}"
+        "{% generation %}{{ text }}{% endgeneration %}{% else %}{{ text }}{% endif %}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    tokenizer = build(chosen)
+    made = pieces(tokenizer, example(tokenizer, sft(messages=[user("hello"), bot("the"), user("what"), bot("two")])))
+    assert [text for trained, text in made if trained] == ["two<|im_end|>"]
+
+
 def test_an_end_of_turn_token_left_outside_the_generation_block_is_trained_all_the_same(build: Build) -> None:
     tokenizer = build(ENDS_OUTSIDE)
     masked = tokenizer.apply_chat_template(TWO_TURNS, return_dict=True, return_assistant_tokens_mask=True)

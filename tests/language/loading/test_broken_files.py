@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import time
 
 import pytest
 
 from psigrad import cli
+from psigrad.errors import UserError
+from psigrad.language.loading import model_source
 
 DEEP = '{"a": ' * 100_000 + "1" + "}" * 100_000
 CONFIG = {
@@ -36,10 +40,58 @@ def test_a_broken_configuration_of_a_model_is_a_sentence(name, job, tmp_path, ca
     assert not (tmp_path / "run").exists()
 
 
+def times(letter: str, count: int) -> dict:
+    return {"type": "Replace", "pattern": {"String": letter}, "content": letter * count}
+
+
+TOKENIZER = {
+    "a text a billion times": (
+        "normalizer",
+        {"type": "Sequence", "normalizers": [times("a", 1000)] * 3},
+        "makes up to 1e+09 char",
+    ),
+    "a token a million times": ("decoder", {"type": "Sequence", "decoders": [times("ab", 2000)] * 2}, "makes up to 4e+06 char"),
+    "too much around a text": (
+        "post_processor",
+        {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<eos>", "type_id": 0}}] * 5000, "pair": []},
+        "the post_processor of its tokenizer makes up to 5e+03 char",
+    ),
+    "too many added tokens": (
+        "added_tokens",
+        [{"id": i, "content": f"<{i}>"} for i in range(300_000)],
+        "has 300,000 added tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZER)
+def test_a_hostile_tokenizer_is_a_sentence_within_seconds(name, job, tmp_path):
+    kind, part, said = TOKENIZER[name]
+    shutil.copytree(job / "base", tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    held = json.loads(file.read_text())
+    file.write_text(json.dumps({**held, kind: part}))
+    start = time.process_time()
+    with pytest.raises(UserError, match=f"cannot be read .*{re.escape(said)}"):
+        model_source.load_tokenizer(str(tmp_path / "model"))
+    assert time.process_time() - start < 5
+    usual = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, times(" ", 3)]}
+    file.write_text(json.dumps({**held, "normalizer": usual}))
+    assert len(model_source.load_tokenizer(str(tmp_path / "model"))), "negative control: usual parts are read"
+
+
 def test_settings_of_great_depth_are_a_sentence(tmp_path, capsys):
-    (tmp_path / "deep.yaml").write_text("a: " + "[" * 100_000)
-    assert cli.main(["sft", "--config", str(tmp_path / "deep.yaml")]) == 2
-    assert "nested too deeply" in capsys.readouterr().err
+    bombs = {
+        "nested too deeply": "a: " + "[" * 100_000,
+        "merges give more than 100,000 names": "a0: &a0 {x: 1, y: 2, z: 3}\n"
+        + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 12)),
+        "has more than 100,000 values": "a0: &a0 [x]\n"
+        + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)),
+    }
+    for why, text in bombs.items():
+        (tmp_path / "deep.yaml").write_text(text)
+        assert cli.main(["sft", "--config", str(tmp_path / "deep.yaml")]) == 2
+        assert why in capsys.readouterr().err
 
 
 def test_a_dataset_that_never_ends_is_a_sentence(job, tmp_path, capsys):

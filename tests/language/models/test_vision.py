@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import shutil
 
 import pytest
 import torch
@@ -269,6 +270,19 @@ def test_the_text_half_alone_takes_no_images(made):
     assert model.vision is None
     with pytest.raises(UserError, match="reads text alone"):
         ids_of(model.tokenizer, marked("qwen3_5", "{0}", [1])[0])
+
+
+def test_a_processor_that_cannot_be_loaded_is_refused_and_one_that_is_missing_leaves_text(made, tmp_path):
+    folder = shutil.copytree(made("idefics3")[0], tmp_path / "m")
+    (folder / "preprocessor_config.json").write_text('{"image_processor_type": "NoSuchProcessor"}')
+    with pytest.raises(UserError, match=r"its image processor cannot be loaded \(.*delete its files to read text alone"):
+        language_model.load(str(folder))
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (folder / name).unlink(missing_ok=True)
+    model = language_model.load(str(folder))
+    assert model.vision is None
+    with pytest.raises(UserError, match="reads text alone; give a vision-language model with its processor"):
+        ids_of(model.tokenizer, marked("idefics3", "{0}", [1])[0])
 
 
 def test_a_processor_of_another_model_is_refused(made):

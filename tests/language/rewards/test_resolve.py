@@ -93,6 +93,7 @@ def test_parameters_reach_a_builtin():
         ("exat", "no built-in reward 'exat'.*did you mean 'exact'"),
         (3, "is an int; give a name"),
         ({"tolerance": 1}, "has no 'reward'"),
+        ({"reward": "numeric", "tolerance": math.inf}, "has tolerance=inf; expected a finite number"),
         ({"reward": "exact", "tolerance": 1}, "takes no parameters and got tolerance"),
         ({"reward": "numeric", "tolerence": 1}, "no parameter 'tolerence'.*did you mean 'tolerance'"),
         ({"reward": "numeric", "tolerance": -1.0}, "tolerance is -1.0"),

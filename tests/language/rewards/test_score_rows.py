@@ -91,7 +91,7 @@ def test_the_place_of_the_scores_is_looked_at_before_anything_is_scored(dataset,
         (["--reward", "exakt", "--dataset", "DATASET"], "exact"),
         (["--reward", "exact", "--dataset", "nothing.jsonl"], "nothing.jsonl"),
         (["--reward", "exact", "--model", "x", "--dataset", "DATASET"], "--model and --reward"),
-        (["--reward", "exact", "--reward-weights", "much", "--dataset", "DATASET"], "expected numbers"),
+        (["--reward", "exact", "--reward-weights", "much", "--dataset", "DATASET"], "expected a finite number"),
     ],
 )
 def test_mistakes_are_one_sentence(dataset, capsys, arguments, said):

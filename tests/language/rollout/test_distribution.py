@@ -75,6 +75,17 @@ def test_tokens_come_as_often_as_the_distribution_says(params, means):
     assert torch.allclose(drawn.logprobs, log_pi[drawn.ids], atol=1e-5)
 
 
+@pytest.mark.parametrize(("top_k", "by_hand"), [(2, [0, 0.6, 0.4, 0]), (0, [0, 0.5, 1 / 3, 1 / 6])])
+def test_a_forbidden_token_is_never_drawn(top_k, by_hand, means):
+    """Of 0.4, 0.3, 0.2 and 0.1 the first is forbidden, before the two most probable are taken."""
+    logits, params = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log(), SamplingParams(1, top_k=top_k, forbidden=(0,))
+    assert distribution.probabilities(logits, params)[0].tolist() == pytest.approx(by_hand)
+    n = 20_000
+    drawn = draw(logits.expand(n, -1), params, np.arange(n, dtype=np.uint64), np.zeros(n, dtype=np.int64)).ids
+    shares = drawn.bincount(minlength=4) / n
+    assert shares[0] == 0 and shares.tolist() == pytest.approx(by_hand, abs=0.015)  # four standard errors
+
+
 def test_greedy_takes_the_most_probable_token_with_certainty():
     logits = torch.randn(50, 30, generator=torch.Generator().manual_seed(0))
     drawn = draw(logits, SamplingParams(1, temperature=0), np.arange(50, dtype=np.uint64), np.zeros(50, dtype=np.int64))

@@ -235,7 +235,9 @@ def test_minibatches_are_whole_groups_and_cover_the_batch_once(tokenizer):
 def test_an_optimiser_step_takes_whole_groups(tokenizer, monkeypatch):
     run, seen, original = make(tokenizer, num_minibatches=3), [], training.assign_micro_batches
     monkeypatch.setattr(
-        training, "assign_micro_batches", lambda world, batch, wanted, budget: seen.append(wanted) or original(world, batch, wanted, budget)
+        training,
+        "assign_micro_batches",
+        lambda world, batch, wanted, budget: seen.append(wanted) or original(world, batch, wanted, budget),
     )
     after(run)
     assert len(seen) == 3 and torch.equal(torch.stack(seen).sum(0), torch.ones(16, dtype=torch.long))

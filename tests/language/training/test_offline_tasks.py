@@ -15,7 +15,7 @@ from tiny_jobs import preference_config, reward_config
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from psigrad import cli
-from psigrad.config import Data, Evaluation, Optim, RewardConfig, SFTConfig
+from psigrad.config import Data, Evaluation, Optim, RewardConfig, Run, SFTConfig
 from psigrad.config.algorithms import resolve_loss
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
@@ -117,6 +117,11 @@ def test_at_the_start_policy_is_reference_and_dpo_is_log_2(job, model):
     figures = task.held_out(100)
     assert figures["loss"] == pytest.approx(0.693147, abs=1e-5)
     assert figures["rewards/margins"] == pytest.approx(0, abs=1e-5)
+    assert figures["rewards/accuracies/pairs"] == "h" * len(task), "every pair is a tie"
+    moved = [(0.0, -9.0 * (n % 3)) for n in range(len(task))]  # the reference finds the rejected answers of two in three unlikely
+    shifted = replace(task, reference=[(a + x, b + y) for (a, b), (x, y) in zip(task.reference, moved, strict=True)])
+    marks = shifted.held_out(40)["rewards/accuracies/pairs"]
+    assert marks == "".join("h00"[n % 3] for n in range(len(task))), "in the order of the rows, however they are packed"
 
 
 def test_a_lora_models_reference_is_the_model_without_its_adapter(job):
@@ -321,6 +326,7 @@ def test_three_steps_of_two_rows_are_an_epoch_of_six():
     first, second = task.asked[:3], task.asked[3:]
     assert sorted(itertools.chain(*first)) == sorted(itertools.chain(*second)) == [*range(6)] and first != second
     assert [row["epoch"] for row in log_of(run).rows] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
+    assert Run(num_train_epochs=2).steps(10, 4) == 5, "every step takes four rows, as docs/porting.md says"
 
 
 def test_turns_in_contexts_of_their_own_share_what_they_begin_with(model):

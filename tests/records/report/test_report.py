@@ -137,6 +137,34 @@ def test_four_pairs_that_were_ties_are_no_verdict(tmp_path):
     assert still.judgement == "No verdict"
 
 
+@pytest.mark.parametrize("stem", ["eval/accuracy", PAIRED])
+def test_held_out_pairs_are_compared_one_by_one(stem, tmp_path):
+    """20 of 40 are right before; 8 more are right after. d̄ = 0.2, s = 0.405, t(39) = 2.023: 0.2 ± 0.13.
+
+    The two accuracies alone are 0.5 [0.352, 0.648] and 0.7 [0.546, 0.819], 0.2 ± 0.21.
+    """
+
+    def of(*marks):
+        rows = [
+            {"step": s, stem: share, f"{stem}/low": low, f"{stem}/high": high, f"held_out/{stem[5:]}/pairs": text}
+            for s, (share, low, high, text) in enumerate(zip((0.5, 0.7), (0.352, 0.546), (0.648, 0.819), marks, strict=True))
+        ]
+        (tmp_path / "config.json").write_text('{"recipe": "reward"}')
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return verdict(load(tmp_path))
+
+    before = "1" * 20 + "0" * 20
+    found = of(before, "1" * 28 + "0" * 12)
+    assert str(found).startswith(
+        "Learned: held-out accuracy 0.5 [0.352, 0.648] → 0.7 [0.546, 0.819]; change +0.2 [+0.0704, +0.33] "
+    )
+    assert "change +0.2 [+0.0704, +0.33] over 40 pairs" in found.said
+    for other in ("1" * 28, "1" * 28 + "x" * 12, None, 7):
+        assert of(before, other).word == "No clear change", "negative control: marks that do not match count as independent"
+    turned = of(before, "0" * 12 + "1" * 28)  # the same accuracies: 20 turned right and 12 wrong, 0.2 ± 0.29
+    assert turned.word == "No clear change"
+
+
 @pytest.mark.parametrize(
     ("prompts", "unscored", "word"), [(9, 0, "Too few to judge"), (10, 0, "Learned"), (12, 3, "Too few to judge")]
 )

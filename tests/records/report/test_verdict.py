@@ -8,6 +8,7 @@ import pytest
 
 from psigrad.intervals import mean_interval
 from psigrad.records.read import load
+from psigrad.records.report import card
 from psigrad.records.report.verdict import verdict
 
 
@@ -47,6 +48,7 @@ def single(ones, of):
 def test_the_change_is_that_of_the_same_prompts(tmp_path, turned, word, change):
     found = judged(tmp_path, single(20, 50), single(20 + turned, 50))
     assert found.judgement == word and f"; change {change} over 50 prompts" in found.evidence
+    assert str(found) in card.text(tmp_path), "the model's card says what the report says"
 
 
 def test_negative_control_independent_samples_would_not_tell(tmp_path):

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from datasets import Dataset
 
+from psigrad.errors import UserError
 from psigrad.language.data.dataset_rows import validate
 from psigrad_extras.datasets import preferences
 from psigrad_studio.labels import completion_groups, export, intake
@@ -232,6 +233,8 @@ def test_odd_texts_survive_the_way_out(desks, db, tmp_path):
     made.vote(made.owner, made.next(made.owner), "left", reason=odd)
     rows = export.preference(db, made.owner, made.project).rows
     export.write(tmp_path / "odd.jsonl", rows)
+    with pytest.raises(UserError, match=r"odd\.jsonl exists"):
+        export.write(tmp_path / "odd.jsonl", rows)
     assert [json.loads(line) for line in (tmp_path / "odd.jsonl").read_text().split("\n") if line] == rows
     export.write(tmp_path / "dump.jsonl", export.dump(db, made.owner, made.project))
     assert json.loads((tmp_path / "dump.jsonl").read_text())["reason"] == odd

@@ -114,11 +114,12 @@ def specials_of(tokenizer: PreTrainedTokenizerBase) -> Specials:
         return known
     key = (len(tokenizer), len(tokenizer.extra_special_tokens), *tokenizer.special_tokens_map.values())
     if _specials.get(tokenizer, (None,))[0] != key:
-        found = {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        every = tokenizer.added_tokens_decoder
+        found = {token: added.content for token, added in every.items() if added.special}
         words = sorted(found.values(), key=len, reverse=True)
         pattern = re.compile("|".join(map(re.escape, words)) or r"(?!)")
         named = str(tokenizer.special_tokens_map)
-        _specials[tokenizer] = (key, Specials(frozenset(found), pattern, *_backend_of(tokenizer), named))
+        _specials[tokenizer] = (key, Specials(frozenset(found), pattern, *_backend_of(tokenizer, list(every.values())), named))
     return _specials[tokenizer][1]
 
 
@@ -132,7 +133,7 @@ def cache_specials(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
         _fixed.pop(tokenizer, None)
 
 
-def _backend_of(tokenizer: PreTrainedTokenizerBase) -> tuple[re.Pattern[str] | None, Any]:
+def _backend_of(tokenizer: PreTrainedTokenizerBase, added: list[Any]) -> tuple[re.Pattern[str] | None, Any]:
     """Return `Specials.cuts` and `Specials.backend`.
 
     `tokenizers` splits a text at its added tokens, at the longest of those that begin first, and then processes each piece alone.
@@ -147,7 +148,6 @@ def _backend_of(tokenizer: PreTrainedTokenizerBase) -> tuple[re.Pattern[str] | N
         PreTrainedTokenizerBase.__call__,
     ):
         return None, None
-    added = list(tokenizer.added_tokens_decoder.values())
     sound = [one.content for one in added if not one.normalized and not one.single_word]
     inside = any(one != other and one[:1] and one in other[1:] for one in sound for other in (a.content for a in added))
     if not sound or inside or len(sound) < sum(not one.normalized for one in added):

@@ -68,6 +68,12 @@ def draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter:
     return DrawnTokens(*merged)
 
 
+def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Return the probabilities [B, V] with which `draw` takes each token of logits [B, V], at a temperature above 0."""
+    allowed = logits.index_fill(-1, torch.tensor(params.forbidden, dtype=torch.long, device=logits.device), -torch.inf)
+    return filter_logits(allowed / params.temperature, params).softmax(-1)
+
+
 def _forbidden(ids: Tensor, params: SamplingParams) -> Tensor:
     return torch.isin(ids, torch.tensor(params.forbidden, device=ids.device))
 

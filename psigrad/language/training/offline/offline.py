@@ -54,9 +54,9 @@ class Task(Protocol):
         """
         ...
 
-    def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
+    def held_out(self, budget: int, world: World = ALONE) -> Mapping[str, float | str]:
         """Return metrics over all rows; the caller disables gradients. Each process of the world computes its share of the
-        passes, and all receive the result.
+        passes, and all receive the result. Text is the `marks_of` the rows.
         """
         ...
 
@@ -132,6 +132,11 @@ def learn(run: OfflineRun, rows: Sequence[int], lr: float) -> tuple[float | None
 def terms_of(share: Share) -> dict[str, float]:
     """Compute one share of a loss, and return its terms as numbers."""
     return {name: float(term) for name, term in share().terms.items()}
+
+
+def marks_of(hits: Iterable[float]) -> str:
+    """Return a character for each pair, to compare two evaluations: 1 for the right order, 0 for the wrong one, h for a tie."""
+    return "".join("0h1"[round(2 * hit)] for hit in hits)
 
 
 def sum_terms(terms: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from psigrad.language.examples import Answer, LabelledAnswer, Pair
 from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.packing import Groups, Ids, pack_by_tokens
-from psigrad.language.training.offline.offline import Share, sum_terms, terms_of
+from psigrad.language.training.offline.offline import Share, marks_of, sum_terms, terms_of
 from psigrad.objective import Loss
 from psigrad.objective.preferences.preference_loss import KahnemanTversky, Labelled, Pairs, Preference, kl_of_mismatched
 from psigrad.processes.parallel.world import ALONE, World, map_shared, num_teams, shard
@@ -106,13 +106,15 @@ class PreferenceTask:
     def _loss(self, rows: Sequence[int], total: int, targets: int) -> Loss:
         return self.loss.loss(self.evaluate(rows), total, targets)
 
-    def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
-        """Return loss and rewards over all pairs, and accuracy with its 95 % interval."""
+    def held_out(self, budget: int, world: World = ALONE) -> dict[str, float | str]:
+        """Return loss and rewards over all pairs, accuracy with its 95 % interval, and each pair's mark."""
         targets = sum(p.chosen.targets for p in self.pairs)
         parts = pack_by_tokens([p.tokens for p in self.pairs], budget, num_teams(world))
         found = map_shared(world, parts, partial(self._judge, targets))
-        low, high = mean_interval([hit for _, hits in found for hit in hits])
-        return {**sum_terms(terms for terms, _ in found), "rewards/accuracies/low": low, "rewards/accuracies/high": high}
+        hits = {row: hit for part, (_, own) in zip(parts, found, strict=True) for row, hit in zip(part, own, strict=True)}
+        low, high = mean_interval([*hits.values()])
+        more: dict[str, float | str] = {"low": low, "high": high, "pairs": marks_of(hits[row] for row in sorted(hits))}
+        return {**sum_terms(terms for terms, _ in found), **{f"rewards/accuracies/{name}": value for name, value in more.items()}}
 
     def _judge(self, targets: int, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
         """Return the terms of the loss on these rows, and 1 for each pair that is ranked correctly, otherwise 0."""

@@ -13,7 +13,7 @@ from psigrad.intervals import mean_interval
 from psigrad.language.examples import Pair, Steps
 from psigrad.language.models.packing import Groups, Rows, pack_by_tokens
 from psigrad.language.models.scalar_model import ScalarModel
-from psigrad.language.training.offline.offline import Share, sum_terms, terms_of
+from psigrad.language.training.offline.offline import Share, marks_of, sum_terms, terms_of
 from psigrad.objective import Loss
 from psigrad.objective.preferences.preference_loss import correct
 from psigrad.objective.preferences.reward_model import BradleyTerry, calibration, process_loss
@@ -61,18 +61,20 @@ class RewardTask:
         lead = scores.double()
         return {name: float(term) for name, term in loss.terms.items()}, (lead[:, 0] - lead[:, 1]).tolist()
 
-    def held_out(self, budget: int, world: World = ALONE) -> dict[str, float]:
-        """Return loss, accuracy with its 95 % interval, and the calibration of σ(r_w − r_l)."""
+    def held_out(self, budget: int, world: World = ALONE) -> dict[str, float | str]:
+        """Return loss, accuracy with its 95 % interval and each pair's mark, and the calibration of σ(r_w − r_l)."""
         lead = torch.zeros(len(self), dtype=torch.float64)
         parts = pack_by_tokens([p.tokens for p in self.pairs], budget, num_teams(world))
         found = map_shared(world, parts, self._judge)
         figures = sum_terms(terms for terms, _ in found)
         for part, (_, own) in zip(parts, found, strict=True):
             lead[part] = torch.tensor(own, dtype=torch.float64)
-        bounds = mean_interval(correct(lead, torch.zeros_like(lead)).tolist())
+        hits: list[float] = correct(lead, torch.zeros_like(lead)).tolist()
+        low, high = mean_interval(hits)
         curve = calibration(lead)
         bins = {f"calibration/{low:.2f}-{low + 0.05:.2f}": a for low, a in zip(curve.lower, curve.accuracy, strict=True)}
-        return {**figures, "accuracy/low": bounds[0], "accuracy/high": bounds[1], "calibration_error": curve.error, **bins}
+        accuracy: dict[str, float | str] = {"accuracy/low": low, "accuracy/high": high, "accuracy/pairs": marks_of(hits)}
+        return {**figures, **accuracy, "calibration_error": curve.error, **bins}
 
 
 @dataclass(frozen=True)

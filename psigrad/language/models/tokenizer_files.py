@@ -1,0 +1,71 @@
+"""Tokenizers of folders and hub models. Their files come with a model, so they are checked before the library reads them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from psigrad.language.models.towers import file_of
+
+MOST_ADDED = 100_000
+"""The most added tokens: the library's time grows with the square of their number."""
+MOST_GROWTH = 1024
+"""The most characters that a normaliser or decoder may make of one, and that a template may put around a text."""
+
+
+def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a folder or hub model. Raises `ValueError` if there is none, if its vocabulary is empty, or if a
+    file exceeds the limits of this module.
+
+    For Qwen, Gemma and GPT-2, transformers creates an empty tokenizer if the files are missing, and every text would be empty.
+    """
+    from transformers import AutoTokenizer
+
+    check_tokenizer(os.fspath(path))
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if not set(found.get_vocab()) - set(found.all_special_tokens):
+        raise ValueError("it has no tokenizer: save one there by tokenizer.save_pretrained, or copy its files from the original")
+    from psigrad.language.models.vision import attach  # imported here, since few models have images
+
+    attach(found, os.fspath(path))
+    return found
+
+
+def check_tokenizer(path: str) -> None:
+    """Raise `ValueError` for tokenizer files that would multiply a text or take minutes to read."""
+    added = 0
+    for name in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"):
+        if (file := file_of(path, name)) is None:
+            continue
+        held = json.loads(file.read_bytes())
+        if not isinstance(held, dict):
+            raise ValueError(f"its {name} holds no object")
+        named = held if name == "added_tokens.json" else held.get("added_tokens") or held.get("added_tokens_decoder") or ()
+        added = max(added, len(named), len(held.get("additional_special_tokens") or ()))
+        for kind in ("normalizer", "decoder", "post_processor"):
+            if (growth := _growth(held.get(kind)) if name == "tokenizer.json" else 0) > MOST_GROWTH:
+                raise ValueError(f"the {kind} of its tokenizer makes up to {growth:.3g} characters of one, above {MOST_GROWTH:,}")
+    if added > MOST_ADDED:
+        raise ValueError(f"its tokenizer has {added:,} added tokens, above {MOST_ADDED:,}; make them words of its vocabulary")
+
+
+def _growth(part: Any) -> float:
+    """Return an upper bound of the characters that a part of a tokenizer makes of one character."""
+    if not isinstance(part, dict):
+        return 1.0
+    if part.get("type") == "TemplateProcessing":
+        return float(max(len(part.get("single", ())), len(part.get("pair", ()))))
+    pattern = part.get("pattern")
+    matched = len(pattern.get("String", "")) if isinstance(pattern, dict) else 1
+    texts = [text for name in ("content", "prepend", "prefix", "replacement") if isinstance(text := part.get(name), str)]
+    return math.prod((max(1.0, len(text) / max(1, matched)) for text in texts), start=math.prod(map(_growth, _inner(part))))
+
+
+def _inner(part: dict[str, Any]) -> Iterator[Any]:
+    for name in ("normalizers", "decoders", "processors"):
+        yield from part.get(name) or ()
