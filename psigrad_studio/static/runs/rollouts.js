@@ -98,7 +98,7 @@ export class Rollouts {
 
   async page(first) {
     const turn = ++this.asked;
-    this.said.textContent = "Looking …";
+    this.said.textContent = "Searching …";
     let answer;
     try {
       answer = await post("/api/runs/rollouts", { ...this.question(), first, count: PAGE });
@@ -109,7 +109,7 @@ export class Rollouts {
     if (turn !== this.asked) return;
     this.generation = answer.generation;
     this.rows = [...this.rows.slice(0, first), ...answer.rows];
-    const part = answer.whole ? "" : " so far; the file is long, search again for the rest";
+    const part = answer.whole ? "" : " so far; the file is long, so search again for the rest";
     const range = answer.rewards ? ` Rewards lie between ${figure(answer.rewards[0])} and ${figure(answer.rewards[1])}.` : "";
     const what = answer.rows.length > 0 && answer.rows.every((row) => row.kind === "episode") ? "episodes" : "completions";
     const count = `${whole(answer.found)} of ${whole(answer.total)} ${what}`;
