@@ -303,8 +303,8 @@ for name, run in runs.items():
 # contributions of right and wrong answers cancel on average. But for each sign alone, an earlier stop makes |A|/|y| larger. So the push on
 # length is E[A/|y|·∇log π(stop)], positive for A > 0 and negative for A < 0, as the bars show.
 #
-# The mean of the group contains R_i itself: A_i = (1 − 1/G)·(R_i − mean of the others), the (G − 1)/G of chapter
-# 2.
+# The mean of the group contains R_i itself: A_i = (1 − 1/G)·(R_i − mean of the others), the factor
+# (G − 1)/G of chapter 2.
 #
 # ## In pseudocode
 #
