@@ -54,7 +54,7 @@ def _preference(loss: Preference | KahnemanTversky) -> str:
     lines += [f"score: {label(loss.score)}", *_part_lines(loss.score, "    "), ""]
     lines += [f"link: {label(loss.link)}", *_part_lines(loss.link, "    "), ""]
     lines.append(f"margin: {loss.margin:g}" if loss.margin else "margin: none, unless the data has one for each pair")
-    lines.append("reference: needed; its log-probs are computed once" if loss.needs_reference else "reference: none is needed")
+    lines.append("reference: needed, computed once" if loss.needs_reference else "reference: none is needed")
     return "\n".join(lines) + "\n"
 
 
