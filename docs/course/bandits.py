@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 2 · Bandits and baselines
 #
-# Now nobody tells us P and R. We can only try actions and see what they pay. The simplest such
-# problem has one state and one step: a **bandit**, a row of slot machines with arms to pull.
-# It is all we need to meet the policy gradient, and the trick that makes it usable.
+# Now P and R are unknown. We can only try actions and see their rewards. The simplest such problem
+# has one state and one step: a **bandit**, a row of slot machines with arms to pull. A bandit is
+# enough to introduce the policy gradient, and the trick that makes it usable.
 
 # %%
 import matplotlib.pyplot as plt
@@ -22,9 +22,9 @@ steps = 200
 # %% [markdown]
 # ## The log trick
 #
-# The policy is a softmax over five arms, π_a ∝ exp θ_a. It earns J(θ) = Σ_a π_a·μ_a, where μ_a is
-# what arm a pays on average. We want ∇J, and cannot compute it, since we do not know μ. But
-# ∇π = π·∇log π, so
+# The policy is a softmax over five arms, π_a ∝ exp θ_a. Its expected reward is J(θ) = Σ_a π_a·μ_a,
+# where μ_a is the mean reward of arm a. We want ∇J, and cannot compute it, since we do not know μ.
+# But ∇π = π·∇log π, so
 #
 #     ∇J = Σ_a ∇π_a·μ_a = Σ_a π_a·∇log π_a·μ_a = E[ ∇log π(a)·R ].
 #
@@ -33,9 +33,10 @@ steps = 200
 #
 #     ∇J = E[ Σ_t ∇log π(a_t|s_t)·Ψ_t ],
 #
-# the identity that all of this course lives on. Ψ says how good an action was; here Ψ = R.
+# the identity on which this whole course is built. Ψ says how good an action was; here Ψ = R.
 #
-# Here we know μ, so that we can check. All arms pay about 10; what matters is the difference.
+# In this example we know μ, so we can check the estimates. All arms pay about 10; only the
+# differences matter.
 
 # %%
 means = torch.tensor([10.0, 10.2, 10.4, 10.6, 11.0])
@@ -84,18 +85,19 @@ def report(name, found):
 plain = report("Ψ = R", estimates(total_return()))
 
 # %% [markdown]
-# No bias: the mean of the estimates lies within a few standard errors of the truth in each of the
-# five coordinates. But the variance is awful. Every pull pays about 10, so every pull says "do
-# this again, ten times as much", and only the small differences between these shouts are news.
+# There is no bias: the mean of the estimates is within a few standard errors of the truth in each
+# of the five coordinates. But the variance is very large. Every pull pays about 10, so every pull
+# makes its arm much more probable, and only the small differences between the rewards are
+# information.
 #
 # ## A baseline
 #
-# Subtract from R any number b that does not depend on the action. On average it changes nothing:
+# Subtract from R any number b that does not depend on the action. The expectation does not change:
 #
 #     E[ ∇log π(a)·b ] = b·Σ_a ∇π_a = b·∇1 = 0.
 #
-# The natural choice is what we expect anyway. We do not know it, but the other pulls of the group
-# do: their mean is the **leave-one-out** baseline of RLOO,
+# The natural choice is the expected reward. We do not know it, but the mean of the group's other
+# pulls estimates it. This is the **leave-one-out** baseline of RLOO,
 #
 #     Ψ_i = R_i − mean of the other R_j.
 
@@ -121,18 +123,19 @@ for ax, name, found in zip(
 plt.show()
 
 # %% [markdown]
-# Three things to read here.
+# The figures show three things.
 #
-# - The baseline leaves the mean where it was and cuts the variance by a factor of more than a
-#   hundred. A hundred times fewer samples give the same certainty.
+# - The baseline does not change the mean and cuts the variance by a factor of more than a hundred.
+#   A hundred times fewer samples give the same precision.
 # - The mean of the *whole* group contains R_i itself. That shrinks the gradient by (K − 1)/K, here
-#   7/8: a bias, but only of length. GRPO does this (chapter 7); the learning rate hides it.
-# - A baseline that looks at the action destroys the gradient. Its variance is small, and its mean
+#   7/8: a bias of its length, not of its direction. GRPO does this (chapter 7); a larger learning
+#   rate compensates for it.
+# - A baseline that depends on the action destroys the gradient. The variance is small, but the mean
 #   is 0. Low variance alone is worth nothing.
 #
-# ## How much it matters depends on where the rewards lie
+# ## The variance depends on the level of the rewards
 #
-# Add a constant to all rewards: nothing has changed about which arm is best.
+# Add a constant to all rewards. The best arm remains the same.
 
 # %%
 shifts = torch.linspace(-10, 10, 21)
@@ -154,14 +157,14 @@ plt.show()
 
 
 # %% [markdown]
-# Without a baseline the variance grows with the square of the constant. With one, the constant is
-# gone.
+# Without a baseline the variance grows with the square of the constant. With a baseline, the
+# constant cancels.
 #
 # ## Does it learn?
 #
-# A method in psigrad is a `PolicyGradient`: Ψ, a ratio and a clip (not needed yet), a way to
-# average. `prepare` makes advantages, `loss` something to call backward on. One hundred learners
-# at once: one group of 8 pulls for each at every step.
+# A method in psigrad is a `PolicyGradient`: Ψ, a ratio and a clip (not needed yet), and a way to
+# average. `prepare` computes advantages, and `loss` returns a tensor for `backward`. We train one
+# hundred learners at once, each with one group of 8 pulls per step.
 
 
 # %%
@@ -217,25 +220,26 @@ for name, share in best.items():
 # %% [markdown]
 # ## Where it fails
 #
-# Both learners follow the same gradient *on average*. Without a baseline the first lucky arm is
-# pulled again and again: "ten times as much". Soon π is almost certain, ∇log π of the certain arm is
-# almost 0, and a learner that has stopped trying can no longer find out. **The policy collapsed
-# before it knew.** A smaller rate helps, and costs time. A baseline helps for free.
+# Both learners follow the same gradient *on average*. Without a baseline the first arms that are
+# pulled become much more probable, good or not. Soon π is almost certain, ∇log π of the certain arm
+# is almost 0, and a learner that no longer tries other arms cannot find the best one. **The policy
+# collapsed before it knew.** A smaller learning rate helps, but costs time. A baseline costs
+# nothing.
 #
-# A baseline does not help where there is nothing to compare: if all 8 rewards of a group are
-# equal, all Ψ are 0, and the group was drawn in vain. Chapter 7 comes back to this.
+# A baseline does not help if there is nothing to compare: if all 8 rewards of a group are equal,
+# all Ψ are 0, and the group teaches nothing. Chapter 7 comes back to this.
 
 # %% [markdown]
 # ## Now on a language model
 #
-# A prompt is a bandit. A completion, whole, is an arm; there are astronomically many. Its
+# A prompt is a bandit, and each possible completion is an arm; there are astronomically many. Its
 # log-probability is the sum over its tokens, so the gradient is the same with
 #
 #     ∇log π(y|x) = Σ_t ∇log π(y_t|x, y_<t).
 #
 # Here is a small Qwen3 with random weights that writes 6 tokens out of 8 possible ones. The reward
-# is the share of tokens that are 0, plus 1: like a reward model whose scores are all above 0.
-# For RLOO from the catalogue, nothing changes: `group` says which completions share a prompt.
+# is the share of tokens that are 0, plus 1: like a reward model whose scores are all above 0. RLOO
+# from the catalogue works without a change: `group` says which completions share a prompt.
 
 # %%
 from dataclasses import replace
@@ -279,29 +283,30 @@ for name, psi in {"Ψ = R": total_return(), "RLOO": leave_one_out}.items():
 print(f"ratio {spread['Ψ = R'] / spread['RLOO']:.0f}")
 
 # %% [markdown]
-# The same function, `leave_one_out`, does for a transformer's weights what it did for five
-# numbers. No critic was needed. This is why RLOO and GRPO draw several completions for each prompt.
+# The same function, `leave_one_out`, works for a transformer's weights as for five numbers. No
+# critic was needed. This is why RLOO and GRPO draw several completions for each prompt.
 #
 # ## The derivation: from one step to many
 #
-# The chance of an episode τ is a product, and only some of its factors have θ in them:
+# The probability of an episode τ is a product, and only some of its factors depend on θ:
 #
 #     P(τ) = P(s_0)·Π_t π(a_t|s_t)·P(s_{t+1}|s_t, a_t).
 #
-# Its logarithm is a sum, in which the world's part does not depend on θ. The log trick with R(τ) in place of R gives
+# Its logarithm is a sum, in which the environment's terms do not depend on θ. The log trick with R(τ) in place of R
+# gives
 #
 #     ∇J = E[ R(τ)·∇log P(τ) ] = E[ Σ_t ∇log π(a_t|s_t)·R(τ) ].
 #
-# Nobody needs to know P: that is what makes it a method for worlds without a model. Now the baseline, in one line more. Given a state,
-# b(s) is a constant, and the mean of a score is 0:
+# P need not be known, so the method works without a model of the environment. The baseline takes one more line. Given a state, b(s) is
+# a constant, and the mean of ∇log π is 0:
 #
 #     E[ ∇log π(a|s)·b(s) ] = b(s)·Σ_a ∇π(a|s) = 0.
 #
-# The same holds for every reward that was paid *before* a_t: it is a constant once s_t is known. So R(τ) may be replaced by what came
-# after, and by that less any b(s_t). Chapter 3 does both.
+# The same holds for every reward *before* a_t: it is a constant once the past is known. So R(τ) may be replaced by the sum of the
+# later rewards, minus any b(s_t). Chapter 3 does both.
 #
-# The variance of Ψ = R − b, coordinate by coordinate, is E[(∇log π)²·(R − b)²] less a square that does not depend on b; so the best b
-# is a mean of R, weighed by (∇log π)². Exercise 1 asks for it.
+# The variance of Ψ = R − b, coordinate by coordinate, is E[(∇log π)²·(R − b)²] minus a square that does not depend on b. So the best
+# b is a mean of R, weighted by (∇log π)². Exercise 1 asks for this b.
 #
 # ## In pseudocode
 #
@@ -320,7 +325,7 @@ print(f"ratio {spread['Ψ = R'] / spread['RLOO']:.0f}")
 #
 # - Williams 1992, *Simple statistical gradient-following algorithms*, Machine Learning 8: REINFORCE.
 # - Sutton, McAllester, Singh and Mansour 2000, *Policy gradient methods*, NIPS 12: the theorem for many steps.
-# - Greensmith, Bartlett and Baxter 2004, *Variance reduction techniques*, JMLR 5: which baseline is the best.
+# - Greensmith, Bartlett and Baxter 2004, *Variance reduction techniques*, JMLR 5: which baseline is best.
 # - Kool, van Hoof and Welling 2019, *Buy 4 REINFORCE samples, get a baseline for free!*: leave-one-out.
 #
 # ## Exercises
@@ -347,9 +352,8 @@ for name, b in (("mean reward", usual), ("optimal", optimal)):
 # ### Answer 2
 
 # %% tags=["hide-cell"]
-# The baseline is a mean of K − 1 rewards with a variance of its own, so R − b varies
-# K/(K − 1) times as much as with the true mean: twice for K = 2, hardly more than
-# once for 16.
+# The baseline is a mean of K − 1 rewards and has its own variance. So the variance of R − b is K/(K
+# − 1) times that with the true mean: 2 times for K = 2, and 1.07 times for 16.
 for size in (2, 4, 8, 16):
     variance = size * estimates(leave_one_out, size).var(0).sum()
     print(
@@ -360,6 +364,6 @@ for size in (2, 4, 8, 16):
 # ### Answer 3
 
 # %% tags=["hide-cell"]
-# The gradient comes out half as long, (K − 1)/K = 1/2, in the right direction.
+# The gradient is half as long, (K − 1)/K = 1/2, and has the right direction.
 half = estimates(group_mean(std=False), 2).mean(0)
 print("estimate / truth:", [round(r, 2) for r in (half / truth).tolist()])

@@ -1,13 +1,13 @@
 # %% [markdown]
 # # 3 · From REINFORCE to PPO on CartPole
 #
-# A bandit has one step. Now the agent acts many times before we know how it went, and its state is
-# four real numbers: no table will do. The policy is a small neural network, and the identity
-# stays,
+# A bandit has one step. Now the agent acts many times before we know the outcome, and its state is
+# four real numbers, so a table is impossible. The policy is a small neural network, and the
+# identity is the same,
 #
 #     ∇J = E[ Σ_t ∇log π(a_t|s_t)·Ψ_t ].
 #
-# This chapter walks from the plainest Ψ to PPO. Each step mends one fault of the step before.
+# This chapter goes from the simplest Ψ to PPO. Each step corrects one fault of the previous step.
 
 # %%
 from dataclasses import replace
@@ -27,22 +27,22 @@ seeds = 3
 steps = 40_000  # of the environment, for each run
 
 # %% [markdown]
-# CartPole pays 1 for each step that the pole stays up, for 500 steps at most. Pushing at random
-# lasts some twenty steps.
+# CartPole gives a reward of 1 for each step that the pole stays up, for 500 steps at most. A random
+# policy lasts some twenty steps.
 #
 # ## Four forms of Ψ
 #
-# - **The return of the whole episode**, Ψ_t = R(τ). Each action is praised for all that happened,
-#   even for what came before it.
+# - **The return of the whole episode**, Ψ_t = R(τ). Each action is credited with all rewards of the
+#   episode, even with those before it.
 # - **The reward to go**, Ψ_t = G_t = Σ_{u≥t} γ^(u−t)·r_u. An action cannot change the past, so
 #   the past is only noise.
-# - **Less the mean of the batch**, and in units of its standard deviation ("whitened"): a baseline
-#   for nothing.
-# - **Less a value**, Ψ_t = G_t − V(s_t). V is a second network, the **critic**, that learns to
-#   predict G_t. Chapter 2 says why this may be subtracted.
+# - **Minus the mean of the batch**, and in units of its standard deviation ("whitened"): a baseline
+#   that costs nothing.
+# - **Minus a value**, Ψ_t = G_t − V(s_t). V is a second network, the **critic**, that learns to
+#   predict G_t. Chapter 2 shows why V may be subtracted.
 #
-# Each form is a `PolicyGradient` that differs in Ψ alone. All collect 8 episodes, take one step of
-# gradient, and throw the episodes away.
+# Each form is a `PolicyGradient` that differs in Ψ alone. All collect 8 episodes, take one gradient
+# step, and discard the episodes.
 
 
 # %%
@@ -94,20 +94,20 @@ for name, (_, found, _) in forms.items():
     print(f"{name:13} mean return over the run {found.mean():5.0f}")
 
 # %% [markdown]
-# Leaving out the past is worth most. The plain mean of the batch is a strong baseline, and free.
-# The critic has to be learned first, from the same few episodes, and is no better here. Its
-# use is another one.
+# Leaving out past rewards helps most. The mean of the batch is a strong baseline, and costs
+# nothing. The critic has to be learned first, from the same few episodes, and is no better here. A
+# critic has another use.
 #
 # ## What a critic is for: GAE
 #
-# G_t sums up to 500 rewards, and each of them depends on chance. A critic lets us look only a few
-# steps ahead and then ask V. With the TD residual δ_t = r_t + γ·V(s_{t+1}) − V(s_t),
+# G_t is a sum of up to 500 rewards, and each depends on chance. With a critic we can use only the
+# next few rewards, and V for the rest. With the TD residual δ_t = r_t + γ·V(s_{t+1}) − V(s_t),
 #
 #     Â_t = Σ_l (γλ)^l·δ_{t+l}      (generalised advantage estimation)
 #
-# has a dial. λ = 0 trusts the critic after one step: little variance, and all of the critic's
-# error. λ = 1 never trusts it: Â_t = G_t − V(s_t). Here is one episode of 40 steps with a critic
-# that is wrong, and an event that it did not foresee.
+# has a parameter for this, λ. With λ = 0 the critic is used after one step: little variance, and
+# all of the critic's error. With λ = 1 only the rewards count: Â_t = G_t − V(s_t). Here is one
+# episode of 40 steps with a critic that is wrong, and an event that it did not foresee.
 
 # %%
 length = 40
@@ -135,23 +135,24 @@ difference = gae(0.95, 1.0)(episode) - (reward_to_go(0.95)(episode) - episode.va
 print(f"λ = 1 against G − V: {difference.abs().max():.0e}")
 
 # %% [markdown]
-# With λ = 0 only the action at t = 25 is blamed. With λ = 1 all actions before it are, each a
-# little less. If the cause lay earlier, λ = 0 misses it; if it was chance, λ = 1 blames the
-# innocent. On CartPole about 0.95 is usual. For language models it is 1 (chapter 6).
+# With λ = 0 only the action at t = 25 is blamed. With λ = 1 all actions before it are blamed too,
+# each a little less. If the cause was earlier, λ = 0 misses it; if the event was chance, λ = 1
+# blames actions without fault. On CartPole about 0.95 is usual. For language models it is 1
+# (chapter 6).
 #
 # ## Use the data more than once: PPO
 #
-# REINFORCE takes one step per batch, since its gradient is right only for the policy that
-# collected. After a step we may correct with the **ratio** ρ = π(a|s) / π_old(a|s) and go on,
+# REINFORCE takes one step per batch, since its gradient is right only for the policy that collected
+# the batch. For further steps we can correct with the **ratio** ρ = π(a|s) / π_old(a|s),
 #
 #     maximise E[ ρ_t·Â_t ],
 #
-# as long as the policies stay close. PPO holds them close by a **clip**. It maximises
+# as long as the two policies are close. PPO keeps them close by a **clip**. It maximises
 #
 #     min( ρ·Â, clip(ρ, 1 − ε, 1 + ε)·Â ):
 #
-# once a good action is 1 + ε times as likely as before, there is nothing more to gain from it in
-# this batch; likewise once a bad one is down to 1 − ε.
+# once a good action is 1 + ε times as likely as before, this batch gives no further gain; the same
+# holds once a bad action is down to 1 − ε.
 
 # %%
 log_ratio = torch.linspace(-1.2, 0.8, 400)
@@ -177,7 +178,7 @@ for sign in (1.0, -1.0):
 
 # %% [markdown]
 # The clip is one-sided. A bad action that became *more* likely (A = −1, ρ = 1.3) still gets its
-# full gradient: the clip only stops what has gone far enough in the right direction.
+# full gradient: the clip only stops actions that have moved far enough in the right direction.
 #
 # Now the same 256 steps of experience per round for both: A2C makes one pass over them, PPO ten.
 
@@ -195,12 +196,12 @@ mean, _ = evaluate_policy(results["PPO, 10 passes"][2], n_eval_episodes=50)
 print(f"PPO's last agent, 50 new episodes, most probable actions: {mean:.0f} of 500")
 
 # %% [markdown]
-# Same network, same advantages, same number of steps in the world. PPO squeezes more out of each.
+# Network, advantages and number of environment steps are the same. PPO learns more from each step.
 #
 # ## Where it fails
 #
-# Is it the clip, or just the ten passes? Take the clip away, and raise the learning rate as one
-# does when in a hurry.
+# Is the clip the reason, or are the ten passes? Remove the clip, and raise the learning rate to
+# learn faster.
 
 # %%
 hurry = rounds | {"learning_rate": 1e-2, "n_epochs": 20}
@@ -215,18 +216,19 @@ for name, (_, found, _) in results_of_hurry.items():
     print(f"{name:14} mean return of the last quarter {found[:, -10:].mean():5.0f}")
 
 # %% [markdown]
-# Without the clip, twenty large steps on the same batch carry the policy far from where its data
-# came from, to where the data say nothing. The clip is no guarantee either; it only takes the
-# reward for leaving away. (TRPO does guarantee a bound on the KL; `psigrad.control` has it.)
+# Without the clip, twenty large steps on the same batch move the policy far from the one that
+# collected the data, to where the data say nothing. The clip is no guarantee either; it only
+# removes the gain of moving further. (TRPO does guarantee a bound on the KL; `psigrad.control` has
+# it.)
 #
-# Also note what these runs needed: a simulator that can be played tens of thousands of times. A
-# language model has none but itself and a reward.
+# Note that these runs needed a simulator that can be run tens of thousands of times. A language
+# model needs only itself and a reward.
 
 # %% [markdown]
 # ## Now on a language model
 #
-# A completion is an episode, a token an action. The objects are the same; only numbers and the
-# leash differ. Compare the two PPOs:
+# A completion is an episode, and a token is an action. The objects are the same; only the numbers
+# and the KL penalty differ. Compare the two PPOs:
 
 # %%
 from psigrad.objective.catalog import PPO as language_ppo
@@ -300,29 +302,31 @@ plt.show()
 print(f"first pass: |log ρ| = {held[0]:.0e}, {clipped[0]:.0%} clipped")
 
 # %% [markdown]
-# On the first pass the ratio is exactly 1: the policy that learns is the one that wrote. This is
-# what *on-policy* means, and a good test of any implementation. From then on more and more tokens
-# fall silent.
+# On the first pass the ratio is exactly 1: the policy that learns is the one that sampled. This is
+# what *on-policy* means, and a good test of any implementation. Later more and more tokens have no
+# gradient.
 #
 # ## The derivation: GAE and PPO's objective
 #
-# A critic's estimate after k steps sums k TD residuals, in which all values but the first and the last fall out:
+# A critic's estimate after k steps is a sum of k TD residuals, in which all values but the first and the last
+# cancel:
 #
 #     Â_t(k) = Σ_{l<k} γ^l·δ_{t+l} = Σ_{l<k} γ^l·r_{t+l} + γ^k·V(s_{t+k}) − V(s_t).
 #
-# GAE is their mean with weights (1 − λ)·λ^(k−1). Each δ_{t+l} is in all estimates with k > l, whose weights sum to λ^l:
+# GAE is the mean of these estimates with weights (1 − λ)·λ^(k−1). Each δ_{t+l} is in all estimates with k > l, whose
+# weights sum to λ^l:
 #
 #     Â_t = (1 − λ)·Σ_k λ^(k−1)·Â_t(k) = Σ_l (γλ)^l·δ_{t+l}.
 #
-# From the end backwards that is one line of code: Â_t = δ_t + γλ·Â_{t+1}.
+# Computed backwards from the end, this is one line of code: Â_t = δ_t + γλ·Â_{t+1}.
 #
 # PPO's ratio comes from importance sampling. For actions that π_old drew, E_old[ρ·f] = E[f], so
 #
 #     ∇E_old[ ρ_t·Â_t ] = E_old[ ρ_t·∇log π(a_t|s_t)·Â_t ],
 #
-# which at π = π_old is the policy gradient. It does not correct for the *states*, which π_old visited too. How much that costs is
-# bounded by how far the policies are apart in each state (Kakade and Langford 2002; TRPO), and the clip is a cheap way to keep them
-# together.
+# which at π = π_old is the policy gradient. The ratio does not correct for the *states*, which also come from π_old. This error is
+# bounded by the distance of the two policies in each state (Kakade and Langford 2002; TRPO), and the clip is a cheap way to keep
+# this distance small.
 #
 # ## In pseudocode
 #
@@ -343,7 +347,7 @@ print(f"first pass: |log ρ| = {held[0]:.0e}, {clipped[0]:.0%} clipped")
 # ## Read on
 #
 # - Schulman, Moritz, Levine, Jordan and Abbeel 2016, *GAE*, arXiv:1506.02438.
-# - Schulman, Levine, Moritz, Jordan and Abbeel 2015, *TRPO*, arXiv:1502.05477: the bound that the clip stands in for.
+# - Schulman, Levine, Moritz, Jordan and Abbeel 2015, *TRPO*, arXiv:1502.05477: the bound that the clip replaces.
 # - Schulman, Wolski, Dhariwal, Radford and Klimov 2017, *PPO*, arXiv:1707.06347.
 # - Andrychowicz and others 2021, *What matters in on-policy RL?*, arXiv:2006.05990: 250,000 runs about the details.
 #
@@ -352,14 +356,14 @@ print(f"first pass: |log ρ| = {held[0]:.0e}, {clipped[0]:.0%} clipped")
 # 1. Why does `REINFORCE_REWARD_TO_GO` differ from `REINFORCE_TOTAL_RETURN` on CartPole, and not for
 #    a language model with a reward at the end and γ = 1? Check it on a `Batch`.
 # 2. Which λ makes `gae` equal to `td_residual`? Check it.
-# 3. The four corners: for A = ±1 and ρ = 0.7 or 1.3, say which pass gradient under
-#    `clip(0.2, 0.28)` before you compute it.
+# 3. The four corners: for A = ±1 and ρ = 0.7 or 1.3, say which have a gradient under `clip(0.2,
+#    0.28)` before you compute it.
 
 # %% [markdown]
 # ### Answer 1
 
 # %% tags=["hide-cell"]
-# With one reward at the end all of it lies ahead of every step: G_t = R(τ) for all t.
+# If the only reward is at the end, it comes after every step: G_t = R(τ) for all t.
 from psigrad.objective import terminal
 from psigrad.objective.parts.advantage import total_return
 
@@ -387,8 +391,8 @@ print(bool((gae(0.95, 0.0)(episode) == td_residual(0.95)(episode)).all()))
 # ### Answer 3
 
 # %% tags=["hide-cell"]
-# A = +1 is silent from 1.28 on, A = −1 from 0.8 down. So (+1, 1.3) and (−1, 0.7) are
-# silent.
+# A = +1 has no gradient above 1.28, and A = −1 none below 0.8. So (+1, 1.3) and (−1, 0.7) have
+# none.
 for sign in (1.0, -1.0):
     for ratio in (0.7, 1.3):
         moved = torch.tensor([ratio]).log().requires_grad_()

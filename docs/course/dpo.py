@@ -2,9 +2,10 @@
 # # 8 · DPO: preferences without a reward model
 #
 # Chapter 5 learned a reward model from comparisons, and chapter 6 maximised it. Rafailov et al. (2023)
-# noticed that the best policy of that problem is known in closed form, and that one may solve for the
-# reward. What is left is a loss on pairs: no reward model, no sampling. This chapter derives it, sees it
-# work exactly on a small problem, and then looks at what it does to a language model.
+# noticed that the best policy of that problem is known in closed form, and that this form can be solved
+# for the reward. The result is a loss on pairs, without a reward model and without sampling. This
+# chapter derives the loss, shows that it is exact on a small problem, and then looks at its effect on a
+# language model.
 
 # %%
 import itertools
@@ -37,7 +38,7 @@ solve_steps = 2000
 #
 #     π*(y) = π_ref(y)·exp( r(y) / β ) / Z.
 #
-# Check it: climb the objective by gradient ascent, and compare.
+# To check this, maximise the objective by gradient ascent, and compare.
 
 # %%
 reference = torch.tensor([0.40, 0.30, 0.15, 0.10, 0.05])
@@ -58,11 +59,11 @@ print("closed form", [round(p, 4) for p in closed.tolist()])
 
 # %% [markdown]
 # Solve for r: r(y) = β·log( π*(y) / π_ref(y) ) + β·log Z. In a comparison only differences of rewards count
-# (chapter 5), so Z falls out. Put this r into the Bradley–Terry loss:
+# (chapter 5), so Z cancels. Put this r into the Bradley–Terry loss:
 #
 #     loss = −log σ( β·[ log π(w)/π_ref(w) − log π(l)/π_ref(l) ] ).
 #
-# **The policy is its own reward model.** Now learn π from comparisons alone, as many as there are, judged by r.
+# **The policy is its own reward model.** Now learn π from comparisons alone, which are judged by r.
 
 # %%
 first, second = torch.tensor(list(itertools.permutations(range(5), 2))).T
@@ -93,14 +94,15 @@ plt.show()
 print(f"largest difference {(by_dpo - closed).abs().max():.1e}")
 
 # %% [markdown]
-# The same policy, without ever knowing r. That is the theorem, and it has two conditions: comparisons of
-# *all* answers, and a policy that can represent any distribution. A language model has neither.
+# The result is the same policy, although r was never used. The theorem has two conditions: comparisons
+# of *all* answers, and a policy that can represent any distribution. For a language model neither holds.
 
 # %% [markdown]
 # ## Now on a language model
 #
-# The words of chapter 4 and the model that imitates careless teachers. For each word the judge sees the
-# right answer and the teachers' mistake, or two letters changed, and chooses the better one.
+# The words of chapter 4 and the model that imitates careless teachers. For each word the judge sees
+# the right answer and a wrong one (the teachers' mistake, or two changed letters), and chooses the
+# better one.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -181,13 +183,13 @@ for name, run in runs.items():
     )
 
 # %% [markdown]
-# Margins rise: the models tell better from worse, since the rejected answers became improbable. But look at
-# the middle: the chosen ones did not become more probable. The loss asks for the *difference* of two
-# log-ratios, and would be as content if both fell. What is taken from the rejected answers may go to
-# answers that no pair mentions.
+# Margins rise: the models prefer the better answers, since the rejected ones became improbable. But look at
+# the middle plot: the chosen answers did not become more probable. The loss depends only on the
+# *difference* of two log-ratios, so both may fall. The probability that the rejected answers lose may go to
+# answers that are in no pair.
 #
-# So, who answers best? RLOO gets the same number of completions as DPO saw in its pairs, with a reward of 1
-# for right answers.
+# Which model answers best? RLOO gets as many completions as DPO's pairs have, with a reward of 1 for right
+# answers.
 
 # %%
 rloo = psigrad.train(
@@ -226,18 +228,19 @@ print(f"completions: DPO {2 * 32 * dpo_steps}, RLOO {128 * rl_steps}")
 # %% [markdown]
 # ## Where it fails
 #
-# - DPO learns from answers that somebody else wrote. As the policy moves, the pairs no longer show what it
-#   would write today. Online methods look again at every step. (Online DPO does that with DPO's loss:
+# - DPO learns from answers that somebody else wrote. As the policy changes, the pairs no longer resemble
+#   its answers. Online methods sample new answers at every step. (Online DPO does this with DPO's loss:
 #   `psigrad.train("online_dpo", …)`.)
-# - The chosen answers may become less probable, and nothing in the loss objects. IPO stops pulling at a set
-#   margin; adding the likelihood of the chosen answers is another cure (`sft` in the settings).
-# - With comparisons only, DPO is still the cheapest thing that works: a few lines, two models, no sampling.
+# - The chosen answers may become less probable, and nothing in the loss prevents this. IPO stops at a set
+#   margin; another remedy is to add the likelihood of the chosen answers (`sft` in the settings).
+# - If you only have comparisons, DPO is still the cheapest method that works: a few lines, two models, no
+#   sampling.
 #
 # [The page of claims](../claims.md) has this comparison over seeds, with each method's rate tuned alike.
 #
-# You have come from a grid world to the methods that train today's models. All of them were choices of Ψ,
-# a ratio, a clip and a way to average. The next one will be too: [the methods](../methods/table.md) side
-# by side, and a part of your own is a function.
+# The course has gone from a grid world to the methods that train today's models. Each is a choice of Ψ, a
+# ratio, a clip and a way to average. [A table](../methods/table.md) compares all methods, and your own
+# part is a function.
 #
 # ## The derivation, in full
 #
@@ -245,15 +248,15 @@ print(f"completions: DPO {2 * 32 * dpo_steps}, RLOO {128 * rl_steps}")
 #
 #     E_π[r] − β·KL(π ‖ π_ref) = −β·E_π[ log( π(y) / (π_ref(y)·exp(r(y)/β)) ) ] = β·log Z − β·KL(π ‖ π*).
 #
-# The first term does not depend on π and the second is 0 only at π = π*: that is the closed form, with its uniqueness. The value of the
-# best policy is β·log Z.
+# The first term does not depend on π, and the second is 0 only at π = π*. This proves the closed form, and that it is unique. The value
+# of the best policy is β·log Z.
 #
-# Now the loss. Put r = β·log(π/π_ref) + β·log Z into −log σ(r_w − r_l), where Z falls out. With û(y) = β·log(π(y)/π_ref(y)) its gradient is
+# Now the loss. Put r = β·log(π/π_ref) + β·log Z into −log σ(r_w − r_l), where Z cancels. With û(y) = β·log(π(y)/π_ref(y)) its gradient is
 #
 #     ∇loss = −β·σ(û_l − û_w)·( ∇log π(w) − ∇log π(l) ).
 #
-# Two things can be read off. A pair counts as much as the policy still ranks it wrongly, σ(û_l − û_w). And the pull is on the *difference*
-# alone: nothing holds log π(w) itself.
+# This shows two things. The weight of a pair, σ(û_l − û_w), is larger the more the policy ranks it wrongly. And only the *difference* has
+# a gradient: nothing keeps log π(w) itself from falling.
 #
 # ## In pseudocode
 #
@@ -269,7 +272,7 @@ print(f"completions: DPO {2 * 32 * dpo_steps}, RLOO {128 * rl_steps}")
 # ## Read on
 #
 # - Rafailov and others 2023, *DPO*, arXiv:2305.18290.
-# - Azar and others 2023, *IPO*, arXiv:2310.12036: what DPO does with judges who never err.
+# - Azar and others 2023, *IPO*, arXiv:2310.12036: what DPO does if judges never err.
 # - Pal and others 2024, *Smaug: DPO-Positive*, arXiv:2402.13228: chosen answers that become less probable.
 # - Tajwar and others 2024, *Preference fine-tuning should leverage suboptimal, on-policy data*, arXiv:2404.14367.
 #
@@ -301,8 +304,8 @@ print([round(x, 3) for x in (implicit - implicit[0]).tolist()], reward.tolist())
 # ### Answer 3
 
 # %% tags=["hide-cell"]
-# DPO's loss has no minimum then: the difference grows for ever, and β no longer holds
-# the policy near the reference. IPO's stops at 1/(2β).
+# DPO's loss then has no minimum: the difference grows without limit, and β no longer keeps the
+# policy near the reference. IPO's difference stops at 1/(2β).
 for loss_of in (replace(DPO, beta=beta), replace(IPO, beta=beta)):
     gap = torch.zeros(1, requires_grad=True)
     for _ in range(solve_steps):

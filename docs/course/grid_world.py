@@ -2,9 +2,9 @@
 # # 1 · A grid world, and what a value is
 #
 # Reinforcement learning is learning from consequences. An **agent** sees a **state**, chooses an
-# **action**, is paid a **reward** and finds itself in the next state. It wants the largest sum of
-# rewards. This chapter solves the smallest such problem exactly. Every later chapter estimates
-# something that we can compute here.
+# **action**, gets a **reward** and moves to the next state. It should get the largest sum of
+# rewards. This chapter solves the smallest such problem exactly. Later chapters estimate quantities
+# that we can compute exactly here.
 
 # %%
 from dataclasses import replace
@@ -25,10 +25,10 @@ episodes = 4000  # the size of this chapter
 #
 # - S, the states, and A, the actions;
 # - P(s'|s, a), the probability of the next state;
-# - R(s, a), the reward that is expected;
+# - R(s, a), the expected reward;
 # - γ, the discount: a reward that comes one step later counts γ times as much.
 #
-# *Markov* means that the state is all that matters. How the agent got there changes nothing.
+# *Markov* means that only the current state matters, and not how the agent got there.
 #
 # Our world has 8 × 8 cells. A treasure pays +1 and a trap −1, and both end the episode. One move
 # in ten slips sideways.
@@ -43,18 +43,18 @@ print(mdp.n_states, "states,", mdp.n_actions, "actions:", *tabular.ACTIONS)
 # ## What a policy is worth
 #
 # A **policy** π(a|s) gives each action a probability. The **return** of an episode is the
-# discounted sum of what it is paid,
+# discounted sum of its rewards,
 #
 #     G = r₀ + γ·r₁ + γ²·r₂ + …
 #
 # and the **value** of a state is the return that π can expect from there, V(s) = E[G | s]. The
-# return is one step's reward and then the return from the next state, so values satisfy
+# return is the reward of one step plus γ times the return from the next state, so values satisfy
 #
 #     V(s) = Σ_a π(a|s)·( R(s, a) + γ·Σ_s' P(s'|s, a)·V(s') ).
 #
 # This is the **Bellman equation**. It is linear in V, so the computer can solve it. Here is the
-# value of walking at random, and beside it the plain meaning of the word: the mean return of
-# many episodes.
+# value of the random policy, and beside it the mean return of many episodes, which is what a value
+# means.
 
 # %%
 aimless = tabular.uniform_policy(mdp)
@@ -70,9 +70,8 @@ print(f"V at (2, 6) by the Bellman equation: {value_of_cell:.3f}")
 print(f"mean of {episodes} returns: {mean:.3f} ± {1.96 * error_of_mean:.3f}")
 
 # %% [markdown]
-# The mean of returns is called a **Monte Carlo** estimate. It is right on average, and needs
-# thousands of episodes for two digits. Keep that in mind: a language model gives us nothing
-# else.
+# The mean of returns is called a **Monte Carlo** estimate. The estimate is right on average, but
+# needs thousands of episodes for two digits. For a language model there are only such estimates.
 #
 # ## Which action is better than usual?
 #
@@ -80,9 +79,9 @@ print(f"mean of {episodes} returns: {mean:.3f} ± {1.96 * error_of_mean:.3f}")
 #
 #     A(s, a) = Q(s, a) − V(s)
 #
-# says how much better a is than what π does on average. Averaged over π it is 0. Remember this
-# letter: the policy gradient weighs each action with its advantage, and most of this course is
-# about how to estimate it.
+# is how much better a is than the average action of π. Averaged over π, the advantage is 0.
+# Remember the letter A: the policy gradient weights each action by its advantage, and most of this
+# course is about estimating it.
 
 # %%
 advantage = tabular.advantages(mdp, aimless)
@@ -122,8 +121,8 @@ for ax, k in zip(axes, (1, 3, 6, len(sweeps)), strict=True):
 plt.show()
 
 # %% [markdown]
-# The treasure's value spreads by one cell per sweep. The arrows are right long before the
-# numbers are: a policy needs the order of the actions, not their exact worth.
+# The treasure's value spreads by one cell per sweep. The arrows are right long before the numbers
+# are: a policy depends on the order of the actions, not on their exact values.
 
 # %%
 best = tabular.solve(mdp)
@@ -135,8 +134,8 @@ print(
 )
 
 # %% [markdown]
-# How fast is it? Each sweep brings the error down by γ at least. Policy iteration takes few,
-# larger steps.
+# How fast is value iteration? Each sweep multiplies the error by γ or less. Policy iteration takes
+# few, larger steps.
 
 # %%
 error = [np.abs(sweep.value - best.value).max() for sweep in sweeps]
@@ -161,9 +160,9 @@ print(f"the same values, up to {gap:.0e}")
 # %% [markdown]
 # ## Where it fails
 #
-# We used P and R. A robot does not know them, nor does anyone know them for people's reactions
-# to a text. **Q-learning** needs neither. It tries actions, mostly those that look best, and
-# moves Q towards what it saw:
+# We used P and R. A robot does not know them, and nobody knows them for people's reactions to a
+# text. **Q-learning** needs neither. It tries actions, mostly those that look best, and moves Q
+# towards the observed reward and next value:
 #
 #     Q(s, a) ← Q(s, a) + α·( r + γ·max_a' Q(s', a') − Q(s, a) )
 
@@ -183,9 +182,9 @@ plt.show()
 print(f"mean error after {episodes} episodes: {distance[-1]:.3f}")
 
 # %% [markdown]
-# It works, and it is slow: thousands of episodes for 62 cells. And it keeps a table with a row
-# for each state. A text of 20 tokens from a vocabulary of 50,000 has 50,000²⁰ states. Tables end
-# here; the next chapters move the policy itself, by gradients.
+# Q-learning works, but it is slow: thousands of episodes for 62 cells. And its table has a row for
+# each state. For texts of 20 tokens from a vocabulary of 50,000 there are 50,000²⁰ states, too many
+# for any table. The next chapters change the policy itself, by gradients.
 
 # %% [markdown]
 # ## Now on a language model
@@ -194,9 +193,9 @@ print(f"mean error after {episodes} episodes: {distance[-1]:.3f}")
 # an action is the next token; the next state is certain: one token longer. The reward comes at
 # the end, and γ = 1. The policy is the model.
 #
-# With 4 letters and completions of 3 tokens there are only 85 states, and we can solve it with
-# the functions from above. The model is a small Qwen3 with random weights. It is paid 1 for
-# letters in strictly alphabetical order.
+# With 4 letters and completions of 3 tokens there are only 85 states, and we can solve it with the
+# functions from above. The model is a small Qwen3 with random weights. Its reward is 1 for letters
+# in strictly alphabetical order.
 
 # %%
 from itertools import product
@@ -239,12 +238,12 @@ for prefix in ("", "a", "ab", "b", "d"):
     print(f"V({prefix!r:>4}) = {value[number[prefix]]:.3f}")
 
 # %% [markdown]
-# V of a prefix is the probability that this model, from here on, will be paid. After "d" it is 0:
-# no letter comes after d. This V is what the critic of PPO has to learn (chapter 6).
+# V of a prefix is the probability that this model will still get the reward. After "d" it is 0,
+# since no letter comes after d. This V is what the critic of PPO has to learn (chapter 6).
 #
-# Training code has no table. It has sampled completions in a `Batch`, and estimates advantages
-# from rewards and a critic's values. Let us give it the exact V and compare: with a reward r and
-# a next state that is certain, the **TD residual** r + γ·V(s') − V(s) *is* the advantage.
+# Training code has no table. It has sampled completions in a `Batch`, and estimates advantages from
+# rewards and a critic's values. Let us give it the exact V and compare. If the next state is
+# certain, the **TD residual** r + γ·V(s') − V(s) *is* the advantage.
 
 # %%
 from psigrad.objective import Batch, terminal
@@ -272,9 +271,9 @@ for text, row in zip(texts, estimated, strict=True):
 print(f"largest difference from A = Q − V: {np.abs(estimated - exact).max():.0e}")
 
 # %% [markdown]
-# Read the line of "adb". The "a" was a good start, and the "d" threw it away; the "b" after it
-# changes nothing, since all was lost. That is **credit assignment**, done right. The same `Batch`
-# trains every language model in this course. Only V will be a guess, or absent.
+# Look at the line of "adb". The "a" was a good start, and the "d" lost the reward. The "b" changes
+# nothing, since nothing was left to win. This is correct **credit assignment**. The same `Batch`
+# trains every language model in this course, but there V is estimated, or absent.
 #
 # ## The derivation: why iteration finds the best policy
 #
@@ -282,16 +281,19 @@ print(f"largest difference from A = Q − V: {np.abs(estimated - exact).max():.0
 #
 #     (B·V)(s) = max_a ( R(s, a) + γ·Σ_s' P(s'|s, a)·V(s') ).
 #
-# For any two tables V and W, max changes by no more than what it is taken of, and probabilities sum to 1:
+# For any two tables V and W, two maxima differ by at most the largest difference of their arguments, and
+# probabilities sum to 1:
 #
 #     |(B·V)(s) − (B·W)(s)| ≤ max_a γ·Σ_s' P(s'|s, a)·|V(s') − W(s')| ≤ γ·‖V − W‖.
 #
-# So a sweep brings any two tables closer by γ. There can be only one fixed point V*, and value iteration goes there from anywhere:
+# So a sweep brings any two tables closer by the factor γ. There can be only one fixed point V*, and value iteration converges to
+# it from any start:
 #
 #     ‖V_k − V*‖ ≤ γ^k·‖V_0 − V*‖.
 #
-# Policy iteration rises: if a is at least as good as π in each state, Q(s, a) ≥ V(s), put Q's own definition in again and again, and
-# the value of the new policy is at least V everywhere. There are finitely many policies, so it ends, at a fixed point of B.
+# Policy iteration improves in each round. If the new action a is at least as good as π in each state, Q(s, a) ≥ V(s), then inserting
+# the definition of Q repeatedly shows that the new policy's value is at least V everywhere. There are finitely many policies, so the
+# iteration ends, at a fixed point of B.
 #
 # ## In pseudocode
 #
@@ -312,22 +314,23 @@ print(f"largest difference from A = Q − V: {np.abs(estimated - exact).max():.0
 #
 # - Sutton and Barto 2018, *Reinforcement Learning: An Introduction*, chapters 3, 4 and 6: this chapter at leisure.
 # - Puterman 1994, *Markov Decision Processes*, chapter 6: every bound with its proof.
-# - Watkins and Dayan 1992, *Q-learning*, Machine Learning 8: why Q-learning arrives.
+# - Watkins and Dayan 1992, *Q-learning*, Machine Learning 8: why Q-learning converges.
 #
 # ## Exercises
 #
 # 1. Move the trap next to the treasure, to (1, 5). What happens to the arrows around it, and why?
 # 2. Set γ to 0.5. Does the best policy change? Do the values?
-# 3. A reward model may pay for each token instead of the end. What is V("") when a completion
-#    is paid 1/3 for each letter that is larger than the one before it (the first always counts)?
+# 3. A reward model may give a reward for each token instead of one at the end. What is V("") if a
+#    completion gets 1/3 for each letter that is larger than the one before it (the first always
+#    counts)?
 
 # %% [markdown]
 # ### Answer 1
 
 # %% tags=["hide-cell"]
-# The cell to the left of the trap goes round it, and so does the row that leads
-# there. The cells above and below still walk past: going astray there, once in
-# twenty, costs less than a detour. Set `slip` to 0.4 and they turn away.
+# The cell to the left of the trap goes round it, and so does the row that leads there. The cells
+# above and below still lead past it: a slip there, once in twenty, costs less than a detour. Set
+# `slip` to 0.4 and they turn away.
 moved = grid.moved((3, 4), (1, 5))
 solution = tabular.solve(moved.mdp())
 print(moved.render(solution.value, solution.policy))
@@ -348,7 +351,7 @@ print(
 # ### Answer 3
 
 # %% tags=["hide-cell"]
-# Change the rewards and solve again. The probability of each state stays what it was.
+# Change the rewards and solve again. The probability of each state does not change.
 dense = np.zeros((85, 4))
 for prefix in prefixes:
     for action, letter in enumerate(letters if len(prefix) < 3 else ""):

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 7 · GRPO to DAPO, and their biases
 #
-# GRPO made reinforcement learning of reasoning popular, in DeepSeek's models. It is RLOO's idea with
-# PPO's clip, and three small changes, each of which looks harmless. This chapter takes them apart: what
-# does each do to the gradient? Then Dr. GRPO and DAPO, which undo or replace them.
+# GRPO made reinforcement learning of reasoning popular, in DeepSeek's models. It is RLOO's idea
+# with PPO's clip and three small changes, each of which looks harmless. This chapter shows what
+# each change does to the gradient, and then Dr. GRPO and DAPO, which undo or replace the changes.
 
 # %%
 import itertools
@@ -43,7 +43,7 @@ rl_steps = 40
 #
 #     loss = −(1/G)·Σ_i (1/|y_i|)·Σ_t min( ρ_t·A_i, clip(ρ_t, 1 − ε, 1 + ε)·A_i ) + β·KL.
 #
-# In psigrad it is a line of parts, and Dr. GRPO and DAPO are other lines:
+# In psigrad GRPO is one line of parts, and Dr. GRPO and DAPO are other lines:
 
 # %%
 from psigrad.objective.catalog import DAPO, DR_GRPO, GRPO
@@ -60,9 +60,9 @@ for method in (GRPO, DR_GRPO, DAPO):
 # ## Dividing by the standard deviation: the difficulty bias
 #
 # Let rewards be 0 or 1, and let p be the chance that the model solves a prompt. Without std a group
-# pulls hardest where p is near ½: that is what the gradient says, since there the outcome depends most
-# on what the model does. Dividing by std takes √(p·(1 − p)) out again. By enumeration over the
-# number of right answers in a group of 8:
+# has the largest gradient for p near ½, as it should, since there the outcome depends most on the
+# model's choices. Dividing by std removes a factor √(p·(1 − p)). By enumeration over the number of
+# right answers in a group of 8:
 
 
 # %%
@@ -103,14 +103,15 @@ print(
 )
 
 # %% [markdown]
-# RLOO follows the gradient of accuracy exactly. GRPO follows that of something else, that cares more
-# for very hard and very easy prompts. This need not be bad! But it should be a choice.
+# RLOO follows the gradient of accuracy exactly. GRPO follows the gradient of another function,
+# which gives very hard and very easy prompts more weight. This need not be bad, but it should be a
+# choice.
 #
 # ## Dividing by the length: the length bias
 #
-# A wrong completion of 10 tokens has 1/10 of its blame on each token; one of 100 tokens 1/100. Take a
-# model that stops after each token with probability 0.1, and is right in 30 % of the cases, *whatever the
-# length*. Nothing should move its lengths. Which way does the loss push?
+# In a wrong completion of 10 tokens each token gets 1/10 of the blame; in one of 100 tokens each gets
+# 1/100. Take a model that stops after each token with probability 0.1, and is right in 30 % of the cases,
+# *whatever the length*. So the lengths should not change. In which direction does the loss push them?
 
 
 # %%
@@ -173,16 +174,16 @@ for name, found in pushed.items():
     print(f"{name:14} right {found['right']:+.3f}   wrong {found['wrong']:+.3f}")
 
 # %% [markdown]
-# With Dr. GRPO's constant both pushes are 0 up to noise, as they should be; with DAPO's mean over all tokens too. With 1/|y| right answers
-# are pushed to be short and wrong ones to be *long*: short wrong answers are punished more per token.
-# The two cancel only while advantages balance. On prompts that the model cannot solve yet there are
-# more wrong answers, and so "the longer it thinks, the harder the problem" may be no insight of the
-# model, but an artefact of the loss.
+# With Dr. GRPO's constant both pushes are 0 up to noise, as they should be, and also with DAPO's mean over all tokens. With 1/|y| right
+# answers are pushed to be short and wrong ones to be *long*: short wrong answers are punished more per token. The two pushes cancel only
+# while advantages balance. On prompts that the model cannot solve yet there are more wrong answers. So longer thinking on harder problems
+# may be an artefact of the loss, and not an insight of the model.
 #
-# ## Groups without signal, and a lopsided clip
+# ## Groups without signal, and an asymmetric clip
 #
-# Two facts behind DAPO. If all G rewards of a group are equal, its advantages are all 0. And PPO's clip
-# lets a token of probability 0.01 rise to 0.012 at most, one of 0.6 to 0.72: rare tokens hardly move.
+# DAPO is based on two facts. If all G rewards of a group are equal, its advantages are all 0. And
+# PPO's clip lets a token of probability 0.01 rise to 0.012 at most, and one of 0.6 to 0.72: rare
+# tokens hardly move.
 
 # %%
 fig, axes = plt.subplots(1, 2)
@@ -198,14 +199,15 @@ axes[1].legend()
 plt.show()
 
 # %% [markdown]
-# DAPO's answers: **dynamic sampling** (draw prompts until the batch is full of groups with signal), and
-# **clip-higher** (ε_high = 0.28 above, 0.2 below), so that new ideas can grow. Also no KL and the mean
-# over all tokens of the batch.
+# DAPO's answers are **dynamic sampling** (draw prompts until the batch is full of groups with
+# signal) and **clip-higher** (ε_high = 0.28 above, 0.2 below), so that rare tokens can become
+# likely. DAPO also has no KL term, and takes the mean over all tokens of the batch.
 
 # %% [markdown]
 # ## Now on a language model
 #
-# The words of chapter 4, from the same careless imitation, with equal numbers of updates.
+# The task is the words of chapter 4. All methods start from the same SFT model and make equal
+# numbers of updates.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -275,32 +277,34 @@ for name, run in runs.items():
     )
 
 # %% [markdown]
-# The better the model, the more groups are without signal. DAPO draws others in their place: more from
-# each *update*, at the price of more *completions*.
+# The better the model, the more groups are without signal. DAPO replaces these groups: it learns
+# more from each *update*, and needs more *completions*.
 #
 # ## Where it fails
 #
-# - All of these have one number per completion. None knows which token was the mistake.
-# - A prompt that is never solved gives nothing, with any of them: p = 0 has no signal in any group.
-#   SFT has to come first, or easier prompts.
-# - This task is small and its answers all have the same length. The length bias cannot show here, which is
-#   why we computed it. [The page of claims](../claims.md) says what was found over seeds: clip-higher, for
-#   one, could not be told from the plain clip.
+# - All these methods have one number per completion. None knows which token was the mistake.
+# - A prompt that is never solved teaches nothing, whatever the method: with p = 0 no group has
+#   signal. SFT or easier prompts have to come first.
+# - This task is small and its answers all have the same length. The length bias cannot appear here, which
+#   is why we computed it. [The page of claims](../claims.md) has results over several seeds; clip-higher,
+#   for example, did not differ measurably from the plain clip.
 #
 # ## The derivation: what the three changes do
 #
 # With rewards of 0 and 1 and p the chance of a right answer, the mean of a large group is p and its deviation √(p·(1 − p)). The gradient
-# of accuracy weighs a prompt by how much its outcome varies, Var(R) = p·(1 − p). Divide by the deviation, and what is followed is
+# of accuracy weights a prompt by the variance of its outcome, Var(R) = p·(1 − p). After division by the deviation the method follows
 #
 #     Σ_x ∇p(x) / √(p(x)·(1 − p(x))) = ∇ Σ_x 2·arcsin √p(x):
 #
-# not the mean of p over prompts, but of a function of it that is steep at both ends. That is the difficulty bias in one line.
+# This is not the gradient of the mean of p over prompts, but of a function of p that is steep at both ends: the difficulty
+# bias in one line.
 #
-# The mean over 1/|y_i| multiplies the advantage of completion i by 1/|y_i|. For a model that is right with p whatever the length, the mean
-# of A_i/|y_i| over right and over wrong answers is p-weighted and cancels; but what a *token* feels is the sum of its own, and stopping early
-# raises |A|/|y| for both signs. So the push on length is E[A/|y|·∇log π(stop)], positive for A > 0 and negative for A < 0, as the bars show.
+# The mean over tokens multiplies the advantage of completion i by 1/|y_i|. If the model is right with probability p at every length, the
+# contributions of right and wrong answers cancel on average. But for each sign alone, an earlier stop makes |A|/|y| larger. So the push on
+# length is E[A/|y|·∇log π(stop)], positive for A > 0 and negative for A < 0, as the bars show.
 #
-# The mean of the group holds R_i itself: A_i = (1 − 1/G)·(R_i − mean of the others), the (G − 1)/G of chapter 2.
+# The mean of the group contains R_i itself: A_i = (1 − 1/G)·(R_i − mean of the others), the factor
+# (G − 1)/G of chapter 2.
 #
 # ## In pseudocode
 #
@@ -328,7 +332,8 @@ for name, run in runs.items():
 #
 # ## Exercises
 #
-# 1. For G = 2 and rewards 0 and 1, what are GRPO's advantages? And RLOO's? What is the ratio?
+# 1. For G = 2 and rewards 0 and 1, what are GRPO's advantages, and what are RLOO's? What is their
+#    ratio?
 # 2. At which p is a group of 8 without signal half of the time?
 # 3. Write GRPO without its two biases as a variant, with `dataclasses.replace`.
 
@@ -336,8 +341,8 @@ for name, run in runs.items():
 # ### Answer 1
 
 # %% tags=["hide-cell"]
-# GRPO: ±0.5/0.707 = ±0.707 with the sample standard deviation. RLOO: ±1. In both the
-# mean is gone; only the size differs, and for G = 2 a learning rate makes up for it.
+# GRPO: ±0.5/0.707 = ±0.707 with the sample standard deviation. RLOO: ±1. Both subtract the mean;
+# only the size differs, and for G = 2 the learning rate can compensate for it.
 two = Batch(
     mask=torch.ones(2, 1, dtype=torch.bool),
     reward=torch.tensor([[1.0], [0.0]]),

@@ -1,9 +1,10 @@
 # %% [markdown]
 # # 6 · PPO against RLOO
 #
-# ChatGPT was made with PPO: a policy, a frozen reference, a reward model *and a critic*, four models
-# in memory. RLOO throws the critic away and draws several completions for each prompt instead. Which is
-# better? First what each estimates, then both on the same task from the same model.
+# ChatGPT was made with PPO: a policy, a frozen reference, a reward model *and a critic*, four
+# models in memory. RLOO drops the critic and draws several completions for each prompt instead.
+# Which is better? We first look at what each estimates, then run both on the same task from the
+# same model.
 
 # %%
 import itertools
@@ -32,14 +33,14 @@ rl_steps = 50
 seeds = 2
 
 # %% [markdown]
-# ## The reward, with its leash
+# ## The reward, with a KL penalty
 #
-# Both maximise the score of the completion less a penalty for leaving the reference,
+# Both maximise the score of the completion minus a penalty for moving away from the reference,
 #
 #     E[ r(x, y) − β·log( π(y|x) / π_ref(y|x) ) ].
 #
-# The log-ratio is a sum over tokens, so the penalty can be paid token by token, and r at the last
-# one. This is a token-level MDP, with a reward at each step. Three completions as an example:
+# The log-ratio is a sum over tokens, so each token can get its own penalty, and the last token r.
+# This is a token-level MDP, with a reward at each step. Three completions as an example:
 
 # %%
 mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool)
@@ -65,11 +66,11 @@ print("rewards", [[round(x, 2) for x in row] for row in batch.reward.tolist()])
 print("sums   ", [round(x, 2) for x in batch.sequence_reward.tolist()])
 
 # %% [markdown]
-# ## Two ways to know what to expect
+# ## Two ways to estimate the expected reward
 #
 # - **PPO** has a critic: V(prompt and tokens so far), a second model with one number per token. GAE
-#   (chapter 3) makes an advantage for *each token*.
-# - **RLOO** says: the whole completion is one action. The baseline is the mean reward of the
+#   (chapter 3) computes an advantage for *each token*.
+# - **RLOO** treats the whole completion as one action. The baseline is the mean reward of the
 #   *other* completions of the same prompt, and *each token gets the same number*.
 
 # %%
@@ -94,8 +95,8 @@ print("by hand:", [round(float(R[i] - (R.sum() - R[i]) / 2), 2) for i in range(3
 # %% [markdown]
 # ## What the critic costs
 #
-# A critic is as large as the policy, and trained: for each weight there are two moments of Adam too.
-# For models of 8 billion parameters in half precision, weights and moments:
+# A critic is as large as the policy, and it is trained, so each weight also has two moments of
+# Adam. For models of 8 billion parameters in half precision, weights and moments:
 
 # %%
 with_critic, without = by_weights(8e9, critic=True), by_weights(8e9, critic=False)
@@ -105,13 +106,14 @@ total = sum(with_critic.values()), sum(without.values())
 print(f"{'together':12} {total[0] / 1e9:6.0f} GB   {total[1] / 1e9:6.0f} GB")
 
 # %% [markdown]
-# `psigrad plan ppo --model … --memory 24GB` says it for your model, with activations and caches.
+# `psigrad plan ppo --model … --memory 24GB` predicts the memory for your model, with activations
+# and caches.
 
 # %% [markdown]
 # ## Now on a language model
 #
-# The words of chapter 4, and the model that imitates careless teachers. The reward is 1 for the right
-# word. PPO makes four passes over each batch, as is usual; RLOO one.
+# The words of chapter 4, and the model that imitates careless teachers. The reward is 1 for the
+# right word. PPO makes four passes over each batch, as usual; RLOO makes one.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -198,22 +200,23 @@ for name, values in accuracy.items():
     print(f"{name:13} at the end {values[-1]:.2f}")
 
 # %% [markdown]
-# Three things to read.
+# The figures show three things.
 #
-# - PPO learns more from as many samples, since it takes four times as many optimiser steps, and a
-#   step takes several times as long. [The page of claims](../claims.md) has an arm of PPO with one
-#   pass: it cannot be told from RLOO.
+# - PPO learns more from equally many samples, since it takes four times as many optimiser steps; so
+#   each round takes several times as long. [The page of claims](../claims.md) also compares PPO
+#   with one pass, whose result does not differ measurably from RLOO's.
 # - λ = 0.5 does a little worse than λ = 1 here, where an answer has six tokens. The reward comes at
-#   the end, and must travel back through the critic's guesses, halved at each token. Over seeds, on
-#   words of up to five letters, 0.5 learns much less and 0 nothing (the same page).
+#   the end. Its weight halves at each earlier token, where the critic's estimate takes the rest.
+#   Over several seeds, on words of up to five letters, λ = 0.5 learns much less and λ = 0 nothing
+#   (same page).
 # - RLOO has no λ, no critic and no second learning rate to tune.
 #
 # ## Where it fails
 #
 # RLOO needs several completions of the *same* prompt. In a dialogue with a person, or a game that
-# cannot be reset, there is one. Then a critic is the only baseline that knows the state. And all
-# tokens of a completion share one advantage: in a long chain of thought one wrong step is blamed no
-# more than the right steps before it. What does the critic know, here?
+# cannot be reset, there is only one. Then a critic is the only baseline that depends on the state.
+# And all tokens of a completion share one advantage: in a long chain of thought one wrong step is
+# blamed no more than the right steps before it. How well does the critic predict here?
 
 # %%
 steps, explained = curve(runs["PPO, λ = 1"][0], "explained_variance")
@@ -225,29 +228,30 @@ plt.show()
 print(f"mean over the second half: {np.mean(explained[len(explained) // 2 :]):.2f}")
 
 # %% [markdown]
-# 1 would be a critic that foresees each return, 0 is a constant. Such a critic is hardly more than
-# an expensive constant: it has to learn, from a few thousand completions, which words the policy
-# will get right, while the policy changes.
+# An explained variance of 1 means that the critic predicts each return, 0 that it is no better than
+# a constant. This critic is hardly better than an expensive constant: from a few thousand
+# completions it has to learn which words the policy will get right, while the policy changes.
 #
-# Ahmadian et al. (2024) found RLOO better than PPO on models of billions of parameters, where samples
-# and memory are what costs. Two seeds of one small task decide nothing about that.
+# Ahmadian et al. (2024) found RLOO better than PPO on models of billions of parameters, where
+# samples and memory are the main cost. Two seeds of one small task cannot decide this.
 #
-# ## The derivation: the leash, token by token
+# ## The derivation: the KL penalty, token by token
 #
 # A completion's probability is a product over tokens, so its log-ratio is a sum, and so is the KL:
 #
 #     KL(π ‖ π_ref) = E[ Σ_t log( π(y_t|x, y_<t) / π_ref(y_t|x, y_<t) ) ].
 #
-# Pay −β·log(π/π_ref) at each token and r at the last. The return of the whole is r − β·(log-ratio of the completion), as it should be. The
-# return *from token t on* leaves out what was paid before, which no later token can change (chapter 2): that is the per-token credit that
-# PPO has, and RLOO, which calls the completion one action, has not.
+# Let each token's reward be −β·log(π/π_ref), plus r at the last token. The total return is r − β·(log-ratio of the completion), as it
+# should be. The return *from token t on* leaves out earlier rewards, which no later token can change (chapter 2). PPO has this per-token
+# credit; RLOO, which treats the completion as one action, does not.
 #
-# Both have the same mean. RLOO's baseline is the mean of K − 1 other returns, so its advantage has the variance
+# Both gradients have the same mean. RLOO's baseline is the mean of K − 1 other returns, so its advantage has
+# the variance
 #
 #     Var(R_i − b_i) = Var(R)·K/(K − 1),
 #
-# as much as with that prompt's true mean, and 1/(K − 1) of it more. A critic that were exact would take away what is known of each
-# state, too; one that has to be learned takes away what it has learned so far.
+# which is 1/(K − 1) more than with the prompt's true mean. An exact critic would also remove the part that depends on the state; a
+# learned critic removes as much as it has learned so far.
 #
 # ## In pseudocode
 #
@@ -262,15 +266,16 @@ print(f"mean over the second half: {np.mean(explained[len(explained) // 2 :]):.2
 #
 # ## Read on
 #
-# - Ziegler and others 2019, *Fine-tuning language models from human preferences*, arXiv:1909.08593: the token-level leash.
+# - Ziegler and others 2019, *Fine-tuning language models from human preferences*, arXiv:1909.08593: the token-level KL
+#   penalty.
 # - Ahmadian and others 2024, *Back to basics: RLOO*, arXiv:2402.14740.
 # - Huang and others 2024, *The N+ implementation details of RLHF with PPO*, arXiv:2403.17031.
-# - Yuan and others 2025, *VC-PPO*, arXiv:2503.01491: how a critic for long answers is made to work.
+# - Yuan and others 2025, *VC-PPO*, arXiv:2503.01491: how to train a critic for long answers.
 #
 # ## Exercises
 #
-# 1. Show on the batch of three completions: `leave_one_out` is K/(K − 1) times the reward less the
-#    mean of all.
+# 1. Show on the batch of three completions that `leave_one_out` is K/(K − 1) times (the reward
+#    minus the mean of all).
 # 2. Where in `PolicyGradient` does the KL go for PPO, and where for GRPO? Print both.
 # 3. With K completions of each prompt and a fixed budget of completions, larger groups mean fewer
 #    prompts. What is lost as K grows? Think of the variance from the choice of prompts.
@@ -287,18 +292,18 @@ print(same)
 # ### Answer 2
 
 # %% tags=["hide-cell"]
-# PPO pays it as a reward, before advantages are made. GRPO adds it to the loss, with
-# k3.
+# PPO subtracts the KL from the rewards, before advantages are computed. GRPO adds it to the loss,
+# with k3.
 print(PPO.kl == KL("reward", "k1", 0.05), GRPO.kl == KL("loss", "k3", 0.04))
 
 # %% [markdown]
 # ### Answer 3
 
 # %% tags=["hide-cell"]
-# The variance of an estimate has a part between prompts, which falls with the number
-# of prompts, and one within, which falls with the number of completions. More prompts
-# are better for the first, and K hardly matters for the second beyond the factor K/(K
-# − 1). So K = 4 to 16 and many prompts.
+# The variance of an estimate has a part between prompts, which falls with the number of prompts,
+# and a part within prompts, which falls with the number of completions. More prompts reduce the
+# first part. K hardly matters for the second beyond the factor K/(K − 1). So take K = 4 to 16 and
+# many prompts.
 between, within, budget = 1.0, 1.0, 128
 for k in (2, 4, 8, 16, 64):
     variance = between / (budget / k) + within * k / (k - 1) / budget

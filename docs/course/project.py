@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 9 · The closing project: a task of your own
 #
-# You have met every part. Now use them all on a task that *you* choose, from rows to a model that does better than what it was shown,
-# and say how sure you are. The project has six milestones. Each ends with checks that run: they print ✓, or what is missing.
-# Below is a worked example, sorting letters. Make it run, then replace the first milestone by your own task.
+# You know all the parts. Now use them on a task that *you* choose, from rows to a model that is better than its demonstrations, and
+# measure how sure you are. The project has six milestones. Each ends with checks that print ✓ or what is missing. Below is a worked
+# example, sorting letters. Run it, then replace the first milestone with your own task.
 
 # %%
 import itertools
@@ -26,8 +26,10 @@ held_out_rows = 200
 # %% [markdown]
 # ## What makes a good task
 #
-# - A program can tell whether an answer is right. Without that, take chapter 5's way: people compare, and a reward model learns.
-# - The small model can sometimes do it after imitation. A reward that is never paid teaches nothing:
+# - A program can check whether an answer is right. Otherwise use the method of chapter 5: people compare, and a reward model
+#   learns.
+# - The small model sometimes solves the task after imitation. A reward that is always 0 teaches
+#   nothing:
 #
 #     P(a group of G has signal) = 1 − p^G − (1 − p)^G.
 #
@@ -51,8 +53,8 @@ def check(milestone, **found):
 # %% [markdown]
 # ## Milestone 1: rows
 #
-# A row has a prompt and what the reward needs. Demonstrations have completions too, and may be bad: these people swap the last two
-# letters in 60 % of the cases.
+# A row has a prompt and the columns that the reward reads. Demonstrations also have completions, which may be bad: here the last
+# two letters are swapped in 60 % of the cases.
 
 
 # %%
@@ -87,8 +89,8 @@ check(
 # %% [markdown]
 # ## Milestone 2: a reward, and an attack on it
 #
-# Write the reward, and then be its enemy: what else would it pay for? An empty answer, the prompt again, the answer twice, every answer
-# at once. `psigrad score --attack` does this for a reward on your rows.
+# Write the reward, and then attack it: which wrong answers would it accept? Try an empty answer, the prompt again, the answer twice,
+# every answer at once. `psigrad score --attack` does this for a reward on your rows.
 
 
 # %%
@@ -123,8 +125,8 @@ check(
 #
 # ### Milestone 3: imitation
 #
-# A small Qwen3 that reads characters, and chapter 4's loss. Say before you run it where the loss will end. The teachers' coin has an
-# entropy, and no student gets below it:
+# This milestone uses a small Qwen3 that reads characters, and chapter 4's loss. Predict where the loss will end before you run it.
+# The teachers' mistakes have an entropy, and no student gets below it:
 #
 #     loss ≥ −(0.6·log 0.6 + 0.4·log 0.4) / 5 = 0.135 per token.
 
@@ -157,8 +159,8 @@ check(3, the_loss_comes_near_its_floor=np.mean(loss[-20:]) < 2 * floor)
 # %% [markdown]
 # ## Milestone 4: reinforcement learning
 #
-# GRPO from there, with your reward. Before the long run make a short one, and look at the share of groups without signal: chapter 7 says
-# what too many mean.
+# Train with GRPO from the SFT model, with your reward. Before the long run make a short one, and look at the share of groups without
+# signal (chapter 7).
 
 # %%
 grpo = psigrad.train(
@@ -191,8 +193,8 @@ check(4, most_groups_have_signal_at_the_start=np.mean(silent[:5]) < 0.5)
 # %% [markdown]
 # ## Milestone 5: is it better, and how sure are you?
 #
-# Both models answer the same held-out prompts. What counts is the difference, prompt by prompt, with an interval: two accuracies alone
-# say little.
+# Both models answer the same held-out prompts. Compute the difference prompt by prompt, with an interval: two accuracies alone say
+# little.
 
 
 # %%
@@ -226,15 +228,16 @@ check(
 # %% [markdown]
 # ## Milestone 6: say what you found
 #
-# Write one page, as you would want to read it from somebody else: the task and its reward in two sentences; the figures before and after
-# with their interval, on how many prompts and seeds; three answers that are wrong, and why; what you tried that did not work; and one claim
-# that somebody could check. `run.report` has the curves; `psigrad export` writes a model card beside the model, if you share it.
+# Write one page that you would like to read: the task and its reward in two sentences; the figures before and after with their interval,
+# and the numbers of prompts and seeds; three wrong answers, and why they are wrong; what you tried without success; and one claim that
+# somebody could check. `run.report` has the curves; `psigrad export` writes a model card, in case you share the model.
 #
 # ## Where it fails
 #
-# - The model learned to sort four letters of eight. It has no idea of sorting: give it five letters.
+# - The model learned to sort four letters of eight. It did not learn to sort in general: give it
+#   five letters.
 # - One seed. The interval is over prompts, not over runs; another seed may end elsewhere (`psigrad compare` runs several).
-# - A right answer was a program's word. Where it is people's, chapter 5's trap waits.
+# - Here a program judged the answers. If people judge, chapter 5's trap exists.
 #
 # ## In pseudocode
 #
@@ -247,24 +250,24 @@ check(
 #
 # ## Read on
 #
-# - Henderson and others 2018, *Deep reinforcement learning that matters*, arXiv:1709.06560: what seeds do to claims.
+# - Henderson and others 2018, *Deep reinforcement learning that matters*, arXiv:1709.06560: how seeds change claims.
 # - Agarwal and others 2021, *Deep RL at the edge of the statistical precipice*, arXiv:2108.13264: intervals for few runs.
 # - Skalse and others 2022, *Defining and characterizing reward hacking*, arXiv:2209.13085.
 #
 # ## Exercises
 #
 # 1. How many held-out prompts does it take to tell 0.90 from 0.95, if both models answer the same prompts and disagree on 7 % of them?
-# 2. Pay half for an answer with the right letters in any order. What does the model learn first, and is the held-out accuracy the better
-#    for it? Say what you expect before you run it.
-# 3. Your own task: milestones 1 and 2 alone take an hour, and decide most. When is p too small for milestone 4?
+# 2. Give half the reward for an answer with the right letters in any order. What does the model learn first, and does the held-out
+#    accuracy improve? Write down what you expect before you run it.
+# 3. Your own task: milestones 1 and 2 alone take an hour, and matter most. When is p too small for milestone 4?
 
 # %% [markdown]
 # ### Answer 1
 
 # %% tags=["hide-cell"]
-# Of 7 % that differ, 6 % are won and 1 % lost: mean 0.05, and the deviation of one
-# prompt's difference is √(0.07 − 0.05²) = 0.26. An interval of ± 0.05 needs
-# n = (1.96 · 0.26 / 0.05)² prompts; unpaired it would be about three times as many.
+# Of the 7 % that differ, 6 % are won and 1 % lost. So the mean is 0.05, and the deviation of one
+# prompt's difference is √(0.07 − 0.05²) = 0.26. An interval of ± 0.05 needs n = (1.96 · 0.26 /
+# 0.05)² prompts; unpaired it would be about three times as many.
 paired = (1.96 / 0.05) ** 2 * (0.07 - 0.05**2)
 unpaired = (1.96 / 0.05) ** 2 * (0.9 * 0.1 + 0.95 * 0.05)
 print(round(paired), round(unpaired))
@@ -275,9 +278,9 @@ assert round(paired) == 104 and round(unpaired) == 211
 
 
 # %% tags=["hide-cell"]
-# It pays the teachers' mistake, so everything the model says earns at least ½: the
-# signal that is left is the order, half as large. Nothing is gained here. Shaping helps
-# where the right answer is too rare to be found, and is one more thing to be hacked.
+# This reward also accepts the teachers' mistake, so nearly every answer gets at least ½. Only the
+# order gives a signal, which is half as large. Nothing is gained here. Shaping helps if the right
+# answer is too rare to be found, but it can also be exploited.
 def half(completions, answer, **columns):
     letters = [
         sorted(text) == sorted(right)
@@ -294,8 +297,8 @@ print(pays_for(half, attacks["careless"]))
 # ### Answer 3
 
 # %% tags=["hide-cell"]
-# A step of 16 groups of 8 should see a few with signal: 16·(1 − (1 − p)⁸) ≥ 3 at
-# p ≈ 0.026. Below about 1 % imitate more, ask for less, or pay for parts.
+# A step of 16 groups of 8 should see a few with signal: 16·(1 − (1 − p)⁸) ≥ 3 at p ≈ 0.026. Below
+# about 1 %, imitate more, choose an easier task, or reward parts of the answer.
 groups = [16 * (1 - (1 - p) ** 8) for p in (0.005, 0.01, 0.026)]
 print([round(count, 1) for count in groups])
 assert groups[2] > 3 > 1.5 > groups[1]

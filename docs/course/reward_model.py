@@ -1,10 +1,11 @@
 # %% [markdown]
 # # 5 · A reward model, and pushing it too far
 #
-# Often nobody can write the reward down: helpful, polite, well told. But people can compare. Of two
-# answers, which is better? A **reward model** turns comparisons into a number, and reinforcement
-# learning makes the number large. This chapter does both, and shows the trap: the number is not
-# what we wanted. It only went along with it where we looked.
+# Often nobody can write a program for the reward: helpful, polite, well written. But people can
+# compare: which of two answers is better? A **reward model** turns comparisons into a number, and
+# reinforcement learning makes the number large. This chapter does both, and shows the trap: the
+# number is not what we wanted. It only agrees with what we wanted on the answers that were
+# compared.
 
 # %%
 import itertools
@@ -32,13 +33,13 @@ rl_steps = 120
 # %% [markdown]
 # ## From comparisons to numbers
 #
-# Bradley and Terry (1952) say how comparisons come about: each answer has a worth r, and the
-# better one wins with probability
+# Bradley and Terry (1952) model comparisons: each answer has a worth r, and w wins against l with
+# probability
 #
 #     P(w beats l) = σ(r_w − r_l),    σ(z) = 1 / (1 + e^−z).
 #
-# To learn r, make what was seen probable: loss = −log σ(r_w − r_l). Six answers with known worth,
-# and judges who err as the formula says:
+# To learn r, maximise the probability of the observed comparisons: loss = −log σ(r_w − r_l). Here
+# are six answers with known worth, and judges who err as the formula says:
 
 # %%
 worth = torch.tensor([-1.5, -0.6, 0.0, 0.3, 1.0, 2.0])
@@ -68,13 +69,13 @@ error = ((learned - learned.mean()) - (worth - worth.mean())).abs().max()
 print(f"largest error {error:.2f} from {comparisons} comparisons")
 
 # %% [markdown]
-# We had to centre both: add 5 to all worths and no comparison changes. **Only differences of
-# rewards mean anything.** (And a baseline takes constants away anyhow, chapter 2.)
+# We had to subtract the mean from both, because adding 5 to all worths changes no comparison.
+# **Only differences of rewards mean anything.** (A baseline removes constants anyway, chapter 2.)
 #
 # ## Goodhart's law, by arithmetic
 #
 # Let the learned reward be truth + error. Draw n answers and keep the one that the *proxy* likes
-# best. With larger n the proxy rises: that is what maximising does. What about the truth?
+# best. With larger n the proxy rises, by construction. Does the truth rise too?
 
 # %%
 rng = np.random.default_rng(0)
@@ -106,9 +107,9 @@ peak = int(np.argmax(kept["some large errors"]))
 print(f"with some large errors the truth peaks at n = {sizes[peak]} and then falls")
 
 # %% [markdown]
-# If errors are small everywhere, more selection only helps less. If the proxy is now and then far
-# too kind, the best of many is no longer the best answer. It is the *greatest error*. A policy
-# that is trained selects much harder than the best of 1,024.
+# If errors are small everywhere, more selection still helps, but less and less. If the proxy is
+# sometimes far too high, the best of many is no longer the best answer. It is the answer with the
+# *greatest error*. Training a policy selects much harder than best-of-1,024.
 
 # %% [markdown]
 # ## Now on a language model
@@ -138,9 +139,9 @@ sft = psigrad.train(
 )
 
 # %% [markdown]
-# Judges see two answers, and prefer the better one with probability σ(8·difference). Both
-# answers have four letters: the judges never see anything else. The reward model is the SFT
-# model with one number as its output, read at the last token.
+# Judges see two answers, and prefer the better one with probability σ(8·difference). Both answers
+# have four letters; the judges never see other lengths. The reward model is the SFT model with one
+# number as its output, read at the last token.
 
 
 # %%
@@ -188,13 +189,13 @@ accuracy = reward_model.after["eval/accuracy"]
 print(f"agrees with the judges on {accuracy:.0%} of new pairs")
 
 # %% [markdown]
-# Not perfect, and neither are the judges. Now maximise it with RLOO, once with nothing else in
-# mind, and once with a **KL penalty**,
+# The reward model is not perfect, and neither are the judges. Now maximise its score with RLOO,
+# once without a penalty, and once with a **KL penalty**,
 #
 #     maximise E[ r(x, y) − β·log( π(y|x) / π_ref(y|x) ) ],
 #
-# that keeps the policy near the SFT model π_ref, where the judges looked. The policy may write up to
-# 10 tokens.
+# that keeps the policy near the SFT model π_ref, whose answers the judges compared. The policy may
+# write up to 10 tokens.
 
 
 # %%
@@ -240,8 +241,9 @@ for name, run in runs.items():
     )
 
 # %% [markdown]
-# Without a leash the proxy jumps within ten steps, and the truth falls to almost nothing. With this β the
-# policy stays where it was: the truth is kept, and nothing is gained. What do the two write in the end?
+# Without the penalty the proxy rises sharply within ten steps, and the truth falls to almost nothing.
+# With this β the policy hardly changes: the truth neither falls nor rises. What do the two policies write
+# in the end?
 
 # %%
 for name, run in runs.items():
@@ -249,39 +251,40 @@ for name, run in runs.items():
     print(name, [row["completion"] for row in found])
 
 # %% [markdown]
-# Nothing! The judges compared answers of four letters. No pair ever said that an empty answer is bad, and
-# the reward model, learned from few comparisons, happens to like it better than a right one. Give it all words and 300
-# steps at a rate of 3e-3, and look again.
+# The first one writes nothing! The judges compared answers of four letters. No pair ever said that an empty answer is
+# bad, and the reward model, learned from few comparisons, happens to score it higher than a right one. Train the
+# reward model on all words, with 300 steps at a learning rate of 3e-3, and look again.
 #
 # ## Where it fails
 #
-# - A reward model is right *where there were comparisons*. The policy goes where there were none,
-#   since that is where the largest errors are.
-# - The KL penalty does not mend the reward. It limits how far the policy may go to exploit it. Too
-#   large a β, and nothing is learned; too small, and the truth is lost. Only a measurement of the
-#   truth can tell, on a few held-out answers that people judge.
-# - If a program can check the answer, use the program (chapters 4, 6 and 7), and still look at
-#   what is written: programs have holes too.
+# - A reward model is right *where there were comparisons*. The policy moves to answers without
+#   comparisons, since the largest errors are there.
+# - The KL penalty does not correct the reward. It limits how far the policy may move to exploit the
+#   reward. If β is too large, nothing is learned; if it is too small, the truth is lost. Only a
+#   measurement of the truth shows which: people judge some held-out answers.
+# - If a program can check the answer, use the program (chapters 4, 6 and 7). Still read the
+#   answers: programs have holes too.
 #
-# `psigrad` prints a warning when the reward rises and the held-out metric falls. Both of these
-# figures have to exist for that.
+# `psigrad` prints a warning if the reward rises while the held-out metric falls. The run needs a
+# held-out metric for this.
 #
-# ## The derivation: the loss, its gradient, and the price of a leash
+# ## The derivation: the loss, its gradient, and the price of KL
 #
 # The likelihood of all comparisons is a product of σ(r_w − r_l). Its negative logarithm is the loss, and with σ' = σ·(1 − σ)
 #
 #     ∇loss = −(1 − σ(r_w − r_l))·(∇r_w − ∇r_l):
 #
-# a pair pulls as hard as the model is surprised by it. Nothing is left of a constant in r.
+# the weight of a pair is the probability that the model gave to the wrong order. A constant in r
+# cancels.
 #
-# With a KL penalty the best policy has a closed form (chapter 8). What does it gain? For a proxy with errors that are normal with
+# With a KL penalty the best policy has a closed form (chapter 8). How much does it gain? For a proxy with errors that are normal with
 # deviation s and independent of the truth, the best of n draws has an error of about s·√(2·log n), and a KL of log n − (n − 1)/n. So the
-# proxy pays about
+# proxy gains about
 #
 #     error ≈ s·√(2·KL),
 #
-# which is why curves of over-optimisation are drawn over the root of the KL. With heavy tails the error grows faster, and the truth of
-# the best of many is no better than that of one.
+# which is why curves of over-optimisation are drawn over the square root of the KL. With heavy tails the error grows faster, and the
+# best of many is in truth no better than a single draw.
 #
 # ## In pseudocode
 #
@@ -305,16 +308,16 @@ for name, run in runs.items():
 #
 # 1. Add 5 to all rewards of a pair: what happens to the Bradley–Terry loss? And if all are doubled?
 # 2. Best-of-n has KL(π_n ‖ π) = log n − (n − 1)/n at most. How many nats is best-of-1,024? Compare
-#    with the KL that the policy without a leash went.
+#    with the KL of the policy without a penalty.
 # 3. Label smoothing ε says that a share of labels is wrong. Show that the loss then has its minimum
-#    at a finite difference r_w − r_l, and where.
+#    at a finite difference r_w − r_l. At which?
 
 # %% [markdown]
 # ### Answer 1
 
 # %% tags=["hide-cell"]
-# A constant changes nothing. Doubling makes right pairs cheaper and wrong ones
-# dearer: the scale says how sure the model is.
+# A constant changes nothing. Doubling lowers the loss of right pairs and raises that of wrong ones:
+# the scale expresses how sure the model is.
 for change in (lambda r: r, lambda r: r + 5, lambda r: 2 * r):
     r = change(learned)
     print(f"{BradleyTerry().loss(r[chosen], r[rejected], None, comparisons).value:.4f}")
@@ -323,7 +326,7 @@ for change in (lambda r: r, lambda r: r + 5, lambda r: 2 * r):
 # ### Answer 2
 
 # %% tags=["hide-cell"]
-# About six nats. Gradients go further, and cheaply.
+# About six nats. Gradient steps go further, at little cost.
 print(f"best-of-1,024: {np.log(1024) - 1023 / 1024:.1f} nats")
 print(f"RLOO, β = 0: {runs['β = 0'].history.series('eval/kl')[1][-1]:.1f} nats")
 

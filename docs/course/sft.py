@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 4 · Supervised fine-tuning, and what imitation cannot do
 #
-# A pretrained language model continues text. It does not answer. The first step of post-training
-# shows it answers, and lets it imitate: **supervised fine-tuning**, SFT. It is not reinforcement
-# learning, yet it is our identity with the plainest Ψ of all. And its limits say why there is
-# anything after it.
+# A pretrained language model continues text; it does not answer. The first step of post-training
+# shows it answers to imitate: **supervised fine-tuning**, SFT. SFT is not reinforcement learning,
+# but its gradient is our identity with the simplest Ψ of all. The limits of SFT are the reason for
+# the later steps.
 
 # %%
 import itertools
@@ -39,8 +39,8 @@ held_out_words = 300
 #
 #     loss = −(1/T)·Σ_t log π(y_t | x, y_<t),
 #
-# the **cross-entropy**. Only tokens of the answer count; the prompt is given. Compare with the
-# policy gradient, E[Σ_t ∇log π·Ψ_t]: the same, with Ψ = 1 and somebody else's actions. In psigrad:
+# the **cross-entropy**. Only tokens of the answer count; the prompt is given. The gradient is the
+# policy gradient, E[Σ_t ∇log π·Ψ_t], with Ψ = 1 and somebody else's actions. In psigrad:
 
 # %%
 imitation = PolicyGradient(ones, ratio.none, score, aggregate.token_mean)
@@ -85,16 +85,16 @@ plt.show()
 print(f"loss {cross_entropy:.4f}, entropy of what was shown {entropy:.4f}")
 
 # %% [markdown]
-# At the frequencies: the model becomes a copy of its teachers, with all they do and as often as
-# they do it. The loss cannot fall below their entropy. A loss that stands still does not mean that
-# nothing was learned.
+# The probabilities end at the frequencies: the model copies everything that its teachers do, and as
+# often as they do it. The loss cannot fall below their entropy. So a constant loss does not mean
+# that nothing was learned.
 
 # %% [markdown]
 # ## Now on a language model
 #
-# The task is to spell a word backwards: four letters out of eight, 4,096 words. We own the truth,
-# so we can measure. The teachers are careless. In 60 % of their answers the last two letters are
-# swapped.
+# The task is to spell a word backwards: four letters out of eight, 4,096 words. We know the right
+# answers, so we can measure. The teachers are careless: in 60 % of their answers the last two
+# letters are swapped.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -108,7 +108,7 @@ for row in shown[:4]:
 
 # %% [markdown]
 # The model is a small Qwen3: two layers, a token for each character. A run of psigrad is one call.
-# It leaves a folder with the model and all figures of each step.
+# It writes a folder with the model and all figures of each step.
 
 # %%
 tiny.model("qwen3", 260, hidden=64, layers=2).save_pretrained(folder / "base")
@@ -141,10 +141,10 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# The loss goes down to the entropy of the teachers' coin, and stays there. Whether they will be
-# careless with the next word, nobody can know.
+# The loss falls to the entropy of the teachers' mistakes, and stays there. Nobody can predict
+# whether they will make the mistake in the next word.
 #
-# What does the model write for words that it never saw? Two rewards tell right answers from the
+# What does the model write for words that it never saw? Two rewards count right answers and the
 # teachers' mistake.
 
 
@@ -191,9 +191,10 @@ for name, (good, bad) in shares.items():
 #
 # ## Where it fails
 #
-# - It cannot pass its teachers. Nothing in the loss says which of two demonstrations was good.
-# - It never learns from its own mistakes, since it never makes one while learning.
-# - It has no way to say "less of this": Ψ = 1 for all that is shown.
+# - The model cannot become better than its teachers. Nothing in the loss says which of two
+#   demonstrations was good.
+# - The model never learns from its own mistakes, since it makes none while learning.
+# - The loss cannot say "less of this": Ψ = 1 for every demonstration.
 #
 # With a reward that knows the right answer, Ψ can be negative. Here is GRPO (chapter 7) from the
 # same model: it samples its own answers, and each is rewarded or not.
@@ -238,25 +239,28 @@ print(
 )
 
 # %% [markdown]
-# In a few dozen steps the student has passed all its teachers. It could, because their answers
-# contained the right one often enough to be found and rewarded. SFT brings a model to where
+# In a few dozen steps the student is better than all its teachers. This was possible because the
+# model already gave the right answer often enough to be rewarded. SFT brings a model to where
 # reinforcement learning can begin.
 #
 # ## The derivation: imitation is a KL, and a policy gradient
 #
-# Let p(y|x) be how often teachers answer y. The mean of the loss over what they show is a cross-entropy, which has two parts:
+# Let p(y|x) be the frequency with which teachers answer y. The mean of the loss over their answers is a cross-entropy, which
+# has two parts:
 #
 #     E_p[ −log π(y|x) ] = E_p[ −log p(y|x) ] + KL( p ‖ π ).
 #
-# The first is their entropy, which the student cannot change: the floor of the loss. The second is 0 only for π = p. Its direction says
-# how a student errs that cannot be p: KL(p ‖ π) is large where teachers say something that π holds impossible, so π spreads over all
-# that they say. Reinforcement learning with a KL penalty has the other direction, and prefers a few good answers.
+# The first is the teachers' entropy, which the student cannot change: the lower bound of the loss. The second is 0 only for π = p. If
+# the student cannot represent p, the direction of the KL matters. KL(p ‖ π) is large where teachers give an answer that is nearly
+# impossible under π, so π spreads over all their answers. Reinforcement learning with a KL penalty has the other direction, and prefers
+# a few good answers.
 #
 # Its gradient is the policy gradient with Ψ = 1 and actions from p,
 #
 #     −∇E_p[ log π(y|x) ] = −E_p[ Σ_t ∇log π(y_t|x, y_<t)·1 ],
 #
-# and with the policy's *own* actions it would be 0: Ψ = 1 is a constant, and chapter 2 says what constants do.
+# and with the policy's *own* actions it would be 0: Ψ = 1 is a constant, which changes nothing on average
+# (chapter 2).
 #
 # ## In pseudocode
 #
@@ -271,15 +275,16 @@ print(
 # ## Read on
 #
 # - Ouyang and others 2022, *InstructGPT*, arXiv:2203.02155: SFT as the first step of three.
-# - Ross, Gordon and Bagnell 2011, *DAgger*, arXiv:1011.0686: why errors of imitation add up along an episode.
+# - Ross, Gordon and Bagnell 2011, *DAgger*, arXiv:1011.0686: why the errors of imitation add up along an
+#   episode.
 # - Zhou and others 2023, *LIMA*, arXiv:2305.11206: how few demonstrations suffice, if they are good.
 # - Gudibande and others 2023, *The false promise of imitating*, arXiv:2305.15717: style is learned before substance.
 #
 # ## Exercises
 #
 # 1. How low can the mean loss per token be if the teachers err in 10 % of the cases?
-# 2. Why is the greedy model *worse* than the sampled one? At which share of mistakes would it be
-#    better?
+# 2. Why is the model *worse* with greedy decoding than with sampling? At which share of mistakes
+#    would it be better?
 # 3. **Rejection fine-tuning** (RAFT) imitates only the model's own best samples. Which Ψ is that?
 #    Write it as a function of a `Batch`, for rewards of 0 and 1.
 
@@ -287,8 +292,8 @@ print(
 # ### Answer 1
 
 # %% tags=["hide-cell"]
-# The entropy of the coin, for words where the mistake changes anything, over 6
-# tokens.
+# The entropy of the choice between both answers, for words in which the mistake changes the answer,
+# divided by 6 tokens.
 print(f"{ambiguous * -(0.1 * np.log(0.1) + 0.9 * np.log(0.9)) / 6:.3f} nats per token")
 
 # %% [markdown]

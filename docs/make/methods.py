@@ -24,7 +24,7 @@ DOCS = Path(__file__).parents[1]
 TABLE = DOCS / "methods" / "table.md"
 
 SLOT_NAMES = {*MEANING.values(), "score", "link"}
-COUNTED = "over the chosen steps t of the kept trajectories i; "  # said once, in table.md
+COUNTED = "over the chosen steps t of the kept trajectories i; "  # table.md has this line, once for all pages
 COMMON = ("ratio", "aggregate", "KL")  # slots whose parts many methods share: their formula is enough
 UNMEASURED = "No curve has been measured yet."
 
@@ -57,9 +57,9 @@ def _sections(explained: str) -> str:
     shift = 0  # how far the lines of a part inside a part are moved to the right
     common = False
     for line in _unwrapped(explained):
-        indent, text = len(line) - len(line.lstrip()), line.strip().removeprefix(COUNTED)
+        indent, text = len(line) - len(line.lstrip()), line.strip()
         slot, colon, part = text.partition(": ")
-        if not text or text.startswith(("Source: ", "agents (--agent)")):
+        if not text or text.startswith(("Source: ", "agents (--agent)", COUNTED)):
             continue
         if indent == 0:
             shift = 0

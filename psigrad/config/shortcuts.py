@@ -316,28 +316,28 @@ _CLIPS = ("clip", "dual_clip", "geometric_clip")
 SHORTCUTS = {
     "beta": Shortcut(
         "KL term",
-        "weight of the KL term to the reference, 0: none; in a preference loss how far the policy may go from it, in orpo the "
-        "weight of the odds; in distillation 0 is forward KL, 1 reverse KL, and between them a mixture",
+        "weight of the KL term to the reference, 0: none; the β of a preference loss; in orpo, weight of the odds-ratio term; in "
+        "distillation, 0: forward KL, 1: reverse KL, between them a mixture",
         _either(_kl_weight, _preference_weight),
         _write_kl_weight,
         main=True,
     ),
     "kl_estimator": Shortcut(
-        "KL term", "its estimator: k1, k2, k3, k1+, k3+, exact, exact_forward, exact_js, span", find_parameter("estimator", "KL")
+        "KL term", "estimator: k1, k2, k3, k1+, k3+, exact, exact_forward, exact_js, span", find_parameter("estimator", "KL")
     ),
     "kl_in": Shortcut("KL term", "where the KL term acts: loss or reward", find_parameter("where", "KL")),
     "use_bias_correction_kl": Shortcut(
-        "KL term", "weigh the KL of each step by its ratio", find_parameter("importance_weighted", "KL"), switch=True
+        "KL term", "weight the KL of each step by the ratio", find_parameter("importance_weighted", "KL"), switch=True
     ),
     "epsilon": Shortcut(
         "clip of the ratio",
-        "how far the ratio may go from 1 on both sides",
+        "how far the ratio may move from 1 on both sides",
         _either(find_parameter("low", *_CLIPS), find_parameter("high", *_CLIPS)),
         main=True,
     ),
     "epsilon_high": Shortcut(
         "upper bound of the ratio",
-        "how far the ratio may rise above 1; in cispo the greatest weight",
+        "how far the ratio may rise above 1; in cispo, the largest weight",
         _either(find_parameter("high", *_CLIPS), find_parameter("cap", "truncated_weight")),
     ),
     "scale_rewards": Shortcut(
@@ -345,41 +345,41 @@ SHORTCUTS = {
     ),
     "aggregate": Shortcut(
         "aggregate",
-        "how the steps' losses are averaged: token_mean, sequence_mean, sequence_sum, or fixed_length, the longest completion",
+        "how the steps' losses are averaged: token_mean, sequence_mean, sequence_sum, or fixed_length (by max_completion_length)",
         find_slot("aggregate"),
         lambda root, place, value: _AGGREGATES.get(value, value) if isinstance(value, str) else value,
     ),
     "importance_sampling_level": Shortcut(
         "ratio",
-        "the ratio is of a token, sequence or trajectory",
+        "unit of the ratio: token, sequence or trajectory",
         find_slot("ratio"),
         lambda root, place, value: _RATIOS.get(value, value),
     ),
     "mask_truncated_completions": Shortcut(
-        "filter", "leave out completions that the length limit cut", *_filter("not_truncated"), switch=True
+        "filter", "drop completions that the length limit cut", *_filter("not_truncated"), switch=True
     ),
     "dynamic_sampling": Shortcut(
-        "filter", "leave out groups whose rewards are all equal, and sample others", *_filter("has_signal"), switch=True
+        "filter", "drop groups whose rewards are all equal, and sample others", *_filter("has_signal"), switch=True
     ),
     "top_entropy_quantile": Shortcut(
-        "filter", "train on this share of the tokens, those of most entropy", *_filter("top_entropy", "share")
+        "filter", "train only on this share of the tokens, those of highest entropy", *_filter("top_entropy", "share")
     ),
     "ent_coef": Shortcut("entropy bonus", "weight of the mean entropy", _may_have("entropy", "coefficient")),
     "vf_coef": Shortcut("critic", "weight of the critic's loss", find_parameter("coefficient", "value_loss")),
     "cliprange_value": Shortcut(
-        "critic", "how far a value may move with credit; null: no clip", find_parameter("clip", "value_loss")
+        "critic", "how far a value may move before its loss is clipped; null: no clip", find_parameter("clip", "value_loss")
     ),
     "gae_lambda": Shortcut(
-        "generalised advantage estimation", "λ: bias (0) against variance (1)", find_parameter("lam", "gae", slots=("psi",))
+        "generalised advantage estimation", "λ: 0 has most bias, 1 most variance", find_parameter("lam", "gae", slots=("psi",))
     ),
     "gamma": Shortcut(
         "discount",
         "discount per step",
         find_parameter("gamma", "gae", "length_gae", "td_residual", "k_step", "reward_to_go", "total_return"),
     ),
-    "target_kl": Shortcut("KL penalty", "wanted KL between old and new policy", find_parameter("target", "kl_penalty")),
+    "target_kl": Shortcut("KL penalty", "target of the KL between old and new policy", find_parameter("target", "kl_penalty")),
     "label_smoothing": Shortcut(
-        "label smoothing", "share of the labels believed to be swapped", find_parameter("label_smoothing", "logistic", "robust")
+        "label smoothing", "assumed share of swapped labels", find_parameter("label_smoothing", "logistic", "robust")
     ),
     "margin": Shortcut("margin", "by how much the chosen completion must lead", _preference("margin")),
     "sft_weight": Shortcut("likelihood term", "weight of the chosen completions' negative log-likelihood", _preference("sft")),

@@ -53,8 +53,8 @@ def _preference(loss: Preference | KahnemanTversky) -> str:
     lines = [*_head(loss), ""]
     lines += [f"score: {label(loss.score)}", *_part_lines(loss.score, "    "), ""]
     lines += [f"link: {label(loss.link)}", *_part_lines(loss.link, "    "), ""]
-    lines.append(f"margin: {loss.margin:g}" if loss.margin else "margin: none, but for a margin per pair where the data has one")
-    lines.append("reference: needed; its log-probs are computed once" if loss.needs_reference else "reference: none is needed")
+    lines.append(f"margin: {loss.margin:g}" if loss.margin else "margin: none, unless the data has one for each pair")
+    lines.append("reference: needed, computed once" if loss.needs_reference else "reference: none is needed")
     return "\n".join(lines) + "\n"
 
 
@@ -90,7 +90,7 @@ def _legend(method: PolicyGradient) -> list[str]:
     fixed = "A, w and c carry" if method.correction else "A and w carry"
     lines = [f"over the chosen steps t of the kept trajectories i; {fixed} no gradient."]
     if method.kl is not None and method.kl.where == "reward" and method.needs_reference:
-        lines.append("The rewards that A is made of carry the KL penalty.")
+        lines.append("The KL to the reference is subtracted from the rewards before A is computed.")
     return lines
 
 
@@ -104,7 +104,7 @@ def _parts(method: Explained, slot: str) -> tuple[Any, ...]:
 def _slot_lines(method: PolicyGradient, slot: str) -> list[str]:
     parts = _parts(method, slot)
     if not parts and slot == "correction" and method.corrects:
-        return [f"{MEANING[slot]}: none: the surrogate weighs by the sampler's probabilities itself"]
+        return [f"{MEANING[slot]}: none: the surrogate itself weights by the sampler's probabilities"]
     if not parts:
         return [f"{MEANING[slot]}: {_ABSENT[slot]}"]
     lines: list[str] = []

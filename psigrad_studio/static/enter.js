@@ -6,5 +6,5 @@ try {
   keepSession(meta("csrf"));
   location.replace(meta("home"));
 } catch {
-  document.getElementById("said").textContent = "This browser lets pages store nothing, which the studio needs for its session; allow it for this address.";
+  document.getElementById("said").textContent = "This browser blocks storage, which the studio needs for its session. Allow storage for this address.";
 }

@@ -139,8 +139,8 @@ def test_two_answers_are_compared_by_keyboard_alone(opened):
     assert page.evaluate("document.activeElement.id") == "message"
     ended(page, "Stored.")
     page.get_by_role("button", name="Undo").click()
-    expect(page.locator(".verdict")).to_contain_text("Taken back")
-    ended(page, "Taken back.")
+    expect(page.locator(".verdict")).to_contain_text("Undone")
+    ended(page, "Undone.")
 
 
 def test_the_better_answer_goes_on_and_two_bad_ones_do_not(opened):

@@ -149,7 +149,7 @@ def test_when_the_next_task_cannot_be_had_that_is_said_and_can_be_tried_again(op
     opened.expected.append("Failed to load resource")
     page.route("**/api/label/next", lambda route: route.abort())
     page.keyboard.press("a")
-    expect(page.locator(".done")).to_contain_text("can't be had")
+    expect(page.locator(".done")).to_contain_text("could not be loaded")
     page.keyboard.press("a")
     page.unroute("**/api/label/next")
     page.get_by_role("button", name="Look again").click()
@@ -299,12 +299,12 @@ def test_a_lease_that_ran_out_is_said_and_a_lost_task_gives_way_to_the_next(open
 
 def test_the_time_that_is_left_is_shown_and_its_end_is_said(opened, studio):
     page, _ = at_work(opened, studio, project(studio, 1))
-    expect(page.locator(".lease")).to_have_text("kept for you for 10 min")
+    expect(page.locator(".lease")).to_have_text("reserved for you for 10 min")
     page.clock.install()
     page.reload()
     expect(page.locator(".asked")).to_be_visible()
     page.clock.fast_forward("10:10")
-    expect(page.locator(".lease")).to_have_text("no longer kept for you")
+    expect(page.locator(".lease")).to_have_text("no longer reserved for you")
     expect(page.locator("#notice")).to_contain_text("still counts unless somebody else")
 
 
@@ -475,7 +475,7 @@ def test_questions_are_written_in_the_form_and_each_is_exported(opened, studio, 
         last.get_by_label("Name").fill(name)
         last.get_by_label("Kind").select_option(kind)
         if kind == "choice":
-            last.get_by_label("Options, one in a line").fill("dry\n\n warm ")
+            last.get_by_label("Options, one per line").fill("dry\n\n warm ")
     owner.get_by_role("button", name="Make the project").click()
     expect(owner.locator("#tabs")).to_contain_text("Material")
     number = int(owner.url.partition("project=")[2].partition("&")[0])
@@ -503,7 +503,7 @@ def test_questions_are_written_in_the_form_and_each_is_exported(opened, studio, 
         "kind",
     ) and waiting.value.suggested_filename == "Of-my-own-kind-preference.jsonl"
     owner.get_by_role("link", name="Settings").click()
-    owner.locator(".own > li").first.get_by_label("What people read").fill("Which is kinder?")
+    owner.locator(".own > li").first.get_by_label("Text for labellers").fill("Which is kinder?")
     owner.get_by_role("button", name="Save").click()
     until(
         lambda: any(
@@ -528,7 +528,7 @@ def test_grades_that_the_form_does_not_offer_stay_and_weights_of_0_are_not_weigh
     owner.get_by_role("link", name="Results").click()
     expect(owner.get_by_role("group", name="Table: Question").get_by_role("rowheader")).to_have_text(["overall", "clear", "true"])
     options = owner.get_by_label("Question to export").locator("option")
-    expect(options).to_have_text(["overall", "clear", "true", "each by itself, named in the column criterion"])
+    expect(options).to_have_text(["overall", "clear", "true", "each separately, named in the column criterion"])
 
 
 def test_a_rate_that_guessing_may_give_is_named_as_that(opened, studio):
@@ -548,10 +548,10 @@ def test_a_file_that_was_brought_in_is_taken_out_again(opened, studio, tmp_path)
     owner = opened(f"/label#project={number}&part=material")
     (tmp_path / "wrong.jsonl").write_text('{"prompt": "p", "completions": ["x", "y"]}\n')
     owner.get_by_label("File").set_input_files(tmp_path / "wrong.jsonl")
-    owner.get_by_role("button", name="Bring the file in").click()
+    owner.get_by_role("button", name="Import the file").click()
     expect(owner.locator(".said")).to_contain_text("wrong.jsonl: 1 new task")
     owner.locator(".said").get_by_role("button", name="Undo").click()
-    expect(owner.locator(".said")).to_have_text("1 task taken out again.")
+    expect(owner.locator(".said")).to_have_text("1 task removed.")
 
 
 # ---- the administrator's way, and invites
@@ -567,7 +567,7 @@ def test_from_a_new_project_by_invite_to_the_export(opened, studio, tmp_path):
     rows = [{"prompt": f"q{i}", "completions": ["short", "much longer"], "samplers": ["one", "two"]} for i in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     owner.get_by_label("File").set_input_files(tmp_path / "rows.jsonl")
-    owner.get_by_role("button", name="Bring the file in").click()
+    owner.get_by_role("button", name="Import the file").click()
     expect(owner.locator(".said")).to_contain_text("rows.jsonl: 4 new tasks from 4 new prompts")
     owner.get_by_role("link", name="People").click()
     owner.get_by_role("button", name="Make a link").click()
@@ -579,7 +579,7 @@ def test_from_a_new_project_by_invite_to_the_export(opened, studio, tmp_path):
     assert "#" not in ann.url
     ann.get_by_label("Name").fill("Ann from afar")
     ann.get_by_label("Password").fill(PASSWORD)
-    ann.get_by_role("button", name="Come in").click()
+    ann.get_by_role("button", name="Join").click()
     ann.get_by_role("link", name="From the page").click()
     expect(ann.locator("#asked")).to_have_text("Be kind.")
     expect(ann.locator("#tabs a")).to_have_text(["All projects", "Label"])
@@ -592,7 +592,7 @@ def test_from_a_new_project_by_invite_to_the_export(opened, studio, tmp_path):
         counted(ann, f"{i + 1} answered")
 
     owner.get_by_role("link", name="Results").click()
-    expect(owner.locator(".results")).to_contain_text("4 of 4 answers are there")
+    expect(owner.locator(".results")).to_contain_text("4 of 4 answers received")
     expect(owner.locator(".intervals")).to_contain_text("one")
     with owner.expect_download() as waiting:
         owner.get_by_role("button", name="Preferences").click()
@@ -616,19 +616,19 @@ def test_a_run_and_a_model_are_brought_in(opened, studio, monkeypatch):
     number = project(studio, 0)
     page = opened(f"/label#project={number}&part=material")
     page.get_by_role("combobox", name="Run", exact=True).select_option("grpo")
-    page.get_by_role("button", name="Bring the run in").click()
+    page.get_by_role("button", name="Import the run").click()
     expect(page.locator(".said")).to_contain_text("grpo: 2 new tasks from 1 new prompt and")
     page.get_by_label("Compare completions of different steps, too").check()
-    page.get_by_role("button", name="Bring the run in").click()
+    page.get_by_role("button", name="Import the run").click()
     expect(page.locator(".said")).to_contain_text("grpo: 4 new tasks from 0 new prompts")
     monkeypatch.setattr(sample_routes, "_command", lambda form, chosen: [sys.executable, "-c", ANSWERS])
     page.get_by_role("textbox", name="Prompts", exact=True).fill("one\ntwo\nthree")
-    page.get_by_role("button", name="Sample and bring in").click()
+    page.get_by_role("button", name="Sample and import").click()
     expect(page.locator(".said")).to_contain_text("grpo, final model: 3 new tasks from 3 new prompts")
     monkeypatch.setattr(
         sample_routes, "_command", lambda form, chosen: [sys.executable, "-c", "import sys; sys.exit('psigrad: No.')"]
     )
-    page.get_by_role("button", name="Sample and bring in").click()
+    page.get_by_role("button", name="Sample and import").click()
     expect(page.locator(".failure:visible")).to_have_text("No.")
 
 
@@ -640,7 +640,7 @@ def test_a_used_link_and_a_wrong_password_are_said(opened, studio):
     page.get_by_label("Name").fill("Someone New")
     page.evaluate("document.getElementById('password').minLength = 0")
     page.get_by_label("Password").fill("short")
-    page.get_by_role("button", name="Come in").click()
+    page.get_by_role("button", name="Join").click()
     expect(page.locator("#trouble")).to_contain_text("expected 10 to 1024")
     used = guest(studio, number)
     gone = opened(f"/join#{'psigrad_invite_' + 'A' * 43}", who="stranger")
@@ -672,9 +672,9 @@ def test_roles_links_and_tokens_are_taken_back(opened, studio):
     page.get_by_role("button", name="Revoke").click()
     expect(page.locator(".part")).to_contain_text("No open links")
     row = page.locator("tr", has_text="Ann of roles")
-    row.get_by_role("button", name="Shut out").click()
-    page.locator("dialog").get_by_role("button", name="Shut out").click()
-    expect(row).to_contain_text("shut out")
+    row.get_by_role("button", name="Block").click()
+    page.locator("dialog").get_by_role("button", name="Block").click()
+    expect(row).to_contain_text("blocked")
     assert ann.get("/api/label/me").status == 401
     page.get_by_role("button", name="Account").click()
     page.get_by_label("What it is for").fill("a script")

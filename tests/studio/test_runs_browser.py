@@ -97,13 +97,13 @@ def painted(page: Page, name: str) -> int:
 def test_seeds_are_a_band_and_runs_lie_over_one_another(opened, ids):
     page = opened(f"runs={ids['compare/grpo-0']}")
     expect(page.locator('.chart[data-name="reward"] .readout')).to_contain_text("0.4")
-    page.get_by_role("checkbox", name="Lay all seeds of compare/grpo over the others").check()
+    page.get_by_role("checkbox", name="Overlay all seeds of compare/grpo").check()
     expect(page.locator("#legend")).to_contain_text("compare/grpo, 3 seeds mean and range")
     # seeds end at 0.4, 0.5 and 0.6
     expect(page.locator('.chart[data-name="reward"] .readout')).to_contain_text("0.5 (0.4 to 0.6)")
     page.get_by_label("seeds as bands").uncheck()
     expect(page.locator("#legend li")).to_have_count(3)
-    page.get_by_role("checkbox", name="Lay rloo over the others").check()
+    page.get_by_role("checkbox", name="Overlay rloo").check()
     expect(page.locator("#legend li")).to_have_count(4)
     until(lambda: {"reward", "dead_groups", "length", "truncated", "entropy", "grad_norm"} <= set(shown(page)))
     until(lambda: painted(page, "reward") > 2000)
@@ -442,7 +442,7 @@ def test_the_first_rows_stand_as_the_model_reads_them(opened, ids):
 
 def test_alerts_lead_to_their_completions(opened, ids):
     page = opened(f"runs={ids['rloo']}")
-    page.get_by_role("button", name="Which completions").click()
+    page.get_by_role("button", name="Show completions").click()
     page.get_by_role("button", name=re.compile("of step 13")).first.click()
     expect(page.locator(".prompt h2")).to_contain_text("Step 13")
     expect(page.get_by_role("tab", name="Rollouts")).to_have_attribute("aria-selected", "true")
@@ -497,7 +497,7 @@ def test_the_whole_flow_by_keyboard_alone(opened):
     expect(page.locator(".sending button").last).to_be_visible()
     tab_to(".sending button:last-of-type")
     press("Enter")
-    expect(page.locator(".sending")).to_contain_text("It waits in “Sent from runs”")
+    expect(page.locator(".sending")).to_contain_text("Sent to the project “Sent from runs”")
 
 
 def test_two_completions_can_be_sent_once_the_projects_are_known(opened, ids):
@@ -601,10 +601,10 @@ def test_tags_and_notes_are_kept_and_found(opened, ids):
     page = opened(f"runs={ids['cartpole']}&tab=about")
     page.get_by_label("Tags").fill("paper, baseline")
     page.get_by_label("Note").fill("the one with the low pole")
-    page.get_by_role("button", name="Keep").click()
+    page.get_by_role("button", name="Save").click()
     expect(page.locator(f'.run[data-id="{ids["cartpole"]}"] .tags')).to_have_text("#baseline #paper")
     page.get_by_label("Note").fill("what was it again")
-    page.get_by_role("button", name="Keep").click()
+    page.get_by_role("button", name="Save").click()
     page.locator(".notes").get_by_role("button", name="Undo").click()
     expect(page.get_by_label("Note")).to_have_value("the one with the low pole")
     page.fill("#search", "low pole")

@@ -119,7 +119,7 @@ def send_pairs(page: Page) -> list[set[str]]:
         members.nth(other).get_by_label("compare").check()
         page.get_by_label("Project").select_option(label=PROJECT)
         page.get_by_role("button", name="Send").click()
-        expect(page.locator(".sending")).to_contain_text(f"Sent. It waits in “{PROJECT}”")
+        expect(page.locator(".sending")).to_contain_text(f"Sent to the project “{PROJECT}”")
         sent.append({texts[0], texts[other]})
         if len(sent) < 2:
             members.nth(other).get_by_label("compare").uncheck()
@@ -135,7 +135,7 @@ def bring_the_run_in(page: Page) -> None:
     form.get_by_role("combobox", name="Run", exact=True).select_option("parrot/grpo")
     form.get_by_label("Prompts, at most").fill("10")
     form.get_by_label("Tasks of each prompt, at most").fill("2")
-    form.get_by_role("button", name="Bring the run in").click()
+    form.get_by_role("button", name="Import the run").click()
     expect(page.locator(".said")).to_contain_text(re.compile(r"parrot/grpo: \d\d new tasks from"))
 
 
@@ -149,7 +149,7 @@ def invite(page: Page) -> str:
 def come_in(page: Page) -> None:
     page.get_by_label("Name").fill("Ben")
     page.get_by_label("Password").fill(PASSWORD)
-    page.get_by_role("button", name="Come in").click()
+    page.get_by_role("button", name="Join").click()
     page.get_by_role("link", name=PROJECT).click()
 
 
@@ -232,7 +232,7 @@ def test_from_a_group_over_blind_votes_to_a_reward_model_and_dpo(place):
 
         owner.get_by_role("link", name="Results").click()
         shown = owner.locator(".results")
-        expect(shown).to_contain_text(f"{2 * len(tasks)} of {2 * len(tasks)} answers are there")
+        expect(shown).to_contain_text(f"{2 * len(tasks)} of {2 * len(tasks)} answers received")
         expect(shown.locator(".tile").first).to_contain_text(f"{round(100 * (len(tasks) - 1) / len(tasks))} %equal answers")
         rows = export(owner, place / "preferences.jsonl")
 

@@ -26,7 +26,7 @@ def test_every_row_has_tests_that_exist(row):
 
 
 def test_every_promise_of_the_page_names_tests_that_exist():
-    text = (ROOT / "docs" / "reliability.md").read_text().partition("## Promises")[2].partition("## What was tried")[0]
+    text = (ROOT / "docs" / "reliability.md").read_text().partition("## Promises")[2].partition("## What was tested")[0]
     promises = re.split(r"^\d+\. ", text, flags=re.MULTILINE)[1:]
     assert len(promises) >= 13
     for promise in promises:
@@ -39,7 +39,7 @@ def test_every_promise_of_the_page_names_tests_that_exist():
 
 def test_the_page_has_the_table_of_these_rows():
     page = (ROOT / "docs" / "reliability.md").read_text()
-    shown = page.partition("## What was tried")[2]
+    shown = page.partition("## What was tested")[2]
     shown_rows = re.findall(r"^\| (\d+) \| (.*?) \| [\d,]+ \| [\d,]+ \| (\d+) \|$", shown, re.MULTILINE)
     assert shown_rows == [(str(row.number), row.fault, "0") for row in faults.ROWS]
     assert "`tests/faults.yaml` says what each row requires" in shown and all(row.holds for row in faults.ROWS)

@@ -416,7 +416,7 @@ PENALTY_KEY = "penalty_coefficient"
 
 @dataclass(frozen=True)
 class kl_penalty:
-    """The importance-weighted surrogate minus a penalty on the distance from the collecting policy.
+    """The importance-weighted surrogate, with a penalty on the distance from the collecting policy.
 
     Formula: L_t = −ρ_t·A_t + β·(ρ_t − 1 − log ρ_t)
 

@@ -45,7 +45,7 @@ export class Exchange {
     this.show(side);
     this.done[side] = true;
     this.answers[side].classList.remove("writing");
-    const shown = text === "" ? "nothing written" : ENDINGS[reason];
+    const shown = text === "" ? "empty answer" : ENDINGS[reason];
     this.part(side, "facts").textContent = `${tokens} ${tokens === 1 ? "token" : "tokens"} · ${shown} · seed ${seed}`;
   }
 

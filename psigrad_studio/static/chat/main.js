@@ -50,8 +50,8 @@ async function look() {
     const mixed = found.some((each) => each.template !== found[0].template);
     $("system-field").hidden = !abilities.system;
     $("manner").textContent = mixed
-      ? "One of these models has a chat template and the other has none: they are given different words, and a choice is not stored."
-      : abilities.template ? "" : "No chat template: the model continues your text, and each message starts afresh.";
+      ? "One of these models has a chat template and the other has none: they get different text, so a choice is not stored."
+      : abilities.template ? "" : "No chat template: the model continues your text and does not see earlier messages.";
   } catch (error) {
     notice(error.message);
   }
@@ -160,8 +160,8 @@ async function choose(choice) {
 async function takeBack(exchange) {
   try {
     await post("/api/chat/undo", { duel: exchange.duel });
-    exchange.leave("Taken back: not stored.");
-    say("Taken back.");
+    exchange.leave("Undone: not stored.");
+    say("Undone.");
     $("message").focus();
   } catch (error) {
     notice(error.message);
@@ -195,7 +195,7 @@ function fresh() {
     exchanges.push(...was.exchanges);
     $("log").replaceChildren(...was.nodes);
     $("nothing").hidden = true;
-    say("The conversation is back.");
+    say("The conversation is restored.");
     draw();
     $("message").focus();
   } }, "Undo");

@@ -12,7 +12,7 @@ export function inspection(place, piece, carried, family, algorithm, answer) {
   if (carried) nodes.push(el("p", { class: "hint" }, "Picked up. Choose a free cell to put it down, or press Escape."));
   if (answer === null) return nodes;
   if (answer.terminal) {
-    const why = piece.kind === "wall" ? "Nobody enters a wall, so it has no value to back up." : "Entering this cell pays its worth and ends the episode; nothing follows, so its own value is 0.";
+    const why = piece.kind === "wall" ? "A wall cannot be entered, so it has no value." : "Entering this cell gives its worth as the reward and ends the episode, so the cell's own value is 0.";
     return [...nodes, el("p", { class: "soft" }, why)];
   }
   if (family !== "planning") nodes.push(...sampled(answer, algorithm));
@@ -48,7 +48,7 @@ function sampled(answer, algorithm) {
   if (answer.updates.length === 0) return [el("p", { class: "soft" }, "The last episode did not pass this cell.")];
   const times = answer.visits === 1 ? "once" : `${answer.visits} times`;
   const shown = answer.updates.length < answer.visits ? `; the last ${answer.updates.length}` : "";
-  const intro = el("h3", {}, `The last episode changed it ${times}${shown}`);
+  const intro = el("h3", {}, `The last episode updated this cell ${times}${shown}`);
   return [intro, el("ul", { class: "updates" }, ...answer.updates.map((u) => el("li", {}, ...update(u, answer, algorithm))))];
 }
 

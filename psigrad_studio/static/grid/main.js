@@ -167,7 +167,7 @@ const told = (index) => ({
   cancel: () => {
     carried = null;
     draw();
-    say("Let be.");
+    say("Cancelled.");
   },
   drag: (from, to, last = false) => {
     if (awaiting() && !last) return false;
@@ -329,7 +329,7 @@ for (const name of ["rows", "columns"]) {
   }));
 }
 $("evaluated").addEventListener("change", () => change({ evaluated: $("evaluated").value }, { cold: true }));
-$("layout").append(el("option", { value: "" }, "Your own"), ...LAYOUTS.map(([title, map]) => el("option", { value: map }, title)));
+$("layout").append(el("option", { value: "" }, "Custom"), ...LAYOUTS.map(([title, map]) => el("option", { value: map }, title)));
 $("layout").addEventListener("change", () => {
   if ($("layout").value !== "") change({ map: $("layout").value, cell: null }, { cold: true });
 });
@@ -367,7 +367,7 @@ function turn(which) {
   stop();
   carried = null;
   adopt(there.state, there.warm);
-  say(which === "undo" ? "Undone." : "Done again.");
+  say(which === "undo" ? "Undone." : "Redone.");
 }
 
 function arrive() {

@@ -4,7 +4,7 @@ import { Board, signed } from "./board.js";
 import { number } from "./chart.js";
 import { Playback } from "./playback.js";
 
-const FAMILIES = [["planning", "The model is known"], ["prediction", "What a policy is worth, from episodes"], ["control", "Learning to act, from episodes"]];
+const FAMILIES = [["planning", "Planning, with the model"], ["prediction", "Prediction: the value of a policy, from episodes"], ["control", "Control: learning to act, from episodes"]];
 
 export class Panel {
   /** `told` as of Board, and also: replace(name), remove(), loaded(). */
@@ -67,7 +67,7 @@ export class Panel {
   said(frame, at) {
     const parts = [];
     const ended = this.playback.ended && frame.index === this.playback.last;
-    if (frame.step === "start") parts.push(this.warm === null ? "Start: nothing is known" : "Start: the values that were there");
+    if (frame.step === "start") parts.push(this.warm === null ? "Start: all values are 0" : "Start: the previous values");
     else if (frame.step === "learn") parts.push(`${(frame.index * this.playback.request.options.episodes).toLocaleString("en")} episodes`, episode(frame.episode));
     else if (frame.step === "improve") parts.push(`Step ${frame.index}: improve, ${frame.changed === 1 ? "1 action" : `${frame.changed} actions`} changed`);
     else parts.push(`${frame.step === "evaluate" ? "Evaluate" : "Back up"}, step ${frame.index}: change ${number(frame.residual)}`);

@@ -64,23 +64,23 @@ function understand(state, name, value, algorithms) {
   if (name in NUMBERS && Object.hasOwn(NUMBERS, name)) {
     const [field, , least, most, whole] = NUMBERS[name];
     const number = value.trim() === "" ? NaN : Number(value);
-    if (!Number.isFinite(number)) throw new Error(`The address says ${name}=${value.slice(0, 20)}; expected a number.`);
+    if (!Number.isFinite(number)) throw new Error(`The address has ${name}=${value.slice(0, 20)}; expected a number.`);
     state[field] = Math.min(most, Math.max(least, whole ? Math.round(number) : number));
   } else if (name === "map") {
     state.map = String(World.parse(value));
   } else if (name === "run") {
     const known = value.split(",").filter((algorithm) => algorithms.has(algorithm)).slice(0, MOST_PANELS);
-    if (known.length === 0) throw new Error(`The address names no algorithm that there is: ${value.slice(0, 60)}.`);
+    if (known.length === 0) throw new Error(`The address has no known algorithm: ${value.slice(0, 60)}.`);
     state.run = known;
   } else if (name === "policy") {
-    if (value !== "random" && value !== "best") throw new Error(`The address says policy=${value.slice(0, 20)}; expected random or best.`);
+    if (value !== "random" && value !== "best") throw new Error(`The address has policy=${value.slice(0, 20)}; expected random or best.`);
     state.evaluated = value;
   } else if (name === "cell") {
     const numbers = value.split(",").map(Number);
-    if (numbers.length !== 2 || !numbers.every((n) => Number.isInteger(n) && n >= 0)) throw new Error("The address names no cell.");
+    if (numbers.length !== 2 || !numbers.every((n) => Number.isInteger(n) && n >= 0)) throw new Error("The address has no valid cell; expected two whole numbers.");
     state.cell = numbers;
   } else {
-    throw new Error(`The address says ${name.slice(0, 20)}, which means nothing here.`);
+    throw new Error(`The address has an unknown setting: ${name.slice(0, 20)}.`);
   }
 }
 

@@ -47,6 +47,6 @@ export async function copy(text, what) {
     await navigator.clipboard.writeText(text);
     notice(`${what} is in the clipboard.`);
   } catch {
-    notice(`The browser keeps its clipboard closed. ${what}: ${text}`, 20);
+    notice(`The browser does not allow copying. ${what}: ${text}`, 20);
   }
 }

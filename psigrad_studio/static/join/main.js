@@ -37,13 +37,13 @@ async function start() {
   const what = offer.project === null ? "to be an administrator of this studio" : `${ROLES[offer.role]} “${offer.project}”`;
   if (offer.owner) {
     $("said").textContent =
-      `This link invites somebody ${what}. This browser has the studio's own key, which counts for more; send the link on, or open it in a private window.`;
+      `This link invites somebody ${what}. This browser already has the studio's own key. Send the link to that person, or open it in a private window.`;
   } else if (offer.name !== null) {
     $("said").textContent = `You are invited ${what}.`;
     $("use").textContent = `Join as ${offer.name}`;
     $("other").hidden = false;
   } else {
-    asForm("Come in", `You are invited ${what}.`, "Come in", true);
+    asForm("Join", `You are invited ${what}.`, "Join", true);
   }
 }
 

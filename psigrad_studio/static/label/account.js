@@ -14,20 +14,20 @@ export function account(me, projects) {
   const project = el(
     "select",
     {},
-    el("option", { value: "" }, "all of mine"),
+    el("option", { value: "" }, "all my projects"),
     ...projects.map((each) => el("option", { value: each.id }, each.name)),
   );
-  const days = el("input", { type: "number", min: 1, max: 365, step: 1, placeholder: "no end" });
+  const days = el("input", { type: "number", min: 1, max: 365, step: 1, placeholder: "no limit" });
   const token = form(
     "Make a token",
     [
       el("h2", {}, "API tokens"),
-      el("p", { class: "soft" }, "For programs: they send Authorization: Bearer and the token, and may do no more than its role."),
+      el("p", { class: "soft" }, "For programs, which send the header Authorization: Bearer TOKEN. A token has the rights of its role."),
       list,
       field("What it is for", name),
       field("Role", role),
       field("Project", project),
-      field("Good for days", days),
+      field("Valid for days", days),
     ],
     async () => {
       const body = {
@@ -60,7 +60,7 @@ export function account(me, projects) {
         ),
       ),
     );
-    list.replaceChildren(...(rows.length ? [table(["Token", "Role", "Good", ""], rows)] : []));
+    list.replaceChildren(...(rows.length ? [table(["Token", "Role", "Valid", ""], rows)] : []));
   }
 
   draw().catch((error) => notice(error.message));

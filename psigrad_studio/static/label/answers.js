@@ -180,7 +180,7 @@ function ranking(project, task, give) {
     const row = rows[at(index)];
     if (at(index) > 0) row.equal = !row.equal;
     draw(index);
-    said.textContent = row.equal ? `${LETTERS[index]} is as good as the one above.` : `${LETTERS[index]} is behind the one above.`;
+    said.textContent = row.equal ? `${LETTERS[index]} is as good as the one above.` : `${LETTERS[index]} is below the one above.`;
   }
 
   function submit() {

@@ -110,8 +110,8 @@ function home() {
     "p",
     { class: "soft" },
     me.admin
-      ? "No project yet. Make one, bring completions in, and label them, alone or with people you invite."
-      : "You are in no project. Ask who invited you.",
+      ? "No project yet. Create one, import completions, and label them, alone or with people you invite."
+      : "You are in no project. Ask the person who invited you.",
   );
   const make = me.admin ? el("a", { class: "button primary", href: "#part=new" }, "New project") : null;
   return el("div", { class: "part home" }, projects.length ? list : none, make && el("div", { class: "row" }, make));

@@ -21,12 +21,12 @@ export function material(root, project, me) {
 const byDoubt = (project, said) => form(
   "Ask these first",
   [
-    el("h2", {}, "The doubtful first"),
-    el("p", { class: "soft" }, "Pairs whose two rewards are nearest to each other tell a reward model most. One in ten stays at a random place. After the next training bring the rows scored anew (psigrad score), and press again."),
+    el("h2", {}, "Most uncertain first"),
+    el("p", { class: "soft" }, "Pairs with nearly equal rewards teach a reward model most. One pair in ten keeps a random place. After the next training score the rows again (psigrad score), import them, and press the button again."),
   ],
   async () => {
     const { pairs } = await post("/api/label/order", { project: project.id });
-    said.textContent = `${many(pairs, "pair")} in order of doubt; those that somebody has begun stay where they are.`;
+    said.textContent = `${many(pairs, "pair")} sorted; pairs that somebody has started keep their places.`;
   },
   { class: "card lines last" },
 );
@@ -58,17 +58,17 @@ function making(project) {
     ranked: Number(ranked.value),
     gold: gold.checked,
   });
-  return { lines, sent, gold: el("label", { class: "row" }, gold, "Attention checks: chosen is known to be better than rejected. They are mixed in, never exported, and Results shows each person's rate") };
+  return { lines, sent, gold: el("label", { class: "row" }, gold, "Attention checks: chosen is known to be better than rejected. Checks are mixed in and never exported; Results shows each person's rate") };
 }
 
 const many = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
 function report({ since, until, ...added }, name) {
-  if (Object.values(added).every((count) => count === 0)) return `${name}: there is nothing in it.`;
+  if (Object.values(added).every((count) => count === 0)) return `${name} is empty.`;
   const parts = [`${many(added.tasks, "new task")} from ${many(added.prompts, "new prompt")} and ${many(added.completions, "new completion")}`];
   if (added.checks) parts.push(`of them, attention checks: ${added.checks}`);
-  if (added.known) parts.push(`here already: ${many(added.known, "task")}`);
-  if (added.repeated) parts.push(`a text that its prompt has already: ${many(added.repeated, "completion")}`);
+  if (added.known) parts.push(`already imported: ${many(added.known, "task")}`);
+  if (added.repeated) parts.push(`same text as another completion of the prompt: ${many(added.repeated, "completion")}`);
   if (added.alone) parts.push(`nothing to compare: ${many(added.alone, "prompt")}`);
   if (added.unusable) parts.push(`empty or damaged: ${many(added.unusable, "completion")}`);
   return `${name}: ${parts.join("; ")}.`;
@@ -79,7 +79,7 @@ function told(said, project, added, name) {
   const undo = el("button", { type: "button", onclick: async () => {
     try {
       const { tasks, begun } = await post("/api/label/withdraw", { project: project.id, since: added.since, until: added.until });
-      said.textContent = `${many(tasks, "task")} taken out again${begun ? `; ${begun} that somebody has begun stay` : ""}.`;
+      said.textContent = `${many(tasks, "task")} removed${begun ? `; ${begun} that somebody has started remain` : ""}.`;
     } catch (error) {
       notice(error.message);
     }
@@ -92,12 +92,12 @@ function fromFile(project, said) {
   const file = el("input", { type: "file", accept: ".jsonl,.ndjson,.json,.txt", required: true });
   const sampler = el("input", { type: "text", maxlength: 200, autocomplete: "off" });
   return form(
-    "Bring the file in",
+    "Import the file",
     [
       el("h2", {}, "A file"),
       el("p", { class: "soft" }, "JSONL: each line has prompt and completion, completions, or chosen and rejected; strings or messages."),
       field("File", file),
-      field("What made the completions", sampler, "Where the rows don't say so (sampler, samplers). Labellers never see it."),
+      field("Sampler", sampler, "For rows without a column sampler or samplers. Labellers never see it."),
       ...made.lines,
       project.kind === "pair" ? made.gold : null,
     ],
@@ -137,7 +137,7 @@ async function fromRun(project, said) {
     last = number(0, "last"),
     across = el("input", { type: "checkbox" });
   return form(
-    "Bring the run in",
+    "Import the run",
     [
       el("h2", {}, "A run"),
       field("Run", run),
@@ -181,13 +181,13 @@ async function fromModel(project, said) {
   const tokens = el("input", { type: "number", min: 1, max: 8192, value: 256, step: 1, required: true });
   const stop = el("button", { type: "button", hidden: true, onclick: () => post("/api/label/unsample", {}) }, "Stop");
   const node = form(
-    "Sample and bring in",
+    "Sample and import",
     [
       el("h2", {}, "A model"),
       field("Model", model),
-      field("Prompts", prompts, "One in a line, or JSONL with prompt."),
-      el("label", { class: "row" }, chat, "Lines are messages of a user"),
-      el("div", { class: "pairs" }, field("Completions of each", each), field("Temperature", temperature), field("Most tokens", tokens)),
+      field("Prompts", prompts, "One per line, or JSONL with prompt."),
+      el("label", { class: "row" }, chat, "Lines are user messages"),
+      el("div", { class: "pairs" }, field("Completions of each", each), field("Temperature", temperature), field("Maximum tokens", tokens)),
       ...made.lines.slice(0, 1),
     ],
     async () => {
@@ -214,7 +214,7 @@ async function fromModel(project, said) {
     }
     stop.hidden = true;
     if (job.state === "failed") throw new Error(job.said);
-    said.textContent = job.state === "stopped" ? "Stopped; nothing was brought in." : report(job.added, job.model);
+    said.textContent = job.state === "stopped" ? "Import cancelled. No rows were added." : report(job.added, job.model);
   }
 
   node.lastElementChild.append(stop);

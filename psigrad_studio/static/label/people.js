@@ -20,7 +20,7 @@ export function once(label, value) {
           notice("Copied.", 2);
         } catch {
           input.select();
-          notice("Press Ctrl+C to copy what is selected.");
+          notice("Press Ctrl+C to copy the selected text.");
         }
       },
     },
@@ -70,7 +70,7 @@ export async function people(root, project, me) {
       el("h2", {}, "Invite"),
       el("p", { class: "soft" }, "A link lets one person in, once. They choose a name and a password there."),
       field("Role", role),
-      field("Good for days", days),
+      field("Valid for days", days),
       me.admin ? el("label", { class: "row" }, studio, "Administrator of all projects") : null,
     ],
     async () => {
@@ -96,17 +96,17 @@ export async function people(root, project, me) {
           onchange: () => {
             const put = (role, then) => asked("/api/label/role", { project: project.id, user: one.id, role }, async () => { await draw(); then(); });
             const undo = el("button", { type: "button", onclick: () => put(one.role, () => { said.textContent = `${one.name} is ${one.role} again.`; }) }, "Undo");
-            put(change.value || null, () => said.replaceChildren(`${one.name}: ${change.value || "taken out of the project"}. `, undo));
+            put(change.value || null, () => said.replaceChildren(`${one.name}: ${change.value || "removed from the project"}. `, undo));
           },
         },
         ...options(one.role),
-        el("option", { value: "" }, "take out of the project"),
+        el("option", { value: "" }, "remove from the project"),
       );
       const shut =
         me.admin && !one.disabled && one.name !== me.name
-          ? el("button", { type: "button", class: "quiet", onclick: () => shutOut(one) }, "Shut out")
+          ? el("button", { type: "button", class: "quiet", onclick: () => shutOut(one) }, "Block")
           : null;
-      return el("tr", {}, el("th", { scope: "row" }, one.name), el("td", {}, one.disabled ? "shut out" : change), el("td", {}, shut));
+      return el("tr", {}, el("th", { scope: "row" }, one.name), el("td", {}, one.disabled ? "blocked" : change), el("td", {}, shut));
     });
     return el("section", { class: "card" }, el("h2", {}, "Members"), table(["Name", "Role", ""], rows));
   }
@@ -114,7 +114,7 @@ export async function people(root, project, me) {
   function shutOut(one) {
     const dialog = el(
       "dialog",
-      { class: "card", "aria-label": `Shut ${one.name} out` },
+      { class: "card", "aria-label": `Block ${one.name}` },
       el("p", {}, `${one.name} is logged out of the whole studio and can't come back. Their answers stay.`),
       el(
         "div",
@@ -129,9 +129,9 @@ export async function people(root, project, me) {
               asked("/api/label/disable", { id: one.id }, draw);
             },
           },
-          "Shut out",
+          "Block",
         ),
-        el("button", { type: "button", onclick: () => dialog.remove() }, "Keep"),
+        el("button", { type: "button", onclick: () => dialog.remove() }, "Cancel"),
       ),
     );
     root.append(dialog);

@@ -6,15 +6,15 @@ import { questions } from "./wording.js";
 
 const KINDS = {
   pair: "Two side by side", ranking: "Ranking", "rating-5": "Rating from 1 to 5", "rating-10": "Rating from 1 to 10",
-  "own-pair": "Two side by side, with your own questions alone", "own-one": "One completion, with your own questions alone",
+  "own-pair": "Two side by side, only custom questions", "own-one": "One completion, only custom questions",
 };
 const SAY = {
   pair: "Which of two completions is better.",
   ranking: "Up to twelve completions, put in order.",
   "rating-5": "One completion at a time, from 1 to 5.",
   "rating-10": "One completion at a time, from 1 to 10.",
-  "own-pair": "Two completions, and only what you ask about them.",
-  "own-one": "One completion at a time, and only what you ask about it.",
+  "own-pair": "Two completions, with only your custom questions.",
+  "own-one": "One completion at a time, with only your custom questions.",
 };
 const OWN = { "own-pair": "pair", "own-one": "rating-5" };
 const kindOf = (project) => (project.overall ? project.kind : project.kind === "pair" ? "own-pair" : "own-one");
@@ -81,7 +81,7 @@ export function projectForm(project, done) {
     { class: "lines inner" },
     el("label", { class: "row" }, bad, "“Both bad” may be chosen"),
     field("How much better", strengths),
-    field("Attention checks, of a hundred tasks", checks, "Pairs with a known answer that you bring in as such, met by everybody at random places."),
+    field("Attention checks, of a hundred tasks", checks, "Pairs that you import with a known answer. Everybody gets them at random places."),
   );
   const tied = el("label", { class: "row" }, ties, "Ties may be chosen");
 
@@ -128,7 +128,7 @@ export function projectForm(project, done) {
         "div",
         { class: "pairs" },
         field("People who answer each task", overlap, project ? "It can be raised, not lowered." : null),
-        field("Minutes that a task is kept", lease, "For who was shown it; then somebody else may get it."),
+        field("Minutes that a task is reserved", lease, "For the person who sees it. After that somebody else may get it."),
       ),
     ],
     send,

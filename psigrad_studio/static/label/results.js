@@ -62,13 +62,13 @@ const tile = (value, label, say) =>
   el("div", { class: "tile" }, el("strong", {}, value), el("span", {}, label), say ? el("small", { class: "soft" }, say) : null);
 
 function done({ tasks, wanted, answered, leased, skipped }) {
-  const bar = el("progress", { max: Math.max(1, wanted), value: answered, "aria-label": "Answers that are there, of those wanted" });
+  const bar = el("progress", { max: Math.max(1, wanted), value: answered, "aria-label": "Received answers" });
   const says = [`${tasks} ${tasks === 1 ? "task" : "tasks"}`, leased ? `${leased} being answered` : null, skipped ? `${skipped} skipped` : null]
     .filter(Boolean)
     .join(" · ");
   return card(
     "Progress",
-    el("p", {}, el("strong", {}, `${answered} of ${wanted}`), " answers are there. ", el("span", { class: "soft" }, says)),
+    el("p", {}, el("strong", {}, `${answered} of ${wanted}`), " answers received. ", el("span", { class: "soft" }, says)),
     bar,
   );
 }
@@ -119,11 +119,11 @@ function position(position) {
   if (!all) return null;
   const odd = all.p_value !== null && all.p_value < 0.05;
   return card(
-    "Does the side decide?",
+    "Position bias",
     el(
       "p",
       {},
-      el("strong", { class: odd ? "failure" : "" }, odd ? "Perhaps: " : "No sign of it: "),
+      el("strong", { class: odd ? "failure" : "" }, odd ? "Possible: " : "No sign: "),
       `the left side was chosen in ${share(all.value)} of ${all.n} decisions (95 %: ${share(all.low)} to ${share(all.high)}).`,
     ),
     el(
@@ -151,9 +151,9 @@ function ranking(found, by) {
   );
   const notes = [
     `Bradley–Terry strengths from ${found.comparisons} comparisons, with 95 % intervals; one more is odds of 2.7 to 1.`,
-    found.prior_sd === null ? null : `Somebody never lost or never won, so a weak prior (standard deviation ${found.prior_sd}) holds the strengths.`,
-    found.same ? `${found.same} comparisons within one name are left out.` : null,
-    found.shared ? `${found.shared} comparisons of a text that several made are left out.` : null,
+    found.prior_sd === null ? null : `One entry never lost or never won, so a weak prior (standard deviation ${found.prior_sd}) limits the strengths.`,
+    found.same ? `${found.same} comparisons within one entry are left out.` : null,
+    found.shared ? `${found.shared} comparisons of a text with several origins are left out.` : null,
     found.competitors > found.places.length ? `The best ${found.places.length} of ${found.competitors} are shown.` : null,
   ]
     .filter(Boolean)
@@ -203,11 +203,11 @@ function exports_(project) {
   const votes = el(
     "select",
     { "aria-label": "Which answers count", onchange: () => draw() },
-    el("option", { value: "majority" }, "what the majority says"),
-    el("option", { value: "each" }, "every answer by itself"),
+    el("option", { value: "majority" }, "the majority"),
+    el("option", { value: "each" }, "every answer"),
   );
   const trains = aspects(project, true);
-  if (trains.length > 1) trains.push(["each", "each by itself, named in the column criterion"]);
+  if (trains.length > 1) trains.push(["each", "each separately, named in the column criterion"]);
   const on = picker("Question to export", trains, () => draw());
   const has = (project.kind.startsWith("rating") && project.overall) || project.strengths > 0 || project.questions.some(({ kind }) => kind === "scale");
   const margin = el("input", { type: "checkbox", onchange: () => draw() });
@@ -239,7 +239,7 @@ function exports_(project) {
     }
     links.replaceChildren(
       ...(trains.length ? [link("preference", "Preferences", found ? out(found.preference) : ""), link("unpaired", "Unpaired", found ? out(found.unpaired) : "")] : []),
-      link("votes", "All votes", "everything, taken back or not: who, when, which side"),
+      link("votes", "All votes", "everything, also undone answers: who, when, which side"),
     );
   }
 
@@ -249,7 +249,7 @@ function exports_(project) {
     el(
       "p",
       { class: "soft" },
-      "JSONL in TRL's forms, which psigrad dpo, psigrad reward and KTO read; every row says which votes, runs and rollouts it rests on.",
+      "JSONL in TRL's forms, which psigrad dpo, psigrad reward and KTO read; every row names its votes, runs and rollouts.",
     ),
     el("div", { class: "row" }, ...(trains.length > 1 ? [on] : []), votes, has ? el("label", { class: "row" }, margin, "with margins") : null),
     links,

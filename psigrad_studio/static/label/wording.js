@@ -8,8 +8,8 @@ const KINDS = { better: "Which of the two is better", scale: "A scale for each c
 export function questions(old, kind) {
   const list = el("ol", { class: "own" });
   const add = el("button", { type: "button", onclick: () => { list.append(one(null)); adapt(); list.lastElementChild.querySelector("input").focus(); } }, "Add a question");
-  const node = el("fieldset", { class: "lines" }, el("legend", {}, "Questions of your own"),
-    el("p", { class: "soft small" }, "Aspects, choices and texts. Each is answered by itself, and can be exported and trained on by itself or weighted."), list, el("div", { class: "row" }, add));
+  const node = el("fieldset", { class: "lines" }, el("legend", {}, "Custom questions"),
+    el("p", { class: "soft small" }, "Aspects, choices and texts. Each is answered separately, and can be exported alone or in a weighted sum."), list, el("div", { class: "row" }, add));
 
   function one(question) {
     const was = question ?? { name: "", kind: kind().endsWith("pair") ? "better" : "scale", ask: "", options: [], top: 5, required: true, why: false, weight: 1 };
@@ -25,13 +25,13 @@ export function questions(old, kind) {
     const move = (by) => { const other = by < 0 ? item.previousElementSibling : item.nextElementSibling; if (other) (by < 0 ? other.before(item) : other.after(item)); };
     const tool = (sign, label, act) => el("button", { type: "button", class: "icon quiet", "aria-label": label, title: label, onclick: act }, sign);
     const item = el("li", { class: "lines inner" },
-      el("div", { class: "row between" }, el("span", { class: "soft" }, there ? "Asked already: its words and its weight may change" : "A new question"),
+      el("div", { class: "row between" }, el("span", { class: "soft" }, there ? "Already asked: its text and weight may change" : "A new question"),
         el("span", { class: "row tight" }, tool("↑", "Move up", () => move(-1)), tool("↓", "Move down", () => move(1)),
           there ? null : tool("×", "Remove", () => { const next = item.nextElementSibling ?? item.previousElementSibling; item.remove(); (next?.querySelector("input") ?? add).focus(); }))),
       el("div", { class: "pairs" }, field("Name", name, "In exports."), field("Kind", type)),
-      field("What people read", ask, "The name, where this is empty."),
-      field("Options, one in a line", options),
-      el("div", { class: "pairs" }, field("Best of the scale", top), field("Weight", weight, "In the weighted judgement.")),
+      field("Text for labellers", ask, "Empty: the name is shown."),
+      field("Options, one per line", options),
+      el("div", { class: "pairs" }, field("Highest value", top), field("Weight", weight, "In the weighted export.")),
       el("div", { class: "row" }, el("label", { class: "row" }, required, "Must be answered"), el("label", { class: "row" }, why, "Ask why")),
     );
     item.adapt = () => {

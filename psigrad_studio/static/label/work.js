@@ -17,12 +17,12 @@ export class Work {
     this.status = el("p", { class: "visually-hidden", role: "status" });
     this.lease = el("span", { class: "lease soft" });
     this.count = el("span", { class: "soft" });
-    this.bar = el("progress", { max: "1", value: "0", "aria-label": "How far you are" });
+    this.bar = el("progress", { max: "1", value: "0", "aria-label": "Your progress" });
     this.reason = el("input", {
       type: "text",
       class: "reason",
       maxlength: "10000",
-      "aria-label": "Why, if you want to say",
+      "aria-label": "Reason, optional",
       placeholder: "Why? (optional)",
       autocomplete: "off",
     });
@@ -77,7 +77,7 @@ export class Work {
     } catch (error) {
       this.failed(error);
       if (this.ask === null && error.status !== 401)
-        this.stage.replaceChildren(again("The next task can't be had", error.message, () => this.next()));
+        this.stage.replaceChildren(again("The next task could not be loaded", error.message, () => this.next()));
     }
   }
 
@@ -90,7 +90,7 @@ export class Work {
     if (task === null) {
       this.ask = null;
       this.lease.textContent = "";
-      const why = "All tasks are answered, skipped by you, or being answered by others. Those that others leave come back: look again later.";
+      const why = "All tasks are answered, skipped by you, or being answered by others. Tasks that others leave come back, so look again later.";
       this.stage.replaceChildren(again("Nothing is left for you here", why, () => this.next()));
       return;
     }
@@ -147,7 +147,7 @@ export class Work {
       else if (this.left) this.left -= 1;
       this.ask = null; // until the next task is there, keys mean nothing
       await this.next();
-      if (receipt.action === "undo") this.say("Taken back. Answer it again.");
+      if (receipt.action === "undo") this.say("Undone. Answer again.");
     } catch (error) {
       this.failed(error);
       if (error.status === 409 && path !== "/api/label/undo") await this.next();
@@ -173,7 +173,7 @@ export class Work {
             "p",
             {},
             el("a", { href: "/join" }, "Log in again"),
-            " and go on where you were. At the studio's own machine, open the address that psigrad studio printed.",
+            " and continue. On the studio's own machine, open the address that psigrad studio printed.",
           ),
         ),
       );
@@ -194,7 +194,7 @@ export class Work {
     if (!this.task) return;
     const rest = this.until - Date.now();
     this.lease.classList.toggle("late", rest < 60_000 && rest < this.span / 2);
-    this.lease.textContent = rest > 0 ? `kept for you for ${span(rest)}` : "no longer kept for you";
+    this.lease.textContent = rest > 0 ? `reserved for you for ${span(rest)}` : "no longer reserved for you";
     if (rest <= 0 && !this.warned) {
       this.warned = true;
       this.say("The time for this task is up. Your answer still counts unless somebody else gets the task first.");
@@ -277,9 +277,9 @@ function readings(project, read) {
 
 function keys(project) {
   const rows = project.questions.length ? [
-    [["1", "…"], "the answers of the marked question; letters where they are shown"],
-    [["↑", "↓"], "from one question to the next"],
-    ...(project.questions.some((each) => each.why) ? [[["W"], "why, for the question answered last"]] : []),
+    [["1", "…"], "answer the marked question; press letters where they are shown"],
+    [["↑", "↓"], "move between questions"],
+    ...(project.questions.some((each) => each.why) ? [[["W"], "give a reason for the last answer"]] : []),
     [["Enter"], "submit all"],
   ] : {
     pair: [
@@ -290,13 +290,13 @@ function keys(project) {
       ...(project.strengths
         ? [
             [["1", "…", String(project.strengths)], "how much better, after A or B"],
-            [["Enter"], "without saying how much"],
+            [["Enter"], "skip how much"],
           ]
         : []),
     ],
     ranking: [
-      [["↑", "↓"], "from one completion to the next"],
-      [["A", "B", "…"], "to that completion"],
+      [["↑", "↓"], "move between completions"],
+      [["A", "B", "…"], "select that completion"],
       [["Shift", "↑"], "move it up"],
       [["Shift", "↓"], "move it down"],
       ...(project.ties ? [[["="], "as good as the one above"]] : []),
@@ -311,10 +311,10 @@ function keys(project) {
   const all = [
     ...rows,
     [["S"], "skip; somebody else gets it"],
-    [["U"], "undo, also Ctrl+Z; again for the one before"],
-    [["R"], "say why; Esc leaves the field"],
-    [["M"], "texts rendered, or as they were written"],
-    ...(project.kind === "pair" ? [[["D"], "the difference of A and B, word by word"]] : []),
+    [["U"], "undo, also Ctrl+Z; press again for earlier answers"],
+    [["R"], "give a reason; Esc leaves the field"],
+    [["M"], "show texts rendered or as written"],
+    ...(project.kind === "pair" ? [[["D"], "show the difference of A and B, word by word"]] : []),
     [["?"], "this list"],
   ];
   const box = el("input", {

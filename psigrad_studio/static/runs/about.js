@@ -63,10 +63,10 @@ export class About {
   /** Tags and a note of one's own. */
   notes(run) {
     const tags = el("input", { type: "text", value: run.tags.join(", "), maxlength: "400", placeholder: "baseline, paper", autocomplete: "off" });
-    const note = el("textarea", { rows: "2", maxlength: "10000", placeholder: "What you want to remember of this run" }, run.note);
+    const note = el("textarea", { rows: "2", maxlength: "10000", placeholder: "Notes about this run" }, run.note);
     const said = el("span", { class: "soft small", role: "status" });
     let was = { tags: run.tags, note: run.note };
-    const undo = el("button", { type: "button", class: "quiet", hidden: true, onclick: () => put(was, "As it was before.") }, "Undo");
+    const undo = el("button", { type: "button", class: "quiet", hidden: true, onclick: () => put(was, "Reverted.") }, "Undo");
     const put = async (own, words) => {
       try {
         const kept = await post("/api/runs/notes", { run: run.id, ...own });
@@ -81,9 +81,9 @@ export class About {
     };
     const keep = (event) => {
       event.preventDefault();
-      return put({ tags: tags.value.split(",").map((tag) => tag.trim()).filter(Boolean), note: note.value }, "Kept.");
+      return put({ tags: tags.value.split(",").map((tag) => tag.trim()).filter(Boolean), note: note.value }, "Saved.");
     };
-    return el("form", { class: "card notes", onsubmit: keep }, el("label", {}, "Tags ", tags), el("label", {}, "Note ", note), el("div", { class: "row" }, el("button", { type: "submit" }, "Keep"), undo, said));
+    return el("form", { class: "card notes", onsubmit: keep }, el("label", {}, "Tags ", tags), el("label", {}, "Note ", note), el("div", { class: "row" }, el("button", { type: "submit" }, "Save"), undo, said));
   }
 
   alerts(run) {
@@ -100,8 +100,8 @@ export class About {
           : null,
       );
     });
-    const list = said.length ? el("ul", { class: "plain" }, ...said) : el("p", { class: "soft" }, "No rule has anything to say.");
-    return el("section", { class: "card" }, el("h2", {}, "Alerts"), list);
+    const list = said.length ? el("ul", { class: "plain" }, ...said) : el("p", { class: "soft" }, "No warnings.");
+    return el("section", { class: "card" }, el("h2", {}, "Warnings"), list);
   }
 
   way(run, row) {
@@ -132,7 +132,7 @@ export class About {
       const more = Object.entries(rest).filter(([, v]) => v && v !== "None").map(([k, v]) => `${k} ${v}`).join(", ");
       return el("tr", {}, el("td", { class: "soft" }, when), el("td", {}, kind ?? ""), el("td", {}, more));
     });
-    const shown = rows.length ? table("Events", rows) : el("p", { class: "soft" }, "Nothing was noted.");
+    const shown = rows.length ? table("Events", rows) : el("p", { class: "soft" }, "No events.");
     return el("section", { class: "card" }, el("h2", {}, "What happened"), shown);
   }
 

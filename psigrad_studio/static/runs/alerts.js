@@ -3,7 +3,7 @@ import { post } from "../api.js";
 import { el } from "../dom.js";
 import { whole } from "./format.js";
 
-const SILENT = "Its process ended without a word: it may have been killed, or the machine stopped.";
+const SILENT = "The process ended without a message: it may have been killed, or the machine may have stopped.";
 
 export class Alerts {
   /** `about(run)` shows all that is known of a run. */
@@ -25,8 +25,8 @@ export class Alerts {
     const open = this.node.querySelector("details")?.open;
     const list = (rows, label) => el("ul", { class: "card plain", "aria-label": label }, ...rows);
     this.node.replaceChildren(
-      ...(failed.length + loud.length ? [list([...failed, ...loud], "Alerts")] : []),
-      ...(calm.length ? [el("details", { class: "calm", open }, el("summary", {}, `Nothing to do about ${calm.length === 1 ? "one alert" : `${calm.length} alerts`}`), list(calm, "Alerts that are over or explained"))] : []),
+      ...(failed.length + loud.length ? [list([...failed, ...loud], "Warnings")] : []),
+      ...(calm.length ? [el("details", { class: "calm", open }, el("summary", {}, `${calm.length === 1 ? "1 warning" : `${calm.length} warnings`}, no action needed`), list(calm, "Warnings that are over or explained"))] : []),
     );
   }
 
@@ -43,7 +43,7 @@ export class Alerts {
       this.runs.length > 1 ? ` in ${of.length === 1 ? of[0].run.name : `${of.length} runs`} ` : " ",
       `${when}${times > 1 ? `, ${whole(times)} times` : ""}. `,
       el("span", { class: "soft" }, loudest.alert.says, " "),
-      ...of.slice(0, 6).map(({ run }) => el("button", { type: "button", class: "link", onclick: () => this.about(run) }, of.length > 1 ? run.name : "Which completions")),
+      ...of.slice(0, 6).map(({ run }) => el("button", { type: "button", class: "link", onclick: () => this.about(run) }, of.length > 1 ? run.name : "Show completions")),
     );
   }
 

@@ -174,8 +174,8 @@ export class Chart {
     const shown = found.slice(0, 6).map(({ line, text }) => el("span", { class: `run-${line.colour}` }, text));
     const where = x === null ? "last" : `step ${figure(found[0]?.step)}`;
     if (this.flat) this.readout.replaceChildren("0 at every step");
-    else this.readout.replaceChildren(el("span", { class: "soft" }, found.length ? where : "nothing yet"), ...shown);
-    const keys = "Arrow keys move along it, plus and minus zoom, Enter shows the completions of a step.";
+    else this.readout.replaceChildren(el("span", { class: "soft" }, found.length ? where : "no figures yet"), ...shown);
+    const keys = "Arrow keys move along the curve, plus and minus zoom, Enter shows the completions of a step.";
     this.frame.setAttribute("aria-label", `${this.signal.title}. ${this.sentence()} ${keys}`);
   }
 

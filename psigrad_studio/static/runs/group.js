@@ -9,7 +9,7 @@ import { MEASURES, measures, reach, tokenText } from "./tokens.js";
 const OWN = "Sent from runs";
 const KINDS = { train: "training", eval: "held out", episode: "episode" };
 
-const BARE = "There are no figures by token here: a run writes them for the first prompts of each step (record_tokens).";
+const BARE = "There are no figures per token here: a run records them for the first prompts of each step (record_tokens).";
 
 const message = ({ role, content }, reading) =>
   el("div", { class: "message" }, role ? el("span", { class: "role soft" }, role) : null, el("div", { class: "said" }, read(content, reading)));
@@ -45,7 +45,7 @@ export class Group {
     const group = this.shown, episode = group.kind === "episode";
     const parts = [`Step ${whole(group.step)}`, KINDS[group.kind] ?? group.kind, episode || group.row === null ? "" : `prompt ${group.row}`];
     const title = parts.filter(Boolean).join(" · ");
-    this.readout = el("p", { class: "token-said soft", role: "status" }, this.offered.length ? "Point at a token, or walk through with the arrow keys." : "");
+    this.readout = el("p", { class: "token-said soft", role: "status" }, this.offered.length ? "Point at a token, or move with the arrow keys." : "");
     const said = episode ? [] : group.prompt.map((each) => message(each, this.markdown ? "rendered" : "written"));
     const head = el(
       "div",
@@ -174,7 +174,7 @@ export class Group {
     try {
       const said = await post("/api/runs/send", { run: this.run.id, n: a.n, other: b.n, generation: this.shown.generation, project: project ? Number(project) : null });
       this.projects = null;
-      const told = said.tasks ? `Sent. It waits in “${said.name}”. ` : `“${said.name}” has this pair already. `;
+      const told = said.tasks ? `Sent to the project “${said.name}”. ` : `“${said.name}” has this pair already. `;
       this.sending.replaceChildren(
         el("p", { role: "status" }, told, el("a", { href: `/label#project=${said.project}&part=work` }, "Go to the labelling desk")),
       );

@@ -93,7 +93,7 @@ export class List {
     row.ids = group.runs.map((run) => run.id);
     row.box.checked = looks.every((l) => l.chosen);
     row.box.indeterminate = !row.box.checked && looks.some((l) => l.chosen);
-    row.box.setAttribute("aria-label", `Lay all seeds of ${group.title} over the others`);
+    row.box.setAttribute("aria-label", `Overlay all seeds of ${group.title}`);
     if (row.name.textContent !== group.title) row.name.replaceChildren(el("span", {}, ...parted(group.title)));
     text(row.meta, `${group.runs.length} seeds · ${group.runs[0].method}${group.runs[0].model ? ` · ${short(group.runs[0].model)}` : ""}`);
     return row;
@@ -101,7 +101,7 @@ export class List {
 
   fill(row, run, { chosen, colour, dash }) {
     row.box.checked = chosen;
-    row.box.setAttribute("aria-label", `Lay ${run.name} over the others`);
+    row.box.setAttribute("aria-label", `Overlay ${run.name}`);
     row.node.classList.toggle("chosen", chosen);
     row.key.className = chosen ? `key run-${colour} dash-${dash}` : "key";
     if (row.name.textContent !== run.name) row.name.replaceChildren(el("span", {}, ...parted(run.name)));

@@ -15,7 +15,7 @@ const TABS = ["curves", "table", "rollouts", "about"];
 /** The tabs about one of the chosen runs. */
 const OF_ONE = ["rollouts", "about"];
 const state = { runs: [], tab: "curves", axis: "step", smooth: 0, log: false, zoom: null, bands: true, which: "", n: null, watch: false, ready: false, waiting: false };
-const NOTHING = "There are no runs here yet. Start one whose output_dir lies in this folder, or start the studio with the folder " +
+const NOTHING = "There are no runs here yet. Start one whose output_dir is in this folder, or start the studio with the folder " +
   "that holds your runs: psigrad studio RUNS_FOLDER.";
 const data = new Runs(changed, (well) => { $("live").textContent = well && data.list.some((r) => state.runs.includes(r.id) && r.state === "running") ? "live" : ""; });
 const list = new List($("runs"), pick);

@@ -98,7 +98,7 @@ export class Rollouts {
 
   async page(first) {
     const turn = ++this.asked;
-    this.said.textContent = "Looking …";
+    this.said.textContent = "Searching …";
     let answer;
     for (let read = -1; ; read = answer.total) {
       try {
@@ -110,11 +110,11 @@ export class Rollouts {
       if (turn !== this.asked) return;
       // A long file is read in parts, and the newest rows are in the last one.
       if (answer.whole || answer.total <= read) break;
-      this.said.textContent = `Looking … ${whole(answer.total)} read`;
+      this.said.textContent = `Searching … ${whole(answer.total)} read`;
     }
     this.generation = answer.generation;
     this.rows = [...this.rows.slice(0, first), ...answer.rows];
-    const part = answer.whole ? "" : " so far; the search took too long, narrow it down";
+    const part = answer.whole ? "" : " so far; the search took too long, so narrow it down";
     const range = answer.rewards ? ` Rewards lie between ${figure(answer.rewards[0])} and ${figure(answer.rewards[1])}.` : "";
     const what = answer.rows.length > 0 && answer.rows.every((row) => row.kind === "episode") ? "episodes" : "completions";
     const count = `${whole(answer.found)} of ${whole(answer.total)} ${what}`;

@@ -49,7 +49,7 @@ export class Table {
     const differ = this.settings ? "" : this.rows.length > 1 ? "Their settings are the same." : "";
     this.node.replaceChildren(
       el("div", { class: "card wide", tabindex: "0", role: "group", "aria-label": "Runs side by side" }, el("table", { class: "compare" }, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...body))),
-      el("p", { class: "soft small" }, `${this.rows.length === 1 ? "One run" : `${whole(this.rows.length)} runs`}; each figure is the last that was written. ${differ}`),
+      el("p", { class: "soft small" }, `${this.rows.length === 1 ? "One run" : `${whole(this.rows.length)} runs`}; figures are the latest. ${differ}`),
     );
   }
 

@@ -4,10 +4,10 @@ import { figure } from "./format.js";
 
 /** What a colour can stand for: title, where 0 strength lies, and whether a sign has a colour of its own. */
 export const MEASURES = {
-  logprob: { title: "log-prob", says: "stronger: the policy was more surprised by what it drew" },
-  ratio: { title: "ratio", says: "green above 1: made likelier; orange below 1", middle: 1 },
+  logprob: { title: "log-prob", says: "stronger: the policy drew a less likely token" },
+  ratio: { title: "ratio", says: "green above 1: more likely than before; orange below 1: less likely", middle: 1 },
   kl: { title: "KL", says: "stronger: further from the reference" },
-  entropy: { title: "entropy", says: "stronger: more undecided" },
+  entropy: { title: "entropy", says: "stronger: the policy was less certain" },
   advantage: { title: "advantage", says: "green: encouraged; orange: discouraged", middle: 0 },
   gap: { title: "sampler − trainer", says: "stronger: sampler and trainer disagree more" },
   mask: { title: "mask", says: "grey: not chosen by the policy, not trained on" },
@@ -50,7 +50,7 @@ function said(tokens, i) {
     if (v !== null) parts.push(`${title} ${figure(v)}`);
   }
   if (tokens.logprob?.[i] != null && tokens.mask[i]) parts.push(`p ${figure(Math.exp(tokens.logprob[i]))}`);
-  if (tokens.earned?.[i] != null) parts.push(`earned ${figure(tokens.earned[i])}`);
+  if (tokens.earned?.[i] != null) parts.push(`reward ${figure(tokens.earned[i])}`);
   return `${i + 1} of ${tokens.text.length}: ${parts.join(" · ")}`;
 }
 
