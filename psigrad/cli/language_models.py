@@ -68,7 +68,7 @@ def score(arguments: list[str]) -> int:
            "timeout": given["reward_timeout"], **{name: given[name] for name in ("split", "columns", "bad_rows")}}  # fmt: skip
     if given.get("attack"):
         if given["tokenizer"]:
-            raise UserError("score --attack counts no tokens; remove --tokenizer, and rewards that only read lengths.")
+            raise UserError("score --attack does not count tokens; remove --tokenizer and rewards that read only lengths.")
         return _attack(rewards, dataset, given["output"], max_rows=given["max_rows"], **how)
     from psigrad.language.recipes import score_rows
 
@@ -153,7 +153,7 @@ def report(arguments: list[str]) -> int:
     """Draw the report of a run again, or one that compares several runs."""
     usage = "psigrad report RUN [RUN ...] [--output FILE]"
     if flags.asks_for_help(arguments):
-        print(f"{usage}\n\nDraw the report of a run folder again, or of several compared.")
+        print(f"{usage}\n\nRedraw the report of a run folder, or draw one report that compares several.")
         return 0
     folders, output = flags.names_and_output("report", arguments)
     if not folders:

@@ -136,7 +136,7 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
         near = nearest(str(first["input"]), words) or "."
         setting = settings_of(cls).get(place)
         if setting and STEPS in setting.marks and isinstance(first["input"], float) and 0 < first["input"] < 1:
-            near = ", since steps are counted, not shares of a run."
+            near = ", since psigrad counts steps, not shares of a run."
         what = _MODELS if place in ("reference", "critic", "model.path") else reword(first["msg"])
         raise UserError(f"{where}{place} is {_brief(first['input'])}; {what}{near}") from None
     for name in ("dataset", "eval_dataset"):

@@ -173,7 +173,7 @@ def rank_source(source: str) -> int:
 def _lacking(name: str, short: Shortcut, spec: Any) -> str:
     method = spec.get("preset", "the algorithm") if isinstance(spec, Mapping) else spec
     have = [other for other, preset in algorithms.PRESETS.items() if short.find(describe(preset))]
-    return f"{method} has no {short.what}, so {name} means nothing to it; these have one: {', '.join(have)}."
+    return f"{method} has no {short.what}, so {name} has no effect; methods with one: {', '.join(have)}."
 
 
 def find_parameter(field: str, *parts: str, slots: Sequence[str] = ()) -> Callable[[Part], Places]:
@@ -316,8 +316,9 @@ _CLIPS = ("clip", "dual_clip", "geometric_clip")
 SHORTCUTS = {
     "beta": Shortcut(
         "KL term",
-        "weight of the KL term to the reference, 0: none; in a preference loss how far the policy may go from it, in orpo the "
-        "weight of the odds; in distillation 0 is forward KL, 1 reverse KL, and between them a mixture",
+        "weight of the KL term to the reference (0: none); in a preference loss how strongly the policy is held to the "
+        "reference, in orpo the weight of the odds ratio; in distillation 0 is forward KL, 1 reverse KL, and a value between "
+        "them a mixture",
         _either(_kl_weight, _preference_weight),
         _write_kl_weight,
         main=True,
@@ -331,13 +332,13 @@ SHORTCUTS = {
     ),
     "epsilon": Shortcut(
         "clip of the ratio",
-        "how far the ratio may go from 1 on both sides",
+        "distance from 1 at which the ratio is clipped, on both sides",
         _either(find_parameter("low", *_CLIPS), find_parameter("high", *_CLIPS)),
         main=True,
     ),
     "epsilon_high": Shortcut(
         "upper bound of the ratio",
-        "how far the ratio may rise above 1; in cispo the greatest weight",
+        "distance above 1 at which the ratio is clipped; in cispo the largest weight",
         _either(find_parameter("high", *_CLIPS), find_parameter("cap", "truncated_weight")),
     ),
     "scale_rewards": Shortcut(
@@ -351,18 +352,18 @@ SHORTCUTS = {
     ),
     "importance_sampling_level": Shortcut(
         "ratio",
-        "the ratio is of a token, sequence or trajectory",
+        "compute the ratio per token, sequence or trajectory",
         find_slot("ratio"),
         lambda root, place, value: _RATIOS.get(value, value),
     ),
     "mask_truncated_completions": Shortcut(
-        "filter", "leave out completions that the length limit cut", *_filter("not_truncated"), switch=True
+        "filter", "drop completions that the length limit cut", *_filter("not_truncated"), switch=True
     ),
     "dynamic_sampling": Shortcut(
-        "filter", "leave out groups whose rewards are all equal, and sample others", *_filter("has_signal"), switch=True
+        "filter", "drop groups whose rewards are all equal, and sample others", *_filter("has_signal"), switch=True
     ),
     "top_entropy_quantile": Shortcut(
-        "filter", "train on this share of the tokens, those of most entropy", *_filter("top_entropy", "share")
+        "filter", "train only on this share of the tokens, those with the highest entropy", *_filter("top_entropy", "share")
     ),
     "ent_coef": Shortcut("entropy bonus", "weight of the mean entropy", _may_have("entropy", "coefficient")),
     "vf_coef": Shortcut("critic", "weight of the critic's loss", find_parameter("coefficient", "value_loss")),
@@ -377,11 +378,11 @@ SHORTCUTS = {
         "discount per step",
         find_parameter("gamma", "gae", "length_gae", "td_residual", "k_step", "reward_to_go", "total_return"),
     ),
-    "target_kl": Shortcut("KL penalty", "wanted KL between old and new policy", find_parameter("target", "kl_penalty")),
+    "target_kl": Shortcut("KL penalty", "target of the KL between old and new policy", find_parameter("target", "kl_penalty")),
     "label_smoothing": Shortcut(
         "label smoothing", "share of the labels believed to be swapped", find_parameter("label_smoothing", "logistic", "robust")
     ),
-    "margin": Shortcut("margin", "by how much the chosen completion must lead", _preference("margin")),
+    "margin": Shortcut("margin", "least lead of the chosen completion's score over the rejected one's", _preference("margin")),
     "sft_weight": Shortcut("likelihood term", "weight of the chosen completions' negative log-likelihood", _preference("sft")),
     "desirable_weight": Shortcut("weights by label", "weight of good completions", _preference("desirable_weight")),
     "undesirable_weight": Shortcut("weights by label", "weight of bad completions", _preference("undesirable_weight")),
