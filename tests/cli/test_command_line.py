@@ -161,7 +161,7 @@ GRPO = [
     "{tmp}/r",
 ]
 MISTAKES = {
-    "TRL's command": (["env"], "There is no command 'env': `psigrad doctor` says"),
+    "TRL's command": (["env"], "There is no command 'env': use `psigrad doctor`"),
     "unknown command": (["grpoo"], "There is no command 'grpoo'.*did you mean 'grpo'"),
     "unknown flag": (["grpo", "--learning-rat", "1"], "There is no flag --learning-rat.*did you mean '--learning-rate'"),
     "unknown override": (

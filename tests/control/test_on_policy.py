@@ -359,7 +359,7 @@ def test_rows_without_an_end_are_cut_into_minibatches_of_steps(batch_size, monke
     ],
 )
 def test_a_method_that_needs_what_control_has_not_is_refused_before_it_plays(algorithm, said):
-    with pytest.raises(UserError, match=f"{said}.*, which control has not; choose another method"):
+    with pytest.raises(UserError, match=f"{said}.*, which control does not support; choose another method"):
         method(algorithm, n_steps=0)
 
 

@@ -182,7 +182,7 @@ def test_teaching_the_assistant_alone_needs_nothing(here):
     Path("a.py").write_text("from trl import SFTConfig\nSFTConfig(assistant_only_loss=True)\n")
     assert "assistant" not in "".join([*converted("a.py").differs, *converted("a.py").no_equal])
     Path("b.py").write_text("from trl import SFTConfig\nSFTConfig()\n")
-    assert "Rows of messages teach the assistant's turns alone" in "".join(converted("b.py").differs)
+    assert "In rows of messages psigrad trains only on the assistant's turns" in "".join(converted("b.py").differs)
 
 
 @pytest.mark.parametrize(("value", "dataset"), [('"org/data"', "org/data"), ("None", None)])
@@ -282,14 +282,14 @@ def test_yaml_of_trls_command_line(here):
     assert made.settings["model.lora_rank"] == 8 and made.settings["evaluation.eval_steps"] == 10
     told = "\n".join([*made.differs, *made.no_equal])
     assert (
-        "warmup_ratio is 0.1 of a run that is counted in epochs" in told and "packing" in told and "neftune_noise_alpha=5" in told
+        "warmup_ratio is 0.1, a share of a run whose length is given in epochs" in told and "packing" in told and "neftune_noise_alpha=5" in told
     )
 
 
 def test_a_value_that_a_setting_does_not_take_stands_among_what_has_no_equal(here):
     for value, said in (
         ("steps", "optim.lr_scheduler_type is 'steps'; expected 'linear', 'cosine'"),
-        ("reduce_lr_on_plateau", "lr_scheduler_type is 'reduce_lr_on_plateau': reduce_lr_on_plateau and greedy follow a figure"),
+        ("reduce_lr_on_plateau", "lr_scheduler_type is 'reduce_lr_on_plateau': a callback can follow a metric"),
     ):
         Path("c.yaml").write_text(yaml.safe_dump({"packing": True, "lr_scheduler_type": value, "learning_rate": 0.5}))
         made = converted("c.yaml")
@@ -300,7 +300,7 @@ def test_a_value_that_a_setting_does_not_take_stands_among_what_has_no_equal(her
 @pytest.mark.parametrize(("given", "told"), [({}, True), ({"bf16": False}, False), ({"fp16": True}, False)])
 def test_trls_bfloat16_by_default_is_told(given, told, here):
     Path("c.yaml").write_text(yaml.safe_dump({"packing": True, **given}))
-    assert any("Without bf16=False" in line for line in converted("c.yaml").differs) is told
+    assert any("unless bf16=False" in line for line in converted("c.yaml").differs) is told
 
 
 def test_a_share_of_warm_up_is_counted_where_the_steps_are_known(here):
