@@ -45,9 +45,10 @@ def train(name: str) -> Callable[[list[str]], int]:
 
 
 _SCORE = """\
-What reward functions (--reward NAME|module:function ... [--reward-weights X ...]) or a reward model (--model) give to
-each row of a dataset with prompts and completions: written to OUTPUT, or printed. --attack gives reward functions
-right answers in other forms and wrong ones for the first MAX_ROWS rows, and exits with 1 where a wrong one is rewarded."""
+Score each row of a dataset with prompts and completions by reward functions (--reward NAME|module:function ...
+[--reward-weights X ...]) or by a reward model (--model). The scores are written to OUTPUT, or printed. --attack tests
+reward functions on the first MAX_ROWS rows with wrong answers, and with right answers in other forms. Its exit status
+is 1 if a wrong answer is rewarded."""
 
 
 def score(arguments: list[str]) -> int:

@@ -320,7 +320,7 @@ def marked(text: str, messages: Iterable[Mapping[str, Any]], sight: Sight | None
         piece = word if "sha256" in part else part["text"].strip()
         found = text.find(piece, at)
         if found < 0:
-            raise ValueError("the chat template leaves out an image, or writes it elsewhere than the row")
+            raise ValueError("the chat template drops an image, or writes it at another place than the row")
         made += text[at:found] + (f"\ufffc{part['sha256']}\ufffc" if "sha256" in part else piece)
         moves += [(found, 66 - len(word))] if "sha256" in part else []
         at = found + len(piece)

@@ -90,7 +90,7 @@ def _legend(method: PolicyGradient) -> list[str]:
     fixed = "A, w and c carry" if method.correction else "A and w carry"
     lines = [f"over the chosen steps t of the kept trajectories i; {fixed} no gradient."]
     if method.kl is not None and method.kl.where == "reward" and method.needs_reference:
-        lines.append("The rewards that A is made of carry the KL penalty.")
+        lines.append("The rewards that A is computed from already include the KL penalty.")
     return lines
 
 

@@ -303,7 +303,7 @@ class RunFolder:
                     said = f"{file.name} has damaged lines, {damaged}; they are kept in {file.name}.damaged."
                     self._warn("rows_damaged", said, file=file.name, lines=damaged)
                 if expected is not None and left < expected:
-                    said = f"{file.name} lacks {expected - left} of its {expected} rows; the run goes on without them."
+                    said = f"{file.name} lacks {expected - left} of its {expected} rows; the run continues without them."
                     self._warn("rows_missing", said, file=file.name, rows=expected - left)
 
     def ends(self) -> dict[str, int]:

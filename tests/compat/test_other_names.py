@@ -441,7 +441,9 @@ def test_a_warm_up_that_is_a_share_of_the_run_is_computed_where_its_steps_are_kn
         assert parsed(f"--{name}", "0.1", "--max-steps", "25").optim.warmup_steps == 3
         assert load(SFTConfig, flags=resolve_names(SFTConfig, {name: 0.5, "max_steps": 9})).optim.warmup_steps == 5
         assert from_file(f"{name}: 0.1\nmax_steps: 25", tmp_path).optim.warmup_steps == 3
-        with pytest.raises(UserError, match=f"{name} is 0.1, a share of a run whose length is given in epochs; give warmup_steps"):
+        with pytest.raises(
+            UserError, match=f"{name} is 0.1, a share of a run whose length is given in epochs; give warmup_steps"
+        ):
             load(SFTConfig, flags=resolve_names(SFTConfig, {name: 0.1}))
     assert from_file("warmup_ratio: 0.0", tmp_path) == load(OnlineConfig)
     assert parsed("--warmup_ratio", "0.1", "--warmup_steps", "7", "--max-steps", "25").optim.warmup_steps == 7

@@ -150,7 +150,7 @@ def _tell_seen(train: Iterable[Row], held_out: Sequence[Row], tell: Tell) -> Non
     trained = set(keys).intersection(map(_prompt_key, train)) if keys else ()
     if count := sum(key in trained for key in keys):
         has = several(count, "held-out row", "has", "have")
-        text = f"{has} a prompt that is trained on too: what is measured there may be memory."
+        text = f"{has} a prompt that is also in the training rows, so figures on them may measure memorisation."
         tell("held_out_seen", text, count=count)
 
 
@@ -319,7 +319,7 @@ def read_rows(
             counts = [min(n, -(-len(part.rows) // ONE_OF), len(part.rows) - 1) for part, n in zip(parts, counts, strict=True)]
         rows, held_out_rows = holdout(rows, counts, seed)
         if len(held_out_rows) != sum(counts):
-            which = f"drawn at random by whole prompts where {sum(counts)} were wanted"
+            which = f"drawn at random with all rows of a prompt, where {sum(counts)} were requested"
     if not data.eval_dataset:
         tell_held_out(len(held_out_rows), total, which, tell)
     if tell is not None:

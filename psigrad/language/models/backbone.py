@@ -352,7 +352,7 @@ class Pretrained(ABC):
         if how in ("auto", "sdpa"):
             return
         if self.decoder is not None or self.why_padded:
-            why = "the fused decoder has an attention of its own" if self.decoder is not None else self.why_padded
+            why = "the fused decoder has its own attention" if self.decoder is not None else self.why_padded
             raise UserError(f"attention is {how!r}, and {why}; leave it at 'auto'.")
         # With shards, gradients are computed by hooks that a probe does not run.
         learns = [p for p in self.trainable().values() if p.requires_grad] if self.root is None else []
@@ -413,7 +413,7 @@ def own_share(model: Pretrained, inputs: ForwardInputs) -> ForwardInputs:
     if model.context is None or not isinstance(packed, attention.PackedLayout):
         return inputs
     if inputs.has_images:
-        raise UserError("A row has an image, and cp_size divides rows of text alone; set cp_size to 1.")
+        raise UserError("A row has an image, but cp_size divides only rows of text; set cp_size to 1.")
     if model.masks.used:
         inputs = replace(inputs, texts=text_sums(inputs.input_ids, inputs.position_ids, packed))
     if model.attends != "sdpa":
@@ -460,4 +460,4 @@ def _check_repeatable(model: Pretrained) -> None:
 def check_whole(missing: Iterable[str]) -> None:
     """Raise `ValueError` if weights are missing in a model's files. transformers draws them at random and continues."""
     if names := sorted(missing):
-        raise ValueError(f"its files lack {', '.join(names[:3])}{', …' * (len(names) > 3)}, which would be random numbers")
+        raise ValueError(f"its files lack {', '.join(names[:3])}{', …' * (len(names) > 3)}, whose weights would be random")

@@ -263,5 +263,7 @@ def _benchmark_rows(config: EvalConfig) -> list[Row]:
     else:
         shots, rows = rows[:count], rows[count:]
     if len(shots) < count or not rows:
-        raise UserError(f"num_fewshot is {count}, but there are only {len(shots) + len(rows)} rows; give more rows, or lower it.")
+        raise UserError(
+            f"num_fewshot is {count}, but there are only {len(shots) + len(rows)} rows; give more rows, or lower num_fewshot."
+        )
     return as_prompts(config.benchmark, rows, shots[:count])

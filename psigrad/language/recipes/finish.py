@@ -168,7 +168,7 @@ def _best_of(
         why = f"the checkpoint of step {step}, whose evaluation was the best, is gone" if step else "no evaluation had a figure"
         journal.tell("kept_last", f"The last weights are kept: {why}.", best=step)
         return model
-    journal.tell("kept", f"The weights of step {step} are kept, whose evaluation was the best ({value:.4g}).", step=step)
+    journal.tell("kept", f"The weights of step {step}, whose evaluation was the best ({value:.4g}), are kept.", step=step)
     if model.adapter is not None and model.root is None:  # only the adapter was trained; a given network has wrapped layers
         adapter: Any = model.adapter
         adapter.load_adapter(place, "default", is_trainable=True)

@@ -61,10 +61,10 @@ def _prepare(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int, 
     found, texts = counts["rows"], counts["texts"]
     if texts > found:
         are = several(found, "row", "is", "are")
-        said = f"{are} {texts} texts: the chat template rewrites turns once others follow."
+        said = f"{are} trained as {texts} texts, because the chat template rewrites turns once others follow."
         tell("turns_apart", said, rows=found, texts=texts)
     if cut := counts["cut"]:
-        tell("rows_cut", f"{cut} of {texts} rows are cut at {limit} tokens.", at=limit, count=cut)
+        tell("rows_cut", f"{cut} of {texts} texts are cut at {limit} tokens.", at=limit, count=cut)
     if not learned:
         raise UserError(f"No row of {config.data.dataset} has a token to learn within {name_limit(config, limit)}.")
     if none := found - len(learned):

@@ -260,7 +260,7 @@ def _samples(run: RunData) -> Table | None:
             verdict = _verdict(sample)
             mark = Cell(verdict, "verdict") if verdict else _number(sample.reward)
             cells[-1] += [Cell(sample.completion, "whole"), mark]
-    note = f"First {min(SAMPLES, len(rows))} of {len(rows):,}; those whose reward changed stand first."
+    note = f"First {min(SAMPLES, len(rows))} of {len(rows):,}; rows whose reward changed come first."
     return Table(head, cells, note, turned, whole=True, shown=AT_ONCE)
 
 

@@ -282,7 +282,9 @@ def test_yaml_of_trls_command_line(here):
     assert made.settings["model.lora_rank"] == 8 and made.settings["evaluation.eval_steps"] == 10
     told = "\n".join([*made.differs, *made.no_equal])
     assert (
-        "warmup_ratio is 0.1, a share of a run whose length is given in epochs" in told and "packing" in told and "neftune_noise_alpha=5" in told
+        "warmup_ratio is 0.1, a share of a run whose length is given in epochs" in told
+        and "packing" in told
+        and "neftune_noise_alpha=5" in told
     )
 
 

@@ -131,7 +131,7 @@ def refuse_placeholder(tokenizer: PreTrainedTokenizerBase, row: Row, *texts: Any
     """Raise `RowError` if one of the texts contains the placeholder that marks an image in rendered text."""
     sight = images.sight_of(tokenizer)
     if sight is not None and any(sight.placeholder in str(text) for text in texts):
-        raise refuse(row, "", f"has the text {sight.placeholder!r}, which stands for an image; leave it out")
+        raise refuse(row, "", f"has the text {sight.placeholder!r}, which marks the place of an image; remove it from the text")
 
 
 def refusal(row: Row, error: Exception) -> RowError:
