@@ -203,7 +203,7 @@ def export(arguments: list[str]) -> int:
         print(f"{usage}\n\nWrite the model of a run, a folder, a hub name or a GGUF file to a new folder:\n")
         print("  gguf     one file for llama.cpp, with its chat template and a Modelfile for Ollama; --quantization is f32, f16,")
         print(
-            "           bf16, q8_0, q5_1, q5_0, q4_1 or q4_0\n  merged   the whole model with its adapter merged in, for transformers"
+            "           bf16, q8_0, q5_1, q5_0, q4_1 or q4_0\n  merged   the model with its adapter merged in, for transformers"
         )
         print("  adapter  the adapter alone, for peft")
         return 0

@@ -34,7 +34,7 @@ def serve(arguments: list[str]) -> int:
     path = _only("serve", models, usage)
     names = tuple(listed["--name"]) or (path.rstrip("/"),)
     if tinker and len(names) > 1:
-        raise UserError(f"--tinker got the names {', '.join(names)}; its client uses a single name, so give one --name.")
+        raise UserError(f"--tinker got the names {', '.join(names)}; it serves a single name, so give one --name.")
     from psigrad_serve import serving
 
     listening = serving.listen(host, port)

@@ -69,7 +69,7 @@ SIGNALS = (
         beside=("eval/mean_reward",), labels=_HELD_OUT),
     Signal("calibration", "Learning", "Calibration error", "Gap between confidence and accuracy on held-out pairs.",
         ("eval/calibration_error",)),
-    Signal("implicit_reward", "Learning", "Implicit rewards", "Mean over chosen and over rejected completions.", ("rewards/chosen",),
+    Signal("implicit_reward", "Learning", "Implicit rewards", "Mean of chosen and rejected completions.", ("rewards/chosen",),
         beside=("rewards/rejected",), labels=("chosen", "rejected")),
     Signal("logps", "Learning", "Log-probs", "Mean log-prob of whole completions, chosen and rejected.", ("logps/chosen",),
         "nats", beside=("logps/rejected",), labels=("chosen", "rejected")),
