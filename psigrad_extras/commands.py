@@ -24,12 +24,8 @@ from psigrad_extras.preflight.settings import PlanConfig
 
 def check(arguments: list[str]) -> int:
     """Print checks of a model, its data and its settings before training. Return exit status 1 if a check fails."""
-    about = (
-        "Check that a model, its data and its settings will train correctly: print rows as the model reads them and the answers "
-    )
-    about += (
-        "of rewards, tools and the environment, and compare results that must be equal. Nothing is trained. Flags are a run's."
-    )
+    about = "Check that a model, its data and its settings will train correctly. Print rows as the model reads them, and how "
+    about += "rewards, tools and the environment answer; compare results that must agree. Nothing is trained. Flags are a run's."
     rest = [argument for argument in arguments if argument != "--json"]
     config = flags.parse(OnlineConfig, "check [--json]", rest, about=about)
     from psigrad.records.report import terminal
@@ -142,9 +138,7 @@ def replay(arguments: list[str]) -> int:
     """Recompute a step of a run. Return exit status 1 if it differs from the recorded one."""
     if flags.asks_for_help(arguments):
         print(f"{_REPLAY}\n\nRecompute a step of an online run from the nearest earlier checkpoint and the run's rows, and print")
-        print(
-            "every difference from the record. --method adds other methods on the same completions: dapo, rloo, …, or a variant"
-        )
+        print("every difference from the record. --method adds other methods on the same completions: dapo, rloo or a variant")
         print("such as '{preset: grpo, kl: null}'. A page with every token is written to RUN/replays/.")
         return 0
     names, listed, rest = flags.parse_lists(arguments, "--step", "--method", "--output")
@@ -219,7 +213,7 @@ def export(arguments: list[str]) -> int:
     )
     print(f"{made.path}{off}")
     if made.base:
-        print(f"the adapter is merged into the quantised base that it was trained on ({made.base})")
+        print(f"the adapter is merged into the base that it was trained on, whose weights are rounded to {made.base}")
     if off:
         print(f"ollama create NAME -f {made.path.parent / 'Modelfile'}    or    llama-server -m {made.path} --jinja")
     return 0

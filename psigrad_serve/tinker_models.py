@@ -27,7 +27,10 @@ AT_ONCE = 4096
 """The tokens of a forward pass."""
 _STATE = "training_state.safetensors"
 _DATUM = ("target_tokens", "weights", "advantages", "logprobs")
-_OTHER_TARGETS = "A datum has a target that is not the next token, where its {0} are not 0; send the next token as target, or set these {0} to 0."
+_OTHER_TARGETS = (
+    "A datum has a target that is not the next token, where its {0} are not 0; send the next token as target, or set these "
+    "{0} to 0."
+)
 _MOVING = threading.Lock()
 """The lock for moving a state's folder, so that readers see it before or after the move."""
 

@@ -78,7 +78,7 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
         shutil.copytree(places[0], folder, copy_function=shutil.copyfile)  # not the modes: safetensors writes for its owner only
         return LeftBehind(folder)
     base = coded_base(Path(model)).get("quantize_base", "") if is_adapter(model) else ""
-    over = f"\nThe adapter is merged into the quantised base that it was trained on ({base}).\n" if base else ""
+    over = f"\nThe adapter is merged into the base that it was trained on, whose weights are rounded to {base}.\n" if base else ""
     place = Path(plain_folder(locate(Model(path=model, trust_remote_code=trust_remote_code))))
     if to == "merged" and place.is_dir():
         keep = lambda at, names: [n for n in names if n == "adapter" or n == checkpoint.MANIFEST]  # noqa: E731

@@ -349,11 +349,7 @@ class VLLMSampler(Sampler):
         """Restart the engine, which from then on gets whole weights with the adapter merged."""
         self._alone = False
         self._end()
-        self._tell(
-            "adapter_merged",
-            f"vLLM cannot load the adapter of this model ({reason}), so it gets all weights with the adapter merged.",
-            reason=reason,
-        )
+        self._tell("adapter_merged", f"vLLM cannot load the adapter ({reason}), so it gets the merged weights.", reason=reason)
         self._start()
 
     def _end(self) -> str:
@@ -427,7 +423,7 @@ class VLLMSampler(Sampler):
             while (message := worker.poll()) is None:
                 if time.monotonic() > worker.deadline:
                     self._end()
-                    raise EngineLostError(f"it did not answer for {PATIENCE:.0f} s")
+                    raise EngineLostError("it did not answer in time")
                 if not worker.alive() and worker.poll() is None:
                     raise WorkerGone
                 with selectors.DefaultSelector() as selector:

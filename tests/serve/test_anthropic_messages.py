@@ -74,7 +74,7 @@ def test_a_stop_sequence_is_named(acting, actor):
      ({"messages": [{"role": "sage", "content": "x"}]}, "invalid_request_error", "messages[0].role"),
      ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "base64"}}]}]}, "invalid_request_error",
           "reads text alone"),
-     ({"messages": [{"role": "user", "content": "x " * 1800}]}, "invalid_request_error", "1024 tokens and the prompt has"),
+     ({"messages": [{"role": "user", "content": "x " * 1800}]}, "invalid_request_error", "1024 tokens, but the prompt has"),
      ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "sum"}}, "invalid_request_error", "there is add"),
      ({"extra_body": {"mcp_servers": [{"url": "x"}]}}, "invalid_request_error", "mcp_servers is")],
 )  # fmt: skip

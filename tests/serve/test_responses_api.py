@@ -64,7 +64,7 @@ def test_two_answers_to_one_question_by_one_seed_are_two_conversations(acting, a
 
 @pytest.mark.parametrize(
     ("bad", "param", "words"),
-    [({"previous_response_id": "resp_9"}, "previous_response_id", "not remembered"),
+    [({"previous_response_id": "resp_9"}, "previous_response_id", "not stored"),
      ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
      ({"input": [{"type": "computer_call"}]}, "input[0].type", "computer_call"), ({"input": []}, "input", "at least 1"),
      ({"input": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "'wizard'"),

@@ -41,7 +41,7 @@ def test_what_was_sampled_is_brought_in():
 def test_its_last_line_is_said_when_it_fails():
     job = ended(begun("import sys; sys.exit('noise\\npsigrad: The model is broken.')"))
     assert (job.state, job.said, job.added) == ("failed", "The model is broken.", None)
-    assert ended(begun("import os; os.kill(os.getpid(), 9)")).said == "It was killed."
+    assert ended(begun("import os; os.kill(os.getpid(), 9)")).said == "The process was killed."
     assert "sampled.jsonl" in ended(begun("pass")).said
 
 

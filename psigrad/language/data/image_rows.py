@@ -60,7 +60,7 @@ def with_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mapping
         wanted = begun + _bare(raw[name])
         if wanted not in (0, len(marks)) and not (name == "prompt" and set(_ANSWERS).intersection(talks)):
             have = several(len(marks), "image", "is", "are")
-            fail(name, f"has {several(wanted, 'image part')} that contain no image, but {have} in the column images")
+            fail(name, f"has {several(wanted, 'image part')} without an image, but {have} in the column images")
         rest = iter(marks[begun:])
         made[name] = [reader.turn(turn, f"{name}[{i}]", rest) for i, turn in enumerate(raw[name])]
     if marks and not any(_bare(raw[name]) for name in talks):

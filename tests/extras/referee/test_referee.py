@@ -71,7 +71,9 @@ def test_two_files_part_where_they_differ(job, capsys, changed, first):
     status = cli.main(["referee", write(job, "a.yaml"), write(job, "b.yaml", **changed)])
     said = capsys.readouterr().out
     assert status == bool(first)
-    assert (f"The first tensor where they part: {first}, in step" in said) if first else "never part, up to step 2." in said
+    assert (
+        (f"The first tensor in which they differ: {first}, in step" in said) if first else "do not differ, up to step 2." in said
+    )
 
 
 def test_a_mistake_is_one_sentence(job, capsys):

@@ -211,13 +211,13 @@ def test_a_template_that_forgets_thinking_gives_a_context_to_each_turn_that_it_r
 
 def test_a_template_that_rewrites_the_prompt_is_refused(build: Build) -> None:
     rewriting = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}"
-    with pytest.raises(RowError, match=r"my.jsonl:7: the chat template renders the generation prompt of message 2"):
+    with pytest.raises(RowError, match=r"my.jsonl:7: the chat template renders the generation prompt before message 2"):
         example(build(rewriting), sft(prompt=[user("hello")], completion=[bot("there")]))
 
 
 def test_a_generation_prompt_that_the_conversation_does_not_repeat_is_refused(build: Build) -> None:
     template = "{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}{% if add_generation_prompt %}{}{% endif %}"
-    with pytest.raises(RowError, match=r"the generation prompt of message 2 \(assistant\) differently"):
+    with pytest.raises(RowError, match=r"the generation prompt before message 2 \(assistant\) differently"):
         example(build(template.replace("{}", "Hm:")), sft(messages=TWO_TURNS))
     # an opened thought is one that the answer closes
     closed, _ = examples(build(template.replace("{}", "<think>")), sft(messages=TWO_TURNS))

@@ -301,8 +301,8 @@ def test_grpo_follows_the_experts_of_sampling(folder, tmp_path, monkeypatch):
 ONLINE = OnlineConfig(reward=["length"], router_replay=True)
 TOLD = {
     "pairs": (replace(ONLINE, algorithm="online_dpo", num_generations=2), "online_dpo trains on pairs"),
-    "episodes": (replace(ONLINE, environment="m:Game"), "episodes and agents have completions that are not sampled whole"),
-    "tools": (replace(ONLINE, tools=["m:tool"]), "episodes and agents have completions that are not sampled whole"),
+    "episodes": (replace(ONLINE, environment="m:Game"), "completions of episodes and agents are not sampled in one piece"),
+    "tools": (replace(ONLINE, tools=["m:tool"]), "completions of episodes and agents are not sampled in one piece"),
     "sampler": (
         replace(ONLINE, sampling=replace(ONLINE.sampling, sampler="transformers")),
         "sampling.sampler is 'transformers', which records no experts",

@@ -44,7 +44,7 @@ def test_plain_prompts_of_a_run_with_a_chat_model(plain: bool, chat: Path, job: 
     config = replace(config, evaluation=replace(config.evaluation, eval_prompts=None))
     online.run(replace(config, model=Model(path=str(chat)), data=data, reward=("length",)))
     said = capsys.readouterr().err
-    how = "are sent as they are: plain_prompts is set" if plain else "are each a user turn of the chat template"
+    how = "are sent unchanged: plain_prompts is set" if plain else "are sent as user turns of the chat template"
     assert said.count("4 plain prompts") == 1 and how in said and "held out" not in said
     (told,) = events(tmp_path / "run", "prompt_form")
     assert (told["user_turns"], told["plain"]) == ((0, 4) if plain else (4, 0))

@@ -115,7 +115,7 @@ def test_more_processes_than_gpus_is_a_sentence(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with (
-        pytest.raises(UserError, match="The 3 processes or more of this machine want a GPU each, and it has 2; start fewer"),
+        pytest.raises(UserError, match="This machine has 2 GPUs, but at least 3 processes that need one each; start fewer"),
         world.join_world(device="cuda"),
     ):
         pass
