@@ -199,7 +199,7 @@ def export(arguments: list[str]) -> int:
         print(
             "           bf16, q8_0, q5_1, q5_0, q4_1 or q4_0\n  merged   the model with its adapter merged in, for transformers"
         )
-        print("  adapter  the adapter alone, for peft")
+        print("  adapter  only the adapter, for peft")
         return 0
     names, _, rest = flags.parse_lists(arguments)
     given = flags.plain("export", rest, {"to": "", "output": "", "quantization": "f16", "trust_remote_code": False})

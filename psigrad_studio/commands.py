@@ -15,11 +15,12 @@ _JUDGE_REPORT = "psigrad judge-report VOTES --model NAME --base-url URL [--crite
 _JUDGED = f"""\
 {_JUDGE_REPORT}
 
-How a judge compares with people's votes (agreement, Cohen's kappa, by criterion) and itself (order, length, its own
-model's texts). VOTES is a file that the labelling desk exports, or its database with --project NAME. Each pair is shown
-to the judge, --model as the endpoint names it, in both orders, as by the reward ranking. --self-model is the judge's own
-model as completions name theirs, --cache a folder that keeps replies, --output a file for the figures as JSON,
---api-key-variable the environment variable with the endpoint's key, --max-pairs N the first N pairs alone."""
+Compare a judge with people's votes (agreement and Cohen's kappa, by criterion), and with itself: does it prefer the first
+answer, the longer one, or texts of its own model? VOTES is a file that the labelling desk exports, or its database with
+--project NAME. The judge reads each pair in both orders, as in the reward ranking. --model is the judge's name at the
+endpoint, --self-model the name that completions have for its model, --cache a folder that stores replies, --output a
+JSON file for the figures, --api-key-variable the environment variable with the endpoint's key. --max-pairs N reads only
+the first N pairs."""
 
 
 def judge_report(arguments: list[str]) -> int:

@@ -319,7 +319,7 @@ _ROWS = (
     *_no_equal("metric=module:function is a metric of held-out prompts, with a reward's signature", compute_metrics=None),
     *_no_equal("psigrad packs the rows, and its columns determine what is learned", data_collator=None),
     *_no_equal("give the model as model=", model_init=None),
-    *_no_equal("episodes of several turns have environment= or tools=, and a sampler of your own is sampler=module:Class",
+    *_no_equal("environment= or tools= gives episodes of several turns, and sampler=module:Class a custom sampler",
         rollout_func=None),
     *_no_equal("give environment=module:Class with reset(row) and step(text)", environment_factory=None),
     *_no_equal("lora_rank=16 adds an adapter; psigrad.train takes a LoraConfig as peft_config", peft_config=None),
@@ -336,7 +336,7 @@ _ROWS = (
         f"{_ACTOR}.ppo_micro_batch_size_per_gpu actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu "
         f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu", "verl"),
     *_instead(_PRECISION, "mixed_precision"),
-    *_instead("vLLM runs in a process of its own beside the trainer, or in the samplers of a cluster (cluster=auto)",
+    *_instead("vLLM runs in a separate process next to the trainer, or in the samplers of a cluster (cluster=auto)",
         "vllm_mode"),
     *_instead(_COLUMNS, "dataset_prompt_column formatting_func"),
     *_instead(_COLUMNS, "data.prompt_key", "verl"),

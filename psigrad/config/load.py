@@ -163,7 +163,7 @@ def _without_unread(cls: type[Any], values: Mapping[str, Any], where: str) -> di
         if not instead and value is False:  # disabling a feature that this command never uses is harmless
             continue
         if not instead or made.get(of, {}).get(own, value) != value:
-            what = f"means {instead}, which is also given" if instead else "has no effect here"
+            what = f"means {instead}, which is also given" if instead else "has no effect on this command"
             raise UserError(f"{where}{name} is {value!r} and {what}; remove it.")
         put(made, instead, value, where)
     return made

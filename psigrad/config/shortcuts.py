@@ -324,7 +324,9 @@ SHORTCUTS = {
         main=True,
     ),
     "kl_estimator": Shortcut(
-        "KL term", "its estimator: k1, k2, k3, k1+, k3+, exact, exact_forward, exact_js, span", find_parameter("estimator", "KL")
+        "KL term",
+        "estimator of the KL term: k1, k2, k3, k1+, k3+, exact, exact_forward, exact_js, span",
+        find_parameter("estimator", "KL"),
     ),
     "kl_in": Shortcut("KL term", "where the KL term acts: loss or reward", find_parameter("where", "KL")),
     "use_bias_correction_kl": Shortcut(
@@ -368,7 +370,7 @@ SHORTCUTS = {
     "ent_coef": Shortcut("entropy bonus", "weight of the mean entropy", _may_have("entropy", "coefficient")),
     "vf_coef": Shortcut("critic", "weight of the critic's loss", find_parameter("coefficient", "value_loss")),
     "cliprange_value": Shortcut(
-        "critic", "how far a value may move with credit; null: no clip", find_parameter("clip", "value_loss")
+        "critic", "distance from the old value at which a value is clipped; null: no clip", find_parameter("clip", "value_loss")
     ),
     "gae_lambda": Shortcut(
         "generalised advantage estimation", "λ: bias (0) against variance (1)", find_parameter("lam", "gae", slots=("psi",))

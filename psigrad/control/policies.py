@@ -45,9 +45,11 @@ def policy_name(policy: Any, env: Any) -> str | None:
 def check(policy: str | None, envs: Environments) -> None:
     """Raise `UserError` for a `CnnPolicy` without images, and for a `MultiInputPolicy` without a Dict of observations."""
     if policy == CNN and envs.image is None:
-        raise UserError(f"{CNN} needs images, and an observation here is {envs.spaces[0]}; use {MLP}.")
+        raise UserError(f"{CNN} needs images, but an observation of this environment is {envs.spaces[0]}; use {MLP}.")
     if policy == MULTI and not isinstance(envs.spaces[0], Dict):
-        raise UserError(f"{MULTI} needs a Dict of observations, and an observation here is {envs.spaces[0]}; use {MLP}.")
+        raise UserError(
+            f"{MULTI} needs a Dict of observations, but an observation of this environment is {envs.spaces[0]}; use {MLP}."
+        )
 
 
 def translate_kwargs(policy_kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,7 +113,7 @@ def drop_foreign(settings: Mapping[str, Any]) -> dict[str, Any]:
         rest["train_freq"] = frequency[0]
     for name, (idle, advice) in _WITHOUT_EQUAL.items():
         if name in rest and (value := rest.pop(name)) not in idle:
-            raise UserError(f"{name} is {value!r}, which has no equivalent here: {advice}; remove it.")
+            raise UserError(f"{name} is {value!r}, which has no equivalent in psigrad: {advice}; remove it.")
     for name, schedule in (("learning_rate", "lr_scheduler_type"), ("clip_range", "clip_range_schedule")):
         if callable(rest.get(name)):
             raise UserError(f"{name} is a function; expected its first value, and {schedule}='linear' to let it fall to 0.")
@@ -143,7 +145,7 @@ ELSEWHERE = {
     "QRDQN": "the closest is DQN(…, double_q=True)",
     "RecurrentPPO": "policies have no memory; show PPO several observations, by gymnasium.wrappers.FrameStackObservation",
     "MaskablePPO": "actions are not masked; let the environment ignore those that are not allowed, and use PPO",
-    "ARS": "every method here follows a gradient; use PPO or REINFORCE",
+    "ARS": "every method of psigrad follows a gradient; use PPO or REINFORCE",
     "HER": _CONTINUOUS,
     "HerReplayBuffer": _CONTINUOUS,
     "BaseCallback": _CALLBACK,

@@ -314,7 +314,7 @@ def marked(text: str, messages: Iterable[Mapping[str, Any]], sight: Sight | None
     if not wanted:
         return text, []
     if sight is None:
-        raise ValueError("it has an image, and the model reads text alone; use a vision-language model")
+        raise ValueError("it has an image, and the model reads only text; use a vision-language model")
     at, made, moves, word = 0, "", [], sight.placeholder
     for part in wanted:
         piece = word if "sha256" in part else part["text"].strip()
@@ -340,7 +340,7 @@ def written(text: str, sight: Sight | None) -> tuple[str, list[Picture]]:
     if not found:
         return text, []
     if sight is None:
-        raise UserError("The prompt has an image, and the model reads text alone; give a vision-language model.")
+        raise UserError("The prompt has an image, and the model reads only text; give a vision-language model.")
     return MARK.sub(lambda mark: sight.expand(picture(mark[1])), text), found
 
 

@@ -176,8 +176,8 @@ class RunFolder:
         except checkpoint.CheckpointError as error:
             if checkpoint.latest(self.checkpoints).path is None:
                 raise RunFolderError(
-                    f"{self.path} is finished and its model is not what was written ({error} There is no checkpoint to write it "
-                    "from again); restore it, or choose another output_dir."
+                    f"{self.path} is finished, but its model is damaged ({error} There is no checkpoint to write it from again); "
+                    "restore it, or choose another output_dir."
                 ) from None
             aside = self.path / "model.damaged"
             if model.exists():

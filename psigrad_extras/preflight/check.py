@@ -291,7 +291,7 @@ def check_adapter(subject: Subject) -> Finding:
         on = _apart(plain, adapted.logp(subject.groups))
         with adapted.model.without_adapter():
             off = _apart(plain, adapted.logp(subject.groups))
-    note = "" if subject.config.model.lora_rank else f"of rank {lora.rank}, for this check alone"
+    note = "" if subject.config.model.lora_rank else f"of rank {lora.rank}, only for this check"
     return Finding("adapter", "a fresh adapter, one switched off, and none", max(fresh, off), subject.bounds[0], on, note=note)
 
 

@@ -398,8 +398,8 @@ def _main(project: Project, answer: LabelAnswer, display: list[int], *, asked: b
     wanted = {"pair": "choice", "ranking": "ranks"}.get(project.kind, "rating") if asked else None
     given = [name for name in ("choice", "ranks", "rating") if getattr(answer, name) is not None]
     if given != ([wanted] if wanted else []):
-        only = f"{wanted} alone" if wanted else "answers to its own questions alone"
-        raise Refusal(f"The answer has {' and '.join(given) or 'nothing'}; this project asks for {only}.")
+        only = wanted or "answers to its own questions"
+        raise Refusal(f"The answer has {' and '.join(given) or 'nothing'}; this project asks only for {only}.")
     if wanted != "choice":
         _check_strength(answer, 0, decided=False)
     if wanted is None:

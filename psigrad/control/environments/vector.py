@@ -179,7 +179,7 @@ class Environments:
         Raises `UserError` for anything else.
         """
         if isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], dict):
-            raise UserError("The observation is a tuple (observation, info), as `reset` returns it; give its first part alone.")
+            raise UserError("The observation is a tuple (observation, info), as `reset` returns it; give only its first part.")
         batch, single = meanings.batch_of(self._space, observation)
         try:
             return self._flatten(batch), single

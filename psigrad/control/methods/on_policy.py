@@ -333,7 +333,7 @@ def _check(config: ControlConfig, algorithm: PolicyGradient) -> None:
     name, reads = algorithm.name or "the algorithm", needs_of(algorithm.psi)
     minibatches = bool(config.batch_size) and config.n_steps * config.n_envs != config.batch_size
     for asks, what in (
-        (not algorithm.needs_reward, "learns from a teacher alone"),
+        (not algorithm.needs_reward, "learns only from a teacher"),
         (algorithm.needs_reference, "has a KL to a reference policy (set kl to null)"),
         (algorithm.needs_old_entropy, "filters steps by the entropies before the update"),
         (algorithm.correction is not None, "corrects for a sampler apart from the trainer"),

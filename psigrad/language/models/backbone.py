@@ -248,7 +248,7 @@ class Pretrained(ABC):
         """Return how the images of `inputs` are read, None without images. Raises `UserError` if this model reads text alone."""
         if inputs.has_images and self.vision is None:
             raise UserError(
-                f"A row has an image, and {type(self.network).__name__} reads text alone; give a vision-language model, also as "
+                f"A row has an image, and {type(self.network).__name__} reads only text; give a vision-language model, also as "
                 "the reference."
             )
         return self.vision if inputs.has_images else None

@@ -121,7 +121,7 @@ def settings_beside(config: EvalConfig, found: Report) -> dict[str, Any]:
         "template": shape.head + shape.template if shape else "the rows' own prompts",
         "sent": "as one user turn of the chat template" if chat else "as plain text",
         "few-shot": f"{config.num_fewshot} from {examples}" if config.num_fewshot else "none",
-        "extraction": f"{comparison[config.benchmark]}{f', of what stands before {shape.stop!r}' if shape.stop else ''}"
+        "extraction": f"{comparison[config.benchmark]}{f', of the text before {shape.stop!r}' if shape.stop else ''}"
         if shape and scored == [config.benchmark]
         else " + ".join([*scored, *config.reward_model, str(evaluation.metric)]).strip("+ "),
         "decoding": "none: the likeliest letter"

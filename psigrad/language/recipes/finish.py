@@ -165,7 +165,11 @@ def _best_of(
     step, value = journal.world.broadcast((best.step, best.value) if best else (0, 0.0))
     place = journal.folder.checkpoints / f"step-{step:08d}"
     if not step or not place.is_dir():
-        why = f"the checkpoint of step {step}, whose evaluation was the best, is gone" if step else "no evaluation had a figure"
+        why = (
+            f"the checkpoint of step {step}, whose evaluation was the best, is gone"
+            if step
+            else "no evaluation gave a value of the metric"
+        )
         journal.tell("kept_last", f"The last weights are kept: {why}.", best=step)
         return model
     journal.tell("kept", f"The weights of step {step}, whose evaluation was the best ({value:.4g}), are kept.", step=step)

@@ -158,7 +158,7 @@ def _answers(
     for part in filter(None, rows):
         made, counts = encode_rows(part, short, config.data, tell)
         if left := counts["long"]:
-            text = f"{left} of {left + len(made)} rows have more than {limit} tokens and are left out."
+            text = f"{left} of {left + len(made)} rows have more than {limit} tokens and are dropped."
             tell("rows_left_out", text, longer_than_max_length=left, kept=len(made))
         if not made:
             raise UserError(f"All {left} rows have more than {name_limit(config, limit)}.")

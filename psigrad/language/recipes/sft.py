@@ -68,7 +68,7 @@ def _prepare(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int, 
     if not learned:
         raise UserError(f"No row of {config.data.dataset} has a token to learn within {name_limit(config, limit)}.")
     if none := found - len(learned):
-        text = f"{none} of {found} rows have no token to learn within {limit} tokens and are left out."
+        text = f"{none} of {found} rows have no token to learn within {limit} tokens and are dropped."
         tell("rows_left_out", text, nothing_to_learn=none, kept=len(learned))
     return PreparedRows(rows, held_out, learned, encode_rows(held_out, encoder, config.data)[0])
 

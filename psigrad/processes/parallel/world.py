@@ -235,7 +235,7 @@ def _make_group(device: str, size: int, minutes: float) -> None:
     cuda = device.startswith("cuda")
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if cuda and size > 1 and torch.device(device).index is not None:
-        raise UserError(f"device is {device!r} and there are {size} processes, each with a GPU of its own; give device=cuda.")
+        raise UserError(f"device is {device!r} and there are {size} processes, each with its own GPU; give device=cuda.")
     if cuda:
         local, here = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if local >= here:

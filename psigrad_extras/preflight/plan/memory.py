@@ -162,7 +162,7 @@ def passing(
     if there:
         # Memory has the kept activations and copies of one layer; or, one step in twenty and in later passes, a forward pass's.
         activations = max(activations - there, activations / policy.layers)
-        note += ", beside what was kept"
+        note += ", besides the kept activations"
     found = [
         MemoryItem("activations", activations, "train", note),
         MemoryItem("backward pass", backward, "train", "gradients of one layer's activations"),

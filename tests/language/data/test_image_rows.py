@@ -136,7 +136,7 @@ def refused(row, form="prompt-only"):
         ({"prompt": "a", "image": "data:image/png;base64,???"}, "rows:1: column image is a data URL that is not base64"),
         (
             {"prompt": [say({"type": "audio"})]},
-            "rows:1: column prompt[0].content[0] is of type 'audio'; psigrad trains on text and",
+            "rows:1: column prompt[0].content[0] is of type 'audio'; expected text or an image",
         ),
         (
             {"prompt": [say(PART), say(PART, role="assistant")], "images": [RED, RED]},

@@ -122,7 +122,7 @@ def test_the_settings_stand_beside_the_score(model, tmp_path, capsys):
              "--eval-temperature", "0", "--max-completion-length", "4"]  # fmt: skip
     assert main([*asked, "--output", str(output)]) == 0
     out = capsys.readouterr().out
-    for line in (r"template: Question: {question}\nAnswer:", "sent: as plain text", "extraction: math, of what stands before",
+    for line in (r"template: Question: {question}\nAnswer:", "sent: as plain text", "extraction: math, of the text before",
                  "few-shot: 1 from the first rows of the dataset", "decoding: temperature 0 (greedy), top_p 1"):  # fmt: skip
         assert line in out, line
     assert "gsm8k/low" in out and "gsm8k/high" in out

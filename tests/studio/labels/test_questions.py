@@ -167,7 +167,7 @@ def test_one_completion_and_only_questions_of_ones_own(desks, db):
     rated = {"x": (5, 1), "y": (2, 3)}
     while (shown := made.next(made.owner)) is not None:
         (text,) = shown.completions
-        with pytest.raises(Refusal, match="answers to its own questions alone"):
+        with pytest.raises(Refusal, match="only for answers to its own questions"):
             made.vote(made.owner, shown, rating=3)
         true, short = rated[text]
         made.vote(made.owner, shown, answers={"true": {"value": [true]}, "short": {"value": [short]}})

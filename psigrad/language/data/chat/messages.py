@@ -126,8 +126,12 @@ def join_parts(parts: list[Any], where: str, fail: Fail) -> str:
         part = {"text": part} if isinstance(part, str) else part
         kind, text = (part.get("type") or "text", part.get("text")) if isinstance(part, Mapping) else (type(part).__name__, None)
         if kind != "text":
-            images = "images are not read here" if "image" in str(kind) else "leave out sound and video"
-            fail(f"{where}[{i}]", f"is of type {kind!r}; psigrad trains on text and images, and {images}")
+            images = (
+                "expected text; no images are read in these rows"
+                if "image" in str(kind)
+                else "expected text or an image; remove sound and video"
+            )
+            fail(f"{where}[{i}]", f"is of type {kind!r}; {images}")
         if not isinstance(text, str):
             fail(f"{where}[{i}]", "has no text")
         texts.append(text)
