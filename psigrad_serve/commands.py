@@ -57,7 +57,7 @@ def chat(arguments: list[str]) -> int:
     """Talk to a model."""
     usage = "psigrad chat MODEL_OR_RUN [--system TEXT] [--temperature T] [--max-tokens N] [--seed N]"
     if flags.asks_for_help(arguments):
-        print(f"{usage}\n\nA conversation with a model on the terminal. An empty line or Ctrl-D ends it; /new starts another.")
+        print(f"{usage}\n\nTalk to a model in the terminal. An empty line or Ctrl-D ends it; /new starts another.")
         print("/image FILE shows a vision-language model an image, about which the next line asks.")
         print("--max-tokens is 512 by default. A model without a chat template stops after as many tokens as in its training.")
         return 0

@@ -325,7 +325,7 @@ def marked(text: str, messages: Iterable[Mapping[str, Any]], sight: Sight | None
         moves += [(found, 66 - len(word))] if "sha256" in part else []
         at = found + len(piece)
     if (count := text.count(word)) != len(moves):
-        raise ValueError(f"the chat template writes {count} times {word!r} for {len(moves)} images")
+        raise ValueError(f"the chat template writes {word!r} {count} times, but the row has {len(moves)} images")
     return made + text[at:], moves
 
 
@@ -352,8 +352,8 @@ def with_images(ids: Sequence[int], pictures: Sequence[Picture], sight: Sight) -
     own = [first_id(one.digest) + place for one in pictures for place in range(sight.count(one))]
     if (count := sum(token == sight.token_id for token in ids)) != len(own):
         raise UserError(
-            f"The text has {count} image tokens, and its {len(pictures)} images have {len(own)} features; leave "
-            f"{sight.placeholder!r} out of the text."
+            f"The text has {count} image tokens, and its {len(pictures)} images have {len(own)} features; remove "
+            f"{sight.placeholder!r} from the text."
         )
     left = iter(own)
     return [next(left) if token == sight.token_id else token for token in ids]
@@ -367,7 +367,7 @@ def upright(data: bytes, *, small: bool = False) -> Image:
     """
     with _opened(data) as image:
         if (count := image.width * image.height) > MOST_PIXELS:
-            raise ValueError(f"it has {count:,} pixels, and the most is {MOST_PIXELS:,}")
+            raise ValueError(f"it has {count:,} pixels; at most {MOST_PIXELS:,} are allowed")
         if small:
             image.draft("RGB", (image.width // 8, image.height // 8))
         return rgb(image)

@@ -300,5 +300,5 @@ class Watchdog:
                     stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {phase} for {spent:.0f} s\n")
                     stream.flush()
                     faulthandler.dump_traceback(stream)
-                redaction.say(f"{phase} has lasted {spent:.0f} s; the stacks are in {self._file}")
+                redaction.say(f"The phase {phase!r} has lasted {spent:.0f} s; the stacks of all threads are in {self._file}.")
                 self._report(phase, spent)

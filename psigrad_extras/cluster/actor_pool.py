@@ -249,7 +249,7 @@ class ActorPool:
             return
         if ref is worker.starting:
             worker.starting, self._failed = None, 0
-            self._tell("worker_joined", f"{self._a} has joined; there are {self._here()}.", workers=self._here())
+            self._tell("worker_joined", f"{self._a} has joined; there are now {self._here()}.", workers=self._here())
             return
         owed = worker.work.pop(ref)
         self._seconds.append(time.monotonic() - owed.since)

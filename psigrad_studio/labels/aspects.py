@@ -31,9 +31,8 @@ def of_aspect(labels: ProjectLabels, aspect: str = "") -> ProjectLabels:
     if not aspect:
         if labels.overall:
             return labels
-        raise Refusal(
-            f"This project asks only custom questions; name one of them: {', '.join(names(labels)) or 'none is an aspect'}."
-        )
+        one = f"name one of them: {', '.join(names(labels))}" if names(labels) else "none of them gives training rows"
+        raise Refusal(f"This project asks only custom questions; {one}.")
     asked = {question.name: question for question in labels.questions}
     pair = labels.kind == "pair"
     if aspect == WEIGHTED:

@@ -94,7 +94,7 @@ def _in_transactions(function: Callable[Concatenate[Session, P], T], *, write: b
                 if attempt == ATTEMPTS - 1:
                     raise
             except OverflowError as error:
-                raise Missing("The number is too large; nothing has it.") from error
+                raise Missing("Nothing has a number of this size.") from error
             except PoolTimeout as error:
                 raise Busy("All connections to the labels are in use; try again in a moment.") from error
             except DBAPIError as error:
@@ -103,7 +103,7 @@ def _in_transactions(function: Callable[Concatenate[Session, P], T], *, write: b
                         "The connection to the labels' database was lost; try again in a moment, with the same key."
                     ) from error
                 if getattr(error.orig, "sqlstate", None) == _TOO_LARGE:
-                    raise Missing("The number is too large; nothing has it.") from error
+                    raise Missing("Nothing has a number of this size.") from error
                 if _is_damaged(error):
                     raise Damaged(str(label_backup.damaged(str(database.engine.url.database), str(error.orig)))) from error
                 if not _met_another(error):

@@ -195,7 +195,7 @@ def _same_kind(row: dict[str, Any], form: str, source: str) -> str:
     lead = _common_lead(lists)
     users = [_said(turn, source) for turn in lists[0] if isinstance(turn, Mapping) and role_of(turn) == "user"]
     if users and prompt.strip() not in users:
-        _fail(source, "prompt", f"is text and {names[0]} does not have it as a user's turn; remove the column, or fix it")
+        _fail(source, "prompt", f"is text, but {names[0]} has no user's turn with this text; remove or correct the column")
     row["prompt"] = lead if users else [*lead, _turn("user", prompt)]
     row |= {name: turns[len(lead) :] for name, turns in zip(names, lists, strict=True)}
     return "the prompt is text, which becomes messages as the answers are"

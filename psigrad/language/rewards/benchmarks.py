@@ -49,7 +49,7 @@ def letter_of(answer: Any) -> str:
     """Return a choice as its letter: 2 is C, "c" and "(C)" too. Raise `UserError` for anything else."""
     if letter := _letter(answer):
         return letter
-    raise UserError(f"the answer {str(answer)[:60]!r} is neither a letter nor the number of a choice from 0")
+    raise UserError(f"the answer {str(answer)[:60]!r} is neither a letter nor the number of a choice, counted from 0")
 
 
 def _letter(answer: Any) -> str:

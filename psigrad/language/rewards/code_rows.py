@@ -143,7 +143,7 @@ class _Reader:
                 return self._checks("\n".join(tests))
             case Sequence():
                 return [check for test in tests for check in self._checks(test)]
-        raise TypeError(f"{kind_of(tests)}; expected a list, a mapping or text")
+        raise TypeError(f"the tests are {kind_of(tests)}; expected a list, a mapping or text")
 
     def _one(self, test: Mapping[str, Any]) -> Check:
         """Return one test case given as a mapping."""

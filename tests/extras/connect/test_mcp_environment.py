@@ -74,7 +74,7 @@ def test_rows_open_as_the_server_does_and_a_group_begins_alike(asked):
     rows = made.rows(3, 7)
     assert len({row["seed"] for row in rows}) == 3 and rows == made.rows(3, 7) != made.rows(3, 8)
     assert all(row["prompt"] == [{"role": "user", "content": "4"}] for row in rows) and made().reset(rows[0]) is None
-    with pytest.raises(ValueError, match="the row has level for the server's tool reset, which takes seed"):
+    with pytest.raises(ValueError, match="the row gives level to the server's tool reset, which takes only seed"):
         made().reset({**rows[0], "reset": {"level": 2}})
     answers["reset"] = ("9", {})
     with pytest.raises(ValueError, match="for one seed the server opened with '4' and then with '9'"):

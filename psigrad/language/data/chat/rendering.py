@@ -43,9 +43,9 @@ def check_known(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
     rows = getattr(tokenizer, SETTLED, Settled()).rows
     if rows and (worst := max((token for token in ids if token < images.FIRST), default=0)) >= rows:
         raise UserError(
-            f"The token {tokenizer.convert_ids_to_tokens(worst)!r} has the id {worst}, but the model's embedding {rows} rows: "
-            "tokens were added to the tokenizer only. Call model.resize_token_embeddings(len(tokenizer)) and save "
-            "both, or use the model's own tokenizer and template."
+            f"The token {tokenizer.convert_ids_to_tokens(worst)!r} has the id {worst}, but the model's embedding has only {rows} "
+            "rows: tokens were added to the tokenizer only. Call model.resize_token_embeddings(len(tokenizer)) and save both, "
+            "or use the model's own tokenizer and template."
         )
 
 
@@ -81,9 +81,9 @@ def template_of(tokenizer: PreTrainedTokenizerBase, row: Row, arguments: Mapping
         return tokenizer.get_chat_template(arguments.get("chat_template"), arguments["tools"])
     except ValueError:
         raise UserError(
-            f"{row.source} is a conversation and the tokenizer has no chat template; set tokenizer.chat_template or "
-            "name a file with one with --chat-template-path (psigrad.language.data.templates.CHATML is a simple one), or give "
-            "prompts and completions as plain strings."
+            f"{row.source} is a conversation, but the tokenizer has no chat template; name a file with a template with "
+            "--chat-template-path (psigrad.language.data.templates.CHATML is a simple one), set tokenizer.chat_template, or "
+            "give prompts and completions as plain strings."
         ) from None
 
 
