@@ -337,7 +337,7 @@ def test_a_loss_of_dpos_is_its_own_method_by_every_entrance(here):
 @pytest.mark.parametrize(
     ("config", "method", "given", "said"),
     [
-        ("GRPOConfig", "grpo", {"sapo_temperature_pos": 2.0}, "grpo has no soft clip, so sapo_temperature_pos means nothing"),
+        ("GRPOConfig", "grpo", {"sapo_temperature_pos": 2.0}, "grpo has no soft clip, so sapo_temperature_pos has no effect"),
         ("DPOConfig", "dpo", {"loss_type": "unheard"}, "loss_type is 'unheard': expected one of sigmoid, hinge, ipo"),
         ("DPOConfig", "dpo", {"loss_type": ["sigmoid", "ipo"]}, "loss_type has 'ipo' too: one loss is trained"),
         (

@@ -73,7 +73,7 @@ def test_a_question_that_is_none_is_refused(given, said):
 @pytest.mark.parametrize(
     "answers, said",
     [
-        ({}, "'helpful' isn't answered"),
+        ({}, "'helpful' is required"),
         ({"helpful": {"value": "a"}}, "expected left, right or tie"),
         ({"helpful": {"value": "left", "strength": 3}}, "expected 1 to 2"),
         ({"helpful": {"value": "tie", "strength": 1}}, "expected 1 to 2 together with a chosen side"),
