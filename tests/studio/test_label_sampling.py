@@ -105,7 +105,7 @@ def test_only_administrators_of_the_studio_sample_and_only_what_is_listed(tmp_pa
             asked = admin.get(f"/api/label/{path}") if content is None else admin.post(f"/api/label/{path}", content)
             assert asked.status == 403, path
         reply = studio.post("/api/label/sample", body)
-        assert reply.status == 422 and "no such model" in reply.json["error"]["message"]
+        assert reply.status == 422 and "not in the runs folder" in reply.json["error"]["message"]
         assert told(studio.ask("GET", "/api/label/sampling")) is None
 
 
