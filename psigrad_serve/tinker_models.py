@@ -60,9 +60,7 @@ class TinkerDatum:
             raise ApiError(f"A datum has {len(tokens)} tokens and {len(targets)} targets; give one target per token.")
         numbers = {name: values for name, values in inputs.items() if name != "target_tokens"}
         if wrong := next((name for name, values in numbers.items() if values.shape != (len(targets),)), None):
-            raise ApiError(
-                f"{wrong} has {tuple(numbers[wrong].shape)} numbers for {len(targets)} targets; give one number per target."
-            )
+            raise ApiError(f"{wrong} has {tuple(numbers[wrong].shape)} numbers for {len(targets)} targets; give one per target.")
         moved = (*tokens[1:], targets[-1])
         if targets == moved:
             return cls(tokens[0], targets, numbers)

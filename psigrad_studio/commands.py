@@ -58,9 +58,7 @@ def studio(arguments: list[str]) -> int:
         "psigrad studio [RUNS_FOLDER] [--database FILE] --backup FILE | --restore FILE"
     )
     if flags.asks_for_help(arguments):
-        print(
-            f"{usage}\n\nStart the web application: grid world, runs, labelling desk and chat. It listens on this machine only."
-        )
+        print(f"{usage}\n\nStart the web application: grid world, runs, labelling, chat. It listens on this machine only.")
         print("--backup copies the labels to a new file, also while a studio runs; --restore replaces the labels by such a file.")
         return 0
     folders, listed, rest = flags.parse_lists(arguments, "--checkpoint", "--allow-host")

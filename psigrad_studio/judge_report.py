@@ -126,9 +126,7 @@ def votes_of(source: str, project: str = "") -> list[Mapping[str, Any]]:
         try:
             return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
         except (OSError, ValueError) as error:
-            raise UserError(
-                f"{source} is not a JSONL file of votes ({error}); if it is a database, name its project too."
-            ) from error
+            raise UserError(f"{source} is not a JSONL file of votes ({error}); for a database, name its project too.") from error
     if "://" not in source and not path.is_file():
         raise UserError(f"{source} is not a database of the labelling desk; that is labels.db beside the folder of runs.")
     db = database.connect(source)

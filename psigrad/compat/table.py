@@ -64,9 +64,7 @@ _FOLDER = "a run is named by its folder: output_dir=runs/NAME"
 _MEMORY = "memory is bounded by micro_batch_tokens, which changes no gradient"
 _TRACKERS = "trackers are report_to=wandb, tensorboard, trackio, mlflow or swanlab"
 _PRECISION = "dtype=bfloat16 or dtype=float32 sets the precision"
-_REWARDS = (
-    "only methods and commands that sample, such as grpo, ppo and eval, take rewards; other methods learn from dataset rows"
-)
+_REWARDS = "only methods and commands that sample, like grpo, ppo and eval, take rewards; other methods learn from dataset rows"
 _CHECKPOINTS = "save_steps and save_minutes set when checkpoints are written"
 _TORCHRUN = "on several machines torchrun or SLURM starts the processes"
 _ONLINE = "it is a part of the algorithm of an online method"

@@ -45,11 +45,9 @@ def policy_name(policy: Any, env: Any) -> str | None:
 def check(policy: str | None, envs: Environments) -> None:
     """Raise `UserError` for a `CnnPolicy` without images, and for a `MultiInputPolicy` without a Dict of observations."""
     if policy == CNN and envs.image is None:
-        raise UserError(f"{CNN} needs images, but an observation of this environment is {envs.spaces[0]}; use {MLP}.")
+        raise UserError(f"{CNN} needs images, but this environment has {envs.spaces[0]}; use {MLP}.")
     if policy == MULTI and not isinstance(envs.spaces[0], Dict):
-        raise UserError(
-            f"{MULTI} needs a Dict of observations, but an observation of this environment is {envs.spaces[0]}; use {MLP}."
-        )
+        raise UserError(f"{MULTI} needs a Dict of observations, but this environment has {envs.spaces[0]}; use {MLP}.")
 
 
 def translate_kwargs(policy_kwargs: Mapping[str, Any]) -> dict[str, Any]:

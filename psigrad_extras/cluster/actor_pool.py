@@ -310,9 +310,7 @@ class ActorPool:
         oldest = min(late, key=lambda o: o.since)
         self.entries["again"] += 1
         waited = time.monotonic() - oldest.since
-        self._tell(
-            "worker_late", f"{self._a} has not answered for {waited:.0f} s; another one gets the same jobs.", seconds=waited
-        )
+        self._tell("worker_late", f"{self._a} has not answered for {waited:.0f} s; another gets the same jobs.", seconds=waited)
         return oldest
 
     def _is_late(self, owed: _Owed, times: float = 1.0) -> bool:

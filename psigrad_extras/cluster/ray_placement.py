@@ -53,9 +53,7 @@ def open_actors(
     named.
     """
     if not placement.cluster:
-        raise UserError(
-            f"placement asks for {name}s on a Ray cluster, but no cluster was named; give --cluster, or remove the setting."
-        )
+        raise UserError(f"placement asks for {name}s on a Ray cluster, but no cluster was named; give --cluster, or remove it.")
     counted = placement.scorers * placement.scorer_cpus + placement.environment_actors * placement.environment_cpus
     pool = ActorPool(
         kind,

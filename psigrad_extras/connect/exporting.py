@@ -88,9 +88,7 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if place.is_dir() and needs_vision(str(place)):
-        raise UserError(
-            f"{source!r} is a vision-language model, which psigrad cannot write as GGUF; use its folder, or --to merged."
-        )
+        raise UserError(f"{source!r} is a vision-language model, which psigrad cannot write as GGUF; use --to merged.")
     try:
         network: Any = AutoModelForCausalLM.from_pretrained(place, dtype="auto", trust_remote_code=trust_remote_code)
         tokenizer: Any = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)

@@ -80,9 +80,7 @@ def _take_dataset(value: Any, prefix: str, name: str, made: Conversion) -> None:
         made.look_at.append(f"{name}={value}: give the name of a file, or pass the object to psigrad.train.")
         return
     if value.get("part") == "test":
-        made.look_at.append(
-            f"{name} is a random part of the dataset; psigrad also holds out a random part, of eval_prompts rows."
-        )
+        made.look_at.append(f"{name} is a random part of the dataset; psigrad holds out a random part too, of eval_prompts rows.")
         return
     split, plain = value.get("split"), value["dataset"]
     if plain in ("json", "csv", "parquet"):  # load_dataset's readers of files

@@ -68,7 +68,7 @@ def check(model: Pretrained, world: World) -> None:
         raise UserError(f"cp_size and tp_size need a model that runs packed, and this one does not: {model.why_padded}.")
     if any(getattr(module, "has_state", False) for module in model.network.modules()):
         raise UserError(
-            f"cp_size and tp_size need attention in every layer, but {type(model.network).__name__} has recurrent layers."
+            f"cp_size and tp_size need attention in all layers, but {type(model.network).__name__} has recurrent layers."
         )
     if size(config, "experts"):
         raise UserError("Several processes cannot share a mixture of experts; give tp_size=1 and cp_size=1.")

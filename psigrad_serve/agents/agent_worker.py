@@ -79,9 +79,7 @@ class AgentCommand:
         try:
             return float(last)
         except ValueError:
-            raise RuntimeError(
-                f"the program's last line is {last[:_SHOWN]!r}; expected its reward as a number, or no output"
-            ) from None
+            raise RuntimeError(f"the program's last line is {last[:_SHOWN]!r}; expected a reward, or no output") from None
 
 
 class _Tail:

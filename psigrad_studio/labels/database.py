@@ -99,9 +99,7 @@ def _in_transactions(function: Callable[Concatenate[Session, P], T], *, write: b
                 raise Busy("All connections to the labels are in use; try again in a moment.") from error
             except DBAPIError as error:
                 if error.connection_invalidated:
-                    raise Busy(
-                        "The connection to the labels' database was lost; try again in a moment, with the same key."
-                    ) from error
+                    raise Busy("The connection to the labels' database was lost; try again with the same key.") from error
                 if getattr(error.orig, "sqlstate", None) == _TOO_LARGE:
                     raise Missing("Nothing has a number of this size.") from error
                 if _is_damaged(error):

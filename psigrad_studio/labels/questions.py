@@ -82,9 +82,7 @@ def changed(old: Sequence[Question], new: Sequence[Question]) -> None:
     for one in old:
         other = now.get(one.name)
         if other is None:
-            raise Refusal(
-                f"The question {one.name!r} cannot be removed or renamed, since its answers would be lost; make it optional."
-            )
+            raise Refusal(f"The question {one.name!r} cannot be removed or renamed, or its answers are lost; make it optional.")
         if (one.kind, one.top) != (other.kind, other.top) or not set(one.options) <= set(other.options):
             raise Refusal(
                 f"Kind, scale and options of {one.name!r} cannot be changed, except that options may be added; ask a new "

@@ -209,9 +209,7 @@ def _must_be_determined(i: Whole, j: Whole, y: Floats, n: int, ties: bool) -> No
             f"The {n} competitors form {parts} groups without a comparison between them; get answers that compare the groups."
         )
     if _recedes(i, j, y, n, ties):
-        raise Undetermined(
-            "Some competitors never lost or never won against the others, or all answers are ties; get more answers."
-        )
+        raise Undetermined("Some competitors never lost or never won against the others, or all are ties; get more answers.")
 
 
 def _recedes(i: Whole, j: Whole, y: Floats, n: int, ties: bool) -> bool:

@@ -298,9 +298,7 @@ def make(
         if vectorization == "serial":
             return _serial([single(env, wrappers, **kwargs) for _ in range(count)], limit)
         if wrappers and vectorization == "vector_entry_point":
-            raise UserError(
-                "The environment's own vectorised version takes no wrappers; set vectorization to serial, sync or async."
-            )
+            raise UserError("The environment's vectorised version takes no wrappers; set vectorization to serial, sync or async.")
         around = [imported_callable(name, "wrapper") for name in wrappers]
         steps = 0 if vectorization == "vector_entry_point" else _cut_at(limit, spec)
         around += [partial(TimeLimit, max_episode_steps=steps)] if steps else []

@@ -353,7 +353,7 @@ def _check(config: ControlConfig, algorithm: PolicyGradient) -> None:
         )
     if config.n_epochs * (1 + minibatches) > 1 and algorithm.ratio is ratio.none:
         raise UserError(
-            f"{name} has no ratio, so it can train on a rollout only once; set n_epochs=1 and batch_size=0, or choose ppo."
+            f"{name} has no ratio, so it can train on a rollout once; set n_epochs=1 and batch_size=0, or choose ppo."
         )
     if isinstance(algorithm.surrogate, kl_penalty) and config.n_epochs * (1 + minibatches) == 1:
         raise UserError(f"{name} adapts its penalty to how far several updates move the policy; set n_epochs above 1.")

@@ -210,9 +210,7 @@ def replay_routers(model: Any) -> Routing:
         raise UserError(f"router_replay needs a model that runs packed ({model.why_padded}); remove router_replay.")
     routing = Routing(hf)
     if not routing.routers or not routing.chosen:
-        raise UserError(
-            f"router_replay is for models of experts, but transformers knows no routers of {name}; remove router_replay."
-        )
+        raise UserError(f"router_replay is for models of experts, but transformers finds none in {name}; remove router_replay.")
     inputs = lay_out(model.texts, model.device, packed=True)
     model.routing = routing
     try:

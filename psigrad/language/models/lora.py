@@ -105,9 +105,7 @@ def _peft_targets(targets: Sequence[str]) -> str | list[str]:
     """Return the targets in peft's form. Raises `UserError` for an invalid regular expression, or one among other targets."""
     patterns = [target for target in targets if target != "all-linear" and _is_pattern(target)]
     if patterns and len(targets) > 1:
-        raise UserError(
-            f"lora_target_modules has the regular expression {patterns[0]!r} among {len(targets)}; give only the expression."
-        )
+        raise UserError(f"lora_target_modules has the regular expression {patterns[0]!r} among {len(targets)}; give only that.")
     try:
         re.compile(patterns[0] if patterns else "")
     except re.error as error:

@@ -65,9 +65,7 @@ def check_names(names: Sequence[str], learns: Sequence[str]) -> list[str]:
     short = {name.rpartition(".")[2]: name for name in names}
     for name in learns:
         if name not in short:
-            raise UserError(
-                f"trained_towers has {name!r}; expected some of the modules outside the text half: {', '.join(short)}."
-            )
+            raise UserError(f"trained_towers has {name!r}; expected modules outside the text half: {', '.join(short)}.")
     return [name for own, name in short.items() if own not in learns]
 
 

@@ -264,6 +264,6 @@ def _benchmark_rows(config: EvalConfig) -> list[Row]:
         shots, rows = rows[:count], rows[count:]
     if len(shots) < count or not rows:
         raise UserError(
-            f"num_fewshot is {count}, but there are only {len(shots) + len(rows)} rows; give more rows, or lower num_fewshot."
+            f"num_fewshot is {count}, but there are {len(shots) + len(rows)} rows; give more rows or lower num_fewshot."
         )
     return as_prompts(config.benchmark, rows, shots[:count])

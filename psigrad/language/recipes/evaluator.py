@@ -135,9 +135,7 @@ def describe_sensitivity(values: Sequence[Sequence[float]], metric: str) -> str:
     """Return a sentence on the gain that evaluations of these prompts can show, from their metric before training."""
     means = [math.fsum(group) / len(group) for group in values]
     if len(means) < LEAST_ROWS:
-        return (
-            f"evaluation: a verdict needs {LEAST_ROWS} scored held-out prompts, but there are {len(means)}; raise eval_prompts."
-        )
+        return f"evaluation: a verdict needs {LEAST_ROWS} scored held-out prompts, not {len(means)}; raise eval_prompts."
     gain, bounded = detectable_gain(means), all(0 <= mean <= 1 for mean in means)
     if bounded and math.fsum(means) / len(means) + gain > 1:
         return f"evaluation: {len(means)} held-out prompts are too few to show even a rise of {metric} to 1; raise eval_prompts."

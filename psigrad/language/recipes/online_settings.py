@@ -150,9 +150,7 @@ def _check_replay(config: OnlineConfig, algorithm: PolicyGradient | OnlinePrefer
         "placement.cluster samples elsewhere": bool(config.placement.cluster),
     }
     if why := next((why for why, holds in reasons.items() if holds), ""):
-        raise UserError(
-            f"router_replay trains with the experts that the embedded sampler recorded, but {why}; remove router_replay."
-        )
+        raise UserError(f"router_replay needs the experts that the embedded sampler recorded, but {why}; remove router_replay.")
 
 
 def replay(config: OnlineConfig, model: LanguageModel, sampler: Sampler) -> Sampler:

@@ -206,9 +206,7 @@ class _Reader:
         if len(self.checks) >= _MOST:
             raise ValueError(f"line {line}: the test has more than {_MOST} asserts")
         if helper := next((n.id for n in ast.walk(test) if isinstance(n, ast.Name) and n.id in self.functions), ""):
-            raise ValueError(
-                f"line {line} calls {helper}, a function of the test; an assert may call only functions of the program"
-            )
+            raise ValueError(f"line {line} calls {helper}, a function of the test; an assert may only call the program")
         apart = _Apart(self)
         outer = apart.truth(test)
         if not apart.inside:
@@ -285,16 +283,12 @@ class _Apart:
                 return type(node)([self.visit(part) for part in parts])
             case ast.ListComp(element, [loop]) | ast.GeneratorExp(element, [loop]) | ast.SetComp(element, [loop]):
                 return self._unroll(element, loop)
-        raise ValueError(
-            f"this expression cannot be split into calls of the program and expected values: {ast.unparse(node)[:200]}"
-        )
+        raise ValueError(f"this cannot be split into calls of the program and expected values: {ast.unparse(node)[:200]}")
 
     def _unroll(self, element: ast.expr, loop: ast.comprehension) -> ast.expr:
         reader, parts = self._reader, list[ast.expr]()
         if reader._calls(loop.iter) or loop.ifs:
-            raise ValueError(
-                f"the loop has a condition, or is over values that only the program knows: {ast.unparse(loop)[:200]}"
-            )
+            raise ValueError(f"the loop has a condition, or reads values that only the program knows: {ast.unparse(loop)[:200]}")
         before = dict(reader.known)
         items = list(itertools.islice(reader._constant(loop.iter), _MOST + 1))
         if len(items) > _MOST:

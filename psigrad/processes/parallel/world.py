@@ -165,7 +165,7 @@ def name_losses() -> Iterator[None]:
         silent = [str(rank) for rank in silent_ranks(_store(), dist.get_rank(), dist.get_world_size(), ROLL_CALL)]
         who = f"Process {', '.join(silent)} of 0 to {dist.get_world_size() - 1}" if silent else "Another process"
         raise RankLost(
-            f"{who} of this run has ended or does not answer, see its own message. The same command resumes from the newest "
+            f"{who} of this run has ended or does not answer; see its own message. The same command resumes from the newest "
             "checkpoint."
         ) from error
 

@@ -220,7 +220,7 @@ def _arithmetic(plan: Plan, source: str) -> list[str]:
         even = [float(i % 2) for i in range(prompts or DEFAULT_PROMPTS)]
         asked = f"{len(even)} held-out prompts" if prompts else f"at most {len(even)} held-out prompts"
         lines.append(
-            f"verdict    {asked} reveal a gain of {detectable_gain(even):.2g}, from 0.5, of a reward of 0 or 1 in 4 of 5 runs"
+            f"verdict    {asked} reveal a gain of {detectable_gain(even):.2g}, from 0.5, of a 0-or-1 reward in 4 of 5 runs"
         )
     return lines
 

@@ -45,7 +45,7 @@ def test_pass_at_k_is_of_the_completions_that_were_scored():
         (20, 100, "100 held-out prompts reveal a gain in m of about 0.18 in four of five runs"),
         (0, 100, "100 held-out prompts reveal a gain in m of about 0.073 in"),
         (19, 20, "20 held-out prompts are too few to show even a rise of m to 1; raise eval_prompts"),
-        (5, 9, "a verdict needs 10 scored held-out prompts, but there are 9; raise eval_prompts"),
+        (5, 9, "a verdict needs 10 scored held-out prompts, not 9; raise eval_prompts"),
     ],
 )
 def test_the_gain_that_an_evaluation_shows_is_said(right, of, said):
