@@ -267,10 +267,7 @@ def make(
     declares no limit. Raises `UserError` for an unknown id, a missing package, or spaces that no policy here can handle.
     """
     if wrappers and not isinstance(env, str):
-        raise UserError(
-            f"The wrappers {list(wrappers)} apply only to an environment given by its id; wrap your environment object before "
-            "you pass it."
-        )
+        raise UserError(f"The wrappers {list(wrappers)} need an environment's id; wrap your environment object yourself.")
     if isinstance(env, Serial) and limit is not None:
         return _serial(env.envs, limit)
     if isinstance(env, VectorEnv | Serial):
