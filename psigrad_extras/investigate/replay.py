@@ -215,7 +215,9 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
     others = {_label(spec): spec for spec in methods}
     algorithms = {name: _other(config, name, spec) for name, spec in others.items()}
     if lacking := [name for name, one in algorithms.items() if one.needs_critic and not method(config).needs_critic]:
-        raise UserError(f"This run trained no critic, so {', '.join(lacking)} cannot learn from it; name one without.")
+        raise UserError(
+            f"This run trained no critic, so {', '.join(lacking)} cannot learn from it; name a method without a critic."
+        )
     every = itertools.chain.from_iterable(map(read_steps, rollout_files(path)))
     trained = (r for r in every if r.get("kind") == "train" and r["step"] > newest.step)
     rows = {r["seed"]: r for r in trained if {"seed", "completion_ids", "reward", "status", "reason"} <= r.keys()}
@@ -280,9 +282,9 @@ def _settings(path: Path, number: int) -> OnlineConfig:
     """Return the settings of the step: those of the first checkpoint at or after it, or else those of the end."""
     found = parse_row((path / "config.json").read_bytes()) if (path / "config.json").is_file() else None
     if found is None or kind_of(found) != "online":
-        lacks = "it has no config.json" if path.is_dir() else "it is not there"
+        lacks = "it has no config.json" if path.is_dir() else "the folder does not exist"
         says = f"its config.json says {kind_of(found)}" if found else lacks
-        raise UserError(f"{path} is not a run of online RL: {says}; a replay samples completions again.")
+        raise UserError(f"{path} is not a run of online RL: {says}; give the folder of an online run.")
     check_format(path, found)
     for later in sorted((path / "checkpoints").glob("step-*/manifest.json")):
         if (checkpoint.step_of(later.parent) or 0) >= number and (manifest := parse_row(later.read_bytes())):

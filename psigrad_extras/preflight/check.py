@@ -169,7 +169,7 @@ def check_tools(subject: Subject) -> Finding:
     seen = show(" ".join(form.seen.split()), 200) if form.seen else "the chat template writes none"
     note = "; ".join([f"{form.family or 'any form'}: {seen}", *found])
     control = sum(isinstance(call, BrokenCall) for call in broken)
-    return Finding("tool calls", "one that the chat template wrote, and its answer", len(found), 0.0, control, note=note)
+    return Finding("tool calls", "a call in the template's format, and its answer", len(found), 0.0, control, note=note)
 
 
 def check_packing(subject: Subject) -> Finding:
@@ -184,7 +184,12 @@ def check_packing(subject: Subject) -> Finding:
     ]
     value = max(_apart(whole, padded), _apart(whole, alone))
     return Finding(
-        "packing", "packed, padded and alone", value, subject.bounds[0], _apart(behind, alone), note=subject.model.slower
+        "packing",
+        "log-probs packed, padded and one by one",
+        value,
+        subject.bounds[0],
+        _apart(behind, alone),
+        note=subject.model.slower,
     )
 
 
@@ -195,7 +200,7 @@ def check_sharing(subject: Subject) -> Finding:
     prompts = [p for p, _ in subject.alone]
     others = [*prompts[COMPLETIONS:], *prompts[:COMPLETIONS]]
     wrong = subject.logp(Groups(others, [[c] for _, c in subject.alone]))
-    what = "a group's prompt once, or for each"
+    what = "a group's prompt computed once, or for each"
     return Finding("shared prompts", what, _apart(shared, apart), subject.bounds[0], _apart(wrong, apart))
 
 
@@ -276,7 +281,7 @@ def check_saving(subject: Subject) -> Finding:
         control = _apart(before, again.logp(subject.groups))
     # A merged adapter is rounded once more.
     bound = 0.0 if subject.model.adapter is None else subject.bounds[0]
-    return Finding("saving", "the model saved and loaded, and as it was", value, bound, control)
+    return Finding("saving", "the model before saving and after loading", value, bound, control)
 
 
 def check_adapter(subject: Subject) -> Finding:
@@ -292,7 +297,7 @@ def check_adapter(subject: Subject) -> Finding:
         with adapted.model.without_adapter():
             off = _apart(plain, adapted.logp(subject.groups))
     note = "" if subject.config.model.lora_rank else f"of rank {lora.rank}, only for this check"
-    return Finding("adapter", "a fresh adapter, one switched off, and none", max(fresh, off), subject.bounds[0], on, note=note)
+    return Finding("adapter", "a new adapter, a disabled one, and none", max(fresh, off), subject.bounds[0], on, note=note)
 
 
 Gradient = dict[str, Tensor]

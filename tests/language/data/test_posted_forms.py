@@ -203,7 +203,7 @@ def test_all_that_a_mapping_names_in_vain_is_named_at_once() -> None:
         ("prompt={quest} a", ["'quest'", "found: question"]),
         ("prompt={extra}", ["'extra'", "text and numbers"]),
         ("prompt={extra.by}", ["'extra.by'", "is empty"]),
-        ("extra.none=x", ["'extra.none'", "is not there"]),
+        ("extra.none=x", ["'extra.none'", "is not in the row"]),
     ],
 )
 def test_a_wrong_mapping_names_the_columns_that_are_there(columns: str, said: list[str]) -> None:
