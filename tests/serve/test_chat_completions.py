@@ -82,7 +82,7 @@ def test_a_stop_string_ends_the_text_before_it_and_the_tokens_with_it(client, se
         ({"model": "gpt-9"}, openai.NotFoundError, "model", "'gpt-9' does not exist; this server has tiny, small"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, openai.BadRequestError, "messages[0].role", "one of system, dev"),
         ({"messages": []}, openai.BadRequestError, "messages", "at least 1 item"),
-        ({"messages": [{"role": "user", "content": "x " * 1800}]}, openai.BadRequestError, "messages", "1024 tokens and"),
+        ({"messages": [{"role": "user", "content": "x " * 1800}]}, openai.BadRequestError, "messages", "1024 tokens, but"),
         ({"messages": [{"role": "user"}]}, openai.BadRequestError, "messages[0].content", "content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, openai.BadRequestError, "messages[0].content[0]",
          "image"),

@@ -70,7 +70,7 @@ def test_two_answers_to_one_question_by_one_seed_are_two_conversations(acting, a
      ({"input": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "'wizard'"),
      ({"tools": [{"type": "web_search"}]}, "tools[0].type", "function"),
      ({"text": {"format": {"type": "yaml"}}}, "text.format", "text, json_object or json_schema"),
-     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "reads text alone")],
+     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "reads only text")],
 )  # fmt: skip
 def test_a_bad_request_gets_the_apis_own_error(client, bad, param, words):
     with pytest.raises(openai.BadRequestError) as caught:

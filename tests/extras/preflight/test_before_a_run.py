@@ -127,7 +127,7 @@ def test_a_run_says_first_how_long_it_will_be_and_by_which_kernel(job, tmp_path,
     plan.foretell(sft_config(job, tmp_path / "run"))
     assert " s here, without evaluations." in capsys.readouterr().err
     plan.foretell(agent_config(job, tmp_path / "agent"))
-    assert (said := capsys.readouterr().err).endswith(" tokens a turn.\n"), said
+    assert (said := capsys.readouterr().err).endswith(" tokens per turn.\n"), said
 
 
 def test_a_long_run_that_nobody_asked_for_is_begun_on_a_yes_alone(job, tmp_path, monkeypatch):

@@ -160,7 +160,7 @@ def test_a_system_column_moves_no_weight() -> None:
         ({"prompt": "a", "completion": "b", "completion_mask": [0, 1]}, "'completion_mask' looks like a mask of tokens"),
         (
             {"prompt": [USER], "completion": [BOT], "loss_mask": [0, 1]},
-            "'loss_mask' would be.*give messages, each with a weight",
+            "'loss_mask' looks like.*give messages, each with a weight",
         ),
     ],
 )

@@ -113,7 +113,7 @@ def test_a_pair_shares_the_image_of_its_prompt(words):
     ("old", "new", "said"),
     [
         ("{{- '<image>' -}}", "", "drops an image"),
-        ("{{- '<image>' -}}", "{{- '<image><image>' -}}", "writes 2 times"),
+        ("{{- '<image>' -}}", "{{- '<image><image>' -}}", "writes '<image>' 2 times"),
         ("for part in message['content']", "for part in message['content'] | reverse", "writes it at another place than the row"),
         ("message['content'] is string", "true", "chat template"),
     ],

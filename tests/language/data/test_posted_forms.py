@@ -147,7 +147,7 @@ def test_what_was_recognised_is_said_and_counted() -> None:
     rows = [{"conversations": TALK}, {"conversations": TALK, "system": "s"}, {"messages": OURS}, {"messages": 3}]
     data = Data(dataset=rows, bad_rows="skip")
     read_dataset(data, "sft", rows, "", lambda kind, text, **_: said.append(text))
-    assert said[:2] == ["In 2 rows conversations are messages.", "In 1 row system is read as the system turn."]
+    assert said[:2] == ["In 2 rows conversations is read as messages.", "In 1 row system is read as the system turn."]
     assert said[2].startswith("1 malformed row is left out: 1 because column 'messages' is a number")
     quiet: list[str] = []
     read_dataset(Data(), "sft", [{"messages": OURS}], "", lambda kind, text, **_: quiet.append(text))
@@ -368,7 +368,7 @@ def test_calls_and_answers_in_sharegpts_words_are_a_tools() -> None:
 def test_only_rows_that_are_read_are_counted_as_recognised() -> None:
     bad = [{"from": "narrator", "value": "Once"}, gpt("one")]
     assert from_rows([{"conversations": TALK}, {"conversations": bad}], "sft", bad_rows="skip").recognised == {
-        "conversations are messages": 1
+        "conversations is read as messages": 1
     }
 
 

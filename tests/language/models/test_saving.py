@@ -123,7 +123,7 @@ def test_weights_that_are_not_in_the_files_are_refused_and_not_drawn_at_random(a
     prepare(tiny.model(architecture, len(tokenizer), tied=False), tokenizer).save(tmp_path)
     without(tmp_path, name)
     own = name.replace("embed_out", "lm_head")  # transformers' name of it
-    with pytest.raises(UserError, match=rf"its files lack {own}, whose weights would be random numbers"):
+    with pytest.raises(UserError, match=rf"its files lack {own}, whose weights would be random"):
         language_model.load(str(tmp_path))
 
 
