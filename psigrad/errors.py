@@ -47,10 +47,13 @@ def reason_of(error: BaseException) -> str:
         error = error.exceptions[0]
     text = str(error).strip() or type(error).__name__
     if isinstance(error, pickle.UnpicklingError):
-        return "its weights are a pickle of more than tensors, which is not executed, or are damaged; convert them to safetensors"
+        return (
+            "its weights are damaged, or a pickle with more than tensors, which psigrad does not execute; convert them to "
+            "safetensors"
+        )
     if isinstance(error, KeyError):
         return f"{type(error).__name__} {text}"
     if "trust_remote_code" in text:
-        return "it comes with Python code of its own; set model.trust_remote_code=true if you have read and trust it"
+        return "it comes with its own Python code; set model.trust_remote_code=true if you have read and trust it"
     first, *rest = text.splitlines()
     return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first

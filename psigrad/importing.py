@@ -33,7 +33,10 @@ def imported(path: str, kind: str) -> Any:
     """
     module_name, _, attribute = path.rpartition(":")
     if not module_name:
-        raise UserError(f"The {kind} {path!r} says where, and not what; write {path if path.endswith('.py') else 'module'}:name.")
+        raise UserError(
+            f"The {kind} {path!r} names a module or file, but nothing in it; write "
+            f"{path if path.endswith('.py') else 'module'}:name."
+        )
     module = _module(module_name, path, kind)
     if not hasattr(module, attribute):
         raise UserError(f"The {kind} {path!r}: {module_name} has no {attribute!r}{nearest(attribute, vars(module)) or '.'}")

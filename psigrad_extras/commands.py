@@ -119,7 +119,7 @@ def _parse_plan(arguments: Sequence[str]) -> tuple[Any, PlanConfig]:
     )
     name = next((text for text in arguments[:1] if not text.startswith("-")), "")
     if not name and flags.asks_for_help(arguments):
-        print(f"{usage}\n\nPeak memory, batch arithmetic and speed of a run, from the model's configuration alone.")
+        print(f"{usage}\n\nPredict peak memory, batch sizes and speed of a run from the model's configuration alone.")
         raise SystemExit(0)
     if not name:
         raise UserError(f"plan got no method; the usage is {usage}.")
@@ -138,9 +138,9 @@ _REPLAY = "psigrad replay RUN --step N [--method NAME|MAPPING ...] [--output FIL
 def replay(arguments: list[str]) -> int:
     """Recompute a step of a run. Return exit status 1 if it differs from the recorded one."""
     if flags.asks_for_help(arguments):
-        print(f"{_REPLAY}\n\nRecompute a step of an online run from the nearest checkpoint before it and the run's rows, and say")
-        print("what is not as it is recorded. With --method also what other methods would have done with the same completions:")
-        print("dapo, rloo, …, or a variant such as '{preset: grpo, kl: null}'. The page with every token goes to RUN/replays/.")
+        print(f"{_REPLAY}\n\nRecompute a step of an online run from the nearest earlier checkpoint and the run's rows, and print")
+        print("every difference from the record. --method adds other methods on the same completions: dapo, rloo or a variant")
+        print("such as '{preset: grpo, kl: null}'. A page with every token is written to RUN/replays/.")
         return 0
     names, listed, rest = flags.parse_lists(arguments, "--step", "--method", "--output")
     if len(names) != 1 or rest or len(listed["--step"]) != 1 or len(listed["--output"]) > 1:
@@ -166,9 +166,9 @@ _REFEREE = (
     "psigrad referee --trl 'SCRIPT.py [ARGUMENTS]' [SETTINGS.yaml] | A.yaml B.yaml [--python PYTHON] [--steps 2] [--tolerance X]"
 )
 _REFEREE_HELP = """\
-Train on the same rows and tokens with TRL and psigrad, or with two files of settings, and print the first tensor where
-they part. TRL runs the script in PYTHON, unmodified; psigrad has SETTINGS, or those that the script converts to.
-A step is a collection with all its updates. Nothing is kept, and the exit status is 1 where they part."""
+Train on the same rows and tokens with TRL and psigrad, or with two files of settings, and print the first tensor in which
+they differ. TRL runs the script unmodified in PYTHON; psigrad uses SETTINGS, or the settings converted from the script.
+A step is one collection of completions with all its updates. Nothing is saved. The exit status is 1 if they differ."""
 
 
 def referee(arguments: list[str]) -> int:
@@ -197,12 +197,12 @@ def export(arguments: list[str]) -> int:
     """Write a model in a format for other programs."""
     usage = "psigrad export RUN_OR_MODEL --to gguf|merged|adapter [--output FOLDER] [--quantization f16]"
     if flags.asks_for_help(arguments):
-        print(f"{usage}\n\nThe model of a run, a folder, a hub name or a GGUF file, in a folder of its own:\n")
+        print(f"{usage}\n\nWrite the model of a run, a folder, a hub name or a GGUF file to a new folder:\n")
         print("  gguf     one file for llama.cpp, with its chat template and a Modelfile for Ollama; --quantization is f32, f16,")
         print(
-            "           bf16, q8_0, q5_1, q5_0, q4_1 or q4_0\n  merged   the whole model, an adapter merged in, for transformers"
+            "           bf16, q8_0, q5_1, q5_0, q4_1 or q4_0\n  merged   the model with its adapter merged in, for transformers"
         )
-        print("  adapter  the adapter alone, for peft")
+        print("  adapter  only the adapter, for peft")
         return 0
     names, _, rest = flags.parse_lists(arguments)
     given = flags.parse_plain("export", rest, {"to": "", "output": "", "quantization": "f16", "trust_remote_code": False})
@@ -216,7 +216,7 @@ def export(arguments: list[str]) -> int:
     )
     print(f"{made.path}{off}")
     if made.base:
-        print(f"the adapter is merged into the base as it was trained on, rounded to {made.base}")
+        print(f"the adapter is merged into the base that it was trained on, whose weights are rounded to {made.base}")
     if off:
         print(f"ollama create NAME -f {made.path.parent / 'Modelfile'}    or    llama-server -m {made.path} --jinja")
     return 0
@@ -236,8 +236,8 @@ def sweep(arguments: list[str]) -> int:
         "[--direction maximize|minimize] [--output-dir FOLDER] [METHOD's settings]"
     )
     if flags.asks_for_help(arguments):
-        print(f"{usage}\n\nTrials over any settings, chosen by Optuna. Each is trained once for each seed and judged by its mean")
-        print("held-out figure. The same command resumes the study. METHOD is one of `psigrad --all`, or: control ppo.")
+        print(f"{usage}\n\nSearch any settings with Optuna. Each trial is trained once for each seed and judged by its mean")
+        print("held-out metric. The same command resumes the study. METHOD is one of `psigrad --all`, or: control ppo.")
         return 0
     single = ("--trials", "--metric", "--direction", "--output-dir")
     names, listed, rest = flags.parse_lists(arguments, "--search", "--seeds", *single)
@@ -291,8 +291,8 @@ def sample(arguments: list[str]) -> int:
 
 
 _PAIRS = """\
-Rows with a ranking of their completions, or with ratings of 1 to SCALE (of several, or one a row), become pairs of a
-chosen and a rejected one in OUTPUT. Ratings that differ by at most TIE are a tie; ties are left out and counted."""
+Convert rows with a ranking of their completions, or with ratings from 1 to SCALE (a list, or one rating a row), to pairs of
+a chosen and a rejected completion in OUTPUT. Ratings that differ by at most TIE are a tie. Ties are dropped and counted."""
 
 
 def pairs(arguments: list[str]) -> int:
@@ -319,9 +319,9 @@ def push(arguments: list[str]) -> int:
     usage = "psigrad push RUN REPO [--private] [--revision BRANCH]"
     if flags.asks_for_help(arguments):
         print(f"{usage}\n\nUpload model/ of a finished run with its model card to REPO (user/name) on the Hugging Face hub.")
-        print("The token is that of HF_TOKEN or of `hf auth login`. A repository that is there gets a new commit.")
+        print("The token is read from HF_TOKEN or `hf auth login`. An existing repository gets a new commit.")
         print("\n  --private          make a new repository private")
-        print("  --revision BRANCH  branch to upload to, made where it is missing (default main)")
+        print("  --revision BRANCH  branch to upload to, created if it is missing (default main)")
         return 0
     names, listed, rest = flags.parse_lists(arguments, "--revision")
     given = flags.parse_plain("push", rest, {"private": False})
@@ -336,7 +336,7 @@ def push(arguments: list[str]) -> int:
 def doctor(arguments: list[str]) -> int:
     """Print what this machine offers for training, and what is missing."""
     if flags.asks_for_help(arguments):
-        print("psigrad doctor [--json]\n\nWhat this machine offers for training, and what is missing, one line each.")
+        print("psigrad doctor [--json]\n\nList what this machine offers for training and what is missing, one line each.")
         return 0
     given = flags.parse_plain("doctor", arguments, {"json": False})
     from psigrad_extras.preflight import doctor
@@ -369,7 +369,7 @@ def from_trl(arguments: list[str]) -> int:
     """Print the settings that are equivalent to a script of TRL or a file of its command line, and the differences."""
     if flags.asks_for_help(arguments):
         print(
-            f"{_FROM_TRL}\n\nThe equal settings of psigrad, as YAML and as a command, and what differs. "
+            f"{_FROM_TRL}\n\nPrint the equivalent settings of psigrad, as YAML and as a command, and the differences. "
             "The script is read, not run."
         )
         return 0
@@ -382,7 +382,7 @@ def from_trl(arguments: list[str]) -> int:
     made = convert_file(paths[0], "".join(given["--trainer"][:1]))
     kinds = {
         "differs": made.differs,
-        "no equal here": made.no_equal,
+        "no equivalent here": made.no_equal,
         "look at": made.look_at,
         "needless here": made.nothing,
     }
@@ -415,9 +415,9 @@ def _command(method: str, settings: dict[str, Any]) -> str:
 
 _DEMO = """\
 A language model of 1.3 million parameters learns to spell words backwards: first from demonstrations, of which 60 %
-make the same mistake (SFT), then from rewards that notice it (GRPO). Both are tried on words that are in no training
-data. It takes two to five minutes on two cores, and nothing is downloaded. The same command goes on where it was
-stopped. OUTPUT_DIR/grpo/report.html shows what came of it; `psigrad chat OUTPUT_DIR/grpo` asks the model.
+make the same mistake (SFT), then from rewards that notice it (GRPO). Both models are tested on words that are in no training
+data. The demo takes two to five minutes on two cores and downloads nothing. The same command resumes a stopped demo.
+OUTPUT_DIR/grpo/report.html shows the result; `psigrad chat OUTPUT_DIR/grpo` talks to the model.
 With --vision, a vision-language model learns a game about pictures instead."""
 
 
@@ -428,9 +428,9 @@ This takes two to five minutes on two idle cores. Ctrl-C saves and stops; the sa
 
 
 _VISION_STARTS = """\
-A small vision-language model (0.5 million parameters) learns a game about pictures, on your CPU: how many squares have
-a colour, then where the one is in a second picture. It copies games in which half of the answers are wrong, then unlearns
-that by reinforcement learning. Ctrl-C saves and stops; the same command resumes."""
+A small vision-language model (0.5 million parameters) learns a game about pictures, on your CPU: to count the squares of
+a colour, and then to find the only such square in a second picture. It copies games in which half of the answers are
+wrong, then unlearns that by reinforcement learning. Ctrl-C saves and stops; the same command resumes."""
 
 
 def demo(arguments: list[str]) -> int:

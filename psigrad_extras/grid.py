@@ -66,7 +66,7 @@ def run(settings: GridSettings, console: Console | None = None) -> Sweep:
 
 def _why(settings: GridSettings) -> str:
     endless = settings.discount == 1 and settings.step_reward > 0
-    return ": a step that pays, and a discount of 1, make a walk without end worth infinitely much" if endless else ""
+    return ": with a reward at every step and a discount of 1, an endless walk has infinite value" if endless else ""
 
 
 def grid_of(settings: GridSettings) -> GridWorld:

@@ -66,7 +66,7 @@ class AnthropicMessages:
         form = self.form
         served.check_model(form.model)
         if form.thread:  # the client's tool runner then sends whole conversations
-            why = "This server holds no threads; send the whole conversation."
+            why = "This server stores no conversations; send the whole conversation."
             raise ApiError(why, param="thread", code="thread_unsupported_request")
         tools = [_function(tool) for tool in form.tools] if offers(form.tool_choice) else []
         one = isinstance(form.tool_choice, dict) and bool(form.tool_choice.get("disable_parallel_tool_use"))
@@ -165,7 +165,8 @@ def _turns(role: str, blocks: Sequence[Mapping[str, Any]], place: str) -> Iterat
     for i, block in enumerate(blocks):
         if block.get("type") not in kinds:
             raise ApiError(
-                f"{place}[{i}] is of type {block.get('type')!r}; the {role}'s are {', '.join(kinds)}.", param=f"{place}[{i}].type"
+                f"{place}[{i}] is of type {block.get('type')!r}; a block of the {role} may be {', '.join(kinds)}.",
+                param=f"{place}[{i}].type",
             )
     for i, block in enumerate(blocks):
         if block["type"] == "tool_result":
@@ -211,5 +212,5 @@ def _text(content: str | Sequence[Mapping[str, Any]], place: str) -> str:
         return content
     for i, block in enumerate(content):
         if block.get("type") != "text" or not isinstance(block.get("text"), str):
-            raise ApiError(f"{place}[{i}] is of type {block.get('type')!r}; this model reads text.", param=f"{place}[{i}]")
+            raise ApiError(f"{place}[{i}] is of type {block.get('type')!r}; this model reads only text.", param=f"{place}[{i}]")
     return "".join(block["text"] for block in content)

@@ -34,7 +34,7 @@ def serve(arguments: list[str]) -> int:
     path = _only("serve", models, usage)
     names = tuple(listed["--name"]) or (path.rstrip("/"),)
     if tinker and len(names) > 1:
-        raise UserError(f"--tinker got the names {', '.join(names)}; its client uses a single name, so give one --name.")
+        raise UserError(f"--tinker got the names {', '.join(names)}; it serves a single name, so give one --name.")
     from psigrad_serve import serving
 
     listening = serving.listen(host, port)
@@ -57,7 +57,7 @@ def chat(arguments: list[str]) -> int:
     """Talk to a model."""
     usage = "psigrad chat MODEL_OR_RUN [--system TEXT] [--temperature T] [--max-tokens N] [--seed N]"
     if flags.asks_for_help(arguments):
-        print(f"{usage}\n\nA conversation with a model on the terminal. An empty line or Ctrl-D ends it; /new starts another.")
+        print(f"{usage}\n\nTalk to a model in the terminal. An empty line or Ctrl-D ends it; /new starts another.")
         print("/image FILE shows a vision-language model an image, about which the next line asks.")
         print("--max-tokens is 512 by default. A model without a chat template stops after as many tokens as in its training.")
         return 0

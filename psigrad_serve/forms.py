@@ -111,7 +111,7 @@ def read_json(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ApiError(f"The body is not valid JSON ({error}).", code="invalid_json") from None
     if not isinstance(found, dict):
-        raise ApiError(f"The body is JSON, and not an object but {type(found).__name__}.", code="invalid_json")
+        raise ApiError(f"The body is a JSON {type(found).__name__}; expected a JSON object.", code="invalid_json")
     return found
 
 
@@ -121,7 +121,7 @@ def read_form(form: type[F], body: Mapping[str, Any]) -> F:
     for name, values in NEUTRAL.items():
         if name in given and name not in form.model_fields and given[name] not in values:
             raise ApiError(
-                f"{name} is {json.dumps(given[name])[:80]}, which this server can't do; remove it.",
+                f"{name} is {json.dumps(given[name])[:80]}, which this server does not support; remove it.",
                 param=name, code="unsupported_parameter",
             )  # fmt: skip
     kept = {name: value for name, value in given.items() if name in form.model_fields or name not in {*IDLE, *NEUTRAL}}

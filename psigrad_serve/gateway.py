@@ -187,13 +187,15 @@ def _refused(request: Request, error: Exception) -> Response:
 
 def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    said = f"There is no {request.method} {request.url.path} here." if error.status_code in (404, 405) else str(error.detail)
+    said = f"This server has no {request.method} {request.url.path}." if error.status_code in (404, 405) else str(error.detail)
     return ApiError(said, status=error.status_code).response(request.url.path, request.state.id)
 
 
 def _failed(request: Request, error: Exception) -> Response:
     """Answer an unexpected error, whose traceback uvicorn prints."""
-    return ApiError("The server failed at this; its terminal says why.", status=500).response(request.url.path, request.state.id)
+    return ApiError("The server failed to answer this request; its terminal shows the error.", status=500).response(
+        request.url.path, request.state.id
+    )
 
 
 class KeyGuard:

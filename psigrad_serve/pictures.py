@@ -45,10 +45,8 @@ class Pictures:
     def refusal(self) -> str:
         """The reason why no image is read here; empty if images are read."""
         if self.image_format is None:
-            return (
-                "an image, and this model reads text alone; leave it out, or serve a vision-language model (Qwen 3.5: --vision)"
-            )
-        return "" if self.engine.steers else "an image, and this server's sampler reads text alone; serve with --sampler embedded"
+            return "an image, but this model reads only text; remove it, or serve a vision-language model (Qwen 3.5: --vision)"
+        return "" if self.engine.steers else "an image, but this server's sampler reads only text; serve with --sampler embedded"
 
     def marked(self, messages: Sequence[Any], rest: Mapping[str, Any]) -> tuple[list[Any], HeldImages]:
         """Return messages in OpenAI's format with marks in place of image parts, and what keeps the images until a row does.
@@ -67,7 +65,7 @@ class Pictures:
                 continue
             if message.get("role") == "assistant":
                 where = f"messages[{i}].content"
-                raise ApiError(f"{where} has an image in the assistant's turn; this model writes text alone.", param=where)
+                raise ApiError(f"{where} has an image in the assistant's turn; this model writes only text.", param=where)
             made[i] = {
                 **message,
                 "content": [self._part(part, f"messages[{i}].content[{k}]", left, held) for k, part in enumerate(content)],
@@ -82,7 +80,7 @@ class Pictures:
             raise ApiError(f"{place} is {self.refusal}.", param=place)
         if not isinstance(given, str) or not given.startswith("data:"):
             what = f"the URL {given[:60]}" if isinstance(given, str) else "no URL"
-            why = f"{place} is an image with {what}; nothing is downloaded here: send a data URL, data:image/png;base64,…"
+            why = f"{place} is an image with {what}; this server downloads nothing; send a data URL, data:image/png;base64,…"
             raise ApiError(f"{why}.", param=place, code="invalid_image_url")
         with self._decoding:
             try:

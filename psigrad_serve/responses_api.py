@@ -185,7 +185,7 @@ def _before(served: Served, name: str | None) -> list[dict[str, Any]]:
     found = served.kept.find(name)
     if found is None:
         raise ApiError(
-            f"The response {name!r} is not remembered here; send its conversation as input.",
+            f"The response {name!r} is not stored on this server; send its conversation as input.",
             param="previous_response_id",
             code="previous_response_not_found",
         )

@@ -176,7 +176,9 @@ class Served:
             names = {"frequency": "frequency_penalty", "presence": "presence_penalty", "bias": "logit_bias"}
             raise _needs_embedded(place if form else next(names[one] for one, given in penalties.items() if given))
         if any(token >= self.engine.model.vocabulary for token in found.bias):
-            raise ApiError("logit_bias names a token that the model does not have.", param="logit_bias", code="invalid_value")
+            raise ApiError(
+                "logit_bias names a token that the model does not have; remove it.", param="logit_bias", code="invalid_value"
+            )
         if form:
             self.forms.check(form, place)
         return found
@@ -203,7 +205,7 @@ class Served:
         """Raise an error for tokens that the model does not have."""
         size = self.engine.model.vocabulary
         if max(ids) >= size:
-            raise ApiError(f"The prompt has the token {max(ids)}, and the model {size} tokens.", param="prompt")
+            raise ApiError(f"The prompt has the token id {max(ids)}, but the model's ids end at {size - 1}.", param="prompt")
 
     def call(
         self, request: Mapping[str, Any], row: Row, ids: tuple[int, ...] | None, asked: Mapping[str, Any], **more: Any
@@ -237,7 +239,7 @@ class Served:
         room = most - len(call.prompt_ids)
         if room < 1:
             raise ApiError(
-                f"This model's maximum context length is {most} tokens and the prompt has {len(call.prompt_ids)}; shorten it.",
+                f"This model's maximum context length is {most} tokens, but the prompt has {len(call.prompt_ids)}; shorten it.",
                 param="messages" if isinstance(call.row.prompt, list) else "prompt", code="context_length_exceeded",
             )  # fmt: skip
         params = replace(call.params, max_tokens=min(call.params.max_tokens, room))
@@ -254,8 +256,8 @@ def check_size(served: Served, *texts: Any) -> None:
     most = served.engine.model.max_length * served.longest
     if (size := sum(map(_characters, texts))) > most:
         raise ApiError(
-            f"The prompt has {size:,} characters, and the {served.engine.model.max_length} tokens of this model's context hold "
-            f"at most {most:,}; shorten it.",
+            f"The prompt has {size:,} characters, but the {served.engine.model.max_length} tokens of this model's context hold "
+            f"at most {most:,}; shorten the prompt.",
             code="context_length_exceeded",
         )  # fmt: skip
 
@@ -269,7 +271,7 @@ def _characters(value: Any) -> int:
 
 
 def _needs_embedded(name: str) -> ApiError:
-    why = f"{name} needs the embedded sampler, and this server has another; remove it."
+    why = f"{name} needs the embedded sampler, but this server has another sampler; remove {name}."
     return ApiError(why, param=name, code="unsupported_parameter")
 
 

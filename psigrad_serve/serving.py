@@ -63,8 +63,8 @@ def serve(served: Served | TinkerServer, listening: socket.socket, token: str, s
     def greet() -> None:
         names = (served.name,) if isinstance(served, TinkerServer) else served.names
         say(f"psigrad serve  http://{host}:{port}{'' if tinker else '/v1'}  {', '.join(names)}")
-        say(f"The token is that of {'--token' if token else VARIABLE}." if known else f"The token is {key}; keep it to yourself.")
-        say("Ctrl-C ends it.")
+        say(f"The token is that of {'--token' if token else VARIABLE}." if known else f"The token is {key}; keep it secret.")
+        say("Ctrl-C stops the server.")
 
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it after a clean shutdown
         _server(served, key, greet).run(sockets=[listening])

@@ -65,7 +65,7 @@ class Wish:
                 matcher.consume_token(last.id)
             allowed = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
             if matcher.is_error():
-                raise ApiError(f"The form can't be kept: {_reason(matcher.get_error())}", status=500)
+                raise ApiError(f"The completion cannot follow the requested format: {_reason(matcher.get_error())}", status=500)
             bits = (allowed[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
             mask = torch.nn.functional.pad(bits.flatten().bool()[: len(logits)], (0, max(0, len(logits) - 8 * len(allowed))))
             return logits.masked_fill(~mask.to(logits.device), -torch.inf)
@@ -99,7 +99,7 @@ class Forms:
         matcher = self.matcher(grammar)
         matcher.compute_bitmask()
         if matcher.is_error():  # valid, and nothing has that form, such as a schema that is only a reference to itself
-            why = f"Invalid value for {param!r}: no answer has this form ({_reason(matcher.get_error())[:-1]})."
+            why = f"Invalid value for {param!r}: no answer can have this format ({_reason(matcher.get_error())[:-1]})."
             raise ApiError(why, param=param, code="invalid_value")
 
     def _tokens(self) -> Any:
@@ -128,7 +128,7 @@ def json_grammar(response_format: Any, param: str) -> str:
         return _lark(f"%json {json.dumps({'type': 'object', 'x-guidance': _WRITTEN})}")
     if kind != "json_schema":
         raise ApiError(
-            f"{param} is {json.dumps(response_format)[:80]}; its type is text, json_object or json_schema.",
+            f"{param} is {json.dumps(response_format)[:80]}; expected the type text, json_object or json_schema.",
             param=param, code="invalid_value",
         )  # fmt: skip
     held = response_format.get("json_schema", response_format)
@@ -162,13 +162,13 @@ def call_grammar(offered: Offered | None, name: str, added: Mapping[str, int]) -
     if offered is None or (name and name not in offered.schemas):
         there = "no tools" if offered is None else ", ".join(offered.schemas)
         raise ApiError(
-            f"tool_choice forces {name or 'a call'!r}, and there is {there}.", param="tool_choice", code="invalid_value"
+            f"tool_choice forces {name or 'a call'!r}, but the request offers {there}.", param="tool_choice", code="invalid_value"
         )
     family = next(one for one in FAMILIES if one.name == (offered.form.family or "Hermes"))
     form = None if offered.form.response_template is not None else _SHOWN.fullmatch(family.shown)
     if form is None:
         raise ApiError(
-            f"tool_choice can't force a call in the form of this model ({family.name}); give auto or none.",
+            f"tool_choice cannot force a call in this model's format ({family.name}); give auto or none.",
             param="tool_choice", code="unsupported_parameter",
         )  # fmt: skip
     opens, between, closes = form.groups()

@@ -114,7 +114,7 @@ def _image(path: str, refusal: str, say: Callable[[str], None]) -> list[dict[str
     except (OSError, ValueError) as error:
         say(f"{path} {error}.\n")
         return []
-    say("The next line is asked about it.\n")
+    say("Your next line asks about the image.\n")
     return [part]
 
 

@@ -45,7 +45,11 @@ class TextCompletions:
         served.check_model(form.model)
         self.scores = form.max_tokens == 0  # the prompt is scored, and nothing is answered
         if self.scores and not form.echo:
-            raise ApiError("max_tokens is 0, which gives nothing without echo.", param="max_tokens", code="invalid_value")
+            raise ApiError(
+                "max_tokens is 0, which returns no text without echo; raise max_tokens, or set echo.",
+                param="max_tokens",
+                code="invalid_value",
+            )
         stop, asked, top = read_stop(form.stop), form.asked(form.max_tokens or 1), form.logprobs or 0
         if not form.echo:  # a prompt's are computed by the model itself
             served.check_top(top, "logprobs")

@@ -84,12 +84,12 @@ class TinkerServer:
     def of(cls, path: str, name: str, folder: str, given: Mapping[str, Any]) -> TinkerServer:
         """Create the server from the options of `psigrad serve`. Raises `UserError` for options that are unsupported here."""
         if given["vision"]:
-            raise UserError("--tinker does not take --vision: its clients train on text alone here; leave it out.")
+            raise UserError("--tinker does not take --vision, since this server trains on text only; remove --vision.")
         for flag, usual in (("sampler", "embedded"), ("chat_template_path", "")):
             if given[flag] != usual:
                 raise UserError(
-                    f"--tinker does not take --{flag.replace('_', '-')} {given[flag]}: the client writes the prompts, and the "
-                    "embedded sampler draws; remove it."
+                    f"--tinker does not take --{flag.replace('_', '-')} {given[flag]}: the client writes the prompts, and only "
+                    "the embedded sampler samples; remove the flag."
                 )
         run = from_dict(Run, {"device": given["device"], "threads": given["threads"]}, "")
         machine.prepare_torch(run)
@@ -143,7 +143,7 @@ class TinkerServer:
         @routes.post("/{path:path}")
         async def called(path: str, request: Request) -> Any:
             if (call := calls.get(path.replace("/", "_"))) is None:
-                raise ApiError(f"The call {path} can't be had here.", status=404)
+                raise ApiError(f"This server does not support the call {path}.", status=404)
             return await call(read_json(await request.body()))
 
         return routes
@@ -161,14 +161,14 @@ class TinkerServer:
         return {"type": "session_heartbeat"}
 
     async def _do_create_session(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        told = "psigrad adapts every linear layer but the head: train_unembed changes nothing."
+        told = "psigrad adapts every linear layer except the head, so train_unembed has no effect."
         return {"type": "create_session", "session_id": secrets.token_hex(8), "info_message": told}
 
     async def _do_create_model(self, body: Mapping[str, Any]) -> dict[str, Any]:
         model_id, lora = f"{body['session_id']}:train:{body['model_seq_id']}", body.get("lora_config") or {}
         self._check_base(body["base_model"])
         if not (lora.get("train_mlp", True) and lora.get("train_attn", True)):
-            raise ApiError("An adapter here is of every linear layer; leave train_mlp and train_attn as they are.")
+            raise ApiError("This server adapts every linear layer; do not set train_mlp or train_attn to false.")
         rank, seed = int(lora.get("rank") or 32), lora.get("seed")
 
         def make() -> dict[str, Any]:
@@ -189,7 +189,7 @@ class TinkerServer:
 
     async def _do_optim_step(self, body: Mapping[str, Any]) -> dict[str, Any]:
         if "adam_params" not in body:
-            raise ApiError("This server has AdamW alone; give AdamParams.")
+            raise ApiError("This server has only AdamW; give adam_params.")
         model, adam = self._model(body["model_id"]), body["adam_params"]
         how = (adam["learning_rate"], (adam["beta1"], adam["beta2"]), adam["eps"], adam["weight_decay"], adam["grad_clip_norm"])
         return self._later(_name(body), lambda: {"metrics": {"grad_norm:mean": model.step(*how)}})
@@ -228,7 +228,7 @@ class TinkerServer:
             raise ApiError(f"There is no sampling session {session!r}.", status=404)
         for wanted in ("topk_prompt_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k", "topk_sample_logprobs"):
             if body.get(wanted):
-                raise ApiError(f"{wanted} can't be had here; remove it.")
+                raise ApiError(f"This server does not support {wanted}; remove it.")
         path = self.samplers[session] if session else body.get("model_path") or ""
         name = f"{session}:{body['seq_id']}" if session and body.get("seq_id") is not None else secrets.token_hex(8)
         if name not in self.futures:
@@ -240,15 +240,17 @@ class TinkerServer:
         engine, asked = await self._engine(path), body["sampling_params"]
         prompt = [token for chunk in body["prompt"]["chunks"] for token in chunk.get("tokens", ())]
         if any(chunk.get("type") != "encoded_text" for chunk in body["prompt"]["chunks"]):
-            raise ApiError("A prompt has something else than text, which this model does not read.")
+            raise ApiError("A prompt contains something other than text, but this server reads only text.")
         stop = asked.get("stop")
         if stop == []:
-            raise ApiError("stop is [], and this sampler ends at EOS; remove it.")
+            raise ApiError("stop is [], but this sampler always stops at EOS; remove stop.")
         words = [stop] if isinstance(stop, str) else [each for each in stop or () if isinstance(each, str)]
         ids = tuple(each for each in stop or () if isinstance(each, int))
         room = engine.model.max_length - len(prompt)
         if room < 1:
-            raise ApiError(f"The prompt has {len(prompt)} tokens and the model {engine.model.max_length} positions; shorten it.")
+            raise ApiError(
+                f"The prompt has {len(prompt)} tokens but the model has {engine.model.max_length} positions; shorten the prompt."
+            )
         params = SamplingParams(
             max_tokens=min(asked.get("max_tokens") or room, room),
             temperature=asked.get("temperature", 1.0),
@@ -293,7 +295,7 @@ class TinkerServer:
         model = self._model(body["model_id"])
         name = body.get("path") or f"step-{body['seq_id']}"
         if not name.replace("-", "").replace("_", "").replace(".", "").isalnum() or name.startswith("."):
-            raise ApiError(f"The name {name!r} of a state has other signs than letters, digits, - and _.")
+            raise ApiError(f"A state cannot have the name {name!r}; use letters, digits, -, _ and ., with no . at the start.")
         path = f"tinker://{body['model_id']}/{kind}/{name}"
         place = self.folder / body["model_id"] / kind / name
 
@@ -324,7 +326,7 @@ class TinkerServer:
 
     async def _retrieve(self, name: str) -> Response:
         if name not in self.futures:
-            raise ApiError(f"There is no request {name!r} any more.", status=410)
+            raise ApiError(f"The request {name!r} is unknown, or its answer was dropped; send it again.", status=410)
         done, _ = await asyncio.wait({self.futures[name]}, timeout=PATIENCE)
         if not done:
             return as_json({"type": "try_again", "request_id": name, "queue_state": "active"})
@@ -352,18 +354,18 @@ class TinkerServer:
 
     def _model(self, name: str) -> TinkerModel:
         if name not in self.models:
-            raise ApiError(f"There is no model {name!r} in training here; create one, or one from a state.", status=404)
+            raise ApiError(f"This server trains no model {name!r}; create one, or load one from a state.", status=404)
         return self.models[name]
 
     def _check_base(self, name: str | None) -> None:
         if name not in (self.name, self.base):
-            raise ApiError(f"There is no base model {name!r} here; there is {self.name!r}.", status=404)
+            raise ApiError(f"There is no base model {name!r}; this server has {self.name!r}.", status=404)
 
     def _place(self, path: str) -> Path:
         parts = path.removeprefix("tinker://").split("/")
         place = self.folder.joinpath(*parts)
         if not path.startswith("tinker://") or len(parts) != 3 or ".." in parts or not whole_state(place):
-            raise ApiError(f"There is no state {path!r} here.", status=404)
+            raise ApiError(f"This server has no state {path!r}.", status=404)
         return place
 
 
@@ -401,14 +403,14 @@ def _datum(datum: Any) -> TinkerDatum:
     tokens: list[int] = []
     for chunk in datum.model_input:
         if not chunk.HasField("encoded_text"):
-            raise ApiError("A datum has something else than text, which this model does not read.")
+            raise ApiError("A datum contains something other than text, but this server reads only text.")
         tokens += np.frombuffer(chunk.encoded_text.tokens, dtype=np.int32).tolist()
     return TinkerDatum.of(tokens, {name: _tensor(tensor) for name, tensor in datum.loss_fn_inputs.items()})
 
 
 def _tensor(tensor: Any) -> torch.Tensor:
     if tensor.HasField("sparse_csr"):
-        raise ApiError("A datum has a sparse tensor; several targets at a place can't be had here.")
+        raise ApiError("A datum has a sparse tensor, but this server takes one target per position; send a dense tensor.")
     kinds = type(tensor).DESCRIPTOR.fields_by_name["dtype"].enum_type.values_by_number
     kind = np.float32 if kinds[tensor.dtype].name == "DTYPE_FLOAT32" else np.int64
     flat = torch.from_numpy(np.frombuffer(tensor.dense, dtype=kind).copy())

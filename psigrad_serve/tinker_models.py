@@ -27,7 +27,10 @@ AT_ONCE = 4096
 """The tokens of a forward pass."""
 _STATE = "training_state.safetensors"
 _DATUM = ("target_tokens", "weights", "advantages", "logprobs")
-_OTHER_TARGETS = "The targets of a datum are not its tokens moved by one place, and their {} are not 0; such can't be had here."
+_OTHER_TARGETS = (
+    "A datum has a target that is not the next token, where its {0} are not 0; send the next token as target, or set these "
+    "{0} to 0."
+)
 _MOVING = threading.Lock()
 """The lock for moving a state's folder, so that readers see it before or after the move."""
 
@@ -49,15 +52,15 @@ class TinkerDatum:
     def of(cls, tokens: Sequence[int], inputs: Mapping[str, Tensor]) -> TinkerDatum:
         """Build a datum from the input tokens and the targets to predict after each."""
         if "target_tokens" not in inputs or inputs["target_tokens"].dim() != 1:
-            raise ApiError("A datum has no target_tokens in one dimension; several targets at a place can't be had here.")
+            raise ApiError("A datum needs target_tokens with one dimension; this server takes one target per position.")
         if unknown := sorted(set(inputs) - set(_DATUM)):
             raise ApiError(f"A datum has {', '.join(unknown)}; this server knows {', '.join(_DATUM)}.")
         targets = tuple(inputs["target_tokens"].tolist())
         if len(targets) != len(tokens) or not tokens:
-            raise ApiError(f"A datum has {len(tokens)} tokens and {len(targets)} targets; there is one for each.")
+            raise ApiError(f"A datum has {len(tokens)} tokens and {len(targets)} targets; give one target per token.")
         numbers = {name: values for name, values in inputs.items() if name != "target_tokens"}
         if wrong := next((name for name, values in numbers.items() if values.shape != (len(targets),)), None):
-            raise ApiError(f"{wrong} has {tuple(numbers[wrong].shape)} numbers for {len(targets)} targets.")
+            raise ApiError(f"{wrong} has {tuple(numbers[wrong].shape)} numbers for {len(targets)} targets; give one per target.")
         moved = (*tokens[1:], targets[-1])
         if targets == moved:
             return cls(tokens[0], targets, numbers)
@@ -77,7 +80,7 @@ class TinkerDatum:
     def number(self, name: str, loss: str) -> Tensor:
         """Return the numbers [T] of a kind that the loss needs."""
         if name not in self.numbers:
-            raise ApiError(f"{loss} needs {name}, which a datum does not have.")
+            raise ApiError(f"{loss} needs {name}, but a datum does not have them.")
         return self.numbers[name]
 
 
@@ -153,7 +156,7 @@ class TinkerModel:
     ) -> tuple[list[Tensor], float]:
         """Return the log-probs of each datum's targets [T] and the sum of the losses; add its gradient to the accumulated one."""
         if loss not in LOSSES:
-            raise ApiError(f"There is no loss {loss!r} here; there are {', '.join(LOSSES)}.")
+            raise ApiError(f"There is no loss {loss!r}; this server has {', '.join(LOSSES)}.")
         for datum in data if loss == "cross_entropy" else ():
             datum.number("weights", loss)
             if not datum.is_idle_by("weights"):
@@ -185,8 +188,8 @@ class TinkerModel:
         self.optimizer.zero_grad()
         if not math.isfinite(norm):
             raise ApiError(
-                f"The gradient's norm is {norm}, so the step was left out and the gradient forgotten; look for numbers of the "
-                "data that are not finite, or too large."
+                f"The gradient's norm is {norm}, so the step was skipped and the gradient dropped; check the data for numbers "
+                "that are too large or not finite."
             )
         return norm
 
@@ -214,7 +217,7 @@ class TinkerModel:
         """Resume from a state, with its optimiser or a fresh one. Accumulated gradients are dropped."""
         state, named = load_file(folder / _STATE), self.model.trainable()
         if {f"weight.{name}" for name in named} != {name for name in state if name.startswith("weight.")}:
-            raise ApiError("The state is of an adapter of another form.")
+            raise ApiError("The state belongs to an adapter with other layers; load it into a model of the same base and rank.")
         self.optimizer = torch.optim.AdamW(named.values())
         with torch.no_grad():
             for name, p in named.items():

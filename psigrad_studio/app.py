@@ -78,7 +78,7 @@ def _refused(request: Request, error: Exception) -> Response:
     if error.status_code == 404 and request.method == "GET" and "text/html" in request.headers.get("accept", ""):
         return HTMLResponse(missing_page(), 404)
     code = getattr(error, "code", {404: "missing", 405: "method"}.get(error.status_code, "request"))
-    said = {404: "There is nothing here.", 405: "This method is not served."}.get(error.status_code, error.detail)
+    said = {404: "There is nothing at this address.", 405: "This method is not allowed."}.get(error.status_code, error.detail)
     return JSONResponse(error_body(code, said), error.status_code, headers=error.headers)
 
 

@@ -105,7 +105,8 @@ class _Writer:
         room = model.max_length - len(ids)
         if room < 1:
             raise UserError(
-                f"The conversation has {len(ids)} tokens and this model takes {model.max_length}; start a new one, or say less."
+                f"The conversation has {len(ids)} tokens but this model takes at most {model.max_length}; start a new "
+                "conversation, or shorten the message."
             )
         wanted = Sampling(max_completion_length=min(question.max_tokens, room), top_p=question.top_p)
         params = sampling_params(wanted, model, [row], question.temperature)

@@ -32,7 +32,7 @@ class ChatQuestion:
         if not talks:
             return Row("the prompt", prompt=str(self.messages[-1]["content"]))
         if self.system and not follows:
-            raise UserError("This model's chat template has no system prompt; leave it empty.")
+            raise UserError("This model's chat template does not support a system prompt; leave it empty.")
         first = [{"role": "system", "content": self.system}] if self.system else []
         return Row("the conversation", prompt=[*first, *(dict(message) for message in self.messages)])
 

@@ -157,7 +157,7 @@ class _Events:
             try:
                 work(tell)
             except BaseException:
-                tell({"event": "failed", "message": "The studio failed at this; its terminal says why."})
+                tell({"event": "failed", "message": "The studio failed to answer; its terminal shows the error."})
                 raise
             finally:
                 tell(None)
@@ -185,7 +185,7 @@ def _question(form: AnswerForm) -> ChatQuestion:
     if any(role != ("user", "assistant")[i % 2] for i, role in enumerate(roles)) or len(roles) % 2 == 0:
         raise UserError("A conversation alternates user and assistant and ends with the user; start a new one.")
     if not form.messages[-1].content:
-        raise UserError("The message is empty; say something.")
+        raise UserError("The message is empty; write something.")
     if sum(len(said.content) for said in form.messages) + len(form.system) > LONGEST_TALK:
         raise UserError(f"The conversation has more than {LONGEST_TALK} characters; start a new one.")
     return ChatQuestion(
@@ -202,5 +202,5 @@ def _known(settings: StudioSettings, ids: Sequence[str]) -> list[Checkpoint]:
     """Return the models with these ids, looked up on the disk now."""
     found = find(settings.runs, settings.checkpoints)
     if any(name not in found for name in ids):
-        raise UserError("There is no such model in the runs folder any more; choose another.")
+        raise UserError("This model is no longer in the runs folder; choose another.")
     return [found[name] for name in ids]

@@ -15,11 +15,12 @@ _JUDGE_REPORT = "psigrad judge-report VOTES --model NAME --base-url URL [--crite
 _JUDGED = f"""\
 {_JUDGE_REPORT}
 
-How a judge compares with people's votes (agreement, Cohen's kappa, by criterion) and itself (order, length, its own
-model's texts). VOTES is a file that the labelling desk exports, or its database with --project NAME. Each pair is shown
-to the judge, --model as the endpoint names it, in both orders, as by the reward ranking. --self-model is the judge's own
-model as completions name theirs, --cache a folder that keeps replies, --output a file for the figures as JSON,
---api-key-variable the environment variable with the endpoint's key, --max-pairs N the first N pairs alone."""
+Compare a judge with people's votes (agreement and Cohen's kappa, by criterion), and with itself: does it prefer the first
+answer, the longer one, or texts of its own model? VOTES is a file that the labelling desk exports, or its database with
+--project NAME. The judge reads each pair in both orders, as in the reward ranking. --model is the judge's name at the
+endpoint, --self-model the name that completions have for its model, --cache a folder that stores replies, --output a
+JSON file for the figures, --api-key-variable the environment variable with the endpoint's key. --max-pairs N reads only
+the first N pairs."""
 
 
 def judge_report(arguments: list[str]) -> int:
@@ -57,8 +58,8 @@ def studio(arguments: list[str]) -> int:
         "psigrad studio [RUNS_FOLDER] [--database FILE] --backup FILE | --restore FILE"
     )
     if flags.asks_for_help(arguments):
-        print(f"{usage}\n\nThe web application: grid world, runs, labelling desk, chat. It binds this machine only.")
-        print("--backup copies the labels to a new file, also while a studio runs; --restore puts such a file in their place.")
+        print(f"{usage}\n\nStart the web application: grid world, runs, labelling, chat. It listens on this machine only.")
+        print("--backup copies the labels to a new file, also while a studio runs; --restore replaces the labels by such a file.")
         return 0
     folders, listed, rest = flags.parse_lists(arguments, "--checkpoint", "--allow-host")
     given = flags.parse_plain(

@@ -73,9 +73,9 @@ class ChatComparisons:
         with self._lock:
             comparison = self._known.get(comparison_id)
             if comparison is None:
-                raise UserError("This comparison is not known any more; ask the question again.")
+                raise UserError("This comparison has expired; ask the question again.")
             if any(answer.reason is None for answer in comparison.answers):
-                raise UserError("The answers are still being written; choose when both have ended.")
+                raise UserError("The answers are still being written; choose when both are complete.")
             if comparison.result is None:
                 names = [answer.checkpoint.name for answer in comparison.shown]
                 comparison.result = {"names": names, "choice": choice, **_store(self._labels.db, comparison, choice)}
@@ -147,7 +147,7 @@ def _project(database: Database, person: Person) -> int:
             return projects.create(database, person, projects.ProjectSettings(PROJECT, instructions=INSTRUCTIONS))
         except Conflict:  # another studio on the same labels was faster
             continue
-    raise UserError(f"There is a project {PROJECT!r} that is not yours to see; ask its admin.")
+    raise UserError(f"You have no access to the project {PROJECT!r}; ask its admin.")
 
 
 @reads

@@ -62,7 +62,7 @@ def read_votes(rows: Iterable[Mapping[str, Any]], left_out: Counter[str]) -> lis
     for number, row in enumerate(rows, 1):
         found = list(_of_row(row, left_out))
         if not found and "prompt" not in row:
-            raise UserError(f"row {number} has no prompt; expected rows that the labelling desk exports ({', '.join(row)}).")
+            raise UserError(f"row {number} has no prompt; expected rows as the labelling desk exports them ({', '.join(row)}).")
         prompt = transcript_of(row["prompt"])
         for first, second, vote, models, criterion in found:
             a, b = sorted((first, second))
@@ -126,9 +126,7 @@ def votes_of(source: str, project: str = "") -> list[Mapping[str, Any]]:
         try:
             return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
         except (OSError, ValueError) as error:
-            raise UserError(
-                f"{source} is not a JSONL file of votes ({error}); for a database name its project as well."
-            ) from error
+            raise UserError(f"{source} is not a JSONL file of votes ({error}); for a database, name its project too.") from error
     if "://" not in source and not path.is_file():
         raise UserError(f"{source} is not a database of the labelling desk; that is labels.db beside the folder of runs.")
     db = database.connect(source)
@@ -158,7 +156,7 @@ def report(judge: GroupRanking, rows: Iterable[Mapping[str, Any]], *, most: int 
     judged = [(unit, ranks) for unit in units if not isinstance(ranks := found[unit.prompt, unit.texts], Unscored)]
     once = [(unit, ranks) for unit, ranks in judged if shown[unit.prompt, unit.texts] is unit]
     if not judged:
-        raise UserError(f"No pair was judged: {reasons[0].rstrip('.') if reasons else 'there is none that people agree on'}.")
+        raise UserError(f"No pair was judged: {reasons[0].rstrip('.') if reasons else 'there is no pair on which people agree'}.")
     made = [*_beside_people(judge, judged), *_beside_itself(judge, once, own or judge.model)]
     return JudgeReport(made, _slope(judge, once), {k: v for k, v in left_out.items() if v}, len(once))
 
@@ -246,5 +244,5 @@ def lines_of(found: JudgeReport) -> Iterator[str]:
     """Yield the lines that the terminal prints below the table."""
     yield f"{found.pairs} pairs" + "".join(f", {count} left out ({reason})" for reason, count in found.left_out.items())
     if found.pairs < LEAST_ROWS:
-        yield f"Of fewer than {LEAST_ROWS} pairs no interval is to be judged by."
+        yield f"With fewer than {LEAST_ROWS} pairs, the intervals are too wide to judge by."
     yield f"calibration: {{reward: ranking, slope: {found.slope:.3g}, …}} scores by the chance that people prefer a completion"

@@ -97,8 +97,8 @@ class ModelCache:
         """Free models that are not in use, the least recently used first. Return the number of freed models."""
         if wanted.bytes > self.most_bytes:
             raise UserError(
-                f"{wanted.name} has {show_size(wanted.bytes)} of weights and the studio keeps {show_size(self.most_bytes)} "
-                "in memory; start it with a larger --model-memory (in GB)."
+                f"{wanted.name} has {show_size(wanted.bytes)} of weights, but the studio keeps at most "
+                f"{show_size(self.most_bytes)} in memory; start it with a larger --model-memory (in GB)."
             )
         in_use, before = {model for turn in self._line for model in turn.models}, len(self._loaded)
         for old in list(self._loaded):
@@ -106,7 +106,7 @@ class ModelCache:
                 del self._loaded[old]
         if self._held() + wanted.bytes > self.most_bytes:
             raise UserError(
-                f"There is not enough memory for {wanted.name} and the models in use; try again when they have answered."
+                f"There is not enough memory for {wanted.name} and the models in use; try again when those models have answered."
             )
         return before - len(self._loaded)
 

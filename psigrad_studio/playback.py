@@ -257,7 +257,7 @@ def _planned(spec: PlaybackSpec, mdp: MDP, goal: FloatArray) -> Iterator[Frame]:
         changed = sweep.changed if sweep.step == "improve" else None
         yield Frame(index, sweep.step, sweep.value, shown, sweep.residual, _gap(sweep.value, goal), bound, changed)
         if index >= MOST_SWEEPS:
-            raise ValueError(f"The playback stops after {MOST_SWEEPS:,} sweeps; a smaller discount needs fewer.")
+            raise ValueError(f"The playback stops after {MOST_SWEEPS:,} sweeps; use a smaller discount, which needs fewer.")
 
 
 def _predicted(spec: PlaybackSpec, mdp: MDP, goal: FloatArray) -> Iterator[Frame]:

@@ -155,7 +155,9 @@ class Guard:
         except Exception:
             logging.getLogger("psigrad_studio").exception("%s %s failed", scope["method"], scope["path"])
             if not started:
-                await _answer(with_headers, Refused(500, "failed", "The studio failed at this; its terminal says why."), scope)
+                await _answer(
+                    with_headers, Refused(500, "failed", "The studio failed to answer; its terminal shows the error."), scope
+                )
 
     async def _check(self, scope: Scope) -> None:
         """Raise `Refused` for anything but a request of the studio's pages. Refusals count against the rate of strangers."""
@@ -208,14 +210,14 @@ class Guard:
 
     def _check_form(self, scope: Scope) -> None:
         if scope["method"] not in METHODS:
-            raise Refused(405, "method", "This method is not served.")
+            raise Refused(405, "method", "This method is not allowed.")
         if _ODD_PATH.search(scope["path"]) or _ENCODED.search(scope.get("raw_path") or b"") or len(scope["path"]) > 1024:
             raise Refused(400, "path", "This path is not well-formed.")
 
     def _check_source(self, scope: Scope) -> None:
         """Check Host, Origin (required for changes) and Sec-Fetch-Site, so that other sites are refused."""
         if _header(scope, "host") not in self.settings.hosts:
-            raise Refused(421, "host", "This server does not go by that name; open the address that it printed.")
+            raise Refused(421, "host", "This server has another host name; open the address that psigrad studio printed.")
         origin, site = _header(scope, "origin"), _header(scope, "sec-fetch-site")
         safe = scope["method"] in SAFE
         if origin is not None and origin not in self.settings.origins:
@@ -228,12 +230,16 @@ class Guard:
 
     def _check_key(self, scope: Scope) -> None:
         if scope["method"] != "GET":
-            raise Refused(405, "method", "This method is not served.")
+            raise Refused(405, "method", "This method is not allowed.")
         if _header(scope, "host") not in self.settings.own_hosts:
             raise Refused(403, "key", "The key opens the studio on its own machine only; on another machine use an invite.")
         values = [part[4:] for part in scope["query_string"].split(b"&") if part.startswith(b"key=")]
         if len(values) != 1 or not self.sessions.admits(values[0].decode("latin-1")):
-            raise Refused(403, "key", "The key is not the one of this studio; open the address that it printed.")
+            raise Refused(
+                403,
+                "key",
+                "This key belongs to another studio or an earlier start; open the address that psigrad studio printed.",
+            )
 
     async def _check_session(self, scope: Scope) -> None:
         """Identify the sender. An API token is used alone, without cookies, which browsers add automatically."""
@@ -253,7 +259,7 @@ class Guard:
         if known and careful and not self._csrf_holds(scope, asker):
             raise Refused(403, "csrf", NO_TOKEN)
         if known and not asker["owner"] and not self._may_visit(scope["path"], token is not None):
-            raise Refused(403, "guest", "This part of the studio is its owner's; you were invited to label.")
+            raise Refused(403, "guest", "Only the studio's owner may open this part; you were invited to label.")
         scope["state"] = {**scope.get("state", {}), **asker}
 
     def _csrf_holds(self, scope: Scope, asker: Mapping[str, Any]) -> bool:
@@ -295,7 +301,7 @@ class Guard:
         if has_body and scope["method"] in SAFE:
             raise Refused(400, "body", "This method takes no body.")
         if has_body and (kind or "").partition(";")[0].strip().lower() != "application/json":
-            raise Refused(415, "type", "Bodies are application/json.")
+            raise Refused(415, "type", "The body must be application/json.")
         seen, deadline = 0, time.monotonic() + self.settings.body_seconds
         whole = False
 
@@ -338,7 +344,7 @@ def _header(scope: Scope, name: str) -> str | None:
     """Return the value of a header. A repeated header is refused."""
     found = _all(scope, name)
     if len(found) > 1:
-        raise Refused(400, "header", "A header comes twice.")
+        raise Refused(400, "header", "A header is given twice.")
     return found[0] if found else None
 
 

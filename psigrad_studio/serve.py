@@ -81,13 +81,13 @@ def copied(runs: str, database: str, backup: str, restore: str) -> str:
     from psigrad_studio.labels.database import local_file
 
     if backup and restore:
-        raise UserError("--backup and --restore were both given; name one.")
+        raise UserError("--backup and --restore were both given; give one of them.")
     place = local_file(replace(StudioSettings(), runs=Path(runs or "runs"), database=database).labels)
     if backup:
         size = label_backup.backup(place, Path(backup))
         return f"{place} was copied to {backup} ({size / 1e6:.1f} MB)."
     kept = label_backup.restore(Path(restore), place)
-    return f"{place} is what {restore} held." + ("" if kept is None else f" What was there before is in {kept}.")
+    return f"{place} was restored from {restore}." + ("" if kept is None else f" The previous labels are in {kept}.")
 
 
 def _try(where: str) -> None:
@@ -127,7 +127,7 @@ def serve(settings: StudioSettings, listening: socket.socket, *, open_browser: b
 
     def greet() -> None:
         say(f"psigrad studio  {address}{settings.key}")
-        say("The address holds the key; keep it to yourself. Ctrl-C stops the studio.")
+        say("The address contains the key; keep it secret. Ctrl-C stops the studio.")
         if open_browser and _has_screen():
             # other users can see the browser's command line, so it gets a one-time key
             threading.Thread(target=webbrowser.open, args=(address + sessions.one_time_key(),), daemon=True).start()

@@ -193,7 +193,7 @@ def other_row(name: str, tokenizer: Any) -> str:
     model, oracle = pair(other_config(name, vocab_size=len(tokenizer)), tokenizer)
     sampled = sampler_gap(model, oracle).replace("\u2011", "-")
     largest = max(gap(model, oracle), 0.0 if sampled == "-" else float(sampled))
-    reason = re.sub("in float32 its numbers differ (by [^,]*),.*", r"differs \1", model.why_padded.partition(": ")[2])
+    reason = re.sub("in float32 its outputs differ (by [^,]*),.*", r"differs \1", model.why_padded.partition(": ")[2])
     return f"{way(model)}|{shown(largest)}|{reason}"
 
 

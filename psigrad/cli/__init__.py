@@ -56,8 +56,8 @@ GROUPS = {
         "compare": Command("compare methods from one checkpoint, over seeds, with equal samples", _extra("compare")),
         "sweep": Command("search any settings of a method with Optuna, over seeds", _extra("sweep")),
         "replay": Command("repeat a step of a run, bit for bit, or with other methods", _extra("replay")),
-        "referee": Command("find the first tensor where TRL and psigrad, or two settings files, part", _extra("referee")),
-        "report": Command("draw report.html of a run again, or compare several runs", language.report),
+        "referee": Command("find the first tensor in which TRL and psigrad, or two settings files, differ", _extra("referee")),
+        "report": Command("redraw the report.html of a run, or compare several runs", language.report),
         "export": Command("export a model as GGUF (with a Modelfile for Ollama), merged, or as its adapter", _extra("export")),
         "merge": Command("merge a model's adapter into it: export --to merged", _extra("merge")),
         "push": Command("upload a finished run's model with its model card to the Hugging Face hub", _extra("push")),
@@ -162,8 +162,8 @@ _PEERS = {
     "convert quantize save": "use `psigrad export`",
     "webui ui gui web dashboard board app": "use `psigrad studio`",
     "api deploy server": "use `psigrad serve`",
-    "preprocess validate-data dataset": "use `psigrad check` to see what is trained of your rows",
-    "env info": "`psigrad doctor` says what this machine offers and which versions there are",
+    "preprocess validate-data dataset": "use `psigrad check` to see how the model reads your rows",
+    "env info": "use `psigrad doctor` to list what this machine offers and the installed versions",
     "vllm-serve": "add `--sampler vllm` to a run, which starts vLLM itself, or to `psigrad serve MODEL`",
 }
 

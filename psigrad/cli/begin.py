@@ -14,7 +14,7 @@ KINDS = {
     "verifiable": ("online RL on answers that a function can check (GRPO)", "psigrad grpo --config grpo.yaml"),
     "preferences": ("learning from comparisons (DPO)", "psigrad dpo --config dpo.yaml"),
     "tools": ("online RL on conversations in which the model calls tools (GRPO)", "psigrad grpo --config grpo.yaml"),
-    "control": ("a Gymnasium environment of your own (PPO)", "psigrad control ppo --config ppo.yaml"),
+    "control": ("a custom Gymnasium environment (PPO)", "psigrad control ppo --config ppo.yaml"),
 }
 
 

@@ -63,7 +63,7 @@ class _Parser(argparse.ArgumentParser):
         return super().format_help() + (f"\n{self.last_line}\n" if self.last_line else "")
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message[0].upper()}{message[1:]}; `{self.prog} --help` lists what there is.")
+        raise UserError(f"{message[0].upper()}{message[1:]}; `{self.prog} --help` lists all flags.")
 
 
 def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mapping[str, Any] | None = None, about: str = "") -> T:
@@ -182,7 +182,7 @@ def _refuse(rest: Sequence[str], parser: _Parser, expected: str, cls: type[Any] 
                 raise UserError(f"There is no flag {flag} of {parser.prog}{found}")
             hint = nearest(flag, _options(parser)) or "."
             raise UserError(f"There is no flag {flag}; `{parser.prog} --help` lists them{hint}")
-        raise UserError(f"The argument {text!r} is neither a flag nor {expected}; `{parser.prog} --help` lists what there is.")
+        raise UserError(f"The argument {text!r} is neither a flag nor {expected}; `{parser.prog} --help` lists all flags.")
 
 
 def _switches(parser: _Parser) -> dict[str, bool]:
@@ -219,8 +219,8 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
     parser = _Parser(
         prog=f"psigrad {command}",
         description=inspect.getdoc(cls),
-        epilog="Settings may also be in a YAML file (--config) or be given by dotted name: optim.learning_rate=1e-5. "
-        "Where defaults are not TRL's or Stable-Baselines3's: psigrad explain defaults.",
+        epilog="Settings may also be in a YAML file (--config) or be given by dotted name: optim.learning_rate=1e-5. psigrad "
+        "explain defaults lists the defaults that differ from those of TRL and Stable-Baselines3.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
         usage=f"psigrad {command} [--config FILE] [name.of.setting=value ...] [flags]",
     )

@@ -45,9 +45,10 @@ def train(name: str) -> Callable[[list[str]], int]:
 
 
 _SCORE = """\
-What reward functions (--reward NAME|module:function ... [--reward-weights X ...]) or a reward model (--model) give to
-each row of a dataset with prompts and completions: written to OUTPUT, or printed. --attack gives reward functions
-right answers in other forms and wrong ones for the first MAX_ROWS rows, and exits with 1 where a wrong one is rewarded."""
+Score each row of a dataset with prompts and completions by reward functions (--reward NAME|module:function ...
+[--reward-weights X ...]) or by a reward model (--model). The scores are written to OUTPUT, or printed. --attack tests
+reward functions on the first MAX_ROWS rows with wrong answers, and with right answers in other forms. Its exit status
+is 1 if a wrong answer is rewarded."""
 
 
 def score(arguments: list[str]) -> int:
@@ -68,7 +69,7 @@ def score(arguments: list[str]) -> int:
            "timeout": given["reward_timeout"], **{name: given[name] for name in ("split", "columns", "bad_rows")}}  # fmt: skip
     if given.get("attack"):
         if given["tokenizer"]:
-            raise UserError("score --attack counts no tokens; remove --tokenizer, and rewards that only read lengths.")
+            raise UserError("score --attack does not count tokens; remove --tokenizer and rewards that read only lengths.")
         return _attack(rewards, dataset, given["output"], max_rows=given["max_rows"], **how)
     from psigrad.language.recipes import score_rows
 
@@ -153,7 +154,7 @@ def report(arguments: list[str]) -> int:
     """Write the report of a run again, or a report that compares several runs."""
     usage = "psigrad report RUN [RUN ...] [--output FILE]"
     if flags.asks_for_help(arguments):
-        print(f"{usage}\n\nDraw the report of a run folder again, or of several compared.")
+        print(f"{usage}\n\nRedraw the report of a run folder, or draw one report that compares several.")
         return 0
     folders, output = flags.parse_names_and_output("report", arguments)
     if not folders:

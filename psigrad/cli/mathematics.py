@@ -9,7 +9,7 @@ from psigrad.config.nested import put, read_value
 from psigrad.errors import UserError
 from psigrad.extras import command
 
-CREDIT = "a session is one trajectory; what it earned goes to every token sampled in it, in whichever branch, once"
+CREDIT = "a session is one trajectory; its reward is credited once to every token sampled in it, in all branches"
 
 
 def describe_warning(name: str) -> str:
@@ -28,7 +28,7 @@ def explain(arguments: list[str]) -> int:
     """Print the formula of a method, the difference between two methods, or the meaning of a warning."""
     usage = "psigrad explain NAME [algorithm.part=value ...] [OTHER [algorithm.part=value ...]]"
     if flags.asks_for_help(arguments):
-        print(f"{usage}\n\nThe formula that NAME optimises, part by part, or how OTHER differs from it.")
+        print(f"{usage}\n\nPrint the formula that NAME optimises, part by part, or how OTHER differs from NAME.")
         print("NAME may also be that of a warning, as a run prints it: psigrad explain dead_groups")
         print("psigrad explain defaults shows the defaults that differ from those of TRL and Stable-Baselines3.")
         print("Write changes after the name: psigrad explain grpo algorithm.kl=null")

@@ -138,22 +138,28 @@ def _tell(cls: type[Any], translation: Translation, made: Conversion) -> None:
 def _differences(config: str, values: Mapping[str, Any]) -> Iterator[str]:
     """Yield the differences in training that remain under the same settings."""
     if values.get("bf16"):
-        yield "bf16=True computes in bfloat16 from float32 weights; dtype=bfloat16 keeps float32 masters beside them."
+        yield (
+            "With bf16=True TRL computes in bfloat16 from float32 weights; psigrad's dtype=bfloat16 keeps float32 masters of "
+            "bfloat16 weights."
+        )
     elif values.get("bf16") is None and not values.get("fp16") and config != "PPOConfig":
-        yield "Without bf16=False TRL computes in bfloat16, psigrad on a CPU in float32; dtype=bfloat16 comes near it."
+        yield "TRL computes in bfloat16 unless bf16=False; psigrad computes in float32 on a CPU. dtype=bfloat16 is close to TRL."
     if config == "SFTConfig" and not values.get("assistant_only_loss"):
-        yield "Rows of messages teach the assistant's turns alone; TRL teaches every token of them by default."
+        yield "In rows of messages psigrad trains only on the assistant's turns; TRL by default trains on every token."
     if config == "GRPOConfig" and values.get("entropy_coef"):
-        yield "The entropy bonus is a mean over each micro-batch, psigrad's over the whole step."
+        yield "TRL's entropy bonus is a mean over each micro-batch, psigrad's over the whole step."
     if values.get("top_entropy_quantile", 1.0) != 1.0:
-        yield "top_entropy_quantile ranks the tokens of a micro-batch in each pass, psigrad those of the whole step once."
+        yield (
+            "TRL's top_entropy_quantile ranks the tokens of each micro-batch in each pass; psigrad ranks those of the whole "
+            "step once."
+        )
     if values.get("importance_sampling_level") == "sequence" and values.get("beta") and values.get("use_bias_correction_kl"):
-        yield "The KL term is weighted by the ratio of the whole completion, psigrad's by that of each token."
+        yield "TRL weights the KL term by the ratio of the whole completion, psigrad by the ratio of each token."
     if values.get("loss_type") in ("dapo", "cispo", "vespo") and values.get("steps_per_generation", 0) > values.get(
         "gradient_accumulation_steps", 1
     ):
-        yield "Each update divides by the mean tokens of all updates of a generation, psigrad's by its own."
+        yield "TRL divides each update by the mean tokens of all updates of a generation, psigrad by the update's own tokens."
     if values.get("loss_type") == "bnpo":
-        yield "bnpo divides by the tokens of each micro-batch, psigrad by those of the whole step."
+        yield "TRL's bnpo divides by the tokens of each micro-batch, psigrad by those of the whole step."
     if config == "CPOConfig" and values["loss_type"] != "simpo":
-        yield "CPO sums log-probabilities over a completion; SimPO's score is their mean per token."
+        yield "TRL's CPO sums log-probs over a completion; psigrad's simpo takes their mean per token."

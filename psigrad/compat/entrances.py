@@ -157,5 +157,5 @@ def _normalize(value: Any, source: str) -> dict[str, Any]:
         return {ours: asked.get(name, True) for name, ours in names.items()}
     raise UserError(
         f"{source}: normalize is {value!r}; expected true, false, or norm_obs and norm_reward with true or false. Other settings "
-        "of VecNormalize have no equal here."
+        "of VecNormalize have no equivalent in psigrad."
     )

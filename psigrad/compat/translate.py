@@ -115,7 +115,7 @@ def refusal(name: str, value: Any, flag: str = "") -> str:
     if taken and not row.usual:
         taken += ["'epoch'"] if name in _BY_EPOCH else []
         only = " or ".join(filter(None, (", ".join(taken[:-1]), taken[-1])))
-        return f"{flag or name} is {value!r}, and only {only} is taken{why}"
+        return f"{flag or name} is {value!r}; psigrad takes only {only}{why}"
     return f"There is no {f'flag {flag}' if flag else f'setting {name!r}'}{why}"
 
 
@@ -219,7 +219,7 @@ class _Translator:
         if steps > 0:
             self.taken.append(GivenSetting("optim.warmup_steps", math.ceil(share * steps), one.source))
         else:
-            what = f"{one.name.removeprefix('optim.')} is {share:g} of a run that is counted in epochs"
+            what = f"{one.name.removeprefix('optim.')} is {share:g}, a share of a run whose length is given in epochs"
             self._refuse(one, f"{what}; give warmup_steps in steps, or max_steps.")
 
     def _each_epoch(self, name: str, batches: Sequence[GivenSetting]) -> None:
@@ -324,7 +324,7 @@ class _Translator:
         online, size = self._has("prompts_per_step"), next(iter(theirs))
         ours = "prompts_per_step" if online else "batch_size"
         if any(one.name == ours for one in self.taken):
-            raise UserError(f"{size} and {ours} both say how large a step is; give one of them.")
+            raise UserError(f"{size} and {ours} both set the size of a step; give one of them.")
         source = self.rules[size].source
         verl, mini_batch = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
         if verl in theirs or mini_batch in theirs:

@@ -135,7 +135,7 @@ def _read_mode(value: Any) -> Mapping[str, Any]:
 
 
 _keep = _write_correction(lambda value: {})
-_VLLM = "correction of what vLLM sampled"
+_VLLM = "correction for vLLM's sampling"
 # Options of TRL that change parts of a method, in the order in which they are applied, after those of `config/shortcuts.py`.
 # fmt: off
 PARTS: Mapping[str, Shortcut] = {

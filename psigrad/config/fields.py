@@ -28,16 +28,16 @@ class Mark(Enum):
     A setting without a mark about resuming is pinned: a resumed run rejects another value unless `run.allow` names the setting.
     """
 
-    FREE = "may be another when a run goes on: it is of this start alone"
-    RECORDED = "may be another when a run goes on, which is recorded: it changes results by rounding at most"
-    LENGTH = "may grow with `run.extend` when a run goes on"
+    FREE = "may differ when a run resumes: it applies only to this start"
+    RECORDED = "may differ when a run resumes, and the change is recorded: it changes results by rounding at most"
+    LENGTH = "may grow with `run.extend` when a run resumes"
     LIVE = "a callback may change it during a run"
-    MACHINE = "is of the machine, and not of what is trained"
-    STEPS = "counts steps, where TRL takes a share of the run too"
+    MACHINE = "describes the machine, not what is trained"
+    STEPS = "counts steps; TRL also accepts a share of the run"
     SEVERAL = "may be one name or several"
     MAIN = "is in the short help"
-    PATH = "may name files of this disk, which are found from the folder in which the command began"
-    WRITTEN = "names what is written"
+    PATH = "may name local files, relative to the folder in which the command started"
+    WRITTEN = "names an output"
 
 
 FREE, RECORDED, LENGTH, LIVE = Mark.FREE, Mark.RECORDED, Mark.LENGTH, Mark.LIVE

@@ -150,7 +150,7 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
         near = nearest(str(first["input"]), words) or "."
         setting = settings_of(cls).get(place)
         if setting and STEPS in setting.marks and isinstance(first["input"], float) and 0 < first["input"] < 1:
-            near = ", since steps are counted, not shares of a run."
+            near = ", since psigrad counts steps, not shares of a run."
         what = _MODELS if place in ("reference", "critic", "model.path") else reword(first["msg"])
         raise UserError(f"{where}{place} is {_brief(first['input'])}; {what}{near}") from None
     for name in settings_of(cls):
@@ -185,7 +185,7 @@ def _drop_unread(cls: type[Any], values: Mapping[str, Any], source: str) -> dict
         if not instead and value is False:  # disabling a feature that this command never uses is harmless
             continue
         if not instead or made.get(of, {}).get(own, value) != value:
-            what = f"means {instead}, which is also given" if instead else "has no effect here"
+            what = f"means {instead}, which is also given" if instead else "has no effect on this command"
             raise UserError(f"{source}{name} is {value!r} and {what}; remove it.")
         put(made, instead, value, source)
     return made

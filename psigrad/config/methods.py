@@ -81,9 +81,9 @@ _FAMILIES: dict[type[Any], str] = {
 }
 # (Settings class, a setting that it lacks) -> the setting to use instead.
 _COUNTERPARTS: dict[tuple[type[Any], str], str] = {
-    (OnlineConfig, "batch_size"): "the prompts of a step are prompts_per_step",
-    (OnlineConfig, "max_length"): "prompts are bounded by max_prompt_length, completions by max_completion_length",
-    **{(cls, "prompts_per_step"): "the rows of a step are batch_size" for cls in (SFTConfig, RewardConfig, PreferenceConfig)},
+    (OnlineConfig, "batch_size"): "prompts_per_step sets the prompts of a step",
+    (OnlineConfig, "max_length"): "max_prompt_length limits prompts, max_completion_length completions",
+    **{(cls, "prompts_per_step"): "batch_size sets the rows of a step" for cls in (SFTConfig, RewardConfig, PreferenceConfig)},
 }
 
 

@@ -71,7 +71,7 @@ class _Loader(yaml.SafeLoader):
         keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge"]
         for i, key in enumerate(keys):
             if any((key.tag, key.value) == (other.tag, other.value) for other in keys[:i]):
-                raise yaml.MarkedYAMLError(problem=f"{key.value!r} stands twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"{key.value!r} is given twice", problem_mark=key.start_mark)
         return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:

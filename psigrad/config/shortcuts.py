@@ -173,7 +173,7 @@ def rank_source(source: str) -> int:
 def _describe_missing(name: str, short: Shortcut, spec: Any) -> str:
     method = spec.get("preset", "the algorithm") if isinstance(spec, Mapping) else spec
     have = [other for other, preset in algorithms.PRESETS.items() if short.find(describe(preset))]
-    return f"{method} has no {short.what}, so {name} means nothing to it; these have one: {', '.join(have)}."
+    return f"{method} has no {short.what}, so {name} has no effect; methods with one: {', '.join(have)}."
 
 
 def find_parameter(field: str, *parts: str, slots: Sequence[str] = ()) -> Callable[[Part], Places]:
@@ -323,7 +323,9 @@ SHORTCUTS = {
         main=True,
     ),
     "kl_estimator": Shortcut(
-        "KL term", "estimator: k1, k2, k3, k1+, k3+, exact, exact_forward, exact_js, span", find_parameter("estimator", "KL")
+        "KL term",
+        "estimator of the KL term: k1, k2, k3, k1+, k3+, exact, exact_forward, exact_js, span",
+        find_parameter("estimator", "KL"),
     ),
     "kl_in": Shortcut("KL term", "where the KL term acts: loss or reward", find_parameter("where", "KL")),
     "use_bias_correction_kl": Shortcut(
@@ -337,7 +339,7 @@ SHORTCUTS = {
     ),
     "epsilon_high": Shortcut(
         "upper bound of the ratio",
-        "how far the ratio may rise above 1; in cispo, the largest weight",
+        "distance above 1 at which the ratio is clipped; in cispo, the largest weight",
         _either(find_parameter("high", *_CLIPS), find_parameter("cap", "truncated_weight")),
     ),
     "scale_rewards": Shortcut(
@@ -362,7 +364,7 @@ SHORTCUTS = {
         "filter", "drop groups whose rewards are all equal, and sample others", *_filter("has_signal"), switch=True
     ),
     "top_entropy_quantile": Shortcut(
-        "filter", "train only on this share of the tokens, those of highest entropy", *_filter("top_entropy", "share")
+        "filter", "train only on this share of the tokens, those with the highest entropy", *_filter("top_entropy", "share")
     ),
     "ent_coef": Shortcut("entropy bonus", "weight of the mean entropy", _may_have("entropy", "coefficient")),
     "vf_coef": Shortcut("critic", "weight of the critic's loss", find_parameter("coefficient", "value_loss")),
@@ -381,7 +383,7 @@ SHORTCUTS = {
     "label_smoothing": Shortcut(
         "label smoothing", "assumed share of swapped labels", find_parameter("label_smoothing", "logistic", "robust")
     ),
-    "margin": Shortcut("margin", "by how much the chosen completion must lead", _preference("margin")),
+    "margin": Shortcut("margin", "least lead of the chosen completion's score over the rejected one's", _preference("margin")),
     "sft_weight": Shortcut("likelihood term", "weight of the chosen completions' negative log-likelihood", _preference("sft")),
     "desirable_weight": Shortcut("weights by label", "weight of good completions", _preference("desirable_weight")),
     "undesirable_weight": Shortcut("weights by label", "weight of bad completions", _preference("undesirable_weight")),

@@ -282,8 +282,8 @@ def evaluate_policy(
     returns, lengths, cut = play_episodes(trainer, envs, n_eval_episodes, seed, deterministic)
     if cut:
         warnings.warn(
-            f"{cut} of {len(lengths)} evaluated episodes had not ended after {max(lengths):,} steps and count as far as they "
-            "went; the setting eval_max_steps gives another limit.",
+            f"{cut} of {len(lengths)} evaluated episodes were cut after {max(lengths):,} steps; their return so far counts. The "
+            "setting eval_max_steps changes the limit.",
             stacklevel=2,
         )
     if fresh:
@@ -337,7 +337,7 @@ class DQN(Agent):
         """
         file = policies.tensors_file(path)
         if not file.is_file():
-            raise UserError(f"There is no file {str(file)!r}; give what save_replay_buffer returned.")
+            raise UserError(f"There is no file {str(file)!r}; give the path that save_replay_buffer returned.")
         try:
             self._trainer.replay.take(checkpoint.load_tensors(file))
         except ValueError as error:

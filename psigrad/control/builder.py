@@ -233,12 +233,12 @@ def _make_own_environments(folder: Path, config: ControlConfig, kept: Any) -> tu
     """
     try:
         if not config.env:
-            raise UserError(f"{folder} was trained on an environment that has no id; give it to load: env=…")
+            raise UserError(f"{folder} was trained on an environment without an id; pass the environment to load as env=….")
         return config, vector.make(config.env, config.n_envs, config.vectorization, config.wrappers, **config.env_kwargs)
     except UserError as error:
         if kept is None:
             raise
-        reason = str(error) if config.env else "it was trained on one that has no id"
+        reason = str(error) if config.env else "its environment has no id"
         observation_space, action_space = map(from_json, kept)
         absent = partial(Absent, observation_space, action_space, reason)
         return replace(config, env=absent), vector.make(absent, config.n_envs)
@@ -253,7 +253,7 @@ def _read_saved(folder: Path) -> dict[str, Any]:
         saved = None
     if isinstance(saved, dict) and "normalizer" in saved:
         return saved
-    found = f"{MODEL_CONFIG} is missing" if not file.exists() else f"its {MODEL_CONFIG} is of something else"
+    found = f"{MODEL_CONFIG} is missing" if not file.exists() else f"its {MODEL_CONFIG} does not describe one"
     inner = folder / "model"
     advice = f"give {inner}" if (inner / MODEL_CONFIG).exists() else "give a folder that `save` wrote, or a run's model folder"
     raise UserError(f"{folder} holds no policy of control ({found}); {advice}.")

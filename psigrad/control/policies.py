@@ -45,9 +45,9 @@ def policy_name(policy: Any, env: Any) -> str | None:
 def check(policy: str | None, envs: Environments) -> None:
     """Raise `UserError` for a `CnnPolicy` without images, and for a `MultiInputPolicy` without a Dict of observations."""
     if policy == CNN and envs.image is None:
-        raise UserError(f"{CNN} needs images, and an observation here is {envs.spaces[0]}; use {MLP}.")
+        raise UserError(f"{CNN} needs images, but this environment has {envs.spaces[0]}; use {MLP}.")
     if policy == MULTI and not isinstance(envs.spaces[0], Dict):
-        raise UserError(f"{MULTI} needs a Dict of observations, and an observation here is {envs.spaces[0]}; use {MLP}.")
+        raise UserError(f"{MULTI} needs a Dict of observations, but this environment has {envs.spaces[0]}; use {MLP}.")
 
 
 def translate_kwargs(policy_kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,20 +72,20 @@ def translate_kwargs(policy_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 # Stable-Baselines3's arguments without an equivalent -> (the values that ask for nothing, the advice for others).
 _WITHOUT_EQUAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "use_sde": ((False,), "there is no gSDE here; the noise is log_std_init's, and learned"),
-    "sde_sample_freq": ((-1,), "there is no gSDE here"),
+    "use_sde": ((False,), "psigrad has no gSDE; log_std_init sets the initial noise, which is learned"),
+    "sde_sample_freq": ((-1,), "psigrad has no gSDE"),
     "use_rms_prop": ((True,), "the optimiser is optimizer='adam' or 'rmsprop'"),
     "clip_range_vf": ((None,), "the critic's loss is not clipped"),
     "stats_window_size": ((100,), "figures are over the last 100 episodes"),
-    "optimize_memory_usage": ((False,), "bytes of images are kept as bytes already"),
-    "reward_threshold": ((None,), "compare the mean that is returned with it"),
+    "optimize_memory_usage": ((False,), "images are already stored as bytes"),
+    "reward_threshold": ((None,), "compare the returned mean with the threshold"),
     "replay_buffer_class": ((None,), "DQN's buffer draws uniformly, and there is no HER"),
     "replay_buffer_kwargs": ((None, {}), "DQN's buffer draws uniformly"),
-    "rollout_buffer_class": ((None,), "a rollout is kept in one way"),
-    "rollout_buffer_kwargs": ((None, {}), "a rollout is kept in one way"),
+    "rollout_buffer_class": ((None,), "psigrad has a single kind of rollout buffer"),
+    "rollout_buffer_kwargs": ((None, {}), "psigrad has a single kind of rollout buffer"),
     "monitor_wrapper": ((True, False), "returns and lengths of episodes are always counted"),
     "_init_setup_model": ((True,), "an agent is always ready to learn"),
-    "reset_num_timesteps": ((True, False), "steps are always counted on; for a fresh start make a new agent"),
+    "reset_num_timesteps": ((True, False), "the step count always continues; for a fresh start create a new agent"),
     "callback": ((None,), "return_episode_rewards=True gives every episode"),
     "render": ((False,), "psigrad control --video draws an episode"),
     "save_vecnormalize": ((True, False), "a saved policy includes the normalisation"),
@@ -111,7 +111,7 @@ def drop_foreign(settings: Mapping[str, Any]) -> dict[str, Any]:
         rest["train_freq"] = frequency[0]
     for name, (idle, advice) in _WITHOUT_EQUAL.items():
         if name in rest and (value := rest.pop(name)) not in idle:
-            raise UserError(f"{name} is {value!r}, which has no equivalent here: {advice}; remove it.")
+            raise UserError(f"{name} is {value!r}, which has no equivalent in psigrad: {advice}; remove it.")
     for name, schedule in (("learning_rate", "lr_scheduler_type"), ("clip_range", "clip_range_schedule")):
         if callable(rest.get(name)):
             raise UserError(f"{name} is a function; expected its first value, and {schedule}='linear' to let it fall to 0.")
@@ -140,10 +140,10 @@ _CONTINUOUS = "there is no off-policy method for real actions; PPO, A2C and TRPO
 # Names of Stable-Baselines3, its contrib package and rl-zoo3 that this package lacks -> what to use instead.
 ELSEWHERE = {
     **dict.fromkeys(("SAC", "TD3", "DDPG", "TQC", "CrossQ"), _CONTINUOUS),
-    "QRDQN": "the nearest is DQN(…, double_q=True)",
+    "QRDQN": "the closest is DQN(…, double_q=True)",
     "RecurrentPPO": "policies have no memory; show PPO several observations, by gymnasium.wrappers.FrameStackObservation",
     "MaskablePPO": "actions are not masked; let the environment ignore those that are not allowed, and use PPO",
-    "ARS": "every method here follows a gradient; use PPO or REINFORCE",
+    "ARS": "every method of psigrad follows a gradient; use PPO or REINFORCE",
     "HER": _CONTINUOUS,
     "HerReplayBuffer": _CONTINUOUS,
     "BaseCallback": _CALLBACK,
@@ -154,10 +154,12 @@ ELSEWHERE = {
     "StopTrainingOnNoModelImprovement": "give EvalCallback a callback_after_eval, a function of the agent and its figures",
     "ProgressBarCallback": "learn(…, progress_bar=True) shows one",
     "VecNormalize": "normalize_observations=True and normalize_rewards=True do it",
-    "VecFrameStack": "gymnasium.wrappers.FrameStackObservation does it",
+    "VecFrameStack": "gymnasium.wrappers.FrameStackObservation does the same",
     **dict.fromkeys(("make_vec_env", "DummyVecEnv", "SubprocVecEnv"), _COPIES),
     **dict.fromkeys(("Monitor", "VecMonitor"), "returns and lengths of episodes are always counted"),
-    **dict.fromkeys(("make_atari_env", "AtariWrapper"), "gymnasium.wrappers.AtariPreprocessing and FrameStackObservation do it"),
+    **dict.fromkeys(
+        ("make_atari_env", "AtariWrapper"), "gymnasium.wrappers.AtariPreprocessing and FrameStackObservation do the same"
+    ),
 }
 
 
@@ -173,8 +175,8 @@ def check_callback(call: Any) -> None:
     if hasattr(call, "_on_step"):
         own = f"import the {kind} of psigrad.control" if kind in _OWN_CALLBACKS else ELSEWHERE.get(kind, _CALLBACK)
         raise UserError(
-            f"The callback {kind} has Stable-Baselines3's _on_step, which is for every single step, and steps are taken many at "
-            f"a time here: {own}."
+            f"The callback {kind} has Stable-Baselines3's _on_step, which is called at every step, but psigrad takes many steps "
+            f"at a time: {own}."
         )
     if isinstance(call, type) or not callable(call):
         raise UserError(f"The callback is of type {kind}; expected a function of the agent and its figures.")
@@ -193,8 +195,8 @@ _ATTRIBUTES = {
     "set_parameters": "load reads what save wrote",
     "set_random_seed": "the seed is a setting: seed=0",
     **dict.fromkeys(("save_replay_buffer", "load_replay_buffer"), "only DQN has a replay buffer"),
-    **dict.fromkeys(("replay_buffer", "rollout_buffer"), "psigrad control keeps whole checkpoints and goes on from them"),
-    "ep_info_buffer": "the figures of episodes are rollout/ep_rew_mean and rollout/ep_len_mean of a callback",
+    **dict.fromkeys(("replay_buffer", "rollout_buffer"), "psigrad control saves complete checkpoints and resumes from them"),
+    "ep_info_buffer": "a callback gets the figures of episodes as rollout/ep_rew_mean and rollout/ep_len_mean",
 }
 
 
@@ -221,7 +223,7 @@ def check_place(folder: Path) -> None:
 def strip_zip(path: Path) -> Path:
     """Return the folder of a policy that is named like a .zip file of Stable-Baselines3. Raises `UserError` for such a file."""
     if path.is_file():
-        raise UserError(f"{path} is a file, and a policy of psigrad is a folder; those of Stable-Baselines3 cannot be read.")
+        raise UserError(f"{path} is a file, and a policy of psigrad is a folder; psigrad cannot read files of Stable-Baselines3.")
     return path.with_suffix("") if path.suffix == ".zip" and not path.exists() else path
 
 

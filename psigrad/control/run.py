@@ -35,7 +35,7 @@ from psigrad.runs.survival import convert_exits
 from psigrad.step import Clock, Outcome, RunState
 
 _EVALUATED_AT_ONCE = 16  # environments of an evaluation
-LESS_MEMORY = "Begin again with fewer n_envs or n_steps, or for DQN a smaller buffer_size."
+LESS_MEMORY = "Start again with a smaller n_envs or n_steps, or for DQN a smaller buffer_size."
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def begin(trainer: Trainer, journal: Journal) -> LineState:
     with Clock(journal.watch)("time/replay"):
         replayed = trainer.go_on(path, numbers)
     if replayed is None:
-        journal.log("episodes_restarted", "The environments could not be brought back to where they stood: new episodes begin.")
+        journal.log("episodes_restarted", "The states of the environments could not be restored, so new episodes start.")
     else:
         journal.folder.event("replayed", steps=replayed)
     return LineState(
@@ -240,7 +240,7 @@ def check_video(config: ControlConfig) -> None:
 def _open_drawn(config: ControlConfig) -> gym.Env[Any, Any]:
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # a machine may have no screen
     if not isinstance(config.env, str):
-        raise UserError("A video needs the environment's id; this one was given as an object.")
+        raise UserError("A video needs the environment's id, but the environment was given as an object.")
     try:
         return single(config.env, config.wrappers, render_mode="rgb_array", **config.env_kwargs)
     except Exception as error:
@@ -251,7 +251,7 @@ def _undrawable(config: ControlConfig, error: Exception) -> UserError:
     message = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
     return UserError(
         f"{config.env} cannot be drawn: {message}. A video needs an environment that takes render_mode='rgb_array' and whose "
-        f"render() returns pixels. For those of Gymnasium run `{extras.install_command('control')}`, or leave video out."
+        f"render() returns pixels. For those of Gymnasium run `{extras.install_command('control')}`, or remove video."
     )
 
 

@@ -319,18 +319,18 @@ def insert_marks(
     if not wanted:
         return text, []
     if image_format is None:
-        raise ValueError("it has an image, and the model reads text alone; use a vision-language model with its image processor")
+        raise ValueError("it has an image, and the model reads only text; use a vision-language model with its image processor")
     at, made, moves, word = 0, "", [], image_format.placeholder
     for part in wanted:
         piece = word if "sha256" in part else part["text"].strip()
         found = text.find(piece, at)
         if found < 0:
-            raise ValueError("the chat template leaves out an image, or writes it elsewhere than the row")
+            raise ValueError("the chat template drops an image, or writes it at another place than the row")
         made += text[at:found] + (f"\ufffc{part['sha256']}\ufffc" if "sha256" in part else piece)
         moves += [(found, 66 - len(word))] if "sha256" in part else []
         at = found + len(piece)
     if (count := text.count(word)) != len(moves):
-        raise ValueError(f"the chat template writes {count} times {word!r} for {len(moves)} images")
+        raise ValueError(f"the chat template writes {word!r} {count} times, but the row has {len(moves)} images")
     return made + text[at:], moves
 
 
@@ -345,7 +345,7 @@ def expand_marks(text: str, image_format: ImageFormat | None) -> tuple[str, list
     if not found:
         return text, []
     if image_format is None:
-        raise UserError("A prompt has an image, and the model reads text alone; give a vision-language model with its processor.")
+        raise UserError("A prompt has an image, and the model reads only text; give a vision-language model with its processor.")
     return MARK.sub(lambda mark: image_format.expand(picture(mark[1])), text), found
 
 
@@ -357,8 +357,8 @@ def insert_image_ids(ids: Sequence[int], pictures: Sequence[Picture], image_form
     own = [first_id(one.digest) + place for one in pictures for place in range(image_format.count(one))]
     if (count := sum(token == image_format.token_id for token in ids)) != len(own):
         raise UserError(
-            f"The text has {count} image tokens, and its {len(pictures)} images have {len(own)} features; leave "
-            f"{image_format.placeholder!r} out of the text."
+            f"The text has {count} image tokens, and its {len(pictures)} images have {len(own)} features; remove "
+            f"{image_format.placeholder!r} from the text."
         )
     left = iter(own)
     return [next(left) if token == image_format.token_id else token for token in ids]
@@ -372,7 +372,7 @@ def decode_upright(data: bytes, *, small: bool = False) -> Image:
     """
     with _open(data) as image:
         if (count := image.width * image.height) > MOST_PIXELS:
-            raise ValueError(f"it has {count:,} pixels, and the most is {MOST_PIXELS:,}")
+            raise ValueError(f"it has {count:,} pixels; at most {MOST_PIXELS:,} are allowed")
         if small:
             image.draft("RGB", (image.width // 8, image.height // 8))
         return rgb(image)

@@ -228,7 +228,7 @@ GMPO = METHODS.declare(
 # Two methods for samples of older weights. prime-rl calls the first one IPO, which is also the name of a preference loss.
 PRIME_IPO = METHODS.declare(
     "prime_ipo",
-    "a bound on probabilities whatever the advantage's sign",
+    "a bound on probabilities for both signs of the advantage",
     PolicyGradient(group_mean(std=False), ratio.token, symmetric_mask(), token_mean),
 )
 VESPO = METHODS.declare(

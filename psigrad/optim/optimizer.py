@@ -320,8 +320,8 @@ def check_weights(weights: Mapping[str, Tensor], step: int) -> None:
     """Raise `NonFiniteError` if a weight is not finite, so that no checkpoint is made from which a run could resume."""
     if bad := [name for name, x in weights.items() if x.numel() and not _is_finite(x)]:
         raise NonFiniteError(
-            f"The weights are not finite after step {step} ({', '.join(bad[:3])}), so no checkpoint was made of them. The last "
-            "one is sound. Lower learning_rate."
+            f"The weights are not finite after step {step} ({', '.join(bad[:3])}), so they were not saved. The last checkpoint "
+            "is sound. Lower learning_rate."
         )
 
 

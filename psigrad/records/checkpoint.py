@@ -74,8 +74,8 @@ def save(root: Path, step: int, write: Callable[[Path], Mapping[str, Any] | None
             raise
         raise CheckpointError(
             f"The checkpoint of step {step} could not be written to {root}: {error}; {written} bytes were written and "
-            f"{free_bytes(root)} bytes are free{_needed(root)}. The older checkpoints are intact: make room and start "
-            "again, the run goes on from the newest."
+            f"{free_bytes(root)} bytes are free{_needed(root)}. The older checkpoints are intact: free some space, and repeat "
+            "the command to resume from the newest."
         ) from error
     for path in root.glob(f"{final.name}.replaced-*"):
         _discard(path)
@@ -203,7 +203,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path.name}/{MANIFEST} is damaged ({type(error).__name__}: {error}).") from None
     if not whole or not {"step", "files"} <= manifest.keys():
-        raise CheckpointError(f"{path.name}/{MANIFEST} is damaged (its content is not what its SHA-256 says).")
+        raise CheckpointError(f"{path.name}/{MANIFEST} is damaged (its SHA-256 does not match its content).")
     return dict(manifest)
 
 

@@ -177,8 +177,8 @@ class RunFolder:
         except checkpoint.CheckpointError as error:
             if checkpoint.latest(self.checkpoints).path is None:
                 raise RunFolderError(
-                    f"{self.path} is finished and its model is not what was written ({error} There is no checkpoint to write it "
-                    "from again); restore it, or choose another output_dir."
+                    f"{self.path} is finished, but its model is damaged ({error} There is no checkpoint to write it from again); "
+                    "restore it, or choose another output_dir."
                 ) from None
             aside = self.path / "model.damaged"
             if model.exists():
@@ -305,7 +305,7 @@ class RunFolder:
                     said = f"{file.name} has damaged lines, {damaged}; they are kept in {file.name}.damaged."
                     self._warn("rows_damaged", said, file=file.name, lines=damaged)
                 if expected is not None and left < expected:
-                    said = f"{file.name} lacks {expected - left} of its {expected} rows; the run goes on without them."
+                    said = f"{file.name} lacks {expected - left} of its {expected} rows; the run continues without them."
                     self._warn("rows_missing", said, file=file.name, rows=expected - left)
 
     def ends(self) -> dict[str, int]:

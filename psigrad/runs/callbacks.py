@@ -353,8 +353,8 @@ def _describe(error: Exception, asked: Sequence[str]) -> str:
     name, event = asked
     kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
     return (
-        f"The callback {name} raised in {event}{place}: {kind}{str(error).rstrip('.')}. Mend it or leave it out; the run goes on "
-        "from where it is saved."
+        f"The callback {name} raised in {event}{place}: {kind}{str(error).rstrip('.')}. Fix or remove the callback, and repeat "
+        "the command to resume the run."
     )
 
 

@@ -242,7 +242,7 @@ class Journal:
     def stopped(self, step: int) -> None:
         """Record the stop and raise `Stopped`. Call this after a requested stop, once the state is saved."""
         self.folder.event("stopped", step=step)
-        stopped = Stopped(f"Stopped as asked after step {step}; everything is saved. The same command goes on from there.")
+        stopped = Stopped(f"Stopped as asked after step {step}; everything is saved. The same command resumes from there.")
         stopped.exit_status += max(self.world.all_gather(self.signal.number if self.signal is not None else 0))
         raise stopped
 
@@ -298,5 +298,5 @@ class Watchdog:
                     stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {phase} for {spent:.0f} s\n")
                     stream.flush()
                     faulthandler.dump_traceback(stream)
-                redaction.say(f"{phase} has lasted {spent:.0f} s; the stacks are in {self._file}")
+                redaction.say(f"The phase {phase!r} has lasted {spent:.0f} s; the stacks of all threads are in {self._file}.")
                 self._report(phase, spent)

@@ -110,7 +110,7 @@ def value_iteration(
     _check_epsilon(epsilon)
     old = check_value(mdp, value)
     if order is not None and (not in_place or sorted(np.asarray(order).tolist()) != list(range(mdp.n_states))):
-        raise ValueError("order is for in_place=True and names every state once; drop it, or give a permutation of the states.")
+        raise ValueError("order needs in_place=True and every state once; remove order, or give a permutation of the states.")
     states = range(mdp.n_states) if order is None else np.asarray(order).tolist()
     backup = _in_place(mdp.transitions, mdp.rewards, mdp.gamma, states) if in_place else _best_of(mdp)
     yield from _repeat(mdp, "back up", backup, old, not in_place, epsilon)

@@ -249,7 +249,7 @@ class ActorPool:
             return
         if ref is worker.starting:
             worker.starting, self._failed = None, 0
-            self._log("worker_joined", f"{self._a} has joined; there are {self._here()}.", workers=self._here())
+            self._log("worker_joined", f"{self._a} has joined; there are now {self._here()}.", workers=self._here())
             return
         owed = worker.work.pop(ref)
         self._seconds.append(time.monotonic() - owed.since)
@@ -288,12 +288,12 @@ class ActorPool:
         for owed in filter(lambda owed: owed.wanted, reversed(worker.work.values())):
             owed.batch.losses[owed.job] += 1
             if owed.batch.losses[owed.job] == LOSSES:
-                began = f"{LOSSES} {self._name}s were lost at the same work"
+                began = f"{LOSSES} {self._name}s were lost while they did the same job"
                 owed.batch.error = UserError(f"{began}; the last: {reason}. {said}".rstrip())
             elif (id(owed.batch), owed.job) not in shared:
                 self.entries["again"] += 1
                 owed.batch.waiting.appendleft(owed.job)
-        self._log("worker_lost", f"{self._a} was lost ({reason}); its work goes to another.", reason=reason, said=said)
+        self._log("worker_lost", f"{self._a} was lost ({reason}); another one repeats its jobs.", reason=reason, said=said)
 
     def _kill(self, worker: _Worker) -> None:
         if not self._head.silent:  # a silent head would block the call
@@ -310,7 +310,7 @@ class ActorPool:
         oldest = min(late, key=lambda o: o.since)
         self.entries["again"] += 1
         waited = time.monotonic() - oldest.since
-        self._log("worker_late", f"{self._a} has not answered for {waited:.0f} s; another does its work too.", seconds=waited)
+        self._log("worker_late", f"{self._a} has not answered for {waited:.0f} s; another gets the same jobs.", seconds=waited)
         return oldest
 
     def _is_late(self, owed: _Owed, times: float = 1.0) -> bool:
@@ -343,8 +343,8 @@ class ActorPool:
         asked = (self.ray.cluster_resources(), self.ray.available_resources())
         has, free = ({name: amount for name, amount in found.items() if name in ("CPU", "GPU")} for found in asked)
         return (
-            f"each wants {self._cpus} CPU and {self._gpus:g} GPU, and the cluster has {has}, of which {free or 'nothing'} is "
-            "free. Add machines, or ask for less of them in placement."
+            f"each needs {self._cpus} CPU and {self._gpus:g} GPU. The cluster has {has}, of which {free or 'nothing'} is free; "
+            "add machines, or request less in placement."
         )
 
 
@@ -391,11 +391,14 @@ def _cause_of(error: Exception) -> tuple[str, str]:
     if "low on memory" in said:
         used = re.search(r"was ([\d.]+) ?GB\D*/ ?([\d.]+) ?GB", said)
         of = f" ({used[1]} of {used[2]} GB in use)" if used else ""
-        name += f": Ray ended it because its machine ran low on memory{of}; give each more CPUs in placement, or take fewer"
+        name += (
+            f": Ray ended it because its machine ran low on memory{of}; give each of them more CPUs in placement, or request "
+            "fewer"
+        )
     elif "references to the actor were removed" in said and "never ran" in said:  # the driver still has its references
         name += (
-            ": the cluster cannot ask this process anything, as where it goes by Ray's token and the cluster does not (set "
-            "RAY_AUTH_MODE=disabled here too), or where a firewall lies between"
+            ": the cluster cannot ask this process for anything; either only this process uses Ray's token (then set "
+            "RAY_AUTH_MODE=disabled here too), or a firewall blocks the connection"
         )
     return name, said if len(said) <= 2 * SAID else f"{said[:SAID]} … {said[-SAID:]}"
 

@@ -53,7 +53,7 @@ def open_actors(
     named.
     """
     if not placement.cluster:
-        raise UserError(f"placement asks for {name}s on a Ray cluster and none was named; give --cluster, or leave them out.")
+        raise UserError(f"placement asks for {name}s on a Ray cluster, but no cluster was named; give --cluster, or remove it.")
     counted = placement.scorers * placement.scorer_cpus + placement.environment_actors * placement.environment_cpus
     pool = ActorPool(
         kind,
@@ -126,13 +126,13 @@ def _why_not(kind: Kind, config: SFTConfig | OnlineConfig | PreferenceConfig, mo
     """Return the reason why engines cannot get the model's weights by this kind of broadcast, or ""."""
     sampling, placement = config.sampling, config.placement
     if sampling.sampler != "vllm":
-        return f"it is for sampler=vllm, and the sampler is {sampling.sampler}"
+        return f"only sampler=vllm has it, and the sampler is {sampling.sampler}"
     if not vllm_weights.why_merged(model):
-        return "vLLM gets the adapter alone, which is small"
+        return "vLLM gets only the adapter, which is small"
     if sampling.filtered:
         return "with top_p, top_k or min_p samplers need the weights too, for the policy's log-probs"
     if placement.cluster.startswith("ray://"):
-        return "the trainer's machine is not one of the cluster's"
+        return "the trainer's machine is not part of the cluster"
     if kind == "nccl" and not (model.device.type == "cuda" and placement.sampler_gpus):
         return "the trainer and the samplers (sampler_gpus) need GPUs"
     if kind == "nccl" and importlib.util.find_spec("vllm") is None:

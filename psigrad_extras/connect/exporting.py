@@ -85,7 +85,7 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
         shutil.copytree(places[0], folder, copy_function=shutil.copyfile)  # not the modes: safetensors writes for its owner only
         return LeftBehind(folder)
     base = quantisation_of(Path(model)).get("quantize_base", "") if is_adapter(model) else ""
-    over = f"\nThe adapter is merged into the base as it was trained on, rounded to {base}.\n" if base else ""
+    over = f"\nThe adapter is merged into the base that it was trained on, whose weights are rounded to {base}.\n" if base else ""
     place = Path(convert_to_folder(locate(Model(path=model, trust_remote_code=trust_remote_code))))
     if to == "merged" and place.is_dir():
         keep = lambda at, names: [n for n in names if n == "adapter" or n == checkpoint.MANIFEST]  # noqa: E731
@@ -95,7 +95,7 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if place.is_dir() and needs_vision(str(place)):
-        raise UserError(f"{source!r} is a vision-language model, of which GGUF files are not written; use its folder as it is.")
+        raise UserError(f"{source!r} is a vision-language model, which psigrad cannot write as GGUF; use --to merged.")
     try:
         network: Any = AutoModelForCausalLM.from_pretrained(place, dtype="auto", trust_remote_code=trust_remote_code)
         tokenizer: Any = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
@@ -114,7 +114,7 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
     file = folder / f"{name}-{quantization.upper()}.gguf"
     lost = write_gguf(network, tokenizer, file, quantization)
     (folder / "Modelfile").write_text(modelfile(tokenizer, file.name), encoding="utf-8")
-    said = f"\n{file.name} has the weights as {quantization}, off by {lost:.2g} of their norm.\n"
+    said = f"\n{file.name} has the weights as {quantization}, with an error of {lost:.2g} times their norm.\n"
     _write_card(model, folder, "gguf", _SERVED.format(file=file.name), over + said)
     return LeftBehind(file, lost, base)
 
@@ -142,8 +142,8 @@ def write_gguf(network: Any, tokenizer: Any, file: Path, quantization: str) -> f
     if config.model_type not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
         raise UserError(
-            f"psigrad writes GGUF files of {known}, and this is {config.model_type}; llama.cpp's convert_hf_to_gguf.py takes a "
-            "folder of --to merged."
+            f"psigrad writes GGUF files only for {known}, and this model is {config.model_type}; give llama.cpp's "
+            "convert_hf_to_gguf.py the folder of --to merged."
         )
     kind = _ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(file, kind.lower())
@@ -193,7 +193,7 @@ def _weights(network: Any, config: Any, kind: str, names: Any) -> Iterator[tuple
             continue
         named = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if named is None:
-            raise UserError(f"The weight {name} has no place in a GGUF file of {kind.lower()}.")
+            raise UserError(f"The weight {name} has no name in a GGUF file of {kind.lower()}; use --to merged.")
         count = next((n for part, n in heads.items() if f".{part}." in name), 0)
         shape = weight.shape
         yield named, weight.reshape(count, 2, -1, *shape[1:]).transpose(1, 2).reshape(shape) if count else weight
@@ -205,7 +205,7 @@ def _rope_factors(rope: Any, size: int) -> Iterator[tuple[str, Tensor]]:
     if kind == "default":
         return
     if kind != "llama3":
-        raise UserError(f"The model's positions are scaled by {kind}, which psigrad does not write; --to merged takes it.")
+        raise UserError(f"The model's positions are scaled by {kind}, which psigrad cannot write as GGUF; use --to merged.")
     waves = 2 * math.pi * rope["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
     low, high, old = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
     smooth = ((old / waves - low) / (high - low)).clamp(0, 1)
@@ -219,7 +219,8 @@ def _add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
     whole = json.loads(tokenizer.backend_tokenizer.to_str())
     if whole["model"]["type"] != "BPE" or whole["model"].get("byte_fallback"):
         raise UserError(
-            "psigrad writes GGUF files with tokenizers of byte pairs; llama.cpp's convert_hf_to_gguf.py knows others."
+            "psigrad writes GGUF files only with byte-pair tokenizers; give llama.cpp's convert_hf_to_gguf.py the folder of "
+            "--to merged."
         )
     added = tokenizer.added_tokens_decoder
     words = {index: word for word, index in tokenizer.get_vocab().items()}
@@ -254,7 +255,10 @@ def _cut(pre_tokenizer: Any) -> str:
     else:
         found = "smollm" if "Digits" in kinds else "gpt-2" if kinds.get("ByteLevel", {}).get("use_regex") else ""
     if not found or "ByteLevel" not in kinds:
-        raise UserError("The tokenizer cuts words in a way that psigrad has no name for in GGUF; llama.cpp's converter may have.")
+        raise UserError(
+            "psigrad does not know GGUF's name for the way in which this tokenizer splits words; give llama.cpp's "
+            "convert_hf_to_gguf.py the folder of --to merged."
+        )
     return found
 
 

@@ -69,7 +69,7 @@ def check(hub: Hub, output_dir: str = "") -> None:
     except Exception as error:  # as in push
         if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
             raise UserError(f"push_to_hub is set and {_why(error, '')}.") from error
-        redaction.say(f"push_to_hub is set and {_why(error, '')}; the run goes on, and is pushed at its end.")
+        redaction.say(f"push_to_hub is set and {_why(error, '')}; the run continues and is pushed at its end.")
 
 
 def after_run(hub: Hub, folder: Path) -> None:
@@ -138,12 +138,12 @@ def _why(error: Exception, repository: str) -> str:
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set; unset it"
     if isinstance(error, RepositoryNotFoundError):
-        return f"the hub knows no {repository!r} that this token may write to; give a name of your own, or another token"
+        return f"the hub knows no {repository!r} that this token may write to; give a repository of yours, or another token"
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code
         said = {
-            401: f"the hub refuses the token; {_LOG_IN} with one that may write",
-            403: "the token may not write there; give a name of your own, user/name, or a token that may",
+            401: f"the hub refuses the token; {_LOG_IN} with a token that may write",
+            403: "the token may not write there; give a repository of yours, user/name, or a token that may",
             429: "the hub asks for fewer requests; try again in some minutes",
         }
         return said.get(status, f"the hub answered {status} ({reason_of(error).rstrip('.')})")

@@ -134,8 +134,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         for _pair, context, continuation in requests:
             if len(continuation) > self.max_length:
                 raise UserError(
-                    f"A continuation has {len(continuation)} tokens and the model has {self.max_length} positions; "
-                    "leave the task out."
+                    f"A continuation has {len(continuation)} tokens but the model has {self.max_length} positions; remove the "
+                    "task."
                 )
             asked.append((context[-(self.max_length + 1 - len(continuation)) :], continuation))
         found = [(one.logp, one.greedy) for one in likelihoods(self.model, asked, self.budget)]
@@ -172,7 +172,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         params = self._params(dict(wanted))
         room = self.max_length - params.max_tokens
         if room < 1:
-            raise UserError(f"The task asks for {params.max_tokens} tokens and the model has {self.max_length} positions.")
+            raise UserError(
+                f"The task asks for {params.max_tokens} tokens but the model has {self.max_length} positions; remove the task."
+            )
         ids, writer = list[int](), Writer(self.tokenizer, [stop for stop in until if stop])
         stream = engine.submit(self.tok_encode(asked[0])[-room:], params, seeds.derive(self.seed, "lm-eval", place))
         async with contextlib.aclosing(stream.chunks()) as chunks:  # closing it frees the place in the batch
@@ -288,5 +290,5 @@ def _evaluated(config: LmEvalConfig, name: str, tasks: Sequence[Any], manager: T
             log_samples=True,
         )
     except (OSError, ConnectionError) as error:
-        raise UserError(f"The data of {', '.join(config.tasks)} cannot be had: {reason_of(error)}.") from error
+        raise UserError(f"The data of {', '.join(config.tasks)} could not be loaded: {reason_of(error)}.") from error
     return {key: found[key] for key in ("results", "samples", "versions", "n-samples")}

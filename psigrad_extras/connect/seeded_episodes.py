@@ -23,7 +23,10 @@ def begin(row: Mapping[str, Any], opened: Open) -> Observation | None:
         return [{"role": "user", "content": opening}] if opening else None
     if opening != row["opening"]:
         before = row["opening"][:80]
-        raise ValueError(f"by one seed the server opens with {before!r} and {opening[:80]!r}; a group must begin alike")
+        raise ValueError(
+            f"for one seed the server opened with {before!r} and then with {opening[:80]!r}; episodes of one group must start "
+            "the same"
+        )
     return None
 
 
@@ -34,6 +37,6 @@ def rows_of(count: int, seed: int, kind: str, server: str, opened: Open) -> list
         drawn = seeds.derive(seed, kind, number) % 2**31
         opening = opened(**{SEED: drawn})
         if not opening:
-            raise UserError(f"The server {server} opens with nothing to read; give a dataset with prompts (--dataset).")
+            raise UserError(f"The server {server} starts an episode without any text; give a dataset with prompts (--dataset).")
         rows.append({"prompt": [{"role": "user", "content": opening}], SEED: drawn, "opening": opening})
     return rows

@@ -80,7 +80,7 @@ class TeacherServer:
 
 def _id(name: str) -> int:
     if not name.startswith(_NAMED):
-        raise ValueError(f"a token is named {name!r} and not by its id")
+        raise ValueError(f"a token is named {name!r} in place of its id")
     return int(name.removeprefix(_NAMED))
 
 

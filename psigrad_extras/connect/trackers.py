@@ -216,7 +216,7 @@ class Background:
                     self._waiting.popleft()(tracker)
             tracker.close()
         except Exception as error:
-            _tell(self.name, f"failed and gets nothing more: {type(error).__name__}: {error}")
+            _tell(self.name, f"failed and is no longer used: {type(error).__name__}: {error}")
 
 
 def _tell(name: str, what: str) -> None:

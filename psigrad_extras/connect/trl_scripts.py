@@ -88,7 +88,7 @@ def _of_file(path: str, config: str) -> TrlScript:
             found.look_at.append(f"datasets: {len(mixed)} are mixed; give them as dataset=[a.jsonl:0.7, b.jsonl:0.3].")
     adapter = [name for name in values if name.startswith("lora_") or name in ("use_rslora", "use_dora")]
     if adapter and not values.get("use_peft"):
-        found.look_at.append(f"{', '.join(adapter)}: without use_peft TRL puts no adapter on the model.")
+        found.look_at.append(f"{', '.join(adapter)}: TRL ignores these without use_peft, so they are not converted.")
         values = {name: value for name, value in values.items() if name not in adapter}
     found.values = values
     return found
@@ -132,14 +132,17 @@ class _Script:
         trainers = [call for call in self.calls if _name(call) in _TRAINERS]
         configs = [call for call in self.calls if _name(call) in METHODS]
         if not (trainers or configs):
-            raise UserError(f"{self.path} makes none of TRL's trainers or configurations ({', '.join(METHODS)}).")
+            raise UserError(f"{self.path} creates none of TRL's trainers or configurations ({', '.join(METHODS)}).")
         made = TrlScript(config or (_name(configs[0]) if configs else _TRAINERS[_name(trainers[0])]))
         if len(configs) > 1 or len(trainers) > 1:
-            made.look_at.append("The script makes more than one trainer or configuration; the first is converted.")
+            made.look_at.append("The script creates several trainers or configurations; only the first is converted.")
         if configs:
             made.values = self._keywords(configs[0], made)
         else:
-            made.look_at.append("The script's configuration comes from its command line; convert its YAML, or add what you type.")
+            made.look_at.append(
+                "The script's configuration comes from its command line; convert its YAML file, or add the options of your "
+                "command."
+            )
         for call in trainers[:1]:
             made.trainer = {
                 word.arg: self._read_argument(word.arg, word.value) for word in call.keywords if word.arg and word.arg != "args"
@@ -156,11 +159,11 @@ class _Script:
         values = {}
         for word in call.keywords:
             if word.arg is None:
-                made.look_at.append(f"{_name(call)}(**{ast.unparse(word.value)}): its settings stand elsewhere.")
+                made.look_at.append(f"{_name(call)}(**{ast.unparse(word.value)}): its settings are defined elsewhere; add them.")
                 continue
             value = self._value(word.value)
             if isinstance(value, Unevaluated):
-                made.look_at.append(f"{word.arg} = {value}: only a run of the script would tell.")
+                made.look_at.append(f"{word.arg} = {value}: the value is known only when the script runs; add the setting.")
             else:
                 values[word.arg] = value
         return values

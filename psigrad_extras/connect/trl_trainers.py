@@ -33,7 +33,7 @@ def convert(script: TrlScript) -> Conversion:
     made.look_at += script.look_at
     _take_trainer(script, made)
     if {"reward", "reward_model"} <= made.settings.keys():
-        made.differs.append("Reward models score after the reward functions, in that order.")
+        made.differs.append("psigrad lists all reward functions first, then the reward models.")
     return without_usual(made)
 
 
@@ -47,7 +47,7 @@ def _take_trainer(script: TrlScript, made: Conversion) -> None:
             if _is_text(value):
                 s["reference"] = value
             elif value is not None:
-                made.look_at.append(f"{name}={value}: give the folder or hub name of it as reference.")
+                made.look_at.append(f"{name}={value}: give its folder or hub name as reference.")
         elif name in ("train_dataset", "eval_dataset"):
             if value is not None:
                 _take_dataset(value, "eval_" if name == "eval_dataset" else "", name, made)
@@ -57,15 +57,15 @@ def _take_trainer(script: TrlScript, made: Conversion) -> None:
             s["tools"] = [str(tool) for tool in value]
         elif name == "environment_factory":
             made.look_at.append(
-                f"environment_factory={value}: an environment here has reset(row) and step(text); see docs/multi_turn.md."
+                f"environment_factory={value}: psigrad's environments have reset(row) and step(text); see docs/multi_turn.md."
             )
         elif name == "callbacks":
             made.look_at.append(f"callbacks={value}: give them as callbacks=[…] or --callbacks file.py:Class.")
         elif name in ("processing_class", "tokenizer"):
             if value != s.get("model.path") and value != trainer.get("model"):
-                made.look_at.append(f"{name}={value}: psigrad.train takes it as tokenizer=.")
+                made.look_at.append(f"{name}={value}: pass this object to psigrad.train as tokenizer=.")
         elif value is not None:
-            made.look_at.append(f"{name}={value}: this goes into no setting.")
+            made.look_at.append(f"{name}={value}: psigrad has no setting for it.")
     if script.lora is not None:
         _take_adapter(script.lora, made)
 
@@ -77,10 +77,10 @@ def _is_text(value: Any) -> bool:
 def _take_dataset(value: Any, prefix: str, name: str, made: Conversion) -> None:
     value = {"dataset": value} if _is_text(value) else value
     if not isinstance(value, dict) or isinstance(value.get("dataset"), Unevaluated):
-        made.look_at.append(f"{name}={value}: give the file, or call psigrad.train with the object.")
+        made.look_at.append(f"{name}={value}: give the name of a file, or pass the object to psigrad.train.")
         return
     if value.get("part") == "test":
-        made.look_at.append(f"{name} is a random part of the dataset; psigrad holds out eval_prompts rows, drawn at random too.")
+        made.look_at.append(f"{name} is a random part of the dataset; psigrad holds out a random part too, of eval_prompts rows.")
         return
     split, plain = value.get("split"), value["dataset"]
     if plain in ("json", "csv", "parquet"):  # load_dataset's readers of files

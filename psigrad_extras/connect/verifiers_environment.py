@@ -84,14 +84,14 @@ class VerifiersEpisode:
     def reset(self, row: Mapping[str, Any]) -> Observation | None:
         """Start the row's task. Return the part of the harness's request after the row's prompt."""
         if not isinstance(row.get(TASK), int):
-            raise ValueError(f"the row has no {TASK}; the rows of an environment of verifiers are its own, so give no dataset")
+            raise ValueError(f"the row has no {TASK}; an environment of verifiers makes its own rows, so remove the dataset")
         self._talk = _Talk(self.house(), row[TASK])
         prompt = [_plain(message) for message in row["prompt"]]
         self._said, tools = self._talk.asked()
         offered = [tool["function"] for tool in tools]
         self._parameters = {tool["name"]: (tool.get("parameters") or {}).get("properties") or {} for tool in offered}
         if self._said[: len(prompt)] != prompt or tools != (row.get("tools") or []):
-            raise ValueError("the harness asks with another prompt, or other tools, than for the first task of the taskset")
+            raise ValueError("the harness sends another prompt or other tools than for the first task of the taskset")
         return self._said[len(prompt) :] or None
 
     def step(self, completion: str) -> tuple[Observation, float, bool]:
@@ -127,12 +127,12 @@ class VerifiersEpisode:
         try:
             asked, tools = talk.asked()
         except _EndedError as end:
-            raise UserError(f"The environment asked the policy nothing ({end.why()}); look at its taskset and harness.") from end
+            raise UserError(f"The environment never called the policy ({end.why()}); check its taskset and harness.") from end
         finally:
             talk.close()
         head = asked[: max(0, len(asked) - len(_prompt(tasks[0])))]
         if not asked or asked != [*head, *_prompt(tasks[0])]:
-            raise UserError("The harness does not send its task's prompt; use another, such as psigrad-chat.")
+            raise UserError("The harness does not send its task's prompt; use another harness, such as psigrad-chat.")
         more = {"tools": tools} if tools else {}
         return [{"prompt": [*head, *_prompt(task)], TASK: number, **more} for number, task in enumerate(tasks)]
 

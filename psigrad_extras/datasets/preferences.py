@@ -146,7 +146,7 @@ def _column(row: Raw, name: str, place: str, expected: str) -> Any:
     if not isinstance(row, Mapping):
         _fail(place, "", f"is {show(row)}; a row must be an object with named columns")
     if row.get(name) is None:
-        _fail(place, name, f"is missing; it must be there, {expected}")
+        _fail(place, name, f"is missing; it is needed, {expected}")
     return row[name]
 
 

@@ -170,5 +170,5 @@ def report(attempts: Sequence[Attempt]) -> str:
         lines.append(f"Rows with answers that stayed unscored: {len(unscored)}, such as {source}: {reason}")
     holes = sum(one.misjudged and not one.right for one in attempts)
     missed, rows = sum(one.misjudged and one.right for one in attempts), len({one.source for one in attempts})
-    lines.append(f"{holes} wrong answers are rewarded, {missed} right ones are not, of {len(attempts)} on {rows} rows.")
+    lines.append(f"{holes} wrong answers are rewarded, {missed} right ones are not, of {len(attempts)} answers to {rows} rows.")
     return "\n".join(lines)

@@ -121,7 +121,7 @@ class RecordedSessions:
     def _session(self, sampler: Sampler, params: SamplingParams, asked: Trajectory) -> Trajectory:
         row = self.rows.get(asked.completion.seed)
         if row is None:
-            return replace(asked, reason="it has no row", turns=0, answer="")
+            return replace(asked, reason="it has no row in rollouts.jsonl", turns=0, answer="")
         (_, prompt), *branches = row["contexts"]
         mask = tuple(map(bool, row.get("mask", ())))
         made = replace(
@@ -169,7 +169,7 @@ class _Recorded:
         if ids != (now := drawn.completion.ids):
             at = next((i for i, (a, b) in enumerate(zip(ids, now, strict=False)) if a != b), min(len(ids), len(now)))
             recorded, again = (str(x[at]) if at < len(x) else "no more" for x in (ids, now))
-            said.append(f"{_name(row)}: token {at} is {recorded} in its row, and {again} as the weights and the seed draw it")
+            said.append(f"{_name(row)}: token {at} is {recorded} in its row, but {again} when sampled again")
             branches = tuple(Branch(start, tuple(prompt)) for start, prompt in row.get("contexts", ())[1:])
             mask, held = tuple(map(bool, row.get("mask", ()))), replace(drawn.completion, ids=ids)
             drawn = self._with_log_probs(replace(drawn, completion=held, branches=branches, mask=mask))
@@ -179,7 +179,7 @@ class _Recorded:
         worth = [self.weights.get(name, 1.0) * float(part) for name, part in own.items()]
         whole = math.fsum((*worth, *(r for _, r in steps)))
         if parts and reward is not None and not math.isclose(whole, reward, rel_tol=1e-5, abs_tol=1e-6):
-            said.append(f"{_name(row)}: its reward is {reward:g} in its row, and {whole:g} by the parts beside it")
+            said.append(f"{_name(row)}: its reward is {reward:g} in its row, but its parts sum to {whole:g}")
         return replace(drawn, reward=reward, status=row["status"], reason=row["reason"], parts=parts, step_rewards=steps)
 
     @torch.no_grad()
@@ -215,7 +215,9 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
     others = {_label(spec): spec for spec in methods}
     algorithms = {name: _other(config, name, spec) for name, spec in others.items()}
     if lacking := [name for name, one in algorithms.items() if one.needs_critic and not method(config).needs_critic]:
-        raise UserError(f"This run trained no critic, so {', '.join(lacking)} cannot learn from it; name one without.")
+        raise UserError(
+            f"This run trained no critic, so {', '.join(lacking)} cannot learn from it; name a method without a critic."
+        )
     every = itertools.chain.from_iterable(map(read_steps, rollout_files(path)))
     trained = (r for r in every if r.get("kind") == "train" and r["step"] > newest.step)
     rows = {r["seed"]: r for r in trained if {"seed", "completion_ids", "reward", "status", "reason"} <= r.keys()}
@@ -280,9 +282,9 @@ def _settings(path: Path, number: int) -> OnlineConfig:
     """Return the settings of the step: those of the first checkpoint at or after it, or else those of the end."""
     found = parse_row((path / "config.json").read_bytes()) if (path / "config.json").is_file() else None
     if found is None or kind_of(found) != "online":
-        lacks = "it has no config.json" if path.is_dir() else "it is not there"
+        lacks = "it has no config.json" if path.is_dir() else "the folder does not exist"
         says = f"its config.json says {kind_of(found)}" if found else lacks
-        raise UserError(f"{path} is not a run of online RL: {says}; a replay samples completions again.")
+        raise UserError(f"{path} is not a run of online RL: {says}; give the folder of an online run.")
     check_format(path, found)
     for later in sorted((path / "checkpoints").glob("step-*/manifest.json")):
         if (checkpoint.step_of(later.parent) or 0) >= number and (manifest := parse_row(later.read_bytes())):
@@ -291,8 +293,8 @@ def _settings(path: Path, number: int) -> OnlineConfig:
     config = from_dict(OnlineConfig, found, str(path / "config.json"))
     if config.asks and (config.model.dtype != "float32" or config.sampling.filtered):
         raise UserError(
-            f"{path} trained an agent in {config.model.dtype} or with a filter (top_p, top_k, min_p): then log-probs are those "
-            "of sampling, for which agents would have to be started."
+            f"{path} trained an agent in {config.model.dtype} or with a filter (top_p, top_k, min_p). Its log-probs are then "
+            "those of sampling, and a replay would have to start the agents again."
         )
     return replace(config, run=replace(config.run, allow=PINS, callbacks=()), placement=Placement())
 
@@ -335,13 +337,15 @@ def _compare(found: _Recorded, now: _Folder, rows: Mapping[int, Row], recorded: 
         if row["step"] != number:
             continue
         if seed not in again:
-            lines.append(f"{_name(row)}: nothing is drawn with its seed")
+            lines.append(f"{_name(row)}: the replay samples nothing with its seed")
             continue
         pairs = [(key, value, again[seed].get(key)) for key, value in row.items() if key not in ("reason", "completion_ids")]
-        lines += [f"{_name(row)}: {key} is {_brief(a)} in its row, and {_brief(b)} again" for key, a, b in pairs if a != b]
+        lines += [
+            f"{_name(row)}: {key} is {_brief(a)} in its row, but {_brief(b)} in the replay" for key, a, b in pairs if a != b
+        ]
     lines += [f"{_name(row)}: it has no row in rollouts.jsonl" for seed, row in again.items() if seed not in rows]
     figures = [(name, value, now.figures.get(name)) for name, value in recorded.items()]
-    return lines + [f"step {number}: {n} is {a!r} in metrics.jsonl, and {b!r} again" for n, a, b in figures if a != b]
+    return lines + [f"step {number}: {n} is {a!r} in metrics.jsonl, but {b!r} in the replay" for n, a, b in figures if a != b]
 
 
 def _brief(value: Any) -> str:
@@ -379,9 +383,9 @@ def lines_of(found: Replay) -> Iterator[str]:
     yield f"step {found.step} of {found.run}, from {origin}: {back} step{'s' * (back > 1)} recomputed"
     yield from found.notes
     if not found.differences:
-        yield "Its metrics, its gradient and its rows are the recorded ones, bit for bit."
+        yield "Its metrics, gradient and rows equal the recorded ones bit for bit."
         return
-    yield f"{len(found.differences)} differences from what is recorded:"
+    yield f"{len(found.differences)} differences from the record:"
     yield from (f"  {line}" for line in found.differences[:12])
     if len(found.differences) > 12:
         yield f"  and {len(found.differences) - 12} more"

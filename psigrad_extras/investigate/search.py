@@ -80,7 +80,7 @@ def run(
     study = optuna.create_study(storage=place, study_name="sweep", direction=direction, load_if_exists=True)
     asked = redaction.clear([*command, repr(sorted(spaces.items())), repr(tuple(seeds)), metric, direction])
     if study.user_attrs.get("asked", asked) != asked:
-        raise UserError(f"{folder} has a sweep of {' '.join(study.user_attrs['asked'])}; name another folder.")
+        raise UserError(f"{folder} holds another sweep ({' '.join(study.user_attrs['asked'])}); name another folder.")
     study.set_user_attr("asked", asked)
     ended = [trial for trial in study.trials if trial.state.is_finished()]
     study.sampler = optuna.samplers.TPESampler(seed=1000 * min(seeds) + len(ended))
@@ -146,7 +146,7 @@ def _figure(words: Sequence[str], place: Path, seed: int, metric: str, direction
         found = headline(after)
         value = float("nan") if found is None else found.value
         if found is not None and found.name.endswith("loss") and direction == "maximize":
-            raise UserError(f"the held-out figure is {found.name}, which is to fall; give --metric {found.name}.")
+            raise UserError(f"the held-out figure is {found.name}, which should decrease; give --metric {found.name}.")
     if value != value:
         raise UserError(f"{place} has no held-out {metric or 'figure'}")
     return value

@@ -79,7 +79,7 @@ class GroupRanking(Judge):
 
     def _score(self, group: Sequence[tuple[str, str, Any]]) -> Sequence[float | Unscored | None]:
         if len(group) == 1:
-            return [Unscored("a ranking compares completions of one prompt, and was shown one")]
+            return [Unscored("a ranking compares completions of one prompt, but only one was given")]
         texts = list(dict.fromkeys(text for _, text, _ in group))
         if len(texts) == 1:
             return [None] * len(group)
@@ -105,7 +105,7 @@ class GroupRanking(Judge):
     def rank(self, prompt: str, texts: Sequence[str], reference: Any = None) -> list[Ranks] | Unscored:
         """Return, for each order of presentation and each criterion, the share of other texts that each text beats."""
         if len(texts) > len(LETTERS):
-            return Unscored(f"a ranking takes at most {len(LETTERS)} different completions, and was shown {len(texts)}")
+            return Unscored(f"a ranking takes at most {len(LETTERS)} different completions, but got {len(texts)}")
         found: list[Ranks] = []
         for back in (False, True) if self.swap else (False,):
             shown = list(reversed(texts)) if back else list(texts)

@@ -201,7 +201,10 @@ class Rubric(Judge, Preparable):
     def _locally(self, question: str) -> float | Unscored:
         expected, mass = _judge(self.model).expectation(question, self.scale)
         if mass < _LEAST:
-            return Unscored(f"the judge gives the numbers 0 to {self.scale} a probability of {mass:.1g}: it replies otherwise")
+            return Unscored(
+                f"the judge gives the numbers 0 to {self.scale} a total probability of only {mass:.1g}, so it replies with "
+                "something else"
+            )
         return expected / self.scale
 
     def _remotely(self, question: str) -> float | Unscored:
@@ -228,7 +231,9 @@ class Rubric(Judge, Preparable):
                 chances[int(text)] = chances.get(int(text), 0.0) + math.exp(logprob)
         if (mass := math.fsum(chances.values())) < _LEAST:
             raise NoAnswerError(
-                f"the numbers 0 to {self.scale} have a probability of {mass:.1g}: it replies otherwise", again=False
+                f"the numbers 0 to {self.scale} have a total probability of only {mass:.1g}, so the judge replies with something "
+                "else",
+                again=False,
             )
         return math.fsum(k * p for k, p in chances.items()) / mass / self.scale
 

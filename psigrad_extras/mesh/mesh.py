@@ -65,13 +65,13 @@ def check(model: Pretrained, world: World) -> None:
     if world.division.team == 1:
         return
     if model.why_padded:
-        raise UserError(f"cp_size and tp_size are for models that are packed, and this one is not: {model.why_padded}.")
+        raise UserError(f"cp_size and tp_size need a model that runs packed, and this one does not: {model.why_padded}.")
     if any(getattr(module, "has_state", False) for module in model.network.modules()):
         raise UserError(
-            f"cp_size and tp_size are for models that attend in each layer; {type(model.network).__name__} has states."
+            f"cp_size and tp_size need attention in all layers, but {type(model.network).__name__} has recurrent layers."
         )
     if size(config, "experts"):
-        raise UserError("A mixture of experts is not computed by several processes together; give tp_size=1 and cp_size=1.")
+        raise UserError("Several processes cannot share a mixture of experts; give tp_size=1 and cp_size=1.")
     heads, keys = layer_sizes(config, "heads"), layer_sizes(config, "key_heads")
     if any(count % world.division.team for count in heads):
         raise UserError(
@@ -79,9 +79,12 @@ def check(model: Pretrained, world: World) -> None:
             f"{context} does not divide; give sizes that do."
         )
     if tensor > 1 and any(count % tensor for count in keys):
-        raise UserError(f"The model has {min(keys)} heads of keys and values, which tp_size={tensor} does not divide.")
+        raise UserError(
+            f"The model has {min(keys)} heads of keys and values, which tp_size={tensor} does not divide; give a tp_size that "
+            "does."
+        )
     if tensor > 1 and model.adapter is not None:
-        raise UserError("An adapter is not divided by tp_size; give cp_size, or more shards.")
+        raise UserError("tp_size cannot divide an adapter; give cp_size, or more shards.")
 
 
 def divide_layers(model: Pretrained, over: Any) -> None:
@@ -94,7 +97,7 @@ def divide_layers(model: Pretrained, over: Any) -> None:
     plan = {name: style for name, style in (network.tp_plan or {}).items() if ".*." in name}
     if unknown := sorted(set(plan.values()) - _STYLES.keys()):
         raise UserError(
-            f"tp_size is above 1, and the plan of {family} has {', '.join(unknown)}, which is unknown here; give tp_size=1."
+            f"tp_size is above 1, and the plan of {family} has {', '.join(unknown)}, which psigrad does not know; give tp_size=1."
         )
     patterns = {re.compile(re.escape(key).replace(r"\*", r"\d+")): style for key, style in plan.items()}
     found = [(m, style) for name, m in network.named_modules() for key, style in patterns.items() if key.fullmatch(name)]
@@ -105,7 +108,9 @@ def divide_layers(model: Pretrained, over: Any) -> None:
         _divide(module, *_STYLES[style], over)
     gap = max(float((a - b).norm() / b.norm().clamp(min=1e-9)) for a, b in zip(_probe(model), before, strict=True))
     if not gap < (1e-3 if network.dtype in (torch.float32, torch.float64) else 0.25):
-        raise UserError(f"tp_size is above 1, and {family} divided by its plan differs from itself by {gap:.1g}; give tp_size=1.")
+        raise UserError(
+            f"tp_size is above 1, and {family} divided by its plan differs from the whole model by {gap:.1g}; give tp_size=1."
+        )
 
 
 # Style of transformers' plans -> (dimension of the division, True if each process has the full input, the same for the output).

@@ -86,9 +86,9 @@ def report(findings: Sequence[Finding], *, as_json: bool = False, rows: Sequence
         value, bound, control = (f"{x:.0f}" if x >= 100 and x == x // 1 else f"{x:.2g}" for x in (f.value, f.bound, f.control))
         lines.append(f"{start}  {value:>8}  {bound:>8}  {control:>13}  {f.note}".rstrip())
     if unsure := [f for f in findings if f.verdict == "unproven"]:
-        cause = "A fault drowns in this precision's rounding; check once with --dtype float32."
+        cause = "In this precision, rounding hides a fault; check once with --dtype float32."
         if all(f.control == 0 for f in unsure):
-            cause = "A fault would not show here: the prompts are alike, or the model says the same to all."
+            cause = "A fault would not show, since the prompts are alike or the model answers all of them alike."
         lines.append(f"Unproven: {', '.join(f.name for f in unsure)}. {cause}")
     return "\n".join(lines)
 
@@ -103,7 +103,7 @@ def check_data(subject: Subject) -> Finding:
     """data."""
     room = (positions := subject.model.max_length) - (most := subject.config.sampling.max_completion_length)
     bad = [prompt for prompt in subject.dataset if not 0 < len(prompt.ids) <= room]
-    leaves = f"max_completion_length {most} leaves {max(0, room)} of the model's {positions}"
+    leaves = f"{max(0, room)} fit (the model's {positions} positions minus max_completion_length {most})"
     note = f"the first at {bad[0].row.source} has {len(bad[0].ids)} tokens; {leaves}" if bad else ""
     what = f"prompts of {len(subject.dataset)} that are empty or too long"
     return Finding("data", what, len(bad), 0.0, len(subject.dataset), note=note)
@@ -115,7 +115,7 @@ def _problems(model: LanguageModel, row: Row, stops: Sequence[int], vocabulary: 
         yield "there is no EOS token"
     for token in stops:
         if not 0 <= token < vocabulary:
-            yield f"the token {token} that ends a text is not among the model's {vocabulary}"
+            yield f"the token {token} that ends a text is not one of the model's {vocabulary} tokens"
     if missing := sorted(place for place in model.tokenizer.get_vocab().values() if place >= vocabulary):
         names = ", ".join(map(repr, model.tokenizer.convert_ids_to_tokens(missing[:4])))
         yield f"the tokenizer has {len(missing)} tokens more than the embedding has rows ({names})"
@@ -147,7 +147,7 @@ def check_text(subject: Subject) -> Finding:
         ((completion,),) = subject.sampler.sample([request], params)
         overrun = len(completion.ids) - 1 - completion.ids.index(token) if token in completion.ids else 0
         if overrun or (token in completion.ids and completion.finish_reason != "stop"):
-            found.append(f"the sampler goes on {overrun} tokens behind one that stops")
+            found.append(f"the sampler continues for {overrun} tokens after a stop token")
     notes = describe_rewrites(model.tokenizer, row)
     notes += [f"generation_config has {', '.join(acts)}, which is not used"] if (acts := _acts(model)) else []
     control = list(_problems(model, row, [*stops, model.vocabulary], model.vocabulary))
@@ -159,7 +159,7 @@ def check_tools(subject: Subject) -> Finding:
     """tool calls."""
     tokenizer, row = subject.model.tokenizer, subject.prompts[0].row
     form = call_form_of(tokenizer)
-    found = [] if form.probe(form.seen) == [PROBE] else ["not read back"]
+    found = [] if form.probe(form.seen) == [PROBE] else ["the call is not read back"]
     try:
         observation_ids(tokenizer, row, [{"role": "tool", "name": PROBE.name, "content": "7"}])
     except UserError as error:
@@ -169,7 +169,7 @@ def check_tools(subject: Subject) -> Finding:
     seen = show(" ".join(form.seen.split()), 200) if form.seen else "the chat template writes none"
     note = "; ".join([f"{form.family or 'any form'}: {seen}", *found])
     control = sum(isinstance(call, BrokenCall) for call in broken)
-    return Finding("tool calls", "one that the chat template wrote, and its answer", len(found), 0.0, control, note=note)
+    return Finding("tool calls", "a call in the template's format, and its answer", len(found), 0.0, control, note=note)
 
 
 def check_packing(subject: Subject) -> Finding:
@@ -184,7 +184,12 @@ def check_packing(subject: Subject) -> Finding:
     ]
     value = max(_apart(whole, padded), _apart(whole, alone))
     return Finding(
-        "packing", "packed, padded and alone", value, subject.bounds[0], _apart(behind, alone), note=subject.model.slow_reason
+        "packing",
+        "log-probs packed, padded and one by one",
+        value,
+        subject.bounds[0],
+        _apart(behind, alone),
+        note=subject.model.slow_reason,
     )
 
 
@@ -195,7 +200,7 @@ def check_sharing(subject: Subject) -> Finding:
     prompts = [p for p, _ in subject.alone]
     others = [*prompts[COMPLETIONS:], *prompts[:COMPLETIONS]]
     wrong = subject.logp(Groups(others, [[c] for _, c in subject.alone]))
-    what = "a group's prompt once, or for each"
+    what = "a group's prompt computed once, or for each"
     return Finding("shared prompts", what, _apart(shared, apart), subject.bounds[0], _apart(wrong, apart))
 
 
@@ -276,7 +281,7 @@ def check_saving(subject: Subject) -> Finding:
         control = _apart(before, again.logp(subject.groups))
     # A merged adapter is rounded once more.
     bound = 0.0 if subject.model.adapter is None else subject.bounds[0]
-    return Finding("saving", "the model saved and loaded, and as it was", value, bound, control)
+    return Finding("saving", "the model before saving and after loading", value, bound, control)
 
 
 def check_adapter(subject: Subject) -> Finding:
@@ -291,8 +296,8 @@ def check_adapter(subject: Subject) -> Finding:
         on = _apart(plain, adapted.logp(subject.groups))
         with adapted.model.without_adapter():
             off = _apart(plain, adapted.logp(subject.groups))
-    note = "" if subject.config.model.lora_rank else f"of rank {lora.rank}, for this check alone"
-    return Finding("adapter", "a fresh adapter, one switched off, and none", max(fresh, off), subject.bounds[0], on, note=note)
+    note = "" if subject.config.model.lora_rank else f"of rank {lora.rank}, only for this check"
+    return Finding("adapter", "a new adapter, a disabled one, and none", max(fresh, off), subject.bounds[0], on, note=note)
 
 
 Gradient = dict[str, Tensor]

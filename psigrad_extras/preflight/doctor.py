@@ -64,7 +64,7 @@ def checks() -> Iterator[Check]:
     yield Check("psigrad", "ok", f"{psigrad.__version__}, Python {platform.python_version()}, {platform.system()}")
     for package in ("torch", "transformers", "peft", "datasets"):
         yield _package(package, f"pip install {package}")
-    halves = "bfloat16 is faster than float32" if fast_bfloat16() else "bfloat16 saves memory, not time"
+    halves = "bfloat16 is faster than float32" if fast_bfloat16() else "bfloat16 saves memory but no time"
     yield Check("processor", "ok", f"{cores()} cores, {torch.get_num_threads()} torch threads; {halves}")
     yield memory(available_memory(), installed_memory())
     yield _gpu()

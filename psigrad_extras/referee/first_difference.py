@@ -83,7 +83,7 @@ class _Judge:
     def judge(self, name: str, ours: Any, theirs: Any, scale: float = 0.0) -> tuple[float, tuple[str, ...]]:
         """Return the largest difference of a tensor as a share of its scale, and sentences if the sides part."""
         if ours is None or theirs is None:
-            return math.inf, (f"Only {self.names[ours is None]} has it.",)
+            return math.inf, (f"Only {self.names[ours is None]} recorded this tensor.",)
         if name in ("gradient", "update"):
             return self._parameters(ours, theirs)
         a, b = (self._table(name, side) for side in (ours, theirs))
@@ -104,7 +104,7 @@ class _Judge:
         where = f"{self._where(places[at], name)}: {self.names[0]} has {texts[0]}, {self.names[1]} has {texts[1]}."
         sides = zip(*pairs, strict=True) if len(numbers) == 2 * len(pairs) else ()
         known = [torch.tensor(side, dtype=torch.float64) for side in sides]
-        return largest, (where, f"{count} of {len(places)} values part.", *self._factor(*known))
+        return largest, (where, f"{count} of {len(places)} values differ.", *self._factor(*known))
 
     def _table(self, name: str, side: Any) -> dict[tuple[Any, ...], Any]:
         """Return the values by place: (row, token), (row,) or (name,). A token that is not trained on has no place."""
@@ -145,8 +145,8 @@ class _Judge:
         sizes = [float(side[name].norm()) for side in (ours, theirs)]
         norms = f"the norm is {sizes[0]:.6g} in {self.names[0]}, {sizes[1]:.6g} in {self.names[1]}"
         known = [torch.cat([side[name].cpu().double().flatten() for name in shares]) for side in (ours, theirs)]
-        sentence = f"{name}: {norms}, and the two differ by {shares[name]:.2%}."
-        return largest, (sentence, f"{len(parted)} of {len(shares)} parameters part.", *self._factor(*known))
+        sentence = f"{name}: {norms}, and the difference is {shares[name]:.2%} of the norm."
+        return largest, (sentence, f"{len(parted)} of {len(shares)} parameters differ.", *self._factor(*known))
 
     def _factor(self, *known: Tensor) -> Iterator[str]:
         """Yield a sentence if one side is the other times one number."""
@@ -154,7 +154,7 @@ class _Judge:
             a, b = known
             factor = float(a @ b / (a @ a))
             if abs(factor - 1) > 10 * self.tolerance and float((b - factor * a).norm()) <= 10 * self.tolerance * float(b.norm()):
-                yield f"Everywhere {self.names[1]}'s are {factor:.4g} times {self.names[0]}'s."
+                yield f"All values of {self.names[1]} are {factor:.4g} times those of {self.names[0]}."
 
 
 def _share(a: Any, b: Any, scale: float) -> float:

@@ -48,7 +48,8 @@ def record(config: OnlineConfig, folder: Path, steps: int, handed: Sequence[Step
     algorithm = method(config)
     if not isinstance(algorithm, PolicyGradient) or config.plays or config.asks:
         raise UserError(
-            "The referee compares policy gradients on single completions; give settings without pairs, environment, tools, agent."
+            "The referee compares policy gradients on single completions; remove pairs, environment, tools and agent from the "
+            "settings."
         )
     check(config, algorithm)
     data, run = replace(config.data, eval_dataset="", eval_split="test"), config.run

@@ -46,10 +46,10 @@ def _report(found: Sequence[TensorResult], names: tuple[str, str]) -> Iterator[s
         if one.place != place:
             place = one.place
             yield place
-        state = "PARTS" if one.parts else "equal" if not one.difference else f"equal to {one.difference:.1e}"
+        state = "DIFFERS" if one.parts else "equal" if not one.difference else f"equal to {one.difference:.1e}"
         yield f"  {one.name:<24}{state}"
     if not last.parts:
-        yield f"\n{names[0]} and {names[1]} never part, up to step {last.step}."
+        yield f"\n{names[0]} and {names[1]} do not differ, up to step {last.step}."
         return
-    yield f"\nThe first tensor where they part: {last.name}, in {last.place}."
+    yield f"\nThe first tensor in which they differ: {last.name}, in {last.place}."
     yield from (f"  {sentence}" for sentence in last.parts)

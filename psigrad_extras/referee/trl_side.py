@@ -64,8 +64,8 @@ def settings(about: dict[str, Any], folder: Path) -> tuple[OnlineConfig, list[st
     made = convert(TrlScript("GRPOConfig", values, trainer=trainer))
     if made.no_equal:
         raise UserError(
-            f"psigrad has no equal of what the script sets: {' '.join(made.no_equal)} Name a file of psigrad's settings after "
-            "the script to compare anyway."
+            f"The script has options without an equivalent in psigrad: {' '.join(made.no_equal)} Name a file of psigrad's "
+            "settings after the script to compare anyway."
         )
     adapter = {"model.lora_dropout": about["lora_dropout"]} if about["lora_dropout"] else {}  # model/ is the adapter itself
     flags = {**made.settings, **adapter, "data.dataset": str(folder / "rows.jsonl")}

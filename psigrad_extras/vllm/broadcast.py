@@ -158,7 +158,7 @@ class NCCLGroup(BroadcastGroup):
         while not done.query():
             if time.monotonic() > end:
                 self.end()
-                raise BroadcastLostError(f"{LOST} took longer than {LIMIT:.0f} s")
+                raise BroadcastLostError(f"{LOST} did not end within {LIMIT:.0f} s")
             time.sleep(_OFTEN)
 
     def end(self) -> None:
@@ -180,7 +180,7 @@ def join(meeting: Meeting, rank: int, device: torch.device) -> BroadcastGroup:
         store = TCPStore(meeting.host, meeting.port, timeout=timedelta(seconds=LIMIT), wait_for_workers=False)
         store.set(f"came {rank}", "")
     except (RuntimeError, OSError) as error:
-        raise BroadcastLostError(f"the trainer can't be reached at {meeting.host}:{meeting.port}") from error
+        raise BroadcastLostError(f"the trainer cannot be reached at {meeting.host}:{meeting.port}") from error
     group = _in_time(lambda: _KINDS[meeting.kind](store, rank, meeting.size, device))
     store.set(f"joined {rank}", "")
     return group
@@ -196,7 +196,7 @@ def gather_group(store: TCPStore, kind: Kind, size: int, device: torch.device, g
     try:
         store.wait([f"joined {rank}" for rank in range(1, size)], timedelta(seconds=LIMIT))
     except RuntimeError as error:
-        raise BroadcastLostError("not all of the engine's processes could join") from error
+        raise BroadcastLostError("not all processes of vLLM's engine joined the broadcast") from error
     return group
 
 
@@ -214,7 +214,7 @@ def _in_time(make: Callable[[], T]) -> T:
     try:
         made, what = found.get(timeout=LIMIT)
     except queue.Empty:
-        raise BroadcastLostError(f"no group was built within {LIMIT:.0f} s") from None
+        raise BroadcastLostError(f"the processes did not connect within {LIMIT:.0f} s") from None
     if not made:
         raise BroadcastLostError(str(what).splitlines()[0][:200] if str(what) else type(what).__name__) from what
     result: T = what

@@ -100,7 +100,7 @@ class VLLMSampler(Sampler):
         self._handles, self._empty = bool(at), False
         self.overlaps = bool(device) and where != model.device
         if sleep and self.overlaps:
-            raise UserError(f"sampling.vllm_sleep frees the trainer's GPU, and the engine is on {where}. Leave it off.")
+            raise UserError(f"sampling.vllm_sleep frees the trainer's GPU, but the engine is on {where}; remove vllm_sleep.")
         self._settings = {
             "dtype": str(model.network.dtype).removeprefix("torch."),
             # with room for the probes and one more token
@@ -253,8 +253,8 @@ class VLLMSampler(Sampler):
         gap, bound = distance(self.engine_log_probs(probe), exact), max(TOLERANCE, SPREAD * allowed)
         if not gap <= bound:
             raise UserError(
-                f"vLLM's log-probs are {gap:.2g} in the mean from the trainer's in float32, above the bound {bound:.2g}, though "
-                "it has the trainer's weights: it computes this model otherwise. Sample with sampler=embedded."
+                f"vLLM's log-probs differ from the trainer's in float32 by {gap:.2g} in the mean, above the bound {bound:.2g}, "
+                "although vLLM has the trainer's weights. It computes this model differently; use sampler=embedded."
             )
         return gap
 
@@ -268,11 +268,11 @@ class VLLMSampler(Sampler):
         held, wrong, unknown, stale = self._transfer()
         self._in_a_row, self._empty = 0, False
         if wrong or unknown or stale or held != self.version:
-            missed = wrong or [f"{name} (in an arrangement that is not known here)" for name in unknown]
+            missed = wrong or [f"{name} (in a layout that psigrad does not know)" for name in unknown]
             more = f" and {len(missed) - 1} more" if len(missed) > 1 else ""
-            what = f"it does not compute with the weight {missed[0]}{more} as it was sent" if missed else ""
-            what = what or (f"its prefix cache kept {stale} tokens of old weights" if stale else f"it holds version {held}")
-            said = f"vLLM did not take update {self.version} of the weights: {what}. Sample with sampler=embedded."
+            what = f"it does not compute with the weight {missed[0]}{more} as sent" if missed else ""
+            what = what or (f"its prefix cache kept {stale} tokens of old weights" if stale else f"it still has version {held}")
+            said = f"vLLM did not take update {self.version} of the weights: {what}. Use sampler=embedded."
             raise self._fail(UserError(said))
 
     def _transfer(self) -> tuple[int, list[str], list[str], int]:
@@ -309,8 +309,8 @@ class VLLMSampler(Sampler):
         if not params.filtered or params.temperature == 0:
             return group
         if self.model.shard_root is not None or not self._source.own:
-            what = "A model in shards" if self._source.own else "A sampler whose model stays as it was loaded"
-            raise UserError(f"{what} has no log-probs of one process' completions; leave top_p, top_k and min_p out.")
+            what = "A sharded model" if self._source.own else "A sampler whose model is never updated"
+            raise UserError(f"{what} cannot compute the log-probs that top_p, top_k and min_p need; remove them.")
         inputs = Groups([request.prompt_ids], [[c.ids for c in group]])
         with torch.no_grad(), self._passing:
             logp = self.model.evaluate(inputs, temperature=params.temperature).logp.float().cpu()
@@ -349,7 +349,7 @@ class VLLMSampler(Sampler):
         """Restart the engine, which from then on gets whole weights with the adapter merged."""
         self._alone = False
         self._end()
-        self._log("adapter_merged", f"vLLM takes no adapter of this model ({reason}); it gets whole weights.", reason=reason)
+        self._log("adapter_merged", f"vLLM cannot load the adapter ({reason}), so it gets the merged weights.", reason=reason)
         self._start()
 
     def _end(self) -> str:
@@ -375,16 +375,16 @@ class VLLMSampler(Sampler):
         self._end()
         lost = f"vLLM's engine was lost: {error}."
         if self.model.shard_root is not None or not self._source.own:  # only other processes could resend weights
-            raise self._fail(RankLost(f"{lost} The same command goes on from the newest checkpoint.")) from error
+            raise self._fail(RankLost(f"{lost} The same command resumes from the newest checkpoint.")) from error
         self.losses += 1
         self._in_a_row += 1
         if self._in_a_row >= LOSSES:
             said = (
-                f"vLLM's engine was lost {self._in_a_row} times in a row, last because {error}; its own output tells more. Give "
-                "it more memory (sampling.vllm_memory, VLLM_CPU_KVCACHE_SPACE) or sample with sampler=embedded."
+                f"vLLM's engine was lost {self._in_a_row} times in a row, the last time because {error}; see its output. Give "
+                "vLLM more memory (sampling.vllm_memory, VLLM_CPU_KVCACHE_SPACE) or sample with sampler=embedded."
             )
             raise self._fail(UserError(said)) from error
-        self._log("engine_lost", f"{lost} Another is started, and samples what is not complete.", reason=str(error))
+        self._log("engine_lost", f"{lost} A new engine starts, and samples the unfinished completions again.", reason=str(error))
 
     def _say(self, name: str, *arguments: Any) -> None:
         for _ in self._answers(name, *arguments):
@@ -397,7 +397,7 @@ class VLLMSampler(Sampler):
 
     def _ask(self, name: str, *arguments: Any) -> None:
         if self._worker is None:
-            raise EngineLostError("it had ended")
+            raise EngineLostError("it was not running")
         self._worker.ask((name, arguments), PATIENCE)
 
     def _hear(self, name: str) -> Iterator[list[Any]]:
@@ -423,7 +423,7 @@ class VLLMSampler(Sampler):
             while (message := worker.poll()) is None:
                 if time.monotonic() > worker.deadline:
                     self._end()
-                    raise EngineLostError("it gave no sign of life for too long")
+                    raise EngineLostError("it did not answer in time")
                 if not worker.alive() and worker.poll() is None:
                     raise WorkerGone
                 with selectors.DefaultSelector() as selector:

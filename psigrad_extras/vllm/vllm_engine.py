@@ -184,7 +184,7 @@ class Engine:
 
         self._wake()
         if (held := self._held()) != version:
-            raise RuntimeError(f"it holds version {held} of the weights and {version} was sent")
+            raise RuntimeError(f"vLLM has version {held} of the weights, but version {version} was sent")
         engine = self.llm.llm_engine
         engine.abort_request([f"{number}" for number in dropped])
         for params, flat in parts:

@@ -241,7 +241,7 @@ def wrong_in_adapter(
                     expected[: matrix.shape[0], : matrix.shape[1]] = matrix * factor if factor != 1 else matrix
                 if not torch.equal(own, expected):
                     found.append(key)
-    return [*found, *(f"{name} (not taken)" for name in left)]
+    return [*found, *(f"{name} (not loaded)" for name in left)]
 
 
 def scaling_of(config: Mapping[str, Any]) -> float:

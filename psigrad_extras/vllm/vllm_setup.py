@@ -45,7 +45,8 @@ def devices_of(device: torch.device, count: int, environment: Mapping[str, str])
     every = named.split(",") if named else [str(number) for number in range(first + count)]
     if first + count > len(every):
         raise UserError(
-            f"tensor_parallel_size is {count} and the trainer on {device} sees {len(every)} devices; give fewer, or more devices."
+            f"tensor_parallel_size is {count} but the trainer on {device} sees only {len(every)} devices; lower it, or make more "
+            "devices visible."
         )
     return ",".join(every[first : first + count])
 
@@ -59,9 +60,9 @@ def check_setup(where: torch.device, tensor_parallel_size: int, sleep: bool) -> 
         )
     on_gpu = where.type == "cuda"
     if sleep and not on_gpu:
-        raise UserError(f"sampling.vllm_sleep frees a GPU's memory and the model is on {where}; leave it off.")
+        raise UserError(f"sampling.vllm_sleep frees a GPU's memory, but the model is on {where}; remove vllm_sleep.")
     if on_gpu and (where.index or 0) + tensor_parallel_size > torch.cuda.device_count():
         raise UserError(
-            f"sampling.tensor_parallel_size is {tensor_parallel_size}, and from {where} on this process sees fewer GPUs; "
-            "lower it, or give the process more."
+            f"sampling.tensor_parallel_size is {tensor_parallel_size}, but this process sees fewer GPUs from {where} on; lower "
+            "it, or make more GPUs visible."
         )

@@ -109,7 +109,7 @@ class Delivery(Source):
             theirs, own = (one[name][0] if name in one else None for one in (sent, known))
             if theirs != own:
                 raise UserError(
-                    f"The trainer's weight {name} has the shape {theirs} and the sampler's {own}: they have other models. "
+                    f"The trainer's weight {name} has the shape {theirs} and the sampler's {own}: the two have different models. "
                     "Install the same psigrad and transformers on all machines, and give them the same model."
                 )
 

@@ -38,14 +38,14 @@ def why_merged(model: LanguageModel) -> str:
     """Return the reason why the adapter must be merged before it is sent, or "" if it can be sent alone."""
     config: Any = next(iter(getattr(model.adapter, "peft_config", {}).values()), None)
     if config is None:
-        return "it has none"
+        return "the model has none"
     if config.use_dora or config.modules_to_save:
-        return "vLLM has no DoRA, and no modules that are trained whole"
+        return "vLLM supports neither DoRA nor modules that are fully trained"
     if any(isinstance(module, CodedLinear) for module in model.network.modules()):
-        return "its base is kept in codes, which vLLM's copy would not be"
+        return "the base is quantised, and vLLM's copy would not be"
     if strange := _layers(model) & {"lm_head", "embed_tokens"}:
-        return f"it is on {', '.join(sorted(strange))}"
-    return "" if config.r <= _RANKS[-1] else f"vLLM's ranks end at {_RANKS[-1]}"
+        return f"the adapter is on {', '.join(sorted(strange))}"
+    return "" if config.r <= _RANKS[-1] else f"vLLM supports ranks up to {_RANKS[-1]}"
 
 
 def _layers(model: LanguageModel) -> set[str]:

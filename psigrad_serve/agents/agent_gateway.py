@@ -74,7 +74,10 @@ class _Served(Recorder):
             raise ApiError(str(error), status=403, code="session_over") from None
         own = session.params
         if call.wish.grammar:
-            why = "This session is trained, and forced tokens are not the policy's own; remove response_format and tool_choice."
+            why = (
+                "The tokens of this session are trained on, so they must be sampled, not forced; remove response_format and "
+                "tool_choice."
+            )
             raise ApiError(why, code="unsupported_parameter")
         stops = tuple(dict.fromkeys((*own.stop_token_ids, *call.params.stop_token_ids)))
         params = replace(own, max_tokens=min(own.max_tokens, call.params.max_tokens), stop_token_ids=stops)

@@ -57,7 +57,7 @@ class Session:
             raise SessionOver("This session is over.")
         if len(self.tree.asked) >= self.most:
             self.fault = f"the agent asked the policy more than {self.most} times (agent_calls)"
-            raise SessionOver(f"This session has had its {self.most} answers (agent_calls).")
+            raise SessionOver(f"This session has reached its limit of {self.most} answers (agent_calls).")
         return self.tree.ask(self._text(request, ids), partial(encode_after, self.tokenizer), lambda: ids)
 
     def _text(self, request: Row, ids: tuple[int, ...]) -> str:

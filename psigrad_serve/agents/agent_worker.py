@@ -79,9 +79,7 @@ class AgentCommand:
         try:
             return float(last)
         except ValueError:
-            raise RuntimeError(
-                f"the program's last line is {last[:_SHOWN]!r}; expected its reward as a number, or none"
-            ) from None
+            raise RuntimeError(f"the program's last line is {last[:_SHOWN]!r}; expected a reward, or no output") from None
 
 
 class _Tail:
@@ -181,7 +179,7 @@ def _number(reward: Any) -> float | None:
     except (TypeError, ValueError):
         raise TypeError(f"it returned {repr(reward)[:80]} as its reward; expected a number or None") from None
     if not math.isfinite(number):
-        raise ValueError(f"its reward is {number}")
+        raise ValueError(f"its reward is {number}; expected a finite number")
     return number
 
 
@@ -192,4 +190,4 @@ def decode(call: Any, content: Any) -> float | str | None:
             return reason
         case {"reward": float() | int() | None as reward}:
             return None if reward is None else float(reward)
-    raise ValueError(f"{content!r} is no answer")
+    raise ValueError(f"{content!r} is not an answer")

@@ -65,7 +65,7 @@ def router(store: LabelStore) -> APIRouter:
     def use(form: LinkForm, request: Request) -> Response:
         """Use an invite as a user who is logged in."""
         if request.state.person is None:
-            raise Conflict("You are not logged in; log in first, or come in as somebody new.")
+            raise Conflict("You are not logged in; log in first, or join as a new user.")
         return json_response({"project": invites.join(store.db, request.state.person, form.token)})
 
     @routes.post("/api/join/login")
@@ -87,7 +87,7 @@ def router(store: LabelStore) -> APIRouter:
 
 def _must_be_new(request: Request) -> None:
     if request.state.owner:
-        raise Conflict("This browser has the studio's own key, which counts for more; use a private window or another browser.")
+        raise Conflict("This browser is logged in with the studio's own key; use a private window or another browser.")
 
 
 def _cookie(store: LabelStore) -> str:

@@ -105,7 +105,7 @@ class SampleJobs:
             self._process = process
         _, complaints = process.communicate()
         lines = complaints.strip().splitlines()
-        return None if process.returncode == 0 else (lines[-1].removeprefix("psigrad: ") if lines else "It was killed.")
+        return None if process.returncode == 0 else (lines[-1].removeprefix("psigrad: ") if lines else "The process was killed.")
 
 
 def add_routes(routes: APIRouter, store: LabelStore) -> None:
@@ -129,7 +129,7 @@ def add_routes(routes: APIRouter, store: LabelStore) -> None:
         projects.info(store.db, person, form.project)
         chosen, rows, making = _models(store).get(form.model), _prompts(form), TaskOptions(**form.making.model_dump())
         if chosen is None:
-            raise UserError("There is no such model in the runs folder; choose one from the list.")
+            raise UserError("This model is not in the runs folder; choose one from the list.")
 
         def finish(text: str) -> Added:
             return _bring_in(store, person, form.project, chosen, text, making)

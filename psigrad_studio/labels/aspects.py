@@ -31,22 +31,21 @@ def of_aspect(labels: ProjectLabels, aspect: str = "") -> ProjectLabels:
     if not aspect:
         if labels.overall:
             return labels
-        raise Refusal(
-            f"This project asks only questions of its own; name one: {', '.join(names(labels)) or 'none is an aspect'}."
-        )
+        one = f"name one of them: {', '.join(names(labels))}" if names(labels) else "none of them gives training rows"
+        raise Refusal(f"This project asks only custom questions; {one}.")
     asked = {question.name: question for question in labels.questions}
     pair = labels.kind == "pair"
     if aspect == WEIGHTED:
         weighed = [question for question in labels.questions if question.kind in ASPECTS and question.weight]
         if not weighed:
-            raise Refusal("No question of this project is an aspect with a weight, so there is nothing to weigh.")
+            raise Refusal("No question of this project is an aspect with a weight, so there is nothing to weight.")
         grades, kind = labels.grades, "pair" if pair else "rating-10"
         return _turned(labels, kind, 1, lambda answer: _weighted(answer, weighed, grades, pair))
     if aspect not in asked:
         raise Refusal(f"There is no question {aspect[:60]!r} in this project{nearest(aspect, names(labels))}.")
     question = asked[aspect]
     if question.kind == "text":
-        raise Refusal(f"{aspect!r} is answered by free texts, which cannot be counted; the export of all votes has them.")
+        raise Refusal(f"{aspect!r} has free-text answers, which cannot be counted; export all votes to read them.")
     if question.kind == "choice":
         return _turned(
             labels, "choice", 0, lambda answer: _plain(answer, rating=question.options.index(_of(answer, aspect)["value"]))

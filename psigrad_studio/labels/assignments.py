@@ -235,7 +235,7 @@ def record(session: Session, person: Person, task_id: int, display: Sequence[int
     row = session.scalar(select(Assignment).where(Assignment.task_id == task_id, Assignment.user_id == person.id))
     row = row or Assignment(project_id=project.id, task_id=task_id, user_id=person.id, display=list(display))
     if not _finish(session, person, project, row):
-        raise Conflict("These completions were compared before, or somebody else is comparing them now; nothing was stored.")
+        raise Conflict("These completions were compared before, or somebody else is comparing them now, so nothing was stored.")
     row.shown_at = now(session)
     session.add(row)
     session.flush()
@@ -270,7 +270,7 @@ def undo(session: Session, person: Person, project_id: int, key: str, only: int 
     else:
         back = _free(session, person, project, assignment.task_id) is not None
     if not back:
-        raise Conflict("The task that you skipped is with somebody else now, so the skip stands.")
+        raise Conflict("Somebody else has the task that you skipped, so you cannot undo the skip.")
     return _store(session, assignment, key, digest, "undo", {"supersedes": undone.id})
 
 
@@ -327,13 +327,13 @@ def _finish(session: Session, person: Person, project: Project, assignment: Assi
 def _lost(assignment: Assignment) -> Conflict:
     if assignment.vote_id is not None:
         return Conflict("You have answered or skipped this task; undo that first.")
-    return Conflict("The time for this task ran out and it went to somebody else; continue with the next one.")
+    return Conflict("The time for this task ran out, and somebody else has it now; continue with the next task.")
 
 
 def _repeated(session: Session, person: Person, key: str, digest: str) -> Receipt | None:
     """Return the receipt of an earlier call with the same key. Raises `Conflict` if that was a different call."""
     if not 8 <= len(key) <= 200 or not key.isascii() or not key.isprintable():
-        raise Refusal("The key of a submission has 8 to 200 ASCII characters; a random UUID does.")
+        raise Refusal("The key of a submission must have 8 to 200 ASCII characters, such as a random UUID.")
     row = session.scalar(select(Vote).where(Vote.user_id == person.id, Vote.key == key))
     if row is None:
         return None
@@ -375,7 +375,7 @@ def _digest(action: str, of: int, what: object) -> str:
 
 def _aside(reason: str | None, client_ms: int | None) -> dict[str, Any]:
     if reason is not None and len(reason) > LONGEST_REASON:
-        raise Refusal(f"The reason has {len(reason)} characters; at most {LONGEST_REASON} are kept.")
+        raise Refusal(f"The reason has {len(reason)} characters; at most {LONGEST_REASON} are allowed.")
     if client_ms is not None and not 0 <= client_ms < 2**53:
         raise Refusal(f"client_ms is {client_ms}; expected milliseconds, 0 or more.")
     return {"reason": reason or None, "client_ms": client_ms}
@@ -398,8 +398,8 @@ def _main(project: Project, answer: LabelAnswer, display: list[int], *, asked: b
     wanted = {"pair": "choice", "ranking": "ranks"}.get(project.kind, "rating") if asked else None
     given = [name for name in ("choice", "ranks", "rating") if getattr(answer, name) is not None]
     if given != ([wanted] if wanted else []):
-        only = f"{wanted} alone" if wanted else "answers to its own questions alone"
-        raise Refusal(f"The answer has {' and '.join(given) or 'nothing'}; this project asks for {only}.")
+        only = wanted or "answers to its own questions"
+        raise Refusal(f"The answer has {' and '.join(given) or 'nothing'}; this project asks only for {only}.")
     if wanted != "choice":
         _check_strength(answer, 0, decided=False)
     if wanted is None:

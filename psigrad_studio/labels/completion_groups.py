@@ -119,11 +119,11 @@ def _answers(row: Any, place: str) -> list[tuple[Any, str | None]]:
     if not isinstance(row, Mapping):
         raise RowError(BadRow(place, "", f"is {show(row)}; a row must be an object with named columns"))
     if column := next((name for name in COLUMNS if row.get(name)), ""):
-        raise RowError(BadRow(place, column, "has an image, and labelling shows text alone; leave such rows out"))
+        raise RowError(BadRow(place, column, "has an image, but labelling shows only text; remove such rows"))
     try:
         digest(row)
     except (ValueError, TypeError, RecursionError) as error:
-        raise RowError(BadRow(place, "", f"can't be kept as JSON ({error}); numbers must be finite")) from error
+        raise RowError(BadRow(place, "", f"cannot be stored as JSON ({error}); numbers must be finite")) from error
     if row.get("completions") is not None:
         return _listed(row, place)
     if row.get("chosen") is not None:

@@ -94,19 +94,19 @@ def _in_transactions(function: Callable[Concatenate[Session, P], T], *, write: b
                 if attempt == ATTEMPTS - 1:
                     raise
             except OverflowError as error:
-                raise Missing("There is nothing with a number of that size.") from error
+                raise Missing("Nothing has a number of this size.") from error
             except PoolTimeout as error:
                 raise Busy("All connections to the labels are in use; try again in a moment.") from error
             except DBAPIError as error:
                 if error.connection_invalidated:
-                    raise Busy("The database of the labels went away; try again in a moment, with the same key.") from error
+                    raise Busy("The connection to the labels' database was lost; try again with the same key.") from error
                 if getattr(error.orig, "sqlstate", None) == _TOO_LARGE:
-                    raise Missing("There is nothing with a number of that size.") from error
+                    raise Missing("Nothing has a number of this size.") from error
                 if _is_damaged(error):
                     raise Damaged(str(label_backup.damaged(str(database.engine.url.database), str(error.orig)))) from error
                 if not _met_another(error):
                     raise
-        raise Busy("The labels stayed locked by others; nothing was changed, try again with the same key.")
+        raise Busy("Others kept the labels locked, so nothing was changed; try again with the same key.")
 
     return call
 
@@ -181,21 +181,19 @@ def local_file(where: str | Path) -> Path:
     """Return the file of an SQLite database. Raises `UserError` for PostgreSQL, which has separate backup programs."""
     url = _url(where)
     if url.get_backend_name() != "sqlite":
-        raise UserError(
-            "Labels in PostgreSQL are backed up by its own programs: pg_dump --format custom, and pg_restore --clean."
-        )
+        raise UserError("Labels in PostgreSQL are backed up with pg_dump --format custom, and restored with pg_restore --clean.")
     return Path(url.database or "")
 
 
 def _sqlite(url: URL) -> Engine:
     path = url.database or ""
     if path in ("", ":memory:"):
-        raise UserError("The labels need a file; name one such as labels.db.")
+        raise UserError("The labels need a file; give its path, such as labels.db.")
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # the file contains password hashes
     except OSError as error:
-        raise UserError(f"The labels cannot be kept in {path}: {error.strerror}.") from error
+        raise UserError(f"The labels cannot be stored in {path}: {error.strerror}.") from error
     engine = create_engine(url, pool_size=16, connect_args={"check_same_thread": False})
     event.listen(engine, "connect", _prepare)
     event.listen(engine, "begin", _begin)

@@ -32,11 +32,11 @@ def order_by_doubt(session: Session, person: Person, project_id: int) -> int:
     """
     project = people.require(session, person, project_id, "manage")
     if project.kind != "pair":
-        raise Refusal("Only pairs have an order of doubt; this project asks for something else.")
+        raise Refusal("Only a project of pairs can be ordered by doubt.")
     gaps = _gaps(session, project)
     known = sum(gap is not None for gap in gaps.values())
     if not known:
-        raise Refusal("No pair has a reward for both of its completions; bring rows with rewards, as psigrad score writes them.")
+        raise Refusal("No pair has a reward for both of its completions; import rows with rewards, as psigrad score writes them.")
     for turn, task in enumerate(order(gaps, project.seed)):
         session.execute(update(Seat).where(Seat.task_id == task, Seat.user_id.is_(None)).values(turn=turn))
     people.note(session, person, project_id, "ordered by doubt", pairs=known)

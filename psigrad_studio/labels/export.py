@@ -74,7 +74,7 @@ def _all(labels: ProjectLabels, aspect: str, make: Callable[[ProjectLabels], Exp
     for name in aspects.names(labels) if aspect == "each" else [aspect]:
         own = aspects.of_aspect(labels, name)
         if own.kind == "choice":
-            raise Refusal(f"{name!r} is a choice among options: it gives no training rows; the export of all votes has it.")
+            raise Refusal(f"{name!r} is a choice among options, which gives no training rows; export all votes instead.")
         found = make(own)
         _unanswered(found, own)
         total.rows += [row | {"criterion": name} for row in found.rows] if name else found.rows

@@ -42,7 +42,7 @@ def invite(session: Session, person: Person, project_id: int | None, role: str, 
     Raises `Forbidden` if `person` does not manage the project.
     """
     if role not in ROLES or (project_id is None and role != "admin"):
-        raise Refusal(f"The role is {role!r}; expected one of {', '.join(ROLES)}, and admin where no project is named.")
+        raise Refusal(f"The role is {role!r}; expected one of {', '.join(ROLES)}; without a project, admin.")
     if project_id is None:
         people.require_admin(session, person)
     else:
@@ -139,5 +139,5 @@ def _use(session: Session, row: Invite, user: User) -> None:
 def _open(session: Session, token: str) -> Invite:
     row = session.scalar(select(Invite).where(Invite.token_hash == passwords.hash_token(token)))
     if row is None or row.accepted_at is not None or row.revoked_at is not None or row.expires_at <= now(session):
-        raise Missing("This invite isn't known, has been used or has run out; ask for a new one.")
+        raise Missing("This invite is unknown, used or expired; ask for a new one.")
     return row

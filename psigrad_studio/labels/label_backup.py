@@ -63,7 +63,7 @@ def restore(copy: Path, database: Path) -> Path | None:
             database.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(database, os.O_RDWR | os.O_CREAT, 0o600))
         except OSError as error:
-            raise UserError(f"The labels cannot be kept in {database}: {error.strerror}.") from error
+            raise UserError(f"The labels cannot be stored in {database}: {error.strerror}.") from error
         with closing(_opened(database)) as target:
             source.backup(target)
             target.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -94,8 +94,8 @@ def check(connection: sqlite3.Connection, place: Path) -> None:
 def damaged(place: Path | str, why: str) -> UserError:
     """Return the error about a damaged database, with the way to recover."""
     return UserError(
-        f"The database {place} is damaged ({why[:200]}). Stop the studio and put a backup in its place: "
-        f"`psigrad studio --restore FILE --database {place}`; the damaged files are kept beside it."
+        f"The database {place} is damaged ({why[:200]}). Stop the studio and put a backup in its place: `psigrad studio "
+        f"--restore FILE --database {place}`; the damaged files are kept next to it."
     )
 
 

@@ -107,7 +107,7 @@ def new_user(session: Session, name: str, password: str | None, *, admin: bool =
     name = " ".join(name.split())
     _must_be_shown(name)
     if password is not None and skeleton(name) == LOCAL:
-        raise Conflict(f"The name {name!r} is that of the person at this machine; choose another.")
+        raise Conflict(f"The name {name!r} is reserved for the studio's owner; choose another.")
     if session.scalar(select(User.id).where(User.folded == folded(name))) is not None:
         raise Conflict(f"The name {name!r} is taken; choose another.")
     if alike := next((other for other in session.scalars(select(User.name)) if skeleton(other) == skeleton(name)), None):
@@ -179,7 +179,7 @@ def _refuse_guesses(session: Session, count: str) -> None:
     since = now(session) - FAILURES_WITHIN
     failures = select(func.count()).select_from(LoginFailure).where(LoginFailure.folded == count[:200], LoginFailure.at > since)
     if (session.scalar(failures) or 0) >= FAILURES:
-        raise TooMany("Too many wrong passwords; wait a quarter of an hour, or use a browser in which you have logged in before.")
+        raise TooMany("Too many wrong passwords; wait a quarter of an hour, or use a browser where you have logged in before.")
 
 
 def _count_guess(session: Session, count: str) -> None:
@@ -203,7 +203,7 @@ def who(database: Database, token: str | None) -> Person:
     hashed = passwords.hash_token(token or "")
     person, stale = _found(database, hashed)
     if person is None:
-        raise Unknown("The session or token isn't known or has run out; log in again.")
+        raise Unknown("The session or token is unknown or has expired; log in again.")
     if stale:
         _seen(database, hashed)
     return person
@@ -291,7 +291,7 @@ def make_token(
     It may do no more than `role`, and cannot create tokens. Raises `Refusal` on an unknown role.
     """
     if person.role != "admin" or person.project_id is not None:
-        raise Forbidden("A token can't make tokens; log in with a password.")
+        raise Forbidden("A token cannot create tokens; log in with a password.")
     if role not in ROLES:
         raise Refusal(f"The role is {role!r}; expected one of {', '.join(ROLES)}.")
     _must_be_shown(name)
@@ -347,7 +347,7 @@ def disable(session: Session, person: Person, user_id: int) -> None:
     if user is None:
         raise Missing(f"There is no user {user_id}.")
     if user.id == person.id:
-        raise Conflict("You can't shut yourself out; ask another administrator.")
+        raise Conflict("You cannot disable your own account; ask another administrator.")
     user.disabled_at = user.disabled_at or now(session)
     end_sessions(session, user_id)
     note(session, person, None, "user disabled", user=user_id)

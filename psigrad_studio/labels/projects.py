@@ -139,13 +139,13 @@ def change(session: Session, person: Person, project_id: int, changes: Mapping[s
     project = people.require(session, person, project_id, "manage")
     settings = _settings(project)
     if unknown := set(changes) - CHANGEABLE:
-        raise Refusal(f"{', '.join(sorted(unknown))} can't be changed once a project is there; make another project.")
+        raise Refusal(f"{', '.join(sorted(unknown))} cannot be changed after the project is created; create another project.")
     new = replace(settings, **changes)
     own.changed(settings.questions, new.questions)
     if new.overlap < settings.overlap:
         raise Refusal(f"The overlap is {settings.overlap} and can't be lowered to {new.overlap}; it can only be raised.")
     if settings.strengths not in (0, new.strengths) and _has_strengths(session, project_id):
-        raise Refusal(f"There are answers with a strength out of {settings.strengths}; to ask for others, make another project.")
+        raise Refusal(f"There are answers with a strength out of {settings.strengths}; for another scale, create a new project.")
     if session.scalar(select(Project.id).where(Project.name == new.name, Project.id != project_id)) is not None:
         raise Conflict(f"There is a project {new.name!r}; choose another name.")
     for column, value in _columns(new).items():

@@ -65,15 +65,15 @@ def check(kind: str, overall: bool, questions: Sequence[Question]) -> None:
     """
     names = [question.name for question in questions]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise Refusal(f"Two questions are called {min(twice)!r}; give each a name of its own.")
+        raise Refusal(f"Two questions are called {min(twice)!r}; give each a different name.")
     if len(questions) > MOST:
-        raise Refusal(f"There are {len(questions)} questions; at most {MOST} are asked.")
+        raise Refusal(f"There are {len(questions)} questions; at most {MOST} are allowed.")
     if kind == "ranking" and (questions or not overall):
-        raise Refusal("A ranking asks for the order alone; ask questions of your own in a project of pairs or of ratings.")
+        raise Refusal("A ranking project asks only for the order; add custom questions to a project of pairs or of ratings.")
     if not overall and not questions:
-        raise Refusal("This project would ask nothing; write a question of your own, or let it ask its own.")
+        raise Refusal("This project would ask nothing; add a custom question, or enable the project's own question.")
     if kind != "pair" and (lone := [question.name for question in questions if question.kind == "better"]):
-        raise Refusal(f"{lone[0]!r} asks which of two is better, and one completion is shown; make it a scale or a choice.")
+        raise Refusal(f"{lone[0]!r} asks which of two completions is better, but only one is shown; make it a scale or a choice.")
 
 
 def changed(old: Sequence[Question], new: Sequence[Question]) -> None:
@@ -82,11 +82,12 @@ def changed(old: Sequence[Question], new: Sequence[Question]) -> None:
     for one in old:
         other = now.get(one.name)
         if other is None:
-            raise Refusal(
-                f"The question {one.name!r} can't be taken away or renamed, its answers would be lost; make it optional."
-            )
+            raise Refusal(f"The question {one.name!r} cannot be removed or renamed, or its answers are lost; make it optional.")
         if (one.kind, one.top) != (other.kind, other.top) or not set(one.options) <= set(other.options):
-            raise Refusal(f"Kind, scale and options of {one.name!r} can't be changed, only options be added; ask a new question.")
+            raise Refusal(
+                f"Kind, scale and options of {one.name!r} cannot be changed, except that options may be added; ask a new "
+                "question."
+            )
 
 
 def stored(
@@ -105,10 +106,10 @@ def stored(
     for question in questions:
         answer = given.get(question.name) or {}
         if not isinstance(answer, Mapping) or set(answer) - {"value", "strength", "reason"}:
-            raise Refusal(f"The answer to {question.name!r} must be an object with value and, if you like, strength and reason.")
+            raise Refusal(f"The answer to {question.name!r} must be an object with value and optionally strength and reason.")
         if answer.get("value") in (None, "", []):
             if question.required and whole:
-                raise Refusal(f"{question.name!r} isn't answered; it must be.")
+                raise Refusal(f"{question.name!r} is required; answer it.")
             continue
         found[question.name] = {"value": _value(question, answer["value"], display)} | _rest(question, grades, answer)
     return found or None
@@ -135,7 +136,10 @@ def _rest(question: Question, grades: int, answer: Mapping[str, Any]) -> dict[st
     strength, reason = answer.get("strength"), answer.get("reason")
     sided = question.kind == "better" and answer["value"] != "tie"
     if strength is not None and not (sided and type(strength) is int and 1 <= strength <= grades):
-        raise Refusal(f"The strength of {question.name!r} is {str(strength)[:40]}; expected 1 to {grades} beside a side, if any.")
+        raise Refusal(
+            f"The strength of {question.name!r} is {str(strength)[:40]}; expected 1 to {grades} together with a chosen side, or "
+            "none."
+        )
     if reason is not None and not (isinstance(reason, str) and len(reason) <= LONGEST):
         raise Refusal(f"The reason of {question.name!r} must be a text of at most {LONGEST} characters.")
     return ({} if strength is None else {"strength": strength}) | ({"reason": reason} if reason else {})

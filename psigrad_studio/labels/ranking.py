@@ -108,7 +108,7 @@ def _check(i: Whole, j: Whole, y: Floats, n: int, prior_sd: float | None) -> Non
     if not i.shape == j.shape == y.shape or i.ndim != 1 or not i.size:
         raise ValueError(f"first, second and outcome have shapes {i.shape}, {j.shape}, {y.shape}; expected one length above 0.")
     if min(i.min(), j.min()) < 0 or max(i.max(), j.max()) >= n or (i == j).any():
-        raise ValueError(f"A comparison is of competitors outside 0 to {n - 1}, or of one with itself.")
+        raise ValueError(f"A comparison has a competitor outside 0 to {n - 1}, or compares one with itself.")
     if not np.isin(y, (WIN, LOSS, TIE)).all():
         raise ValueError("An outcome must be 1 (first), 0 (second) or 0.5 (tie).")
     if prior_sd is not None and not 0 < prior_sd < np.inf:
@@ -205,9 +205,11 @@ def _must_be_determined(i: Whole, j: Whole, y: Floats, n: int, ties: bool) -> No
     """Raise `Undetermined` unless the maximum is finite and unique."""
     parts, _ = connected_components(sparse.csr_matrix((np.ones(len(i)), (i, j)), shape=(n, n)), directed=False)
     if parts > 1:
-        raise Undetermined(f"The {n} competitors fall into {parts} groups without a comparison between them.")
+        raise Undetermined(
+            f"The {n} competitors form {parts} groups without a comparison between them; get answers that compare the groups."
+        )
     if _recedes(i, j, y, n, ties):
-        raise Undetermined("Some competitors never lost or never won against the rest, or all are ties; get more answers.")
+        raise Undetermined("Some competitors never lost or never won against the others, or all are ties; get more answers.")
 
 
 def _recedes(i: Whole, j: Whole, y: Floats, n: int, ties: bool) -> bool:

@@ -189,7 +189,7 @@ def ranking(session: Session, person: Person, project_id: int, by: By = "sampler
     project = people.require(session, person, project_id, "results")
     labels = of_aspect(label_data.load(session, project), aspect)
     if labels.kind == "choice":
-        raise Conflict(f"{aspect!r} is a choice among options, which ranks nothing.")
+        raise Conflict(f"{aspect!r} is a choice among options, which cannot rank completions.")
     called = _names(session, labels, by)
     kept: list[tuple[str, str, float, int]] = []
     left_out: Counter[str] = Counter()
@@ -200,7 +200,7 @@ def ranking(session: Session, person: Person, project_id: int, by: By = "sampler
         else:
             kept.append((one, other, outcome, cluster))
     if not kept:
-        raise Conflict(f"There is nothing to rank by {by}: no answer compares two that differ in it.")
+        raise Conflict(f"There is nothing to rank by {by}, since no answer compares two completions that differ in it.")
     return _table(kept, left_out)
 
 

@@ -26,13 +26,13 @@ def exist(connection: Connection) -> bool:
     if "label_version" not in tables:
         if others := sorted(tables & set(Base.metadata.tables)):
             raise UserError(
-                f"The database {where} has tables of its own ({', '.join(others)}); name another database for the labels."
+                f"The database {where} has tables of another program ({', '.join(others)}); name another database for the labels."
             )
         return False
     if (found := connection.execute(text("SELECT number FROM label_version")).scalar_one()) != VERSION:
         raise UserError(
-            f"The database {where} was made by another psigrad (version {found} of the tables, and this one reads {VERSION}); "
-            "install that psigrad, or name another database."
+            f"The database {where} was made by another psigrad (its tables have version {found}, and this psigrad reads version "
+            f"{VERSION}); install that psigrad, or name another database."
         )
     return True
 

@@ -26,12 +26,12 @@ def explained(row: Row, group: Sequence[Row]) -> str:
         return ""
     if row.get("status") == "unscored":
         reason = escape(str(row.get("reason") or ""))[:300]
-        return f"It has no reward, so it is left out{f': {reason}' if reason else ''}."
+        return f"It has no reward, so it is not trained on{f': {reason}' if reason else ''}."
     if row.get("completion_ids") == []:
         return "It is empty: there is no token whose probability could change."
     if row.get("kept") is False:
         return (
-            f"A filter left it out{_by_its_length(row)}; its advantage of {shown(number(row.get('advantage')))} teaches nothing."
+            f"A filter dropped it{_by_its_length(row)}, so its advantage of {shown(number(row.get('advantage')))} has no effect."
         )
     advantage = number(row.get("advantage"))
     if math.isnan(advantage):
@@ -55,11 +55,11 @@ def _not_used(group: Sequence[Row]) -> str:
     rewards = _rewards(group)
     if len(set(rewards)) == 1 and len(rewards) > 1:
         return (
-            f"All {len(rewards)} rewards of its group are {shown(rewards[0])}: there is nothing to prefer, and the group was "
-            "left out of the batch."
+            f"All {len(rewards)} rewards of its group are {shown(rewards[0])}: there is nothing to learn, so the group was "
+            "dropped."
         )
     if len(rewards) < 2 <= len(group):
-        return "Too few completions of its group have a reward to compare it with, so the group was left out."
+        return "Too few completions of its group have a reward to compare it with, so the group was dropped."
     return "It was not part of the batch that was trained on."
 
 
@@ -73,9 +73,9 @@ def _zero(row: Row, group: Sequence[Row]) -> str:
             all_of = f"All {len(rewards)} rewards of its group are {shown(rewards[0])}"
             return f"{all_of} ({which}), so each equals the mean: nothing to learn here."
         if any(number(a) != 0 for a in _listed(row, "advantages")):
-            return "Its tokens have advantages that cancel in the mean; see them one by one below."
+            return "The advantages of its tokens have the mean 0; each is shown below."
         if rewards and math.isclose(own, math.fsum(rewards) / len(rewards), rel_tol=1e-6, abs_tol=1e-9):
-            return f"Its reward of {shown(own)} is just the mean of its group, so it is neither raised nor lowered."
+            return f"Its reward of {shown(own)} equals the mean of its group, so its probability is neither raised nor lowered."
         if "best" in _neighbours(row, group):
             return "It is neither the best nor the worst of its group; only those two are trained on."
         return f"Its advantage is 0 though its reward is {shown(own)} and its group's mean is {shown(_mean(rewards))}."
@@ -90,7 +90,7 @@ def _neighbours(row: Row, group: Sequence[Row]) -> str:
 
 
 def _by_its_length(row: Row) -> str:
-    return ", as the length limit cut it" if row.get("finish_reason") == "length" else ""
+    return ", because the length limit cut it" if row.get("finish_reason") == "length" else ""
 
 
 def _mean(values: Sequence[float]) -> float:

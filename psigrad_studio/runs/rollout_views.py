@@ -103,7 +103,7 @@ def _cuts(cuts: Any) -> list[str]:
     """Return sentences on the environment's messages that the policy did not read in full."""
     found = [cut for cut in cuts if isinstance(cut, Mapping)] if isinstance(cuts, list) else []
     whose = [f"answer to turn {cut.get('turn')}" if cut.get("turn") else "opening" for cut in found]
-    ways = ["was left out" if cut.get("kind") == "dropped" else "was cut" for cut in found]
+    ways = ["was dropped" if cut.get("kind") == "dropped" else "was cut" for cut in found]
     why = [str(cut.get("reason") or "") for cut in found]
     return [escape(f"The {a} {b} ({c}).")[:300] for a, b, c in zip(whose, ways, why, strict=True)]
 
@@ -144,7 +144,7 @@ def _messages(prompt: Any) -> list[dict[str, str]]:
 def _rows(index: RolloutIndex, numbers: Sequence[int], generation: int, seconds: float) -> list[tuple[int, dict[str, Any]]]:
     index.read(seconds)
     if index.generation != generation:
-        raise Refused(409, "moved", "The run went back to a checkpoint meanwhile; search again.")
+        raise Refused(409, "moved", "The run has resumed from an earlier checkpoint; search again.")
     return index.rows(numbers)
 
 
@@ -152,7 +152,7 @@ def pair(index: RolloutIndex, n: int, other: int, generation: int, run: str) -> 
     """Return the prompt and two completions of one group, each with its origin. Raises `UserError` if they are not a pair."""
     rows = dict(_rows(index, [n, other], generation, 2.0))
     if n == other or len(rows) < 2 or index.group(n) != index.group(other):
-        raise UserError("Two different completions of one prompt make a pair; choose two of a group.")
+        raise UserError("A pair needs two different completions of one prompt; choose two of a group.")
     first, second = (
         {**{name: rows[i][name] for name in ROLLOUT if rows[i].get(name) is not None}, "completion": rows[i].get("completion")}
         | {"run": run, "sampler": f"step {rows[i]['step']}", "source": f"{run}/rollouts.jsonl:{i + 1}"}

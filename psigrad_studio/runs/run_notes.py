@@ -41,7 +41,7 @@ class RunNotes:
             try:
                 replace_file(self.path, [json.dumps(found, indent=1, ensure_ascii=False).encode() + b"\n"])
             except OSError as error:
-                raise UserError(f"{self.path} could not be written ({error.strerror}); the note was not kept.") from error
+                raise UserError(f"{self.path} could not be written ({error.strerror}); the note was not saved.") from error
         return self.of(name)
 
     def _read(self, strict: bool = False) -> dict[str, dict[str, Any]]:
@@ -55,7 +55,7 @@ class RunNotes:
             self._known = (0, {})
         except (OSError, ValueError, RecursionError) as error:
             if strict:  # an unreadable file must not be overwritten
-                raise UserError(f"{self.path} is not a file of notes ({error}); move it away.") from error
+                raise UserError(f"{self.path} is not a file of notes ({error}); move it to another folder.") from error
         return self._known[1]
 
 

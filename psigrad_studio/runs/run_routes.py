@@ -264,7 +264,7 @@ def _live(routes: APIRouter, cache: RunCache) -> None:
         if not ids:
             return Response(b"", media_type="text/event-stream")
         if not streams.acquire(blocking=False):
-            raise Refused(429, "busy", "Too many pages follow runs at once; close one.")
+            raise Refused(429, "busy", "Too many pages follow runs at the same time; close one.")
         return StreamingResponse(_events(cache, ids, streams, request.app.state.ending), media_type="text/event-stream")
 
 

@@ -161,7 +161,7 @@ GRPO = [
     "{tmp}/r",
 ]
 MISTAKES = {
-    "TRL's command": (["env"], "There is no command 'env': `psigrad doctor` says"),
+    "TRL's command": (["env"], "There is no command 'env': use `psigrad doctor`"),
     "unknown command": (["grpoo"], "There is no command 'grpoo'.*did you mean 'grpo'"),
     "unknown flag": (["grpo", "--learning-rat", "1"], "There is no flag --learning-rat.*did you mean '--learning-rate'"),
     "unknown override": (
@@ -210,7 +210,7 @@ MISTAKES = {
     "argument of tasks": (["tasks", "chain_sum"], "'chain_sum' and takes no arguments"),
     "a tab in YAML": (["sft", "--config", "{tmp}/tab.yaml"], r"line 2, column 1.* Indent with spaces, not with tabs\."),
     "bad YAML": (["sft", "--config", "{tmp}/bad.yaml"], "bad.yaml' is not YAML"),
-    "a name twice in YAML": (["sft", "--config", "{tmp}/twice.yaml"], "twice.yaml' is not YAML: 'optim' stands twice at line 4"),
+    "a name twice in YAML": (["sft", "--config", "{tmp}/twice.yaml"], "is not YAML: 'optim' is given twice at line 4"),
     "YAML that is no UTF-8": (["sft", "--config", "{tmp}/latin.yaml"], "latin.yaml' is not YAML: 'utf-8' codec can't decode"),
     "an output that is a folder": (
         ["eval", "--model", "none", "--dataset", "none.jsonl", "--reward", "exact", "--output", "{tmp}"],

@@ -395,7 +395,7 @@ def test_one_temperature_has_two_names_where_completions_are_drawn_by_evaluation
      (SFTConfig, "max_prompt_length", 7), (EvalConfig, "lora_rank", 2), (EvalConfig, "save_strategy", "no")],
 )  # fmt: skip
 def test_what_a_command_does_not_read_is_refused_unless_it_asks_for_nothing(cls, name, value, tmp_path):
-    with pytest.raises(UserError, match=f"{name} is {value!r} and (has no effect here|stands for .*not read)"):
+    with pytest.raises(UserError, match=f"{name} is {value!r} and (has no effect on this command|stands for .*not read)"):
         load(cls, flags=resolve_names(cls, {name: value}))
     if name != "save_strategy":
         usual = {"max_steps": 0, "metric": "", "cluster": "", "max_prompt_length": 0, "lora_rank": 0}[name.rpartition(".")[2]]

@@ -141,8 +141,8 @@ def test_once_an_epoch_is_a_number_of_steps(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("cls", "name", "said"),
     [
-        (OnlineConfig, "batch_size", "the prompts of a step are prompts_per_step"),
-        (SFTConfig, "prompts_per_step", "the rows of a step are batch_size"),
+        (OnlineConfig, "batch_size", "prompts_per_step sets the prompts of a step"),
+        (SFTConfig, "prompts_per_step", "batch_size sets the rows of a step"),
         (SFTConfig, "num_generations", "it is a setting of the online methods"),
         (SFTConfig, "beta", "it is a setting of the online methods and the preference methods"),
     ],
@@ -210,7 +210,7 @@ def test_offline_batch_sizes_are_computed():
             "3 completions at once × 1 = 3 a step, which is not a multiple of num_generations 8",
         ),
         ({"generation_batch_size": 24, "gradient_accumulation_steps": 2}, "24 completions a step and 16 an update"),
-        ({"per_device_train_batch_size": 8, "prompts_per_step": 2}, "both say how large a step is"),
+        ({"per_device_train_batch_size": 8, "prompts_per_step": 2}, "both set the size of a step"),
         ({"per_device_train_batch_size": "many"}, "expected a whole number"),
         ({"data.train_batch_size": 9, "actor_rollout_ref.actor.ppo_mini_batch_size": 2}, "does not divide"),
     ],
@@ -368,9 +368,9 @@ def test_a_file_where_a_model_is_expected_is_named_at_once(tmp_path, monkeypatch
 
 def test_a_reward_model_says_that_rewards_are_for_others(capsys):
     assert cli.main(["reward", "--reward", "exact"]) == 2
-    assert "There is no flag --reward: rewards are for what samples" in capsys.readouterr().err
+    assert "There is no flag --reward: only methods and commands that sample" in capsys.readouterr().err
     for name in ("reward", "reward_funcs"):
-        with pytest.raises(UserError, match=f"There is no setting '{name}': rewards are for"):
+        with pytest.raises(UserError, match=f"There is no setting '{name}': only methods and commands that sample"):
             psigrad.train("reward", model="m", dataset="d", **{name: len})
 
 
@@ -392,7 +392,7 @@ def test_without_a_network_the_hub_is_not_asked_and_with_one_it_is_again(monkeyp
         monkeypatch.setattr(socket, "getaddrinfo", answers)
         named_datasets.go_offline_without_network()
         assert constants.HF_HUB_OFFLINE is offline
-    assert capsys.readouterr().err.count("No network: huggingface.co has no address here.") == 1
+    assert capsys.readouterr().err.count("No network: the address of huggingface.co cannot be found, so") == 1
     monkeypatch.setattr(urllib.request, "getproxies", lambda: {"https": "http://proxy"})
     monkeypatch.setattr(socket, "getaddrinfo", nobody)
     named_datasets.go_offline_without_network()
@@ -426,7 +426,7 @@ def test_a_reference_that_follows_is_a_setting_of_online_methods_alone():
             load(OnlineConfig, flags=resolve_names(OnlineConfig, {"ref_model_sync_steps": default})).ref_model_sync_steps
             == default
         )
-    with pytest.raises(UserError, match="the reference of a preference loss stays as it is"):
+    with pytest.raises(UserError, match="the reference of a preference loss does not change"):
         load(PreferenceConfig, flags=resolve_names(PreferenceConfig, {"ref_model_sync_steps": 7}))
 
 
@@ -441,7 +441,9 @@ def test_a_warm_up_that_is_a_share_of_the_run_is_computed_where_its_steps_are_kn
         assert parsed(f"--{name}", "0.1", "--max-steps", "25").optim.warmup_steps == 3
         assert load(SFTConfig, flags=resolve_names(SFTConfig, {name: 0.5, "max_steps": 9})).optim.warmup_steps == 5
         assert from_file(f"{name}: 0.1\nmax_steps: 25", tmp_path).optim.warmup_steps == 3
-        with pytest.raises(UserError, match=f"{name} is 0.1 of a run that is counted in epochs; give warmup_steps"):
+        with pytest.raises(
+            UserError, match=f"{name} is 0.1, a share of a run whose length is given in epochs; give warmup_steps"
+        ):
             load(SFTConfig, flags=resolve_names(SFTConfig, {name: 0.1}))
     assert from_file("warmup_ratio: 0.0", tmp_path) == load(OnlineConfig)
     assert parsed("--warmup_ratio", "0.1", "--warmup_steps", "7", "--max-steps", "25").optim.warmup_steps == 7
@@ -469,7 +471,7 @@ def test_a_wrong_value_is_answered_with_what_was_expected_and_a_share_of_a_run_w
         "learning_rate=abc": "optim.learning_rate is 'abc'; expected a number.",
         "top_p=1.5": "sampling.top_p is 1.5; expected at most 1.",
         "gradient_checkpointing=maybe": "model.gradient_checkpointing is 'maybe'; expected true or false.",
-        "save_steps=0.1": "run.save_steps is 0.1; expected a whole number, since steps are counted, not shares of a run.",
+        "save_steps=0.1": "run.save_steps is 0.1; expected a whole number, since psigrad counts steps, not shares of a run.",
         "save_steps=1.5": "run.save_steps is 1.5; expected a whole number.",
     }.items():
         with pytest.raises(UserError, match=f"^{re.escape(said)}$"):

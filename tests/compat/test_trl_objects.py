@@ -57,7 +57,7 @@ def test_a_loss_of_its_own_is_its_method_and_differences_are_warnings(job, tmp_p
     found = written(result)
     assert found["loss"]["preset"] == "ipo" and found["loss"]["beta"] == 0.3 and found["evaluation"]["eval_prompts"] is None
     args = trl.SFTConfig(use_cpu=True, bf16=False, output_dir=str(tmp_path / "sft"), max_steps=1, max_length=32)
-    with pytest.warns(UserWarning, match="TRL teaches every token"):
+    with pytest.warns(UserWarning, match="TRL by default trains on every token"):
         trained(job, tmp_path, "sft", args)
 
 

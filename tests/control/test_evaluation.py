@@ -74,7 +74,7 @@ def test_an_evaluation_without_an_end_is_cut_and_says_so(given, monkeypatch):
     own = Fixed()
     agent = PPO(own, tuned=False, n_steps=16) if given == "own object" else PPO(Fixed, **SMALL)
     env = {"class": Fixed, "object": Fixed(), "own object": own, "copies": agent.get_env()}[given]
-    with pytest.warns(UserWarning, match="3 of 3 evaluated episodes had not ended after 30 steps.*eval_max_steps"):
+    with pytest.warns(UserWarning, match="3 of 3 evaluated episodes were cut after 30 steps.*eval_max_steps"):
         assert evaluate_policy(agent, env, n_eval_episodes=3) == (30.0, 0.0)
     agent.learn(32)
     assert agent.get_env().envs[0] is not None and not isinstance(agent.get_env().envs[0], TimeLimit)
@@ -120,9 +120,9 @@ def test_what_cannot_be_given_a_limit_is_left_and_whole_episodes_are_refused(mon
     monkeypatch.setattr(collector, "MOST_STEPS", 30)
     monkeypatch.setattr(collector, "_NO_END", 40)
     agent = PPO(Fixed, **SMALL)
-    with pytest.warns(UserWarning, match=r"1 of 3 evaluated episodes had not ended after 30 steps"):
+    with pytest.warns(UserWarning, match=r"1 of 3 evaluated episodes were cut after 30 steps"):
         found = evaluate_policy(agent, SyncVectorEnv([Fixed, lambda: Fixed(9)]), n_eval_episodes=3, return_episode_rewards=True)
     assert found == ([9.0, 9.0, 30.0], [9, 9, 30])
-    with pytest.raises(UserError, match=r"after 40 steps.*whole ones.*choose ppo"):
+    with pytest.raises(UserError, match=r"after 40 steps.*whole episodes.*choose ppo"):
         REINFORCE(Fixed).learn(100)
     REINFORCE(lambda: TimeLimit(Fixed(), 35)).learn(100)

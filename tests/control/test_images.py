@@ -230,7 +230,7 @@ def test_a_wrapper_is_put_around_each_copy_and_bad_ones_are_named():
     assert isinstance(envs.env, Serial) and type(envs.env.envs[0]).__name__ == "FlattenObservation"
     with pytest.raises(UserError, match="expected an environment of Gymnasium"):
         vector.make("CartPole-v1", 1, wrappers=("builtins:id",))
-    with pytest.raises(UserError, match="wrap the one that you give"):
+    with pytest.raises(UserError, match="wrap your environment object"):
         vector.make(Corner, 1, wrappers=("gymnasium.wrappers:FlattenObservation",))
 
 

@@ -352,14 +352,14 @@ def test_rows_without_an_end_are_cut_into_minibatches_of_steps(batch_size, monke
     [
         ("top_entropy", "filters steps by the entropies"),
         ("gdpo", "reads several reward functions"),
-        ("distill", "learns from a teacher alone"),
+        ("distill", "learns only from a teacher"),
         (catalog.GRPO, r"has a KL to a reference policy \(set kl to null\)"),
         ({"preset": "grpo", "correction": "truncated_importance"}, "corrects for a sampler"),
         ({"preset": "grpo", "psi": {"part": "whitened", "psi": "decoupled_group_mean"}}, "several reward functions"),
     ],
 )
 def test_a_method_that_needs_what_control_has_not_is_refused_before_it_plays(algorithm, said):
-    with pytest.raises(UserError, match=f"{said}.*, which control has not; choose another method"):
+    with pytest.raises(UserError, match=f"{said}.*, which control does not support; choose another method"):
         method(algorithm, n_steps=0)
 
 

@@ -130,7 +130,10 @@ def test_a_policy_of_a_method_that_cannot_be_saved_acts_and_takes_the_method_fro
         seen = [loaded.predict(state, deterministic=True)[0] for state in range(4)]
         assert seen == [agent.predict(state, deterministic=True)[0] for state in range(4)]
         assert evaluate_policy(loaded, n_eval_episodes=3) == evaluate_policy(agent, n_eval_episodes=3)
-        with pytest.raises(UserError, match=r"can act, and its method is not in its folder.*give the method to load: algorithm="):
+        with pytest.raises(
+            UserError,
+            match=r"can act but not train, since its folder does not contain its method.*Pass the method to load as algorithm=",
+        ):
             loaded.learn(16)
     with pytest.raises(UserError, match="a policy of mine, not of ppo"):
         PPO.load(tmp_path / "once", env=Chain)
@@ -371,7 +374,7 @@ def test_callbacks_of_stable_baselines3_are_answered_with_ours(make, said):
         (lambda: DQN("CartPole-v1", replay_buffer_class=object), "no HER"),
         (lambda: evaluate_policy(object()), "in place of an agent"),
         (lambda: evaluate_policy(PPO("CartPole-v1"), n_eval_episodes=2.5), "n_eval_episodes is 2.5"),
-        (lambda: evaluate_policy(PPO("CartPole-v1"), reward_threshold=9), "compare the mean"),
+        (lambda: evaluate_policy(PPO("CartPole-v1"), reward_threshold=9), "compare the returned mean"),
         (lambda: evaluate_policy(PPO("CartPole-v1"), rendr=True), "evaluate_policy has no argument 'rendr'"),
         (lambda: PPO("CartPole-v1", **SMALL).learn(float("nan")), "total_timesteps is nan"),
         (lambda: PPO("CartPole-v1", **SMALL).learn(64, log_interval=0), "log_interval is 0"),
@@ -379,7 +382,7 @@ def test_callbacks_of_stable_baselines3_are_answered_with_ours(make, said):
         (lambda: PPO("CartPole-v1", **SMALL).learn(64, callback=StopTrainingOnRewardThreshold(3)), "callback_on_new_best"),
         (lambda: Agent("Pendulum-v1", algorithm="sac"), "no algorithm 'sac'.*PPO, A2C and TRPO"),
         (lambda: PPO(env="CartPole-v1", algorithm="recurrent_ppo"), "FrameStackObservation"),
-        (lambda: PPO("Pendulum-v1", use_sde=True), "no gSDE here; the noise is log_std_init"),
+        (lambda: PPO("Pendulum-v1", use_sde=True), "no gSDE; log_std_init sets the initial noise"),
     ],
 )
 def test_a_mistake_names_what_there_is(wrong, said):

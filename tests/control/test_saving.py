@@ -147,7 +147,7 @@ def test_negative_control_an_environment_that_follows_no_seed_begins_new_episode
         run.run(with_callbacks(config, Fails(at=3)))
     run.run(config)
     assert events(tmp_path / "run", "episodes_restarted") and not events(tmp_path / "run", "replayed")
-    assert "new episodes begin" in capsys.readouterr().err
+    assert "new episodes start" in capsys.readouterr().err
 
 
 class Picky(gym.Wrapper):

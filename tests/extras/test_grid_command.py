@@ -101,7 +101,7 @@ def test_the_help_says_what_each_flag_is(capsys):
 def test_a_world_that_is_worth_infinitely_much_is_said_to_be(monkeypatch):
     monkeypatch.setattr(grid, "MOST_SWEEPS", 50)
     text, _ = shown(discount=1.0, step_reward=0.1)
-    assert "Not finished after 50 sweeps: a step that pays" in text
+    assert "Not finished after 50 sweeps: with a reward at every step" in text
     assert "Not finished" not in shown(discount=1.0, step_reward=-0.1)[0]
 
 

@@ -109,7 +109,7 @@ def test_the_towers_of_a_vision_language_checkpoint_never_learn_and_are_saved(na
     assert command("plan grpo", model, *lora, "--json") == 0
     plan = json.loads(capsys.readouterr().out)
     grpo(model, *lora)
-    assert len(re.findall(r"The text half of .* is used alone: ", capsys.readouterr().err)) == 1
+    assert len(re.findall(r"Only the text half of .* is used: ", capsys.readouterr().err)) == 1
     opened = AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "model")
     assert type(opened) is type(network) and opened.config.text_config.to_dict()["vocab_size"] == 280
     after = opened.state_dict()

@@ -257,7 +257,7 @@ def test_a_finished_run_without_weights_and_checkpoints_is_refused(tmp_path):
     with_model(tmp_path / "run").unlink()
     (tmp_path / "run" / "checkpoints").rename(tmp_path / "elsewhere")
     with (
-        pytest.raises(RunFolderError, match=r"its model is not what was written.*no checkpoint"),
+        pytest.raises(RunFolderError, match=r"its model is damaged.*no checkpoint"),
         RunFolder.open(tmp_path / "run", CONFIG),
     ):
         pass

@@ -99,7 +99,7 @@ def test_a_best_that_is_not_there_is_told(tmp_path):
     gone = "The last weights are kept: the checkpoint of step 2, whose evaluation was the best, is gone."
     assert said == [
         ("kept_last", gone, {"best": 2}),
-        ("kept_last", "The last weights are kept: no evaluation had a figure.", {"best": 0}),
+        ("kept_last", "The last weights are kept: no evaluation gave a value of the metric.", {"best": 0}),
     ]
 
 

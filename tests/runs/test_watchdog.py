@@ -55,7 +55,7 @@ def test_a_phase_that_hangs_is_named_once_with_the_stacks(tmp_path, capsys, cloc
     assert watched(tmp_path, 0.2, work) == ["score"]
     stacks = (tmp_path / STACKS).read_text()
     assert ": score for " in stacks and "in stuck_here" in stacks
-    assert "psigrad: score has lasted" in capsys.readouterr().err
+    assert "psigrad: The phase 'score' has lasted" in capsys.readouterr().err
 
 
 def test_what_hangs_between_phases_is_noticed_too(tmp_path, clock):

@@ -73,9 +73,9 @@ def test_a_stop_sequence_is_named(acting, actor):
      ({"extra_body": {"temperature": -1}}, "invalid_request_error", "temperature"),
      ({"messages": [{"role": "sage", "content": "x"}]}, "invalid_request_error", "messages[0].role"),
      ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "base64"}}]}]}, "invalid_request_error",
-          "reads text alone"),
-     ({"messages": [{"role": "user", "content": "x " * 1800}]}, "invalid_request_error", "1024 tokens and the prompt has"),
-     ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "sum"}}, "invalid_request_error", "there is add"),
+          "reads only text"),
+     ({"messages": [{"role": "user", "content": "x " * 1800}]}, "invalid_request_error", "1024 tokens, but the prompt has"),
+     ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "sum"}}, "invalid_request_error", "offers add"),
      ({"extra_body": {"mcp_servers": [{"url": "x"}]}}, "invalid_request_error", "mcp_servers is")],
 )  # fmt: skip
 def test_a_bad_request_gets_the_apis_own_error(client, bad, kind, words):

@@ -82,7 +82,7 @@ def test_a_stop_string_ends_the_text_before_it_and_the_tokens_with_it(client, se
         ({"model": "gpt-9"}, openai.NotFoundError, "model", "'gpt-9' does not exist; this server has tiny, small"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, openai.BadRequestError, "messages[0].role", "one of system, dev"),
         ({"messages": []}, openai.BadRequestError, "messages", "at least 1 item"),
-        ({"messages": [{"role": "user", "content": "x " * 1800}]}, openai.BadRequestError, "messages", "1024 tokens and"),
+        ({"messages": [{"role": "user", "content": "x " * 1800}]}, openai.BadRequestError, "messages", "1024 tokens, but"),
         ({"messages": [{"role": "user"}]}, openai.BadRequestError, "messages[0].content", "content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, openai.BadRequestError, "messages[0].content[0]",
          "image"),
@@ -91,7 +91,7 @@ def test_a_stop_string_ends_the_text_before_it_and_the_tokens_with_it(client, se
         ({"top_p": 0}, openai.BadRequestError, "top_p", "greater than 0"),
         ({"n": 0}, openai.BadRequestError, "n", "greater than or equal to 1"),
         ({"stop": [""]}, openai.BadRequestError, "stop", "none of them empty"),
-        ({"modalities": ["audio"]}, openai.BadRequestError, "modalities", "can't do"),
+        ({"modalities": ["audio"]}, openai.BadRequestError, "modalities", "does not support"),
         ({"messages": [*HI, {"role": "assistant", "tool_calls": CALLS}, {"role": "tool", "tool_call_id": "c", "content": "1"}]},
          openai.BadRequestError, "messages[2].tool_call_id", "is 'c', and the calls before it are 'a', 'b'"),
         ({"extra_body": {"temprature": 1}}, openai.BadRequestError, "temprature", "did you mean 'temperature'"),
@@ -131,7 +131,7 @@ def test_what_asks_for_nothing_is_taken(client):
         taken.message.content
         == client.chat.completions.create(model="tiny", messages=HI, seed=1, max_tokens=3).choices[0].message.content
     )
-    with pytest.raises(openai.BadRequestError, match="ignore_eos is true, which this server can't do"):
+    with pytest.raises(openai.BadRequestError, match="ignore_eos is true, which this server does not support"):
         client.chat.completions.create(model="tiny", messages=HI, extra_body={"ignore_eos": True})
 
 

@@ -74,7 +74,7 @@ def test_a_client_that_vanishes_frees_its_place_and_is_recorded_as_gone(served, 
 
 @pytest.mark.parametrize(
     ("body", "words"),
-    [(b"{", "not valid JSON"), (b"[]", "not an object but list"), (b"", "not valid JSON"), (b"\xff\xfe", "not valid JSON"),
+    [(b"{", "not valid JSON"), (b"[]", "expected a JSON object"), (b"", "not valid JSON"), (b"\xff\xfe", "not valid JSON"),
      (b'{"model": "tiny", "temperature": NaN}', "NaN is no number"), (b"[" * 100_000, "not valid JSON"),
      (b'{"model": "tiny"}', "Missing required parameter: 'messages'"), (b'{"messages": [{"role": "user"}]}', "'model'")],
     ids=range(8),

@@ -52,7 +52,7 @@ def test_verdicts_by_hand_and_where_there_are_none():
     asked = Rubric(model="judge", base_url="http://x", probabilities=True, scale=4, rubric="x")
     # (1 · 0.5 + 4 · 0.25) / 0.75 / 4, the 9 being no score and " 4" one
     assert asked._weighed('[["1", -0.6931471805599453], [" 4", -1.3862943611198906], ["9", -2.0]]') == pytest.approx(0.5)
-    with pytest.raises(Exception, match="it replies otherwise"):
+    with pytest.raises(Exception, match="replies with something else"):
         asked._weighed('[["good", -0.1]]')
 
 

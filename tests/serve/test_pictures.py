@@ -128,16 +128,16 @@ FILE = {"type": "image_url", "image_url": {"url": "/etc/hostname"}}
 @pytest.mark.parametrize(
     ("parts", "words", "code"),
     [
-        ([HTTP], "nothing is downloaded here: send a data URL", "invalid_image_url"),
-        ([FILE], "the URL /etc/hostname; nothing is downloaded", "invalid_image_url"),
-        ([{"type": "image", "path": "/etc/hostname"}], "nothing is downloaded", "invalid_image_url"),
+        ([HTTP], "this server downloads nothing; send a data URL", "invalid_image_url"),
+        ([FILE], "the URL /etc/hostname; this server downloads nothing", "invalid_image_url"),
+        ([{"type": "image", "path": "/etc/hostname"}], "downloads nothing", "invalid_image_url"),
         ([{"type": "image_url"}], "an image with no URL", "invalid_image_url"),
         (chat_parts(RED[:60]), "not a whole image", "invalid_image"),
         (chat_parts(BOMB), "not a whole image", "invalid_image"),
         ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,@@"}}], "not base64", "invalid_image"),
         (chat_parts(*[RED] * 600), "more tokens than this model's", "context_length_exceeded"),
         ([{"type": "text", "text": f"\ufffc{'ab' * 32}\ufffc"}], "U+FFFC", None),
-        (chat_parts(RED, "a <image> <start_of_image> <|image_pad|>"), "messages has the text '<image>', which stands for", None),
+        (chat_parts(RED, "a <image> <start_of_image> <|image_pad|>"), "messages has the text '<image>', which marks", None),
     ],
 )  # fmt: skip
 def test_what_is_no_image_within_bounds_is_the_client_s_400(behind, client, parts, words, code):
@@ -179,7 +179,7 @@ def test_refusals_are_in_the_endpoint_s_own_form_and_place(behind, monkeypatch):
         in refused("chat/completions", {"messages": [{"role": "user", "content": chat_parts(RED, BLUE)}]})["message"]
     )
     monkeypatch.setattr(served.pictures, "image_format", None)
-    assert "reads text alone; leave it out" in refused("chat/completions", mine)["message"]
+    assert "reads only text; remove it" in refused("chat/completions", mine)["message"]
 
 
 @of_one

@@ -64,13 +64,13 @@ def test_two_answers_to_one_question_by_one_seed_are_two_conversations(acting, a
 
 @pytest.mark.parametrize(
     ("bad", "param", "words"),
-    [({"previous_response_id": "resp_9"}, "previous_response_id", "not remembered"),
+    [({"previous_response_id": "resp_9"}, "previous_response_id", "not stored"),
      ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
      ({"input": [{"type": "computer_call"}]}, "input[0].type", "computer_call"), ({"input": []}, "input", "at least 1"),
      ({"input": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "'wizard'"),
      ({"tools": [{"type": "web_search"}]}, "tools[0].type", "function"),
      ({"text": {"format": {"type": "yaml"}}}, "text.format", "text, json_object or json_schema"),
-     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "reads text alone")],
+     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "reads only text")],
 )  # fmt: skip
 def test_a_bad_request_gets_the_apis_own_error(client, bad, param, words):
     with pytest.raises(openai.BadRequestError) as caught:

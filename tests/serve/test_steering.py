@@ -143,7 +143,7 @@ SHOWN = [family for family in FAMILIES if '{"a": 1}' in family.shown]
 def test_a_forced_call_is_read_back_in_the_form_of_each_family(family, small_model):
     offered = Offered(CallForm(family.name), {"weather": CITY["properties"]}, {"weather": CITY})
     if family not in SHOWN:
-        with pytest.raises(ApiError, match=f"in the form of this model \\({family.name}\\)"):
+        with pytest.raises(ApiError, match=f"in this model's format \\({family.name}\\)"):
             call_grammar(offered, "weather", {})
         return
     matcher = Forms(small_model).matcher(call_grammar(offered, "weather", {}))
@@ -185,10 +185,10 @@ def test_what_no_api_calls_a_choice_is_refused():
         ({"response_format": {"type": "json_schema", "json_schema": None}}, "response_format", "no schema"),
         ({"response_format": {"type": "json_schema", "json_schema": "trip"}}, "response_format", "no schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}, "response_format",
-         "no answer has this form"),
+         "no answer can have this format"),
         ({"temperature": 1e-45}, "temperature", "expected 0 or at least 1e-38"),
-        ({"tool_choice": "required"}, "tool_choice", "there is no tools"),
-        ({"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "sun"}}}, "tool_choice", "there is clock"),
+        ({"tool_choice": "required"}, "tool_choice", "the request offers no tools"),
+        ({"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "sun"}}}, "tool_choice", "offers clock"),
         ({"frequency_penalty": 3}, "frequency_penalty", "less than or equal to 2"),
         ({"logit_bias": {"99999": 1}}, "logit_bias", "does not have"),
         ({"logit_bias": {"the": 1}}, "logit_bias.the", "pattern"),

@@ -62,9 +62,9 @@ def test_an_echo_with_log_probs_tells_those_of_the_prompt(client, served):
 
 @pytest.mark.parametrize(
     ("bad", "param", "words"),
-    [({"prompt": []}, "prompt", "at least 1 item"), ({"prompt": [999]}, "prompt", "has the token 999"),
-     ({"prompt": "the", "max_tokens": 0}, "max_tokens", "nothing without echo"),
-     ({"prompt": ""}, "prompt", "no tokens"), ({"prompt": "x", "suffix": "y"}, "suffix", "can't do"),
+    [({"prompt": []}, "prompt", "at least 1 item"), ({"prompt": [999]}, "prompt", "has the token id 999"),
+     ({"prompt": "the", "max_tokens": 0}, "max_tokens", "no text without echo"),
+     ({"prompt": ""}, "prompt", "no tokens"), ({"prompt": "x", "suffix": "y"}, "suffix", "does not support"),
      ({"prompt": "x", "logprobs": 99}, "logprobs", "less than or equal to 20")],
 )  # fmt: skip
 def test_bad_prompts_are_refused(client, bad, param, words):

@@ -87,7 +87,7 @@ def test_a_state_goes_on_to_the_same_bits_and_without_its_optimiser_does_not(bas
 
 @pytest.mark.parametrize(
     ("tokens", "inputs", "words"),
-    [((5, 9), {"target_tokens": [9]}, "2 tokens and 1 targets"), ((5, 9), {"target_tokens": [8, 7]}, "moved by one place"),
+    [((5, 9), {"target_tokens": [9]}, "2 tokens and 1 targets"), ((5, 9), {"target_tokens": [8, 7]}, "not the next token"),
      ((5,), {"target_tokens": [[9]]}, "one dimension"), ((5,), {"target_tokens": [9], "mask": [1.0]}, "mask"),
      ((5,), {"target_tokens": [9], "weights": [1.0, 2.0]}, "numbers for 1 targets")],
 )  # fmt: skip
@@ -119,7 +119,7 @@ def test_targets_over_a_prompt_may_be_anything_where_the_loss_has_no_part(base):
     (own, loss, gradient), (told, other, same) = found
     assert other == loss and torch.equal(gradient, same) and torch.equal(told[3:], own[3:]) and told[:3].tolist() == [0.0] * 3
     for wrong in ({**numbers, "advantages": torch.ones(count)}, {"logprobs": numbers["logprobs"]}):
-        with pytest.raises(ApiError, match="moved by one place"):
+        with pytest.raises(ApiError, match="not the next token"):
             TinkerDatum.of(TOKENS[:-1], {"target_tokens": padded, **wrong})
 
 
@@ -179,7 +179,7 @@ def test_weights_on_another_target_are_refused_by_the_loss_that_reads_them_alone
     numbers = {"weights": [1.0, 3.0], "advantages": [0.0, 2.0], "logprobs": [-2.0, -3.0]}
     inputs = {"target_tokens": torch.tensor([0, 7])} | {name: torch.tensor(values) for name, values in numbers.items()}
     made, held = TinkerModel("", 1, Two()), TinkerDatum.of((5, 9), inputs)
-    with pytest.raises(ApiError, match="moved by one place, and their weights are not 0"):
+    with pytest.raises(ApiError, match="not the next token, where its weights are not 0"):
         made.forward_backward([held], "cross_entropy", {})
     assert made.model.logp.grad is None
     made.forward_backward([held], "importance_sampling", {})
@@ -189,7 +189,7 @@ def test_weights_on_another_target_are_refused_by_the_loss_that_reads_them_alone
 @pytest.mark.parametrize("wrong", [math.inf, math.nan, 3e38])
 def test_a_gradient_that_is_not_finite_is_told_and_the_adapter_is_as_it_was(wrong):
     made, how = TinkerModel("", 1, Two()), (0.5, (0.9, 0.95), 1e-12, 0.0, 1.0)
-    with pytest.raises(ApiError, match=r"norm is (inf|nan), so the step was left out"):
+    with pytest.raises(ApiError, match=r"norm is (inf|nan), so the step was skipped"):
         made.forward_backward([datum((5, 9, 7), weights=[wrong, wrong])], "cross_entropy", {})
         made.step(*how)
     assert made.model.logp.tolist() == [[-1.0, -3.0]] and made.model.logp.grad is None and not made.optimizer.state

@@ -199,7 +199,9 @@ def test_a_prompt_that_leaves_little_room_gets_a_short_answer_and_none_a_sentenc
     assert written(asked(studio, PLAIN, words="1" * 250, max_tokens=256))[0]["tokens"] <= 6
     failed = asked(studio, PLAIN, words="1" * 300)[-1]
     assert failed["event"] == "failed" and "300 tokens" in failed["message"] and "256" in failed["message"]
-    assert asked(studio, SILENT, system="be brief")[-1]["message"].startswith("This model's chat template has no system prompt")
+    assert asked(studio, SILENT, system="be brief")[-1]["message"].startswith(
+        "This model's chat template does not support a system prompt"
+    )
 
 
 # ---- stopping, waiting, memory

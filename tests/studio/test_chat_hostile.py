@@ -74,7 +74,7 @@ def test_a_damaged_config_of_a_run_leaves_its_adapters_in_use(made, tmp_path):
     assert checkpoint_list._model_of(found.folder).path == settings["model"]["path"]
 
 
-@pytest.mark.parametrize(("template", "why"), [(LOOPS, "computes for more than"), (GROWS, "makes more than")])
+@pytest.mark.parametrize(("template", "why"), [(LOOPS, "runs for more than"), (GROWS, "writes more than")])
 def test_a_template_that_takes_too_much_is_refused_and_the_next_model_answers(template, why, runs, monkeypatch):
     monkeypatch.setattr(limits, "SECONDS", 0.3)
     templated(runs / "bad" / "model", template)
@@ -93,7 +93,7 @@ def test_the_studio_says_so_of_about_and_of_an_answer(runs, monkeypatch):
     with live_studio(runs=runs) as studio:
         known = {model["run"]: model["id"] for model in studio.ask("GET", "/api/chat/models").json["models"]}
         refused = studio.post("/api/chat/about", {"model": known["bad"]})
-        assert refused.status == 422 and "computes for more than" in json.dumps(refused.json), refused
+        assert refused.status == 422 and "runs for more than" in json.dumps(refused.json), refused
         assert studio.post("/api/chat/about", {"model": known["good"]}).json == {"template": True, "system": True}
         asked = {"models": [known["bad"]], "messages": [{"role": "user", "content": "say a:"}]}
-        assert b"computes for more than" in studio.post("/api/chat/answer", asked).body
+        assert b"runs for more than" in studio.post("/api/chat/answer", asked).body

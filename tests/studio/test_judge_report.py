@@ -183,7 +183,7 @@ def test_the_desks_database_and_the_command(tmp_path, capsys):
         asked = ["judge-report", str(file), "--model", "j", "--base-url", f"{url}/v1", "--output", str(output)]
         assert main(asked) == 0
     out = capsys.readouterr().out
-    assert "agreement, all criteria" in out and "Of fewer than 10 pairs" in out and "slope: " in out and len(seen) == 6
+    assert "agreement, all criteria" in out and "With fewer than 10 pairs" in out and "slope: " in out and len(seen) == 6
     assert json.loads(output.read_text())["pairs"] == 3
     assert main(["judge-report", str(file), "--model", "j"]) == 2
     assert "no judge was given" in capsys.readouterr().err

@@ -644,7 +644,7 @@ def test_a_used_link_and_a_wrong_password_are_said(opened, studio):
     expect(page.locator("#trouble")).to_contain_text("expected 10 to 1024")
     used = guest(studio, number)
     gone = opened(f"/join#{'psigrad_invite_' + 'A' * 43}", who="stranger")
-    expect(gone.locator("#said")).to_contain_text("has been used or has run out")
+    expect(gone.locator("#said")).to_contain_text("unknown, used or expired")
     gone.get_by_label("Name").fill(used.name)
     gone.get_by_label("Password").fill("not the password")
     gone.get_by_role("button", name="Log in").click()

@@ -41,7 +41,7 @@ def test_what_was_sampled_is_brought_in():
 def test_its_last_line_is_said_when_it_fails():
     job = ended(begun("import sys; sys.exit('noise\\npsigrad: The model is broken.')"))
     assert (job.state, job.said, job.added) == ("failed", "The model is broken.", None)
-    assert ended(begun("import os; os.kill(os.getpid(), 9)")).said == "It was killed."
+    assert ended(begun("import os; os.kill(os.getpid(), 9)")).said == "The process was killed."
     assert "sampled.jsonl" in ended(begun("pass")).said
 
 
@@ -105,7 +105,7 @@ def test_only_administrators_of_the_studio_sample_and_only_what_is_listed(tmp_pa
             asked = admin.get(f"/api/label/{path}") if content is None else admin.post(f"/api/label/{path}", content)
             assert asked.status == 403, path
         reply = studio.post("/api/label/sample", body)
-        assert reply.status == 422 and "no such model" in reply.json["error"]["message"]
+        assert reply.status == 422 and "not in the runs folder" in reply.json["error"]["message"]
         assert told(studio.ask("GET", "/api/label/sampling")) is None
 
 

@@ -341,7 +341,7 @@ def test_what_the_environment_said_and_the_policy_did_not_read_is_shown(studio, 
     append(run / "rollouts.jsonl", rollout(1, 0, 0) | {"turns": 2, "cuts": cuts}, rollout(1, 1, 0))
     ident = next(r["id"] for r in studio.ask("GET", "/api/runs").json["runs"] if r["name"] == "cut")
     shown = [studio.post("/api/runs/group", {"run": ident, "n": n}).json["members"][0]["cuts"] for n in (0, 1)]
-    assert shown == [["The opening was cut (<b>).", "The answer to turn 2 was left out (9000 characters: no room)."], []]
+    assert shown == [["The opening was cut (<b>).", "The answer to turn 2 was dropped (9000 characters: no room)."], []]
 
 
 def test_nothing_is_written_where_the_runs_are(studio, root, ids):

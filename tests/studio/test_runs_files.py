@@ -363,13 +363,13 @@ def test_why_an_advantage_is_zero():
     wrong = [rollout(1, 0, k, reward=0.0, advantage=0.0) for k in range(4)]
     assert "all are wrong" in explained(wrong[0], wrong)
     mean = [rollout(1, 0, k, reward=r, advantage=r - 0.5) for k, r in enumerate((0.0, 0.5, 1.0))]
-    assert "just the mean of its group" in explained(mean[1], mean) and explained(mean[0], mean) == ""
+    assert "equals the mean of its group" in explained(mean[1], mean) and explained(mean[0], mean) == ""
     lost = rollout(1, 0, 0, status="unscored", reason="time-out after 10 s", reward=None, advantage=None)
     assert "time-out after 10 s" in explained(lost, [lost, *mean])
     cut = rollout(1, 0, 1, finish_reason="length", kept=False, advantage=0.7)
-    assert "A filter left it out, as the length limit cut it" in explained(cut, [cut])
+    assert "A filter dropped it, because the length limit cut it" in explained(cut, [cut])
     unused = [dict(row, advantage=None) for row in group]
-    assert "left out of the batch" in explained(unused[0], unused)
+    assert "the group was dropped" in explained(unused[0], unused)
     masked = rollout(1, 0, 0, mask=[0, 0, 0, 0], advantage=0.0)
     assert "all are masked" in explained(masked, [masked])
     pairs = [rollout(1, 0, k, reward=r, advantage=a) for k, (r, a) in enumerate(((0.0, -1.0), (0.2, 0.0), (1.0, 1.0)))]
@@ -377,7 +377,7 @@ def test_why_an_advantage_is_zero():
     assert "empty" in explained(rollout(1, 0, 0, completion_ids=[], advantage=0.0), group)
     assert "not trained on" in explained(rollout(1, 0, 0, kind="eval"), group)
     cancel = rollout(1, 0, 0, advantage=0.0, advantages=[0.5, -0.5, 0.0, 0.0])
-    assert "cancel" in explained(cancel, [cancel, group[0]])
+    assert "have the mean 0" in explained(cancel, [cancel, group[0]])
 
 
 def test_token_figures_are_what_their_names_say():

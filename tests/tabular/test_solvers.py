@@ -413,7 +413,7 @@ def test_what_float64_cannot_prove_is_said():
         tabular.solve(mdp, epsilon=1e-16)
     with pytest.raises(ValueError, match="epsilon is -1"):
         next(tabular.value_iteration(mdp, epsilon=-1))
-    with pytest.raises(ValueError, match="order is for in_place=True"):
+    with pytest.raises(ValueError, match="order needs in_place=True"):
         next(tabular.value_iteration(mdp, order=[0, 1, 2]))
     with pytest.raises(ValueError, match="sweeps is -1"):
         next(tabular.modified_policy_iteration(mdp, sweeps=-1))

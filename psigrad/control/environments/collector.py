@@ -308,8 +308,8 @@ class Collector:
                 left = left - ended
                 if self.statistics.longest > _NO_END and not self.envs.ends:
                     raise UserError(
-                        f"An episode has not ended after {_NO_END:,} steps, and this method learns from whole ones. "
-                        f"{_GIVE_A_LIMIT} Or choose ppo or a2c with n_steps, which learn without an end."
+                        f"An episode has not ended after {_NO_END:,} steps, and this method learns only from whole episodes. "
+                        f"{_GIVE_A_LIMIT} Or choose ppo or a2c with n_steps, which also learn from unfinished episodes."
                     )
             self.observation = step.observation
             t += 1

@@ -69,8 +69,8 @@ def observations(space: Space) -> tuple[int, Callable[[Any], Array]]:
         keys, parts = list(_parts(space)), list(_parts(space).values())
         if sum(picture(part)[1] is not None for part in parts) > 1:
             raise UserError(
-                f"The observation has several images, {space}; expected one, beside other parts or alone: choose parts by "
-                "gymnasium.wrappers.FilterObservation, or stack the images as channels of one."
+                f"The observation has several images, {space}; expected at most one. Choose parts with "
+                "gymnasium.wrappers.FilterObservation, or stack the images as channels of one image."
             )
         flattened = [observations(part) for part in parts]
         # The bytes of an image are scaled here. Together with other numbers they cannot stay bytes.

@@ -89,8 +89,8 @@ class Absent(gym.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         """Raise `UserError`."""
         raise UserError(
-            f"This policy was loaded without an environment: {self.reason.rstrip('.')}. Give it one: agent.set_env(env), or "
-            "env=… to load."
+            f"This policy was loaded without an environment: {self.reason.rstrip('.')}. Call agent.set_env(env), or pass env=… "
+            "to load."
         )
 
 
@@ -179,7 +179,7 @@ class Environments:
         Raises `UserError` for anything else.
         """
         if isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], dict):
-            raise UserError("The observation is a tuple (observation, info), as `reset` returns it; give its first part alone.")
+            raise UserError("The observation is a tuple (observation, info), as `reset` returns it; give only its first part.")
         batch, single = meanings.batch_of(self._space, observation)
         try:
             return self._flatten(batch), single
@@ -203,7 +203,7 @@ class Environments:
         if isinstance(error, UserError):
             return error
         hint = f" {RETURNS}" if "unpack" in str(error) else ""
-        return UserError(f"{reason_for(f'The environment, in {did},', error)}. Mend the environment.{hint}")
+        return UserError(f"{reason_for(f'The environment, in {did},', error)}. Fix the environment.{hint}")
 
     @property
     def env(self) -> VectorEnv[Any, Any, Any] | Serial:
@@ -267,7 +267,7 @@ def make(
     declares no limit. Raises `UserError` for an unknown id, a missing package, or spaces that no policy here can handle.
     """
     if wrappers and not isinstance(env, str):
-        raise UserError(f"The wrappers {list(wrappers)} are for an environment's id; wrap the one that you give yourself.")
+        raise UserError(f"The wrappers {list(wrappers)} need an environment's id; wrap your environment object yourself.")
     if isinstance(env, Serial) and limit is not None:
         return _serial(env.envs, limit)
     if isinstance(env, VectorEnv | Serial):
@@ -295,7 +295,7 @@ def make(
         if vectorization == "serial":
             return _serial([single(env, wrappers, **kwargs) for _ in range(count)], limit)
         if wrappers and vectorization == "vector_entry_point":
-            raise UserError("An environment's own vector form takes no wrappers; set vectorization to serial, sync or async.")
+            raise UserError("The environment's vectorised version takes no wrappers; set vectorization to serial, sync or async.")
         around = [imported_callable(name, "wrapper") for name in wrappers]
         steps = 0 if vectorization == "vector_entry_point" else _cut_at(limit, spec)
         around += [partial(TimeLimit, max_episode_steps=steps)] if steps else []
@@ -309,13 +309,13 @@ def make(
     except (gym.error.Error, ModuleNotFoundError, TypeError) as error:
         message = str(error).strip().rstrip(".")
         raise UserError(
-            f"The environment {given!r} cannot be made: {message}; give an id that Gymnasium knows, as CartPole-v1, or "
-            "module:Name-v0 where a module registers it."
+            f"The environment {given!r} cannot be made: {message}; give an id that Gymnasium knows, such as CartPole-v1, or "
+            "module:Name-v0 if a module registers it."
         ) from error
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{reason_for(f'The environment {given!r}', error)} when it was made. Mend the environment.") from error
+        raise UserError(f"{reason_for(f'The environment {given!r}', error)} when it was made. Fix the environment.") from error
 
 
 def _serial(envs: Sequence[gym.Env[Any, Any]], limit: int | None) -> Environments:
@@ -344,7 +344,7 @@ def _call(make: Callable[[], Any]) -> gym.Env[Any, Any]:
         made = make()
     except Exception as error:
         name = getattr(make, "__name__", type(make).__name__)
-        raise UserError(f"{reason_for(f'The environment {name}', error)} when it was made. Mend the environment.") from error
+        raise UserError(f"{reason_for(f'The environment {name}', error)} when it was made. Fix the environment.") from error
     if not isinstance(made, gym.Env):
         raise UserError(
             f"The function of the environment returned a value of type {type(made).__name__}; expected one of Gymnasium's "
@@ -367,7 +367,7 @@ def _check_keywords(given: str, spec: gym.envs.registration.EnvSpec, kwargs: Map
     for name in kwargs:
         if name not in known:
             own = ", ".join(parameters) or "none"
-            form = "; write them as {name: value}, with a blank" if ":" in name else nearest(name, parameters)
+            form = "; write them as {name: value}, with a space after the colon" if ":" in name else nearest(name, parameters)
             raise UserError(f"env_kwargs has {name!r}, which {given} does not take; it takes {own}{form or '.'}")
 
 

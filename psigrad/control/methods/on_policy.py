@@ -333,14 +333,14 @@ def _check(config: ControlConfig, algorithm: PolicyGradient) -> None:
     name, reads = algorithm.name or "the algorithm", needs_of(algorithm.psi)
     minibatches = bool(config.batch_size) and config.n_steps * config.n_envs != config.batch_size
     for asks, what in (
-        (not algorithm.needs_reward, "learns from a teacher alone"),
+        (not algorithm.needs_reward, "learns only from a teacher"),
         (algorithm.needs_reference, "has a KL to a reference policy (set kl to null)"),
         (algorithm.needs_old_entropy, "filters steps by the entropies before the update"),
         (algorithm.correction is not None, "corrects for a sampler apart from the trainer"),
         ("parts" in reads, "reads several reward functions"),
     ):
         if asks:
-            raise UserError(f"{name} {what}, which control has not; choose another method, such as grpo or ppo.")
+            raise UserError(f"{name} {what}, which control does not support; choose another method, such as grpo or ppo.")
     if config.n_steps and not reads & {"value", "action_value"}:
         raise UserError(
             f"{name} sums rewards to the end of the episode and n_steps is {config.n_steps}, which would cut episodes; set "
@@ -352,13 +352,15 @@ def _check(config: ControlConfig, algorithm: PolicyGradient) -> None:
             "choose a method whose aggregate is token_mean, whose ratio is none or token and whose surrogate reads single steps."
         )
     if config.n_epochs * (1 + minibatches) > 1 and algorithm.ratio is ratio.none:
-        raise UserError(f"{name} has no ratio, so it may see a rollout once; set n_epochs=1 and batch_size=0, or choose ppo.")
+        raise UserError(
+            f"{name} has no ratio, so it can train on a rollout once; set n_epochs=1 and batch_size=0, or choose ppo."
+        )
     if isinstance(algorithm.surrogate, kl_penalty) and config.n_epochs * (1 + minibatches) == 1:
         raise UserError(f"{name} adapts its penalty to how far several updates move the policy; set n_epochs above 1.")
     if algorithm.min_group_size > config.n_envs * config.n_episodes:
         raise UserError(f"{name} compares episodes of a rollout; set n_envs or n_episodes above 1.")
     if "action_value" in reads and algorithm.critic is not None and algorithm.critic.clip is not None:
-        raise UserError(f"{name} has critics of actions and critic.clip is for values of states; set it to null.")
+        raise UserError(f"{name} has critics of actions and critic.clip is for values of states; set critic.clip to null.")
 
 
 def _per_step(algorithm: PolicyGradient) -> bool:

@@ -226,8 +226,8 @@ class Actor(Trainer):
     def iterate(self, metrics: bool = True) -> dict[str, float]:
         """Raise `UserError`."""
         raise UserError(
-            f"This policy can act, and its method is not in its folder: {self.reason.rstrip('.')}. To train it on, give the "
-            "method to load: algorithm=…"
+            f"This policy can act but not train, since its folder does not contain its method: {self.reason.rstrip('.')}. Pass "
+            "the method to load as algorithm=…."
         )
 
 

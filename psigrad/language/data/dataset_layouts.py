@@ -70,7 +70,7 @@ def map_columns(raw: Mapping[str, Any], columns: Mapping[str, str], source: str)
         name, wanted = absent[0], renamed.get(absent[0], "")
         turned = f"; to rename {wanted!r} write {wanted}={name}" if wanted in raw else nearest(name, raw)
         nor = "".join(f", nor is {show(other)}" for other in absent[1:])
-        _fail(source, name, f"is named in columns and is not there{nor} (found: {name_columns(raw)}{turned})")
+        _fail(source, name, f"is named in columns but is not in the row{nor} (found: {name_columns(raw)}{turned})")
     made = {new: at(name) for name, new in renamed.items()}
     for name, text in ((name, text) for name, text in columns.items() if is_template(text)):
         copied = _COPY.fullmatch(text) if name != "prompt" else None
@@ -135,7 +135,7 @@ def _conversations(row: dict[str, Any], form: str, source: str) -> str:
     for name in ("conversations", "conversation"):
         if isinstance(row.get(name), list) and row[name] and row.get("messages") is None and row.get("prompt") is None:
             row["messages"] = row.pop(name)
-            return f"{name} are messages"
+            return f"{name} is read as messages"
     return ""
 
 
@@ -152,7 +152,7 @@ def _alpaca(row: dict[str, Any], form: str, source: str) -> str:
     row["prompt"] = [*turns, _turn("user", asked)] if turns else asked
     if row.get("output") is not None and row.get("completion") is None:
         row["completion"] = row["output"]
-    return "instruction, input and output (Alpaca) are prompt and completion"
+    return "instruction, input and output (Alpaca) are read as prompt and completion"
 
 
 def _split_messages(row: dict[str, Any], form: str, source: str) -> str:
@@ -167,7 +167,7 @@ def _split_messages(row: dict[str, Any], form: str, source: str) -> str:
     row["prompt"] = said[:-1] if ends else said
     if ends:
         row["completion"] = said[-1:]
-    return "the prompt is what comes before the last answer of messages" if ends else "messages are the prompt"
+    return "the messages before the last answer are read as the prompt" if ends else "messages are read as the prompt"
 
 
 def _unify_kinds(row: dict[str, Any], form: str, source: str) -> str:
@@ -184,17 +184,21 @@ def _unify_kinds(row: dict[str, Any], form: str, source: str) -> str:
         texts = {name: [_turn("assistant", row[name])] for name in names if isinstance(row[name], str) and row[name]}
         row |= texts
         return (
-            "the answers are text and the prompt is messages" if texts else "the answers begin with the prompt" if begin else ""
+            "the answers are text, which becomes messages as the prompt is"
+            if texts
+            else "the answers begin with the prompt, which is removed from them"
+            if begin
+            else ""
         )
     if not isinstance(prompt, str) or not lists or len(lists) < len(names):
         return ""
     lead = _common_lead(lists)
     users = [_text_of(turn, source) for turn in lists[0] if isinstance(turn, Mapping) and role_of(turn) == "user"]
     if users and prompt.strip() not in users:
-        _fail(source, "prompt", f"is text and {names[0]} does not have it as a user's turn; remove the column, or fix it")
+        _fail(source, "prompt", f"is text, but {names[0]} has no user's turn with this text; remove or correct the column")
     row["prompt"] = lead if users else [*lead, _turn("user", prompt)]
     row |= {name: turns[len(lead) :] for name, turns in zip(names, lists, strict=True)}
-    return "the prompt is text and the answers are conversations"
+    return "the prompt is text, which becomes messages as the answers are"
 
 
 def _system_turn(row: dict[str, Any], form: str, source: str) -> str:
@@ -212,7 +216,7 @@ def _system_turn(row: dict[str, Any], form: str, source: str) -> str:
             row |= {weights: [0, *row[weights]] for weights in WEIGHTS if isinstance(row.get(weights), list)}
         elif _text_of(first, source) != text.strip():
             _fail(source, name, f"and the first turn of {place} are two system turns that differ; keep one of them")
-    return f"{name} is the system turn" if lists or (places == ["prompt"] and isinstance(row["prompt"], str)) else ""
+    return f"{name} is read as the system turn" if lists or (places == ["prompt"] and isinstance(row["prompt"], str)) else ""
 
 
 def system_of(row: Mapping[str, Any]) -> tuple[str, str]:
@@ -253,9 +257,9 @@ def to_model_rows(
         turns, rest = sum(sent), len(sent) - sum(sent)
         why = "plain_prompts is set" if plain_prompts else "they hold special tokens, as rendered text does"
         why = why if _has_template(tokenizer) else "the tokenizer has no chat template"
-        said = several(turns, "plain prompt", "is a user turn", "are each a user turn")
-        text = f"{said} of the chat template; --plain-prompts sends them as they are."
-        said = several(rest, "plain prompt", "is sent as it is", "are sent as they are")
+        said = several(turns, "plain prompt", "is sent as a user turn", "are sent as user turns")
+        text = f"{said} of the chat template; --plain-prompts sends them unchanged."
+        said = several(rest, "plain prompt", "is sent unchanged", "are sent unchanged")
         told = ([text] if turns else []) + ([f"{said}: {why}."] if rest else [])
         log("prompt_form", " ".join(told), user_turns=turns, plain=rest)
     return made

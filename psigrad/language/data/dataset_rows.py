@@ -219,7 +219,7 @@ def _pair(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
     prompt = check.prompt(raw)
     chosen, rejected = check.completion(raw, prompt, "chosen"), check.completion(raw, prompt, "rejected")
     if chosen == rejected:
-        check.fail("rejected", "is the same as chosen, so it says nothing; leave ties out")
+        check.fail("rejected", "is the same as chosen, so the pair teaches nothing; remove such rows")
     return {"prompt": prompt, "completion": chosen, "rejected": rejected}
 
 
@@ -232,7 +232,11 @@ def _split_prompt(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(chosen, str) and at and chosen[at - 1] == " ":
         at -= 1  # the space before a word belongs to the word's token
     if not at:
-        check.fail("prompt", "is missing, and chosen and rejected do not begin alike; give the prompt in a column of its own")
+        check.fail(
+            "prompt",
+            "is missing, and chosen and rejected have no common beginning to take as the prompt; give the prompt in its own "
+            "column",
+        )
     return {"prompt": chosen[:at], "chosen": chosen[at:], "rejected": rejected[at:]}
 
 
@@ -344,7 +348,7 @@ class _Check:
         if "assistant" not in roles:
             self.fail("messages", "has no assistant turn, so there is nothing to learn from")
         if roles[0] == "assistant":
-            self.fail("messages[0]", "is the assistant's; a system or user turn must come before it")
+            self.fail("messages[0]", "is an assistant's turn; a system or user turn must come before it")
         return turns
 
     def turns(self, value: object, column: str, before: str = "") -> list[Message]:
@@ -396,7 +400,7 @@ class _Check:
     def columns(self, columns: Mapping[str, Any], *, for_rewards: bool) -> None:
         for name, value in columns.items():
             if (depth := _depth(value)) > MAX_DEPTH:
-                self.fail(name, f"is nested {depth} levels deep; at most {MAX_DEPTH} are read, so flatten it or leave it out")
+                self.fail(name, f"is nested {depth} levels deep; at most {MAX_DEPTH} are read, so flatten or remove the value")
             if for_rewards and name in _TAKEN:
                 self.fail(name, "has the name of an argument of reward functions; rename it")
             for path, number in _numbers(name, value):

@@ -42,7 +42,7 @@ def insert_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mappi
 
     given = {name: raw[name] for name in COLUMNS if raw.get(name) is not None}
     if len(given) > 1:
-        fail("image", "is there, and images too; leave one of them out")
+        fail("image", "and images are both given; remove one of the two columns")
     column, held = next(iter(given.items()), ("", []))
     several_given = isinstance(held, list | tuple)
     held = list(held) if several_given else [held]
@@ -60,7 +60,7 @@ def insert_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mappi
         wanted = begun + _count_placeholders(raw[name])
         if wanted not in (0, len(marks)) and not (name == "prompt" and set(_ANSWERS).intersection(conversations)):
             have = several(len(marks), "image", "is", "are")
-            fail(name, f"has {several(wanted, 'image part')} without an image of their own, and {have} in the column images")
+            fail(name, f"has {several(wanted, 'image part')} without an image, but {have} in the column images")
         rest = iter(marks[begun:])
         made[name] = [reader.turn(turn, f"{name}[{i}]", rest) for i, turn in enumerate(raw[name])]
     if marks and not any(_count_placeholders(raw[name]) for name in conversations):
@@ -95,7 +95,7 @@ def _put_first(made: dict[str, Any], conversations: list[str], marks: str, colum
     if not asked:
         name = next((name for name in ("prompt", "instruction") if isinstance(made.get(name), str)), "")
         if not name:
-            fail(column, "has images, and the row has neither a prompt nor messages for them")
+            fail(column, "has images, but the row has neither a prompt nor messages to put them in")
         made[name] = marks + made[name]
 
 
@@ -110,7 +110,7 @@ class _Reader:
         if not any(map(is_image, _parts(turn))):
             return turn
         if role_of(turn) == "assistant":
-            self.fail(where, "has an image in the assistant's turn; a model here writes text alone")
+            self.fail(where, "has an image in the assistant's turn; models write only text")
         name = "value" if "value" in turn and "role" not in turn else "content"
         return {**turn, name: [self.part(part, f"{where}.{name}[{i}]", rest) for i, part in enumerate(turn[name])]}
 
@@ -198,7 +198,7 @@ def observation_text(content: Any) -> Any:
 
     def plain(text: str) -> str:
         if MARK.search(text):
-            raise ValueError("has the mark of an image in its text, U+FFFC and a SHA-256, which stands for an image alone")
+            raise ValueError("has U+FFFC and a SHA-256 in its text, which psigrad reserves for images; remove them")
         return text
 
     return _each_content(content, join, plain)
@@ -326,7 +326,7 @@ def refuse_marks(raw: Mapping[str, Any], fail: Fail, further: str) -> None:
         path, value = stack.pop()
         if isinstance(value, str):
             if "\ufffc" in value and (further or MARK.search(value)):
-                fail(path, "has the character U+FFFC, by which images are marked in texts; leave it out")
+                fail(path, "has the character U+FFFC, which psigrad reserves for images; remove it")
         elif isinstance(value, Mapping):
             stack += [(f"{path}.{key}", inner) for key, inner in value.items()]
         elif isinstance(value, list | tuple):

@@ -165,6 +165,6 @@ def go_offline_without_network() -> None:
         _network["missing"] = False
     except OSError:
         if not _network["missing"]:
-            redaction.say(f"No network: {hub} has no address here. What was downloaded before is used.")
+            redaction.say(f"No network: the address of {hub} cannot be found, so earlier downloads are used.")
         _network["missing"] = True
     constants.HF_HUB_OFFLINE = _network["missing"]

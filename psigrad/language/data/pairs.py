@@ -27,7 +27,7 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, row: Row, *, whole: bool = T
     pair = pair_of(*sides)
     if not pair.prompt:
         why = "the tokens of chosen and rejected do not begin with the same prompt"
-        raise row_error(row, "", f"{why}; give the prompt in a column of its own, or use another tokenizer")
+        raise row_error(row, "", f"{why}; give the prompt in its own column, or use another tokenizer")
     margin = row.columns.get("margin")
     if margin is not None and not isinstance(margin, int | float):
         raise row_error(row, "margin", f"is {margin!r}; expected a number, or no such column")

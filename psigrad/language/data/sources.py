@@ -150,7 +150,7 @@ def _log_seen(train: Iterable[Row], held_out: Sequence[Row], log: Log) -> None:
     trained = set(keys).intersection(map(_prompt_key, train)) if keys else ()
     if count := sum(key in trained for key in keys):
         has = several(count, "held-out row", "has", "have")
-        text = f"{has} a prompt that is trained on too: what is measured there may be memory."
+        text = f"{has} a prompt that is also in the training rows, so figures on them may measure memorisation."
         log("held_out_seen", text, count=count)
 
 
@@ -317,7 +317,7 @@ def read_rows(data: Data, form: str, eval_prompts: int | None, seed: int, log: L
             counts = [min(n, -(-len(part.rows) // ONE_OF), len(part.rows) - 1) for part, n in zip(parts, counts, strict=True)]
         rows, held_out_rows = hold_out(rows, counts, seed)
         if len(held_out_rows) != sum(counts):
-            which = f"drawn at random by whole prompts where {sum(counts)} were wanted"
+            which = f"drawn at random with all rows of a prompt, where {sum(counts)} were requested"
     if not data.eval_dataset:
         log_held_out(len(held_out_rows), total, which, log)
     if log is not None:

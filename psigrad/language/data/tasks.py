@@ -113,7 +113,8 @@ def generate_distinct(name: str, size: int, seed: int, **settings: Any) -> list[
         drawn += 2 * size
     if len(rows) < size:
         raise UserError(
-            f"The task {name!r} gave {len(rows)} different prompts in {drawn} draws, not {size}; lower its size, or widen it."
+            f"The task {name!r} gave {len(rows)} different prompts in {drawn} draws, not {size}; lower its size, or allow more "
+            "different prompts by its settings."
         )
     drawn_first = list(rows.values())[:size]
     return [drawn_first[place] for place in seeds.permutation(size, seed, "distinct", name)]

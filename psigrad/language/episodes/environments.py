@@ -271,14 +271,16 @@ def step(environment: Any, text: str) -> Step | Fault:
         return Fault(f"the environment's step() returned {_shorten(observation)} as its observation; expected text or messages")
     if seats > 1 and (isinstance(rewards, Mapping) or len(rewards) != seats or seat not in range(seats)):
         got, want = f"seat {seat} and rewards {_shorten(rewards)}", f"a sequence of {seats} rewards"
-        return Fault(f"the environment's step() returned {got}; it has {seats} seats, so expected {want}")
+        return Fault(
+            f"the environment's step() returned {got}; with {seats} seats, expected a seat from 0 to {seats - 1} and {want}"
+        )
     try:
         number, each = float(reward), tuple(float(one) for one in rewards)
     except (TypeError, ValueError):
         wrong = rewards if seats > 1 else reward
         return Fault(f"the environment's step() returned {_shorten(wrong)} as its reward; expected a number")
     if wrong := [one for one in (number, *each) if not math.isfinite(one)]:
-        return Fault(f"the environment's reward is {wrong[0]}")
+        return Fault(f"the environment's reward is {wrong[0]}; expected a finite number")
     return Step(observation, number, bool(done), int(seat), each)
 
 

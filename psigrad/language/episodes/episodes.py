@@ -204,7 +204,10 @@ class EpisodeLimits:
         rendering are not the observation's.
         """
         room = self.context - used - self.turn
-        limit, why = room, f"the context of {self.context} tokens and a turn of {self.turn} leave {max(0, room)}"
+        limit, why = (
+            room,
+            f"{max(0, room)} of the context's {self.context} tokens are left after a reserve of {self.turn} for the next turn",
+        )
         if 0 < self.observation < room - past:
             limit, why = past + self.observation, f"max_observation_length is {self.observation}"
         heard = fit(render, said, limit)
@@ -319,7 +322,7 @@ def _begin(
                 )
             fitted = limits.fit(partial(render_opening, tokenizer, row), heard[0], 0, 0, cuts)
             if fitted is None:
-                openings = [Fault(f"there is no room for what reset() said ({cuts[0].reason})")] * count
+                openings = [Fault(f"the text that reset() returned does not fit into the context ({cuts[0].reason})")] * count
             else:
                 ids, opened = tuple(fitted[0]), opened_row(row, fitted[1])
         history = EpisodeHistory.of(tokenizer, opened, rules.form)
@@ -337,7 +340,7 @@ def mark_images(tokenizer: Any, said: Any, step: Step | None = None) -> Any:
     try:
         read: Any = said if said is None or isinstance(said, Fault) else observation_text(said)
         if image_format is not None and image_format.placeholder in str(read):
-            raise ValueError(f"has the text {image_format.placeholder!r}, which stands for an image")
+            raise ValueError(f"has the text {image_format.placeholder!r}, which marks the place of an image")
     except ValueError as error:
         return Fault(f"the environment's observation {error}")
     return read if step is None else step._replace(observation=read)

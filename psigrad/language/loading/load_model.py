@@ -64,7 +64,10 @@ def load_model(
         _check_shards(settings, lora, world)
         learnt = "" if before is None else quantisation_of(before.folder).get("quantize_base", "")
         if learnt and learnt != settings.quantize_base:
-            redaction.say(f"The adapter learnt over its base in {learnt}; --quantize-base {learnt} goes on over the same.")
+            redaction.say(
+                f"The adapter was trained over a base quantised to {learnt}; --quantize-base {learnt} continues with the same "
+                "base."
+            )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(run.seed)  # for the A matrices of a new adapter
             model = language_model.load(
@@ -79,9 +82,11 @@ def load_model(
         model.from_adapter = before is not None
     configure_chat(model.tokenizer, settings, checkpoint, model.network)
     if (names := tower_names(model.network)) and model.vision is None:
-        _print_once(f"The text half of {settings.path} is used alone: {', '.join(names)} never learn, and are saved as they are.")
+        _print_once(
+            f"Only the text half of {settings.path} is used: {', '.join(names)} are not trained, and are saved unchanged."
+        )
     elif frozen := [name for name in names if name.rpartition(".")[2] not in settings.trained_towers]:
-        _print_once(f"{', '.join(frozen)} of {settings.path} stay frozen; name those to train in --trained-towers.")
+        _print_once(f"{', '.join(frozen)} of {settings.path} are frozen; name the ones to train in --trained-towers.")
     if value_head:
         model.add_value_head(whole)
     load_shard(model, world, machine.device(run), saved.shards)

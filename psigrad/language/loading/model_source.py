@@ -193,7 +193,9 @@ def _check_base(base: str, adapter: str) -> None:
     """Raise `UserError` if the base of an adapter is missing. PEFT would otherwise read the base's path as a hub name."""
     made = Path(base).parent == cache_folder("models")
     again = (
-        "; it was converted, and any command on the GGUF file or adapter that it was made of converts it again" if made else ""
+        "; psigrad made this base by a conversion, and any command on the original GGUF file or adapter converts it again"
+        if made
+        else ""
     )
     check_path(base, f"the base of the adapter {adapter!r}{again}")
 

@@ -79,7 +79,7 @@ class Teacher:
             raise UserError(
                 f"The teacher {self.name} has another tokenizer than the model, so {algorithm.name or 'the method'} cannot "
                 f"compare them token by token (estimator={kind!r}). Set algorithm.kl.estimator=span, which compares pieces of "
-                "text at whose ends both tokenizers end a token."
+                "text that end at a token boundary of both tokenizers."
             )
 
     def log_probs(self, groups: Groups, temperature: float) -> Tensor:

@@ -234,7 +234,7 @@ class Pretrained(ABC):
         """Return the reader of images if `inputs` have any, else None. Raises `UserError` if this model reads text alone."""
         if inputs.has_images and self.vision is None:
             raise UserError(
-                f"A row has an image, and {type(self.network).__name__} reads text alone; give a vision-language model, also as "
+                f"A row has an image, and {type(self.network).__name__} reads only text; give a vision-language model, also as "
                 "the reference."
             )
         return self.vision if inputs.has_images else None
@@ -337,7 +337,7 @@ class Pretrained(ABC):
         if choice in ("auto", "sdpa"):
             return
         if self.decoder is not None or self.why_padded:
-            why = "the fused decoder has an attention of its own" if self.decoder is not None else self.why_padded
+            why = "the fused decoder has its own attention" if self.decoder is not None else self.why_padded
             raise UserError(f"attention is {choice!r}, and {why}; leave it at 'auto'.")
         # With shards, gradients are computed by hooks that a probe does not run.
         learns = [p for p in self.trainable().values() if p.requires_grad] if self.shard_root is None else []
@@ -404,7 +404,7 @@ def local_share(model: Pretrained, inputs: ForwardInputs) -> ForwardInputs:
     if model.sequence_group is None or not isinstance(packed, attention.PackedLayout):
         return inputs
     if inputs.has_images:
-        raise UserError("A row has an image, and cp_size divides rows of text alone; set cp_size to 1.")
+        raise UserError("A row has an image, but cp_size divides only rows of text; set cp_size to 1.")
     if model.dropout_masks.used:
         inputs = replace(inputs, token_hashes=hash_tokens(inputs.input_ids, inputs.position_ids, packed))
     if model.attention_kernel != "sdpa":
@@ -451,4 +451,4 @@ def _check_repeatable(model: Pretrained) -> None:
 def check_complete(missing: Iterable[str]) -> None:
     """Raise `ValueError` if weights are `missing` in a model's files. transformers would initialise them at random."""
     if names := sorted(missing):
-        raise ValueError(f"its files lack {', '.join(names[:3])}{', …' * (len(names) > 3)}, which would be random numbers")
+        raise ValueError(f"its files lack {', '.join(names[:3])}{', …' * (len(names) > 3)}, whose weights would be random")

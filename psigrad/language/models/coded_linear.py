@@ -71,7 +71,10 @@ def code_linears(network: nn.Module, kind: Kind) -> None:
             network.set_submodule(name, CodedLinear(code(child.weight, kind), child.bias, kind))
             found = True
     if not found:
-        raise UserError(f"quantize_base is {kind}, but no layer of the model has rows that its blocks divide; remove it.")
+        raise UserError(
+            f"quantize_base is {kind}, but no linear layer of the model has rows that divide into its blocks; remove "
+            "quantize_base."
+        )
 
 
 def coded_as(network: nn.Module) -> Kind | None:

@@ -107,7 +107,7 @@ def _peft_targets(targets: Sequence[str]) -> str | list[str]:
     """Return `target_modules` for peft. Raises `UserError` for an invalid regular expression, or one next to other targets."""
     patterns = [target for target in targets if target != "all-linear" and _is_pattern(target)]
     if patterns and len(targets) > 1:
-        raise UserError(f"lora_target_modules has the regular expression {patterns[0]!r} among {len(targets)}; give it alone.")
+        raise UserError(f"lora_target_modules has the regular expression {patterns[0]!r} among {len(targets)}; give only that.")
     try:
         re.compile(patterns[0] if patterns else "")
     except re.error as error:
@@ -233,8 +233,8 @@ def check_untied(network: Any) -> None:
     one, other = (getattr(base_of(layer), "weight", None) for layer in ends)
     if one is other:
         raise UserError(
-            "The adapter is on the embedding or the head, which are one matrix in this model (tie_word_embeddings), so it "
-            "could not be merged; leave them out of lora_target_modules, or train them in full with lora_modules_to_save."
+            "The adapter is on the embedding or the head, which are one matrix in this model (tie_word_embeddings), so it could "
+            "not be merged; remove them from lora_target_modules, or train them in full with lora_modules_to_save."
         )
 
 
@@ -281,8 +281,8 @@ def describe_merging(adapter: Any) -> str:
     if lost < 0.01:
         return ""
     return (
-        f"Merging rounds away {lost:.0%} of the adapter's update, since the base is in half precision; keep the adapter beside "
-        "its base, or merge into float32, to keep all of it."
+        f"Merging rounds away {lost:.0%} of the adapter's update, since the base is in half precision; keep the adapter "
+        "separate, or merge into float32, to keep the whole update."
     )
 
 
@@ -352,8 +352,8 @@ class CountedDropout(nn.Module):
         if x.dim() == 2 and len(x) == len(tokens):
             return tokens[:, 0]
         raise UserError(
-            f"lora_dropout is on, and the layer {self.layer} reads only some tokens of a pass, such as an expert's; leave "
-            "lora_dropout out, or that layer out of lora_target_modules."
+            f"lora_dropout is on, and the layer {self.layer} reads only some tokens of a pass, such as an expert's; remove "
+            "lora_dropout, or remove that layer from lora_target_modules."
         )
 
 

@@ -93,7 +93,7 @@ def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, st
 
     with _perturb_fresh_adapters(decoder):
         reason = difference(hf, own, fused)
-    return (None, f"the fused forward is not the model's own: {reason}") if reason else (decoder, "")
+    return (None, f"the fused forward pass differs from the model's own: {reason}") if reason else (decoder, "")
 
 
 @torch.no_grad()
@@ -159,11 +159,11 @@ def difference(hf: PreTrainedModel, own: Numbers, fast: Numbers) -> str:
     # If bfloat16 represents the model exactly, sums in another order still differ in their last bit.
     unit = max(distance(rounded, right), torch.finfo(exact).eps * distance(right, torch.zeros_like(right)) / SHARE)
     if not (gap := distance(found, right)) <= SHARE * unit:
-        return f"in float32 its numbers differ by {gap:.1g}, and bfloat16 makes {unit:.1g} of difference"
+        return f"in float32 its outputs differ by {gap:.1g}, where bfloat16 rounds by {unit:.1g}"
     if beyond is not None and not (gap := distance(*beyond)) <= SHARE * unit:
-        return f"beyond the window of its attention its numbers differ by {gap:.1g}"
+        return f"beyond the window of its attention its outputs differ by {gap:.1g}"
     if half and not (gap := distance(fast(), right)) <= ROUNDING * unit:
-        return f"in bfloat16 its numbers are {gap:.1g} from those of float32, and the model's own {unit:.1g}"
+        return f"in bfloat16 its outputs differ from float32 by {gap:.1g}, the model's own by {unit:.1g}"
     return ""
 
 

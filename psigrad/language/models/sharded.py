@@ -63,7 +63,7 @@ def shard(model: Pretrained, world: World, device: str = "cpu") -> None:
     alone = world.division == Division()
     mesh: Any = init_device_mesh(kind, (world.size,)) if alone else extras.load("mesh").divide(model, world, kind)
     if model.decoder is not None and model.adapter is not None:
-        model.decoder, model.why_unfused = None, "it is in shards and has adapters"
+        model.decoder, model.why_unfused = None, "the model is sharded and has adapters"
     wide = torch.float32 if model.network.dtype in (torch.bfloat16, torch.float16) else None
     policy = MixedPrecisionPolicy(reduce_dtype=wide)
     network: Any = model.network

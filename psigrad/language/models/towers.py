@@ -68,7 +68,7 @@ def check_names(names: Sequence[str], learns: Sequence[str]) -> list[str]:
     short = {name.rpartition(".")[2]: name for name in names}
     for name in learns:
         if name not in short:
-            raise UserError(f"trained_towers has {name!r}, and the modules outside the text half are {list(short)}.")
+            raise UserError(f"trained_towers has {name!r}; expected modules outside the text half: {', '.join(short)}.")
     return [name for own, name in short.items() if own not in learns]
 
 
@@ -242,7 +242,10 @@ def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     if (vision := image_format_of(tokenizer)) is not None:
         vision.save(folder)
     if not put_back(getattr(model, "network", model), folder):
-        redaction.say(f"{folder} holds the text half alone: the names of its weights are not those of the checkpoint it is from.")
+        redaction.say(
+            f"{folder} has only the text half of the model, since its weights have other names than those of the original "
+            "checkpoint."
+        )
     if isinstance(model, nn.Module) and (kind := coded_as(model)) is not None:  # weights in shards have no modules here
         numbers = {"quantize_base": kind, "dtype": str(model.dtype).removeprefix("torch.")}
         (folder / CODED_BASE).write_text(json.dumps(numbers) + "\n")

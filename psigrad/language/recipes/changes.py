@@ -54,7 +54,9 @@ def _change_method(run: Any, head: str, rest: str, value: float) -> Any:
         return replace(run, **changed)
     algorithm = _replace_in(run.algorithm, rest.split("."), value, name)
     if getattr(algorithm, "needs_reference", False) and not run.has_reference:
-        raise UserError(f"{name} is changed to {value!r} and the run has no reference; start the run with a coefficient above 0.")
+        raise UserError(
+            f"{name} is changed to {value!r}, but the run has no reference; start the run with a coefficient above 0."
+        )
     return replace(run, algorithm=algorithm)
 
 
@@ -67,5 +69,5 @@ def _replace_in(thing: Any, path: list[str], value: Any, name: str) -> Any:
     if len(path) > 1:
         value = _replace_in(held, path[1:], value, name)
     elif "." in name and name.partition(".")[0] in PARTS and (isinstance(held, bool) or not isinstance(held, int | float)):
-        raise UserError(f"{name} cannot be changed: it is {held!r} and not a number.")
+        raise UserError(f"{name} cannot be changed: it is {held!r}, not a number.")
     return replace(thing, **{path[0]: value})

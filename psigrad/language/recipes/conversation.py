@@ -52,7 +52,7 @@ def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Jo
     calls = bool(config.tools or _server(config))
     form = call_form_of(tokenizer) if calls else CallForm()
     if calls and journal is not None and not (form.family or form.response_template):
-        text = "The chat template does not tell in which form the model calls tools, so calls are read in every known form."
+        text = "The chat template does not show the format in which the model calls tools, so every known format is read."
         journal.log("tool_calls", text, written=form.seen)
     with contextlib.ExitStack() as stack:
         if placement is None or not placement.environment_actors or journal is None:

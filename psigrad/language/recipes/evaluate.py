@@ -121,7 +121,7 @@ def score_settings(config: EvalConfig, report: Report) -> dict[str, Any]:
         "template": shape.head + shape.template if shape else "the rows' own prompts",
         "sent": "as one user turn of the chat template" if chat else "as plain text",
         "few-shot": f"{config.num_fewshot} from {examples}" if config.num_fewshot else "none",
-        "extraction": f"{comparison[config.benchmark]}{f', of what stands before {shape.stop!r}' if shape.stop else ''}"
+        "extraction": f"{comparison[config.benchmark]}{f', of the text before {shape.stop!r}' if shape.stop else ''}"
         if shape and scored == [config.benchmark]
         else " + ".join([*scored, *config.reward_model, str(evaluation.metric)]).strip("+ "),
         "decoding": "none: the likeliest letter"
@@ -263,5 +263,7 @@ def _benchmark_rows(config: EvalConfig) -> list[Row]:
     else:
         shots, rows = rows[:count], rows[count:]
     if len(shots) < count or not rows:
-        raise UserError(f"num_fewshot is {count}, but there are only {len(shots) + len(rows)} rows; give more rows, or lower it.")
+        raise UserError(
+            f"num_fewshot is {count}, but there are {len(shots) + len(rows)} rows; give more rows or lower num_fewshot."
+        )
     return as_prompts(config.benchmark, rows, shots[:count])

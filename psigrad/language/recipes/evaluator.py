@@ -136,13 +136,13 @@ def describe_sensitivity(values: Sequence[Sequence[float]], metric: str) -> str:
     """Return a sentence on the smallest gain that evaluations of these prompts can detect, given the metric before training."""
     means = [math.fsum(group) / len(group) for group in values]
     if len(means) < LEAST_ROWS:
-        return f"evaluation: a verdict takes {LEAST_ROWS} scored held-out prompts and there are {len(means)}; raise eval_prompts."
+        return f"evaluation: a verdict needs {LEAST_ROWS} scored held-out prompts, not {len(means)}; raise eval_prompts."
     gain, bounded = detectable_gain(means), all(0 <= mean <= 1 for mean in means)
     if bounded and math.fsum(means) / len(means) + gain > 1:
-        return f"evaluation: {len(means)} held-out prompts may not show even a rise of {metric} to 1; raise eval_prompts."
+        return f"evaluation: {len(means)} held-out prompts are too few to show even a rise of {metric} to 1; raise eval_prompts."
     return (
-        f"evaluation: {len(means)} held-out prompts show a gain in {metric} of about {gain:.2g} in four runs of five; more "
-        "eval_prompts show smaller gains."
+        f"evaluation: {len(means)} held-out prompts reveal a gain in {metric} of about {gain:.2g} in four of five runs; more "
+        "eval_prompts reveal smaller gains."
     )
 
 

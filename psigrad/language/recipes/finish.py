@@ -166,10 +166,14 @@ def _best_of(
     step, value = journal.world.broadcast((best.step, best.value) if best else (0, 0.0))
     place = journal.folder.checkpoints / f"step-{step:08d}"
     if not step or not place.is_dir():
-        why = f"the checkpoint of step {step}, whose evaluation was the best, is gone" if step else "no evaluation had a figure"
+        why = (
+            f"the checkpoint of step {step}, whose evaluation was the best, is gone"
+            if step
+            else "no evaluation gave a value of the metric"
+        )
         journal.log("kept_last", f"The last weights are kept: {why}.", best=step)
         return model
-    journal.log("kept", f"The weights of step {step} are kept, whose evaluation was the best ({value:.4g}).", step=step)
+    journal.log("kept", f"The weights of step {step}, whose evaluation was the best ({value:.4g}), are kept.", step=step)
     if model.adapter is not None and model.shard_root is None:  # only the adapter was trained; a given network has wrapped layers
         adapter: Any = model.adapter
         adapter.load_adapter(place, "default", is_trainable=True)

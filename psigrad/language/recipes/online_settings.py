@@ -67,15 +67,15 @@ def correct(
     if stated and config.lag:
         raise UserError(
             f"lag is {config.lag}, but the algorithm has no correction for completions of older weights; set "
-            "algorithm.correction to a part such as truncated_importance, or remove the setting to use that."
+            "algorithm.correction to a part such as truncated_importance, or remove the setting, whose default is that part."
         )
     if stated or (is_exact_sampler(sampler, model) and not config.lag):
         return algorithm
     part = truncated_importance()
-    why = f"Completions are {config.lag} steps old" if config.lag else "The sampler may round otherwise than the trainer"
+    why = f"Completions are {config.lag} steps old" if config.lag else "The sampler may round differently from the trainer"
     text = (
-        f"{why}; {label(part)} corrects for it, unless algorithm.correction says otherwise. "
-        "sampling/importance_sampling_ratio/mean says by how much: at 1 not at all."
+        f"{why}; {label(part)} corrects for it, unless algorithm.correction is set. sampling/importance_sampling_ratio/mean is "
+        "the mean weight of the correction, which is 1 if nothing needs correcting."
     )
     journal.log("correction", text, correction=label(part))
     return replace(algorithm, correction=part)
@@ -130,27 +130,27 @@ def _check_seats(config: OnlineConfig, algorithm: PolicyGradient | OnlinePrefere
     if not config.past_opponents:
         return
     reasons = {
-        "the environment has one seat": count_seats(config) == 1,
-        "with LoRA a past self would be another adapter; train without it (lora_rank 0)": config.model.lora_rank > 0,
+        "the environment has only one seat": count_seats(config) == 1,
+        "with LoRA each earlier policy would be another adapter; train without LoRA (lora_rank 0)": config.model.lora_rank > 0,
         f"sampling.sampler is {config.sampling.sampler!r}; use embedded": config.sampling.sampler != "embedded",
         "placement.strategy=fsdp samples from a copy": config.placement.strategy == "fsdp",
         "placement.cluster samples elsewhere": bool(config.placement.cluster),
-        "with a lag past selves would be older than the step says": config.lag > 0,
+        "with a lag the earlier policies would be older than their recorded step": config.lag > 0,
     }
     if why := next((why for why, holds in reasons.items() if holds), ""):
-        raise UserError(f"past_opponents lets past selves play, but {why}; or remove it.")
+        raise UserError(f"past_opponents needs earlier policies as opponents, but {why}. Change this, or remove past_opponents.")
 
 
 def _check_replay(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
     reasons = {
         f"{algorithm.name} trains on pairs": isinstance(algorithm, OnlinePreference),
-        "episodes and agents have completions that are not sampled whole": config.plays,
+        "completions of episodes and agents are not sampled in one piece": config.plays,
         f"sampling.sampler is {config.sampling.sampler!r}, which records no experts": config.sampling.sampler != "embedded",
         "placement.strategy=fsdp samples from a copy": config.placement.strategy == "fsdp",
         "placement.cluster samples elsewhere": bool(config.placement.cluster),
     }
     if why := next((why for why, holds in reasons.items() if holds), ""):
-        raise UserError(f"router_replay trains with the experts that the embedded sampler recorded, but {why}; remove it.")
+        raise UserError(f"router_replay needs the experts that the embedded sampler recorded, but {why}; remove router_replay.")
 
 
 def record_experts(config: OnlineConfig, model: LanguageModel, sampler: Sampler) -> Sampler:
@@ -158,7 +158,7 @@ def record_experts(config: OnlineConfig, model: LanguageModel, sampler: Sampler)
     if not config.router_replay:
         return sampler
     if not isinstance(sampler, EmbeddedSampler):
-        raise UserError(f"router_replay needs the embedded sampler, but this model has {kind_of(sampler)}; remove it.")
+        raise UserError(f"router_replay needs the embedded sampler, but this model has {kind_of(sampler)}; remove router_replay.")
     replay_routers(model)
     return sampler
 

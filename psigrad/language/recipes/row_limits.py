@@ -37,11 +37,11 @@ def encode_prompts(rows: Sequence[Row], model: LanguageModel, data: Data, comple
     def keep(made: tuple[int, list[int]]) -> tuple[Any, dict[str, int]]:
         tokens, why = len(made[1]), ""
         if 0 < limit < tokens:
-            why = f"the prompt has {tokens} tokens, above max_prompt_length {limit}; shorten it or raise the limit"
+            why = f"the prompt has {tokens} tokens, above max_prompt_length {limit}; shorten the prompt or raise the limit"
         elif tokens > room:
             why = (
-                f"the prompt has {tokens} tokens, and with max_completion_length {completion} the model's {model.max_length} "
-                f"positions leave {max(0, room)}; shorten it or lower max_completion_length"
+                f"the prompt has {tokens} tokens, but only {max(0, room)} fit (the model's {model.max_length} positions minus "
+                f"max_completion_length {completion}); shorten the prompt or lower max_completion_length"
             )
         return (None, {f"{rows[made[0]].source}: {why}": 1}) if why else (made, {})
 
@@ -63,7 +63,7 @@ def log_rewrites(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], log: L
     for row in rows[:100]:
         with contextlib.suppress(RowError):  # such a row was dropped and reported already
             if notes := describe_rewrites(tokenizer, row):
-                text = f"The chat template has no words for some of {row.source}: {'; '.join(notes)}."
+                text = f"The chat template does not support some content of {row.source}, which is rewritten: {'; '.join(notes)}."
                 log("said_otherwise", text, what=notes)
                 return
 
@@ -85,9 +85,9 @@ def add_teacher_prompts(
         ids = tuple(prompt_ids(tokenizer, read))
         if len(ids) > reference.max_length - completion:
             raise UserError(
-                f"{prompt.row.source}: {column or 'the prompt'} has {len(ids)} tokens, and with max_completion_length "
-                f"{completion} the reference's {reference.max_length} positions leave "
-                f"{max(0, reference.max_length - completion)}; shorten it."
+                f"{prompt.row.source}: {column or 'the prompt'} has {len(ids)} tokens, but only "
+                f"{max(0, reference.max_length - completion)} fit (the reference's {reference.max_length} positions minus "
+                f"max_completion_length {completion}); shorten the prompt."
             )
         found.append(replace(prompt, teacher_ids=ids))
     return found
@@ -102,7 +102,9 @@ def _teacher_row(row: Row, column: str, tokenizer: PreTrainedTokenizerBase) -> R
             "row the prompt that the reference reads, as text or messages like the prompt."
         )
     if isinstance(own, str) != isinstance(row.dataset_prompt, str):
-        raise UserError(f"{row.source}: prompt and {column} are text and messages; give both in the same form.")
+        raise UserError(
+            f"{row.source}: one of prompt and {column} is text and the other is messages; give both as text, or both as messages."
+        )
     read = replace(row, prompt=own, plain_prompt=None)
     return read if isinstance(row.prompt, str) else to_turns(tokenizer, read)
 
@@ -129,7 +131,7 @@ def name_limit(config: SFTConfig | RewardConfig | PreferenceConfig, limit: int) 
     """Return the words for a message that a text has more tokens than `limit`: the limit, its origin, and what to do."""
     if limit == config.max_length:
         return f"max_length {limit} tokens; raise it"
-    return f"{limit} tokens, the model's number of positions; shorten them or take a model with more"
+    return f"{limit} tokens, the model's number of positions; shorten them, or use a model with more positions"
 
 
 def prepare_answers(
@@ -158,7 +160,7 @@ def _answers(
     for part in filter(None, rows):
         made, counts = encode_rows(part, short, config.data, log)
         if left := counts["long"]:
-            text = f"{left} of {left + len(made)} rows have more than {limit} tokens and are left out."
+            text = f"{left} of {left + len(made)} rows have more than {limit} tokens and are dropped."
             log("rows_left_out", text, longer_than_max_length=left, kept=len(made))
         if not made:
             raise UserError(f"All {left} rows have more than {name_limit(config, limit)}.")

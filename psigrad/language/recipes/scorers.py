@@ -169,8 +169,8 @@ class RewardSetup:
         for spec, name in ((spec, name) for spec, own in zip(self.specs, self.needs, strict=True) for name in own):
             if name not in there and (new := renamed.get(name, "")):
                 raise UserError(
-                    f"{spec.name} needs the column {name!r}, which columns renames to {new!r}. A rename removes the old name; "
-                    f"{new}={{{name}}} copies it."
+                    f"{spec.name} needs the column {name!r}, which columns renames to {new!r}. To copy the column and keep its "
+                    f"old name, write {new}={{{name}}}."
                 )
         missing = missing_golds(self.specs, list(self.weights.values()), (row.columns for row in rows), there)
         lacking: dict[str, list[str]] = {}
@@ -197,7 +197,11 @@ def describe_hidden_tokens(config: Scored, tokenizer: PreTrainedTokenizerBase | 
     scored = tokenizer is not None and config.skip_special_tokens and (config.reward or config.reward_model)
     marks = hidden_marks(tokenizer) if scored and tokenizer is not None else []
     shown = ", ".join(marks[:6])
-    return f"Rewards do not read special tokens such as {shown}; --no-skip-special-tokens shows them." if marks else ""
+    return (
+        f"Special tokens such as {shown} are removed before rewards read a completion; --no-skip-special-tokens keeps them."
+        if marks
+        else ""
+    )
 
 
 def samples_of(rows: Sequence[Row], names: Sequence[str]) -> Samples:

@@ -61,14 +61,14 @@ def _prepare(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int, 
     found, texts = counts["rows"], counts["texts"]
     if texts > found:
         are = several(found, "row", "is", "are")
-        said = f"{are} {texts} texts: the chat template rewrites turns once others follow."
+        said = f"{are} trained as {texts} texts, because the chat template rewrites turns once others follow."
         log("turns_apart", said, rows=found, texts=texts)
     if cut := counts["cut"]:
-        log("rows_cut", f"{cut} of {texts} rows are cut at {limit} tokens.", at=limit, count=cut)
+        log("rows_cut", f"{cut} of {texts} texts are cut at {limit} tokens.", at=limit, count=cut)
     if not learned:
         raise UserError(f"No row of {config.data.dataset} has a token to learn within {name_limit(config, limit)}.")
     if none := found - len(learned):
-        text = f"{none} of {found} rows have no token to learn within {limit} tokens and are left out."
+        text = f"{none} of {found} rows have no token to learn within {limit} tokens and are dropped."
         log("rows_left_out", text, nothing_to_learn=none, kept=len(learned))
     return PreparedRows(rows, held_out, learned, encode_rows(held_out, encoder, config.data)[0])
 

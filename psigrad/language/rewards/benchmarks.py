@@ -49,7 +49,7 @@ def letter_of(answer: Any) -> str:
     """Return a choice as its letter: 2 is C, "c" and "(C)" too. Raise `UserError` for anything else."""
     if letter := _letter(answer):
         return letter
-    raise UserError(f"the answer {str(answer)[:60]!r} is neither a letter nor the number of a choice from 0")
+    raise UserError(f"the answer {str(answer)[:60]!r} is neither a letter nor the number of a choice, counted from 0")
 
 
 def _letter(answer: Any) -> str:
@@ -158,13 +158,13 @@ def _columns(name: str, row: Row) -> dict[str, Any]:
         choices = given if isinstance(given, list | tuple) else [columns[letter] for letter in letters]
         if len(letters) > 1 and not blank(answer):
             if (letter := _letter(answer)) not in [*letters]:
-                raise RowError(BadRow(row.source, "answer", f"is {answer!r}, which is none of {len(letters)} choices"))
+                raise RowError(BadRow(row.source, "answer", f"is {answer!r}, which is not one of the {len(letters)} choices"))
             listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip(letters, choices, strict=False))
             columns |= {"choices": listed, "answer": letter}
         else:
             columns.pop("choices", None)
     needed = {benchmark.asked, benchmark.worked, *(["choices"] if name == "mmlu" else [])}
     if lacking := sorted(one for one in needed if blank(columns.get(one))):
-        reason = f"is missing in a row of the shape {name} (found: {name_columns(row.columns)})"
+        reason = f"is missing in a row of the benchmark {name} (found: {name_columns(row.columns)})"
         raise RowError(BadRow(row.source, lacking[0], reason))
     return columns

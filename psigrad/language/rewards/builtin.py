@@ -96,7 +96,7 @@ def _reasoning_gym(task: str, scorer: Callable[..., float], text: str, entry: di
         return float(scorer(text, entry))
     except Exception as error:
         scorer(entry["answer"], entry)  # raises if the row is at fault
-        return Failure(f"the scorer of {task} cannot read it ({type(error).__name__})")
+        return Failure(f"the scorer of {task} cannot read the answer ({type(error).__name__})")
 
 
 _BOARDS = ("arc_agi", "rearc")  # their scorers compare boards of tuples, which files store as lists

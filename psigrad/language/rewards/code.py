@@ -162,7 +162,7 @@ class _Judged:
         run = self.runs.pop(0)
         if run.printed:
             wrong = same_output(outcome.stdout, run.printed.expected, self._settings.tolerance)
-            self._faults.append(_trouble(outcome) or ("" if wrong else "it printed something else"))
+            self._faults.append(_trouble(outcome) or ("" if wrong else "its output differs from the expected one"))
         values = iter(outcome.values)
         for check in run.evaluated:
             self._faults.append(_value_fault(check, [next(values) for _ in check.expressions], outcome))
@@ -200,9 +200,9 @@ def _value_fault(check: Evaluated, values: Sequence[Any], outcome: ProgramOutcom
         if isinstance(value, MissingValue):
             return (_trouble(outcome) if outcome else "") or value.reason
     try:
-        return "" if check.judge(*values) else "another value"
+        return "" if check.judge(*values) else "its value differs from the expected one"
     except _WRONG:
-        return "a value of another kind"
+        return "its value cannot be compared with the expected one"
 
 
 def _trouble(outcome: ProgramOutcome) -> str:

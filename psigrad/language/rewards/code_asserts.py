@@ -143,7 +143,7 @@ class _Reader:
                 for item in self._constant(self._substitute(iterable)):
                     self._rounds += 1
                     if self._rounds > _MOST:
-                        raise ValueError(f"line {statement.lineno}: more than {_MOST} rounds")
+                        raise ValueError(f"line {statement.lineno}: the loops of the test have more than {_MOST} rounds")
                     self._bind(target, _literal(item))
                     self.read(body)
             case ast.Assert():
@@ -156,7 +156,10 @@ class _Reader:
                 self.names["_agree"] = values.agree
                 self._check(call, statement.lineno)
             case _:
-                raise ValueError(f"line {statement.lineno} cannot be separated: {ast.unparse(statement)[:200]}")
+                raise ValueError(
+                    f"line {statement.lineno} is none of the statements that a test may have (import, assignment, for loop, "
+                    f"function, assert): {ast.unparse(statement)[:200]}"
+                )
 
     def call_check(self, candidate: ast.expr) -> None:
         """Read the body of `check` for this function of the program."""
@@ -172,7 +175,7 @@ class _Reader:
         elif isinstance(target, ast.Name):
             self.known[target.id] = value if self._calls(value) else _literal(self._constant(value))
         else:
-            raise ValueError(f"line {target.lineno}: {ast.unparse(target)} is assigned to")
+            raise ValueError(f"line {target.lineno} assigns to {ast.unparse(target)}; a test may assign only to names")
 
     def _substitute(self, node: ast.expr) -> ast.expr:
         """Return the expression with known values in place of names."""
@@ -201,14 +204,14 @@ class _Reader:
 
     def _check(self, test: ast.expr, line: int) -> None:
         if len(self.checks) >= _MOST:
-            raise ValueError(f"line {line}: more than {_MOST} tests")
+            raise ValueError(f"line {line}: the test has more than {_MOST} asserts")
         if helper := next((n.id for n in ast.walk(test) if isinstance(n, ast.Name) and n.id in self.functions), ""):
-            raise ValueError(f"line {line}: {helper} is a function of the test")
+            raise ValueError(f"line {line} calls {helper}, a function of the test; an assert may only call the program")
         apart = _Apart(self)
         outer = apart.truth(test)
         if not apart.inside:
             if not self._constant(test):
-                raise ValueError(f"line {line} fails by itself: {ast.unparse(test)[:200]}")
+                raise ValueError(f"line {line} is false without any call of the program: {ast.unparse(test)[:200]}")
             return
         judged = _Outside(self.names).code(outer, [f"_{i}" for i in range(len(apart.inside))])
         self.checks.append(Evaluated(tuple(apart.inside), judged))
@@ -255,11 +258,17 @@ class _Apart:
                 return ast.Call(function, [self.visit(part) for part in arguments], keywords)
             case ast.Compare(left, kinds, others):
                 if any(isinstance(kind, ast.In | ast.NotIn) and calls(part) for kind, part in zip(kinds, others, strict=True)):
-                    raise ValueError(f"a container of the program's can hold everything: {ast.unparse(node)[:200]}")
+                    raise ValueError(
+                        "`in` would search a container that the program returns, which could claim to contain anything: "
+                        f"{ast.unparse(node)[:200]}"
+                    )
                 theirs = [side for side in (left, *others) if calls(side)]
                 made_of = (side for side in theirs if self._is_the_programs(side) and not self._result(side, self._yes_or_no))
                 if len(theirs) > 1 and any(made_of):
-                    raise ValueError(f"it compares with an object of the program's: {ast.unparse(node)[:200]}")
+                    raise ValueError(
+                        "two values of the program are compared, and the program could call them equal: "
+                        f"{ast.unparse(node)[:200]}"
+                    )
                 self._yes_or_no = any(isinstance(p, ast.Constant) and p.value in (True, False, None) for p in (left, *others))
                 made: ast.expr = ast.Compare(self.visit(left), kinds, [self.visit(part) for part in others])
                 self._yes_or_no = False
@@ -274,16 +283,16 @@ class _Apart:
                 return type(node)([self.visit(part) for part in parts])
             case ast.ListComp(element, [loop]) | ast.GeneratorExp(element, [loop]) | ast.SetComp(element, [loop]):
                 return self._unroll(element, loop)
-        raise ValueError(f"it cannot be separated: {ast.unparse(node)[:200]}")
+        raise ValueError(f"this cannot be split into calls of the program and expected values: {ast.unparse(node)[:200]}")
 
     def _unroll(self, element: ast.expr, loop: ast.comprehension) -> ast.expr:
         reader, parts = self._reader, list[ast.expr]()
         if reader._calls(loop.iter) or loop.ifs:
-            raise ValueError(f"a loop over what is not known: {ast.unparse(loop)[:200]}")
+            raise ValueError(f"the loop has a condition, or reads values that only the program knows: {ast.unparse(loop)[:200]}")
         before = dict(reader.known)
         items = list(itertools.islice(reader._constant(loop.iter), _MOST + 1))
         if len(items) > _MOST:
-            raise ValueError(f"more than {_MOST} rounds: {ast.unparse(loop)[:200]}")
+            raise ValueError(f"the loop has more than {_MOST} rounds: {ast.unparse(loop)[:200]}")
         for item in items:
             reader._bind(loop.target, _literal(item))
             parts.append(self.visit(reader._substitute(element)))
@@ -309,7 +318,10 @@ class _Apart:
             # two objects made from arguments are compared by the program itself, if the result is only yes or no
             compared = every_call and len(children) > len(beside) and sum(map(_is_given, children)) > 1
             if (len(children) > len(beside) > 0 and not made) or compared:
-                raise ValueError(f"what is expected could go into the sandbox beside a result: {ast.unparse(part)[:200]}")
+                raise ValueError(
+                    "one call would get a result of the program and another value, perhaps the expected one: "
+                    f"{ast.unparse(part)[:200]}"
+                )
         self.inside.append(ast.unparse(node))
         return _name(f"_{len(self.inside) - 1}")
 
@@ -336,7 +348,7 @@ class _Outside(ast.NodeTransformer):
         """Return a function of the values of `given`."""
         for name in sorted(_names_in(node) - _bound_in(node) - {*given}):
             if self._names.get(name) is None:
-                raise ValueError(f"{name} can't be evaluated outside: {ast.unparse(node)[:200]}")
+                raise ValueError(f"{name} cannot be evaluated outside the sandbox: {ast.unparse(node)[:200]}")
         body = self.visit(copy.deepcopy(node))
         arguments = ast.arguments([], [ast.arg(name) for name in given], None, [], [], None, [])
         tree = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, body)))
@@ -346,7 +358,7 @@ class _Outside(ast.NodeTransformer):
     def generic_visit(self, node: ast.AST) -> ast.AST:
         """Visit a part that is in the list. Raise `ValueError` for others."""
         if type(node).__name__ not in _PARTS.split():
-            raise ValueError(f"it can't be evaluated outside: {ast.unparse(node)[:200]}")
+            raise ValueError(f"this expression cannot be evaluated outside the sandbox: {ast.unparse(node)[:200]}")
         return super().generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
@@ -357,7 +369,7 @@ class _Outside(ast.NodeTransformer):
             case ast.Attribute(ast.Name(module), name) if isinstance(self._names.get(module), SimpleNamespace):
                 if name[:1] != "_" and vars(self._names[module]).get(name) is not None:
                     return node
-        raise ValueError(f"it can't be evaluated outside: {ast.unparse(node)[:200]}")
+        raise ValueError(f"this expression cannot be evaluated outside the sandbox: {ast.unparse(node)[:200]}")
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         """Replace arithmetic by its bounded form."""

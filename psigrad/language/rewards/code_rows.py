@@ -70,7 +70,7 @@ def read_tests(row: Mapping[str, Any]) -> RowTests:
                 first = first or UserError(why)
                 continue
             if found.checks and all(isinstance(check, Printed) and not check.expected.strip() for check in found.checks):
-                why = f"The tests in column {column!r} expect no output, which every program that does nothing has."
+                why = f"The tests in column {column!r} expect no output, so a program that does nothing would pass."
                 first = first or UserError(why)
             elif found.checks:
                 return found
@@ -101,7 +101,7 @@ class _Texts(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Reject every class."""
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
+        raise pickle.UnpicklingError(f"the pickle contains {module}.{name}, but only text is read")
 
 
 @lru_cache(512)
@@ -143,13 +143,13 @@ class _Reader:
                 return self._checks("\n".join(tests))
             case Sequence():
                 return [check for test in tests for check in self._checks(test)]
-        raise TypeError(f"{kind_of(tests)}; expected a list, a mapping or text")
+        raise TypeError(f"the tests are {kind_of(tests)}; expected a list, a mapping or text")
 
     def _one(self, test: Mapping[str, Any]) -> Check:
         """Return one test case given as a mapping."""
         name = test.get("fn_name") or (self._name if test.get("testtype") == "functional" else None)
         if test.get("testtype") == "functional" and not name:
-            raise ValueError("a functional test needs its function's name, as func_name in the column metadata")
+            raise ValueError("a functional test needs the name of its function as func_name in the column metadata")
         if name is not None and test.get("type", "function_call") == "function_call":
             arguments = test["input"] if test.get("testtype") else _unpack(test["input"])
             if not isinstance(arguments, list | str):
@@ -169,7 +169,7 @@ def _value(text: Any) -> Any:
 def _read_printed(given: Any, expected: Any) -> Printed:
     """Return the check of a program's output. Lists are lines, as in LiveCodeBench and TACO."""
     if expected is None:
-        raise ValueError("null is expected, which no program prints")
+        raise ValueError("the expected output is null, which no program prints")
     given = "" if given is None else given
     stdin, wanted = ("\n".join(map(str, x)) if isinstance(x, list) else str(x) for x in (given, expected))
     return Printed(stdin, wanted)

@@ -51,9 +51,9 @@ def compare(sign: str, a: Any, b: Any) -> bool:
             found = a in b if isinstance(b, str | bytes | range) else any(same(a, item) for item in b)
             return found == (sign == "in")
     if any(isinstance(side, float) and math.isnan(side) for side in (a, b)):
-        raise TypeError("NaN is compared")
+        raise TypeError("NaN cannot be ordered")
     if all(isinstance(side, float) and math.isinf(side) for side in (a, b)):
-        raise TypeError("infinities are compared")
+        raise TypeError("two infinities cannot be ordered")
     return bool(_ORDER[sign](a, b))
 
 
@@ -63,7 +63,7 @@ def arithmetic(sign: str, a: Any, b: Any) -> Any:
         return power(a, b)
     texts = [side for side in (a, b) if not isinstance(side, int | float | complex) and hasattr(side, "__len__")]
     if (sign == "%" and isinstance(a, str | bytes)) or (sign == "*" and texts and not _short(a, b)):
-        raise TypeError(f"{sign} may take for ever")
+        raise TypeError(f"{sign} could take too long")
     return _ARITHMETIC[sign](a, b)
 
 
@@ -75,7 +75,7 @@ def _short(a: Any, b: Any) -> bool:
 def power(a: Any, b: Any) -> Any:
     """Return `a ** b` for small exponents."""
     if not all(isinstance(side, int | float | complex) for side in (a, b)) or abs(b) > 1000 or abs(a) > 1e100:
-        raise TypeError("** may take for ever")
+        raise TypeError("** could take too long")
     return a**b
 
 
@@ -83,7 +83,7 @@ def short_range(*bounds: int) -> range:
     """Return a range of bounded length. Raise `TypeError` for a longer one."""
     found = range(*bounds)
     if len(found) > _LONGEST:
-        raise TypeError(f"a range of {len(found)}")
+        raise TypeError(f"a range of {len(found)} numbers is too long")
     return found
 
 
@@ -112,12 +112,12 @@ def agree(found: Any, expected: Any, tolerance: float) -> bool:
 def Fraction(*parts: Any) -> fractions.Fraction:
     """Return `fractions.Fraction`. Raise `TypeError` for a text with an exponent, which could take a gigabyte."""
     if any(isinstance(part, str) and "e" in part.lower() for part in parts):
-        raise TypeError("a fraction of a text with an exponent")
+        raise TypeError("Fraction of a text with an exponent could take too long")
     return fractions.Fraction(*parts)
 
 
 def Decimal(part: Any) -> decimal.Decimal:
     """Return `decimal.Decimal`. Raise `TypeError` for a text with an exponent, which could take a gigabyte."""
     if isinstance(part, str) and "e" in part.lower():
-        raise TypeError("a decimal of a text with an exponent")
+        raise TypeError("Decimal of a text with an exponent could take too long")
     return decimal.Decimal(part)

@@ -75,7 +75,7 @@ class Math:
         """Raise `UserError` for an answer that cannot be compared."""
         for gold in accepted(row.get("answer")):
             if gold_answer(gold) is None:
-                raise UserError(f"the answer {gold[:80]!r} cannot be read in full as a number, LaTeX or words")
+                raise UserError(f"the answer {gold[:80]!r} cannot be read completely as a number, LaTeX or words")
 
     def _one(self, text: str, answer: Any) -> float | None:
         golds = [gold for one in accepted(answer) if (gold := gold_answer(one)) is not None]

@@ -429,7 +429,7 @@ class whitened:
     def __post_init__(self) -> None:
         if isinstance(self.psi, StatefulPsi):
             raise ValueError(
-                f"whitened got {type(self.psi).__name__}, a psi with memory; expected a function of the batch alone; "
+                f"whitened got {type(self.psi).__name__}, a psi with memory; expected a function that reads only the batch; "
                 "whitening removes a constant baseline anyway, so whiten total_return instead."
             )
 

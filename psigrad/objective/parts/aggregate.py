@@ -117,7 +117,7 @@ def not_truncated(batch: Batch) -> Tensor:
     [True, False]
     """
     if batch.truncated is None:
-        raise ValueError("The batch has no `truncated`, which the filter not_truncated reads; give it or leave the filter out.")
+        raise ValueError("The batch has no `truncated`, which the filter not_truncated reads; give it or remove the filter.")
     return ~batch.truncated
 
 

@@ -389,7 +389,7 @@ class KL:
         if self.estimator == "exact_js":
             meaning = f",  M = {self.mixture:g}·π_ref + {1 - self.mixture:g}·π, summed over the vocabulary"
         elif self.estimator in MEASURED:
-            meaning = "" if self.estimator != "span" else ",  w the pieces of text at whose ends both have a token's end"
+            meaning = "" if self.estimator != "span" else ",  w the pieces of text that end at a token's end in both tokenizers"
         return f"L_t ← L_t + {beta}·{weight}{estimate_of}{meaning}"
 
     def initial_state(self) -> dict[str, float]:

@@ -381,7 +381,7 @@ class with_imitation:
     def __post_init__(self) -> None:
         if self.coefficient <= 0:
             raise ValueError(
-                f"with_imitation has coefficient={self.coefficient}; expected more than 0; else use the surrogate alone."
+                f"with_imitation has coefficient={self.coefficient}; expected more than 0; for 0 use the inner surrogate alone."
             )
         _check_inner(self, SEQUENCES | {"logp_sampler"})
 

@@ -168,8 +168,8 @@ def convert_errors() -> Iterator[None]:
         silent = [str(rank) for rank in silent_ranks(_store(), dist.get_rank(), dist.get_world_size(), ROLL_CALL)]
         who = f"Process {', '.join(silent)} of 0 to {dist.get_world_size() - 1}" if silent else "Another process"
         raise RankLost(
-            f"{who} of this run has ended or does not answer, and its own message says why. The same command goes on from the "
-            "newest checkpoint."
+            f"{who} of this run has ended or does not answer; see its own message. The same command resumes from the newest "
+            "checkpoint."
         ) from error
 
 
@@ -208,8 +208,8 @@ def join_world(
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if division is not None and (size % math.prod(division) or (division != Division() and not lockstep)):
         raise UserError(
-            f"dp_replicate_size, tp_size and cp_size are {', '.join(map(str, division))}, and the number of processes is {size}; "
-            "give strategy=fsdp, and a number that the product of the three divides."
+            f"dp_replicate_size, tp_size and cp_size are {', '.join(map(str, division))}, but there are {size} processes; give "
+            "strategy=fsdp, and a number of processes that is a multiple of their product."
         )
     if size == 1 and not lockstep:
         yield ALONE
@@ -217,7 +217,7 @@ def join_world(
     given = dist.is_initialized()  # Ray Train makes the group itself
     if given and "cpu:" not in (have := dist.get_backend_config()):
         raise UserError(
-            f"The process group that is there ({have}) carries nothing between CPUs; make it with backend cpu:gloo,cuda:nccl (in "
+            f"The existing process group ({have}) cannot communicate between CPUs; create it with backend cpu:gloo,cuda:nccl (in "
             'Ray Train: torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl")).'
         )
     if not given:
@@ -238,11 +238,13 @@ def _make_group(device: str, size: int, minutes: float) -> None:
     cuda = device.startswith("cuda")
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if cuda and size > 1 and torch.device(device).index is not None:
-        raise UserError(f"device is {device!r} and there are {size} processes, each with a GPU of its own; give device=cuda.")
+        raise UserError(f"device is {device!r} and there are {size} processes, each with its own GPU; give device=cuda.")
     if cuda:
         local, here = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if local >= here:
-            raise UserError(f"The {local + 1} processes or more of this machine want a GPU each, and it has {here}; start fewer.")
+            raise UserError(
+                f"This machine has {here} GPUs, but at least {local + 1} processes that need one each; start fewer processes."
+            )
         torch.cuda.set_device(local)
     if size == 1 and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)

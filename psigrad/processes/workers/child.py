@@ -42,7 +42,7 @@ def _watch(most: int) -> None:
     while True:
         held = 1024 * sum(map(int, re.findall(r"^(?:RssAnon|RssShmem):\s+(\d+)", _STATUS.read_text(), re.MULTILINE)))
         if held > most:
-            os.write(2, f"psigrad: a worker holds {held / 1e9:.1f} GB, more than worker_memory_gb, and is killed\n".encode())
+            os.write(2, f"psigrad: a worker uses {held / 1e9:.1f} GB, more than worker_memory_gb, so it is killed\n".encode())
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(_OFTEN)
 

@@ -411,7 +411,7 @@ class WorkerPool(Generic[C]):
         status = self._replace(place)
         if loading:
             how = f"did not load its code within {START_LIMIT:.0f} s" if late else f"died while it loaded its code ({status})"
-            raise self._error(f"The worker of the {self._what} {how}; look at what that imports, and at its output.")
+            raise self._error(f"The worker of the {self._what} {how}; check the imports of that code, and the worker's output.")
         yield calls[0], Lost("" if late else status, calls[1:])
 
     def _replace(self, place: _Place) -> str:

@@ -31,7 +31,7 @@ def facts(run: RunData) -> list[tuple[str, str]]:
     slower = (next((str(event.get("slower") or "") for event in reversed(starts)), ""), _describe_recomputation(run))
     versions = machine.get("versions")
     facts = [
-        ("Begun", f"{began}, taken up again {_times(len(starts) - 1)}" if began and len(starts) > 1 else began),
+        ("Started", f"{began}, resumed {_times(len(starts) - 1)}" if began and len(starts) > 1 else began),
         ("Took", _describe_duration(run)),
         ("Command", "\n".join(clip(command, 1000) for command in commands[-3:])),
         ("On", ", ".join(str(part) for part in on if part)),

@@ -271,7 +271,7 @@ def _samples(run: RunData) -> Table | None:
             verdict = _verdict(sample)
             mark = Cell(verdict, "verdict") if verdict else _number(sample.reward)
             cells[-1] += [Cell(sample.completion, "verbatim"), mark]
-    note = f"First {min(SAMPLES, len(rows))} of {len(rows):,}; those whose reward changed stand first."
+    note = f"First {min(SAMPLES, len(rows))} of {len(rows):,}; rows whose reward changed come first."
     return Table(head, cells, note, turned, full_width=True, visible_rows=AT_ONCE)
 
 

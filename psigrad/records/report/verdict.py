@@ -133,10 +133,10 @@ def _change(name: str, first: Interval, last: Interval, change: Interval, rows: 
     if not math.isfinite(change.mean):
         return "Unknown", "bad", said
     if rows < LEAST_ROWS:
-        few = f"of {show_number(int(rows))} held-out rows, and a verdict takes {LEAST_ROWS}"
+        few = f"only {show_number(int(rows))} held-out rows, and a verdict needs {LEAST_ROWS}"
         return "Too few to judge", "plain", [*said, few]
     if math.isnan(change.low):
-        same = "within each evaluation all rows have the same figure"
+        same = "all rows of an evaluation have the same value"
         return ("Trained", "plain", said) if math.isnan(first.low + last.low) else ("No verdict", "plain", [*said, same])
     if change.low <= 0 <= change.high:
         return "No clear change", "plain", said
@@ -216,6 +216,6 @@ def _warnings(watch: Watch) -> list[str]:
     passed = len({alert.rule for alert in found} - set(standing))
     return [
         f"{several(len(loud), 'warning')}: {', '.join(loud)}" if loud else "" if passed else "no warnings",
-        f"{several(passed, 'warning')} that passed" if passed else "",
+        f"{several(passed, 'earlier warning')}" if passed else "",
         f"the task is solved, which explains: {', '.join(calm)}" if calm else "",
     ]

@@ -88,7 +88,7 @@ class ModelRole:
         found.append(MemoryItem(f"{self.name}: gradients", stored * each, "held", note))
         coarse, masters = min(self.coarse, learns), self.masters * half
         moments = learns * (8 + masters) - coarse * (8 - 2.03125)  # a scale of 4 bytes for 256 of each moment
-        note = ("two moments of 8 bits" if coarse else "two moments") + (" and float32 masters" if masters else "")
+        note = ("two moments in 8 bits" if coarse else "two moments") + (" and float32 masters" if masters else "")
         found.append(MemoryItem(f"{self.name}: optimizer", moments, "held", note))
         return found
 
@@ -162,7 +162,7 @@ def passing(
     if there:
         # Memory has the kept activations and copies of one layer; or, one step in twenty and in later passes, a forward pass's.
         activations = max(activations - there, activations / policy.layers)
-        note += ", beside what was kept"
+        note += ", besides the kept activations"
     found = [
         MemoryItem("activations", activations, "train", note),
         MemoryItem("backward pass", backward, "train", "gradients of one layer's activations"),
@@ -175,7 +175,7 @@ def passing(
     if critic is not None:
         # The critic learns after the policy, whose activations are freed by then.
         more = sum(forward_and_back(work, *critic, recompute)) - activations - backward - REFILLED * there
-        found += [MemoryItem("critic's activations", more, "train", "beyond the policy's, which are gone by then")] * (more > 0)
+        found += [MemoryItem("critic's activations", more, "train", "beyond the policy's, which are freed by then")] * (more > 0)
     if work.samples and not work.engine:
         slots = f"{work.slots} sequences"
         found.append(MemoryItem("KV cache", cache_bytes(work, policy, kept, width), "sample", slots))
@@ -200,8 +200,8 @@ def kept_size(work: Work, policy: Shape, kept: Terms) -> float:
 def _kept_item(size: float, limit: float) -> MemoryItem:
     """Return the activations kept from sampling until the update; beyond the limit they are dropped."""
     if size <= limit:
-        return MemoryItem(KEPT, size, "held", "so that training runs no forward pass of its own")
-    return MemoryItem(KEPT, limit, "sample", f"let go beyond {limit / 1e9:g}e9 bytes")
+        return MemoryItem(KEPT, size, "held", "so that training needs no forward pass")
+    return MemoryItem(KEPT, limit, "sample", f"freed beyond {limit / 1e9:g}e9 bytes")
 
 
 def _backward(policy: Shape, tokens: int) -> float:

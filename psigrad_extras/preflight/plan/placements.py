@@ -19,10 +19,10 @@ from psigrad_extras.preflight.plan.memory import BASELINE, MemoryItem, ModelRole
 from psigrad_extras.preflight.plan.predict import MARGIN, Plan, predict
 
 ASSUMED = (
-    "devices alike and never idle within their share; matrix products at the shares of the peak that `psigrad plan` assumes; "
-    "gradients and shards travel at the network's speed, half of it hidden behind the computation; new weights reach all "
-    "samplers in the time that one copy takes through the host's memory, as measured, or by the network where that is slower; "
-    "vLLM on devices of its own takes 0.8 of their memory, unless sampling.vllm_memory says otherwise"
+    "identical devices that are never idle within their share; matrix products at the shares of the peak that `psigrad plan` "
+    "assumes; gradients and shards travel at the network's speed, and computation hides half of that time; new weights reach "
+    "all samplers in the measured time of one copy through the host's memory, or at the network's speed if that is slower; vLLM "
+    "on its own devices uses 0.8 of their memory, unless sampling.vllm_memory is set"
 )
 # The share of a sharded backward pass's messages that computation hides. FSDP2 gathers the next layer while one computes.
 HIDDEN = 0.5

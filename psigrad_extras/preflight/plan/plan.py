@@ -111,8 +111,8 @@ def foretell(config: Config, ask: Callable[[str], str] | None = None) -> None:
     there = max(made.seconds * work.steps, 1.0)
     # The number of turns of an episode, and the time of its answers, are unknown.
     plays = getattr(config, "plays", False)
-    apart = ", evaluations apart" * (config.evaluation.eval_prompts != 0)
-    spent = " a turn" if plays else f", about {seconds(there)} here{_instructions(config)}{apart}" if made.seconds else ""
+    apart = ", without evaluations" * (config.evaluation.eval_prompts != 0)
+    spent = " per turn" if plays else f", about {seconds(there)} here{_instructions(config)}{apart}" if made.seconds else ""
     steps = f"{work.steps:,} step{'s' * (work.steps != 1)}"
     note = f" {busy(here.kind)}" if made.seconds and not plays else ""
     redaction.say(f"{steps} of {work.rows:,} rows, about {float(f'{tokens:.2g}'):,.0f} tokens{spent}.{note.rstrip()}")
@@ -133,7 +133,7 @@ def _sentence(plan: Plan) -> str:
     way = next((name for name, other in plan.ways if other.fits), "")
     if way == ALL:
         way = "all of " + ", ".join(name for name, _ in plan.ways if name != ALL)
-    advice = f"try {way}" if way else "`psigrad plan` shows where it goes"
+    advice = f"try {way}" if way else "`psigrad plan` shows what takes it"
     return f"The run may need {show_size(plan.memory.peak)} of memory and there are {show_size(plan.machine.memory)}; {advice}."
 
 
@@ -170,9 +170,9 @@ def table(plan: Plan, source: str = "") -> str:
         (item.name, show_size(item.bytes), " ".join(filter(None, (_PHASES[item.phase], item.note)))) for item in plan.memory.items
     ]
     rows.append(("process", show_size(plan.memory.baseline), "Python, torch and transformers"))
-    rows.append(("allocator", show_size(plan.memory.slack), "holes between blocks of unlike sizes"))
+    rows.append(("allocator", show_size(plan.memory.slack), "gaps between blocks of different sizes"))
     wide = max(len(name) for name, _, _ in rows)
-    held = f"within {MARGIN:.0%} where it was measured" if plan.machine.kind == "cpu" else "not held against a GPU"
+    held = f"measured errors are within {MARGIN:.0%}" if plan.machine.kind == "cpu" else "not verified on a GPU"
     lines = [f"{name:<{wide}}  {value:>8}  {note}".rstrip() for name, value, note in rows]
     lines += [
         "",
@@ -192,9 +192,9 @@ def verdict(plan: Plan) -> str:
     if plan.fits:
         return "it fits"
     if plan.starved:
-        return "vLLM's share of it is too small for the model"
+        return "vLLM's share of the memory is too small for the model"
     near = plan.memory.peak <= plan.machine.memory
-    return "it may not fit: the prediction's error is larger than what is left" if near else "it does not fit"
+    return "it may not fit: the prediction's error is larger than the remaining memory" if near else "it does not fit"
 
 
 def _arithmetic(plan: Plan, source: str) -> list[str]:
@@ -221,7 +221,7 @@ def _arithmetic(plan: Plan, source: str) -> list[str]:
         even = [float(i % 2) for i in range(prompts or DEFAULT_PROMPTS)]
         asked = f"{len(even)} held-out prompts" if prompts else f"at most {len(even)} held-out prompts"
         lines.append(
-            f"verdict    {asked} show a gain of {detectable_gain(even):.2g} of a reward of 0 or 1, from 0.5, in 4 runs of 5"
+            f"verdict    {asked} reveal a gain of {detectable_gain(even):.2g}, from 0.5, of a 0-or-1 reward in 4 of 5 runs"
         )
     return lines
 
@@ -260,7 +260,7 @@ def samplers(plan: Plan) -> dict[str, float]:
 def _ways(plan: Plan) -> list[str]:
     ways = plan.ways
     if not ways:
-        return ["  nothing that psigrad has; take a smaller model or more memory"]
+        return ["  psigrad has no setting for that; use a smaller model or more memory"]
     wide = max(len(name) for name, _ in ways)
     return [f"  {name:<{wide}}  {show_size(other.memory.peak):>8}{'  fits' if other.fits else ''}" for name, other in ways]
 
@@ -302,7 +302,7 @@ def divisions(found: Sequence[Split], source: str, fewest: int) -> str:
 
 def _advice(found: Sequence[Split], fewest: int) -> str:
     """Return the settings to use or, if nothing fits, the obstacle of the division that comes closest."""
-    training = f"In shards it fits on {fewest} training device{'s' * (fewest > 1)}."
+    training = f"Sharded, it fits on {fewest} training device{'s' * (fewest > 1)}."
     training = training if fewest else "No number of devices up to 1,024 is enough."
     best = found[0]
     if best.fits:
@@ -320,7 +320,7 @@ def _advice(found: Sequence[Split], fewest: int) -> str:
         where, ways = "a trainer", ", ".join(name for name, _ in near.plan.ways[:3])
     else:
         where, ways = "a sampler", "sampling.max_decode_batch"
-    return f"Nothing fits: {where} needs more than a device has. What takes less: {ways}. {training}"
+    return f"Nothing fits: {where} needs more than a device has. Settings that need less: {ways}. {training}"
 
 
 def placements(found: Sequence[Split]) -> list[dict[str, Any]]:

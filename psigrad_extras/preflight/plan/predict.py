@@ -342,7 +342,7 @@ def _tokenizer(path: str) -> Any:
     try:
         return load_tokenizer(path)
     except UserError as error:
-        raise UserError(f"{error} Or remove the dataset and give --prompt-length.") from error
+        raise UserError(f"{error} Alternatively, remove the dataset and give --prompt-length.") from error
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Config]]:

@@ -298,6 +298,6 @@ def test_mistakes_are_one_sentence(job, tmp_path):
     said = finish(start(job, tmp_path / "run", cluster="127.0.0.1:1"), status=1)
     assert "There is no Ray cluster at '127.0.0.1:1'" in said
     said = finish(start(job, tmp_path / "two", sampler_gpus=1.0, timeout_minutes=0.1), status=1)
-    assert "each wants 1 CPU and 1 GPU" in said and "less of them in placement" in said
+    assert "each needs 1 CPU and 1 GPU" in said and "request less in placement" in said
     said = finish(start(job, tmp_path / "three", cluster="", environment_actors=1, kind="episodes"), status=1)
-    assert "environment actors on a Ray cluster and none was named" in said
+    assert "environment actors on a Ray cluster, but no cluster was named" in said

@@ -201,7 +201,7 @@ def test_flags_files_and_keywords_come_to_the_same(name, here):
         if isinstance(found[0], str):
             assert len({same_sentence(said, name) for said in found}) == 1, found
             told = "; expected '" if row.refused and value not in row.refused else row.why
-            assert told in found[0] or row.rule or "counted in epochs" in found[0], found[0]
+            assert told in found[0] or row.rule or "given in epochs" in found[0], found[0]
         else:
             assert found[0] == found[1] == found[2], value
         usual = outcome(by_keyword, method, BESIDE.get(name, {}))
@@ -337,7 +337,7 @@ def test_a_loss_of_dpos_is_its_own_method_by_every_entrance(here):
 @pytest.mark.parametrize(
     ("config", "method", "given", "said"),
     [
-        ("GRPOConfig", "grpo", {"sapo_temperature_pos": 2.0}, "grpo has no soft clip, so sapo_temperature_pos means nothing"),
+        ("GRPOConfig", "grpo", {"sapo_temperature_pos": 2.0}, "grpo has no soft clip, so sapo_temperature_pos has no effect"),
         ("DPOConfig", "dpo", {"loss_type": "unheard"}, "loss_type is 'unheard': expected one of sigmoid, hinge, ipo"),
         ("DPOConfig", "dpo", {"loss_type": ["sigmoid", "ipo"]}, "loss_type has 'ipo' too: one loss is trained"),
         (
@@ -347,8 +347,8 @@ def test_a_loss_of_dpos_is_its_own_method_by_every_entrance(here):
             "loss_type is 'luspo': expected one of grpo, dapo, bnpo, dr_grpo, cispo, sapo, vespo",
         ),
         ("DPOConfig", "dpo", {"loss_weights": [1.0, 2.0]}, "one loss is trained; sft adds the likelihood of the chosen"),
-        ("GRPOConfig", "grpo", {"model_init_kwargs": "unheard"}, "a model is loaded by dtype and revision"),
-        ("GRPOConfig", "grpo", {"model_init_kwargs": {"quantization_config": 4}}, "a base in codes is quantize_base=nf4 or int8"),
+        ("GRPOConfig", "grpo", {"model_init_kwargs": "unheard"}, "set dtype and revision"),
+        ("GRPOConfig", "grpo", {"model_init_kwargs": {"quantization_config": 4}}, "quantize_base=nf4 or int8 quantises the base"),
         ("SFTConfig", "sft", {"loss_type": "dft"}, "loss_type is 'dft': the method is the command"),
         (
             "SFTConfig",

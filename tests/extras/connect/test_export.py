@@ -138,7 +138,7 @@ def test_cuts_of_the_families_and_of_none_that_is_known():
     assert export._cut({"type": "Sequence", "pretokenizers": [{"type": "Digits"}, {**byte, "use_regex": True}]}) == "smollm"
     assert export._cut({**byte, "use_regex": True}) == "gpt-2"
     for other in (split(r"\w+"), byte, None):
-        with pytest.raises(UserError, match="no name for in GGUF"):
+        with pytest.raises(UserError, match="does not know GGUF's name"):
             export._cut(other)
 
 

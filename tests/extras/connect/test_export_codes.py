@@ -62,7 +62,7 @@ def test_the_merged_matrix_by_hand_and_the_log_probs_of_the_policy(kind, dtype, 
     assert held == {"quantize_base": kind, "dtype": dtype}
 
     assert cli.main(["export", str(run), "--to", "merged", "--output", str(tmp_path / "merged")]) == 0
-    assert f"the base as it was trained on, rounded to {kind}" in capsys.readouterr().out
+    assert f"the base that it was trained on, whose weights are rounded to {kind}" in capsys.readouterr().out
     assert f"rounded to {kind}." in (tmp_path / "merged" / "README.md").read_text()
     w0 = load_file(base / "model.safetensors")[MATRIX].to(getattr(torch, dtype))
     learnt = load_file(run / "model" / "adapter_model.safetensors")
@@ -117,4 +117,4 @@ def test_an_adapter_that_goes_on_over_other_numbers_is_said(tmp_path, capsys):
     capsys.readouterr()
     for number, (kind, said) in enumerate((("int8", False), ("", True), ("nf4", True))):
         trained("sft", run / "model", tmp_path / f"{number}", rows, lora_rank=0, quantize_base=kind)
-        assert ("learnt over its base in int8; --quantize-base int8 goes on" in capsys.readouterr().err) == said
+        assert ("trained over a base quantised to int8; --quantize-base int8 continues" in capsys.readouterr().err) == said

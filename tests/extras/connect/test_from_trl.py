@@ -133,7 +133,7 @@ def test_a_script_is_read_without_being_run(here):
         "prompts_per_step": 2,
     }
     assert made.look_at == [
-        "seed = seed(): only a run of the script would tell.",
+        "seed = seed(): the value is known only when the script runs; add the setting.",
         "callbacks=[Mine()]: give them as callbacks=[…] or --callbacks file.py:Class.",
     ]
     assert [line.split(":")[0] for line in made.no_equal] == ["LoraConfig(lora_bias=True)"]
@@ -182,7 +182,7 @@ def test_teaching_the_assistant_alone_needs_nothing(here):
     Path("a.py").write_text("from trl import SFTConfig\nSFTConfig(assistant_only_loss=True)\n")
     assert "assistant" not in "".join([*converted("a.py").differs, *converted("a.py").no_equal])
     Path("b.py").write_text("from trl import SFTConfig\nSFTConfig()\n")
-    assert "Rows of messages teach the assistant's turns alone" in "".join(converted("b.py").differs)
+    assert "In rows of messages psigrad trains only on the assistant's turns" in "".join(converted("b.py").differs)
 
 
 @pytest.mark.parametrize(("value", "dataset"), [('"org/data"', "org/data"), ("None", None)])
@@ -206,7 +206,7 @@ def test_the_yaml_and_the_command_give_the_same_settings(more, here, capsys):
     assert cli.main(["from-trl", "mine.py", "--output", "run.yaml"]) == 0
     assert cli.main(["from-trl", "mine.py"]) == 0
     said = capsys.readouterr().out
-    assert said.count("# no equal here:") == 2 and said.startswith("# psigrad grpo --config run.yaml")
+    assert said.count("# no equivalent here:") == 2 and said.startswith("# psigrad grpo --config run.yaml")
     typed = next(line for line in said.splitlines() if line.startswith("# psigrad grpo --model") or "algorithm.aggregate" in line)
     words = shlex.split(typed.removeprefix("# psigrad grpo"))
     assert flags.parse(OnlineConfig, "grpo", words, {"algorithm": "grpo"}) == load(OnlineConfig, "run.yaml")
@@ -282,14 +282,16 @@ def test_yaml_of_trls_command_line(here):
     assert made.settings["model.lora_rank"] == 8 and made.settings["evaluation.eval_steps"] == 10
     told = "\n".join([*made.differs, *made.no_equal])
     assert (
-        "warmup_ratio is 0.1 of a run that is counted in epochs" in told and "packing" in told and "neftune_noise_alpha=5" in told
+        "warmup_ratio is 0.1, a share of a run whose length is given in epochs" in told
+        and "packing" in told
+        and "neftune_noise_alpha=5" in told
     )
 
 
 def test_a_value_that_a_setting_does_not_take_stands_among_what_has_no_equal(here):
     for value, said in (
         ("steps", "optim.lr_scheduler_type is 'steps'; expected 'linear', 'cosine'"),
-        ("reduce_lr_on_plateau", "lr_scheduler_type is 'reduce_lr_on_plateau': reduce_lr_on_plateau and greedy follow a figure"),
+        ("reduce_lr_on_plateau", "lr_scheduler_type is 'reduce_lr_on_plateau': a callback can follow a metric"),
     ):
         Path("c.yaml").write_text(yaml.safe_dump({"packing": True, "lr_scheduler_type": value, "learning_rate": 0.5}))
         made = converted("c.yaml")
@@ -300,7 +302,7 @@ def test_a_value_that_a_setting_does_not_take_stands_among_what_has_no_equal(her
 @pytest.mark.parametrize(("given", "told"), [({}, True), ({"bf16": False}, False), ({"fp16": True}, False)])
 def test_trls_bfloat16_by_default_is_told(given, told, here):
     Path("c.yaml").write_text(yaml.safe_dump({"packing": True, **given}))
-    assert any("Without bf16=False" in line for line in converted("c.yaml").differs) is told
+    assert any("unless bf16=False" in line for line in converted("c.yaml").differs) is told
 
 
 def test_a_share_of_warm_up_is_counted_where_the_steps_are_known(here):
@@ -314,7 +316,7 @@ def test_a_share_of_warm_up_is_counted_where_the_steps_are_known(here):
     [
         ("absent.py", None, "cannot be read"),
         ("a.py", "def (", "is not Python"),
-        ("a.py", "x = 1", "makes none of TRL's trainers or configurations"),
+        ("a.py", "x = 1", "creates none of TRL's trainers or configurations"),
         ("a.py", "GRPOConfig(learning_rat=1)", "has no field 'learning_rat'; did you mean 'learning_rate'"),
         ("a.yaml", "num_processes: 2\ndistributed_type: FSDP", "configuration of accelerate; .* --processes 2 --strategy fsdp"),
         ("a.yaml", "learning_rate: 1", "does not say which trainer it is for; add --trainer"),

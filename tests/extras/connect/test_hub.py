@@ -182,8 +182,8 @@ def test_branches_and_private_repositories(result, hub, capsys):
     [
         ("a/b/c", "is not a valid repository name"),
         ("no spaces", "is not a valid repository name"),
-        ("bob/letters", "may not write there; give a name of your own"),
-        ("bob/theirs", "may not write there; give a name of your own"),
+        ("bob/letters", "may not write there; give a repository of yours"),
+        ("bob/theirs", "may not write there; give a repository of yours"),
     ],
 )
 def test_names_that_cannot_be_are_one_sentence(result, hub, name, says, capsys):

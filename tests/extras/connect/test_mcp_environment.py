@@ -74,13 +74,13 @@ def test_rows_open_as_the_server_does_and_a_group_begins_alike(asked):
     rows = made.rows(3, 7)
     assert len({row["seed"] for row in rows}) == 3 and rows == made.rows(3, 7) != made.rows(3, 8)
     assert all(row["prompt"] == [{"role": "user", "content": "4"}] for row in rows) and made().reset(rows[0]) is None
-    with pytest.raises(ValueError, match="the row has level for the server's tool reset, which takes seed"):
+    with pytest.raises(ValueError, match="the row gives level to the server's tool reset, which takes only seed"):
         made().reset({**rows[0], "reset": {"level": 2}})
     answers["reset"] = ("9", {})
-    with pytest.raises(ValueError, match="by one seed the server opens with '4' and '9'"):
+    with pytest.raises(ValueError, match="for one seed the server opened with '4' and then with '9'"):
         made().reset(rows[0])
     answers["reset"] = ("", {})
-    with pytest.raises(UserError, match="opens with nothing to read; give a dataset"):
+    with pytest.raises(UserError, match="starts an episode without any text; give a dataset"):
         made.rows(1, 0)
 
 
@@ -101,7 +101,7 @@ def test_a_server_without_reset_is_its_tools_on_rows_of_yours(asked, monkeypatch
     monkeypatch.setattr(mcp_environment, "resolve", lambda specs, variables=(): [tool("look", where=TEXT)])
     made = resolve("mcp:python game.py")
     assert made().reset({"prompt": "look"}) is None and made().step(call("look", where="up")).done is False
-    with pytest.raises(UserError, match=r"'a server' opens with nothing to read; give a dataset"):
+    with pytest.raises(UserError, match=r"'a server' starts an episode without any text; give a dataset"):
         made.rows(1, 0)
 
 

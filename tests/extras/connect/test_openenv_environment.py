@@ -127,10 +127,10 @@ def test_rows_open_as_the_server_does_and_a_group_begins_alike(server):
     assert len({row["seed"] for row in rows}) == 3 and rows == environment.rows(3, 7) != environment.rows(3, 8)
     assert all(row["prompt"][0]["content"] == row["opening"] == str(row["seed"]) for row in rows) and server.open == 0
     assert environment().reset(rows[0]) is None
-    with pytest.raises(ValueError, match="a group must begin alike"):
+    with pytest.raises(ValueError, match="episodes of one group must start the same"):
         environment().reset({**rows[0], "seed": rows[0]["seed"] + 1})
     server.observed = lambda text, **more: SimpleNamespace(observation={"done": False}, **more)
-    with pytest.raises(UserError, match="opens with nothing to read; give a dataset with prompts"):
+    with pytest.raises(UserError, match="starts an episode without any text; give a dataset with prompts"):
         environment.rows(1, 0)
 
 

@@ -202,7 +202,7 @@ def test_a_tracker_that_raises_is_told_about_once_and_left_alone(capsys):
     tracker.log(2, {})
     tracker.close()
     told = capsys.readouterr().err
-    assert told.count("\n") == 1 and "tracker mine failed and gets nothing more: ConnectionError: no route" in told
+    assert told.count("\n") == 1 and "tracker mine failed and is no longer used: ConnectionError: no route" in told
     assert failing.calls == 1
 
 

@@ -87,7 +87,9 @@ def test_a_changed_reward_is_named(planted):
     folder, row = planted("single pass", "rollouts.jsonl", lambda row: row.update(reward=row["reward"] + 0.25), trained(6))
     said = replay(folder, 6).differences
     whose = f"step 6, row {row['row']}, completion {row['k']}"
-    assert said[0].startswith(f"{whose}: its reward is {row['reward']:g} in its row, and {row['reward'] - 0.25:g}")
+    assert said[0].startswith(
+        f"{whose}: its reward is {row['reward']:g} in its row, but its parts sum to {row['reward'] - 0.25:g}"
+    )
     assert any(line.startswith(f"{whose}: advantage is") for line in said)
     assert any(line.startswith("step 6: grad_norm is") for line in said)
 
@@ -100,7 +102,7 @@ def test_a_changed_token_is_named_also_in_a_step_before(planted):
     token = row["completion_ids"][2]
     found = replay(folder, 6)
     assert found.differences[0].startswith(
-        f"step 5, row {row['row']}, completion {row['k']}: token 2 is {token} in its row, and "
+        f"step 5, row {row['row']}, completion {row['k']}: token 2 is {token} in its row, but "
     ), found.differences[0]
     assert any(line.startswith("step 6: grad_norm is") for line in found.differences), "what follows trained on another token"
     assert next(iter(lines_of(found))).endswith("from the checkpoint of step 4: 2 steps recomputed")
@@ -110,7 +112,7 @@ def test_a_figure_changed_in_its_last_digit_is_named(planted):
     folder, row = planted("grpo", "metrics.jsonl", lambda row: row.update(grad_norm=row["grad_norm"] * (1 + 2**-52)),
                           lambda row: row["step"] == 6 and "grad_norm" in row)  # fmt: skip
     (said,) = replay(folder, 6).differences
-    assert said.startswith(f"step 6: grad_norm is {row['grad_norm']!r} in metrics.jsonl, and ")
+    assert said.startswith(f"step 6: grad_norm is {row['grad_norm']!r} in metrics.jsonl, but ")
 
 
 def test_other_methods_by_hand(made):

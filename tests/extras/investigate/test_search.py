@@ -54,7 +54,7 @@ def test_each_trial_is_the_mean_over_its_seeds_with_its_interval_and_a_study_res
         assert trial.value == pytest.approx(1.5 - (trial.params["x"] - 3) ** 2)
         # two values one apart: t(0.975, 1) · 0.7071 / √2 = 12.706 / 2
         assert trial.user_attrs["interval"][1] - trial.value == pytest.approx(6.353, abs=1e-3)
-    with pytest.raises(UserError, match="has a sweep of sft"):
+    with pytest.raises(UserError, match=r"holds another sweep \(sft"):
         search.run(["sft"], X, tmp_path, seeds=(7,), train=second)
 
 
@@ -71,7 +71,7 @@ def test_a_failed_trial_is_counted_and_the_first_one_tells_why(tmp_path):
     assert len(calls) == len(study.trials) == 3 and [t.value is None for t in study.trials] == [False, True, False]
     with pytest.raises(UserError, match="has no held-out loss"):
         search.run(["sft"], X, tmp_path / "c", metric="loss", train=Trainer())
-    with pytest.raises(UserError, match="which is to fall; give --metric loss"):
+    with pytest.raises(UserError, match="which should decrease; give --metric loss"):
         search.run(["sft"], X, tmp_path / "d", train=Trainer(loss=True))
 
 

@@ -89,7 +89,7 @@ def test_equal_texts_are_shown_once_and_share_their_place():
         assert len(answers_of(seen[0])) == 2
         assert scores(ranking(url), ["a", "a"]) == [None, None] and len(seen) == 2
         (alone,) = scores(ranking(url), ["a"])
-        assert isinstance(alone, Unscored) and "shown one" in alone.reason
+        assert isinstance(alone, Unscored) and "only one was given" in alone.reason
 
 
 @pytest.mark.parametrize(

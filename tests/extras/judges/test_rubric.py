@@ -209,7 +209,7 @@ def test_a_local_judge_gives_the_mean_of_the_scores_weighted_by_their_probabilit
         logits = judge.network(input_ids=torch.tensor([[*before, *reply]])).logits[0, len(before) - 1 : -1]
         chances.append(float(torch.log_softmax(logits.double(), -1).gather(1, torch.tensor(reply)[:, None]).sum().exp()))
     if isinstance(found, Unscored):
-        assert "replies otherwise" in found.reason
+        assert "replies with something else" in found.reason
         monkeypatch.setattr(module, "_LEAST", 0.0)
         (found,) = Rubric(rubric="Be brief.", model=str(tmp_path), scale=3)(prompts=["Hi"], completions=["Hello"])
     expected = sum(k * p for k, p in enumerate(chances)) / sum(chances) / 3

@@ -83,19 +83,19 @@ def test_what_cannot_be_divided_is_refused_by_name(monkeypatch):
         mesh.check(model, meshes.alone(context=3))
     with pytest.raises(UserError, match="2 heads of keys and values, which tp_size=4 does not divide"):
         mesh.check(model, meshes.alone(tensor=4))
-    moe = r"the plan of Qwen3MoeForCausalLM has moe_tp_experts, packed_colwise, which is unknown here"
+    moe = r"the plan of Qwen3MoeForCausalLM has moe_tp_experts, packed_colwise, which psigrad does not know"
     for kind, why in (("gpt2", "transformers has no plan to divide GPT2LMHeadModel"), ("qwen3_moe", moe)):
         with pytest.raises(UserError, match=why):
             mesh.divide_layers(meshes.family(kind), None)
     model.why_padded = "its layers are recurrent"
-    with pytest.raises(UserError, match="are for models that are packed, and this one is not: its layers are recurrent"):
+    with pytest.raises(UserError, match="need a model that runs packed, and this one does not: its layers are recurrent"):
         mesh.check(model, meshes.alone(context=2))
     model.why_padded, model.network.model.layers[0].has_state = "", True
-    with pytest.raises(UserError, match="are for models that attend in each layer; LlamaForCausalLM has states"):
+    with pytest.raises(UserError, match="need attention in every layer, but LlamaForCausalLM has recurrent layers"):
         mesh.check(model, meshes.alone(context=2))
     monkeypatch.setenv("WORLD_SIZE", "4")
     for division, lockstep in ((Division(tensor=3), True), (Division(context=2), False)):
-        with pytest.raises(UserError, match="and the number of processes is 4; give strategy=fsdp"):
+        with pytest.raises(UserError, match="but there are 4 processes; give strategy=fsdp"):
             join_world(lockstep=lockstep, division=division).__enter__()
 
 

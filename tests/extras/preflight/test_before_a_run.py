@@ -123,17 +123,17 @@ def test_a_run_says_first_how_long_it_will_be_and_by_which_kernel(job, tmp_path,
     plan.foretell(sft_config(job, tmp_path / "run"))
     said = capsys.readouterr().err
     # six steps of four rows of some seven tokens
-    assert said.startswith("psigrad: 6 steps of 4 rows, about 1") and " s here (A kernel), evaluations apart." in said
+    assert said.startswith("psigrad: 6 steps of 4 rows, about 1") and " s here (A kernel), without evaluations." in said
     plan.foretell(replace(sft_config(job, tmp_path / "run"), evaluation=Evaluation(eval_prompts=0)))
     assert capsys.readouterr().err.endswith(" s here (A kernel).\n"), "what is not done is not told of"
     monkeypatch.setattr(plan, "kernels", lambda: "no C++ compiler was found")
     plan.foretell(sft_config(job, tmp_path / "run"))
-    assert " s here, evaluations apart." in capsys.readouterr().err
+    assert " s here, without evaluations." in capsys.readouterr().err
     monkeypatch.setattr(os, "getloadavg", lambda: (12.34, 0.0, 0.0))
     plan.foretell(sft_config(job, tmp_path / "run"))
     assert re.search(r" evaluations apart\. The machine is busy \(load 12\.3 on \d+ cores\), so", capsys.readouterr().err)
     plan.foretell(agent_config(job, tmp_path / "agent"))
-    assert (said := capsys.readouterr().err).endswith(" tokens a turn.\n"), said
+    assert (said := capsys.readouterr().err).endswith(" tokens per turn.\n"), said
 
 
 def test_a_long_run_that_nobody_asked_for_is_begun_on_a_yes_alone(job, tmp_path, monkeypatch):

@@ -237,7 +237,7 @@ def test_a_control_that_shows_nothing_leaves_a_check_unproven(models, tmp_path):
     found = check.run(config(tmp_path))
     assert {f.name: f.verdict for f in found}["packing"] == "unproven"
     assert not check.all_pass(found)
-    assert "Unproven: packing" in (said := check.report(found)) and "the model says the same to all" in said
+    assert "Unproven: packing" in (said := check.report(found)) and "the model answers all of them alike" in said
     rounded = check.Finding("packing", "", value=1e-2, bound=5e-2, control=4e-2)  # in bfloat16
     assert check.report([rounded]).endswith("check once with --dtype float32.")
     counted = check.Finding("data", "", value=0, bound=0.0, control=120)
@@ -270,7 +270,7 @@ def test_rows_that_the_template_cannot_say_are_named_as_in_the_file_or_left_out_
     talks[1][0]["name"] = "Al"
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     data = Data(dataset=str(tmp_path / "talks.jsonl"))
-    with pytest.raises(UserError, match=r"talks\.jsonl:2: column 'messages\[0\]\.name' is left out.*--bad-rows skip"):
+    with pytest.raises(UserError, match=r"talks\.jsonl:2: column 'messages\[0\]\.name' is dropped.*--bad-rows skip"):
         check.load_subject(config(tmp_path, data=data))
     subject = check.load_subject(config(tmp_path, data=replace(data, bad_rows="skip")))
     assert [prompt.row.source[-1] for prompt in subject.dataset] == ["1", "3"] and check.check_data(subject).verdict == "ok"

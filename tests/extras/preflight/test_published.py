@@ -180,8 +180,11 @@ def test_what_an_engine_lacks_is_said_where_trainers_fit(tmp_path, capsys):
     arguments += ["--device", "cuda", "--gpu", "h100", "--devices", "64"]
     assert cli.main(arguments) == 0
     out = capsys.readouterr().out
-    assert "Nothing fits: vLLM's engine needs more than a device has. What takes less: sampling.tensor_parallel_size=4." in out
-    assert "In shards it fits on 64 training devices." in out
+    assert (
+        "Nothing fits: vLLM's engine needs more than a device has. Settings that need less: sampling.tensor_parallel_size=4."
+        in out
+    )
+    assert "Sharded, it fits on 64 training devices." in out
     assert cli.main([*arguments, "--tensor-parallel-size", "4"]) == 0
     assert "Best: placement.processes=" in capsys.readouterr().out
 
@@ -212,7 +215,7 @@ def test_the_command_takes_a_gpu_by_name(tmp_path, capsys):
     assert "phases     sampling " in out and "samplers   embedded " in out and "; vllm is faster" in out
     assert cli.main([*arguments, "--device=h100", "--vllm-memory", "0.1"]) == 0
     out = capsys.readouterr().out
-    assert "vLLM's share of it is too small" in out and "sampling.tensor_parallel_size=2" in out
+    assert "vLLM's share of the memory is too small" in out and "sampling.tensor_parallel_size=2" in out
     assert cli.main([*arguments, "--device", "cuda", "--gpu", "h1000"]) == 2
     assert "gpu is 'h1000'; expected one of" in capsys.readouterr().err
     assert cli.main([*arguments, "--device", "cpu", "--gpu", "h100"]) == 2

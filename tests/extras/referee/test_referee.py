@@ -71,7 +71,9 @@ def test_two_files_part_where_they_differ(job, capsys, changed, first):
     status = cli.main(["referee", write(job, "a.yaml"), write(job, "b.yaml", **changed)])
     said = capsys.readouterr().out
     assert status == bool(first)
-    assert (f"The first tensor where they part: {first}, in step" in said) if first else "never part, up to step 2." in said
+    assert (
+        (f"The first tensor in which they differ: {first}, in step" in said) if first else "do not differ, up to step 2." in said
+    )
 
 
 def test_a_mistake_is_one_sentence(job, capsys):
@@ -124,7 +126,7 @@ def step(**changed):
     [
         ({"log-probs": [[-1.0, -2.00001]]}, "", ""),  # 5e-6 of the scale
         ({"log-probs": [[-1.0, -2.1]]}, "log-probs", "Row 0 (prompt 'say a:'), token 1: psigrad has -2, TRL has -2.1."),
-        ({"loss weights": {0: [0.25, 0.25]}}, "loss weights", "2 of 2 values part."),
+        ({"loss weights": {0: [0.25, 0.25]}}, "loss weights", "2 of 2 values differ."),
         ({"loss": 1e-6}, "", ""),  # beside slopes of 1 together
         ({"loss": 0.01}, "loss", "psigrad has 0, TRL has 0.01"),
         ({"update": {"w": torch.tensor([-0.1, -0.1])}}, "", ""),  # the gradient of the second weight is rounding

@@ -308,7 +308,7 @@ def test_a_missed_update_ends_the_run_in_a_sentence():
     sampler = VLLMSampler(model, 16, service="vllm_sabotage:service")
     switch(sampler, head=True)
     step(model, 1e-6)
-    said = r"did not take update 2 of the weights: it does not compute with the weight model\.embed_tokens\.weight as it was sent"
+    said = r"did not take update 2 of the weights: it does not compute with the weight model\.embed_tokens\.weight as sent"
     with pytest.raises(UserError, match=said):
         sampler.sample(some_requests(), SamplingParams(max_tokens=4))
     with pytest.raises(UserError, match=said):
@@ -355,7 +355,7 @@ def test_an_engine_that_is_killed_is_started_again_and_nothing_is_lost(monkeypat
         monkeypatch.setattr(vllm_backend, "LOSSES", 1)
         keeper = sampler._worker.process.pid  # the engine is below it
         os.kill(int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0]), signal.SIGSTOP)
-        with pytest.raises(UserError, match=r"lost 1 times in a row, last because it gave no sign of life"):
+        with pytest.raises(UserError, match=r"lost 1 times in a row, the last time because it did not answer"):
             sampler.sample(requests, params)
 
 

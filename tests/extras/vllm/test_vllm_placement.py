@@ -39,7 +39,7 @@ def test_each_ranks_engine_is_on_the_ranks_device(device, count, visible, expect
 
 
 def test_more_devices_than_there_are_is_a_sentence():
-    with pytest.raises(UserError, match="tensor_parallel_size is 2 and the trainer on cuda:1 sees 2 devices"):
+    with pytest.raises(UserError, match="tensor_parallel_size is 2 but the trainer on cuda:1 sees only 2 devices"):
         devices_of(torch.device("cuda:1"), 2, {"CUDA_VISIBLE_DEVICES": "0,1"})
 
 
@@ -51,7 +51,7 @@ def test_an_engine_has_no_device_beyond_the_last(monkeypatch, device, count, fit
     if fits:
         check_setup(torch.device(device), count, sleep=False)
         return
-    with pytest.raises(UserError, match="tensor_parallel_size is 2, and from cuda:1 on this process sees fewer GPUs"):
+    with pytest.raises(UserError, match="tensor_parallel_size is 2, but this process sees fewer GPUs from cuda:1 on"):
         check_setup(torch.device(device), count, sleep=False)
 
 
@@ -147,5 +147,5 @@ def test_half_precision_is_allowed_what_it_does_to_the_trainers_own_numbers(monk
         monkeypatch.setattr(VLLMSampler, "engine_log_probs", lambda self, probe, truth=truth, gap=fine: truth + gap)
         assert sampler.verify() == pytest.approx(fine, rel=0.02)
         monkeypatch.setattr(VLLMSampler, "engine_log_probs", lambda self, probe, truth=truth, gap=wrong: truth + gap)
-        with pytest.raises(UserError, match="it computes this model otherwise"):
+        with pytest.raises(UserError, match="It computes this model differently"):
             sampler.verify()

@@ -165,7 +165,7 @@ FORMS = [
         "another prompt",
         {"prompt": "b", "completion": [USER, BOT]},
         "prompt",
-        "completion does not have it as a user's turn",
+        "completion has no user's turn with this text",
         form=PC,
     ),
     row("completion starts with user", {"prompt": [USER, BOT, USER], "completion": [USER, BOT]}, "completion", "starts", form=PC),

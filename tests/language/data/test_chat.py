@@ -149,18 +149,18 @@ def test_a_system_column_moves_no_weight() -> None:
     [
         ({"loss_mask": [0, 1, 1]}, "'loss_mask' has 3 weights for 2 messages; give one per message, not one per token"),
         ({"loss_mask": [0, None]}, "'loss_mask' has 1 weight for 2 messages"),
-        ({"weight": [0, 0.5]}, r"'messages\[1\].weight' is 0.5; a turn is trained \(1 or true\) or not"),
+        ({"weight": [0, 0.5]}, r"'messages\[1\].weight' is 0.5; expected 1 or true if the turn is trained, else 0 or false"),
         ({"loss_mask": [1, 1]}, r"'messages\[0\].loss_mask' is 1 in the turn of another role"),
-        ({"loss_mask": [0, 0], "messages": [USER, {**BOT, "loss_mask": 1}]}, "'loss_mask' is a column, and a field of"),
-        ({"weight": 0.5}, "'weight' is 0.5; all rows are trained alike.*--columns weight=other"),
-        ({"train": False}, "'train' is False; all rows are trained alike, so remove"),
+        ({"loss_mask": [0, 0], "messages": [USER, {**BOT, "loss_mask": 1}]}, "'loss_mask' is both a column and a field of"),
+        ({"weight": 0.5}, "'weight' is 0.5; every row has the same weight.*--columns weight=other"),
+        ({"train": False}, "'train' is False; every row has the same weight, so remove"),
         ({"loss_mask": "0"}, "'loss_mask' is '0'"),
-        ({"assistant_masks": [0, 1]}, "'assistant_masks' would be a mask of tokens.*--columns assistant_masks=other"),
-        ({"messages": None, "text": "a b", "loss_mask": [0, 1]}, "'loss_mask' would be a mask of tokens"),
-        ({"prompt": "a", "completion": "b", "completion_mask": [0, 1]}, "'completion_mask' would be a mask of tokens"),
+        ({"assistant_masks": [0, 1]}, "'assistant_masks' looks like a mask of tokens.*--columns assistant_masks=other"),
+        ({"messages": None, "text": "a b", "loss_mask": [0, 1]}, "'loss_mask' looks like a mask of tokens"),
+        ({"prompt": "a", "completion": "b", "completion_mask": [0, 1]}, "'completion_mask' looks like a mask of tokens"),
         (
             {"prompt": [USER], "completion": [BOT], "loss_mask": [0, 1]},
-            "'loss_mask' would be.*give messages, each with a weight",
+            "'loss_mask' looks like.*give messages, each with a weight",
         ),
     ],
 )
@@ -202,7 +202,7 @@ def test_what_a_template_leaves_out_is_refused_by_place_and_name(
     message: dict[str, Any], named: str, plain_chatml: PreTrainedTokenizerFast, build: Build
 ) -> None:
     row = sft(*(message if one["role"] == message["role"] else one for one in (USER, BOT)))
-    with pytest.raises(RowError, match=rf"my.jsonl:7: column '{named}' is left out by the chat template"):
+    with pytest.raises(RowError, match=rf"my.jsonl:7: column '{named}' is dropped by the chat template"):
         example(plain_chatml, row)
     shown = "{% for m in messages %}{{ '<|im_start|>' }}{{ m | tojson }}<|im_end|>{% endfor %}"
     shown += "{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
@@ -213,7 +213,7 @@ def test_what_a_template_leaves_out_is_refused_by_place_and_name(
 
 def test_a_text_that_vanishes_is_refused_and_one_that_is_changed_is_not(build: Build) -> None:
     picky = PLAIN.replace("m['content']", "('' if 'cat' in m['content'] else m['content'] | upper)")
-    with pytest.raises(RowError, match=r"column 'messages\[1\].content' is left out .*the cat"):
+    with pytest.raises(RowError, match=r"column 'messages\[1\].content' is dropped .*the cat"):
         example(build(picky), sft(USER, BOT))
     assert texts(build(picky), sft(USER, {**BOT, "content": "there"})) == ["THERE<|im_end|>"]
     half = PLAIN.replace("m['content']", "m['content'].split('</think>')[-1]")
@@ -428,8 +428,8 @@ def test_the_eos_stops_where_the_template_shows_no_end(build: Build) -> None:
     log_rewrites(tokenizer, [row], lambda kind, text, **_: told.append(text))
     log_rewrites(build(PLAIN), [row], lambda kind, text, **_: told.append(text))
     assert told == [
-        "The chat template has no words for some of my.jsonl:7: turns have no end token, so only the EOS "
-        "(and --stop-token-ids) ends a completion."
+        "The chat template does not support some content of my.jsonl:7, which is rewritten: turns have no end token, so only "
+        "the EOS (and --stop-token-ids) ends a completion."
     ], "what the fallback costs, once, and nothing where there is an end"
     with pytest.raises(RowError, match="does not end the assistant's turn"):
         observation_ids(tokenizer, Row("x", prompt=[USER]), "4")
@@ -450,7 +450,7 @@ def test_an_answer_begun_with_more_than_words_is_refused(more: Any, plain_chatml
     """Only words can be continued: a thought or a call beside them would be nowhere in the prompt."""
     begun = {"prompt": [USER, {**BOT, **more}]}
     with pytest.raises(
-        RowError, match=rf"my.jsonl:7: column 'prompt\[1\].{next(iter(more))}' is in a turn that the answer continues"
+        RowError, match=rf"my.jsonl:7: column 'prompt\[1\].{next(iter(more))}' is in the last turn, which the model continues"
     ):
         prompt_ids(plain_chatml, validate(begun, "prompt-only", "my.jsonl:7"))
     with pytest.raises(RowError, match=r"prompt\[1\]"):

@@ -292,7 +292,7 @@ def test_a_part_that_the_template_drops_is_missed_though_the_question_has_it(
     if not missing:
         assert case.turns(messages=talk)
         return
-    with pytest.raises(UserError, match=rf"'messages\[1\].{missing}' is left out by the chat template"):
+    with pytest.raises(UserError, match=rf"'messages\[1\].{missing}' is dropped by the chat template"):
         case.turns(messages=talk)
 
 

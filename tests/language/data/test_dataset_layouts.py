@@ -147,7 +147,7 @@ def test_what_was_recognised_is_said_and_counted() -> None:
     rows = [{"conversations": TALK}, {"conversations": TALK, "system": "s"}, {"messages": OURS}, {"messages": 3}]
     data = Data(dataset=rows, bad_rows="skip")
     read_dataset(data, "sft", rows, "", lambda kind, text, **_: said.append(text))
-    assert said[:2] == ["In 2 rows conversations are messages.", "In 1 row system is the system turn."]
+    assert said[:2] == ["In 2 rows conversations is read as messages.", "In 1 row system is read as the system turn."]
     assert said[2].startswith("1 malformed row is left out: 1 because column 'messages' is a number")
     quiet: list[str] = []
     read_dataset(Data(), "sft", [{"messages": OURS}], "", lambda kind, text, **_: quiet.append(text))
@@ -185,7 +185,7 @@ def test_columns_are_renamed_and_made(columns: str, made: dict[str, Any]) -> Non
 
 def test_all_that_a_mapping_names_in_vain_is_named_at_once() -> None:
     row = {"question": "q", "final_answer": "a"}
-    with pytest.raises(UserError, match=r"'qestion' is named in columns and is not there, nor is 'level' \(found: question"):
+    with pytest.raises(UserError, match=r"'qestion' is named in columns but is not in the row, nor is 'level' \(found: question"):
         from_rows([row], "prompt-only", columns=parse_columns("qestion=prompt,answer={level}"))
     for form, column in (("prompt-only", "answer"), ("sft", "completion")):
         with pytest.raises(UserError, match=rf"give --columns question=prompt,final_answer={column}\.$"):
@@ -203,7 +203,7 @@ def test_all_that_a_mapping_names_in_vain_is_named_at_once() -> None:
         ("prompt={quest} a", ["'quest'", "found: question"]),
         ("prompt={extra}", ["'extra'", "text and numbers"]),
         ("prompt={extra.by}", ["'extra.by'", "is empty"]),
-        ("extra.none=x", ["'extra.none'", "is not there"]),
+        ("extra.none=x", ["'extra.none'", "is not in the row"]),
     ],
 )
 def test_a_wrong_mapping_names_the_columns_that_are_there(columns: str, said: list[str]) -> None:
@@ -332,12 +332,12 @@ def test_which_way_plain_prompts_go_is_said(plain_chatml: Any, bare: Any) -> Non
         return told
 
     rows = [Row("x", prompt="a"), Row("x", prompt="<|im_start|>b"), Row("x", prompt=[user("c")])]
-    one = "1 plain prompt is a user turn of the chat template; --plain-prompts sends them as they are."
+    one = "1 plain prompt is sent as a user turn of the chat template; --plain-prompts sends them unchanged."
     assert said(plain_chatml, rows) == [
-        f"{one} 1 plain prompt is sent as it is: they hold special tokens, as rendered text does."
+        f"{one} 1 plain prompt is sent unchanged: they hold special tokens, as rendered text does."
     ]
-    assert said(plain_chatml, rows, plain=True) == ["2 plain prompts are sent as they are: plain_prompts is set."]
-    assert said(bare, rows) == ["2 plain prompts are sent as they are: the tokenizer has no chat template."]
+    assert said(plain_chatml, rows, plain=True) == ["2 plain prompts are sent unchanged: plain_prompts is set."]
+    assert said(bare, rows) == ["2 plain prompts are sent unchanged: the tokenizer has no chat template."]
     assert said(bare, rows, plain=True) == [], "that is the only way"
     assert said(plain_chatml, rows[2:]) == []
     begun = [Row("x", prompt=[user("a"), bot("b")])]
@@ -368,7 +368,7 @@ def test_calls_and_answers_in_sharegpts_words_are_a_tools() -> None:
 def test_only_rows_that_are_read_are_counted_as_recognised() -> None:
     bad = [{"from": "narrator", "value": "Once"}, gpt("one")]
     assert from_rows([{"conversations": TALK}, {"conversations": bad}], "sft", bad_rows="skip").recognised == {
-        "conversations are messages": 1
+        "conversations is read as messages": 1
     }
 
 
@@ -454,7 +454,7 @@ def test_so_is_what_the_chat_template_refuses_later(
 ) -> None:
     (row,) = from_rows([raw], form).rows
     assert unpack_row(pack_row(row)[0], []).raw_paths == row.raw_paths, "rows that are kept know it too"
-    with pytest.raises(RowError, match=re.escape(f"rows:1: column '{at}' is left out by the chat template")):
+    with pytest.raises(RowError, match=re.escape(f"rows:1: column '{at}' is dropped by the chat template")):
         encode_pair(plain_chatml, row) if form == "preference" else examples(plain_chatml, row)
 
 
@@ -464,5 +464,5 @@ def test_a_value_that_vanishes_is_called_what_the_file_calls_it(build: Callable[
     )
     deaf += "{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
     (row,) = from_rows([{"conversations": [TALK[0], gpt("the cat")]}], "sft").rows
-    with pytest.raises(RowError, match=re.escape("rows:1: column 'conversations[1].value' is left out")):
+    with pytest.raises(RowError, match=re.escape("rows:1: column 'conversations[1].value' is dropped")):
         examples(build(deaf), row)

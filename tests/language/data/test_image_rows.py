@@ -119,7 +119,7 @@ def refused(row, form="prompt-only"):
     ("row", "said"),
     [
         ({"prompt": [say(PART, PART)], "images": [RED]}, "rows:1: column prompt has 2 image parts"),
-        ({"prompt": [say(PART)]}, "rows:1: column prompt has 1 image part without an image of their own, and 0 images are"),
+        ({"prompt": [say(PART)]}, "rows:1: column prompt has 1 image part without an image, but 0 images are"),
         (
             {"prompt": "a", "images": ["https://a.b/c.png"]},
             "rows:1: column images[0] is the URL https://a.b/c.png; images are not",
@@ -136,7 +136,7 @@ def refused(row, form="prompt-only"):
         ({"prompt": "a", "image": "data:image/png;base64,???"}, "rows:1: column image is a data URL that is not base64"),
         (
             {"prompt": [say({"type": "audio"})]},
-            "rows:1: column prompt[0].content[0] is of type 'audio'; psigrad trains on text and",
+            "rows:1: column prompt[0].content[0] is of type 'audio'; expected text or an image",
         ),
         (
             {"prompt": [say(PART), say(PART, role="assistant")], "images": [RED, RED]},

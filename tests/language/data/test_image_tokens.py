@@ -112,9 +112,9 @@ def test_a_pair_shares_the_image_of_its_prompt(words):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("{{- '<image>' -}}", "", "leaves out an image"),
-        ("{{- '<image>' -}}", "{{- '<image><image>' -}}", "writes 2 times"),
-        ("for part in message['content']", "for part in message['content'] | reverse", "writes it elsewhere than the row"),
+        ("{{- '<image>' -}}", "", "drops an image"),
+        ("{{- '<image>' -}}", "{{- '<image><image>' -}}", "writes '<image>' 2 times"),
+        ("for part in message['content']", "for part in message['content'] | reverse", "writes it at another place than the row"),
         ("message['content'] is string", "true", "chat template"),
     ],
 )
@@ -125,7 +125,7 @@ def test_a_template_that_drops_doubles_or_moves_an_image_is_refused(old, new, sa
 
 @pytest.mark.parametrize("parts", [("<image>",), ("<image>", PART)])
 def test_a_user_s_placeholder_is_refused_by_name(words, parts):
-    with pytest.raises(RowError, match="has the text '<image>', which stands for an image"):
+    with pytest.raises(RowError, match="has the text '<image>', which marks the place of an image"):
         prompt_ids(words, read(prompt=[say(*parts)], images=[RED] * (len(parts) - 1)))
     bare = tokenizer("")
     for row in (read(prompt="<image>"), read("sft", text="<image>")):

@@ -102,7 +102,7 @@ def test_steps_end_where_their_separator_does(tokenizer):
     ("row", "form", "said"),
     [
         ({"prompt": "p", "chosen": "a", "rejected": "a"}, "preference", "same as chosen"),
-        ({"chosen": "abc", "rejected": "xyz"}, "preference", "do not begin alike"),
+        ({"chosen": "abc", "rejected": "xyz"}, "preference", "have no common beginning"),
         ({"chosen": "a", "rejected": [1]}, "preference", "both must be strings or lists"),
         ({"prompt": "p", "chosen": "a"}, "preference", "'rejected' is missing"),
         ({"prompt": "p", "better": "a"}, "preference", "'chosen' is missing, and so is rejected (found: prompt, better)"),

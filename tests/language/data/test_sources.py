@@ -423,7 +423,8 @@ def test_all_rows_of_a_prompt_are_on_one_side(form: str) -> None:
     assert Counter(int(row.source.removeprefix("rows:")) % 10 for row in held).most_common()[0][1] == 4
     assert not {int(row.source.removeprefix("rows:")) % 10 for row in held} & {int(row.source[5:]) % 10 for row in train}
     assert said[-1] == (
-        "8 of 40 rows, drawn at random by whole prompts where 10 were wanted, are held out; --eval-prompts sets their number."
+        "8 of 40 rows, drawn at random with all rows of a prompt, where 10 were requested, are held out; "
+        "--eval-prompts sets their number."
     )
     assert read_rows(Data(dataset=raw), form, 10, 0) == (train, held) != read_rows(Data(dataset=raw), form, 10, 1)
 
@@ -462,7 +463,7 @@ def test_where_no_prompt_fits_the_nearest_does_and_else_the_run_says_so() -> Non
 
     assert split(4, 20, 3) == (5, False, []), "one of five rows is nearer to three than none"
     assert split(10, 20, None) == (2, False, []) and split(5, 10, None) == (2, False, []), "a tenth, and of ten rows two"
-    what = "a prompt that is trained on too: what is measured there may be memory."
+    what = "a prompt that is also in the training rows, so figures on them may measure memorisation."
     assert split(1, 40, 8) == (8, True, [f"8 held-out rows have {what}"])
     assert split(2, 40, 1) == (1, True, [f"1 held-out row has {what}"])
     said: list[str] = []

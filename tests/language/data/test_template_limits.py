@@ -16,7 +16,7 @@ from psigrad.language.data.chat.arguments import check_arguments
 maker = scripts.load("docs/make/chat_templates.py")
 GROW = "{{% set n = namespace(s={0}) %}}{{% for i in range(60) %}}{{% set n.s = {1} %}}{{% endfor %}}{{{{ n.s }}}}"
 BIG = "{% set a = 'x' * 100000 %}"
-TIME, SIZE, NUMBER, CONSTANTS = "computes for more than", "makes more than", "too large", "has the number|constants in line 1"
+TIME, SIZE, NUMBER, CONSTANTS = "runs for more than", "writes more than", "too large", "contains the number|constants in line 1"
 HOSTILE = [
     ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", TIME),
     ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}", TIME),

@@ -223,13 +223,13 @@ def test_a_template_that_forgets_thinking_gives_a_context_to_each_turn_that_it_r
 
 def test_a_template_that_rewrites_the_prompt_is_refused(build: Build) -> None:
     rewriting = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}"
-    with pytest.raises(RowError, match=r"my.jsonl:7: the chat template renders the generation prompt of message 2"):
+    with pytest.raises(RowError, match=r"my.jsonl:7: the chat template renders the generation prompt before message 2"):
         example(build(rewriting), sft(prompt=[user("hello")], completion=[bot("there")]))
 
 
 def test_a_generation_prompt_that_the_conversation_does_not_repeat_is_refused(build: Build) -> None:
     template = "{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}{% if add_generation_prompt %}{}{% endif %}"
-    with pytest.raises(RowError, match=r"the generation prompt of message 2 \(assistant\) differently"):
+    with pytest.raises(RowError, match=r"the generation prompt before message 2 \(assistant\) differently"):
         example(build(template.replace("{}", "Hm:")), sft(messages=TWO_TURNS))
     # an opened thought is one that the answer closes
     closed, _ = examples(build(template.replace("{}", "<think>")), sft(messages=TWO_TURNS))
@@ -347,7 +347,7 @@ def test_tools_and_template_arguments_of_the_row_reach_the_template(build: Build
 
 def test_a_conversation_without_a_template_says_what_to_do(bare: PreTrainedTokenizerFast) -> None:
     for row in (sft(messages=TWO_TURNS), sft(prompt=TWO_TURNS[:1], completion=TWO_TURNS[1:2])):
-        with pytest.raises(UserError, match=r"my.jsonl:7 .* no chat template; set tokenizer.chat_template"):
+        with pytest.raises(UserError, match=r"my.jsonl:7 .* no chat template; name a file .*, set tokenizer.chat_template"):
             example(bare, row)
 
 

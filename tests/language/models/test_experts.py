@@ -291,7 +291,7 @@ def test_grpo_follows_the_experts_of_sampling(folder, tmp_path, monkeypatch):
     assert runs[0] == runs[1], "no tie: what is recorded is what would be chosen"
     assert followed and all(choices is not None for choices in followed)
     assert "aux_loss" in runs[0][0]
-    with pytest.raises(UserError, match="router_replay trains with the experts that the embedded sampler recorded, but sampling"):
+    with pytest.raises(UserError, match="router_replay needs the experts that the embedded sampler recorded, but sampling"):
         psigrad.train(
             "grpo", model=folder, dataset=rows, output_dir=tmp_path / "x", router_replay=True, sampler="transformers",
             **SHORT, **online,
@@ -301,8 +301,8 @@ def test_grpo_follows_the_experts_of_sampling(folder, tmp_path, monkeypatch):
 ONLINE = OnlineConfig(reward=["length"], router_replay=True)
 TOLD = {
     "pairs": (replace(ONLINE, algorithm="online_dpo", num_generations=2), "online_dpo trains on pairs"),
-    "episodes": (replace(ONLINE, environment="m:Game"), "episodes and agents have completions that are not sampled whole"),
-    "tools": (replace(ONLINE, tools=["m:tool"]), "episodes and agents have completions that are not sampled whole"),
+    "episodes": (replace(ONLINE, environment="m:Game"), "completions of episodes and agents are not sampled in one piece"),
+    "tools": (replace(ONLINE, tools=["m:tool"]), "completions of episodes and agents are not sampled in one piece"),
     "sampler": (
         replace(ONLINE, sampling=replace(ONLINE.sampling, sampler="transformers")),
         "sampling.sampler is 'transformers', which records no experts",

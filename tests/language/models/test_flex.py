@@ -98,7 +98,9 @@ def test_a_model_with_flex_gives_its_own_log_probs():
 
 
 @pytest.mark.needs("compiler")
-@pytest.mark.parametrize(("kind", "why"), [("qwen3", "the fused decoder has an attention"), ("gpt2", "it does not run on cpu")])
+@pytest.mark.parametrize(
+    ("kind", "why"), [("qwen3", "the fused decoder has its own attention"), ("gpt2", "it does not run on cpu")]
+)
 def test_flex_is_refused_where_it_cannot_train(kind, why, tmp_path):
     tokenizer = tiny.tokenizer(["hello world 123"] * 5, 280)
     tiny.model(kind, len(tokenizer)).save_pretrained(tmp_path)

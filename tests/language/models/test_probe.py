@@ -119,7 +119,7 @@ def test_a_packed_way_with_a_layer_off_by_a_hundredth_is_left(family, dtype, tok
         with monkeypatch.context() as meanwhile:
             spoil_packed(meanwhile, seed)
             model = prepare(network(family, PRECISIONS[dtype], seed), tokenizer)
-        assert "in float32 its numbers differ by" in model.why_padded and model.decoder is None
+        assert "in float32 its outputs differ by" in model.why_padded and model.decoder is None
 
 
 @pytest.mark.needs("compiler")
@@ -132,7 +132,7 @@ def test_a_fused_way_with_a_layer_off_by_a_hundredth_is_left(family, dtype, lora
             spoil_fused(meanwhile, seed)
             model = prepare(network(family, PRECISIONS[dtype], seed), tokenizer, lora=lora)
         assert not model.why_padded and model.decoder is None
-        assert "the fused forward is not the model's own: in float32 its numbers differ by" in model.why_unfused
+        assert "the fused forward pass differs from the model's own: in float32 its outputs differ by" in model.why_unfused
 
 
 @pytest.mark.parametrize("share", [1e-3, 1e-6])
@@ -147,7 +147,7 @@ def test_a_head_that_says_next_to_nothing_hides_neither_an_honest_way_nor_one_th
 
     assert model().why_padded == ""
     spoil_packed(monkeypatch, 0)
-    assert "in float32 its numbers differ by" in model().why_padded
+    assert "in float32 its outputs differ by" in model().why_padded
 
 
 @pytest.mark.parametrize(("off", "right"), [(2**-24, True), (2**-14, False)])

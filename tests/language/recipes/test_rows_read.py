@@ -44,7 +44,7 @@ def test_plain_prompts_of_a_run_with_a_chat_model(plain: bool, chat: Path, job: 
     config = replace(config, evaluation=replace(config.evaluation, eval_prompts=None))
     online.run(replace(config, model=Model(path=str(chat)), data=data, reward=("length",)))
     said = capsys.readouterr().err
-    how = "are sent as they are: plain_prompts is set" if plain else "are each a user turn of the chat template"
+    how = "are sent unchanged: plain_prompts is set" if plain else "are sent as user turns of the chat template"
     assert said.count("4 plain prompts") == 1 and how in said and "held out" not in said
     (told,) = events(tmp_path / "run", "prompt_form")
     assert (told["user_turns"], told["plain"]) == ((0, 4) if plain else (4, 0))
@@ -117,7 +117,7 @@ def test_rows_without_a_token_to_learn_are_left_out_and_counted(chat: Path, tmp_
         max_length=40,
     )
     sft.run(config)
-    assert "10 of 20 rows have no token to learn within 40 tokens and are left out" in capsys.readouterr().err
+    assert "10 of 20 rows have no token to learn within 40 tokens and are dropped" in capsys.readouterr().err
     (told,) = events(tmp_path / "run", "rows_left_out")
     assert (told["nothing_to_learn"], told["kept"]) == (10, 10)
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -48,14 +48,22 @@ def test_prompts_by_hand():
 @pytest.mark.parametrize(
     ("name", "columns", "said"),
     [
-        ("gsm8k", {"question": "?"}, "f.jsonl:1: column 'answer' is missing in a row of the shape gsm8k .found: question"),
-        ("mmlu", {"question": "?", "choices": ["a", "b"], "answer": 2}, "answer' is 2, which is none of 2 choices"),
+        ("gsm8k", {"question": "?"}, "f.jsonl:1: column 'answer' is missing in a row of the benchmark gsm8k .found: question"),
+        ("mmlu", {"question": "?", "choices": ["a", "b"], "answer": 2}, "answer' is 2, which is not one of the 2 choices"),
         ("mmlu", {"question": "?", "answer": 2}, "column 'choices' is missing"),
         ("mmlu", {"question": "?", "choices": ["a", "b"], "answer": ""}, "column 'answer' is missing"),
         ("mmlu", {"question": "?", "choices": ["a", "b"], "answer": " "}, "column 'answer' is missing"),
-        ("mmlu", {"question": "?", "choices": ["a", "b", "c"], "answer": "BC"}, "answer' is 'BC', which is none of 3 choices"),
-        ("mmlu", {"question": "?", "choices": [*"abcdefghijkl"], "answer": 11}, "answer' is 11, which is none of 10 choices"),
-        ("mmlu", {"question": "?", "A": "a", "B": "b", "D": "d", "answer": 2}, "answer' is 2, which is none of 3 choices"),
+        (
+            "mmlu",
+            {"question": "?", "choices": ["a", "b", "c"], "answer": "BC"},
+            "answer' is 'BC', which is not one of the 3 choices",
+        ),
+        (
+            "mmlu",
+            {"question": "?", "choices": [*"abcdefghijkl"], "answer": 11},
+            "answer' is 11, which is not one of the 10 choices",
+        ),
+        ("mmlu", {"question": "?", "A": "a", "B": "b", "D": "d", "answer": 2}, "answer' is 2, which is not one of the 3 choices"),
         ("math", {"problem": "?", "solution": " "}, "column 'solution' is missing"),
     ],
 )
@@ -114,7 +122,7 @@ def test_the_settings_stand_beside_the_score(model, tmp_path, capsys):
              "--eval-temperature", "0", "--max-completion-length", "4"]  # fmt: skip
     assert main([*asked, "--output", str(output)]) == 0
     out = capsys.readouterr().out
-    for line in (r"template: Question: {question}\nAnswer:", "sent: as plain text", "extraction: math, of what stands before",
+    for line in (r"template: Question: {question}\nAnswer:", "sent: as plain text", "extraction: math, of the text before",
                  "few-shot: 1 from the first rows of the dataset", "decoding: temperature 0 (greedy), top_p 1"):  # fmt: skip
         assert line in out, line
     assert "gsm8k/low" in out and "gsm8k/high" in out

@@ -68,7 +68,7 @@ def test_a_layout_that_is_another_is_another_output():
 
 @pytest.mark.parametrize(
     ("tests", "said"),
-    [([{"input": "1", "output": None}], "null is expected"), ([{"input": "1", "output": " \n"}], "expect no output"),
+    [([{"input": "1", "output": None}], "expected output is null"), ([{"input": "1", "output": " \n"}], "expect no output"),
      ({"inputs": ["1", "2"], "outputs": ["", ""]}, "expect no output")],
 )  # fmt: skip
 def test_tests_that_every_idle_program_passes_or_none_are_refused(tests, said):
@@ -179,5 +179,5 @@ def test_what_may_be_printed_is_a_setting_and_follows_from_what_is_expected():
 
 def test_a_row_can_be_asked_whether_it_can_be_judged():
     Code().check_row({"tests": "assert f(3) == 9", "other": 1})
-    with pytest.raises(UserError, match="what is expected could go into the sandbox"):
+    with pytest.raises(UserError, match="and another value, perhaps the expected one"):
         Code().check_row({"tests": "assert differs(f(3), 9)"})

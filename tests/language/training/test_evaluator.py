@@ -42,10 +42,10 @@ def test_pass_at_k_is_of_the_completions_that_were_scored():
     ("right", "of", "said"),
     [
         # 2.8·√((0.16 + 0.2496)/100) = 0.1795 from 0.2, and 0.2 + 0.1795 has the variance 0.2355: 2.8·√(0.3955/100) = 0.176
-        (20, 100, "100 held-out prompts show a gain in m of about 0.18 in four runs of five"),
-        (0, 100, "100 held-out prompts show a gain in m of about 0.073 in"),
-        (19, 20, "20 held-out prompts may not show even a rise of m to 1; raise eval_prompts"),
-        (5, 9, "a verdict takes 10 scored held-out prompts and there are 9; raise eval_prompts"),
+        (20, 100, "100 held-out prompts reveal a gain in m of about 0.18 in four of five runs"),
+        (0, 100, "100 held-out prompts reveal a gain in m of about 0.073 in"),
+        (19, 20, "20 held-out prompts are too few to show even a rise of m to 1; raise eval_prompts"),
+        (5, 9, "a verdict needs 10 scored held-out prompts, not 9; raise eval_prompts"),
     ],
 )
 def test_the_gain_that_an_evaluation_shows_is_said(right, of, said):

@@ -139,7 +139,7 @@ def test_a_disk_that_is_full_on_one_process_is_said_by_the_one_that_speaks(tmp_p
     make_models(tmp_path)
     ranks.run(2, "rank_runs", "full", tmp_path, tmp_path / "saved", lockstep=True)
     first, second = ((tmp_path / f"saved-{rank}.error").read_text() for rank in (0, 1))
-    assert first.startswith("CheckpointError: The checkpoint of step 3 could not be written") and "make room" in first
+    assert first.startswith("CheckpointError: The checkpoint of step 3 could not be written") and "free some space" in first
     assert "No space left on device" in first and second == "OSError: [Errno 28] No space left on device"
     assert not list((tmp_path / "saved").iterdir()), "nothing half written is left"
 

@@ -129,7 +129,7 @@ def test_four_pairs_that_were_ties_are_no_verdict(tmp_path):
     """DPO, one step, four held-out pairs: 4 of 4 has Wilson's interval [0.51, 1], and a coin throws it once in sixteen."""
     started = {"time": 1.0, "kind": "started", "step": 0, "eval_rows": 4}
     found = judged(tmp_path, (0.5,) * 3, (1.0, 0.51, 1.0), key=PAIRED, events=[started])
-    said = "Too few to judge: held-out accuracy 0.5 → 1 [0.51, 1]; of 4 held-out rows, and a verdict takes 10"
+    said = "Too few to judge: held-out accuracy 0.5 → 1 [0.51, 1]; only 4 held-out rows, and a verdict needs 10"
     assert str(found).startswith(said) and found.mood == "plain"
     many = judged(tmp_path, (0.5,) * 3, (1.0, 0.93, 1.0), key=PAIRED, events=[started | {"eval_rows": 50}])
     assert many.judgement == "Learned"  # negative control: 50 of 50 is no coin
@@ -197,7 +197,7 @@ def test_the_page_says_when_how_long_by_what_command_and_where(run, page):
     ]
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in lives))
     text = " ".join(page(report.write(folder).read_text()).text)
-    assert "2023-11-14 22:13:20 UTC, taken up again once" in text
+    assert "2023-11-14 22:13:20 UTC, resumed once" in text
     assert "1 min 10 s, of which 1 min 0 s in steps and evaluations" in text
     assert "psigrad grpo --x '<b>'" in text and "psigrad 9.9, torch 2.0" in text
     assert "a processor, 2 cores, 1 threads, AMX tiles" in text

@@ -154,7 +154,7 @@ def test_a_session_that_is_over_or_has_had_its_answers_is_refused():
     session = session_of(tokenizer_of())
     for _ in range(4):
         asked(session, ASKED)
-    with pytest.raises(SessionOver, match="had its 4 answers"):
+    with pytest.raises(SessionOver, match="reached its limit of 4 answers"):
         asked(session, ASKED)
     assert "more than 4 times (agent_calls)" in session.trajectory(0).reason
     session = session_of(tokenizer_of())

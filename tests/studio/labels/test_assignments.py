@@ -430,7 +430,7 @@ def test_a_skip_cannot_be_undone_once_somebody_else_has_the_task(pair):
     pair.pairs(1)
     pair.skip(pair.ann, pair.next(pair.ann))
     pair.next(pair.bob)
-    with pytest.raises(Conflict, match="with somebody else"):
+    with pytest.raises(Conflict, match="Somebody else has the task"):
         pair.undo(pair.ann)
     assert assignments.mine(pair.db, pair.ann, pair.project)["skipped"] == 1
 

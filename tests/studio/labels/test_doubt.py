@@ -43,7 +43,7 @@ def test_without_rewards_or_pairs_it_is_refused(desks, db):
     with pytest.raises(Refusal, match="No pair has a reward for both"):
         doubt.order_by_doubt(db, made.owner, made.project)
     ranking = desks(kind="ranking")
-    with pytest.raises(Refusal, match="Only pairs"):
+    with pytest.raises(Refusal, match="Only a project of pairs"):
         doubt.order_by_doubt(db, ranking.owner, ranking.project)
 
 

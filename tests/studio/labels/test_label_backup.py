@@ -165,7 +165,7 @@ def test_the_commands(tmp_path, capsys, monkeypatch):
     assert cli.main(["studio", "--backup", "copy.db"]) == 0
     assert "labels.db was copied to copy.db" in capsys.readouterr().out
     assert cli.main(["studio", "runs", "--restore", "copy.db"]) == 0
-    assert "labels.db is what copy.db held. What was there before is in labels.db.before-restore-" in capsys.readouterr().out
+    assert "labels.db was restored from copy.db. The previous labels are in labels.db.before-restore-" in capsys.readouterr().out
     assert cli.main(["studio", "--backup", "copy.db"]) == 2
     assert cli.main(["studio", "--backup", "a.db", "--restore", "copy.db"]) == 2
     assert cli.main(["studio", "--backup", "a.db", "--database", "postgresql://x@y/z"]) == 2

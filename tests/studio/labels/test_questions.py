@@ -44,8 +44,8 @@ def labelled(desks):
     "questions, settings, said",
     [
         ((Question("a"), Question("a")), {}, "Two questions are called 'a'"),
-        ((HELPFUL,), {"kind": "rating-5"}, "'helpful' asks which of two is better, and one completion is shown"),
-        ((TRUE,), {"kind": "ranking"}, "A ranking asks for the order alone"),
+        ((HELPFUL,), {"kind": "rating-5"}, "'helpful' asks which of two completions is better, but only one is shown"),
+        ((TRUE,), {"kind": "ranking"}, "A ranking project asks only for the order"),
         ((), {"overall": False}, "would ask nothing"),
     ],
 )
@@ -73,10 +73,10 @@ def test_a_question_that_is_none_is_refused(given, said):
 @pytest.mark.parametrize(
     "answers, said",
     [
-        ({}, "'helpful' isn't answered"),
+        ({}, "'helpful' is required"),
         ({"helpful": {"value": "a"}}, "expected left, right or tie"),
         ({"helpful": {"value": "left", "strength": 3}}, "expected 1 to 2"),
-        ({"helpful": {"value": "tie", "strength": 1}}, "expected 1 to 2 beside a side"),
+        ({"helpful": {"value": "tie", "strength": 1}}, "expected 1 to 2 together with a chosen side"),
         ({"helpful": {"value": "tie"}, "true": {"value": [1]}}, "expected 2 whole numbers from 1 to 5"),
         ({"helpful": {"value": "tie"}, "true": {"value": [1, 6]}}, "expected 2 whole numbers from 1 to 5"),
         ({"helpful": {"value": "tie"}, "true": {"value": [1, True]}}, "expected 2 whole numbers"),
@@ -167,7 +167,7 @@ def test_one_completion_and_only_questions_of_ones_own(desks, db):
     rated = {"x": (5, 1), "y": (2, 3)}
     while (shown := made.next(made.owner)) is not None:
         (text,) = shown.completions
-        with pytest.raises(Refusal, match="answers to its own questions alone"):
+        with pytest.raises(Refusal, match="only for answers to its own questions"):
             made.vote(made.owner, shown, rating=3)
         true, short = rated[text]
         made.vote(made.owner, shown, answers={"true": {"value": [true]}, "short": {"value": [short]}})
@@ -179,7 +179,7 @@ def test_one_completion_and_only_questions_of_ones_own(desks, db):
     assert [(row["chosen"], row["margin"]) for row in take("short")] == [("y", 2.0)]
     # x: (1·1 + 0.5·0) / 1.5 = 2/3; y: (1·1/4 + 0.5·1) / 1.5 = 1/2; on a scale from 1 to 10 they differ by 9/6
     assert [(row["chosen"], row["margin"]) for row in take("weighted")] == [("x", pytest.approx(1.5))]
-    with pytest.raises(Refusal, match="only questions of its own; name one: true, short, weighted"):
+    with pytest.raises(Refusal, match="only custom questions; name one of them: true, short, weighted"):
         take("")
     assert label_checks.faults(db) == []
     made.undo(made.owner)
@@ -201,9 +201,9 @@ def test_questions_are_added_and_reworded_and_never_lost(labelled, db):
     change(*new)
     assert projects.info(db, labelled.owner, labelled.project).settings.questions == new
     assert len(export.preference(db, labelled.owner, labelled.project, aspect="helpful").rows) == 1
-    with pytest.raises(Refusal, match="'helpful' can't be taken away"):
+    with pytest.raises(Refusal, match="'helpful' cannot be removed"):
         change(TRUE, KIND, NOTE)
-    with pytest.raises(Refusal, match="Kind, scale and options of 'true' can't be changed"):
+    with pytest.raises(Refusal, match="Kind, scale and options of 'true' cannot be changed"):
         change(*new[:3], Question("true", "scale", top=7), new[4])
 
 
@@ -247,7 +247,7 @@ def test_aspects_that_weigh_nothing_are_not_weighed(desks, db):
     assert list(results.by_aspect(db, made.owner, made.project)) == ["", "kind", "true"]
     each = export.preference(db, made.owner, made.project, aspect="each").rows
     assert [(row["criterion"], row["chosen"]) for row in each] == [("kind", shown.completions[0]), ("true", shown.completions[0])]
-    with pytest.raises(Refusal, match="nothing to weigh"):
+    with pytest.raises(Refusal, match="nothing to weight"):
         results.agreement(db, made.owner, made.project, "weighted")
 
 

@@ -165,7 +165,7 @@ def test_ranks_are_what_the_differences_leave_open():
     [
         ([0], [1], [1.0], "never lost"),
         ([0, 0], [1, 1], [1.0, 0.5], "never lost"),
-        ([0, 0], [1, 1], [0.5, 0.5], "all are ties"),
+        ([0, 0], [1, 1], [0.5, 0.5], "or all are ties"),
         ([0, 1, 0], [1, 2, 2], [1.0, 1.0, 1.0], "never lost"),
         ([0, 0, 2, 2], [1, 1, 3, 3], [1.0, 0.0, 1.0, 0.0], "2 groups"),
         ([0, 0], [1, 1], [1.0, 0.0], "2 groups"),

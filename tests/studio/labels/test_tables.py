@@ -25,7 +25,7 @@ def test_servers_that_start_together_create_the_tables_once(empty):
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [("UPDATE label_version SET number = 2", "another psigrad"), ("DROP TABLE label_version", "tables of its own")],
+    [("UPDATE label_version SET number = 2", "another psigrad"), ("DROP TABLE label_version", "tables of another program")],
 )
 def test_a_database_of_another_version_or_another_program_is_refused(empty, change, said):
     opened = database.connect(empty)
@@ -92,7 +92,7 @@ def test_negative_control_other_rows_may_change(desks, db):
         (":memory:", "need a file"),
         ("postgresql://nobody@/?host=/nowhere&dbname=x", "cannot be opened"),
         ("http://", "labels' URL"),
-        ("/proc/labels.db", "cannot be kept"),
+        ("/proc/labels.db", "cannot be stored"),
     ],
 )
 def test_a_place_that_is_none_is_one_sentence(where_to, said):

@@ -90,7 +90,7 @@ def _check_constants(template: str) -> None:
     except (TemplateSyntaxError, RecursionError):  # raised again where the template is compiled
         return
     if large := [one.value for one in tree.find_all(nodes.Const) if isinstance(one.value, int) and abs(one.value) > LARGEST]:
-        raise TemplateLimit(f"has the number {str(large[0])[:40]}")
+        raise TemplateLimit(f"contains the number {str(large[0])[:40]}, which is too large")
     for node in tree.find_all((nodes.Mod, nodes.Filter)):
         if getattr(node, "name", "format") == "format":
             _check(math.inf if any(_WIDE.search(str(one.value)) for one in node.find_all(nodes.Const)) else 0)
@@ -148,7 +148,7 @@ class _Counting(NodeTransformer):
 @pass_context
 def _tick(context: Any, value: int) -> int:
     if next(_ticks) % _EVERY == 0 and time.thread_time() > _spent.until:
-        raise TemplateLimit(f"computes for more than {SECONDS:g} s")
+        raise TemplateLimit(f"runs for more than {SECONDS:g} s")
     return value
 
 
@@ -156,13 +156,13 @@ def _add_up(value: Any) -> Any:
     if isinstance(value, _SIZED) and len(value) > _SMALL:
         _spent.made += len(value) * (1 if isinstance(value, str) else 8)
         if _spent.made > LENGTH:
-            raise TemplateLimit(f"makes more than {LENGTH:,} characters")
+            raise TemplateLimit(f"writes more than {LENGTH:,} characters")
     return value
 
 
 def _check(size: float) -> None:
     if size > LENGTH:
-        raise TemplateLimit(f"makes more than {LENGTH:,} characters")
+        raise TemplateLimit(f"writes more than {LENGTH:,} characters")
 
 
 def _multiply(a: Any, b: Any) -> Any:

@@ -38,11 +38,11 @@ def read_message(message: Mapping[str, Any], path: str, fail: Fail) -> Message:
         read["content"] = join_parts(read["content"], f"{path}.content", fail)
     for name in (name for name in WEIGHTS if name in read):
         if read[name] not in (0, 1):
-            fail(f"{path}.{name}", f"is {read[name]!r}; a turn is trained (1 or true) or not (0 or false)")
+            fail(f"{path}.{name}", f"is {read[name]!r}; expected 1 or true if the turn is trained, else 0 or false")
         if read[name] and read.get("role") != "assistant":
             fail(f"{path}.{name}", f"is {read[name]!r} in the turn of another role; only the assistant's turns are trained")
     for name in (name for name in REASONING if not isinstance(read.get(name, ""), str)):
-        fail(f"{path}.{name}", f"is {read[name]!r}; what was thought must be a string")
+        fail(f"{path}.{name}", f"is {read[name]!r}; expected the thoughts as a string")
     calls = read.get("tool_calls")
     if calls == []:
         del read["tool_calls"]
@@ -68,16 +68,20 @@ def weigh_turns(messages: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
         says_nothing = given in (None, 1, "1") or (isinstance(given, str) and not _NUMBERS.match(given))
         if says_nothing or not (name in WEIGHTS or _MASK.search(name)):
             continue
-        other = f"or rename the column where it is none: --columns {name}=other"
+        other = f"or, if the column is no weight, rename it: --columns {name}=other"
         if not isinstance(given, list):
-            fail(name, f"is {given!r}; all rows are trained alike, so remove those that should not be trained, {other}")
+            fail(name, f"is {given!r}; every row has the same weight, so remove the rows that should not be trained, {other}")
         if name not in WEIGHTS or not isinstance(messages, list):
-            fail(name, f"would be a mask of tokens, which are made here; give messages, each with a weight of 0 or 1, {other}")
+            fail(
+                name,
+                "looks like a mask of tokens, but psigrad makes the tokens itself; give messages, each with a weight of 0 or 1, "
+                f"{other}",
+            )
         if (count := len(given) - given.count(None)) != len(messages):
             both = f"{several(count, 'weight')} for {several(len(messages), 'message')}"
             fail(name, f"has {both}; give one per message, not one per token")
         if any(isinstance(turn, Mapping) and turn.get(name) is not None for turn in messages):
-            fail(name, "is a column, and a field of the messages too; keep one of them")
+            fail(name, "is both a column and a field of the messages; keep one of them")
         weighed = [{**turn, name: one} if isinstance(turn, Mapping) else turn for turn, one in zip(weighed, given, strict=True)]
     return weighed
 
@@ -122,8 +126,12 @@ def join_parts(parts: list[Any], path: str, fail: Fail) -> str:
         part = {"text": part} if isinstance(part, str) else part
         kind, text = (part.get("type") or "text", part.get("text")) if isinstance(part, Mapping) else (type(part).__name__, None)
         if kind != "text":
-            images = "images are not read here" if "image" in str(kind) else "leave out sound and video"
-            fail(f"{path}[{i}]", f"is of type {kind!r}; psigrad trains on text and images, and {images}")
+            images = (
+                "expected text; no images are read in these rows"
+                if "image" in str(kind)
+                else "expected text or an image; remove sound and video"
+            )
+            fail(f"{path}[{i}]", f"is of type {kind!r}; {images}")
         if not isinstance(text, str):
             fail(f"{path}[{i}]", "has no text")
         texts.append(text)

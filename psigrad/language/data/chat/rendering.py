@@ -43,9 +43,9 @@ def check_embedded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> No
     rows = getattr(tokenizer, RENDER_SETTINGS, RenderSettings()).rows
     if rows and (worst := max((token for token in ids if token < images.FIRST), default=0)) >= rows:
         raise UserError(
-            f"The token {tokenizer.convert_ids_to_tokens(worst)!r} has the id {worst}, but the model's embedding {rows} rows: "
-            "tokens were added to the tokenizer only. Call model.resize_token_embeddings(len(tokenizer)) and save "
-            "both, or use the model's own tokenizer and template."
+            f"The token {tokenizer.convert_ids_to_tokens(worst)!r} has the id {worst}, but the model's embedding has only {rows} "
+            "rows: tokens were added to the tokenizer only. Call model.resize_token_embeddings(len(tokenizer)) and save both, "
+            "or use the model's own tokenizer and template."
         )
 
 
@@ -81,9 +81,9 @@ def template_of(tokenizer: PreTrainedTokenizerBase, row: Row, arguments: Mapping
         return tokenizer.get_chat_template(arguments.get("chat_template"), arguments["tools"])
     except ValueError:
         raise UserError(
-            f"{row.source} is a conversation and the tokenizer has no chat template; set tokenizer.chat_template or "
-            "name a file with one with --chat-template-path (psigrad.language.data.templates.CHATML is a simple one), or give "
-            "prompts and completions as plain strings."
+            f"{row.source} is a conversation, but the tokenizer has no chat template; name a file with a template with "
+            "--chat-template-path (psigrad.language.data.templates.CHATML is a simple one), set tokenizer.chat_template, or "
+            "give prompts and completions as plain strings."
         ) from None
 
 
@@ -131,7 +131,9 @@ def reject_placeholder(tokenizer: PreTrainedTokenizerBase, row: Row, *texts: Any
     """Raise `RowError` if one of the texts contains the placeholder that marks an image in rendered text."""
     image_format = images.image_format_of(tokenizer)
     if image_format is not None and any(image_format.placeholder in str(text) for text in texts):
-        raise row_error(row, "", f"has the text {image_format.placeholder!r}, which stands for an image; leave it out")
+        raise row_error(
+            row, "", f"has the text {image_format.placeholder!r}, which marks the place of an image; remove it from the text"
+        )
 
 
 def template_error(row: Row, error: Exception) -> RowError:

@@ -76,7 +76,7 @@ class Conversation:
         if self.dialect.header:
             raise UserError(
                 "The chat template does not open the assistant's turn: add_generation_prompt changes nothing, and turns begin "
-                f"with {show(self.dialect.header)}. Give one that does with --chat-template-path."
+                f"with {show(self.dialect.header)}. Give a template that does so with --chat-template-path."
             )
 
     def render(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
@@ -95,7 +95,10 @@ class Conversation:
         if last["role"] != "assistant":
             return self.render(messages, generation_prompt=True)
         for name in last.keys() - {"role", "content", *WEIGHTS}:
-            why = "is in a turn that the answer continues, where only the content is read; write it there, or remove it"
+            why = (
+                "is in the last turn, which the model continues and of which only the content is read; move the text into the "
+                "content, or remove the field"
+            )
             raise row_error(self.row, f"prompt[{len(before)}].{name}", why)
         return self.render(before, generation_prompt=True) + str(last["content"])
 
@@ -239,9 +242,9 @@ def _continue_thought(conversation: Conversation, message: Message, before: str,
     begins = opened is not None and tail.startswith(opened.group(1))
     if opened is None or not text.startswith(before[: opened.start()]) or (thought and thought in tail and not begins):
         why = (
-            f"the chat template renders the generation prompt of message {index} (assistant) differently when it is there, "
-            "so no context is known in which the turn would be sampled; give the template the arguments under which it would be "
-            "(chat_template_kwargs, as enable_thinking), or use another"
+            f"the chat template renders the generation prompt before message {index} (assistant) differently once the message "
+            "follows, so the context in which that turn would be sampled is unknown; set the arguments of the template for "
+            "which it would be sampled (chat_template_kwargs, such as enable_thinking), or use another template"
         )
         raise row_error(conversation.row, "", why)
     if (empty := _EMPTY.match(tail)) is not None:
@@ -319,7 +322,7 @@ def _missing_error(row: Row, index: int, name: str, value: Any) -> Exception:
     count = len(row.prompt) if isinstance(row.prompt, list) else 0
     column, at = ("messages", index) if row.messages else ("prompt", index) if index < count else ("completion", index - count)
     reason = (
-        f"is left out by the chat template ({show(value)} is nowhere in the turn); leave the field out of the row, or use a "
+        f"is dropped by the chat template ({show(value)} is nowhere in the turn); remove the field from the row, or use a "
         "template that shows it"
     )
     return row_error(row, f"{column}[{at}].{name}", reason)

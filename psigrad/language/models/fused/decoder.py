@@ -119,9 +119,9 @@ class Decoder:
         if family is None:
             raise Unsupported(f"{type(base).__name__} is none of {', '.join(f'{name}Model' for name in FAMILIES)}")
         if network.device.type != "cpu" or network.dtype not in (torch.float32, torch.bfloat16):
-            raise Unsupported(f"it is in {network.dtype} on {network.device}")
+            raise Unsupported(f"{network.dtype} on {network.device} is not supported")
         if config.hidden_act != "silu":
-            raise Unsupported(f"its activation is {config.hidden_act}")
+            raise Unsupported(f"its activation {config.hidden_act} is not supported")
         first = base.layers[0].self_attn
         dim = int(first.head_dim)
         heads = Heads(

@@ -400,11 +400,11 @@ def _split_adapter(child: Any) -> tuple[nn.Linear, Adapter | None]:
         return child, None
     kind = f"{type(child).__module__}.{type(child).__name__}"
     if kind != "peft.tuners.lora.layer.Linear":  # compared by name, so that peft is imported only with an adapter
-        raise Unsupported(f"{kind_of(child)} stands where a linear layer was expected")
+        raise Unsupported(f"{kind_of(child)} is in the place of a linear layer")
     if type(child.base_layer) not in (nn.Linear, CodedLinear) or child.fan_in_fan_out:
-        raise Unsupported(f"LoRA is on {kind_of(child.base_layer)}")
+        raise Unsupported(f"LoRA is applied to {kind_of(child.base_layer)}, not to a linear layer")
     if len(child.active_adapters) != 1 or child.merged or child.active_adapters[0] not in child.lora_A:
-        raise Unsupported("it has more adapters than one, or one that is merged or not at work")
+        raise Unsupported("it has several adapters, or one that is merged or inactive")
     (name,) = child.active_adapters
     a, b = child.lora_A[name], child.lora_B[name]
     if name in child.lora_variant or b.bias is not None:
