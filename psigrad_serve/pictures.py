@@ -1,4 +1,4 @@
-"""Images of requests: data URLs in content parts, read within bounds and put into the text as marks (`language.images`)."""
+"""Images of requests, which are data URLs in content parts. They become marks in the text (`language.images`)."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from psigrad_serve.api_errors import ApiError
 from psigrad_serve.engine.engine import SamplingEngine
 
 MOST_PIXELS = 4 * images.MOST_PIXELS
-"""The most pixels of a request's images together."""
+"""The most pixels of all images of a request together."""
 KEPT_BYTES = 1 << 30
-"""The bytes of images beyond which those that no request has are dropped, the oldest first."""
+"""The most bytes of cached images. Beyond this, images that no running request has are dropped, the oldest first."""
 
 
 class Pictures:
-    """The images of a server's requests. One is decoded at a time, so that their memory does not add up."""
+    """The cache of images of a server's requests. One is decoded at a time, so that their memory does not add up."""
 
     def __init__(self, engine: SamplingEngine) -> None:
         self.engine, self.sight = engine, images.sight_of(engine.model.tokenizer)
         self._decoding, self._lock = threading.Lock(), threading.Lock()
         self._own: dict[str, int] = {}
-        """The bytes of each image that this server has kept, the oldest first."""
+        """Digest -> bytes of each image that this server has added to the cache, the oldest first."""
         self._used: Counter[str] = Counter()
 
     @property
     def refusal(self) -> str:
-        """The reason why no image is read here; empty if images are read."""
+        """The end of an error sentence that says why this server reads no images; empty if it reads them."""
         if self.sight is None:
             return (
                 "an image, and this model reads text alone; leave it out, or serve a vision-language model (Qwen 3.5: --vision)"
@@ -41,10 +41,10 @@ class Pictures:
         return "" if self.engine.steers else "an image, and this server's sampler reads text alone; serve with --sampler embedded"
 
     def marked(self, messages: Sequence[Any], rest: Mapping[str, Any]) -> list[Any]:
-        """Return messages in OpenAI's format with marks in place of image parts. A part may name its place in the body as "at".
+        """Return messages in OpenAI's format with marks in place of image parts. A part may give its place in the body as "at".
 
-        Raises `ApiError` for an image that is not read here, for images beyond the bounds, and for a mark in a text of the
-        messages or of the `rest` of the request, which would show another client's image.
+        Raises `ApiError` for an image that cannot be read, for images beyond the limits, and for a mark in a text of the messages
+        or of the `rest` of the request, which would let a client read another client's image.
         """
         refuse_marks({"messages": messages, **rest})
         made, left = list(messages), [MOST_PIXELS, self.engine.model.max_length]
@@ -91,11 +91,11 @@ class Pictures:
             return {"type": "text", "text": images.keep(picture)}
 
     def shown_ids(self, ids: Sequence[int]) -> list[int]:
-        """Return a prompt's tokens as clients get them: ids of the vocabulary, with the placeholder in place of image tokens."""
+        """Return a prompt's tokens with the vocabulary's placeholder in place of image tokens, as clients expect them."""
         return list(ids) if self.sight is None else images.without_images(ids, self.sight.token_id)
 
     def hold(self, row: Row) -> None:
-        """Keep a request's images as long as its row."""
+        """Keep a request's images in the cache as long as its `row` exists."""
         if digests := image_rows.digests_of(row):
             with self._lock:  # requests are read in threads
                 self._used.update(digests)
@@ -113,7 +113,7 @@ class Pictures:
 
 
 def refuse_marks(texts: Mapping[str, Any]) -> None:
-    """Raise `ApiError` for the mark of an image in one of a request's texts."""
+    """Raise `ApiError` if one of a request's texts contains the mark of an image."""
 
     def fail(place: str, reason: str) -> NoReturn:
         raise ApiError(f"{place} {reason}.", param=place)

@@ -86,7 +86,7 @@ def translated(config: str, values: Mapping[str, Any], *, held_out: bool = False
     method, cls = METHODS[config]
     usual = {**DEFAULTS[config], **FIXED.get(config, {})}
     if not values.get("sync_ref_model"):
-        values = {name: value for name, value in values.items() if name != "ref_model_sync_steps"}  # read only with sync_ref_model
+        values = {name: value for name, value in values.items() if name != "ref_model_sync_steps"}  # TRL reads it with that alone
     given = [Given(name, value, DEFAULT) for name, value in usual.items() if name not in values and value is not None]
     given += [Given(name, value, config) for name, value in values.items() if value is not None]
     translation = translate(cls, declaration(method).defaults, given)
