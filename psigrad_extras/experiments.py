@@ -18,7 +18,7 @@ from psigrad.paths import absolute, claim
 
 
 def find_checkout() -> Path | None:
-    """Return the source checkout beside the package, or else the current folder if it is one; None without a checkout."""
+    """Return the source checkout that contains the package, or the current folder if that is one; otherwise None."""
     for root in (Path(__file__).parents[1], Path.cwd()):
         if (root / "studies").is_dir() and (root / "psigrad" / "importing.py").is_file():
             return root

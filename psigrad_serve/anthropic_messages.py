@@ -46,7 +46,7 @@ class OutputConfig(BaseModel):
 
 
 class MessagesForm(SamplingForm):
-    """The body of the request."""
+    """The body of a request to /v1/messages."""
 
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
     max_tokens: Count

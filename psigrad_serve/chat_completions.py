@@ -42,7 +42,7 @@ class ToolForm(BaseModel):
 
 
 class ChatForm(PenaltyForm):
-    """The body of the request."""
+    """The body of a request to /v1/chat/completions."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_tokens: Count | None = None

@@ -139,7 +139,7 @@ def _asked(served: Served, api: type[Api]) -> Callable[[Request], Awaitable[Resp
 async def _events(
     api: Api, answers: Sequence[ServedAnswer], first: tuple[int, ServedPiece], pieces: AsyncGenerator[tuple[int, ServedPiece]]
 ) -> AsyncIterator[str]:
-    """Yield the texts of a stream. All events of a piece are sent together."""
+    """Yield the server-sent events of a streamed answer, as text. All events of a piece are sent together."""
     async with contextlib.aclosing(pieces):
         yield "".join([*api.begin(answers), *api.piece(*first)])
         async for place, piece in pieces:

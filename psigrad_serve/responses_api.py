@@ -31,7 +31,7 @@ class ResponsesTool(BaseModel):
 
 
 class ResponsesForm(SamplingForm):
-    """The body of the request."""
+    """The body of a request to /v1/responses."""
 
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None

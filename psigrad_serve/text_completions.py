@@ -24,7 +24,7 @@ Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 class TextForm(PenaltyForm):
-    """The body of the request."""
+    """The body of a request to /v1/completions."""
 
     prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
     max_tokens: Annotated[Whole, Field(ge=0)] | None = 16

@@ -116,7 +116,7 @@ class Connections:
         return max(self.held.items(), key=lambda entry: (len(entry[1]), entry[0] is None))[1]
 
     def _cut(self, group: dict[H11Protocol, tuple[float, int]], latest: tuple[float, float]) -> bool:
-        """Close one connection of a person that is theirs since `latest` or longer. Return True if there was one."""
+        """Close one of a person's connections in `group` that is not newer than `latest`. Return True if there was one."""
         oldest = None
         for connection, (since, look) in group.items():
             if since > latest[0] or look > latest[1]:

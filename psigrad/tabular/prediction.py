@@ -7,7 +7,7 @@ a step t in an episode that stops at T are:
     n-step TD     G_t^(n) = r_t + … + γ^{n−1}·r_{t+n−1} + γ^n·V(s_{t+n})
     TD(λ)         G_t^λ = (1 − λ)·Σ_n λ^{n−1}·G_t^(n) + λ^{T−t−1}·G_t
 
-For an episode that was cut off (truncated), γ^{T−t}·V(s_T) stands for the rewards that were not seen. After termination, it is 0.
+For an episode that was cut off (truncated), γ^{T−t}·V(s_T) replaces the rewards that were not seen. After termination, it is 0.
 Source: Sutton and Barto 2018, Reinforcement Learning, chapters 5, 6, 7 and 12.
 """
 

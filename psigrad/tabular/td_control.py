@@ -253,8 +253,8 @@ def monte_carlo_control(
 ) -> Iterator[Learned]:
     """Learn by on-policy first-visit Monte Carlo: Q(s,a) moves towards the return after the first (s, a) of an episode.
 
-    alpha = None takes the mean of all returns. For an episode that was cut off, Σ_a π(a|s_T)·Q(s_T,a) stands for the rewards that
-    were not seen.
+    alpha = None takes the mean of all returns. For an episode that was cut off, the estimate Σ_a π(a|s_T)·Q(s_T,a) replaces the
+    rewards that were not seen.
     """
     experience = _Experience(env, episodes, (lambda n: 1.0 / n) if alpha is None else alpha, **options)
     q, actor, step = experience.q, experience.actor, experience.step_size()

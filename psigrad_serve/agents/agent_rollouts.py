@@ -50,7 +50,7 @@ class AgentPool:
     def run(self, places: Sequence[Place], ended: Callable[[int, float | str | None], None]) -> None:
         """Run one session for each `Place`. When one ends, call `ended(number, reward)`.
 
-        Instead of the reward, a text gives the reason why there is none. It is None if the agent returned none.
+        The reward is a number, None if the agent returned none, or a text with the reason why there is none.
         """
         waiting, left = deque(range(len(places))), len(places)
         while left:

@@ -241,7 +241,7 @@ class DQNTrainer(Trainer):
 
 
 def _check(config: ControlConfig, network: ActorCritic) -> None:
-    """Raise `UserError` for settings that cannot work."""
+    """Raise `UserError` for settings that do not fit DQN."""
     if not isinstance(network.distribution, Categorical):
         raise UserError(
             "DQN needs discrete actions, one at a time, and this environment's are continuous or several at once; choose ppo, "

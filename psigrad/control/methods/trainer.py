@@ -108,7 +108,10 @@ class Trainer(ABC):
         return norm
 
     def rng(self, purpose: str) -> np.random.Generator:
-        """Return the random generator for a purpose, such as "act", in this iteration. It depends on the seed alone."""
+        """Return the random generator for a purpose, such as "act", in this iteration.
+
+        It depends only on the seed, the purpose and the iteration.
+        """
         return generator(seeds.derive(self.config.run.seed, purpose, self.iterations))
 
     def restart(self) -> None:

@@ -427,7 +427,7 @@ def cut(said: Observation, kept: int) -> Observation:
 
 
 def _clip(text: str, kept: int) -> str:
-    """Return the first `kept` characters. An image mark at the cut is removed completely."""
+    """Return the first `kept` characters. If the cut would be inside an image's mark, it is made before the mark."""
     torn = next((mark for mark in images.MARK.finditer(text) if mark.start() < kept < mark.end()), None)
     return text[: kept if torn is None else torn.start()]
 

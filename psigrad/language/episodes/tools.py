@@ -184,7 +184,8 @@ def call_form_of(tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> CallFo
     """Return the syntax of calls under the tokenizer's chat template: the one that parses a rendered call back exactly.
 
     If a template offers no tools or writes no calls, psigrad writes them in Hermes' syntax. If the vocabulary has the marks of
-    some syntax, the model may still write that one; each call is then parsed by its marks. `arguments` are those of the template.
+    some syntax, the model may still write calls in it. Then each call is parsed by the marks that it has. `arguments` are those
+    of the template.
     """
     before, seen, shows_hermes = _play(tokenizer, arguments)
     own = getattr(tokenizer, "response_template", None)

@@ -164,7 +164,7 @@ class PoolScoring(Scoring):
         self._count = 0
 
     def add(self, group: Samples) -> None:
-        """Add a group; see `Scoring`."""
+        """Add a group, and queue a call of each function on it. See `Scoring`."""
         for name, values in group.shown.items():
             self._shown.setdefault(name, []).extend(values)
         samples = tuple(range(self._count, self._count + len(group)))
@@ -174,13 +174,13 @@ class PoolScoring(Scoring):
         self.poll()
 
     def poll(self) -> None:
-        """Advance without waiting; see `Scoring`."""
+        """Record the answers that have arrived, and give waiting jobs to idle workers, without waiting. See `Scoring`."""
         with self._pool.watch:
             if self._pending():
                 self._pool.advance(wait=False)
 
     def results(self) -> list[Result]:
-        """Return the results; see `Scoring`."""
+        """Wait for all answers, and return the result of each sample. See `Scoring`."""
         self._wait()
         pool, names = self._pool, [spec.name for spec in self._pool.specs]
         return [combine(names, pool.weights, [part[i] for part in self._parts], pool.failure_value) for i in range(self._count)]

@@ -81,7 +81,7 @@ class Bubblewrap:
         self._pool = ThreadPoolExecutor(min(USERS, workers or len(os.sched_getaffinity(0))))
 
     def run(self, programs: Sequence[Program], limits: Limits) -> list[ProgramOutcome]:
-        """Run the programs; see `Executor`."""
+        """Run each program in its own sandbox, and return their outcomes in order. See `Executor`."""
         return list(self._pool.map(self._one, programs, itertools.repeat(limits)))
 
     def _one(self, program: Program, limits: Limits) -> ProgramOutcome:

@@ -28,7 +28,7 @@ class Unsafe:
     """
 
     def run(self, programs: Sequence[Program], limits: Limits) -> list[ProgramOutcome]:
-        """Run the programs; see `Executor`."""
+        """Run each program without a sandbox, and return their outcomes in order. See `Executor`."""
         return [self._one(program, limits) for program in programs]
 
     def _one(self, program: Program, limits: Limits) -> ProgramOutcome:
