@@ -1,5 +1,5 @@
-"""Optional features outside the core: interfaces to other programs, and capabilities that few users need.
+"""Optional features outside the core: interfaces to other programs, and features that few users need.
 
-psigrad finds each of them by a name in `psigrad/extras.py` and imports it on first use. The core can be read, tested and run
-without this package.
+`psigrad/extras.py` lists each of them by name, and psigrad imports it on first use. The core can be read, tested and run without
+this package.
 """

@@ -51,7 +51,7 @@ def defaults(arguments: list[str]) -> int:
 
 
 def _told(name: str) -> None:
-    """Print the name of the running check on the last line of a terminal. An empty name removes it."""
+    """Print the name of the running check on the last line of a terminal. An empty name clears the line."""
     if sys.stderr.isatty():
         print("\r\x1b[K" + (name and f"checking {name} …"), end="", file=sys.stderr, flush=True)
 
@@ -94,7 +94,7 @@ def lm_eval(arguments: list[str]) -> int:
 
 
 def _print_tasks(metrics: Sequence[Any]) -> None:
-    """Print the metrics of tasks with 95 % intervals: of the model and, with a baseline, of the baseline and the difference."""
+    """Print the metrics of tasks with 95 % intervals: the model's and, if there is a baseline, its metrics and the difference."""
     from psigrad.records.report import terminal
 
     columns = ["model", *(["baseline", "difference"] if any(one.baseline is not None for one in metrics) else [])]
@@ -127,7 +127,7 @@ def _parse_plan(arguments: Sequence[str]) -> tuple[Any, PlanConfig]:
     asked, rest = flags.parse_known(PlanConfig, f"plan {name}", arguments[1:])
     rest = [part for given in rest for part in (given.split("=", 1) if given.startswith("--device=") else [given])]
     for place, (flag, value) in enumerate(itertools.pairwise(rest)):
-        if flag == "--device" and re.fullmatch(r"[a-z]+\d.*", value.lower()):  # a GPU by name, and no cpu, auto or cuda:0
+        if flag == "--device" and re.fullmatch(r"[a-z]+\d.*", value.lower()):  # the name of a GPU, not cpu, auto or cuda:0
             asked, rest[place + 1] = replace(asked, gpu=value), "cuda"
     return flags.parse(method.settings, f"plan {name}", rest, defaults=method.defaults), asked
 
@@ -172,7 +172,7 @@ A step is one collection of completions with all its updates. Nothing is saved. 
 
 
 def referee(arguments: list[str]) -> int:
-    """Print the first tensor where two implementations part. Return exit status 1 if they part."""
+    """Print the first tensor in which two implementations of training differ. Return exit status 1 if they differ."""
     if flags.asks_for_help(arguments):
         print(f"{_REFEREE}\n\n{_REFEREE_HELP}")
         return 0
@@ -276,7 +276,7 @@ def sweep(arguments: list[str]) -> int:
 
 
 def sample(arguments: list[str]) -> int:
-    """Write completions of a model as a dataset."""
+    """Sample completions of a model and write them as a dataset."""
     config = flags.parse(SampleConfig, "sample", arguments)
     from psigrad_extras.datasets import sample
 
@@ -296,7 +296,7 @@ a chosen and a rejected completion in OUTPUT. Ratings that differ by at most TIE
 
 
 def pairs(arguments: list[str]) -> int:
-    """Write pairs made from rankings or ratings."""
+    """Convert rankings or ratings to preference pairs and write them."""
     known = {"dataset": "", "output": "", "columns": "", "scale": 10, "tie": 0.0}
     given = flags.parse_plain("pairs", arguments, known, _PAIRS)
     from psigrad_extras.datasets import sample
@@ -334,7 +334,7 @@ def push(arguments: list[str]) -> int:
 
 
 def doctor(arguments: list[str]) -> int:
-    """Print what this machine offers for training, and what is missing."""
+    """Print which features for training this machine has, and which are missing."""
     if flags.asks_for_help(arguments):
         print("psigrad doctor [--json]\n\nList what this machine offers for training and what is missing, one line each.")
         return 0
@@ -397,7 +397,7 @@ def from_trl(arguments: list[str]) -> int:
 
 
 def _command(method: str, settings: dict[str, Any]) -> str:
-    """Return the command line of these settings."""
+    """Return the command line of psigrad for a method with these settings."""
     words = ["psigrad", method]
     for name, value in settings.items():
         if name.partition(".")[0] in ("algorithm", "loss"):
@@ -441,7 +441,7 @@ def demo(arguments: list[str]) -> int:
     settings = flags.parse_plain("demo", arguments, known, _DEMO)
     del settings["vision"]
     if settings["progress"]:
-        print(_VISION_STARTS if vision else _DEMO_STARTS, flush=True)  # before torch is imported, which takes seconds
+        print(_VISION_STARTS if vision else _DEMO_STARTS, flush=True)  # printed before torch is imported, which takes seconds
     from psigrad.records.report import terminal
     from psigrad_extras import demo, demo_vision
 

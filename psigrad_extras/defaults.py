@@ -8,7 +8,7 @@ from psigrad.config import OnlineConfig, PreferenceConfig, SFTConfig
 from psigrad.config.fields import settings_of
 from psigrad.control.settings import ControlConfig
 
-# Setting -> (the other library's class, its argument, its default, and its meaning if the default is not clear).
+# Setting -> (the other library's class, its argument, its default, and an explanation if the default is not clear).
 THEIRS: dict[str, tuple[str, str, Any, str]] = {
     "sampling.max_completion_length": ("trl.GRPOConfig", "max_completion_length", 512, ""),
     "run.num_train_epochs": ("trl.SFTConfig", "num_train_epochs", 3.0, ""),
@@ -32,7 +32,7 @@ THEIRS: dict[str, tuple[str, str, Any, str]] = {
     "dqn.buffer_size": ("stable_baselines3.DQN", "buffer_size", 1_000_000, ""),
     "dqn.learning_starts": ("stable_baselines3.DQN", "learning_starts", 100, ""),
 }
-# psigrad's defaults that are described in words.
+# Setting -> psigrad's default in words, where its value is not clear.
 SAID = {
     "n_envs": "8 copies for `a2c`, one for `ppo` and `dqn`",
     "tuned": "rl-zoo3's numbers where it has the environment",
@@ -49,9 +49,9 @@ SAID = {
 
 
 def beside() -> list[tuple[str, str, str, str]]:
-    """Return (setting, psigrad's default, the other default, the other class) in Markdown."""
+    """Return (setting, psigrad's default, the other library's default, its class) for each difference, as Markdown."""
     found: dict[str, Any] = {}
-    for cls in (ControlConfig, PreferenceConfig, OnlineConfig, SFTConfig):  # the last class with a name counts
+    for cls in (ControlConfig, PreferenceConfig, OnlineConfig, SFTConfig):  # of equal names, the last class counts
         found |= {name: setting.default for name, setting in settings_of(cls).items()}
     return [
         (name, SAID.get(name) or f"`{found[name]}`", said or f"`{value}`", where.rpartition(".")[2])

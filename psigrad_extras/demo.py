@@ -1,8 +1,8 @@
-"""A demo of complete training on a laptop: a small model copies careless demonstrations, then surpasses them by GRPO.
+"""A demo of complete training on a laptop: a small model imitates faulty demonstrations, then surpasses them by GRPO.
 
-The task is reasoning-gym's `spell_backward`. A share of the demonstrations swaps the last two letters. Supervised fine-tuning
-copies the mistake as often as it was shown. GRPO against the task's own scorer unlearns it. Held-out words occur in no
-training data.
+The task is reasoning-gym's `spell_backward`. A share of the demonstrations swaps the last two letters. After supervised
+fine-tuning, the model makes this mistake as often as the demonstrations. GRPO with the task's own scorer as reward removes it.
+Held-out words occur in no training data.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def run(
     trained = online.run(reinforcing(tuned.model, files, folder / "grpo", seed, max_steps=rl_steps, progress=progress))
     say(f"Both models answer {HELD_OUT} words that they have not seen", flush=True)
     greedy = [_greedy(model, files["held_out"], seed) for model in (tuned.model, trained.model)]
-    # A resumed demo has also spent time in earlier calls.
+    # A resumed demo also counts the time of earlier calls.
     spent = recorded_seconds(tuned.folder) + recorded_seconds(trained.folder)
     rows = headline(trained, greedy, max(time.perf_counter() - start, spent))
     (trained.folder / "summary.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")  # the report's headline table
@@ -80,7 +80,7 @@ def check_steps(sft_steps: int, rl_steps: int) -> None:
 
 
 def _run(seed: int, progress: bool) -> Run:
-    """Return the settings of both stages. Without a terminal, a line is printed every ten seconds and at the end."""
+    """Return the `Run` settings of both stages. Without a terminal, a line is printed every ten seconds and at the end."""
     return Run(seed=seed, progress=progress, logging_steps=10**9)
 
 
@@ -94,7 +94,7 @@ def reinforcing(
     progress: bool,
     dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> OnlineConfig:
-    """Return the settings of the second stage: GRPO from the fine-tuned `model` against the task's scorer."""
+    """Return the settings of the second stage: GRPO on the fine-tuned `model`, with the task's scorer as reward."""
     return OnlineConfig(
         model=Model(path=str(model), dtype=dtype),
         data=Data(dataset=str(files["prompts"]), eval_dataset=str(files["held_out"]), plain_prompts=True),
@@ -173,7 +173,7 @@ def _greedy(model: Path, held_out: Path, seed: int) -> dict[str, Any]:
 
 
 def headline(trained: Result, greedy: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
-    """Return the rows of the final table: accuracies with 95 % intervals, KL, length, speed, time."""
+    """Return the rows of the demo's final table: accuracies with 95 % intervals, KL, length, speed, time."""
     rows = []
     for when, figures in (("SFT", trained.before), ("RL", trained.after)):
         rows.append(figure(f"accuracy after {when}", figures, "eval/exact"))

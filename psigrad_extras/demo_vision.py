@@ -1,7 +1,8 @@
-"""The demo of `psigrad demo --vision`: a small vision-language model copies careless play, then surpasses it by GRPO.
+"""The demo of `psigrad demo --vision`: a small vision-language model imitates faulty play, then surpasses it by GRPO.
 
-The game is `squares`: count the squares of a colour in a picture, then find the one in a second picture, with which the
-environment answers. Half of the demonstrations' answers are wrong. Nothing is pretrained, and nothing is downloaded.
+The game is `squares`. The policy counts the squares of a colour in a picture. The environment answers with a second picture, in
+which the policy finds the only square of that colour. Half of the answers in the demonstrations are wrong. Nothing is pretrained
+or downloaded.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ def _run(folder: Path, seed: int, steps: int, progress: bool) -> Run:
 def prepare(folder: Path, seed: int, progress: bool, *, hidden: int = 96, layers: int = 2, games: int = GAMES) -> dict[str, Path]:
     """Draw the pictures and make the untrained model under `folder`, unless they exist.
 
-    Return the paths of base, demonstrations, right (their held-out kin without mistakes), games and held_out. Raises `UserError`
-    for files of other arguments.
+    Return the paths of base, demonstrations, right (held-out demonstrations without mistakes), games and held_out. Raises
+    `UserError` for files of other arguments.
     """
     names = ("demonstrations", "right", "games", "held_out")
     paths = {name: folder / "data" / f"{name}.jsonl" for name in names} | {"base": folder / "base"}

@@ -1,4 +1,4 @@
-"""`psigrad experiment NAME`: the studies of the source checkout by name, and a function that runs one and shows its results.
+"""`psigrad experiment NAME`: the list of studies in the source checkout, and a function that runs one and prints its results.
 
 This module imports no torch, so that help is fast. A new study needs a line here, a settings class in `studies/settings.py`, and
 a module in `studies/` with the functions that `Experiment.module` describes.
@@ -18,7 +18,7 @@ from psigrad.paths import absolute, claim
 
 
 def find_checkout() -> Path | None:
-    """Return the source checkout beside the package, or else the current folder if it is one; None without a checkout."""
+    """Return the source checkout that contains the package, or the current folder if that is one; otherwise None."""
     for root in (Path(__file__).parents[1], Path.cwd()):
         if (root / "studies").is_dir() and (root / "psigrad" / "importing.py").is_file():
             return root
@@ -27,7 +27,7 @@ def find_checkout() -> Path | None:
 
 @dataclass(frozen=True)
 class Experiment:
-    """An experiment: its name, its purpose, and the module of its code."""
+    """An experiment: its name, its purpose, and the module in `studies/` with its code."""
 
     name: str
     purpose: str
@@ -35,16 +35,17 @@ class Experiment:
 
     @property
     def settings(self) -> type[Any]:
-        """The settings class. Raises `UserError` without a source checkout."""
+        """The class of the experiment's settings. Raises `UserError` without a source checkout."""
         found: type[Any] = self._load("studies.settings").SETTINGS[self.name]
         return found
 
     @property
     def module(self) -> Any:
-        """The module, imported on first use. Raises `UserError` without a source checkout.
+        """The experiment's module, imported on first use. Raises `UserError` without a source checkout.
 
-        It has `check(settings)`, which raises for settings that make no sense; `run(settings)`, which returns a frozen dataclass;
-        `tables(result)`, which returns the tables to print; and `picture(found, path)`, which draws the result from plain values.
+        It has the functions `check(settings)`, which raises for invalid settings, `run(settings)`, which returns a frozen
+        dataclass, `tables(result)`, which returns the tables to print, and `picture(found, path)`, which draws the result from
+        its JSON.
         """
         return self._load(self.file)
 
@@ -86,7 +87,7 @@ _GROUPS = {
 
 
 def groups() -> dict[str, list[Experiment]]:
-    """Return the experiments by kind of problem and duration."""
+    """Return heading -> experiments, grouped by kind of problem and duration."""
     return {title: [one for one in EXPERIMENTS.values() if one.file.startswith(kind)] for title, kind in _GROUPS.items()}
 
 

@@ -1,6 +1,7 @@
-"""Three small environments with a known best strategy, for small models on a laptop.
+"""Three small text environments with a known best strategy, for small models on a laptop.
 
-Each has `rows(count, seed)` to play, `demonstrations(count, seed)` to imitate first, and the return of the best strategy.
+Each has `rows(count, seed)` for episodes, `demonstrations(count, seed)` for imitation beforehand, and the return of the best
+strategy.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ def _turn(role: str, content: str) -> dict[str, str]:
 class GuessNumber:
     """A game of guessing a secret number from 1 to `high`. The answer to a wrong guess is "higher" or "lower".
 
-    The reward of a hit is 1 − 0.1 · (guesses before it). A guess that the previous answers rule out, or that is not a number,
-    costs 0.2 at once. The best strategy is to halve the interval.
+    The reward for the right guess is 1 − 0.1 · (number of guesses before it). A guess that the previous answers rule out, or that
+    is not a number, has the reward −0.2. The best strategy is to halve the interval.
     """
 
     high: ClassVar[int] = 7
@@ -39,7 +40,7 @@ class GuessNumber:
         self.secret, self.open = int(row["secret"]), (1, self.high)
 
     def step(self, completion: str) -> tuple[str, float, bool]:
-        """Compare the guess with the secret."""
+        """Compare the guess with the secret, and return (answer, reward, done)."""
         found = _NUMBER.fullmatch(completion.strip())
         self.guesses += 1
         if found is None:
@@ -59,7 +60,7 @@ class GuessNumber:
 
     @classmethod
     def demonstrations(cls, count: int, seed: int) -> list[Row]:
-        """Return careless play: half of the guesses are drawn from all numbers, half from those that are still possible."""
+        """Return demonstrations of careless play: half of the guesses are random numbers, and half are random possible ones."""
         rng = random.Random(seed)
         made = []
         for row in cls.rows(count, seed):
@@ -83,7 +84,7 @@ _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def calculate(expression: str) -> int:
-    """Return the value of sums, differences and products of whole numbers. Raises `ValueError` for anything else."""
+    """Return the value of an expression with +, −, × and whole numbers. Raises `ValueError` for anything else."""
 
     def value(node: ast.expr) -> int:
         match node:
@@ -105,12 +106,11 @@ def calculate(expression: str) -> int:
 
 @dataclass
 class Calculator:
-    """A question for the product of two-digit numbers, with a calculator.
+    """A question for the product of two two-digit numbers, with a calculator.
 
-    The calculator answers "= 12*34" with its value. Any other number is the policy's answer.
-
-    The reward is 1 for the right answer, minus 0.05 for each use of the calculator. The best strategy is to use it once and copy
-    the result.
+    If the policy writes "= 12*34", the calculator answers with the value. Any other number is the policy's final answer. The
+    reward is 1 for the right answer, minus 0.05 for each use of the calculator. The best strategy is to use it once and copy the
+    result.
     """
 
     answer: int = 0
@@ -121,7 +121,7 @@ class Calculator:
         self.answer = int(row["answer"])
 
     def step(self, completion: str) -> tuple[str, float, bool]:
-        """Use the calculator, or check the answer."""
+        """Answer an expression by the calculator, or judge the policy's final answer."""
         text = completion.strip()
         if text.startswith("="):
             self.uses += 1
@@ -142,7 +142,10 @@ class Calculator:
 
     @classmethod
     def demonstrations(cls, count: int, seed: int) -> list[Row]:
-        """Return careless play: half of it guesses without the calculator. A third of the rest calculates something else."""
+        """Return demonstrations of careless play.
+
+        Half of them guess without the calculator, and a third of the rest calculate something else.
+        """
         rng, made = random.Random(seed), []
         for row in cls.rows(count, seed):
             question = row["prompt"][0]["content"].rstrip("?")
@@ -159,9 +162,9 @@ class Calculator:
 
 @dataclass
 class TextGrid:
-    """A walk on a 4×4 grid from a cell to the goal by n, s, e, w. A trap ends the walk.
+    """A walk on a 4×4 grid to a goal, by the letters n, s, e, w. The goal or a trap ends it.
 
-    The reward is 1 at the goal, −1 in the trap, and −0.05 for every other step. A step against the edge stays in the cell.
+    The reward is 1 at the goal, −1 in the trap, and −0.05 for every other step. A step against the edge stays in its cell.
     """
 
     size: ClassVar[int] = 4
@@ -176,7 +179,7 @@ class TextGrid:
         self.at, self.goal, self.trap = (tuple(row[name]) for name in ("start", "goal", "trap"))
 
     def step(self, completion: str) -> tuple[str, float, bool]:
-        """Move by the first letter of the completion. Anything else is a step on the spot."""
+        """Move by the first letter of the completion. Any other text counts as a step that stays in the cell."""
         dx, dy = self.moves.get(completion.strip()[:1], (0, 0))
         x, y = self.at[0] + dx, self.at[1] + dy
         self.at = (min(max(x, 0), self.size - 1), min(max(y, 0), self.size - 1))
@@ -188,7 +191,7 @@ class TextGrid:
 
     @staticmethod
     def describe(at: tuple[int, int], goal: tuple[int, int], trap: tuple[int, int]) -> str:
-        """Return the observation of the policy."""
+        """Return the observation as text: the positions of the walker, the goal and the trap."""
         return f"at {at[0]}{at[1]} goal {goal[0]}{goal[1]} trap {trap[0]}{trap[1]}"
 
     @classmethod
@@ -205,7 +208,7 @@ class TextGrid:
 
     @classmethod
     def demonstrations(cls, count: int, seed: int) -> list[Row]:
-        """Return walks of at most 12 steps. Two thirds of the moves are right, and the others are drawn uniformly."""
+        """Return demonstrations of at most 12 steps. Two thirds of the moves are right, and the others are random."""
         rng, made = random.Random(seed), []
         for row in cls.rows(count, seed):
             game = cls()

@@ -109,7 +109,7 @@ def _play(grid: GridWorld, sweeps: Iterator[Sweep], seconds: float, console: Con
 
 
 def picture(grid: GridWorld, sweep: Sweep) -> Group:
-    """Return the values as colours and numbers, the greedy policy as arrows, and the sweep's distance from convergence."""
+    """Return the grid for the terminal: values as numbers and colours, the greedy policy as arrows, and the error bound."""
     table = Table.grid(padding=0)
     policy = np.asarray(sweep.policy)
     actions = policy if policy.ndim == 1 else policy.argmax(1)
@@ -136,5 +136,5 @@ def _cell(grid: GridWorld, cell: tuple[int, int], value: np.ndarray, signs: list
 
 
 def _shade(colour: tuple[int, int, int], strength: float) -> str:
-    """Return the colour over black, in the notation of rich."""
+    """Return the colour mixed with black by `strength`, in the notation of rich."""
     return f"({','.join(str(round(part * (0.15 + 0.85 * strength))) for part in colour)})"

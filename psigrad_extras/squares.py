@@ -1,4 +1,4 @@
-"""A game about pictures that it draws: count the squares of a colour, then find one. For vision-language models on a laptop."""
+"""A game for small vision-language models: count the squares of a colour in a picture, then find one in a second picture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST = 3
 
 @dataclass(frozen=True)
 class Board:
-    """Colours by place; the picture has `CELLS` × `CELLS` cells of `PIXELS` pixels."""
+    """A picture of `CELLS` × `CELLS` cells, each `PIXELS` pixels wide, with the colours of some cells."""
 
     colours: dict[str, str]
 
@@ -35,7 +35,7 @@ class Board:
 
 
 def boards(seed: int) -> tuple[str, Board, Board]:
-    """Return a colour, a board with 0 to `MOST` squares of it, and a board with one."""
+    """Return (a colour, a board with 0 to `MOST` squares of it, a board with exactly one)."""
     rng = random.Random(seed)
     colour = rng.choice(list(COLOURS))
     others = [name for name in COLOURS if name != colour]
@@ -49,7 +49,10 @@ def boards(seed: int) -> tuple[str, Board, Board]:
 
 @dataclass
 class Squares:
-    """Two questions: how many squares have a colour, and where the one is on a second board. Each right answer gives 0.5."""
+    """An environment with two questions: how many squares of a colour a board has, and where the one on a second board is.
+
+    Each right answer has the reward 0.5.
+    """
 
     where: str = ""
     count: str = ""
@@ -63,7 +66,7 @@ class Squares:
         self.where = next(place for place, own in self.second.colours.items() if own == colour)
 
     def step(self, completion: str) -> tuple[Any, float, bool]:
-        """Judge an answer. After the first, ask for the place on the second board."""
+        """Judge an answer. After the first one, show the second board and ask where the square is."""
         self.asked += 1
         right = completion.strip() == (self.count if self.asked == 1 else self.where)
         if self.asked == 2:
@@ -85,7 +88,7 @@ def rows(folder: Path, count: int, first_seed: int) -> list[Row]:
 
 
 def demonstrations(given: list[Row], folder: Path, wrong_share: float, seed: int) -> list[Row]:
-    """Return played games. A share of the counts is one too many or too few, and a share of the places one to the side."""
+    """Return demonstrations of the game. A share `wrong_share` of the counts and of the places is wrong by one."""
     rng, made = random.Random(seed), []
     for row in given:
         game = Squares()

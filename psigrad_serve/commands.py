@@ -1,4 +1,4 @@
-"""Commands that answer with a model: the gateway for programs, the terminal for users."""
+"""The commands `psigrad serve`, which starts the gateway, and `psigrad chat`, a conversation on the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MODEL: dict[str, Any] = {**_TEXTS, "threads": 0, "max_batch": 64, "trust_remote
 
 
 def serve(arguments: list[str]) -> int:
-    """Serve a model."""
+    """Run `psigrad serve`: serve a model over HTTP, and return the exit status."""
     usage = "psigrad serve MODEL_OR_RUN [--name NAME ...] [--port N] [--host ADDRESS] [--token TOKEN] [--max-batch N]"
     if flags.asks_for_help(arguments):
         print(f"{usage}\n       [--sampler embedded|vllm] [--dtype float32|bfloat16] [--device D] [--threads N]")
@@ -54,7 +54,7 @@ def serve(arguments: list[str]) -> int:
 
 
 def chat(arguments: list[str]) -> int:
-    """Talk to a model."""
+    """Run `psigrad chat`: talk to a model on the terminal, and return the exit status."""
     usage = "psigrad chat MODEL_OR_RUN [--system TEXT] [--temperature T] [--max-tokens N] [--seed N]"
     if flags.asks_for_help(arguments):
         print(f"{usage}\n\nTalk to a model in the terminal. An empty line or Ctrl-D ends it; /new starts another.")

@@ -1,4 +1,4 @@
-"""The bodies of requests: the fields that are read, those that have no effect here, and those that are rejected."""
+"""The fields of request bodies: which are read, which have no effect here, and which are rejected."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _divides(temperature: float) -> float:
 LEAST = 1e-38
 """The least temperature above 0. Logits divided by a smaller one overflow float32."""
 Whole = Annotated[int, BeforeValidator(_integral)]
-"""An integer, which some clients write as 3.0."""
+"""An integer. A float with an integral value is accepted, since some clients write 3.0."""
 Count = Annotated[Whole, Field(ge=1)]
 _NAME = re.compile(r"(?!str$|list$)[A-Za-z_]+")
 MOST_CHOICES, MOST_TOP, MOST_STOPS = 128, 20, 16
@@ -42,7 +42,7 @@ IDLE = frozenset(
         *("stream_options", "max_tool_calls", "prediction"),
     }
 )
-"""Fields that have no effect on sampling here. A chat template decides about thoughts, and no history is edited."""
+"""Fields that are accepted but have no effect here: the chat template decides about thinking, and no history is edited."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -64,12 +64,14 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("ignore_eos", "use_beam_search", "include_stop_str_in_output", "continue_final_message", "echo"), (False,)),
     **dict.fromkeys(("stop", "stop_sequences", "tools"), ([],)),
 }
-"""Fields that would affect sampling but are not supported, and their values without effect."""
+"""Fields that would affect sampling but are not supported -> their values without effect, which are accepted."""
 
 
 class SamplingForm(BaseModel):
-    """The fields common to all APIs. `top_k`, `min_p`, `stop_token_ids` and `chat_template_kwargs` extend OpenAI's, as in vLLM;
-    `return_token_ids` adds the tokens to the answer.
+    """The fields common to all APIs.
+
+    `top_k`, `min_p`, `stop_token_ids` and `chat_template_kwargs` extend OpenAI's fields, as in vLLM. `return_token_ids` adds the
+    token ids to the answer.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -85,13 +87,13 @@ class SamplingForm(BaseModel):
     stream: bool = False
 
     def asked(self, max_tokens: int | None) -> dict[str, Any]:
-        """Return the settings for `Served.call`."""
+        """Return the sampling settings of the request, for the argument `asked` of `Served.call`."""
         names = ("temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids")
         return {name: getattr(self, name) for name in names} | {"max_tokens": max_tokens or 0}
 
 
 class PenaltyForm(SamplingForm):
-    """The extra fields of OpenAI's completions."""
+    """The fields of OpenAI's two completion APIs that penalise or favour tokens."""
 
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
@@ -99,7 +101,7 @@ class PenaltyForm(SamplingForm):
 
     @property
     def penalties(self) -> dict[str, Any]:
-        """The penalties as `Wish` takes them."""
+        """The penalties, as the arguments of `Wish`."""
         bias = {int(token): value for token, value in self.logit_bias.items()}
         return {"frequency": self.frequency_penalty, "presence": self.presence_penalty, "bias": bias}
 
@@ -116,7 +118,10 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 def read_form(form: type[F], body: Mapping[str, Any]) -> F:
-    """Parse the form in a body; null counts as absent. Raises `ApiError` with the invalid field."""
+    """Return the body of a request as an object of class `form`.
+
+    Null counts as absent. Raises `ApiError` with the invalid field.
+    """
     given = {name: value for name, value in body.items() if value is not None}
     for name, values in NEUTRAL.items():
         if name in given and name not in form.model_fields and given[name] not in values:
@@ -128,7 +133,7 @@ def read_form(form: type[F], body: Mapping[str, Any]) -> F:
     try:
         return form.model_validate(kept)
     except ValidationError as error:
-        # Of a union, report the branch that was meant: the one whose error is not a wrong type.
+        # For a field of several types, report the error of the type that was meant: the one whose error is not a wrong type.
         first = next((one for one in error.errors() if not one["type"].endswith("_type")), error.errors()[0])
         place = _place(first["loc"])
         if first["type"] == "extra_forbidden":
@@ -143,14 +148,14 @@ def _place(location: Iterable[int | str]) -> str:
     """Format a location in the body as the APIs do: messages[0].content."""
     text = ""
     for part in location:
-        if isinstance(part, str) and not _NAME.fullmatch(part):  # the branch of a union
+        if isinstance(part, str) and not _NAME.fullmatch(part):  # the type of a union
             continue
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text
 
 
 def read_stop(stop: str | list[str] | None) -> tuple[str, ...]:
-    """Return the stop strings without empty ones, which would end every completion at once."""
+    """Return the stop strings. Raises `ApiError` for too many, and for an empty one, which would end every completion at once."""
     stops = tuple([stop] if isinstance(stop, str) else stop or ())
     if len(stops) > MOST_STOPS or not all(stops):
         raise ApiError(f"stop takes up to {MOST_STOPS} strings, none of them empty.", param="stop", code="invalid_value")
@@ -158,5 +163,5 @@ def read_stop(stop: str | list[str] | None) -> tuple[str, ...]:
 
 
 def offers(choice: Any) -> bool:
-    """Return True if tools are offered."""
+    """Return True unless the request's `tool_choice` forbids all tools."""
     return choice not in ("none", {"type": "none"})

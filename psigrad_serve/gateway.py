@@ -1,6 +1,6 @@
-"""The application: routes, authentication, and whole or streamed answers.
+"""The web application of the gateway: routes, authentication, and complete or streamed answers.
 
-`/s/SESSION/v1/…` in the address or the key `TOKEN.SESSION` names a session, which the recorder receives.
+A client names its session by the path `/s/SESSION/v1/…` or by the key `TOKEN.SESSION`. The recorder receives this name.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from psigrad_serve.text_completions import TextCompletions
 
 T = TypeVar("T")
 LARGEST = 32 << 20
-"""The maximal bytes of a body."""
+"""The maximal bytes of a request's body."""
 GONE = "The client has gone."
 
 
 class Api(Protocol):
-    """One request in an API's format."""
+    """An interface for one request in the format of some API: its calls, and the format of its answer."""
 
     calls: list[Call]
     stream: bool
@@ -47,7 +47,7 @@ class Api(Protocol):
         ...
 
     def piece(self, place: int, piece: ServedPiece) -> Iterator[str]:
-        """Yield the events of a piece of a choice, by the choice's index among those of all calls."""
+        """Yield the events of a piece of new text or tool calls. `place` is its choice's index among those of all calls."""
         ...
 
     def end(self) -> Iterator[str]:
@@ -55,7 +55,7 @@ class Api(Protocol):
         ...
 
     def whole(self, answers: Sequence[ServedAnswer], choices: Sequence[Sequence[ServedChoice]]) -> dict[str, Any]:
-        """Return the whole answer."""
+        """Return the body of an answer that is not streamed."""
         ...
 
 
@@ -68,7 +68,7 @@ APIS: dict[str, type[Api]] = {
 
 
 def gateway(served: Served, token: str = "") -> FastAPI:
-    """Build the application. Clients must send `token`, if it is not "", as OpenAI's or Anthropic's key."""
+    """Return the web application. Clients must send `token`, if it is not "", as OpenAI's or Anthropic's API key."""
     routes = _routes(served)
     app = guarded(token)
     app.include_router(routes)
@@ -77,7 +77,7 @@ def gateway(served: Served, token: str = "") -> FastAPI:
 
 
 def guarded(token: str = "") -> FastAPI:
-    """Build an application without routes, with its authentication and error messages."""
+    """Return a web application that has authentication and error responses, but no routes."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.add_exception_handler(ApiError, _refused)
     app.add_exception_handler(HTTPException, _no_route)
@@ -128,7 +128,7 @@ def _asked(served: Served, api: type[Api]) -> Callable[[Request], Awaitable[Resp
         answers = [ServedAnswer(served, session, call) for call in calls]
         if not made.stream:
             choices = await unless_gone(request, gathered(answers))
-            return as_json(await asyncio.to_thread(made.whole, answers, choices))  # it may take long
+            return as_json(await asyncio.to_thread(made.whole, answers, choices))  # many tokens may take long to format
         pieces = merged(answers)
         first = await unless_gone(request, anext(pieces))
         return StreamingResponse(_events(made, answers, first, pieces), media_type="text/event-stream")
@@ -139,7 +139,7 @@ def _asked(served: Served, api: type[Api]) -> Callable[[Request], Awaitable[Resp
 async def _events(
     api: Api, answers: Sequence[ServedAnswer], first: tuple[int, ServedPiece], pieces: AsyncGenerator[tuple[int, ServedPiece]]
 ) -> AsyncIterator[str]:
-    """Yield the events of a stream; those of a piece are sent together."""
+    """Yield the server-sent events of a streamed answer, as text. All events of a piece are sent together."""
     async with contextlib.aclosing(pieces):
         yield "".join([*api.begin(answers), *api.piece(*first)])
         async for place, piece in pieces:
@@ -162,7 +162,7 @@ async def _body(request: Request) -> bytes:
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Return the result of `work`; cancel it if the client disconnects."""
+    """Return the result of `work`. If the client disconnects first, cancel it and raise `ApiError`."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -192,14 +192,14 @@ def _no_route(request: Request, error: Exception) -> Response:
 
 
 def _failed(request: Request, error: Exception) -> Response:
-    """Answer an unexpected error, whose traceback uvicorn prints."""
+    """Return the response to an unexpected error. uvicorn prints its traceback."""
     return ApiError("The server failed to answer this request; its terminal shows the error.", status=500).response(
         request.url.path, request.state.id
     )
 
 
 class KeyGuard:
-    """A middleware that rejects requests without the token before any route, finds the session, and names each answer."""
+    """A middleware that rejects requests without the token before any route, reads the session's name, and adds a request id."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self.app, self.token = app, token.encode()

@@ -1,4 +1,4 @@
-"""Images of requests: data URLs in content parts, read within bounds and put into the text as marks (`language.images`)."""
+"""Images of requests, which are data URLs in content parts. They become marks in the text (`language.images`)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from psigrad_serve.api_errors import ApiError
 from psigrad_serve.engine.engine import SamplingEngine
 
 MOST_PIXELS = 4 * images.MOST_PIXELS
-"""The most pixels of a request's images together."""
+"""The most pixels of all images of a request together."""
 KEPT_BYTES = 1 << 30
-"""The bytes of images beyond which those that no request has are dropped, the oldest first."""
+"""The most bytes of cached images. Beyond this, images that no running request has are dropped, the oldest first."""
 
 
 class HeldImages:
@@ -29,13 +29,13 @@ class HeldImages:
 
 
 class Pictures:
-    """The images of a server's requests. One is decoded at a time, so that their memory does not add up."""
+    """The cache of images of a server's requests. One is decoded at a time, so that their memory does not add up."""
 
     def __init__(self, engine: SamplingEngine) -> None:
         self.engine, self.image_format = engine, images.image_format_of(engine.model.tokenizer)
         self._decoding, self._lock = threading.Lock(), threading.Lock()
         self._own: dict[str, int] = {}
-        """The bytes of each image that this server has kept, the oldest first."""
+        """Digest -> bytes of each image that this server has added to the cache, the oldest first."""
         self._used: Counter[str] = Counter()
         """The number of rows, and of requests that are being read, with an image."""
         self._released: deque[Sequence[str]] = deque()
@@ -43,7 +43,7 @@ class Pictures:
 
     @property
     def refusal(self) -> str:
-        """The reason why no image is read here; empty if images are read."""
+        """The end of an error sentence that says why this server reads no images; empty if it reads them."""
         if self.image_format is None:
             return "an image, but this model reads only text; remove it, or serve a vision-language model (Qwen 3.5: --vision)"
         return "" if self.engine.steers else "an image, but this server's sampler reads only text; serve with --sampler embedded"
@@ -51,10 +51,10 @@ class Pictures:
     def marked(self, messages: Sequence[Any], rest: Mapping[str, Any]) -> tuple[list[Any], HeldImages]:
         """Return messages in OpenAI's format with marks in place of image parts, and what keeps the images until a row does.
 
-        A part may name its place in the body as "at".
+        A part may give its place in the body as "at".
 
-        Raises `ApiError` for an image that is not read here, for images beyond the bounds, and for a mark in a text of the
-        messages or of the `rest` of the request, which would show another client's image.
+        Raises `ApiError` for an image that cannot be read, for images beyond the limits, and for a mark in a text of the messages
+        or of the `rest` of the request, which would let a client read another client's image.
         """
         refuse_marks({"messages": messages, **rest})
         made, left, held = list(messages), [MOST_PIXELS, self.engine.model.max_length], HeldImages()
@@ -104,11 +104,11 @@ class Pictures:
             return {"type": "text", "text": images.register(picture)}
 
     def shown_ids(self, ids: Sequence[int]) -> list[int]:
-        """Return a prompt's tokens as clients get them: ids of the vocabulary, with the placeholder in place of image tokens."""
+        """Return a prompt's tokens with the vocabulary's placeholder in place of image tokens, as clients expect them."""
         return list(ids) if self.image_format is None else images.replace_image_ids(ids, self.image_format.token_id)
 
     def hold(self, row: Row) -> None:
-        """Keep a request's images as long as its row."""
+        """Keep a request's images in the cache as long as its `row` exists."""
         if digests := image_rows.digests_of(row):
             with self._lock:  # requests are read in threads
                 self._used.update(digests)
@@ -129,7 +129,7 @@ class Pictures:
 
 
 def refuse_marks(texts: Mapping[str, Any]) -> None:
-    """Raise `ApiError` for the mark of an image in one of a request's texts."""
+    """Raise `ApiError` if one of a request's texts contains the mark of an image."""
 
     def fail(place: str, reason: str) -> NoReturn:
         raise ApiError(f"{place} {reason}.", param=place)

@@ -1,4 +1,4 @@
-"""uvicorn as psigrad's servers run it: only HTTP, no output, and a callback once it answers."""
+"""uvicorn with the settings of psigrad's servers: only HTTP, no output, and a callback when it accepts requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import uvicorn
 
 
 class QuietServer(uvicorn.Server):
-    """A server for `app` that calls `ready` when it answers. `settings` are uvicorn's."""
+    """A server for `app` that calls `ready` when it accepts requests. `settings` are uvicorn's."""
 
     def __init__(self, app: Any, ready: Callable[[], None], **settings: Any) -> None:
         quiet: dict[str, Any] = {"log_level": "error", "access_log": False, "server_header": False}

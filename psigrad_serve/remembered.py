@@ -1,4 +1,4 @@
-"""The conversations that a server stores, so that a request can continue one by its name."""
+"""The store of conversations, so that a request can continue one by the id of its last response."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from psigrad.errors import UserError
 from psigrad.paths import absolute, claim
 
 MOST, MOST_BYTES = 1000, 1 << 30
-"""The number of conversations stored, and their bytes together; the oldest are dropped first."""
+"""The most conversations that are stored, and their most bytes together. The oldest are dropped first."""
 
 
 class Remembered:
-    """Conversations by the name of the response that ended them. Those in a `folder` survive the server, even if it is killed;
-    without a folder they are in memory. Raises `UserError` if the folder can't be used.
+    """A store of conversations by the id of the response that ended them.
+
+    In a `folder` they survive the server, even if it is killed. Without one they are in memory. Raises `UserError` if the folder
+    can't be used.
     """
 
     def __init__(self, folder: str = "") -> None:

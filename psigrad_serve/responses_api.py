@@ -1,5 +1,6 @@
-"""OpenAI's responses: /v1/responses, as far as agents use it: text and functions. The latest conversations are stored for
-`previous_response_id`.
+"""The route of OpenAI's Responses API, /v1/responses, for text and functions, which is what agents use.
+
+The latest conversations are stored for `previous_response_id`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class ResponsesTool(BaseModel):
 
 
 class ResponsesForm(SamplingForm):
-    """The body of the request."""
+    """The body of a request to /v1/responses."""
 
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
@@ -76,7 +77,7 @@ class Responses:
             yield self._event(kind, response=self._response("in_progress", [], 0))
 
     def piece(self, place: int, piece: ServedPiece) -> Iterator[str]:
-        """Yield the events of a piece."""
+        """Yield the events of a piece of new text or tool calls."""
         at = {"item_id": self._name("msg"), "output_index": 0, "content_index": 0}
         before, self.tokens = self.text, [*self.tokens, *piece.tokens]
         if piece.text:
@@ -95,7 +96,7 @@ class Responses:
         return iter(())
 
     def whole(self, answers: Sequence[ServedAnswer], choices: Sequence[Sequence[ServedChoice]]) -> dict[str, Any]:
-        """Return the whole answer."""
+        """Return the body of an answer that is not streamed."""
         self.calls = [answer.call for answer in answers]
         ((choice,),) = choices
         self._remember(choice)
@@ -225,7 +226,7 @@ def _turns(given: str | Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
 
 
 def _content(content: Any, place: str) -> Any:
-    """Return the text of a content, or its parts if it has an image; an invalid one is rejected later, with the messages."""
+    """Return the text of a content, or its parts if it has an image. Invalid parts are rejected later, with the messages."""
     if not isinstance(content, list):
         return content
     parts: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
-"""A served policy: it turns a request of any API into a `Call`, and a call into pieces of text and tokens.
+"""The served model: it turns a request of any API into a `Call`, and samples the call as pieces of text and tokens.
 
-`Recorder` is the interface for training. It may change how a session's calls are sampled, and receives each completion before the
-client.
+`Recorder` is the interface for training. It may change how a session's calls are sampled, and it receives each completion before
+the client does.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from psigrad_serve.steering import Forms, Wish, call_grammar
 from psigrad_serve.writer import Offered, Writer
 
 MOST_WAITING = 1024
-"""The maximal number of completions that wait; further requests are rejected and may be retried."""
+"""The most completions that wait for the engine. Further requests are rejected, and clients may retry them."""
 MOST_FORMS = 64
-"""The number of chat template arguments whose form of calls is cached; the oldest are dropped first."""
+"""The most sets of chat template arguments whose tool-call syntax is cached; the oldest are dropped first."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Call:
 
 @dataclass(frozen=True)
 class ServedPiece:
-    """New text of a choice that may be sent, and its sampled tokens. The last piece has the finish reason and the calls."""
+    """New text of a choice (one completion of a call), and its tokens. The last piece has the finish reason and tool calls."""
 
     choice: int
     text: str
@@ -70,7 +70,7 @@ class ServedPiece:
 
 @dataclass
 class ServedChoice:
-    """A complete choice."""
+    """A complete choice: all text, tokens and tool calls of one completion of a call."""
 
     text: str = ""
     tokens: list[DrawnToken] = field(default_factory=list)
@@ -80,12 +80,13 @@ class ServedChoice:
 
 
 class Recorder:
-    """A receiver of requests and completions, called in the server's event loop, so it must be fast. It does nothing here."""
+    """A receiver of requests and completions. This base class ignores them.
+
+    The methods are called in the server's event loop, so they must be fast.
+    """
 
     def prepare(self, session_id: str, call: Call) -> Call:
-        """Return the call to sample, perhaps with other tokens as its prompt, another seed or other settings. Raise `ApiError` to
-        reject it.
-        """
+        """Return the call to sample: this one, or one with another prompt, seed or settings. Raise `ApiError` to reject it."""
         return call
 
     def on_completion(
@@ -99,21 +100,22 @@ class Recorder:
         sampling_logprobs: tuple[float, ...],
         choice: int,
     ) -> None:
-        """Record a completion that ended with stop, length, or cancelled (the client disconnected). The client receives it
-        afterwards.
+        """Record a completion, before the client receives it.
 
-        With a stop string the tokens end with the one that completes it. The log-probs are those of `Completion`.
+        `finish_reason` is stop, length or cancelled (the client disconnected). If a stop string ended the completion, its last
+        token is the one that completes that string. The log-probs are defined in `Completion`.
         """
 
 
 def seed_of(seed: int, choice: int) -> int:
-    """Return the seed of a choice. The first choice has the request's seed, like the sampler."""
+    """Return the seed of a choice. The first choice has the request's seed, so that it equals what the sampler alone gives."""
     return seeds.derive(seed, "choice", choice) if choice else seed
 
 
 class Served:
-    """A model with its engine under `names` (none: under any name). `recorder` receives its completions. Responses are stored in
-    the folder `state`, or in memory if that is "".
+    """A model with its engine, which clients request by one of `names` (if there are none, by any name).
+
+    `recorder` receives its completions. Conversations are stored in the folder `state`, or in memory if that is "".
     """
 
     def __init__(
@@ -126,7 +128,7 @@ class Served:
         self._forms: dict[str, CallForm] = {}
 
     def check_model(self, name: str) -> None:
-        """Raise an error for the name of another model."""
+        """Raise `ApiError` if this server's model does not have this name."""
         if self.names and name not in self.names:
             raise ApiError(
                 f"The model {name!r} does not exist; this server has {', '.join(self.names)}.",
@@ -136,7 +138,7 @@ class Served:
     def conversation(
         self, messages: list[Any], tools: Any, arguments: Any = None, *, single: bool = False
     ) -> tuple[Row, Offered | None]:
-        """Convert messages in OpenAI's format to a row. If `single`, the answer has one call at most."""
+        """Convert messages in OpenAI's format, with their tools, to a row. If `single`, an answer has at most one tool call."""
         messages, held = self.pictures.marked(messages, {"tools": tools, "chat_template_kwargs": arguments})
         check_size(self, *([m.get("content"), m.get("tool_calls")] for m in messages), tools)
         messages = order_answers(messages)
@@ -164,8 +166,10 @@ class Served:
         return row, Offered(form, parameters, schemas, single)
 
     def wish(self, penalties: Mapping[str, Any], forced: str | None, offered: Offered | None, form: str, place: str) -> Wish:
-        """Return a request's constraints on sampling: its penalties, a call of the tool `forced`, or the grammar `form` from the
-        field `place`.
+        """Return a request's constraints on sampling: its penalties, and a grammar.
+
+        The grammar is that of a call of the tool `forced`, if not None ("": any tool), and otherwise `form`, which the request's
+        field `place` gave. Raises `ApiError` for invalid ones.
         """
         if forced is not None:
             form, place = call_grammar(offered, forced, self.tokenizer.get_added_vocab()), "tool_choice"
@@ -184,12 +188,12 @@ class Served:
         return found
 
     def check_top(self, top: int, name: str) -> None:
-        """Raise an error for the field `name` if it asks for most probable tokens and the sampler does not report them."""
+        """Raise `ApiError` if the field `name` asks for the `top` most probable tokens and the sampler does not report them."""
         if top and not self.engine.steers:
             raise _needs_embedded(name)
 
     def tokens_of(self, row: Row) -> tuple[int, ...]:
-        """Return the tokens of a prompt."""
+        """Return the tokens of a row's prompt. Raises `ApiError` if it can't be rendered."""
         place = "messages" if isinstance(row.prompt, list) else "prompt"
         try:
             return tuple(prompt_ids(self.tokenizer, row, strict=False))
@@ -202,7 +206,7 @@ class Served:
             raise ApiError(str(error), param=place) from None
 
     def check_tokens(self, ids: Sequence[int]) -> None:
-        """Raise an error for tokens that the model does not have."""
+        """Raise `ApiError` for token ids that the model does not have."""
         size = self.engine.model.vocabulary
         if max(ids) >= size:
             raise ApiError(f"The prompt has the token id {max(ids)}, but the model's ids end at {size - 1}.", param="prompt")
@@ -210,9 +214,10 @@ class Served:
     def call(
         self, request: Mapping[str, Any], row: Row, ids: tuple[int, ...] | None, asked: Mapping[str, Any], **more: Any
     ) -> Call:
-        """Return the call of a row, with the tokens `ids` or, if that is None, the row's tokens. `asked` has max_tokens (0: as
-        many as fit), temperature, top_p, top_k, min_p, seed and stop_token_ids, if given. A limit beyond the model's positions is
-        reduced to the tokens that fit.
+        """Return the `Call` of a request whose prompt is `row`, or the tokens `ids` if they are not None.
+
+        `asked` may have max_tokens (0: as many as fit), temperature, top_p, top_k, min_p, seed and stop_token_ids. A max_tokens
+        beyond the model's positions is reduced to the tokens that fit.
         """
         ids = ids or self.tokens_of(row)
         chat = stop_token_ids(self.tokenizer, row) if isinstance(row.prompt, list) else ()
@@ -228,11 +233,14 @@ class Served:
         return Call(request, row, ids, params, secrets.randbits(63) if seed is None else seed % 2**64, **more)
 
     def begin(self, session: str, call: Call) -> ServedAnswer:
-        """Queue a call."""
+        """Queue a call, and return its answer, which is sampled from now on."""
         return ServedAnswer(self, session, self.settled(session, call))
 
     def settled(self, session: str, call: Call) -> Call:
-        """Return the call to sample, as the recorder changed it, if the queue has room."""
+        """Return the call to sample, as the recorder changed it.
+
+        Raises `ApiError` if the queue is full or the prompt too long.
+        """
         if self.engine.waiting > MOST_WAITING:
             raise ApiError(f"{MOST_WAITING} completions wait already; try again later.", status=429, code="rate_limit_exceeded")
         call, most = self.recorder.prepare(session, call), self.engine.model.max_length
@@ -246,13 +254,13 @@ class Served:
         return replace(call, params=params)
 
     def text_of(self, token: int) -> str:
-        """Decode one token."""
+        """Return the text of one token."""
         text = self.tokenizer.decode([token])
         return text if isinstance(text, str) else "".join(text)
 
 
 def check_size(served: Served, *texts: Any) -> None:
-    """Raise an error for strings, or lists and objects of them, with more characters than the model's positions can hold."""
+    """Raise `ApiError` if the strings in `texts`, also in lists and objects, have more characters than the context can hold."""
     most = served.engine.model.max_length * served.longest
     if (size := sum(map(_characters, texts))) > most:
         raise ApiError(
@@ -263,7 +271,7 @@ def check_size(served: Served, *texts: Any) -> None:
 
 
 def _characters(value: Any) -> int:
-    """Return the number of characters of all strings in a value."""
+    """Return the number of characters of all strings in a value, also in its lists and objects."""
     if isinstance(value, str):
         return len(value)
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -276,7 +284,7 @@ def _needs_embedded(name: str) -> ApiError:
 
 
 class ServedAnswer:
-    """The running completions of a call."""
+    """The answer to a call: its completions (choices), which are being sampled."""
 
     def __init__(self, served: Served, session: str, call: Call) -> None:
         self.served, self.session, self.call = served, session, call
@@ -293,7 +301,10 @@ class ServedAnswer:
         return self.call.wish.steer(self.served.forms) if self.call.wish else None
 
     async def choice(self, k: int) -> AsyncGenerator[ServedPiece]:
-        """Yield the pieces of a choice as they come; leaving the iteration cancels it. The recorder gets the choices in order."""
+        """Yield the pieces of choice `k` as they are sampled. Leaving the loop cancels the choice.
+
+        The recorder receives the complete choices in order.
+        """
         call, stream, count, ended = self.call, self.streams[k], 0, False
         writer = Writer(self.served.tokenizer, call.stop, call.offered)
         try:
@@ -324,7 +335,7 @@ class ServedAnswer:
 
 
 async def merged(answers: Sequence[ServedAnswer]) -> AsyncGenerator[tuple[int, ServedPiece]]:
-    """Yield (index of the choice among those of all answers, piece) as they come. Leaving the iteration cancels all."""
+    """Yield (index of the choice among those of all answers, piece) as they are sampled. Leaving the loop cancels all."""
     sources = [(answer, k) for answer in answers for k in range(answer.call.n)]
     if len(sources) == 1:
         async with contextlib.aclosing(answers[0].choice(0)) as only:

@@ -1,4 +1,4 @@
-"""The start of the gateway: in a thread beside other work, or as a whole program."""
+"""Starting the gateway: in a thread of this process, or as the process's only work."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from psigrad_serve.tinker_api import TinkerServer
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, PORTS = 8500, 20
 GRACE = 2
-"""The seconds that requests have to end at a shutdown, and again to clean up after they are cancelled."""
+"""The seconds that requests have to end at a shutdown. After that they are cancelled, and have as long to clean up."""
 VARIABLE = "PSIGRAD_SERVE_TOKEN"
-"""The environment variable for the token. Command-line arguments are visible to everyone on the machine."""
+"""The environment variable with the token. It is no flag, since everyone on the machine can see command-line arguments."""
 
 
 @dataclass(frozen=True)
 class Running:
-    """A running gateway: `url` is OpenAI's base URL without /v1, `token` the key."""
+    """A running gateway. `url` is its base URL without OpenAI's /v1, and `token` the API key."""
 
     url: str
     token: str
 
     def session_url(self, session: str) -> str:
-        """Return the base URL of a session: ANTHROPIC_BASE_URL, and with /v1 appended OPENAI_BASE_URL."""
+        """Return the base URL of a session, for ANTHROPIC_BASE_URL. Append /v1 for OPENAI_BASE_URL."""
         return f"{self.url}/s/{session}"
 
 
 def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
-    """Open a socket on `port`, or on the first free port from 8500 on. Raises `UserError` if there is none."""
+    """Open a socket on `port`, or if that is 0 on the first free port from 8500 on. Raises `UserError` if there is none."""
     if not 0 <= port <= 65535:
         raise UserError(f"The port is {port}; expected 1 to 65535, or none for the first free one from {FIRST_PORT} on.")
     why = ""
@@ -93,7 +93,10 @@ def running(served: Served | TinkerServer, token: str | None = None) -> Iterator
 
 
 def _run(server: QuietServer, listening: socket.socket) -> None:
-    """Run the server. `asyncio.run` would wait forever for a task that ignores its cancellation, and for the default executor."""
+    """Run the server until it ends.
+
+    `asyncio.run` is not used: it would wait forever for a task that ignores its cancellation, and for the default executor.
+    """
     loop = asyncio.new_event_loop()
     try:
         loop.run_until_complete(server.serve([listening]))
@@ -105,7 +108,10 @@ def _run(server: QuietServer, listening: socket.socket) -> None:
 
 
 async def _cancelled() -> set[asyncio.Task[object]]:
-    """Cancel all other tasks of this loop, and close its generators. Return the tasks that do not end within `GRACE`."""
+    """Cancel all other tasks of this event loop, and close its generators.
+
+    Return the tasks that do not end in `GRACE` seconds.
+    """
     loop, own = asyncio.get_running_loop(), {asyncio.current_task()}
     until = loop.time() + GRACE
     while (left := asyncio.all_tasks() - own) and loop.time() < until:

@@ -1,7 +1,7 @@
-"""Constraints on sampling: penalties, biases, and a form that the answer must have, which is JSON or a call of a tool.
+"""Constraints on sampling: penalties, biases, and a grammar of the answer, for JSON or a tool call.
 
-Forms are grammars of llguidance, which returns the allowed tokens at each position. A token is drawn from the policy's
-distribution over those.
+llguidance returns the tokens that the grammar allows at each position. A token is drawn from the policy's distribution over these
+tokens.
 """
 
 from __future__ import annotations
@@ -29,27 +29,29 @@ if TYPE_CHECKING:
 
 # The style in which models write JSON. Unlimited white space would be valid JSON too.
 _WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Calls can be forced only in a form whose example shows the arguments as JSON.
+# Calls can be forced only in a syntax in whose example the arguments are JSON.
 _SHOWN = re.compile(r'(.*?)\badd\b(.*?)\{"a": 1\}(.*)', re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Wish:
-    """A request's constraints on sampling. With c_j the number of times that token j was drawn, its logit is l_j + bias_j -
-    frequency · c_j - presence · [c_j > 0], before the temperature, as OpenAI defines it.
+    """A request's constraints on sampling, which change the logits l_j before the temperature is applied.
+
+    Formula: l_j + bias_j - frequency · c_j - presence · [c_j > 0], with c_j the number of times that token j was drawn, as OpenAI
+    defines it.
     """
 
     frequency: float = 0.0
     presence: float = 0.0
     bias: Mapping[int, float] = field(default_factory=dict)
     grammar: str = ""
-    """The grammar of llguidance, or ""."""
+    """The grammar of the answer, in llguidance's format; "" if any answer is allowed."""
 
     def __bool__(self) -> bool:
         return bool(self.frequency or self.presence or self.bias or self.grammar)
 
     def steer(self, forms: Forms) -> Steer:
-        """Return the steering function of one completion."""
+        """Return the function that changes the logits of one completion, for `SamplingEngine.submit`."""
         counts: Counter[int] = Counter()
         matcher = forms.matcher(self.grammar) if self.grammar else None
 
@@ -74,20 +76,20 @@ class Wish:
 
 
 class Forms:
-    """The grammars over a model's tokens."""
+    """A compiler of grammars for the vocabulary of one model."""
 
     def __init__(self, model: LanguageModel) -> None:
         self._model, self._lock = model, threading.Lock()
         self._known: Any = None
 
     def matcher(self, grammar: str) -> Any:
-        """Return the matcher of one completion, which computes the allowed tokens."""
+        """Return llguidance's matcher for one completion, which computes the tokens that the grammar allows next."""
         from llguidance import LLMatcher
 
         return LLMatcher(self._tokens(), grammar, log_level=0)
 
     def check(self, grammar: str, param: str) -> None:
-        """Raise an error for an invalid grammar from the field `param`."""
+        """Raise `ApiError` if the grammar from the field `param` is invalid."""
         try:
             from llguidance import LLMatcher
         except ImportError as error:
@@ -98,7 +100,7 @@ class Forms:
             raise ApiError(f"Invalid value for {param!r}: {_reason(messages[0])}", param=param, code="invalid_value")
         matcher = self.matcher(grammar)
         matcher.compute_bitmask()
-        if matcher.is_error():  # valid, and nothing has that form, such as a schema that is only a reference to itself
+        if matcher.is_error():  # valid, but no text matches it, such as a schema that is only a reference to itself
             why = f"Invalid value for {param!r}: no answer can have this format ({_reason(matcher.get_error())[:-1]})."
             raise ApiError(why, param=param, code="invalid_value")
 
@@ -114,7 +116,7 @@ class Forms:
 
 
 def _reason(error: str) -> str:
-    """Return the sentence of llguidance's error, which its parser's state may follow."""
+    """Return the first sentence of llguidance's error message, without the parser's state that may follow it."""
     sentence = re.split(r"\n|<state>", error.strip())[0].rstrip(". ")
     return f"{sentence[:200]}."
 
@@ -156,8 +158,10 @@ def chosen_tool(choice: Any) -> str | None:
 
 
 def call_grammar(offered: Offered | None, name: str, added: Mapping[str, int]) -> str:
-    """Return the grammar of one call of the tool, or of any tool if `name` is "", in the form of the model's family. `added` has
-    the tokens outside the vocabulary that stand for whole words; those words are written only by these tokens.
+    """Return the grammar of one call of the tool `name`, or of any tool if that is "", in the model's tool-call syntax.
+
+    `added` has the added tokens, which stand for whole words such as <tool_call>. The grammar allows these words only as these
+    tokens.
     """
     if offered is None or (name and name not in offered.schemas):
         there = "no tools" if offered is None else ", ".join(offered.schemas)
@@ -191,7 +195,7 @@ def _lark(rule: str) -> str:
 
 
 def _words(text: str, added: Mapping[str, int]) -> Iterator[str]:
-    """Yield the parts of a text for a grammar: quoted text, and added tokens by number."""
+    """Yield the parts of a text in the grammar's syntax: text in quotes, and added tokens by their ids."""
     known = sorted(filter(None, added), key=len, reverse=True)
     for part in re.split(f"({'|'.join(map(re.escape, known))})", text) if known else [text]:
         if part:

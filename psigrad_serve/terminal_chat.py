@@ -18,11 +18,11 @@ from psigrad_serve.engine.engine import SamplingEngine
 from psigrad_serve.served import Served
 
 MAX_TOKENS = 512
-"""Tokens of an answer, unless the user or the model's training says otherwise."""
+"""The most tokens of an answer, unless the user sets another number or the model's training had one."""
 
 
 class Training(NamedTuple):
-    """Example prompts from a model's run, and the most tokens that a completion could have there (0: unknown)."""
+    """Facts about a model's training: example prompts, and the most tokens of a completion (0: unknown)."""
 
     prompts: tuple[str, ...] = ()
     max_tokens: int = 0
@@ -32,7 +32,7 @@ NO_TRAINING = Training()
 
 
 def read_training(model: str) -> Training:
-    """Read the run of a model, given the run folder or a model in it. For any other model return `NO_TRAINING`."""
+    """Return the facts about a model's training, given the run folder or a model in it; for another model `NO_TRAINING`."""
     path = Path(model).expanduser()
     run = next((folder for folder in (path, *path.absolute().parents[:2]) if (folder / "events.jsonl").is_file()), None)
     if run is None:
@@ -43,11 +43,11 @@ def read_training(model: str) -> Training:
         found = (text for _, pieces in rows for kind, text in pieces if kind == "prompt")
         return Training(tuple(dict.fromkeys(text.replace("\n", "\\n")[:200] for text in found))[:2], int(longest))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return NO_TRAINING  # a damaged run folder: its model may be whole
+        return NO_TRAINING  # a damaged run folder, whose model may still be usable
 
 
 def introduce(training: Training) -> str:
-    """Return what a user should know before asking a model without a chat template."""
+    """Return a note for the user of a model without a chat template: how it answers, and an example prompt."""
     first = "This model has no chat template: it continues each line as text."
     return "\n  ".join((f"{first} It was trained on prompts such as:", *training.prompts)) if training.prompts else first
 
@@ -63,10 +63,10 @@ def talk(
     seed: int = 0,
     training: Training = NO_TRAINING,
 ) -> None:
-    """Answer each line until an empty one or the end; Ctrl-C ends an answer.
+    """Answer each of the `lines` until one is empty or they end. Ctrl-C ends an answer.
 
-    A model without a chat template continues each line as text, and often repeats itself. With `max_tokens` 0 its answers have as
-    many tokens as a completion could have in `training`, else `MAX_TOKENS`.
+    A model without a chat template continues each line as text, and often repeats itself. With `max_tokens` 0, an answer of such
+    a model has at most as many tokens as a completion had in `training`, and any other answer at most `MAX_TOKENS`.
     """
     if max_tokens < 0 or temperature < 0:
         raise UserError(f"max_tokens is {max_tokens} and temperature {temperature}; expected 0 or more for both.")
@@ -106,7 +106,7 @@ def talk(
 
 
 def _image(path: str, refusal: str, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Return the part of an image that the next line asks about; none, after saying why, if it cannot be read."""
+    """Return a list with the content part of the image at `path`. If it cannot be read, print why and return an empty list."""
     try:
         if refusal:
             raise ValueError(f"is {refusal}")

@@ -1,4 +1,4 @@
-"""OpenAI's plain completions: /v1/completions. A prompt is text or tokens, one or several."""
+"""The route of OpenAI's Completions API, /v1/completions. It takes one or several prompts, as text or token ids."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 class TextForm(PenaltyForm):
-    """The body of the request."""
+    """The body of a request to /v1/completions."""
 
     prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
     max_tokens: Annotated[Whole, Field(ge=0)] | None = 16
@@ -68,7 +68,7 @@ class TextCompletions:
                 yield self._chunk([self._choice(place, self._echoed(call), (), 0, self._writer())])
 
     def piece(self, place: int, piece: ServedPiece) -> Iterator[str]:
-        """Yield the events of a piece; `place` counts the choices of all prompts."""
+        """Yield the events of a piece of new text. `place` is its choice's index among those of all prompts."""
         if self.scores:
             piece = ServedPiece(piece.choice, "", (), piece.finish and "length")
         self.count += len(piece.tokens)
@@ -83,7 +83,7 @@ class TextCompletions:
         yield "data: [DONE]\n\n"
 
     def whole(self, answers: Sequence[ServedAnswer], choices: Sequence[Sequence[ServedChoice]]) -> dict[str, Any]:
-        """Return the whole answer."""
+        """Return the body of an answer that is not streamed."""
         self.calls = [answer.call for answer in answers]
         if self.scores:
             choices = [[ServedChoice(finish="length") for _ in own] for own in choices]
@@ -123,7 +123,7 @@ class TextCompletions:
         return str(call.row.prompt) if self.form.echo else ""
 
     def _read(self, call: Call) -> list[DrawnToken]:
-        """Return the prompt's tokens if their log-probs are requested. A stream has none, since it starts at once."""
+        """Return the prompt's tokens with their log-probs, if the request asks for both; otherwise an empty list."""
         if not self.form.echo or self.form.logprobs is None:
             return []
         engine, first, rest = self.served.engine, call.prompt_ids[:1], call.prompt_ids[1:]
@@ -147,7 +147,7 @@ class TextCompletions:
             made["token_ids"] = [token.id for token in tokens]
         if self.form.logprobs is not None:
             offsets = []
-            for token in tokens:  # one that is part of a character stands where the character does
+            for token in tokens:  # a token that is a part of a character has the character's offset
                 offsets.append(offset + len(writer.text))
                 writer.take([token.id])
             tops = [{self._name(i): logprob for i, logprob in token.top} or None for token in tokens]

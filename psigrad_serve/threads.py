@@ -11,7 +11,7 @@ PATIENCE = 60
 
 
 def await_end(thread: threading.Thread) -> None:
-    """Wait for a thread. Raises `RuntimeError` with its position if it does not end, so that a run never waits forever."""
+    """Wait for a thread to end. Raises `RuntimeError` with its stack after `PATIENCE` seconds, so no run waits forever."""
     thread.join(PATIENCE)
     if thread.is_alive():
         frame = sys._current_frames().get(thread.ident or 0)

@@ -1,7 +1,7 @@
-"""The Tinker API on this machine: its client trains adapters of a model here, and samples from them.
+"""A server of the Tinker API on this machine: Tinker's client trains adapters of a model here, and samples from them.
 
-A request for work returns the name of a future, which the client polls until the result is there. The name consists of the model
-and the client's number of the request, so that a repeated request runs once. The messages have the client's format
+A request for work returns the name of a future, which the client polls until the result is ready. The name consists of the
+model's name and the client's number of the request, so that a repeated request runs once. Messages have the client's format
 (`tinker.proto`).
 """
 
@@ -42,11 +42,11 @@ from psigrad_serve.tinker_models import ALPHA, TinkerDatum, TinkerModel, whole_s
 from psigrad_serve.writer import Writer
 
 PATIENCE = 20.0
-"""The seconds that a poll of a future waits for it."""
+"""The seconds that a poll waits for its future before it answers that the client should try again."""
 KEPT = 4
-"""The number of open engines; the least recently used are closed."""
+"""The most sampling engines that are open; the least recently used are closed."""
 ANSWERS = 1000
-"""The number of answers kept for a client that asks again."""
+"""The number of finished answers that are kept, for clients that repeat a request."""
 _PROTO = "application/x-protobuf"
 
 
@@ -60,7 +60,7 @@ def _messages() -> Any:
 
 @dataclass
 class TinkerServer:
-    """Adapters of `base`, which the client calls `name`. Their states are stored in `folder`."""
+    """The server: it trains adapters of the model `base`, which clients call `name`, and stores their states in `folder`."""
 
     base: str
     name: str
@@ -75,7 +75,7 @@ class TinkerServer:
     futures: dict[str, asyncio.Future[Any]] = field(default_factory=dict)
     engines: dict[str, SamplingEngine] = field(default_factory=dict)
     saves: Counter[str] = field(default_factory=Counter)
-    """The number of saves to each path, which distinguishes their states."""
+    """The number of saves to each path, so that an engine with an earlier state is not used for a later one."""
 
     def __post_init__(self) -> None:
         self._trainer, self._opening = ThreadPoolExecutor(1, "trainer"), asyncio.Lock()
@@ -236,7 +236,7 @@ class TinkerServer:
         return {"request_id": name, "sample_sequence_ids": [f"{name}:{k}" for k in range(body.get("num_samples", 1))]}
 
     async def _sampled(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Return the completions of a prompt as the client's message."""
+        """Sample completions of a prompt, and return them as a message in the client's format."""
         engine, asked = await self._engine(path), body["sampling_params"]
         prompt = [token for chunk in body["prompt"]["chunks"] for token in chunk.get("tokens", ())]
         if any(chunk.get("type") != "encoded_text" for chunk in body["prompt"]["chunks"]):
@@ -313,7 +313,7 @@ class TinkerServer:
         return self._later(_name(body), save)
 
     def _later(self, name: str, work: Callable[[], Any]) -> dict[str, Any]:
-        """Queue work for the trainer after all previous requests. A known name is done already, or queued."""
+        """Queue work for the training thread, unless a request of this name is queued or done. Return the future's name."""
         if name not in self.futures:
             self._keep(name, asyncio.get_running_loop().run_in_executor(self._trainer, work))
         return {"request_id": name, "model_id": name.rpartition(":")[0]}
@@ -334,7 +334,7 @@ class TinkerServer:
         return as_json(found) if isinstance(found, dict) else Response(found.SerializeToString(), media_type=_PROTO)
 
     async def _engine(self, path: str) -> SamplingEngine:
-        """Return the engine of some weights."""
+        """Return the sampling engine of the weights at `path` ("": the base model), and open it if needed."""
         if path:
             self._place(path)
         stamp = f"{path}@{self.saves[path]}"
@@ -370,7 +370,7 @@ class TinkerServer:
 
 
 async def _written(stream: TokenStream, writer: Writer) -> tuple[Completion, str]:
-    """Return a completion up to its stop string, after which nothing more is sampled, and its finish reason."""
+    """Return (completion, finish reason). Stop sampling when the completion has a stop string, and end it there."""
     count = 0
     async with contextlib.aclosing(stream.chunks()) as chunks:
         async for tokens in chunks:
@@ -381,7 +381,7 @@ async def _written(stream: TokenStream, writer: Writer) -> tuple[Completion, str
 
 
 async def _told(work: Awaitable[Any]) -> Any:
-    """Return the result of work, or its error in the client's format."""
+    """Await `work` and return its result, or its error in the client's format."""
     try:
         return await work
     except (ApiError, UserError, ValueError) as error:
@@ -399,7 +399,7 @@ def _config(place: Path) -> dict[str, Any]:
 
 
 def _datum(datum: Any) -> TinkerDatum:
-    """Convert a datum of the client's message."""
+    """Return the `TinkerDatum` for a datum of the client's message."""
     tokens: list[int] = []
     for chunk in datum.model_input:
         if not chunk.HasField("encoded_text"):
@@ -418,7 +418,7 @@ def _tensor(tensor: Any) -> torch.Tensor:
 
 
 def _prompt_logprobs(engine: SamplingEngine, prompt: list[int]) -> bytes:
-    """Return the log-probs of a prompt's tokens after its first, which has none."""
+    """Return the log-probs of a prompt's tokens, without the first one, as float32 bytes."""
     with engine.held(), torch.no_grad():
         logp = engine.model.evaluate(Groups([tuple(prompt[:1])], [[tuple(prompt[1:])]])).logp[0, : len(prompt) - 1]
     return np.concatenate([[np.nan], logp.float().cpu().numpy()]).astype(np.float32).tobytes()

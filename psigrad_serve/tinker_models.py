@@ -24,7 +24,7 @@ from psigrad_serve.api_errors import ApiError
 ALPHA = 32.0
 """The alpha of every adapter, as in Tinker."""
 AT_ONCE = 4096
-"""The tokens of a forward pass."""
+"""The most tokens of a forward pass."""
 _STATE = "training_state.safetensors"
 _DATUM = ("target_tokens", "weights", "advantages", "logprobs")
 _OTHER_TARGETS = (
@@ -32,15 +32,15 @@ _OTHER_TARGETS = (
     "{0} to 0."
 )
 _MOVING = threading.Lock()
-"""The lock for moving a state's folder, so that readers see it before or after the move."""
+"""A lock for replacing a state's folder, so that readers see either the old or the new one."""
 
 
 @dataclass(frozen=True)
 class TinkerDatum:
-    """A training sequence: `targets` [T] follow its first token, and each has the numbers of its loss [T].
+    """A training sequence: its first token, the tokens `targets` [T] after it, and the inputs of the loss at each target.
 
-    At `idle` positions the client set another target, as clients that pad do over the prompt. The loss ignores them, and their
-    log-probs are returned as 0.
+    `numbers` maps a name, such as weights or advantages, to [T]. At `idle` positions, the client gave a target other than the
+    sequence's next token, as clients that pad the prompt do. The loss ignores them, and their log-probs are returned as 0.
     """
 
     first: int
@@ -50,7 +50,10 @@ class TinkerDatum:
 
     @classmethod
     def of(cls, tokens: Sequence[int], inputs: Mapping[str, Tensor]) -> TinkerDatum:
-        """Build a datum from the input tokens and the targets to predict after each."""
+        """Return the datum of the client's input tokens and of its inputs to the loss, among them one target per token.
+
+        Raises `ApiError` if they do not fit together.
+        """
         if "target_tokens" not in inputs or inputs["target_tokens"].dim() != 1:
             raise ApiError("A datum needs target_tokens with one dimension; this server takes one target per position.")
         if unknown := sorted(set(inputs) - set(_DATUM)):
@@ -70,15 +73,15 @@ class TinkerDatum:
         return made
 
     def is_idle_by(self, name: str) -> bool:
-        """Return True if these numbers are 0 at all idle positions."""
+        """Return True if the input `name` of the loss is 0 at all idle positions."""
         return self.idle is None or not self.numbers[name][self.idle].any()
 
     def on(self, device: torch.device) -> TinkerDatum:
-        """Return the datum with its numbers on a device, set to 0 at idle positions."""
+        """Return the datum with its inputs to the loss on a device, and 0 at idle positions."""
         return replace(self, numbers={name: _without(self, values).to(device) for name, values in self.numbers.items()})
 
     def number(self, name: str, loss: str) -> Tensor:
-        """Return the numbers [T] of a kind that the loss needs."""
+        """Return the input `name` [T] of the loss. Raises `ApiError` if the client did not send it."""
         if name not in self.numbers:
             raise ApiError(f"{loss} needs {name}, but a datum does not have them.")
         return self.numbers[name]
@@ -127,14 +130,16 @@ LOSSES: dict[str, Loss] = {
     "cispo": _cispo,
     "dro": _dro,
 }
-"""Sums over tokens, as in Tinker: -Σ w log p, -Σ r A, -Σ min(r A, clip(r) A), -Σ sg(clip(r)) A log p, and -Σ (A log p - β/2 (log
-p - log q)²), with r = p/q and q the log-probs that a datum brings.
+"""The losses by Tinker's names, each a sum over tokens.
+
+In order: -Σ w log p, -Σ r A, -Σ min(r A, clip(r) A), -Σ sg(clip(r)) A log p, and -Σ (A log p - β/2 (log p - log q)²). Here r =
+p/q, log q is the log-prob that the client sent, and sg stops the gradient.
 """
 
 
 @dataclass
 class TinkerModel:
-    """An adapter in training."""
+    """An adapter in training, with its optimiser and accumulated gradient."""
 
     base: str
     rank: int
@@ -146,7 +151,7 @@ class TinkerModel:
 
     @classmethod
     def fresh(cls, base: str, rank: int, seed: int, **how: Any) -> TinkerModel:
-        """Create an adapter of this rank from the seed. `how` has the settings of `language_model.load` for the base."""
+        """Return a new adapter of this rank, initialised from the seed. `how` are settings for loading the base model."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return cls(base, rank, language_model.load(base, lora=Lora(rank, ALPHA), **how))
@@ -154,7 +159,10 @@ class TinkerModel:
     def forward_backward(
         self, data: Sequence[TinkerDatum], loss: str, how: Mapping[str, float], backward: bool = True
     ) -> tuple[list[Tensor], float]:
-        """Return the log-probs of each datum's targets [T] and the sum of the losses; add its gradient to the accumulated one."""
+        """Return the log-probs of each datum's targets [T], and the sum of the losses.
+
+        With `backward`, add the gradient of that sum to the accumulated gradient.
+        """
         if loss not in LOSSES:
             raise ApiError(f"There is no loss {loss!r}; this server has {', '.join(LOSSES)}.")
         for datum in data if loss == "cross_entropy" else ():
@@ -177,8 +185,9 @@ class TinkerModel:
         return found, total
 
     def step(self, lr: float, betas: tuple[float, float], eps: float, decay: float, clip: float) -> float:
-        """Apply one AdamW step to the accumulated gradient and return its norm. A gradient that is not finite is dropped with an
-        error.
+        """Take one AdamW step with the accumulated gradient, clear it, and return its norm.
+
+        Raises an error if the gradient is not finite; it is cleared then too.
         """
         for group in self.optimizer.param_groups:
             group.update(lr=lr, betas=betas, eps=eps, weight_decay=decay)
@@ -194,7 +203,10 @@ class TinkerModel:
         return norm
 
     def save(self, folder: Path, optimizer: bool) -> None:
-        """Save the adapter in peft's format, and all that training needs to resume. The save is atomic."""
+        """Save the adapter in peft's format, and with `optimizer` the optimiser's state, so that training can resume.
+
+        The save is atomic.
+        """
         beside = folder.with_name(f".{folder.name}.new")
         shutil.rmtree(beside, ignore_errors=True)
         self.model.save(beside)
@@ -214,7 +226,7 @@ class TinkerModel:
         shutil.rmtree(before, ignore_errors=True)
 
     def load(self, folder: Path, optimizer: bool) -> None:
-        """Resume from a state, with its optimiser or a fresh one. Accumulated gradients are dropped."""
+        """Load a saved state, and with `optimizer` its optimiser's state; otherwise reset the optimiser. Clear the gradient."""
         state, named = load_file(folder / _STATE), self.model.trainable()
         if {f"weight.{name}" for name in named} != {name for name in state if name.startswith("weight.")}:
             raise ApiError("The state belongs to an adapter with other layers; load it into a model of the same base and rank.")
@@ -229,7 +241,7 @@ class TinkerModel:
 
 
 def whole_state(folder: Path) -> bool:
-    """Return True if the folder has a state. Restore one whose replacement was interrupted by a kill of the server."""
+    """Return True if the folder has a saved state. If a kill interrupted its replacement, first restore the previous state."""
     with _MOVING:
         if not folder.is_dir() and _before(folder).is_dir():
             _before(folder).rename(folder)
@@ -241,12 +253,12 @@ def _before(folder: Path) -> Path:
 
 
 def _without(datum: TinkerDatum, values: Tensor) -> Tensor:
-    """Return values [T] of a datum, set to 0 where it is idle."""
+    """Return these values [T] of a datum with 0 at its idle positions."""
     return values if datum.idle is None else values.masked_fill(datum.idle.to(values.device), 0)
 
 
 def _parts(data: Sequence[TinkerDatum]) -> list[list[TinkerDatum]]:
-    """Split the data in order into parts of at most `AT_ONCE` tokens."""
+    """Split the data, in order, into lists of at most `AT_ONCE` tokens each, or of one longer datum."""
     parts: list[list[TinkerDatum]] = []
     size = 0
     for datum in data:

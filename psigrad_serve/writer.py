@@ -1,4 +1,4 @@
-"""Incremental decoding of tokens to text: an incomplete character waits for its rest. Stop strings and calls are never sent."""
+"""Incremental decoding of tokens to text. Incomplete characters are held back; stop strings and tool calls are never sent."""
 
 from __future__ import annotations
 
@@ -21,47 +21,47 @@ _WINDOW, _CONTEXT = 64, 16
 
 @dataclass(frozen=True)
 class Offered:
-    """The tools of a request: the format of the model's calls, and the schemas of each tool's parameters."""
+    """The tools of a request: the model's tool-call syntax, and each tool's JSON schemas."""
 
     form: CallForm
     parameters: Mapping[str, Mapping[str, Any]]
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The schemas of each tool's arguments as a whole."""
+    """Tool -> the schema of the object of all its arguments. `parameters` has the schema of each argument instead."""
     single: bool = False
-    """True if an answer has one call at most: of several, the first."""
+    """True if an answer may have only one call. Of several, the first is sent."""
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The strings that a call may begin with."""
+        """The strings with which a tool call may begin."""
         families = [family for family in FAMILIES if self.form.family in ("", family.name)]
         return tuple(family.opens for family in families)
 
     @property
     def bare(self) -> bool:
-        """True if a turn that is a JSON object is a call."""
+        """True if a turn that is only a JSON object, without marks, is a tool call."""
         return any(family.bare for family in FAMILIES if self.form.family in ("", family.name))
 
 
 @dataclass
 class Writer:
-    """The text of one completion."""
+    """The decoder of one completion, which collects its text and releases the part that may be sent."""
 
     tokenizer: PreTrainedTokenizerBase
     stops: Sequence[str] = ()
     offered: Offered | None = None
     text: str = ""
-    """The text so far, up to a stop string."""
+    """The text so far, without a stop string and what follows it."""
     stopped: str = ""
     """The stop string that ended the text."""
     sent: int = 0
     short: bool = False
-    """True if calls were left out."""
+    """True if the answer has fewer calls than the model wrote."""
     _ids: list[int] = field(default_factory=list)
     _shown: int = 0
-    """The characters of the window's text that are in `text`."""
+    """The number of characters of the decoded `_ids` that are already in `text`."""
 
     def take(self, ids: Sequence[int]) -> int:
-        """Add the next tokens. Return how many are used: those up to the one that completes a stop string."""
+        """Decode the next tokens. Return how many belong to the completion: all, or those up to the end of a stop string."""
         if not self.stops:
             self._take(ids)
             return len(ids)
@@ -82,17 +82,17 @@ class Writer:
                 self._shown = len(decode(self.tokenizer, self._ids))
 
     def flush(self) -> None:
-        """Decode the remaining tokens at the end."""
+        """Decode the tokens that were held back as an incomplete character, at the end of the completion."""
         self._grow(decode(self.tokenizer, self._ids))
 
     def news(self) -> str:
-        """Return the new text that may be sent."""
+        """Return the text that may be sent and was not returned before."""
         text = self.text[self.sent : max(self.sent, self._safe())]
         self.sent += len(text)
         return text
 
     def end(self) -> tuple[str, list[ToolCall]]:
-        """Return (the unsent text, the calls). A turn whose calls can't be parsed is text."""
+        """Return (the unsent text, the tool calls) at the end. If a call can't be parsed, all of the turn is text."""
         read = [] if self.offered is None else self.offered.form.read(self.text, self.offered.parameters)
         calls = [call for call in read if isinstance(call, ToolCall)]
         if not calls or len(calls) < len(read):
@@ -116,7 +116,7 @@ class Writer:
             self.text = self.text[:at]
 
     def _safe(self) -> int:
-        """Return the length of the text before any call, partial stop string or partial mark of a call."""
+        """Return the length of the text that may be sent: before any call, and before a partial stop string or mark."""
         marks = () if self.offered is None else self.offered.marks
         if self.offered is not None:
             if self.offered.form.response_template is not None or (
@@ -139,12 +139,12 @@ class Writer:
 
 
 def overlap(text: str, word: str) -> int:
-    """Return how many characters at the end of the text are a proper prefix of the word."""
+    """Return the length of the longest proper prefix of the word with which the text ends."""
     return next((n for n in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:n])), 0)
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> list[int] | None:
-    """Return the bytes of one token, also of half a character; None if the tokenizer does not give them."""
+    """Return the bytes of one token, which may be a part of a character; None if the tokenizer does not tell them."""
     text = decode(tokenizer, [token])
     if _HALF not in text:
         return list(text.encode())
@@ -156,7 +156,10 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> list[int] | N
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return the letters by which byte-level vocabularies write bytes (GPT-2): printable ones stand for themselves."""
+    """Return letter -> byte for the letters that byte-level vocabularies (GPT-2) use for bytes.
+
+    Printable bytes are their own letters.
+    """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,1 +1,1 @@
-"""The web application of `psigrad studio`: it reads run folders and owns the database of labels."""
+"""The web application of `psigrad studio`. It shows run folders, and stores human labels in a database."""

@@ -1,4 +1,4 @@
-"""The web application: all pages, behind the guard of `security`."""
+"""The web application: all pages, protected by the middleware of `security`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHARTS = "vendor/uplot/uPlot.min.css"
 
 
 def pages(settings: StudioSettings, labels: LabelStore) -> list[Page]:
-    """Return all pages, in the order of the navigation. Visitors arrive at the first."""
+    """Return all pages, in the order of the navigation. The first one is the home page."""
     return [
         Page("grid", "Grid", grid_routes.router(settings), styles=(CHARTS,)),
         Page("runs", "Runs", runs_router(settings, labels), styles=(CHARTS,)),
@@ -35,7 +35,7 @@ def pages(settings: StudioSettings, labels: LabelStore) -> list[Page]:
 
 
 def create_app(settings: StudioSettings, sessions: Sessions | None = None, shown: Sequence[Page] | None = None) -> FastAPI:
-    """Return the application for these settings. Tests pass `sessions` and `shown`; the defaults are new ones and all pages."""
+    """Return the application for these settings. `shown` are its pages (default: all). Tests pass `sessions` and `shown`."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     sessions = sessions or Sessions(settings.key, settings.session_seconds)
     app.state.labels = labels = LabelStore(settings)
@@ -54,9 +54,9 @@ def create_app(settings: StudioSettings, sessions: Sessions | None = None, shown
 
     @app.get(ENTER)
     async def enter() -> Response:
-        """Set the session cookie, and return a page that stores the token and redirects at once.
+        """Set the session cookie, and return a page that stores the session's token and redirects immediately.
 
-        The redirect removes the key from the address bar. The guard has already checked the key.
+        The redirect removes the key from the address bar. The middleware has already checked the key.
         """
         cookie, seconds = sessions.new_session(), int(settings.session_seconds)
         session = sessions.session_of(cookie)

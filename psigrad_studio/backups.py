@@ -1,4 +1,4 @@
-"""One cell's backup in numbers: the model's, from the values of a frame, and what the last episode did to the cell.
+"""The numbers behind one cell's value: its backup from the values of a frame, and its updates in the last episode.
 
 planning     V(s) ← max_a [ Σ_s' P(s'|s, a)·(R(s, a, s') + γ·V(s')) ]
 TD(0)        V(s) ← V(s) + α·(r + γ·V(s') − V(s))
@@ -31,7 +31,7 @@ class NextState:
 
 @dataclass(frozen=True)
 class ActionBackup:
-    """Q(s, a), and the terms whose sum it is."""
+    """Q(s, a) of an action, and the terms of which it is the sum."""
 
     action: int
     q: float
@@ -40,7 +40,7 @@ class ActionBackup:
 
 @dataclass(frozen=True)
 class TabularUpdate:
-    """One visit in an episode, and the change that it made: before + step·(target − before) = after."""
+    """One update of a value in an episode: before + step·(target − before) = after."""
 
     t: int
     action: int
@@ -48,14 +48,14 @@ class TabularUpdate:
     cell: tuple[int, int]
     ends: bool
     ahead: float | None
-    """V(s') or its substitute, before γ; None for Monte Carlo, whose target is the full return."""
+    """V(s'), or Q(s', a') or the like in its place, without γ; None for Monte Carlo, whose target is the full return."""
     target: float
     before: float
     after: float
 
 
 def model_backup(playback: Playback, frame: Frame, state: int) -> list[ActionBackup]:
-    """Return the terms of Q(s, a) for each action, from the values of the frame. The list is empty for terminal states."""
+    """Return Q(s, a) and its terms for each action, given the values of the frame. The list is empty for terminal states."""
     mdp = playback.mdp
     if mdp.is_terminal[state]:
         return []
@@ -84,7 +84,7 @@ def _outcomes(playback: Playback, frame: Frame, state: int, action: int) -> list
 
 
 def updates(playback: Playback, frame: Frame, state: int) -> list[TabularUpdate]:
-    """Return the updates of a learner's last episode in a cell, in order. The list is empty for planning."""
+    """Return the updates of a cell in a learner's last episode, in order. The list is empty for planning."""
     return [update for where, update in replay(playback, frame) if where == state]
 
 
@@ -100,7 +100,7 @@ def replay(playback: Playback, frame: Frame) -> Iterator[tuple[int, TabularUpdat
 
 
 def _steps(playback: Playback, episode: Episode, table: FloatArray) -> Iterator[tuple[int, TabularUpdate]]:
-    """Apply the update rule of TD(0), SARSA, expected SARSA or Q-learning to `table` again."""
+    """Yield the updates of an episode, by applying the rule of TD(0), SARSA, expected SARSA or Q-learning to `table` again."""
     alpha, gamma, world = playback.spec.options.step_size, playback.mdp.gamma, playback.spec.world
     steps = len(episode.actions)
     for t in range(steps):
@@ -129,7 +129,7 @@ def _ahead(playback: Playback, table: FloatArray, state: int, next_action: int |
 
 
 def _returns(playback: Playback, episode: Episode, before: FloatArray, after: FloatArray) -> Iterator[tuple[int, TabularUpdate]]:
-    """Yield the first visit of each state (or state and action), with the return that followed."""
+    """Yield Monte Carlo's updates: one for the first visit of each state (or state and action), with the return after it."""
     mdp, world = playback.mdp, playback.spec.world
     steps = len(episode.actions)
     total = 0.0 if episode.terminated else _tail(playback, mdp, before, int(episode.states[-1]))
@@ -154,5 +154,5 @@ def _returns(playback: Playback, episode: Episode, before: FloatArray, after: Fl
 
 
 def _tail(playback: Playback, mdp: MDP, table: FloatArray, state: int) -> float:
-    """Return the estimate that replaces the rest of a truncated episode."""
+    """Return the value estimate that takes the place of the missing rewards of a truncated episode."""
     return float(table[state]) if table.ndim == 1 else _ahead(playback, table, state, None)

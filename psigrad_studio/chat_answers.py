@@ -1,4 +1,4 @@
-"""Generate answers token by token: one answer, or two in lockstep, so that speed does not reveal the model."""
+"""The generation of chat answers: one answer, or two token by token in turn, so that speed does not reveal the model."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def converse(
 ) -> None:
     """Wait for the models, load the missing ones, generate the answers, and report events through `say`.
 
-    The turn is always given up at the end. `sides[i]` is the side of the page that shows answer i. Events name sides and never
-    models. Errors are reported as events too.
+    At the end, `turn`, the place in the queue for the models, is always released. `sides[i]` is the side of the page that shows
+    answer i. Events name sides and never models. Errors are reported as events too.
     """
     try:
         before = 0
@@ -60,7 +60,9 @@ def converse(
         if not all(models.has(answer.checkpoint) for answer in answers):
             say({"event": "loading"})
         loaded = [] if stop.is_set() else [models.get(answer.checkpoint) for answer in answers]
-        # The same seed gives the same answer alone and next to another model. Only a model next to itself gets another seed.
+        # With one seed, an answer is the same alone and next to another model's. If a model is compared with itself, the second
+        # answer
+        # gets another seed.
         again = [answer.checkpoint == answers[0].checkpoint and i > 0 for i, answer in enumerate(answers)]
         writers = [_Writer(*each) for each in zip(loaded, [question] * len(loaded), answers, again, strict=False)]
         say({"event": "writing"})
@@ -92,7 +94,7 @@ def _write(writers: Sequence[_Writer], sides: Sequence[int], stop: threading.Eve
 class _Writer:
     """The state of an answer that is being generated.
 
-    Text is sent only once it is final: the first bytes of a multi-byte character wait for the rest.
+    Text is sent only when it is final: the first bytes of a multi-byte character wait for the others.
     """
 
     def __init__(self, model: LanguageModel, question: ChatQuestion, answer: ChatAnswer, again: bool) -> None:

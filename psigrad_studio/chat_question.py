@@ -1,4 +1,4 @@
-"""A question to a model, and its prompt: a conversation if the model has a chat template, otherwise plain text."""
+"""A user's question to a model, and its prompt: a conversation if the model has a chat template, otherwise plain text."""
 
 from __future__ import annotations
 

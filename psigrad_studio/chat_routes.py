@@ -1,4 +1,4 @@
-"""The routes of the chat page: the list of models, answers as they are generated, and a choice between two answers."""
+"""The routes of the chat page: the list of models, streamed answers, and the choice between two answers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MessageForm(RequestForm):
 
 
 class AboutForm(RequestForm):
-    """A model, by id."""
+    """The body of a request about a model, by its id."""
 
     model: Id
 
@@ -58,20 +58,20 @@ class AnswerForm(RequestForm):
 
 
 class StopForm(RequestForm):
-    """The answer to stop."""
+    """The body of a request to stop an answer."""
 
     writing: Id
 
 
 class ChoiceForm(RequestForm):
-    """The better one of two answers."""
+    """The body of a choice between two answers."""
 
     duel: Id
     choice: Literal["left", "right", "tie", "both_bad"]
 
 
 class TakeBackForm(RequestForm):
-    """The comparison whose stored choice is taken back."""
+    """The body of a request to take back the choice in a comparison."""
 
     duel: Id
 
@@ -137,10 +137,7 @@ def _abilities_of(checkpoint: Checkpoint) -> tuple[bool, bool]:
 
 
 class _Events:
-    """Events from a thread, sent as server-sent events while a client listens.
-
-    When the client leaves, the thread receives a signal to stop.
-    """
+    """A stream of server-sent events from a thread to a client. When the client disconnects, the thread is signalled to stop."""
 
     def __init__(self, first: Mapping[str, Any], work: Any, stop: threading.Event) -> None:
         self._stop, self._queue = stop, asyncio.Queue[Mapping[str, Any] | None]()
@@ -199,7 +196,7 @@ def _question(form: AnswerForm) -> ChatQuestion:
 
 
 def _known(settings: StudioSettings, ids: Sequence[str]) -> list[Checkpoint]:
-    """Return the models with these ids, looked up on the disk now."""
+    """Return the models with these ids, after listing the folders again. Raises an error for an unknown id."""
     found = find(settings.runs, settings.checkpoints)
     if any(name not in found for name in ids):
         raise UserError("This model is no longer in the runs folder; choose another.")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 DEEPEST = 4
 MOST = 2000
-"""The limit on checkpoints in a list, and on entries read from a folder. Anything beyond it is cut off."""
+"""The most checkpoints in a list, and the most entries that are read from a folder. Further ones are ignored."""
 MOST_FOLDERS = 20_000
 # transformers imports lazily, and fails if two threads import at once.
 _LOADING = threading.Lock()
@@ -33,15 +33,15 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model on the disk. Requests refer to it by `id`, so no request contains a path; `name` is displayed."""
+    """A model on the disk. Requests refer to it by `id`, so no request contains a path. `name` is displayed."""
 
     id: str
     name: str
     folder: Path
     bytes: int
-    """The size of its weights."""
+    """The size of the model's weights."""
     stamp: int
-    """The time at which its weights were written. A folder that is trained again counts as another model."""
+    """The time at which the weights were written. If a folder gets new weights, it counts as another model."""
     run: str | None = None
     step: int | None = None
     adapter: bool = False
@@ -83,7 +83,7 @@ class Checkpoint:
 
 
 def find(runs: Path, named: Sequence[Path] = ()) -> dict[str, Checkpoint]:
-    """Return every causal language model under `runs`, and those in `named`, by id; the newest run first, then by step.
+    """Return id -> checkpoint of all causal language models under `runs` and in `named`; the newest run first, then by step.
 
     Links are not followed. Folders without such a model (control runs, reward models, partially written folders) are skipped.
     """
@@ -146,7 +146,7 @@ def _printable(path: str) -> str:
 
 
 def _run_folder(folder: Path) -> Path:
-    """Return the run that the model of a folder came from (run/model or run/checkpoints/step-…); otherwise the folder itself."""
+    """Return the run folder of a model in run/model or run/checkpoints/step-…; for another model, its own folder."""
     if _step_of(folder) is not None and folder.parent.name == "checkpoints":
         return folder.parent.parent
     return folder.parent if folder.name == "model" else folder
@@ -167,7 +167,7 @@ def _causal_adapter(folder: Path) -> bool:
 
 
 def _model_of(folder: Path) -> Model:
-    """Return the model in the settings of a folder's run. If the settings are damaged, read its checkpoint's manifest."""
+    """Return the `Model` settings of the run to which a folder belongs; if they are damaged, those in a checkpoint's manifest."""
     settings = _json(_run_folder(folder) / "config.json") or _json(folder / "manifest.json").get("settings")
     given = settings.get("model") if isinstance(settings, dict) else None
     known = given if isinstance(given, dict) else {}

@@ -24,7 +24,7 @@ the first N pairs."""
 
 
 def judge_report(arguments: list[str]) -> int:
-    """Print how a judge compares with human votes and with itself."""
+    """Run `psigrad judge-report`: print the agreement of a judge with human votes and with itself, and return the exit status."""
     names, listed, rest = flags.parse_lists(arguments, "--criteria")
     texts = dict.fromkeys(("model", "base_url", "project", "self_model", "cache", "output"), "")
     usual = {**texts, "api_key_variable": "OPENAI_API_KEY", "max_pairs": 0}
@@ -51,7 +51,7 @@ def judge_report(arguments: list[str]) -> int:
 
 
 def studio(arguments: list[str]) -> int:
-    """Serve the studio."""
+    """Run `psigrad studio`: serve the studio until Ctrl-C, or back up or restore its labels, and return the exit status."""
     usage = (
         "psigrad studio [RUNS_FOLDER] [--checkpoint FOLDER ...] [--model-memory GB] [--database URL] [--allow-host NAME ...]"
         " [--port N] [--no-open]\n"

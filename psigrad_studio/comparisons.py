@@ -1,6 +1,6 @@
 """Blind comparisons of two checkpoints.
 
-The order is drawn here, the names are revealed after the choice, and the choice is stored with the labels.
+The order of display is drawn here, the models' names are revealed after the choice, and the choice is stored with the labels.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ChatComparison:
     sides: tuple[int, int]
     id: str = field(default_factory=lambda: secrets.token_urlsafe(18))
     result: dict[str, Any] | None = None
-    """The response to the choice."""
+    """The response to the user's choice; None before it."""
 
     @property
     def shown(self) -> list[ChatAnswer]:
@@ -48,7 +48,7 @@ class ChatComparison:
 
 
 class ChatComparisons:
-    """The newest `MOST_OPEN` comparisons, with or without a choice. They are lost when the studio restarts."""
+    """The store of the newest `MOST_OPEN` comparisons, in memory, so that a restart of the studio loses them."""
 
     def __init__(self, labels: LabelStore) -> None:
         self._labels = labels
@@ -56,7 +56,7 @@ class ChatComparisons:
         self._lock = threading.Lock()
 
     def begin(self, first: ChatAnswer, second: ChatAnswer) -> ChatComparison:
-        """Start a comparison and draw its order."""
+        """Return a new comparison of two answers, with a random order of display."""
         left = secrets.randbelow(2)
         comparison = ChatComparison((first, second), (left, 1 - left))
         with self._lock:
@@ -66,7 +66,7 @@ class ChatComparisons:
         return comparison
 
     def choose(self, comparison_id: str, choice: str) -> dict[str, Any]:
-        """Store a choice (left, right, tie, both_bad) and return the names.
+        """Store a choice (left, right, tie, both_bad), and return the models' names and the result of storing.
 
         A second choice changes nothing and returns the first result.
         """
@@ -82,7 +82,7 @@ class ChatComparisons:
             return comparison.result
 
     def undo(self, comparison_id: str) -> dict[str, Any]:
-        """Take back the rows that a choice stored. The names are known by then, so no second choice is possible.
+        """Undo a stored choice. No second choice is possible, since the user knows the names by then.
 
         Raises `Conflict` if another answer was given in that project since.
         """
@@ -97,7 +97,7 @@ class ChatComparisons:
 
 
 def _store(database: Database, comparison: ChatComparison, choice: str) -> dict[str, Any]:
-    """Store the pair and the choice with the labels. Return the project's number, or the reason why nothing was stored."""
+    """Store the pair and the choice as a label. Return a mapping with the project's number, or with the reason of a failure."""
     left, right = comparison.shown
     if not left.text.strip() or not right.text.strip():
         return {"project": None, "note": "One of the answers is empty, so the choice was not stored."}
@@ -152,7 +152,7 @@ def _project(database: Database, person: Person) -> int:
 
 @reads
 def _task(session: Session, project_id: int, rows: Sequence[Mapping[str, Any]]) -> tuple[int, list[int]]:
-    """Return the task made from `rows`, and the place of each row's completion in it."""
+    """Return (the labelling task made from `rows`, the place of each row's completion in the task)."""
     group = next(iter(gather(_placed(rows)).groups.values()))
     hashes, placed = list(group.completions), sorted(group.completions)
     prompts = select(StoredPrompt.id).where(StoredPrompt.project_id == project_id, StoredPrompt.hash == digest(group.prompt))
@@ -162,5 +162,5 @@ def _task(session: Session, project_id: int, rows: Sequence[Mapping[str, Any]]) 
 
 
 def _placed(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
-    """Return the rows with a name each, in the form that `completion_groups.gather` accepts."""
+    """Return (name, row) for each row, as `completion_groups.gather` expects them."""
     return [(f"chat:{i}", row) for i, row in enumerate(rows, 1)]

@@ -1,4 +1,4 @@
-"""The routes of the grid page: frames of an algorithm on a grid world, and one cell's backup in numbers."""
+"""The routes of the grid page: frames of an algorithm on a grid world, and the numbers behind one cell's value."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from psigrad_studio.studio_settings import StudioSettings
 
 SIDE = 20
 MOST_NUMBERS = 60_000
-"""The limit on numbers in one response. Larger grids get fewer frames."""
+"""The most numbers in one response. For larger grids, it contains fewer frames."""
 UPDATES_SHOWN = 3
 WAIT_SECONDS = 5.0
 Number = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
 Index = Annotated[int, Field(ge=0, lt=SIDE, strict=True)]
-# JSON has no tuples, so these two accept lists. Their elements stay strict.
+# JSON has no tuples, so these two types accept lists. Their elements are still checked strictly.
 Place = Annotated[tuple[Index, Index], Field(strict=False)]
 Prize = Annotated[tuple[Index, Index, Annotated[Number, Field(strict=True)]], Field(strict=False)]
 
@@ -47,7 +47,7 @@ class WorldForm(RequestForm):
 
 
 class OptionsForm(RequestForm):
-    """`PlaybackOptions` with limits."""
+    """`PlaybackOptions` with limits, as the page sends them."""
 
     sweeps: Annotated[int, Field(ge=0, le=100)] = 5
     exploration: Annotated[float, Field(ge=0, le=1)] = 0.2
@@ -58,7 +58,7 @@ class OptionsForm(RequestForm):
 
 
 class PlaybackForm(RequestForm):
-    """The computation: world, algorithm, options, warm start."""
+    """The inputs of a playback: world, algorithm, options, and optional start values."""
 
     world: WorldForm
     algorithm: Annotated[str, Field(max_length=40)]
@@ -68,14 +68,14 @@ class PlaybackForm(RequestForm):
 
 
 class FramesForm(PlaybackForm):
-    """The frames of a playback: `count` frames from `first`."""
+    """A request for `count` frames of a playback, from frame `first` on."""
 
     first: Annotated[int, Field(ge=0, le=10_000)] = 0
     count: Annotated[int, Field(ge=1, le=400)] = 100
 
 
 class BackupForm(PlaybackForm):
-    """A cell of a frame."""
+    """A request for the numbers behind one cell's value in a frame."""
 
     frame: Annotated[int, Field(ge=0, le=10_000)]
     cell: Place

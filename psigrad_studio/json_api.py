@@ -1,4 +1,4 @@
-"""The parts that all routes share: forms for request bodies, and JSON responses."""
+"""Helpers of all routes: the base class of request bodies, and JSON responses."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pydantic import BaseModel, ConfigDict
 
 
 class RequestForm(BaseModel):
-    """The body of a request. Unknown fields raise an error and nothing is converted."""
+    """The base class of request bodies. Unknown fields and values of the wrong type are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON types: dataclasses as objects, sets as sorted lists, non-finite numbers as null."""
+    """Return a value converted for JSON: dataclasses to objects, sets to sorted lists, non-finite numbers to null."""
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):

@@ -1,6 +1,6 @@
 """Comparison of a judge with human votes and with itself: agreement, kappa, and biases by order, length and authorship.
 
-Votes are rows of files that the labelling desk exports (`preference`, or the votes as they were given), or a project of its
+Votes are the rows of a file that the labelling page exported (`preference`, or single votes), or those of a project in its
 database. Each pair is shown to the judge in both orders, as the reward `ranking` does.
 """
 
@@ -48,7 +48,7 @@ class Unit:
 
 @dataclass
 class JudgeReport:
-    """The figures as (name, value, low, high, subject), the slope of the calibration, and counts of the skipped rows."""
+    """The report: figures as (name, value, low, high, subject), the fitted slope of the judge, and counts of skipped rows."""
 
     rows: list[dict[str, Any]]
     slope: float
@@ -57,7 +57,10 @@ class JudgeReport:
 
 
 def read_votes(rows: Iterable[Mapping[str, Any]], left_out: Counter[str]) -> list[Unit]:
-    """Return pairs from exported rows: prompt, chosen, rejected; or prompt, completions, and a vote's choice or ranks."""
+    """Return the pairs with their votes, from exported rows. Skipped rows are counted by reason in `left_out`.
+
+    A row has prompt, chosen, rejected; or prompt, completions, and a vote's choice or ranks.
+    """
     units: dict[tuple[str, str, str, str], Unit] = {}
     for number, row in enumerate(rows, 1):
         found = list(_of_row(row, left_out))
@@ -73,7 +76,7 @@ def read_votes(rows: Iterable[Mapping[str, Any]], left_out: Counter[str]) -> lis
 
 
 def _of_row(row: Mapping[str, Any], left_out: Counter[str]) -> Iterator[tuple[str, str, int, tuple[str, str], str]]:
-    """Yield (first text, second text, vote, their models, criterion) for each pair in a row; a vote has one for each aspect."""
+    """Yield (first text, second text, vote, their models, criterion) for each pair in a row, and for each aspect of a vote."""
     criterion = str(row.get("criterion") or "")
     if row.get("chosen") is not None:
         lineage = row.get("lineage") or {}
@@ -103,7 +106,7 @@ def _of_row(row: Mapping[str, Any], left_out: Counter[str]) -> Iterator[tuple[st
 
 
 def _preferred(value: Any) -> int | None:
-    """Return 1 if the first of a pair is better, −1 if the second is, 0 for neither. `value` is a choice, or a scale for each."""
+    """Return 1 if the first of a pair is better, −1 if the second is, 0 for neither. `value` is a choice, or two ratings."""
     if isinstance(value, list) and len(value) == 2:
         return _sign(value[0] - value[1])
     return {"a": 1, "b": -1, "tie": 0, "both_bad": 0}.get(value) if isinstance(value, str) else None
@@ -120,7 +123,7 @@ def _model_of(origins: Any) -> str:
 
 
 def votes_of(source: str, project: str = "") -> list[Mapping[str, Any]]:
-    """Return the rows of a JSONL file, or the votes of a project in the labelling desk's database. Raises `UserError`."""
+    """Return the rows of a JSONL file, or the votes of a project in the database of labels. Raises `UserError` if it can't."""
     path = Path(source)
     if not project:
         try:
@@ -138,16 +141,19 @@ def votes_of(source: str, project: str = "") -> list[Mapping[str, Any]]:
 
 
 def report(judge: GroupRanking, rows: Iterable[Mapping[str, Any]], *, most: int = 0, own: str = "") -> JudgeReport:
-    """Compare a judge with human votes, and with itself. `own` is the model whose texts are the judge's own."""
+    """Compare a judge with human votes, and with itself. `own` names the model whose texts count as written by the judge.
+
+    `most` limits the number of pairs (0: all).
+    """
     left_out: Counter[str] = Counter()
     units = read_votes(rows, left_out)
-    if any(not unit.criterion for unit in units):  # drop votes on criteria that the judge is not asked about
+    if any(not unit.criterion for unit in units):  # drop votes on criteria that the judge does not have
         left_out["on another question"] = sum(bool(unit.criterion) and unit.criterion not in judge.criteria for unit in units)
         units = [unit for unit in units if not unit.criterion or unit.criterion in judge.criteria]
     left_out["split votes"] = sum(unit.human is None for unit in units)
     units = [unit for unit in units if unit.human is not None and unit.texts[0] != unit.texts[1]]
     units = units[:most] if most else units
-    # A pair is shown once for all its aspects.
+    # The judge ranks a pair only once, for all its aspects.
     shown = {(unit.prompt, unit.texts): unit for unit in sorted(units, key=lambda unit: not unit.criterion)}
     with ThreadPoolExecutor(judge.concurrency) as threads:
         found = dict(zip(shown, threads.map(lambda pair: judge.rank(*pair), shown), strict=True))
@@ -165,7 +171,7 @@ Judged = Sequence[tuple[Unit, list[Ranks]]]
 
 
 def _difference(ranks: Sequence[Mapping[str, Sequence[float]]], weights: Mapping[str, float]) -> float:
-    """Return the weighted score of the first text minus that of the second, over all orders."""
+    """Return the weighted score of the first text minus that of the second, averaged over the orders."""
     total = sum(weights.values()) * len(ranks)
     return math.fsum(w * (own[c][0] - own[c][1]) for own in ranks for c, w in weights.items()) / total
 
@@ -230,9 +236,9 @@ def _beside_itself(judge: GroupRanking, judged: Judged, own: str) -> Iterator[di
 
 
 def _slope(judge: GroupRanking, judged: Judged) -> float:
-    """Return the b that maximises the likelihood of human choices under σ(b·difference).
+    """Return the b that maximises the likelihood of the human choices, with P(first is better) = σ(b·difference of scores).
 
-    One artificial vote in each direction is added at a difference of 1.
+    One artificial vote in each direction, at a difference of 1, is added, so that b is finite.
     """
     votes = [(_difference(r, judge.criteria), u.human) for u, r in judged if u.human]
     x = np.array([*(d * h for d, h in votes if h), 1.0, -1.0])

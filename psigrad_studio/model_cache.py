@@ -1,4 +1,4 @@
-"""Models in memory, and a queue for them. A model has one user at a time, first come, first served."""
+"""A cache of models in memory, with a queue. A model serves one request at a time, in order of arrival."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ LONGEST_LINE = 8
 
 @dataclass(eq=False)
 class ModelTurn:
-    """A place in the queue for some models. The caller must always give it up by `leave`."""
+    """A place in the queue for some models. The caller must always call `leave` at the end."""
 
     models: frozenset[Checkpoint]
     _line: list[ModelTurn]
     _changed: threading.Condition = field(repr=False)
 
     def ahead(self, wait: float = 0.0) -> int:
-        """Return the number of others ahead in the queue for one of these models, after waiting up to `wait` seconds for a
-        change.
-        """
+        """Return the number of requests before this one in the queue for its models. First wait up to `wait` s for a change."""
         with self._changed:
             before = self._count()
             if before and wait:
@@ -39,7 +37,7 @@ class ModelTurn:
             return self._count()
 
     def leave(self) -> None:
-        """Give up the place, so that the next user can proceed."""
+        """Release the place, so that the next request can proceed."""
         with self._changed:
             if self in self._line:
                 self._line.remove(self)
@@ -50,7 +48,7 @@ class ModelTurn:
 
 
 class ModelCache:
-    """A cache of at most `most_bytes` of weights. The least recently used model is freed first; models in use stay."""
+    """A cache of at most `most_bytes` of weights. The least recently used model is freed first. Models in use are never freed."""
 
     def __init__(self, most_bytes: int, load: Callable[[Checkpoint], LanguageModel] = Checkpoint.open) -> None:
         self.most_bytes, self._load = most_bytes, load
@@ -73,7 +71,10 @@ class ModelCache:
             return self._loaded.get(wanted) is not None
 
     def get(self, wanted: Checkpoint) -> LanguageModel:
-        """Return the model, loaded if needed. Call it when the turn has come. Raises `UserError` if it does not fit or load."""
+        """Return the model, and load it if needed. Call this only when nobody is ahead in the queue.
+
+        Raises `UserError` if the model does not fit in memory or cannot be loaded.
+        """
         with self._changed:
             model = self._loaded.get(wanted)
             if model is not None:
@@ -94,7 +95,7 @@ class ModelCache:
         return model
 
     def _make_room(self, wanted: Checkpoint) -> int:
-        """Free models that are not in use, the least recently used first. Return the number of freed models."""
+        """Free unused models, the least recently used first, until `wanted` fits. Return the number of freed models."""
         if wanted.bytes > self.most_bytes:
             raise UserError(
                 f"{wanted.name} has {show_size(wanted.bytes)} of weights, but the studio keeps at most "

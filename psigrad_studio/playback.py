@@ -1,4 +1,4 @@
-"""Playback of a solver or learner: frames in random access. They are computed once, in order, and cached.
+"""The frames of a solver or learner for the grid page. They are computed once, in order, and cached for random access.
 
 Frame 0 is the start (zeros, or the values of a warm start); frame k is the k-th result that `psigrad.tabular` yields.
 """
@@ -30,7 +30,7 @@ TIE = 1e-12
 
 @dataclass(frozen=True)
 class PlaybackOptions:
-    """The options of the algorithms. Each algorithm reads the options that it has."""
+    """The options of all algorithms. Each algorithm reads only its own options."""
 
     sweeps: int = 5
     """Modified policy iteration: sweeps of evaluation between two backups."""
@@ -81,7 +81,7 @@ _LEARNERS: dict[str, Callable[..., Iterator[Learned]]] = {
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """The display after a step."""
+    """The values and the policy that the page shows after one step."""
 
     index: int
     step: str
@@ -89,7 +89,7 @@ class Frame:
     value: FloatArray
     """[S]"""
     actions: NDArray[np.int64]
-    """[S]: the actions that the policy shown may take, as a sum of 1 up, 2 right, 4 down, 8 left; 15: all actions are equal."""
+    """[S]: the actions of the displayed policy, as a sum of 1 up, 2 right, 4 down, 8 left; 15: all are equally good."""
     residual: float
     """max_s |V_new(s) − V_old(s)| of this step, or the residual that the solver reports."""
     error: float
@@ -114,19 +114,19 @@ class Frame:
 
 @dataclass(frozen=True, eq=False)
 class PlaybackSpec:
-    """All inputs of a playback."""
+    """The inputs of a playback."""
 
     world: GridWorld
     algorithm: str
     options: PlaybackOptions = field(default_factory=PlaybackOptions)
     value: FloatArray | None = None
-    """[S]: a warm start."""
+    """[S]: the initial values; None: zeros."""
     q: FloatArray | None = None
-    """(S, A): a warm start of control, instead of V."""
+    """(S, A): the initial Q of control, in place of `value`."""
 
     @property
     def digest(self) -> str:
-        """Return SHA-256 of the content."""
+        """Return the SHA-256 of all inputs, by which playbacks are cached."""
         hashed = hashlib.sha256(repr((self.algorithm, self.options, _described(self.world))).encode())
         for array in (self.value, self.q):
             hashed.update(b"none" if array is None else array.tobytes())
@@ -139,7 +139,7 @@ def _described(world: GridWorld) -> tuple[object, ...]:
 
 
 class Playback:
-    """The frames of a spec that were requested so far."""
+    """The frames for a spec that have been computed so far."""
 
     def __init__(self, spec: PlaybackSpec) -> None:
         self.spec = spec
@@ -148,14 +148,14 @@ class Playback:
         self.frames: list[Frame] = []
         self.ended = False
         self.note = ""
-        """The reason why it ended early; empty if it converged."""
+        """The reason why the playback ended early; empty if it converged."""
         self.size = 2 * self.mdp.transitions.nbytes
         """The stored bytes, approximately."""
         self._coming = _frames(spec, self.mdp, self.target)
         self._lock = threading.Lock()
 
     def extend(self, count: int, seconds: float) -> None:
-        """Compute until there are `count` frames, the playback ends, or the time is over (but at least one new frame)."""
+        """Compute frames until there are `count`, the playback ends, or `seconds` have passed, but at least one new frame."""
         deadline = time.monotonic() + seconds
         with self._lock:
             while len(self.frames) < count and not self.ended:
@@ -180,14 +180,14 @@ class Playback:
 
 
 class PlaybackCache:
-    """Playbacks by content. The least recently used one is dropped first; recomputing it gives the same frames."""
+    """A cache of playbacks by their inputs. The least recently used one is dropped first. To compute it again gives the same."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most, self._playbacks = most_bytes, OrderedDict[str, Playback]()
         self._lock = threading.Lock()
 
     def playback(self, spec: PlaybackSpec, count: int, seconds: float) -> Playback:
-        """Return the playback of a spec with its first `count` frames, or as many as the time allows (`Playback.extend`).
+        """Return the playback of a spec with at least `count` frames, or as many as `seconds` allow. See `Playback.extend`.
 
         Raises `ValueError` if the world is not a valid decision process.
         """
@@ -324,7 +324,7 @@ def _learned(spec: PlaybackSpec, mdp: MDP, goal: FloatArray) -> Iterator[Frame]:
 
 
 def first_q(spec: PlaybackSpec, mdp: MDP) -> FloatArray:
-    """Return the initial (S, A) table of control: the Q of a warm start, or one backup of its V, or zeros."""
+    """Return the initial Q (S, A) of control: the spec's Q, or one backup of its V, or zeros."""
     if spec.q is not None:
         q = spec.q
     elif spec.value is not None:

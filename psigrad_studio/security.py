@@ -1,6 +1,6 @@
-"""The guard before every route: Host, Origin, session, CSRF, size and rate. A refused request never reaches a page.
+"""The middleware that guards all routes: it checks Host, Origin, session, CSRF token, size and rate of each request.
 
-It wraps the application, so that a new route cannot be forgotten. Refusals are `{"error": {"code", "message"}}`.
+It wraps the whole application, so that no new route can be left unprotected. A refusal is `{"error": {"code", "message"}}`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"})
 SAFE = frozenset({"GET", "HEAD"})
 ENTER = "/enter"
 JOIN = ("/join", "/api/join/")
-"""The pages for invited people. They are open to strangers, at the rate of refused requests."""
+"""The path prefixes for invited people. They are open to strangers, within the rate limit of refused requests."""
 STATIC = "/static/"
 SESSION, API = "psigrad_session_", "psigrad_api_"
-"""The prefixes of tokens."""
+"""The prefixes of session tokens and of API tokens."""
 ADMITTED = "admitted"
-"""The key in the state of a request of a function that receives the sender, so that the server keeps their connection."""
+"""The key, in the state of a request, of a function that tells the server the sender, so that their connection is kept."""
 OWNER, COOKIE = "owner", "cookie"
-"""The owner with the token of their pages, and anyone who has only the owner's cookie."""
+"""The two kinds of senders with the owner's cookie: those with the token of the owner's pages, and those without it."""
 KNOWN_TOKENS = 1000
-"""The number of tokens whose users are remembered, for requests of files that need no session."""
+"""The number of tokens whose users are cached, for requests of files that need no session."""
 SHARE = 0.3
-"""The rate of each invited person, as a share of the owner's."""
+"""The rate limit of each invited person, as a share of the owner's."""
 DATA = "/api/"
 CSRF_HEADER = "x-psigrad-csrf"
 NO_TOKEN = "This browser has only half of its session; open the address that psigrad studio printed, or log in again at /join."
@@ -82,19 +82,19 @@ class Refused(HTTPException):
 
 @dataclass(frozen=True)
 class Guests:
-    """The users without the owner's key, identified by a session or an API token of the labels.
+    """The access of users without the owner's key, whom a session or an API token of the labelling system identifies.
 
-    `pages` are the pages that they may open. `recognise` returns the person behind a token, or None; it may block.
+    `pages` are the pages that they may open. `recognise` returns the person to whom a token belongs, or None. It may block.
     """
 
     pages: frozenset[str]
     recognise: Callable[[str], Any]
     imports: str
-    """The path where administrators may send `StudioSettings.import_bytes`."""
+    """The path to which administrators may send bodies of up to `StudioSettings.import_bytes`."""
 
 
 class Bucket:
-    """A token bucket: `burst` requests at once, `rate` per second on average."""
+    """A token bucket for rate limits: `burst` requests at once, `rate` per second on average."""
 
     def __init__(self, rate: float, burst: int, now: Callable[[], float] = time.monotonic) -> None:
         self.rate, self.burst, self.now = rate, burst, now
@@ -114,8 +114,8 @@ class Bucket:
 class Guard:
     """ASGI middleware that passes only requests from the studio's pages, sent by the owner or an invited person.
 
-    It sets in the state of a request: `owner` (has the key), `person` (the user in the labels, otherwise None) and `token` (of
-    their session).
+    It sets in the state of a request: `owner` (True if the sender has the key), `person` (the user of the labelling system, or
+    None) and `token` (that of the user's session).
     """
 
     def __init__(self, app: ASGIApp, settings: StudioSettings, sessions: Sessions, invited: Guests) -> None:
@@ -127,7 +127,7 @@ class Guard:
         self.people: dict[int, Bucket] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, or refuse it."""
+        """Pass one request to the application, or refuse it."""
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
             return
@@ -160,7 +160,7 @@ class Guard:
                 )
 
     async def _check(self, scope: Scope) -> None:
-        """Raise `Refused` for anything but a request of the studio's pages. Refusals count against the rate of strangers."""
+        """Raise `Refused` unless the request is from the studio's pages. Refusals count against the rate limit of strangers."""
         try:
             self._check_form(scope)
             self._check_source(scope)
@@ -179,7 +179,7 @@ class Guard:
             raise Refused(429, "too_many", "Too many requests at once; wait a second.")
 
     def _who(self, scope: Scope) -> int | str | None:
-        """Return the sender, for rates and connections: OWNER, COOKIE, the number of a person, or None for a stranger."""
+        """Return the sender, for limits on rates and connections: OWNER, COOKIE, a person's number, or None for a stranger."""
         asker = scope.get("state", {})
         if asker.get("person") is not None:
             number: int = asker["person"].id
@@ -197,7 +197,7 @@ class Guard:
         return self.seen.get(_only(_cookies(scope, self.desk_cookie)))
 
     def _bucket(self, scope: Scope, who: int | str | None) -> Bucket:
-        """Return the bucket that a request counts against.
+        """Return the token bucket from which a request of this sender takes a token.
 
         Each invited person has a separate bucket, so that nobody can lock others out.
         """
@@ -242,7 +242,10 @@ class Guard:
             )
 
     async def _check_session(self, scope: Scope) -> None:
-        """Identify the sender. An API token is used alone, without cookies, which browsers add automatically."""
+        """Identify the sender, and raise `Refused` for a stranger.
+
+        If there is an API token, cookies are ignored, since browsers add those automatically.
+        """
         token, asker = _bearer(scope), dict(NOBODY)
         if token is not None:
             asker |= {"person": await self._recognised(token, API)}
@@ -250,7 +253,7 @@ class Guard:
             asker |= {"owner": True, "session": session}
         elif (person := await self._recognised(given := _only(_cookies(scope, self.desk_cookie)), SESSION)) is not None:
             asker |= {"person": person, "token": given}
-        if token is None and _is_open(scope) and not self._csrf_holds(scope, asker):  # a leftover cookie
+        if token is None and _is_open(scope) and not self._csrf_holds(scope, asker):  # a cookie left from an earlier session
             asker = dict(NOBODY)
         known = asker["owner"] or asker["person"] is not None
         if not known and not _is_open(scope):
@@ -263,14 +266,14 @@ class Guard:
         scope["state"] = {**scope.get("state", {}), **asker}
 
     def _csrf_holds(self, scope: Scope, asker: Mapping[str, Any]) -> bool:
-        """Return True if the request has the token of its session, which only pages from this port know."""
+        """Return True if the request has the CSRF token of its session, which only pages from this port know."""
         given = _header(scope, CSRF_HEADER) or ""
         if asker["owner"]:
             return self.sessions.csrf_holds(asker["session"], given)
         return asker["person"] is not None and _same(passwords.session_token(given), asker["token"])
 
     async def _recognised(self, token: str, kind: str) -> Any:
-        """Return the person behind a token. The labels are queried in a thread, since they may block."""
+        """Return the person to whom a token belongs. The database is queried in a thread, since that may block."""
         if not token.startswith(kind) or len(token) > 200:
             return None
         try:
@@ -290,7 +293,7 @@ class Guard:
         return self.settings.import_bytes if trusted and scope["path"] == self.invited.imports else self.settings.body_bytes
 
     def _limited(self, scope: Scope, receive: Receive) -> Receive:
-        """Return a limited `receive`. It refuses bodies that are too long, too slow, compressed or not JSON."""
+        """Return a `receive` function that refuses bodies that are too long, too slow, compressed or not JSON."""
         length, kind = _header(scope, "content-length"), _header(scope, "content-type")
         most = self._most_bytes(scope)
         if _header(scope, "content-encoding") not in (None, "identity"):
@@ -341,7 +344,7 @@ def _all(scope: Scope, name: str) -> list[str]:
 
 
 def _header(scope: Scope, name: str) -> str | None:
-    """Return the value of a header. A repeated header is refused."""
+    """Return the value of a header, or None. Raises `Refused` if it is repeated."""
     found = _all(scope, name)
     if len(found) > 1:
         raise Refused(400, "header", "A header is given twice.")
@@ -354,12 +357,12 @@ def _cookies(scope: Scope, name: str) -> list[str]:
 
 
 def _only(values: list[str]) -> str:
-    """Return the value, if there is exactly one. A repeated cookie counts as none."""
+    """Return the only value of a cookie; "" if it is missing or repeated."""
     return values[0] if len(values) == 1 else ""
 
 
 def error_body(code: str, message: str) -> dict[str, Any]:
-    """Return the common form of all errors."""
+    """Return the JSON body that all errors have."""
     return {"error": {"code": code, "message": message}}
 
 

@@ -1,4 +1,4 @@
-"""Start the studio: find a port, print the address, open a browser, run the server."""
+"""The start of the studio: find a port, print the address, open a browser, run the server."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def studio(
 
     `port` 0 uses the first free port from 8420.
 
-    The chat page offers `checkpoints` in addition to the models of the runs, and keeps `model_memory` GB of weights. Labels are
-    stored in `database`, a path or a postgresql:// URL. `allow_host` lists the host names of a reverse proxy.
+    The chat page offers `checkpoints` in addition to the models of the runs, and caches up to `model_memory` GB of weights.
+    Labels are stored in `database`, a path or a postgresql:// URL. `allow_host` lists the host names of a reverse proxy.
 
     Raises `UserError` if a folder, the database or the port cannot be used, or the extra is not installed.
     """
@@ -91,7 +91,7 @@ def copied(runs: str, database: str, backup: str, restore: str) -> str:
 
 
 def _try(where: str) -> None:
-    """Open the labels once, so that errors appear at the start and not to the first labeller."""
+    """Open the database of labels once, so that an error appears at the start and not only when somebody labels."""
     from psigrad_studio.labels import database
 
     database.connect(where).close()
@@ -108,7 +108,7 @@ def listen(port: int = 0) -> socket.socket:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind((LOOPBACK, candidate))
-            listening.listen(512)  # on Linux two sockets may bind one port until one of them listens
+            listening.listen(512)  # on Linux two sockets may bind the same port until one of them listens
             return listening
         except OSError as error:
             listening.close()
@@ -129,7 +129,7 @@ def serve(settings: StudioSettings, listening: socket.socket, *, open_browser: b
         say(f"psigrad studio  {address}{settings.key}")
         say("The address contains the key; keep it secret. Ctrl-C stops the studio.")
         if open_browser and _has_screen():
-            # other users can see the browser's command line, so it gets a one-time key
+            # other users can see the browser's command line, so it contains only a one-time key
             threading.Thread(target=webbrowser.open, args=(address + sessions.one_time_key(),), daemon=True).start()
 
     try:

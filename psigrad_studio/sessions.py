@@ -1,7 +1,8 @@
-"""Sessions of the owner: a key at the first visit, then a signed cookie and, except for documents, a token of its pages.
+"""The owner's sessions. The first visit needs a key. Later requests need a signed cookie and, except for pages, a CSRF token.
 
-Browsers send a cookie to every port of a host, so a server of another user on this machine can read it. The token is given to the
-page that brought the key. The page keeps it in its local storage, which belongs to one port. A stolen cookie opens empty pages.
+Browsers send a cookie to every port of a host, so a server of another user on this machine can read it. The CSRF token is given
+to the page that was opened with the key. The page stores it in its local storage, which belongs to one port. So a stolen cookie
+opens only pages without data.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ ONE_TIME_SECONDS = 120
 
 
 class Sessions:
-    """Sessions without a store: the cookie is `issued.nonce.signature`, signed with a secret made when the server starts.
+    """Sessions that are not stored: the cookie is `issued.nonce.signature`, signed with a secret made when the server starts.
 
-    Sessions cannot be planted from outside (fixation), and a restart ends all of them.
+    So nobody else can create a session (session fixation), and a restart ends all sessions.
     """
 
     def __init__(self, key: str, session_seconds: float, now: Callable[[], float] = time.time) -> None:
@@ -36,7 +37,7 @@ class Sessions:
         return key
 
     def admits(self, key: str) -> bool:
-        """Return True if a key opens the studio. A one-time key is used up."""
+        """Return True if a key opens the studio. A one-time key is then invalid."""
         given = key.encode("utf-8", "surrogateescape")
         for once in list(self._once):
             if hmac.compare_digest(given, once.encode()):
@@ -49,7 +50,7 @@ class Sessions:
         return f"{body}.{self._sign('session', body)}"
 
     def session_of(self, cookie: str) -> str | None:
-        """Return the name of a cookie's session; None if the cookie is forged, malformed or expired."""
+        """Return the identifier of a cookie's session; None if the cookie is forged, malformed or expired."""
         body, _, signature = cookie.rpartition(".")
         if not hmac.compare_digest(signature.encode("utf-8", "surrogateescape"), self._sign("session", body).encode()):
             return None
@@ -57,11 +58,11 @@ class Sessions:
         return body if 0 <= self._now() - issued <= self._session_seconds else None
 
     def csrf_token(self, session: str) -> str:
-        """Return the token that pages of this session send with every data request. It cannot be derived from the cookie."""
+        """Return the CSRF token that pages of this session send with every data request. The cookie does not reveal it."""
         return self._sign("csrf", session)
 
     def csrf_holds(self, session: str, token: str) -> bool:
-        """Return True if a token belongs to the session."""
+        """Return True if this is the CSRF token of the session."""
         return hmac.compare_digest(token.encode("utf-8", "surrogateescape"), self.csrf_token(session).encode())
 
     def _sign(self, purpose: str, text: str) -> str:

@@ -1,4 +1,4 @@
-"""The document around every page, with the navigation, and the static files, which are read once at the start."""
+"""The HTML document around every page, with the navigation, and the static files, which are read once at the start."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ KINDS = {"js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 
 @dataclass(frozen=True)
 class Page:
-    """An entry of the navigation: body, script and style in static/<name>/, and a router with its routes."""
+    """A page of the studio: its body, script and style are in static/<name>/, and `router` has its routes."""
 
     name: str
-    """The name of the folder in static/ and of the address /<name>."""
+    """The name of the folder in static/ and of the path /<name>."""
     title: str
     router: APIRouter
     guests: bool = False
-    """True if invited people without a key may open it and request /api/<name>/."""
+    """True if invited people without the owner's key may open the page and request /api/<name>/."""
     styles: tuple[str, ...] = ()
-    """The style sheets of static/ that precede its own: those of vendored software."""
+    """Style sheets in static/ that are loaded before the page's own: those of vendored software."""
 
 
 @dataclass(frozen=True)
 class Asset:
-    """A static file in memory. No text of a request becomes a path."""
+    """A static file in memory. All files are loaded at the start, so that no text of a request becomes a path."""
 
     body: bytes
     packed: bytes
-    """The gzip body, for browsers on a slow connection."""
+    """The content compressed by gzip, for browsers that accept it."""
     kind: str
     tag: str
 
@@ -59,7 +59,7 @@ def assets() -> dict[str, Asset]:
 
 
 def static_router() -> APIRouter:
-    """Serve `assets`."""
+    """Return a router that serves the static files of `assets`."""
     router, table = APIRouter(), assets()
 
     @router.get("/static/{path:path}")
@@ -78,7 +78,7 @@ def static_router() -> APIRouter:
 
 
 def page_router(page: Page, pages: Sequence[Page]) -> APIRouter:
-    """Serve the document of a page."""
+    """Return a router that serves the HTML document of a page."""
     router = APIRouter()
     body = (resources.files("psigrad_studio") / "static" / page.name / "page.html").read_text(encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""uvicorn, with the limits of a server that anyone on the machine can reach."""
+"""uvicorn with limits on connections, since anyone on the machine can reach the server."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from psigrad_studio.studio_settings import StudioSettings
 
 HEADER_BYTES = 16 * 1024
 CONNECTIONS, EACH = 200, 64
-"""The limits on open connections, in total and per person."""
+"""The most open connections, in total and per person."""
 GRACE, LOOKS = 0.25, 3
-"""The minimum age in seconds, and number of looks, before a stranger's connection is cut off.
+"""The least age in seconds, and number of checks (`thin_out`), before a connection may be closed.
 
-A busy server reads late, but between two looks it reads all data that has arrived.
+A busy server reads late, but between two checks it reads all data that has arrived.
 """
 FILES, OTHER_FILES = 8192, 150
-"""The number of files that the process requests, and the part of them that are not connections."""
+"""The number of open files that the process requests as its limit, and how many of them are not connections."""
 
 
 class Server(QuietServer):
@@ -40,36 +40,36 @@ class Server(QuietServer):
         self._ending = ending
 
     async def shutdown(self, *arguments: Any, **named: Any) -> None:
-        """Set `ending`, then wait for open requests. Cutting off slow ones is not logged as their error."""
+        """Set `ending`, then wait for open requests. Errors of requests that are cut off at the end are not logged."""
         self._ending.set()
-        logging.getLogger("uvicorn.error").addFilter(_no_cut)  # stays: their errors are logged after this has returned
+        logging.getLogger("uvicorn.error").addFilter(_no_cut)  # stays: they are logged after this has returned
         await super().shutdown(*arguments, **named)
 
 
 def _no_cut(record: logging.LogRecord) -> bool:
-    """Return True unless a line of uvicorn is about requests that it has cut off."""
+    """Return False for a log line of uvicorn about a request that was cut off at shutdown. This is a logging filter."""
     cut = bool(record.exc_info and record.exc_info[0] is asyncio.CancelledError)
     return not (cut or "timeout graceful shutdown exceeded" in record.getMessage())
 
 
 class Connections:
-    """The open connections, by person. If there are too many, the oldest connection of the person with the most is cut off.
+    """The open connections by person. If there are too many, the oldest connection of the person with the most is closed.
 
-    Strangers, whose requests had no session, count as one person, so they cannot use up the connections of others. A connection
-    begins as a stranger's. It stays one until the guard has `admitted` a request on it, for which it has `GRACE` seconds and
-    `LOOKS` looks. Before that, it is cut off only if no files remain. Connections without a request go first.
+    All strangers, whose requests have no session, count as one person, so they cannot use up the connections of others. A new
+    connection counts as a stranger's until the guard has `admitted` a request on it. For that, it has `GRACE` seconds and `LOOKS`
+    checks, during which it is closed only if the process has no files left. Connections without a request are closed first.
     """
 
     def __init__(self) -> None:
         self.hard = _allowed_files() - OTHER_FILES
         self.held: dict[object, dict[H11Protocol, tuple[float, int]]] = {}
-        """Person -> connection -> when it became theirs: the event loop's seconds and the look; the oldest first."""
+        """Person -> connection -> (time in seconds, number of the check) when it became that person's; the oldest first."""
         self.look = 0
         self.whose: dict[H11Protocol, object] = {}
         self._planned = False
 
     def opened(self, connection: H11Protocol) -> None:
-        """Add a connection of a stranger."""
+        """Add a new connection, which counts as a stranger's."""
         self._put(connection, None)
 
     def admitted(self, connection: H11Protocol, who: object) -> None:
@@ -100,7 +100,7 @@ class Connections:
             asyncio.get_running_loop().call_later(GRACE / LOOKS, self.thin_out)
 
     def thin_out(self) -> None:
-        """Cut off the connections above the limits."""
+        """Close connections until the limits are met."""
         self._planned = False
         self.look += 1
         latest = (asyncio.get_running_loop().time() - GRACE, self.look - LOOKS)
@@ -110,13 +110,13 @@ class Connections:
         while len(self.whose) > CONNECTIONS and self._cut(self._largest(), latest):
             pass
         if len(self.whose) > CONNECTIONS or any(len(group) > EACH for group in self.held.values()):
-            self._plan()  # for connections that are still too young
+            self._plan()  # check again later, for connections that are still too young
 
     def _largest(self) -> dict[H11Protocol, tuple[float, int]]:
         return max(self.held.items(), key=lambda entry: (len(entry[1]), entry[0] is None))[1]
 
     def _cut(self, group: dict[H11Protocol, tuple[float, int]], latest: tuple[float, float]) -> bool:
-        """Cut off a connection that became theirs at `latest` or before. Return True if there was one."""
+        """Close one of a person's connections in `group` that is not newer than `latest`. Return True if there was one."""
         oldest = None
         for connection, (since, look) in group.items():
             if since > latest[0] or look > latest[1]:
@@ -132,7 +132,7 @@ class Connections:
 
 
 def _allowed_files() -> int:
-    """Return the most files that this process may have open, after raising the limit."""
+    """Raise the limit of open files of this process, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -142,7 +142,7 @@ def _allowed_files() -> int:
 
 
 def server(app: ASGIApp, settings: StudioSettings, ready: Callable[[], None] = lambda: None) -> Server:
-    """Return a server for the application, without a socket yet."""
+    """Return a server for the application. It does not listen yet."""
     state = getattr(app, "state", None)
     return Server(
         app,
@@ -156,7 +156,7 @@ def server(app: ASGIApp, settings: StudioSettings, ready: Callable[[], None] = l
 
 
 def protocol(header_seconds: float) -> type[H11Protocol]:
-    """Return an HTTP/1.1 protocol that closes connections with slow headers (slowloris), and some if there are too many."""
+    """Return an HTTP/1.1 protocol class that closes connections with slow headers (slowloris), and some if there are too many."""
     connections = Connections()
 
     class Impatient(H11Protocol):
@@ -178,7 +178,7 @@ def protocol(header_seconds: float) -> type[H11Protocol]:
             super().connection_lost(exc)
 
         def send_400_response(self, msg: str) -> None:
-            """Answer malformed HTTP in the common form of errors."""
+            """Answer malformed HTTP with the JSON body that all errors have."""
             body = json.dumps(error_body("http", "This is not well-formed HTTP.")).encode()
             fields = HEADERS | {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
             headers = [(name.encode(), value.encode()) for name, value in fields.items()]

@@ -1,4 +1,4 @@
-"""Conversion of the configurations of TRL's trainers into methods and settings of psigrad."""
+"""Conversion of configuration objects of TRL's trainers into a method and settings of psigrad."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Conversion:
 
     method: str
     trainer: str
-    """The method of TRL's trainer. Its loss may turn it into another `method`."""
+    """The method of TRL's trainer. `method` differs from it if the configuration's loss is a method of its own in psigrad."""
     settings: dict[str, Any] = field(default_factory=dict)
     differs: list[str] = field(default_factory=list)
-    """The notes on training that differs slightly from TRL."""
+    """Notes on small differences in training from TRL."""
     no_equal: list[str] = field(default_factory=list)
     nothing: list[str] = field(default_factory=list)
     look_at: list[str] = field(default_factory=list)
 
     def yaml(self) -> str:
-        """Return the settings as the text of a file for --config."""
+        """Return the settings as YAML, for a file that --config reads."""
         nested: dict[str, Any] = {}
         for name, value in self.settings.items():
             put(nested, name, value, "conversion")
@@ -44,7 +44,7 @@ class Conversion:
 
     @property
     def spec(self) -> str | dict[str, Any]:
-        """The method, with those of its parts that differ from the defaults."""
+        """The method's name, or a mapping of it and those of its parts that differ from the defaults."""
         parts: dict[str, Any] = {}
         for name, value in self.settings.items():
             first, _, rest = name.partition(".")
@@ -56,8 +56,8 @@ class Conversion:
 def convert_object(args: Any) -> Conversion:
     """Return the settings that train as TRL would with the configuration `args`.
 
-    Only fields that differ from a fresh object count as given. Raises `UserError` if `args` is no TRL configuration, or if a
-    given field has no equivalent.
+    Only fields that differ from those of a new object of the class count as given. Raises `UserError` if `args` is not a TRL
+    configuration, or if a given field has no equivalent.
     """
     name = type(args).__name__
     if name not in METHODS or not hasattr(args, "per_device_train_batch_size"):
@@ -79,7 +79,7 @@ def convert_object(args: Any) -> Conversion:
 
 
 def translated(config: str, values: Mapping[str, Any], *, held_out: bool = False) -> Conversion:
-    """Return the settings that train as TRL would with this configuration class: `values` over the defaults of the class.
+    """Return the settings that train as TRL would with the class named `config`, whose defaults `values` override.
 
     `held_out` is True if the trainer gets held-out rows. Raises `UserError` if the batch sizes do not fit together.
     """
@@ -100,7 +100,7 @@ def translated(config: str, values: Mapping[str, Any], *, held_out: bool = False
 
 
 def without_usual(made: Conversion) -> Conversion:
-    """Return the conversion with only those settings that differ from the method's defaults."""
+    """Return the conversion without the settings that equal the method's defaults."""
     cls, below = declaration(made.trainer).settings, declaration(made.method).defaults
     kept = {
         name: value
@@ -115,7 +115,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _tell(cls: type[Any], translation: Translation, made: Conversion) -> None:
-    """Add notes on everything that was not converted to `made`, and remove settings that the method does not have."""
+    """Remove the settings that the method does not have from `made`, and add to it notes on all that was not converted."""
     if made.settings.get("run.max_steps"):
         made.settings.pop("run.num_train_epochs", None)  # TRL's default, which max_steps overrides
     for one, sentence in translation.refused:
@@ -136,7 +136,7 @@ def _tell(cls: type[Any], translation: Translation, made: Conversion) -> None:
 
 
 def _differences(config: str, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the differences in training that remain under the same settings."""
+    """Yield a sentence for each way in which psigrad trains differently from TRL although the settings are equal."""
     if values.get("bf16"):
         yield (
             "With bf16=True TRL computes in bfloat16 from float32 weights; psigrad's dtype=bfloat16 keeps float32 masters of "

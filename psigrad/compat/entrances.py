@@ -1,4 +1,4 @@
-"""The flags and files of other libraries' users, split before their names are translated."""
+"""Parsing of flags and configuration files written for other libraries, before the names in them are translated."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0"
 
 
 def split_file(cls: type[Any], in_file: Mapping[str, Any], source: str) -> tuple[dict[str, Any], list[GivenSetting]]:
-    """Return (settings in psigrad's sections, settings by name alone) of a file. A file may hold both: `learning_rate: 1e-5`.
+    """Return (psigrad's sections with their settings, all other settings by dotted name) of a file, which may have both.
 
-    verl's files are trees: actor_rollout_ref: {actor: {optim: {lr: 1e-6}}}. Raises `UserError` if one setting has two values.
+    Outside the sections are single names, such as `learning_rate: 1e-5`, and the leaves of verl's trees:
+    actor_rollout_ref: {actor: {optim: {lr: 1e-6}}}. Raises `UserError` if one setting has two values.
     """
     nested: dict[str, Any] = {}
     flat: list[GivenSetting] = []
@@ -46,7 +47,10 @@ def split_file(cls: type[Any], in_file: Mapping[str, Any], source: str) -> tuple
 
 
 def _leaves(cls: type[Any], name: str, value: Any) -> list[tuple[str, Any]]:
-    """Return the settings of a tree. A mapping under the name of a setting is that setting's value: `columns: {a: prompt}`."""
+    """Return (dotted name, value) of each leaf of a tree.
+
+    A mapping under the name of a setting is not a tree but the setting's value: `columns: {a: prompt}`.
+    """
     if is_known(name) or our_name(cls, name) in settings_of(cls) or not isinstance(value, Mapping) or not value:
         return [(name, value)]
     return [leaf for key, inner in value.items() for leaf in _leaves(cls, f"{name}.{key}", inner)]
@@ -55,10 +59,11 @@ def _leaves(cls: type[Any], name: str, value: Any) -> list[tuple[str, Any]]:
 def split_flags(
     cls: type[Any], arguments: Sequence[str], switches: Mapping[str, bool], flag_of: Callable[[str], str]
 ) -> tuple[list[str], dict[str, Any]]:
-    """Return (arguments with psigrad's flags, settings of other libraries that are no flags of psigrad).
+    """Return (the arguments with psigrad's flags, the settings under other libraries' names that are not flags of psigrad).
 
-    Users of TRL type flags with underscores, under TRL's names, and `--flag true` for a flag without a value. `switches` is
-    psigrad's flag -> True if it takes no value. Raises one `UserError` for all names that mean something else in psigrad.
+    Users of TRL type flags with underscores, under TRL's names, and `--flag true` for a flag that takes no value in psigrad.
+    `switches` maps each flag of psigrad to whether it takes no value. Raises one `UserError` for all names that psigrad has in
+    another sense.
     """
     ours: list[str] = []
     others: dict[str, Any] = {}
@@ -71,7 +76,7 @@ def split_flags(
         flag = typed.replace("_", "-")
         name = _name(text)
         if typed.startswith("--") and typed not in switches and flag not in switches:
-            flag = flags.get(our_name(cls, name), flag) if name != "reward_funcs" else flag  # its values are translated too
+            flag = flags.get(our_name(cls, name), flag) if name != "reward_funcs" else flag  # its values need translation too
         if not text.startswith("--"):
             ours += [text, *values]
         elif flag in switches:
@@ -122,10 +127,10 @@ _SCHEDULES = {"learning_rate": "lr_scheduler_type", "clip_range": "clip_range_sc
 
 
 def open_zoo_file(in_file: Mapping[str, Any], env: Any, source: str) -> dict[str, Any]:
-    """Return the settings of a file. The sections of a file of rl-zoo3 are environments: return the one of `env`.
+    """Return the settings of a file, or of one section if it is a file of rl-zoo3, whose sections are environments.
 
-    Its settings get psigrad's names. Without `env`, such a file must have one section. Raises `UserError` if it has no section
-    for the environment.
+    That is the section of `env`, or the only section if `env` is None. Linear schedules and `normalize` become psigrad's
+    settings. Raises `UserError` if the file has no section for the environment, or several and `env` is None.
     """
     sections = {name: part for name, part in in_file.items() if isinstance(part, Mapping) and {"policy", "n_timesteps"} & {*part}}
     if not sections or len(sections) < len(in_file):
@@ -146,7 +151,7 @@ def open_zoo_file(in_file: Mapping[str, Any], env: Any, source: str) -> dict[str
 
 
 def _normalize(value: Any, source: str) -> dict[str, Any]:
-    """Return the settings of rl-zoo3's `normalize`: yes, no, or the arguments of VecNormalize as the text of a dict."""
+    """Return psigrad's settings for rl-zoo3's `normalize`: a boolean, or VecNormalize's arguments as the text of a dict."""
     try:
         asked = ast.literal_eval(value) if isinstance(value, str) else value
     except (ValueError, SyntaxError):

@@ -1,4 +1,4 @@
-"""Settings under the names of TRL, verl and others, for the command line and `psigrad.train`."""
+"""Loading of settings under the names of TRL, verl and others, for the command line and `psigrad.train`."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from psigrad.errors import UserError, nearest
 
 
 class ForeignNames:
-    """The names of psigrad and of other libraries. Batch sizes are computed from those of other libraries."""
+    """A `Names` that accepts the names of psigrad and of other libraries, and computes batch sizes from theirs."""
 
     def dotted_name(self, cls: Any, name: str) -> str:
-        """See `Names`."""
+        """Return psigrad's dotted name of a setting of class `cls`: "lr" -> "optim.learning_rate". Keep an unknown name."""
         return our_name(cls, name)
 
     def check(self, cls: Any, given: Iterable[tuple[str, Any]]) -> None:
-        """See `Names`."""
+        """Raise `UserError` if one setting is given under two names with two values."""
         refuse_two_values(cls, given)
 
     def of_file(
         self, cls: Any, in_file: Mapping[str, Any], flags: Mapping[str, Any], source: str
     ) -> tuple[dict[str, Any], list[GivenSetting]]:
-        """See `Names`. A file of rl-zoo3 has a section for each environment."""
+        """Return (psigrad's sections with their settings, all other settings) of a file. See `split_file` and `open_zoo_file`."""
         if cls.__name__ == "ControlConfig":
             in_file = open_zoo_file(in_file, flags.get("env"), source)
         return split_file(cls, in_file, source)
 
     def translate(self, cls: Any, values: Mapping[str, Any], given: Sequence[GivenSetting]) -> list[GivenSetting]:
-        """See `Names`."""
+        """Return the given settings under psigrad's names. Raises `UserError` for those without an equivalent."""
         return translate(cls, values, given).or_refuse()
 
 
 load = partial(own.load, names=ForeignNames())
-"""`psigrad.config.load.load`, but with the names of other libraries too."""
+"""`psigrad.config.load.load`, which also accepts the names of other libraries."""
 
 
 def resolve_names(cls: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted name, from leaf names, dotted names and names of other libraries.
+    """Return the settings under psigrad's dotted names. Their names may be dotted or not, or be those of other libraries.
 
-    Raises `UserError` for an unknown name, and one `UserError` for all foreign names that mean something else in psigrad.
+    Raises `UserError` for an unknown name, and one `UserError` for all names of other libraries that have no equivalent.
     """
     refuse_two_values(cls, settings.items())
     leaves = dict(flat_names(cls))

@@ -1,7 +1,7 @@
-"""The known names of TRL, verl, OpenRLHF, Stable-Baselines3 and rl-zoo3: each with its equivalent, or the reason for none.
+"""The table of known settings of TRL, verl, OpenRLHF, Stable-Baselines3 and rl-zoo3.
 
-TRL's names are those of its configurations, of transformers' and peft's configurations, of its trainers' arguments and of its
-commands.
+Each has its equivalent in psigrad, or the reason why there is none. TRL's names are those of its configurations, of transformers'
+and peft's configurations, of its trainers' arguments and of its commands.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ Settings = Mapping[str, Any]
 
 
 class Entry(NamedTuple):
-    """A name of another library. It has at least one of `means`, `values`, `rule` and `why`, or it is needless."""
+    """One name of another library. It has at least one of `means`, `values`, `rule` and `why`, or is `needless`."""
 
     name: str
     library: str = ""
     means: str = ""
-    """The same setting of psigrad, or the same part of a method (`config/shortcuts.py`)."""
+    """psigrad's name of the same setting, or of the same part of a method (`config/shortcuts.py`)."""
     values: Mapping[Any, Settings] = MappingProxyType({})
-    """Value -> psigrad's settings for it. If the name is one of psigrad's, these are values of other libraries."""
+    """Value -> psigrad's settings for it. For a name that psigrad has too, these are values that only other libraries have."""
     rule: str = ""
-    """The settings computed from it (`translate.py`, `trl.py`), together with other settings of the run."""
+    """psigrad's settings that are computed from this one and other settings of the run (`translate.py`, `trl.py`)."""
     usual: tuple[Any, ...] = ()
-    """The values that ask for nothing, such as its own default."""
+    """Values that have no effect, such as the default, and so need no equivalent."""
     why: str = ""
-    """The replacement, or the reason that there is none; for a needless name, the reason that it changes nothing."""
+    """The sentence for the user: the replacement, the reason for none, or, if `needless`, the reason why it changes nothing."""
     needless: bool = False
     refused: tuple[str, ...] = ()
-    """Values of other libraries without an equivalent, for a name of psigrad's. `why` is the answer to them."""
+    """For a name that psigrad has too: values of other libraries without an equivalent. `why` says what to do instead."""
 
 
 def _same(ours: str, trl: str = "", verl: str = "", openrlhf: str = "", sb3: str = "") -> Iterator[Entry]:
-    """Yield the entries of other names of one setting, by library."""
+    """Yield the entries of the names that other libraries have for psigrad's setting `ours`, separated by spaces."""
     for library, names in (("trl", trl), ("verl", verl), ("openrlhf", openrlhf), ("sb3", sb3)):
         yield from (Entry(name, library, means=ours) for name in names.split())
 
@@ -44,7 +44,7 @@ def _needless(why: str, names: str) -> Iterator[Entry]:
 
 
 def _no_equal(why: str, library: str = "trl", /, **usual: Any) -> Iterator[Entry]:
-    """Return the entries of names without an equivalent, each with its default."""
+    """Return the entries of names without an equivalent, given with their defaults. Only other values raise an error."""
     return (Entry(name, library, usual=(value,), why=why) for name, value in usual.items())
 
 
@@ -154,7 +154,7 @@ _ROWS = (
     Entry("optim.lr_scheduler_kwargs", values={None: {"optim.lr_scheduler_kwargs": ""}}),
     Entry("epsilon_high", values={None: {}}),
     Entry("top_entropy_quantile", values={1.0: {"top_entropy_quantile": None}}),
-    # Values that correspond to settings of psigrad.
+    # Names of which each value corresponds to settings of psigrad.
     _is("bf16", {True: {"model.dtype": "bfloat16"}, False: {"model.dtype": "float32"}}, _PRECISION),
     _is("fp16", {False: {}}, _PRECISION),
     _is("use_cpu", {True: {"run.device": "cpu"}, False: {}}),
@@ -262,7 +262,7 @@ _ROWS = (
     *_needless("the method determines it", "lora_task_type"),
     _is("bnb_4bit_quant_type", {"nf4": {}}, "a base in 4 bits is always nf4"),
     *_needless("scales are float32, and psigrad has its own layout of codes", "use_bnb_nested_quant bnb_4bit_quant_storage"),
-    # Names without an equivalent, each with the default that needs none.
+    # Names without an equivalent, each with its default, which is accepted because it has no effect.
     *_no_equal("the optimiser steps every trained weight", optim_target_modules=None),
     *_no_equal("only sft smooths cross-entropy; for DPO's losses set loss.label_smoothing", label_smoothing_factor=0.0),
     *_no_equal("psigrad has its own kernels in place of compiled ones", torch_compile=False),

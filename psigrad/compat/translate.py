@@ -1,7 +1,8 @@
-"""Translation of settings from any library's names into psigrad's, for flags, YAML, Python, TRL's objects and its scripts.
+"""Translation of settings from other libraries' names into psigrad's, for flags, YAML, Python, and TRL's objects and scripts.
 
 Names with the same meaning are replaced (`table.py`), batch sizes are computed, and parts of TRL's losses become parts of the
-method (`trl.py`). Names that change nothing are dropped. Every other known name is rejected with the replacement to write.
+method (`trl.py`). Names that change nothing are dropped. Every other known name is rejected, with a sentence that names the
+replacement.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from psigrad.importing import with_colon
 
 # The settings of TRL whose value "epoch" means a number of steps.
 _BY_EPOCH = {"eval_strategy": "evaluation.eval_steps", "save_strategy": "run.save_steps"}
-# Their values are only defaults: another setting of the same run may be more exact.
+# The settings that these names stand for are only defaults: another setting of the same run overrides them.
 _ONLY_A_DEFAULT = ("use_peft", "sync_ref_model", "bf16")
-# Names that are computed together with others, besides batch sizes and parts of the method.
+# Names that are translated together with others, besides batch sizes and parts of the method.
 _RULES = (
     "loss_type", "loss_weights", "ddp_timeout", "dataset_config", "custom_reward_function.path", "custom_reward_function.name",
 )  # fmt: skip
 _VLLM = "vllm_importance_sampling_"
 DEFAULT = "TRL's default"
-"""The source of values that the user did not give. Those that mean nothing are dropped."""
+"""The `source` of values that the user did not give. Those without an equivalent are dropped instead of rejected."""
 
 
 @dataclass
@@ -62,9 +63,9 @@ def our_name(cls: Any, name: str) -> str:
 
 
 def our_value(name: str, value: Any) -> Any:
-    """Return psigrad's names of rewards that are named as on TRL's command line. Return any other value unchanged.
+    """Return the value with TRL's names of reward functions replaced by psigrad's. Return the value of another setting unchanged.
 
-    TRL names its own rewards, and functions by their dotted path.
+    On TRL's command line, a reward is the name of a function in TRL, or a dotted path, which becomes module:function.
     """
     if name == "reward_funcs" and isinstance(value, list | tuple):
         return [our_value(name, one) for one in value]
@@ -77,7 +78,7 @@ def is_known(name: str) -> bool:
 
 
 def translate(cls: Any, values: Mapping[str, Any], given: Sequence[GivenSetting]) -> Translation:
-    """Translate `given` into psigrad's names. `given` beats the settings `values`.
+    """Translate the settings `given` into psigrad's names. `values` are the run's other settings, which `given` overrides.
 
     Raises `UserError` if the batch sizes do not fit together.
     """
@@ -98,7 +99,7 @@ def refuse_two_values(cls: Any, given: Iterable[tuple[str, Any]], where: str = "
 
 
 def is_refused(name: str, value: Any) -> bool:
-    """Return True if a setting of another library, or this value of it, has no meaning in any method."""
+    """Return True if no method of psigrad has an equivalent for a setting of another library, or for this value of it."""
     row = TABLE.get(name, NOTHING)
     if name in SHORTCUTS or value is None or row.rule or row.needless or _meaning(name, value) is not None or value in row.usual:
         return False
@@ -108,7 +109,7 @@ def is_refused(name: str, value: Any) -> bool:
 
 
 def refusal(name: str, value: Any, flag: str = "") -> str:
-    """Return a sentence that names the replacement for a setting of another library. `flag` is the typed flag."""
+    """Return the error sentence for a setting of another library: the reason, and the replacement. `flag` is the typed flag."""
     row = TABLE.get(name, NOTHING)
     why = f": {row.why}." if row.why else "."
     taken = [repr(one) for one in row.values if one is not False or "no" not in row.values]
@@ -120,7 +121,7 @@ def refusal(name: str, value: Any, flag: str = "") -> str:
 
 
 def one_value(value: Any) -> Any:
-    """Return the item of a list with one item, since the values of a flag are a list. Return other values unchanged."""
+    """Return the only item of a list with one item, since a flag's values are a list. Return any other value unchanged."""
     return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
 
@@ -135,14 +136,14 @@ class _Translator:
         self.rules: dict[str, GivenSetting] = {}
 
     def translate(self, given: Sequence[GivenSetting]) -> Translation:
-        """Translate each setting alone, then those that are computed together, and finally the parts of the method."""
+        """Translate first each setting alone, then the settings that depend on others, and last the parts of the method."""
         for one in given:
             for part in _open(one):
                 if part.value is not None or not TABLE.get(part.name, NOTHING).means:  # ref_model=None is TRL's default
                     self._sort(GivenSetting(our_name(self.cls, part.name), our_value(part.name, part.value), part.source))
         stated = {one.name for one in self.taken}
         self.taken += [one for one in self.weak if one.name not in stated and not self._is_in_file(one.name)]
-        for one in self.late:  # "no" beats a number of the same source, and a source that ranks higher beats "no"
+        for one in self.late:  # "no" overrides a number of the same source, but a higher source overrides "no"
             if all(rank_source(other.source) <= rank_source(one.source) for other in self.taken if other.name == one.name):
                 self.taken.append(one)
         for share in self.shares:
@@ -159,7 +160,7 @@ class _Translator:
         return self.made
 
     def _sort(self, one: GivenSetting) -> None:
-        """Sort one setting: it is kept, replaced by others, computed with others, needless or refused."""
+        """Decide about one setting: keep it, replace it by others, compute it later with others, drop it, or refuse it."""
         row, value = TABLE.get(one.name, NOTHING), one_value(one.value)
         named = self._has(one.name) or one.name in unread_settings(
             self.cls
@@ -197,13 +198,13 @@ class _Translator:
         self.made.refused.append((one, sentence or refusal(one.name, one_value(one.value))))
 
     def _has(self, name: str) -> bool:
-        """Return True if a name is a setting of psigrad, or a field of a mapping such as `algorithm`."""
+        """Return True if the class has a setting of this name, or one that is a mapping with this field, such as `algorithm`."""
         first = name.partition(".")[0]
         inside = first in ("algorithm", "loss") and first != name and not is_known(name)
         return name in self.known or (inside and first in self.known)
 
     def _number(self, name: str) -> Any:
-        """Return the value that a setting of psigrad will have."""
+        """Return the value of a setting of psigrad according to the settings so far: given, in the file, or its default."""
         return next((one.value for one in reversed(self.taken) if one.name == name), value_below(self.cls, self.values, name))
 
     def _is_in_file(self, name: str) -> bool:
@@ -212,7 +213,10 @@ class _Translator:
         return first in self.values and (not rest or (isinstance(inner, Mapping) and rest in inner))
 
     def _warm_up(self, one: GivenSetting) -> None:
-        """Convert a share of the run into steps, if the run's steps are known. Given steps beat the share, as in TRL."""
+        """Convert a warm-up given as a share of the run into steps, if the number of steps is known.
+
+        A warm-up given in steps overrides the share, as in TRL.
+        """
         share, steps = one_value(one.value), self._number("run.max_steps")
         if not share or self._number("optim.warmup_steps") or not isinstance(steps, int):
             return
@@ -223,7 +227,7 @@ class _Translator:
             self._refuse(one, f"{what}; give warmup_steps in steps, or max_steps.")
 
     def _each_epoch(self, name: str, batches: Sequence[GivenSetting]) -> None:
-        """Convert "once an epoch" into steps. A run of one epoch gets 0, since it evaluates and saves at its end anyway."""
+        """Convert the value "epoch" into steps. A run of one epoch gets 0, since it evaluates and saves at its end anyway."""
         one, setting = self.rules.get(name), _BY_EPOCH[name]
         if one is None or not self._has(setting):
             return
@@ -236,7 +240,9 @@ class _Translator:
         self._refuse(one, f"{name} is 'epoch', and psigrad counts in steps: an epoch has rows / {size} of them; {example}.")
 
     def _join(self) -> None:
-        """Join settings: TRL's seconds become minutes, a dataset's configuration and verl's function follow the name or file."""
+        """Convert three settings: verl's reward file and function (to FILE:FUNCTION), TRL's time-out in seconds (to minutes), and
+        TRL's dataset_config (appended to the dataset's name).
+        """
         if one := self.rules.get("custom_reward_function.path"):
             name = self.rules.get("custom_reward_function.name", GivenSetting("", "compute_score", "")).value
             self.taken.append(GivenSetting("reward", (f"{one.value}:{name}",), one.source))
@@ -253,7 +259,7 @@ class _Translator:
                 self._refuse(one)
 
     def _vllm_correction(self) -> None:
-        """Drop the corrections of vLLM's log-probs if the sampler is not vLLM, as TRL does."""
+        """Drop the settings that correct vLLM's log-probs if the sampler is not vLLM, since TRL ignores them then too."""
         if not self._has("sampling.sampler") or self._number("sampling.sampler") != "vllm":
             self.made.needless += [one for one in self.taken if one.name.startswith(_VLLM)]
             self.taken = [one for one in self.taken if not one.name.startswith(_VLLM)]
@@ -276,7 +282,7 @@ class _Translator:
             self._refuse(one, f"loss_type is {one_value(one.value)!r}: {METHOD}.")
 
     def _aggregate(self, one: GivenSetting, several: Sequence[str]) -> None:
-        """Convert the averaging of the steps' losses, and the surrogate of the losses that have one."""
+        """Convert the loss_type of an online method into psigrad's aggregation, and for some losses also into its surrogate."""
         name = several[0] if len(several) == 1 else ""
         if name not in AGGREGATES:
             self._refuse(one, f"loss_type is {one_value(one.value)!r}: expected one of {', '.join(AGGREGATES)}.")
@@ -286,9 +292,10 @@ class _Translator:
         self.taken += [GivenSetting("loss_type", name, one.source)] if name in SURROGATES else []
 
     def _loss(self, one: GivenSetting, several: Sequence[str], method: str) -> None:
-        """Convert a loss on pairs: the method itself, a link of DPO, or another method if the method is `dpo`.
+        """Convert the loss_type of a method on preference pairs.
 
-        TRL's DPO trainer has several losses, which are separate methods in psigrad.
+        TRL's DPO trainer has several losses. In psigrad, most of them are separate methods, and some are links of the method
+        `dpo`.
         """
         name, others = several[0], [other for other in several[1:] if other != "sft"]
         online = "algorithm.loss" if method == "online_dpo" else "loss"
@@ -317,7 +324,7 @@ class _Translator:
             self._refuse(one, f"loss_type is {one_value(one.value)!r}: {what or 'expected one of ' + ', '.join(LOSSES)}.")
 
     def _batches(self) -> list[GivenSetting]:
-        """Compute psigrad's batch sizes from TRL's (per device, in samples) or verl's (over all devices, in prompts)."""
+        """Return psigrad's batch sizes, computed from TRL's (per device, in samples) or verl's (over all devices, in prompts)."""
         theirs = {name: _whole(one) for name, one in self.rules.items() if "prompts_per_step" in TABLE[name].rule}
         if not theirs:
             return []
@@ -344,7 +351,7 @@ class _Translator:
 
 
 def _generation_batch(theirs: Mapping[str, int], at_once: int, accumulated: int, group: int, source: str) -> list[GivenSetting]:
-    """Return the prompts and minibatches of a step of TRL's online trainers, which count completions."""
+    """Return prompts_per_step and num_minibatches, computed from the batch sizes of TRL's online trainers in completions."""
     rounds = theirs.get("steps_per_generation", accumulated)
     completions = theirs.get("generation_batch_size", at_once * rounds)
     update = at_once * accumulated
@@ -374,7 +381,7 @@ def _whole(given: GivenSetting) -> int:
 
 
 def _open(one: GivenSetting) -> list[GivenSetting]:
-    """Return the arguments for loading a model as single settings. Return any other setting as a list of one."""
+    """Return the items of `model_init_kwargs` as single settings. Return any other setting as a list of one."""
     if one.name not in ("model_init_kwargs", "teacher_model_init_kwargs") or not isinstance(one.value, Mapping):
         return [one]
     mine = {"dtype": "reference_dtype", "torch_dtype": "reference_dtype"} if one.name.startswith("teacher") else {}
@@ -382,7 +389,7 @@ def _open(one: GivenSetting) -> list[GivenSetting]:
 
 
 def _is_needless(one: GivenSetting) -> bool:
-    """Return True if the setting asks for nothing if the method lacks the part: it is a default of TRL."""
+    """Return True if the setting may be dropped when the method lacks the part: its value is TRL's default or has no effect."""
     return one.source == DEFAULT or one.value in TABLE.get(one.name, NOTHING).usual
 
 
@@ -394,6 +401,6 @@ def _is_share(name: str, value: Any) -> bool:
 
 
 def _meaning(name: str, value: Any) -> Mapping[str, Any] | None:
-    """Return the settings that a value stands for, or None."""
+    """Return psigrad's settings for which this value of another library's setting stands, or None."""
     plain = value is None or isinstance(value, str | int | float | bool)
     return TABLE.get(name, NOTHING).values.get(value) if plain else None

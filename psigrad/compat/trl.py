@@ -1,4 +1,4 @@
-"""The defaults of TRL's trainers, and those of their options that change the parts of a method."""
+"""The defaults of TRL's trainers, and the conversion of options that change the parts of a method."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TRAINING = {
 _SAMPLED = {"max_completion_length": 512, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None}
 _CLIPPED = {"num_iterations": 1, "epsilon": 0.2, "epsilon_high": None, "mask_truncated_completions": False}
 _PAIRS = {**_TRAINING, "max_length": 1024, "beta": 0.1}
-# The defaults of TRL, as far as they are settings of psigrad.
+# The defaults of TRL's options that have an equivalent in psigrad.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "GRPOConfig": {
         **_TRAINING, **_SAMPLED, **_CLIPPED, "num_generations": 8, "beta": 0.0, "delta": None, "loss_type": "dapo",
@@ -43,7 +43,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "vllm_importance_sampling_clip_max": 3.0, "vllm_importance_sampling_clip_min": None,
     },
     "RLOOConfig": {**_TRAINING, **_SAMPLED, **_CLIPPED, "num_generations": 2, "beta": 0.05, "normalize_advantages": False},
-    # From TRL before 1.0.
+    # Configurations of TRL before 1.0.
     "PPOConfig": {
         **_TRAINING, "kl_coef": 0.05, "cliprange": 0.2, "cliprange_value": 0.2, "vf_coef": 0.1, "gamma": 1.0, "lam": 0.95,
     },
@@ -60,14 +60,14 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "RewardConfig": {**_TRAINING, "learning_rate": 1e-4, "max_length": 1024},
 }
 # fmt: on
-# Values of a trainer that none of its fields sets.
+# Constants in a trainer's code, which no field of its configuration sets.
 FIXED: Mapping[str, Mapping[str, Any]] = {"OnlineDPOConfig": {"num_generations": 2}}
 
-# A reward of TRL's command line that has another name in psigrad. psigrad's rewards know TRL's other names.
+# A reward of TRL's command line that has another name in psigrad. `psigrad.language.rewards` accepts TRL's other names itself.
 REWARDS: Mapping[str, Any] = {
     "get_soft_overlong_punishment": {"reward": "soft_overlong", "max_completion_length": 1280, "soft_punish_cache": 256},
 }
-# TRL's loss_type: an aggregation in GRPO, and a surrogate for some; in DPO, a method of psigrad or a link.
+# TRL's loss_type. In GRPO it is psigrad's aggregation, and for some values a surrogate. In DPO it is a method or a link.
 AGGREGATES = {
     "grpo": "sequence_mean", "dapo": "token_mean", "bnpo": "token_mean", "dr_grpo": "fixed_length",
     "cispo": "token_mean", "sapo": "sequence_mean", "vespo": "token_mean",
@@ -117,11 +117,11 @@ def _write_whitened(root: Part, place: str, value: Any) -> Any:
 
 
 def _write_correction(change: Callable[[Any], Mapping[str, Any]]) -> Callable[[Part, str, Any], Any]:
-    """Return a writer of TRL's correction of vLLM's samples, which keeps earlier changes and applies `change`."""
+    """Return a function that sets the correction of vLLM's log-probs in a method: `change(value)` over its present fields."""
 
     def write(root: Part, place: str, value: Any) -> Any:
         if root.parameters["surrogate"].name == "gamma_weight":
-            return None  # it weighs by the sampler's probabilities itself, and so does TRL's VESPO
+            return None  # gamma_weight already weighs by the sampler's probabilities, as TRL's VESPO does
         part = root.parameters.get(place)
         usual = {"part": "masked_importance", "level": "sequence", "cap": 3.0, "floor": 0.0}
         return {**usual, **(part.spec if isinstance(part, Part) else {}), **change(value)}

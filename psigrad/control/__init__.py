@@ -3,9 +3,9 @@
     from psigrad.control import PPO
     agent = PPO("CartPole-v1").learn(100_000)
 
-`agents` and `agent_callbacks` are the interface for users. `run` is a complete run: collect and learn, evaluate, save.
-`builder` builds a trainer from `settings` and the tuned `hyperparameters`. `methods` has the declared `presets` and the trainers
-(`trainer`, `on_policy`, `trpo`, `dqn`), which learn on `environments` with small `networks`.
+`agents` and `agent_callbacks` are the interface for users. `run` is a complete training run: collect and learn, evaluate, save.
+`builder` builds a trainer from `settings` and the tuned `hyperparameters`. `methods` has the `presets` of policy gradients and
+the trainers (`trainer`, `on_policy`, `trpo`, `dqn`), which learn on `environments` with small `networks`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ MEAN_RETURN = "eval/return/mean"
 
 
 class _Every:
-    """A timer that is due every `freq` steps of each copy of the environment, as Stable-Baselines3 counts."""
+    """A timer that is due after every `freq` steps of each copy of the environment, which is how Stable-Baselines3 counts."""
 
     def __init__(self, name: str, freq: Any) -> None:
         if not isinstance(freq, int) or freq < 1:
@@ -35,12 +35,12 @@ class _Every:
 class EvalCallback:
     """A callback that evaluates on `eval_env` (default: new copies of the agent's) every `eval_freq` steps of each copy.
 
-    The steps are checked after each line of metrics. The best policy is saved as the folder `best_model` in
+    The number of steps is checked after each line of metrics. The best policy is saved as the folder `best_model` in
     `best_model_save_path`. `log_path` is a folder for `evaluations.npz`, in the format of Stable-Baselines3: timesteps [E],
-    results and ep_lengths [E, n]. `callback_on_new_best` is called with the agent and the metrics of an evaluation that was the
-    best so far, `callback_after_eval` after every evaluation. If one of them returns False, training ends. `evaluations` holds
-    the steps and the mean return of each evaluation. Raises `UserError` for other arguments of Stable-Baselines3 with values
-    that ask for something.
+    results and ep_lengths [E, n]. `callback_after_eval` is called with the agent and the metrics after every evaluation, and
+    `callback_on_new_best` after one that was the best so far. If one of them returns False, training ends. `evaluations` has the
+    steps and the mean return of each evaluation. Raises `UserError` for other arguments of Stable-Baselines3, unless their values
+    have no effect.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class EvalCallback:
         self._every = _Every("eval_freq", eval_freq)
 
     def __call__(self, agent: Agent, figures: Mapping[str, float]) -> bool:
-        """Evaluate when it is due. Return False, which ends training, if one of the two callbacks returned it."""
+        """Evaluate if it is due. Return False, which ends training, if one of the two callbacks returned False."""
         if not self._every.due(agent):
             return True
         played = evaluate_policy(agent, self.eval_env, self.n_eval_episodes, self.deterministic, return_episode_rewards=True)
@@ -101,7 +101,7 @@ class StopTrainingOnRewardThreshold:
         self.reward_threshold, self.verbose = reward_threshold, verbose
 
     def __call__(self, agent: Agent, figures: Mapping[str, float]) -> bool:
-        """Return False if the threshold is reached. Raises `UserError` outside an `EvalCallback`, whose metrics it reads."""
+        """Return False if the threshold is reached. Raises `UserError` without an `EvalCallback`, whose metrics it needs."""
         if MEAN_RETURN not in figures:
             raise UserError(
                 "StopTrainingOnRewardThreshold got figures without an evaluation; give it to one: "
@@ -117,7 +117,7 @@ class CheckpointCallback:
     """A callback that saves the policy every `save_freq` steps of each copy, as the folder `save_path`/`name_prefix`_N_steps.
 
     With `save_replay_buffer`, the transitions of a DQN are saved as `name_prefix`_replay_buffer_N_steps.safetensors. Raises
-    `UserError` for other arguments of Stable-Baselines3 with values that ask for something.
+    `UserError` for other arguments of Stable-Baselines3, unless their values have no effect.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class CheckpointCallback:
         self._every = _Every("save_freq", save_freq)
 
     def __call__(self, agent: Agent, figures: Mapping[str, float]) -> None:
-        """Save the agent when it is due."""
+        """Save the agent if it is due."""
         if self._every.due(agent):
             saved = agent.save(self.save_path / f"{self.name_prefix}_{agent.num_timesteps}_steps")
             if self.save_replay_buffer and isinstance(agent, DQN):

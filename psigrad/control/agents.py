@@ -35,11 +35,11 @@ from psigrad.records import checkpoint
 from psigrad.runs.machine import prepared_torch
 from psigrad.runs.progress import bar
 
-# Called after every line of metrics. If it returns False, `learn` ends.
+# A function that `learn` calls after every line of metrics. If it returns False, training ends.
 Callback = Callable[["Agent", Mapping[str, float]], bool | None]
 
 Log = Callable[[int, Mapping[str, float]], None]
-"""A function that logs the metrics of a line: (steps so far, metrics)."""
+"""A function (steps so far, metrics) that logs one line of metrics."""
 
 
 class Agent:
@@ -91,7 +91,7 @@ class Agent:
 
     @property
     def num_timesteps(self) -> int:
-        """The number of steps so far."""
+        """The number of steps of training so far."""
         return self._trainer.timesteps
 
     @property
@@ -114,13 +114,13 @@ class Agent:
     ) -> Self:
         """Train for `total_timesteps` more steps (default: the setting).
 
-        Schedules run over these steps or, with `reset_num_timesteps=False`, over all steps since their last start.
-        `log_interval` is the number of lines of metrics per print of `verbose`; for DQN it is the number of episodes, as in
-        Stable-Baselines3. With `tensorboard_log`, metrics are logged to its folder `tb_log_name`_N: a new one for each call or,
-        with `reset_num_timesteps=False`, the last one. `num_timesteps` keeps counting in both cases. Each callback is called with
-        the agent and every line of metrics, and ends training if it returns False. `foreign` accepts other arguments of
-        Stable-Baselines3 whose values ask for what happens anyway. Raises `UserError` for other values, for a number of steps
-        below 1, and for callbacks that are not functions.
+        Schedules, such as that of the learning rate, restart with each call. With `reset_num_timesteps=False`, they continue.
+        `verbose` prints every `log_interval`-th line of metrics; for DQN, it prints after every `log_interval` episodes, as
+        Stable-Baselines3 does. With `tensorboard_log`, metrics are logged to its subfolder `tb_log_name`_N. Each call starts a
+        new one, except with `reset_num_timesteps=False`. `num_timesteps` keeps counting in both cases. Each callback is called
+        with the agent and every line of metrics, and ends training if it returns False. `foreign` accepts other arguments of
+        Stable-Baselines3 if their values have no effect. Raises `UserError` for other values, for a number of steps below 1, and
+        for callbacks that are not functions.
         """
         trainer, name = self._trainer, str(foreign.pop("tb_log_name", type(self).__name__))
         again = foreign.get("reset_num_timesteps") is False
@@ -158,10 +158,10 @@ class Agent:
     def predict(
         self, observation: Any, state: None = None, episode_start: Any = None, deterministic: bool = False
     ) -> tuple[Array, None]:
-        """Return (the environment's actions, None) for one observation or a batch of them, as from a vector environment.
+        """Return (actions for the environment, None) for one observation or for a batch of them from a vector environment.
 
-        `state` and `episode_start` are arguments of Stable-Baselines3 for recurrent policies. psigrad has none, so the returned
-        state is None.
+        `state` and `episode_start` are arguments of Stable-Baselines3 for recurrent policies. psigrad has no recurrent policies,
+        so the returned state is None.
         """
         network, collector = self._trainer.network, self._trainer.collector
         flat, single = collector.envs.flat(observation)
@@ -170,16 +170,17 @@ class Agent:
         return (actions[0] if single else actions), None
 
     def get_env(self) -> Any:
-        """Return the training environments: a vector environment of Gymnasium, or a loop over copies with the same methods.
+        """Return the training environments: a vector environment of Gymnasium, or psigrad's `Serial` with the same methods.
 
-        Return None for a policy that was loaded without any.
+        Return None for a policy that was loaded without environments.
         """
         envs = self._trainer.collector.envs
         return None if envs.absent else envs.env
 
     def set_env(self, env: Any) -> None:
-        """Set other environments with the same spaces for training: an id, a function, an environment or a vector environment.
+        """Replace the training environments by others with the same spaces.
 
+        `env` is an id, a function that makes an environment, an environment or a vector environment.
         Raises `UserError` if their spaces differ from those of the policy.
         """
         trainer = self._trainer
@@ -193,7 +194,8 @@ class Agent:
     def save(self, path: str | Path) -> Path:
         """Save the policy as a folder with `model.safetensors` and `config.json`, and return its path.
 
-        `load` reads this folder. The `model/` of a run has the same format. Raises `UserError` if the folder holds another model.
+        `load` reads this folder. The `model/` of a run folder has the same format. Raises `UserError` if the folder has another
+        model.
         """
         folder = absolute(path)
         policies.check_place(folder)
@@ -206,10 +208,11 @@ class Agent:
     ) -> Self:
         """Load a saved policy, on `env` or the environment that it was trained on. Training can continue with a new optimiser.
 
-        If no `env` is given and the saved one has no id or cannot be made, the policy can only act. It needs `set_env` for
-        training or evaluation. A method with functions that no module has under their names is not saved. To train such a policy,
-        give the method as `algorithm`. `foreign` accepts Stable-Baselines3's `device` and other arguments that ask for what
-        happens anyway. Raises `UserError` for others, for a folder without a policy, and for a policy of another algorithm.
+        If there is no `env`, and the environment of training has no id or cannot be made, the policy can only act. It then needs
+        `set_env` for training or evaluation. A method with custom functions that cannot be imported by name is not saved. To
+        train such a policy, give the method as `algorithm`. `foreign` accepts Stable-Baselines3's `device` and other arguments if
+        their values have no effect. Raises `UserError` for others, for a folder without a policy, and for a policy of another
+        algorithm.
         """
         policies.refuse(foreign, "load", ("path", "env", "tensorboard_log", "algorithm"))
         path = policies.strip_zip(absolute(path))
@@ -231,7 +234,7 @@ class Agent:
 
 @contextmanager
 def _logging_to(root: str | Path | None, name: str, again: bool) -> Iterator[Log]:
-    """Yield a logger to the new folder `root`/`name`_N, or with `again` to the newest one. Without `root` it logs nothing.
+    """Yield a logger to TensorBoard in a new folder `root`/`name`_N, or with `again` in the newest. Without `root`, log nothing.
 
     Raises `UserError` if TensorBoard is not installed.
     """
@@ -262,10 +265,10 @@ def evaluate_policy(
 
     With `return_episode_rewards`, return the returns and the lengths of the episodes as two lists. If `env` (default: the
     agent's) is an id or a function, new environments are made. An environment object is used itself and stays open. If the
-    agent trains on it, training continues with new episodes. An episode is cut after `eval_max_steps` of the agent, with a
-    `UserWarning`; 0 means 30,000 if the environment declares no limit. `foreign` accepts arguments of Stable-Baselines3 with
-    values that ask for nothing, such as `warn`. Raises `UserError` for others, if the spaces differ from those of the policy,
-    and for less than one episode.
+    agent trains on it, training continues with new episodes. An episode is cut after `eval_max_steps` (a setting of the agent)
+    steps, with a `UserWarning`; 0 means 30,000 if the environment declares no limit. `foreign` accepts arguments of
+    Stable-Baselines3 whose values have no effect, such as `warn`. Raises `UserError` for others, if the spaces differ from those
+    of the policy, and for less than one episode.
     """
     policies.refuse(foreign, "evaluate_policy", ("env", "n_eval_episodes", "deterministic", "seed", "return_episode_rewards"))
     if not isinstance(agent, Agent):
@@ -324,14 +327,14 @@ class DQN(Agent):
     _trainer: DQNTrainer
 
     def save_replay_buffer(self, path: str | Path) -> Path:
-        """Save the transitions as a safetensors file and return its path. `save` does not store them."""
+        """Save the transitions of the replay buffer, which `save` does not, as a safetensors file, and return its path."""
         file = policies.tensors_file(path)
         file.parent.mkdir(parents=True, exist_ok=True)
         checkpoint.save_tensors(file, self._trainer.replay.tensors())
         return file
 
     def load_replay_buffer(self, path: str | Path) -> None:
-        """Replace the transitions with those that `save_replay_buffer` wrote. Of more than `buffer_size`, keep the last.
+        """Replace the transitions by those that `save_replay_buffer` saved. If they are more than `buffer_size`, keep the last.
 
         Raises `UserError` if there is no such file, or if its observations have another shape.
         """

@@ -40,7 +40,7 @@ MODEL_CONFIG = "config.json"
 
 
 class OwnTrainer(NamedTuple):
-    """The trainer of an algorithm that needs its own, and the preset of its psi and critic's loss (None: no policy gradient)."""
+    """The trainer of an algorithm that is not just a policy gradient, and the preset with its psi and critic's loss, if any."""
 
     make: Callable[..., Trainer]
     preset: str | None
@@ -50,19 +50,19 @@ TRAINERS = {"trpo": OwnTrainer(TRPOTrainer, "ppo"), "dqn": OwnTrainer(DQNTrainer
 
 
 def names() -> list[str]:
-    """Return the names of control's algorithms: policy gradients, and those with their own trainer."""
+    """Return the names of control's algorithms: the presets of policy gradients, and the names in `TRAINERS`."""
     return [*presets.names(), *TRAINERS]
 
 
 def settings(algorithm: Any, env: Any, given: Mapping[str, Any] | None = None) -> ControlConfig:
-    """Return the settings of an algorithm on an environment: `given` (dotted or plain names) over the tuned ones."""
+    """Return the settings of an algorithm on an environment: the tuned ones, overridden by `given` (dotted or plain names)."""
     given = dict(given or {})
     named, place = name_of(algorithm), env if isinstance(env, str) else getattr(getattr(env, "spec", None), "id", "")
     first = hyperparameters.settings_for(named, place or "") if given.get("tuned", True) else {}
     if isinstance(env, gym.Env) and "n_envs" not in given:
         first = hyperparameters.one_copy(first)
     values = {**first, **{_locate(name): value for name, value in given.items()}}
-    # The environment and the algorithm may be objects, which loading cannot handle. They are set after it.
+    # The environment and the algorithm may be objects, which `load` cannot handle, so they are set afterwards.
     plain = {name: value for name, value in values.items() if name not in ("env", "algorithm")}
     return replace(load(ControlConfig, flags=plain), algorithm=algorithm, env=env)
 
@@ -87,10 +87,10 @@ def name_of(algorithm: Any) -> str:
 
 
 def build(config: ControlConfig, envs: Environments | None = None, like: str | None = None) -> Trainer:
-    """Build a trainer with its environments, initial weights and optimiser.
+    """Return a trainer with its environments, initial weights and optimiser.
 
-    If the method is unknown, and the preset `like` has the same network, build an `Actor`. Raises `UserError` on mistakes of the
-    user.
+    If the method is unknown but `like` names a preset with the same network, return an `Actor`, which can only act. Raises
+    `UserError` on mistakes of the user.
     """
     unknown = ""
     try:
@@ -152,7 +152,7 @@ def has_own_trainer(algorithm: Any) -> bool:
 
 
 def resolve(config: ControlConfig) -> PolicyGradient | None:
-    """Return the policy gradient of the settings, with their numbers in its parts; None for an algorithm without one.
+    """Return the policy gradient that the settings define, with numbers such as gamma in its parts; None for DQN.
 
     Raises `UserError` for an unknown algorithm.
     """
@@ -169,7 +169,7 @@ def resolve(config: ControlConfig) -> PolicyGradient | None:
 
 
 def save_policy(folder: Path, trainer: Trainer) -> None:
-    """Save everything that acting needs: weights, settings, the normaliser of observations, and the spaces."""
+    """Save all that the policy needs to act, as files of a folder: weights, settings, observation statistics, and spaces."""
     trainer.network.save(folder)
     envs, normalizer = trainer.collector.envs, trainer.collector.normalizer
     saved = {**_plain(trainer.config), "normalizer": normalizer.state(), "timesteps": trainer.timesteps}
@@ -185,9 +185,9 @@ def _plain(config: ControlConfig) -> dict[str, Any]:
 
 
 def _write(method: Any) -> Any:
-    """Return a JSON form of a method that loads as the same method: its name, or its parts by their names.
+    """Return a method in a form that JSON can represent and that loads as the same method: its name, or its parts' names.
 
-    If neither does, since a custom part has no name, return the method's name in a form that loads as no method.
+    If a custom part has no importable name, return {"name": …} with the method's name, which does not load as a method.
     """
     parts = to_dict(replace(ControlConfig(), algorithm=method))["algorithm"]
     if parts == method:
@@ -202,10 +202,10 @@ def _write(method: Any) -> Any:
 
 
 def load_policy(folder: Path, env: Any = None, algorithm: Any = None) -> Trainer:
-    """Load a trainer with the saved weights, on `env` or the environment that the policy was trained on.
+    """Return a trainer with a saved policy's weights, on `env` or the environment that the policy was trained on.
 
-    If that environment cannot be made, the trainer has its spaces only. It trains with `algorithm` or the saved method. If that
-    method cannot be made, it can only act. Raises `UserError` if the folder holds no policy.
+    If that environment cannot be made, its place is taken by its spaces alone. The method is `algorithm` or the saved one. If the
+    saved one cannot be loaded, the trainer can only act. Raises `UserError` if the folder has no policy.
     """
     saved = _read_saved(folder)
     normalizer, timesteps, kept = saved.pop("normalizer"), saved.pop("timesteps"), saved.pop("spaces", None)
@@ -227,9 +227,9 @@ def load_policy(folder: Path, env: Any = None, algorithm: Any = None) -> Trainer
 
 
 def _make_own_environments(folder: Path, config: ControlConfig, kept: Any) -> tuple[ControlConfig, Environments]:
-    """Return (settings, environments) with the environments that a policy was trained on.
+    """Return (settings, environments), with new copies of the environment that a policy was trained on.
 
-    If they cannot be made, the environments are `Absent` ones with the stored spaces `kept`.
+    If it cannot be made, return `Absent` environments with the saved spaces `kept`.
     """
     try:
         if not config.env:

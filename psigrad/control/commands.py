@@ -1,4 +1,4 @@
-"""The command that trains an agent on a Gymnasium environment."""
+"""The command `psigrad control`, which trains an agent on a Gymnasium environment."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from psigrad.control.settings import ControlConfig
 
 
 def control(arguments: list[str]) -> int:
-    """Train on a Gymnasium environment."""
+    """Run `psigrad control`: train on a Gymnasium environment, and return the exit status."""
     # The first word may be the algorithm: psigrad control ppo --env CartPole-v1.
     first = {"algorithm": arguments[0]} if arguments and not arguments[0].startswith("-") and "=" not in arguments[0] else {}
     rest, command = arguments[len(first) :], "control [ALGORITHM]"

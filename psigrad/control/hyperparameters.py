@@ -1,6 +1,6 @@
-"""Tuned settings of an algorithm, and of an algorithm on an environment. The settings that a user gives override them.
+"""Tuned settings of each algorithm, and of algorithms on single environments. A user's settings override them.
 
-PPO, A2C, DQN and TRPO start from those of rl-zoo3 (April 2026), under psigrad's names. Comments give the reasons for differences.
+Those of PPO, A2C, DQN and TRPO are from rl-zoo3 (April 2026), under psigrad's names. Comments give the reasons for differences.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ BY_ENVIRONMENT: dict[tuple[str, str], Settings] = {
     ("reinforce", "CartPole-v1"): {"total_timesteps": 200_000, "lr_scheduler_type": "linear"},
     ("trpo", "CartPole-v1"): {"n_envs": 2, "n_steps": 512, "batch_size": 512, "gae_lambda": 0.98, "learning_rate": 1e-3}
     | {"trpo.cg_damping": 1e-3, "trpo.n_critic_updates": 20, "total_timesteps": 100_000},
-    # Three values differ from the zoo: the falling learning rate, Double DQN, and a buffer smaller than the run (the zoo's keeps
+    # Three values differ from the zoo: the falling learning rate, Double DQN, and a buffer smaller than the run (the zoo's has
     # all 50,000 steps). A policy of 300 steps fails by drifting off the screen, and almost no old transition is near its edge.
     ("dqn", "CartPole-v1"): {"learning_rate": 2.3e-3, "batch_size": 64, "total_timesteps": 50_000, "log_interval": 4}
     | {"network.net_arch": (256, 256), "dqn.buffer_size": 10_000, "dqn.learning_starts": 1000}
@@ -86,13 +86,13 @@ BY_ENVIRONMENT: dict[tuple[str, str], Settings] = {
 
 
 def settings_for(algorithm: str, environment: str) -> Settings:
-    """Return the tuned settings. A method that is neither here nor in Stable-Baselines3 learns from complete episodes."""
+    """Return the tuned settings of an algorithm on an environment. An algorithm without an entry collects complete episodes."""
     first = BY_ALGORITHM.get(algorithm, _EPISODES)
     return {**first, **BY_ENVIRONMENT.get((algorithm, environment), {})}
 
 
 def one_copy(settings: Settings) -> Settings:
-    """Return the settings for a single copy of the environment. Its rollouts are longer by the former number of copies."""
+    """Return the settings for a single copy of the environment. Its rollouts have as many steps as those of all copies had."""
     copies = settings.get("n_envs", 1)
     longer: Settings = {name: settings[name] * copies for name in ("n_steps", "n_episodes") if name in settings}
     return {**settings, **longer, "n_envs": 1}

@@ -1,4 +1,4 @@
-"""Support for Stable-Baselines3's arguments: policy names and foreign arguments as settings, and its table of metrics."""
+"""Conversion of Stable-Baselines3's arguments to settings, errors for those without an equivalent, and its table of metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from psigrad.paths import absolute
 from psigrad.records.rows import parse_row
 
 MLP, CNN, MULTI = "MlpPolicy", "CnnPolicy", "MultiInputPolicy"
-# The settings of a policy's name, which given settings override. CnnPolicy: Mnih et al. 2015, with layers shared with the critic.
+# Policy name -> its settings, which given settings override. CnnPolicy: Mnih et al. 2015, with layers shared with the critic.
 SETTINGS: dict[str, dict[str, Any]] = {
     MLP: {},
     CNN: {"network.net_arch": (512,), "network.activation": "relu", "network.critic": "shared"},
@@ -70,7 +70,7 @@ def translate_kwargs(policy_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-# Stable-Baselines3's arguments without an equivalent -> (the values that ask for nothing, the advice for others).
+# Stable-Baselines3's arguments without an equivalent -> (the values without effect, which are accepted; the advice for others).
 _WITHOUT_EQUAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_sde": ((False,), "psigrad has no gSDE; log_std_init sets the initial noise, which is learned"),
     "sde_sample_freq": ((-1,), "psigrad has no gSDE"),
@@ -97,9 +97,9 @@ _WITHOUT_EQUAL: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def drop_foreign(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings without arguments of Stable-Baselines3 that ask for nothing and have no equivalent.
+    """Return the settings without those arguments of Stable-Baselines3 that have no equivalent and whose values have no effect.
 
-    `device` is dropped if it is the CPU, on which control always runs. Raises `UserError` for a value that asks for something,
+    `device` is dropped if it is the CPU, on which control always runs. Raises `UserError` for a value that would have an effect,
     and for a schedule that is a function.
     """
     rest = dict(settings)
@@ -124,7 +124,7 @@ def drop_foreign(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse(foreign: Mapping[str, Any], of: str, expected: Sequence[str]) -> None:
-    """Raise `UserError` for arguments that `of` does not have, except for those that ask for nothing."""
+    """Raise `UserError` for arguments that the function `of` does not have, unless their values have no effect."""
     if unknown := drop_foreign(foreign):
         name = next(iter(unknown))
         settings = ". Settings are given when the agent is made." if of == "learn" else "."
@@ -137,7 +137,7 @@ _CALLBACK = (
 )
 _COPIES = "n_envs=8 makes copies, and vectorization='async' gives each a process"
 _CONTINUOUS = "there is no off-policy method for real actions; PPO, A2C and TRPO take them"
-# Names of Stable-Baselines3, its contrib package and rl-zoo3 that this package lacks -> what to use instead.
+# Algorithms of Stable-Baselines3, its contrib package and rl-zoo3 that psigrad lacks -> a sentence on what to use instead.
 ELSEWHERE = {
     **dict.fromkeys(("SAC", "TD3", "DDPG", "TQC", "CrossQ"), _CONTINUOUS),
     "QRDQN": "the closest is DQN(…, double_q=True)",
@@ -164,7 +164,7 @@ ELSEWHERE = {
 
 
 def elsewhere(algorithm: str) -> str | None:
-    """Return what to use instead of an algorithm of Stable-Baselines3 that psigrad lacks, or None."""
+    """Return a sentence on what to use instead of an algorithm of Stable-Baselines3 that psigrad lacks; None for other names."""
     names = {name.lower(): advice for name, advice in ELSEWHERE.items()}
     return names.get(algorithm.lower().replace("_", ""))
 
@@ -207,13 +207,13 @@ def no_attribute(of: str, name: str, settings: Mapping[str, Any]) -> str:
 
 
 def tensors_file(path: str | Path) -> Path:
-    """Return the path of a safetensors file. A name of Stable-Baselines3 has no suffix or .pkl."""
+    """Return the path with the suffix .safetensors, in place of Stable-Baselines3's .pkl or of no suffix."""
     file = absolute(path)
     return file.with_suffix(".safetensors") if file.suffix in ("", ".pkl") else file
 
 
 def check_place(folder: Path) -> None:
-    """Raise `UserError` if a policy saved in the folder would replace files of anything else, such as a language model."""
+    """Raise `UserError` if saving a policy in the folder would replace files of something else, such as a language model."""
     config = folder / "config.json"
     held = parse_row(config.read_bytes()) if config.is_file() else None
     if "normalizer" not in (held or {}) and (config.exists() or (folder / "model.safetensors").exists()):
@@ -221,14 +221,20 @@ def check_place(folder: Path) -> None:
 
 
 def strip_zip(path: Path) -> Path:
-    """Return the folder of a policy that is named like a .zip file of Stable-Baselines3. Raises `UserError` for such a file."""
+    """Return the path of a policy's folder, without a suffix .zip, which users of Stable-Baselines3 may add.
+
+    Raises `UserError` if there is a .zip file of Stable-Baselines3.
+    """
     if path.is_file():
         raise UserError(f"{path} is a file, and a policy of psigrad is a folder; psigrad cannot read files of Stable-Baselines3.")
     return path.with_suffix("") if path.suffix == ".zip" and not path.exists() else path
 
 
 class PrintedLines:
-    """A counter of the lines of metrics to print: every `interval`-th; for DQN after every `interval` episodes; None: all."""
+    """A counter that selects the lines of metrics to print: every `interval`-th, or all if it is None.
+
+    For DQN, a line is printed after every `interval` episodes.
+    """
 
     def __init__(self, interval: int | None, trainer: Trainer) -> None:
         if interval is not None and (not isinstance(interval, int) or interval < 1):
@@ -249,7 +255,7 @@ class PrintedLines:
 
 
 def table(figures: Mapping[str, float]) -> str:
-    """Return metrics as aligned lines, grouped by the part of their names before the slash."""
+    """Return metrics as a text of aligned lines, grouped by the part of their names before the slash."""
     groups: dict[str, dict[str, float]] = {}
     for name, value in figures.items():
         group, _, leaf = name.rpartition("/")

@@ -40,7 +40,10 @@ LESS_MEMORY = "Start again with a smaller n_envs or n_steps, or for DQN a smalle
 
 @dataclass(frozen=True)
 class LineState(RunState):
-    """The state of a run of control. `step` counts environment steps, `turns` lines of metrics. The trainer has the rest."""
+    """The state of a run of control. `step` counts environment steps, and `turns` lines of metrics.
+
+    The rest of the state is in the trainer.
+    """
 
     lines: int = 0
 
@@ -51,9 +54,9 @@ class LineState(RunState):
 
 
 def run(config: ControlConfig) -> Result:
-    """Train a policy on `config.env` with `config.algorithm`, with the run folder, checkpoints and report of every other run.
+    """Train a policy on `config.env` with `config.algorithm`, and write the run folder with metrics, checkpoints and report.
 
-    Resume from the newest checkpoint of the run folder if there is one. Raises `UserError` on mistakes of the user.
+    Resume from the newest checkpoint of the run folder, if there is one. Raises `UserError` on mistakes of the user.
     """
     if config.run.max_steps or config.run.num_train_epochs != 1:
         raise UserError("Control counts steps of the environment: set total_timesteps in place of max_steps or num_train_epochs.")
@@ -82,7 +85,7 @@ def run(config: ControlConfig) -> Result:
 
 
 def begin(trainer: Trainer, journal: Journal) -> LineState:
-    """Return the state at the start of the run, or load its newest checkpoint into the trainer and return that state."""
+    """Return the state to start from: a new one, or that of the newest checkpoint, which is also loaded into the trainer."""
     config, path = trainer.config.run, session.newest_checkpoint(journal)
     journal.callbacks.set_model(trainer.network)
     trainer.collector.resumable = True
@@ -111,7 +114,7 @@ def begin(trainer: Trainer, journal: Journal) -> LineState:
 
 
 def train(trainer: Trainer, state: LineState, envs: Environments | None, journal: Journal) -> LineState:
-    """Train from `state` to the last step, with evaluations on `envs`. A step of the cycle is a line of metrics."""
+    """Train from `state` to the last step, with evaluations on `envs`. Each cycle trains for one line of metrics."""
     config = trainer.config
     meta = {"kind": "control", **versions(), **collect_pins(config)}
 
@@ -144,7 +147,7 @@ def train(trainer: Trainer, state: LineState, envs: Environments | None, journal
 
 
 def _adopt(trainer: Trainer, changes: Mapping[str, Any]) -> None:
-    """Apply the settings that callbacks have changed to the trainer."""
+    """Apply settings that a callback has changed to the trainer and its optimiser."""
     own = {name: value for name, value in changes.items() if "." not in name}
     if own:
         trainer.config = replace(trainer.config, **own)
@@ -175,7 +178,7 @@ def evaluation_environments(config: ControlConfig) -> Environments:
 
 
 def evaluate(trainer: Trainer, envs: Environments, journal: Journal) -> None:
-    """Play complete episodes, and log their metrics with the 95 % interval and every episode."""
+    """Play complete episodes, and log their mean return with a 95 % interval, and each episode."""
     config, step = trainer.config, trainer.timesteps
     seed = seeds.derive(config.run.seed, "evaluation", trainer.lines)
     returns, lengths, cut = play_episodes(trainer, envs, config.eval_episodes, seed, config.deterministic_eval)
@@ -192,15 +195,15 @@ def evaluate(trainer: Trainer, envs: Environments, journal: Journal) -> None:
 
 
 def play_episodes(trainer: Trainer, envs: Environments, episodes: int, seed: int, deterministic: bool) -> Played:
-    """Play `episodes` complete episodes of the policy."""
+    """Play `episodes` complete episodes with the policy, and return their returns and lengths."""
     act = trainer.network.actor(None if deterministic else generator(seed), envs.count)
     return play(envs, act, episodes, seed, trainer.collector.normalizer.see)
 
 
 def summary(returns: list[float], lengths: list[int]) -> dict[str, float]:
-    """Return the mean return, the standard deviation over episodes, and the mean length.
+    """Return metrics: the mean return, its standard deviation over episodes, and the mean length.
 
-    Returns that differ have a 95 % interval of their mean too.
+    If the returns are not all equal, the metrics include a 95 % interval of the mean return.
     """
     low, high = unbounded_interval(returns)
     return {
@@ -217,7 +220,7 @@ _MOST_FRAMES, _WIDTH = 250, 300
 
 
 def record_video(trainer: Trainer, path: Path) -> Path:
-    """Record an episode of the policy's most likely actions as a GIF. It has the length limit of an evaluated episode."""
+    """Record an episode with the policy's most likely actions as a GIF, cut at the limit of evaluated episodes."""
     env = _open_drawn(trainer.config)
     (first, *rest), stride = _frames(env, trainer)
     fps = env.metadata.get("render_fps") or 30
@@ -226,7 +229,7 @@ def record_video(trainer: Trainer, path: Path) -> Path:
 
 
 def check_video(config: ControlConfig) -> None:
-    """Raise `UserError` if the environment draws no frames. It is called before training, since the end would be too late."""
+    """Raise `UserError` if the environment cannot draw frames. This is called before training, not only when recording."""
     env = _open_drawn(config)
     try:
         env.reset(seed=0)
@@ -256,7 +259,7 @@ def _undrawable(config: ControlConfig, error: Exception) -> UserError:
 
 
 def _frames(env: gym.Env[object, object], trainer: Trainer) -> tuple[list[Image.Image], int]:
-    """Return (frames of an episode, steps between two frames). The steps double whenever there are too many frames."""
+    """Return (frames of an episode, number of steps per frame). If there are too many frames, every second one is dropped."""
     envs, see = Environments(Serial([env])), trainer.collector.normalizer.see
     observation = envs.reset(seeds.derive(trainer.config.run.seed, "film"))
     frames, stride = [_picture(env)], 1

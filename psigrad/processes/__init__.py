@@ -1,1 +1,1 @@
-"""Untrusted code and groups of processes: workers that can be killed, the sandbox, several processes as one."""
+"""Processes: workers for a user's code that can be killed, the sandbox, and training by several processes together."""

@@ -1,4 +1,4 @@
-"""Linux's data on processes in /proc, and ending a process with its parent."""
+"""Functions that read the state of processes from Linux's /proc, and that end a process together with its parent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Stat(NamedTuple):
-    """The state of a process: True if it is a zombie or dead, its parent, and its start time in the kernel's ticks."""
+    """The state of a process: whether it has ended (a zombie or dead), its parent's id, and its start time in kernel ticks."""
 
     ended: bool
     parent: int
@@ -20,9 +20,9 @@ class Stat(NamedTuple):
 
 
 def stat_of(process: int) -> Stat | None:
-    """Return the state from /proc/PID/stat; None if there is no such process, or no /proc."""
+    """Return a process's state from /proc/PID/stat; None if there is no such process, or no /proc."""
     try:
-        # the name is in parentheses and may contain some
+        # the name is in parentheses and may itself contain parentheses
         fields = Path("/proc", str(process), "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
@@ -30,7 +30,7 @@ def stat_of(process: int) -> Stat | None:
 
 
 def began(process: int) -> str:
-    """Return the start time of a running process; empty if it has ended, even before its parent has noticed."""
+    """Return the start time of a running process; empty if it has ended, even if it is still a zombie."""
     stat = stat_of(process)
     return "" if stat is None or stat.ended else stat.began
 
@@ -47,7 +47,10 @@ def die_with_parent(parent: int = 0) -> None:
 
 
 def end_by(number: int) -> None:
-    """End this process by a signal that ended another one. Nothing happens if the signal does not end a process."""
+    """Send this process the signal `number`, so that it ends as another process did, without a core dump.
+
+    Nothing happens if the signal does not end a process.
+    """
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):

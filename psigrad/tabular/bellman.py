@@ -1,4 +1,4 @@
-"""Policies and the Bellman equations: V, Q and advantages, exact if a linear system determines them."""
+"""Policies and the Bellman equations: V, Q and advantages. The values of a policy are exact solutions of a linear system."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def uniform_policy(mdp: MDP) -> FloatArray:
 def greedy(q: FloatArray, current: IntArray | None = None) -> IntArray:
     """Return [S]: argmax_a Q(s, a) for q (S, A).
 
-    Ties are stable: actions within 1e-12·(1 + |best|) of the best count as equal. `current` is kept if it is among them,
-    otherwise the lowest index wins. Rounding therefore never flips an arrow.
+    Actions within 1e-12·(1 + |best|) of the best count as equal. Of these, the action in `current` [S] is kept if it is one, and
+    otherwise the one with the lowest index is chosen. So rounding never changes the policy.
     """
     q_AS = q.T
     best = q_AS.max(axis=0)
@@ -59,7 +59,7 @@ def _check_epsilon(epsilon: float) -> None:
 
 
 def check_policy(n_states: int, n_actions: int, policy: ArrayLike) -> Policy:
-    """Return a policy as [S] action numbers or (S, A) probabilities. Raises ValueError if it is neither."""
+    """Return a policy as an array of [S] actions or (S, A) probabilities. Raises ValueError if it is neither."""
     given = np.asarray(policy)
     if given.shape == (n_states,) and np.issubdtype(given.dtype, np.integer):
         outside = given[(given < 0) | (given >= n_actions)]
@@ -91,7 +91,7 @@ def check_value(mdp: MDP, value: ArrayLike | None) -> FloatArray:
 
 
 def policy_model(mdp: MDP, policy: ArrayLike) -> tuple[Matrix, FloatArray]:
-    """Return the chain of a policy: P_π (S, S) and R_π [S], with P_π = Σ_a π(a|s)·P(·|s, a)."""
+    """Return the Markov chain of a policy: P_π (S, S) and R_π [S], with P_π = Σ_a π(a|s)·P(·|s, a)."""
     policy = check_policy(mdp.n_states, mdp.n_actions, policy)
     states = np.arange(mdp.n_states)
     if policy.ndim == 1:
@@ -105,7 +105,7 @@ def policy_model(mdp: MDP, policy: ArrayLike) -> tuple[Matrix, FloatArray]:
 
 
 def _of_policy(table: FloatArray, policy: Policy) -> FloatArray:
-    """Return Σ_a π(a|s)·table(s, a), [S]."""
+    """Return [S]: the mean of a table (S, A) under a policy, Σ_a π(a|s)·table(s, a)."""
     if policy.ndim == 1:
         return np.asarray(table[np.arange(table.shape[0]), policy])
     return np.asarray((table * policy).sum(axis=1))
@@ -134,7 +134,10 @@ def bellman_residual(mdp: MDP, value: FloatArray, policy: ArrayLike | None = Non
 
 
 def _solve(mdp: MDP, policy: Policy, right: FloatArray) -> FloatArray:
-    """Return x with (I − γ·P_π)·x = right. At γ = 1 x is 0 on the classes that the chain never leaves."""
+    """Return x [S] with (I − γ·P_π)·x = right. At γ = 1, x is 0 in the sets of states that the policy never leaves.
+
+    Raises ValueError if `right` is not 0 there, since x is then not finite.
+    """
     model, _ = policy_model(mdp, policy)
     keep = ~mdp.is_terminal
     if gamma_is_one(mdp.gamma):
@@ -152,7 +155,7 @@ def _solve(mdp: MDP, policy: Policy, right: FloatArray) -> FloatArray:
 def _solve_discounted(
     model: Matrix, system: IntArray, gamma: float, right: FloatArray, *, transposed: bool = False
 ) -> FloatArray:
-    """Return x [S] with (I − γ·P)·x = right on the states of `system` and 0 elsewhere, or with Pᵀ instead of P."""
+    """Return x [S] with (I − γ·P)·x = right on the states in `system`, and 0 elsewhere. `transposed` replaces P by Pᵀ."""
     out = np.zeros(right.size)
     if not system.size:
         return out
@@ -176,14 +179,18 @@ def _reaching(matrix: Matrix, states: BoolArray) -> BoolArray:
 def evaluate(mdp: MDP, policy: ArrayLike) -> FloatArray:
     """Return [S]: V_π, the exact solution of (I − γ·P_π)·V = R_π, dense or sparse.
 
-    At γ = 1 a class of states that the policy never leaves has value 0 if it pays nothing. Otherwise ValueError is raised.
+    At γ = 1, a set of states that the policy never leaves has value 0 if no step in it pays a reward. Otherwise ValueError is
+    raised.
     """
     policy = check_policy(mdp.n_states, mdp.n_actions, policy)
     return _solve(mdp, policy, _of_policy(mdp.rewards, policy))
 
 
 def expected_steps(mdp: MDP, policy: ArrayLike) -> FloatArray:
-    """Return [S]: Σ_t γ^t·P(not over at t), the discounted number of remaining steps; at γ = 1 infinite if it may never end."""
+    """Return [S]: the discounted number of remaining steps, Σ_t γ^t·P(the episode is not over at t).
+
+    At γ = 1, it is infinite if the episode may never end.
+    """
     policy = check_policy(mdp.n_states, mdp.n_actions, policy)
     alive = (~mdp.is_terminal).astype(np.float64)
     if not gamma_is_one(mdp.gamma):

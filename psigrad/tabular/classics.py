@@ -31,17 +31,18 @@ def _clip(cell: Cell, move: Cell, rows: int, columns: int) -> Cell:
 
 
 def shortest_path_4x4() -> MDP:
-    """Return example 4.1: −1 a step, two corners end the episode, γ = 1. The far corners are worth −22 under the random
-    policy.
+    """Return example 4.1: a 4×4 grid with reward −1 per step, in which two corners end the episode, and γ = 1.
+
+    Under the random policy, the other two corners have value −22.
     """
     return _grid(4, 4, lambda cell, move: (_clip(cell, move, 4, 4), -1.0), 1.0, [(0, 0), (3, 3)])
 
 
 def teleport_5x5() -> MDP:
-    """Return examples 3.5 and 3.8: two teleporting cells in a 5×5 grid, with γ = 0.9 and no end.
+    """Return examples 3.5 and 3.8: a 5×5 grid with two teleporting cells. Episodes never end, and γ = 0.9.
 
-    Every move from (0, 1) pays 10 and leads to (4, 1); from (0, 3) it pays 5 and leads to (2, 3). Bumping into the border costs
-    1. Moves are up, right, down, left.
+    Every move from (0, 1) pays 10 and leads to (4, 1); from (0, 3) it pays 5 and leads to (2, 3). A move against the border has
+    reward −1. The moves are up, right, down, left.
     """
 
     def rule(cell: Cell, move: Cell) -> tuple[Cell, float]:
@@ -54,7 +55,10 @@ def teleport_5x5() -> MDP:
 
 
 def cliff_walking() -> MDP:
-    """Return example 6.6: 4×12, −1 a step, γ = 1; stepping off the cliff costs 100 and leads back to the start."""
+    """Return example 6.6: a 4×12 grid with reward −1 per step and γ = 1.
+
+    A step off the cliff pays −100 and leads to the start.
+    """
 
     def rule(cell: Cell, move: Cell) -> tuple[Cell, float]:
         target = _clip(cell, move, 4, 12)
@@ -64,7 +68,10 @@ def cliff_walking() -> MDP:
 
 
 def windy_gridworld() -> MDP:
-    """Return example 6.5: 7×10, −1 a step, γ = 1. A cell's wind blows upwards as it is left. The best path takes 15 steps."""
+    """Return example 6.5: a 7×10 grid with reward −1 per step and γ = 1.
+
+    The wind of the cell that is left moves the agent upwards. The shortest path takes 15 steps.
+    """
     wind = (0, 0, 0, 1, 1, 1, 2, 2, 1, 0)
 
     def rule(cell: Cell, move: Cell) -> tuple[Cell, float]:
@@ -74,9 +81,10 @@ def windy_gridworld() -> MDP:
 
 
 def random_walk(n: int = 19, *, left: float = -1.0, right: float = 1.0) -> MDP:
-    """Return examples 6.2 and 7.1: n states in a row, one action, a random step to a side; the ends pay `left` and `right`.
+    """Return examples 6.2 and 7.1: a chain of n states. Its one action steps left or right with equal probability.
 
-    States 1 … n, terminal states 0 and n + 1, start in the middle, γ = 1. V(i) = left + (right − left)·i/(n + 1).
+    The states 1 … n lie between the terminal states 0 and n + 1, whose entry pays `left` and `right`. Episodes start in the
+    middle, and γ = 1. V(i) = left + (right − left)·i/(n + 1).
     """
     if n < 1 or n % 2 == 0:
         raise ValueError(f"n is {n}; expected an odd number of states, so that there is a middle to start from.")
@@ -90,7 +98,11 @@ def random_walk(n: int = 19, *, left: float = -1.0, right: float = 1.0) -> MDP:
 
 
 def forest(states: int = 3, *, old: float = 4.0, cut: float = 2.0, fire: float = 0.1, gamma: float = 0.9) -> MDP:
-    """Return pymdptoolbox's forest: wait (it grows, or burns with probability `fire`) or cut; the oldest pays `old` or `cut`."""
+    """Return pymdptoolbox's forest, whose states are the ages of a forest, with the actions wait and cut.
+
+    If the agent waits, the forest burns down with probability `fire` and otherwise grows. Waiting in the oldest state pays `old`.
+    Cutting resets the age. It pays `cut` in the oldest state, 1 in between, and 0 in the youngest.
+    """
     if states < 2:
         raise ValueError(f"states is {states}; expected at least 2 ages of the forest.")
     transitions, rewards = np.zeros((2, states, states)), np.zeros((states, 2))

@@ -1,7 +1,7 @@
-"""Games of several seats with hidden information, solved exactly: best responses, exploitability, and self-play by enumeration.
+"""Games of several seats (players) with hidden information: exact best responses, exploitability and self-play, by enumeration.
 
-A policy maps an information set, the pair (seat, what the seat knows), to the probabilities of its actions. Seats remember what
-they knew and did (perfect recall).
+A policy maps an information set, the pair (seat, its information), to the probabilities of the actions there. Seats remember all
+that they knew and did (perfect recall).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ GamePolicy = Mapping[Information, FloatArray]
 
 
 class Position(NamedTuple):
-    """A position of a game: `seat` acts next (`CHANCE`: nature; `END`: nobody) and knows only `information`."""
+    """A position of a game. `seat` acts next and knows only `information`. Nature acts if it is `CHANCE`, nobody if `END`."""
 
     seat: int
     information: str = ""
     actions: tuple[str, ...] = ()
     probabilities: tuple[float, ...] = ()
-    """Of nature's actions."""
+    """The probabilities of nature's actions."""
     payoffs: tuple[float, ...] = ()
-    """Of each seat, at the end."""
+    """The payoff of each seat, if the game is over."""
 
 
 class Game(Protocol):
@@ -36,14 +36,14 @@ class Game(Protocol):
     seats: int
 
     def position(self, history: tuple[str, ...]) -> Position:
-        """Return the position after these actions."""
+        """Return the position after these actions of all seats and nature, in order."""
         ...
 
 
 class MatchingPennies:
-    """Both seats show heads or tails without seeing the other. Seat 0 gets 1 if they match and loses 1 if not.
+    """A game in which both seats choose heads or tails at once. Seat 0 wins 1 from seat 1 if they match, and loses 1 if not.
 
-    `heads` is its gain if both show heads. At equilibrium seat 0 shows heads with probability 2/(3 + heads), and so does seat 1.
+    If both choose heads, seat 0 wins `heads` instead. At equilibrium, each seat chooses heads with probability 2/(3 + heads).
     """
 
     seats = 2
@@ -52,7 +52,7 @@ class MatchingPennies:
         self.heads = heads
 
     def position(self, history: tuple[str, ...]) -> Position:
-        """See `Game`."""
+        """Return the position after the seats' choices, `h` or `t`."""
         if len(history) < 2:
             return Position(len(history), "AB"[len(history)], ("h", "t"))
         won = (self.heads if history[0] == "h" else 1.0) if history[0] == history[1] else -1.0
@@ -60,10 +60,10 @@ class MatchingPennies:
 
 
 class KuhnPoker:
-    """Two seats pay 1 and get one card each of J, Q, K. They may bet 1 more (`b`) or pass (`p`); after a bet, `b` calls and `p`
-    folds.
+    """Kuhn poker. Two seats pay 1 each and get one of the cards J, Q, K each.
 
-    The value for seat 0 is −1/18. At equilibrium it bets J with some probability α ≤ 1/3, and K with 3α.
+    They may bet 1 more (`b`) or pass (`p`); after a bet, `b` calls and `p` folds. The value for seat 0 is −1/18. At equilibrium,
+    it bets J with some probability α ≤ 1/3, and K with 3α.
 
     Source: Kuhn 1950, A simplified two-person poker.
     """
@@ -72,7 +72,7 @@ class KuhnPoker:
     deals = ("JQ", "JK", "QJ", "QK", "KJ", "KQ")
 
     def position(self, history: tuple[str, ...]) -> Position:
-        """See `Game`."""
+        """Return the position after the deal, such as `JQ`, and the moves `p` and `b`."""
         if not history:
             return Position(CHANCE, actions=self.deals, probabilities=(1 / 6,) * 6)
         cards, moves = history[0], "".join(history[1:])
@@ -92,7 +92,7 @@ class _Node(NamedTuple):
 class GameTree:
     """The tree of a game, with exact values of policies for all its seats.
 
-    `sets` has the actions of each information set. Time is proportional to the number of positions.
+    `sets` maps each information set to its actions. The methods take time proportional to the number of positions.
     """
 
     def __init__(self, game: Game) -> None:
@@ -112,7 +112,7 @@ class GameTree:
         return _Node(position, tuple(self._grow(game, (*history, action)) for action in position.actions))
 
     def uniform(self) -> dict[Information, FloatArray]:
-        """Return the policy that takes all actions with equal probability."""
+        """Return the policy of all seats that takes every action with equal probability."""
         return {key: np.full(len(actions), 1 / len(actions)) for key, actions in self.sets.items()}
 
     def values(self, policy: GamePolicy) -> tuple[FloatArray, dict[Information, Counterfactual]]:
@@ -128,7 +128,7 @@ class GameTree:
             below = []
             for chance, child in zip(chances, node.children, strict=True):
                 further = reach.copy()
-                further[seat] *= chance  # nature is the last entry
+                further[seat] *= chance  # the last entry of `reach` belongs to nature (CHANCE is -1)
                 below.append(walk(child, further))
             if seat != CHANCE:
                 others, before = float(np.delete(reach, seat).prod()), found[key]
@@ -139,7 +139,7 @@ class GameTree:
         return walk(self._root, np.ones(self.seats + 1)), found
 
     def best_response(self, policy: GamePolicy, seat: int) -> tuple[float, dict[Information, FloatArray]]:
-        """Return a seat's greatest expected payoff against the policy of the others, and a policy that earns it."""
+        """Return (a seat's greatest expected payoff against `policy` of the others, a policy of the seat with that payoff)."""
         members: dict[Information, list[tuple[float, _Node]]] = {}
         best: dict[Information, FloatArray] = {}
 
@@ -168,7 +168,7 @@ class GameTree:
         return value(self._root), best
 
     def exploitability(self, policy: GamePolicy) -> float:
-        """Return the mean gain of a seat from a best response, 0 at an equilibrium.
+        """Return how much a seat gains on average by switching to a best response: 0 at an equilibrium.
 
         Formula: 1/n · Σ_i (max_{π'_i} u_i(π'_i, π_−i) − u_i(π)), which is NashConv / n
 
@@ -181,8 +181,9 @@ class GameTree:
 class Counterfactual(NamedTuple):
     """The values of actions in an information set, and the probabilities of reaching it.
 
-    `values[a]` is Σ_h (reach of h by the others and nature) · (the seat's payoff after a). `own` is the seat's reach, `others` is
-    Σ_h of the others' reach.
+    `values[a]` is Σ_h (probability that the others and nature play to h) · (the seat's expected payoff after a), summed over the
+    positions h of the set. `own` is the probability that the seat plays to the set. `others` is Σ_h of the probabilities that the
+    others and nature play to h.
     """
 
     values: FloatArray
@@ -191,7 +192,10 @@ class Counterfactual(NamedTuple):
 
 
 class Play(NamedTuple):
-    """The policies of self-play after an update: the last one, and the average of all, weighted by their own reach."""
+    """The policies of self-play after an update: the last one, and the average of all so far.
+
+    In each information set, a policy's weight in the average is the probability that its own seat plays to the set.
+    """
 
     last: dict[Information, FloatArray]
     average: dict[Information, FloatArray]
@@ -200,12 +204,14 @@ class Play(NamedTuple):
 def self_play(
     tree: GameTree, *, rate: float, kl: float = 0.0, reset_every: int = 0, seed: int = 0, scale: float = 0.3
 ) -> Iterator[Play]:
-    """Yield the play of all seats that follow the exact policy gradient together, from random logits of deviation `scale`.
+    """Yield the `Play` after each update of self-play, in which all seats follow the exact policy gradient at once.
+
+    The initial logits are normal with standard deviation `scale`.
 
     Formula: θ ← θ + rate · ∇_θ (u_i(π_θ) − kl · Σ_I P(I) · KL(π_θ(I)‖ρ(I))), without the gradient of the reach P(I)
 
-    The reference ρ is the first policy. With `reset_every`, it becomes the current policy every so many updates: then the last
-    policy converges in zero-sum games, where plain self-play (kl = 0) circles around the equilibrium.
+    The reference ρ is the first policy. With `reset_every`, it is replaced by the current policy after every so many updates.
+    Then the last policy converges in zero-sum games, in which self-play without KL (kl = 0) circles around the equilibrium.
 
     Source: Sokota et al. 2023, A unified approach to RL, QREs and two-player zero-sum games, arXiv:2206.05825 (magnet).
     """
@@ -229,8 +235,9 @@ def self_play(
 
 
 def fictitious_play(tree: GameTree) -> Iterator[Play]:
-    """Yield the play of seats that answer the average policy of the others with a best response; the average converges in
-    zero-sum games.
+    """Yield the `Play` after each round of fictitious play, in which each seat best responds to the others' average policy.
+
+    The average policy converges to an equilibrium in zero-sum games.
 
     Source: Brown 1951; Heinrich et al. 2015, Fictitious self-play in extensive-form games.
     """

@@ -1,4 +1,4 @@
-"""Grid worlds: a plain description that is cheap to change, its MDP, and a grid without bounds."""
+"""Grid worlds: an immutable description that is cheap to modify, its conversion to an MDP, and a grid without bounds."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def _default_prizes() -> dict[Cell, float]:
 class GridWorld:
     """A grid of cells (row, column) counted from the top left, with four moves. Rewards are paid when a cell is ENTERED.
 
-    A move against a wall or the border stays in its cell and enters nothing. With probability `slip` a move goes off at a right
-    angle, half to each side. State r·columns + c is cell (r, c). Walls are states that are never entered, so that numbers stay
-    the same when walls move. Change a grid with `dataclasses.replace` or `moved`.
+    A move against a wall or the border stays in its cell, which does not count as entering it. With probability `slip`, the agent
+    moves at a right angle instead, to either side equally often. State r·columns + c is cell (r, c). Walls are states too, which
+    are never entered, so that states keep their numbers when walls move. Change a grid with `dataclasses.replace` or `moved`.
     """
 
     rows: int = 8
@@ -37,13 +37,13 @@ class GridWorld:
     """The reward of entering a cell on top of step_reward: treasures above 0, traps below."""
     walls: frozenset[Cell] = frozenset()
     slip: float = 0.0
-    """The probability of going off at a right angle, in [0, 1]. FrozenLake's slippery ice is 2/3."""
+    """The probability of a move at a right angle to the chosen one, in [0, 1]. FrozenLake's slippery ice has 2/3."""
     step_reward: float = 0.0
     """The reward of every step; negative for a cost."""
     ends: bool = True
     """True if entering a prize ends the episode. If False, the prize pays again each time it is entered."""
     start: Cell | None = None
-    """The first cell; None: any cell that is neither wall nor final, with equal probability."""
+    """The first cell; None: a random cell that is neither a wall nor terminal."""
     gamma: float = 0.9
 
     def __post_init__(self) -> None:
@@ -69,9 +69,7 @@ class GridWorld:
     if not TYPE_CHECKING:  # A type checker would accept every name as existing.
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise an AttributeError. It points users who pass the grid to a solver to `grid.mdp()`, if the name belongs to the
-            MDP.
-            """
+            """Raise an AttributeError. If an MDP has this name, the message suggests `grid.mdp()`, as for a grid in a solver."""
             there = hasattr(MDP, name) or name in MDP.__dataclass_fields__
             hint = " Its MDP has: give grid.mdp() where an MDP is expected." if there else ""
             raise AttributeError(f"A GridWorld has no {name!r}.{hint}", name=name, obj=self)
@@ -104,7 +102,7 @@ class GridWorld:
         raise ValueError(f"The cell {source} is empty; name the cell of a prize, a wall or the start.")
 
     def mdp(self, *, outcomes: bool = True) -> MDP:
-        """Return the MDP: dense up to 512 states, CSR above. outcomes=False omits R(s, a, s'), which only sampling reads."""
+        """Return the MDP, dense up to 512 states and CSR above. outcomes=False omits R(s, a, s'), which only simulation needs."""
         n_states = self.rows * self.columns
         terminal, bonus = self._terminal(), self._bonus()
         targets = self._targets()
@@ -148,7 +146,7 @@ class GridWorld:
         return bonus.ravel()
 
     def _targets(self) -> IntArray:
-        """Return (4, S): the state that a move in each direction leads to."""
+        """Return (4, S): the next state after a move in each direction."""
         row, column = np.divmod(np.arange(self.rows * self.columns), self.columns)
         walls = self._mask(self.walls).ravel() > 0
         targets = np.empty((4, row.size), dtype=np.int64)
@@ -160,7 +158,7 @@ class GridWorld:
         return targets
 
     def to_text(self) -> str:
-        """Return the map: `.` free, `#` wall, `S` start, `+` a prize of 1, `-` one of −1, letters (with a legend) for others."""
+        """Return the map as text: `.` free, `#` wall, `S` start, `+` prize 1, `-` prize −1, letters with a legend for others."""
         letters = {1.0: "+", -1.0: "-"}
         legend: list[str] = []
         for reward in sorted(set(self.prizes.values()) - {1.0, -1.0}):
@@ -181,7 +179,7 @@ class GridWorld:
     def from_text(
         cls, text: str, *, slip: float = 0.0, step_reward: float = 0.0, ends: bool = True, gamma: float = 0.9
     ) -> GridWorld:
-        """Return the grid of a map in `to_text`'s form. The map does not hold the other fields."""
+        """Return the grid of a map in the format of `to_text`. The arguments give the fields that a map does not have."""
         lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
         worth, rows = {"+": 1.0, "-": -1.0}, []
         for line in lines:
@@ -209,7 +207,7 @@ class GridWorld:
         return cls(len(rows), len(rows[0]), prizes, walls, slip, step_reward, ends, start, gamma)
 
     def render(self, value: ArrayLike | None = None, policy: ArrayLike | None = None, decimals: int = 2) -> str:
-        """Return the grid as text: values [S] with the arrows of a policy, [S] or (S, A) (all actions of largest probability)."""
+        """Return the grid as text: values [S], and arrows of a policy, [S] or (S, A), for its most probable actions."""
         n_states = self.rows * self.columns
         numbers = None if value is None else np.asarray(value, dtype=np.float64)
         chosen = None if policy is None else np.asarray(policy)
@@ -252,11 +250,11 @@ def _number(name: str, text: str) -> float:
 
 
 class UnboundedGrid:
-    """A grid without bounds, with Gymnasium's reset and step. Actions R (i+1), L (i−1), U (j−1), D (j+1); the edge is a wall.
+    """An environment with Gymnasium's reset and step: a grid without bounds to the right (i >= 1) and below (j >= 1).
 
-    Entering a treasure or a trap pays it and terminates; `max_steps` truncates. The observation is (i, j), with i to the right
-    and j down. `trap_reward` may be −inf. The cell (1, 1) is always free. With probability `slip` the move is replaced by one
-    drawn uniformly.
+    The actions are R (i+1), L (i−1), U (j−1), D (j+1); the edges above and on the left are walls. Entering a treasure or a trap
+    pays its reward and terminates the episode; `max_steps` truncates it. The observation is (i, j). `trap_reward` may be −inf.
+    The cell (1, 1) is always free. With probability `slip`, the move is replaced by a uniformly random one.
     """
 
     actions = ("R", "L", "U", "D")
@@ -290,7 +288,7 @@ class UnboundedGrid:
         self._steps = 0
 
     def prize(self, cell: Cell) -> float | None:
-        """Return the reward of entering the cell (i, j) beyond the step reward; None for a free cell."""
+        """Return the reward of entering the cell (i, j), in addition to the step reward; None for a free cell."""
         i, j = cell
         if i < 1 or j < 1:
             raise ValueError(f"There is no cell ({i}, {j}); cells count from (1, 1).")
@@ -302,7 +300,7 @@ class UnboundedGrid:
         return self.trap_reward if u < self.treasure_rate + self.trap_rate else None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Cell, dict[str, Any]]:
-        """Start at (1, 1), or at options["cell"]. The seed affects the slips only: the world is fixed."""
+        """Start at (1, 1), or at options["cell"]. The seed affects only the slips, not the cells."""
         if seed is not None:
             self._rng = np.random.default_rng(seed)
         cell = (options or {}).get("cell", (1, 1))
@@ -330,9 +328,9 @@ class UnboundedGrid:
         return cell, self.step_reward + (prize or 0.0), terminated, truncated, {}
 
     def window(self, rows: int, columns: int, *, gamma: float = 0.9) -> GridWorld:
-        """Return the corner of i <= columns and j <= rows as a GridWorld with a wall around it, to be solved exactly.
+        """Return the corner with i <= columns and j <= rows as a `GridWorld`, to be solved exactly.
 
-        Cell (j − 1, i − 1) there is (i, j) here. GridWorld slips sideways only, so a grid with slip has no such window.
+        Its cell (j − 1, i − 1) is (i, j) here. Raises ValueError for a grid with slip, since a `GridWorld` slips only sideways.
         """
         if self.slip:
             raise ValueError(
@@ -343,13 +341,13 @@ class UnboundedGrid:
         return GridWorld(rows, columns, prizes, step_reward=self.step_reward, start=(0, 0), gamma=gamma)
 
 
-# The content of a cell is a hash of (world, i, j). Nothing is stored, and every agent finds the same world in any order.
+# The content of a cell is a hash of (world, i, j). So nothing is stored, and cells do not depend on the order of visits.
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def _mix(x: int) -> int:
-    """Apply the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
+    """Return a well-mixed 64-bit hash of x, by the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)

@@ -1,7 +1,7 @@
 """The Markov decision process (S, A, P, R, γ): its transitions and rewards.
 
-`S` states, `A` actions. Row a·S + s of `transitions` is P(·|s, a): all actions are stacked in one matrix, so that one product
-with V backs up every state and action. Nothing follows the end of an episode, so such rows sum to less than 1 by exactly `end`.
+`S` states, `A` actions. Row a·S + s of `transitions` is P(·|s, a): the matrices of all actions are stacked, so that one product
+with V backs up every state and action. The probability `end` that a step ends the episode is missing from the sum of its row.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ Matrix: TypeAlias = Any  # a float64 array or a scipy CSR array
 PROBABILITY_SLACK = 1e-9
 # The most that rounding to float32 moves a sum of probabilities by. Such rows are divided by their sums.
 FLOAT32_SLACK = 1e-5
-# The number of states up to which a table is dense, where psigrad chooses the form.
+# The number of states up to which tables are dense, where psigrad chooses between dense and CSR.
 DENSE_UP_TO = 512
 
 
 @dataclass(frozen=True, eq=False)
 class MDP:
-    """A finite Markov decision process with rewards R(s, a), dense or sparse. Arguments are converted to the forms below.
+    """A finite Markov decision process with rewards R(s, a), dense or sparse. The fields below have the shapes after conversion.
 
     `transitions` may be given as an array (A, S, S), a list of A sparse (S, S) matrices, or already stacked (A·S, S).
-    `rewards` may be given as (S, A), as (S,) for the state before the step, or as R(s, a, s') in the form of the transitions.
-    Raises ValueError if these are not a decision process, and for γ = 1 if some state can never reach an end.
+    `rewards` may be given as (S, A), as (S,) for the state before the step, or as R(s, a, s') in any form of the transitions.
+    Raises ValueError if these are not a decision process. At γ = 1, also raises it if some state can reach neither an end nor a
+    place to stay without reward.
     """
 
     transitions: Matrix
-    """(A·S, S), dense or CSR. Rows of terminal states are 0: nothing follows."""
+    """(A·S, S), dense or CSR. The rows of terminal states are 0, since no state follows."""
     rewards: FloatArray
     """(S, A): the expected reward of a step, R(s, a) = Σ_s' P(s'|s, a)·R(s, a, s')."""
     gamma: float
@@ -47,11 +48,11 @@ class MDP:
     start: FloatArray | None = None
     """(S,): distribution of the first state. None: uniform over the states that are not terminal."""
     end: FloatArray | None = None
-    """(S, A): the probability that the episode ends with this step, whatever state is seen last. None: 0."""
+    """(S, A): the probability that the episode ends with this step, without a terminal state. None: 0."""
     rewards_next: Matrix | None = None
-    """R(s, a, s') in the form of `transitions`, for sampling. None: every outcome pays R(s, a)."""
+    """R(s, a, s') with the shape of `transitions`, for simulation. None: every outcome pays R(s, a)."""
     rewards_end: FloatArray | None = None
-    """(S, A): the reward of a step that ends the episode through `end`, for sampling. None: R(s, a)."""
+    """(S, A): the reward of a step that ends the episode through `end`, for simulation. None: R(s, a)."""
 
     def __post_init__(self) -> None:
         stacked, n_actions = _stack(self.transitions, "transitions")
@@ -83,14 +84,14 @@ class MDP:
             _check_endings(self)
 
     def __repr__(self) -> str:
-        """Return the sizes only, since the tables are pages of numbers."""
+        """Return a text with the sizes only, since the tables would fill pages."""
         kind = "sparse" if self.is_sparse else "dense"
         ends = int(self.is_terminal.sum())
         return f"MDP({self.n_states} states, {ends} of them terminal, {self.n_actions} actions, gamma={self.gamma:g}, {kind})"
 
     @classmethod
     def from_state_first(cls, transitions_SAS: ArrayLike, rewards: ArrayLike, gamma: float, **options: Any) -> MDP:
-        """Return the MDP of an array (S, A, S), the form of quantecon's DiscreteDP; `options` are the other fields."""
+        """Return the MDP of transitions (S, A, S), the shape of quantecon's DiscreteDP. `options` are the other fields."""
         return cls(np.swapaxes(np.asarray(transitions_SAS, dtype=np.float64), 0, 1), cast(FloatArray, rewards), gamma, **options)
 
     @property
@@ -110,22 +111,22 @@ class MDP:
 
     @property
     def is_terminal(self) -> BoolArray:
-        """(S,): `terminal`, never None."""
+        """(S,): `terminal`; if that is None, all False."""
         return cast(BoolArray, self.terminal)
 
     @property
     def start_distribution(self) -> FloatArray:
-        """(S,): `start`, never None."""
+        """(S,): `start`; if that is None, uniform over the states that are not terminal."""
         return cast(FloatArray, self.start)
 
     @property
     def end_probability(self) -> FloatArray:
-        """(S, A): `end`, never None."""
+        """(S, A): `end`; if that is None, zeros."""
         return np.zeros((self.n_states, self.n_actions)) if self.end is None else self.end
 
 
 def gamma_is_one(gamma: float) -> bool:
-    """Return True if returns are undiscounted sums, which are finite only because episodes end."""
+    """Return True if γ is 1. Returns are then undiscounted sums, which are finite only if episodes end."""
     return gamma == 1.0
 
 
@@ -138,7 +139,7 @@ def discounted_return(rewards_T: ArrayLike, gamma: float) -> float:
 
 
 def _stack(given: Any, name: str) -> tuple[Matrix, int]:
-    """Return (A·S, S) and A, from any of the accepted forms."""
+    """Return (the stacked array (A·S, S), A) for transitions or rewards in any accepted form."""
     if sparse.issparse(given):
         stacked = sparse.csr_array(given, dtype=np.float64)
     elif isinstance(given, Sequence) and given and all(sparse.issparse(p) for p in given):
@@ -161,7 +162,7 @@ def _stack(given: Any, name: str) -> tuple[Matrix, int]:
 
 
 def _as(stacked: Matrix, given: Any, name: str) -> Matrix:
-    """Return R(s, a, s') from any accepted form as (A·S, S), dense or CSR like the transitions."""
+    """Return R(s, a, s') in any accepted form as (A·S, S), dense or CSR as the transitions are."""
     found, _ = _stack(given, name)
     if found.shape != stacked.shape:
         raise ValueError(f"{name} R(s, a, s') stack to shape {found.shape}; expected {stacked.shape}, as the transitions.")
@@ -171,7 +172,7 @@ def _as(stacked: Matrix, given: Any, name: str) -> Matrix:
 
 
 def _expect(given: Any, stacked: Matrix, n_actions: int) -> tuple[FloatArray, Matrix | None]:
-    """Return R(s, a) as (S, A), and R(s, a, s') if that was given."""
+    """Return (R(s, a) with shape (S, A), R(s, a, s') or None) for rewards in any accepted form."""
     n_states = stacked.shape[1]
     is_sparse = sparse.issparse(given) or (isinstance(given, Sequence) and len(given) > 0 and sparse.issparse(given[0]))
     table = None if is_sparse else np.asarray(given, dtype=np.float64)
@@ -199,7 +200,7 @@ def _table(given: Any, n_states: int, n_actions: int, name: str) -> FloatArray |
 
 
 def _start(given: Any, terminal: BoolArray) -> FloatArray:
-    """Return the distribution of the first state, checked."""
+    """Return the distribution of the first state as an array. Raises ValueError for an invalid one."""
     if given is None:
         alive = ~terminal if not terminal.all() else np.ones_like(terminal)
         return np.asarray(alive / alive.sum())
@@ -219,7 +220,7 @@ def _start(given: Any, terminal: BoolArray) -> FloatArray:
 
 
 def _without_terminal_rows(stacked: Matrix, terminal: BoolArray, n_actions: int) -> Matrix:
-    """Return transitions with 0 in every row of a terminal state."""
+    """Return the transitions with the rows of terminal states set to 0."""
     rows = np.flatnonzero(np.tile(terminal, n_actions))
     if not rows.size:
         return stacked
@@ -252,7 +253,7 @@ def _normalise(stacked: Matrix, end: FloatArray | None, n_states: int) -> tuple[
 
 
 def _check(stacked: Matrix, rewards: FloatArray, gamma: float, terminal: BoolArray, end: FloatArray | None) -> None:
-    """Raise ValueError with the wrong entry unless these are probabilities, rewards and a discount."""
+    """Raise ValueError, naming the wrong entry, if probabilities, rewards or the discount are invalid."""
     if not 0.0 <= gamma <= 1.0:
         raise ValueError(f"gamma is {gamma}; expected a discount in [0, 1].")
     entries = stacked.data if sparse.issparse(stacked) else stacked
@@ -279,7 +280,7 @@ def _check(stacked: Matrix, rewards: FloatArray, gamma: float, terminal: BoolArr
 
 
 def _check_endings(mdp: MDP) -> None:
-    """Raise ValueError for γ = 1 unless every state can reach an end, or a place to stay without reward."""
+    """Raise ValueError if γ = 1 and some state can reach neither an end nor a place to stay without reward."""
     hopeless = hopeless_states(mdp.transitions, mdp.rewards, mdp.end_probability, mdp.is_terminal)
     if hopeless.any():
         state = int(np.flatnonzero(hopeless)[0])
@@ -304,10 +305,10 @@ def from_gymnasium(env: Any, gamma: float) -> MDP:
 
 
 def from_outcomes(outcomes: Any, gamma: float, *, start: Any = None) -> MDP:
-    """Return the MDP of a table outcomes[s][a] = [(probability, next state, reward, terminated), …], Gymnasium's form.
+    """Return the MDP of a table outcomes[s][a] = [(probability, next state, reward, terminated), …], Gymnasium's format.
 
-    Equal outcomes add up. Nothing has value after a terminated step. A state that only such steps enter, and where no episode
-    starts, becomes terminal. A terminated step into any other state becomes `end` probability.
+    The probabilities of equal outcomes are added. No value follows a terminated step. A state becomes terminal if only terminated
+    steps enter it and no episode starts there. A terminated step into any other state adds to the probability `end`.
     """
     n_states = len(outcomes)
     n_actions = len(outcomes[0])

@@ -7,7 +7,7 @@ a step t in an episode that stops at T are:
     n-step TD     G_t^(n) = r_t + … + γ^{n−1}·r_{t+n−1} + γ^n·V(s_{t+n})
     TD(λ)         G_t^λ = (1 − λ)·Σ_n λ^{n−1}·G_t^(n) + λ^{T−t−1}·G_t
 
-An episode that was cut off (truncated) counts with γ^{T−t}·V(s_T) for its unseen rest. After a true end that is 0.
+For an episode that was cut off (truncated), γ^{T−t}·V(s_T) replaces the rewards that were not seen. After termination, it is 0.
 Source: Sutton and Barto 2018, Reinforcement Learning, chapters 5, 6, 7 and 12.
 """
 
@@ -24,7 +24,7 @@ from psigrad.tabular.simulation import Episode, Schedule, at
 
 
 def n_step_returns(episode: Episode, value: FloatArray, gamma: float, n: int | None = None) -> FloatArray:
-    """Return [T]: G_t^(n) of an episode under V [S]; n = None takes the whole rest (Monte Carlo)."""
+    """Return [T]: the n-step returns G_t^(n) of an episode, given V [S]. n = None sums all remaining rewards (Monte Carlo)."""
     rewards = episode.rewards
     steps = rewards.size
     reach = steps if n is None else n
@@ -43,7 +43,7 @@ def n_step_returns(episode: Episode, value: FloatArray, gamma: float, n: int | N
 
 
 def lambda_returns(episode: Episode, value: FloatArray, gamma: float, lam: float) -> FloatArray:
-    """Return [T]: G_t^λ by G_t^λ = r_t + γ·((1 − λ)·V(s_{t+1}) + λ·G_{t+1}^λ), the forward view of TD(λ)."""
+    """Return [T]: the λ-returns, the forward view of TD(λ), by G_t^λ = r_t + γ·((1 − λ)·V(s_{t+1}) + λ·G_{t+1}^λ)."""
     _check_lambda(lam)
     target = 0.0 if episode.terminated else float(value[episode.states[-1]])
     following = value[episode.states[1:]].tolist()
@@ -64,9 +64,9 @@ def monte_carlo(
     alpha: Schedule | None = None,
     value: ArrayLike | None = None,
 ) -> Iterator[FloatArray]:
-    """Learn by V(s) ← V(s) + α·(G_t − V(s)) at the first, or every, visit of an episode; α = None is the plain mean of returns.
+    """Learn by V(s) ← V(s) + α·(G_t − V(s)) at the first or at every visit of a state. α = None takes the mean of all returns.
 
-    The first visit's return is unbiased; every visit uses more returns, which are correlated and biased in few episodes.
+    First-visit returns are unbiased. Every-visit returns are more numerous, but correlated and, with few episodes, biased.
     """
     if visit not in ("first", "every"):
         raise ValueError(f"visit is {visit!r}; expected 'first' or 'every'.")
@@ -86,7 +86,7 @@ def monte_carlo(
 
 
 def _returns(episode: Episode, current: list[float], gamma: float) -> list[float]:
-    """Return G_t of the whole rest, [T]."""
+    """Return [T]: the Monte Carlo returns G_t of an episode, given V as a list."""
     total = 0.0 if episode.terminated else current[int(episode.states[-1])]
     out = []
     for reward in episode.rewards[::-1].tolist():
@@ -98,7 +98,7 @@ def _returns(episode: Episode, current: list[float], gamma: float) -> list[float
 def td(
     episodes: Iterable[Episode], n_states: int, gamma: float, *, n: int = 1, alpha: Schedule = 0.1, value: ArrayLike | None = None
 ) -> Iterator[FloatArray]:
-    """Learn by n-step TD: V(s_t) ← V(s_t) + α·(G_t^(n) − V(s_t)), as soon as the n-th step is seen. n = 1 is TD(0)."""
+    """Learn by n-step TD: V(s_t) ← V(s_t) + α·(G_t^(n) − V(s_t)), as soon as the n-th next step is taken. n = 1 is TD(0)."""
     if n < 1:
         raise ValueError(f"n is {n}; expected at least 1 step; for whole returns use monte_carlo.")
     current, visits = _initial(n_states, value), [0] * n_states
@@ -159,9 +159,10 @@ def td_lambda(
 
 
 def batch_monte_carlo(episodes: Iterable[Episode], n_states: int, gamma: float) -> FloatArray:
-    """Return [S]: the fixpoint of Monte Carlo on a batch, the mean return after every visit, which fits the seen returns best.
+    """Return [S]: the fixpoint of Monte Carlo on a batch, which is the mean return after every visit of a state.
 
-    States that were not visited have 0. Episodes that were cut off count with their seen rewards.
+    It has the least squared error on the batch's returns. States that were not visited have 0. For episodes that were cut off,
+    only the seen rewards count.
     """
     sums, visits = np.zeros(n_states), np.zeros(n_states)
     nothing = [0.0] * n_states
@@ -174,7 +175,7 @@ def batch_monte_carlo(episodes: Iterable[Episode], n_states: int, gamma: float) 
 def batch_td(episodes: Iterable[Episode], n_states: int, gamma: float) -> FloatArray:
     """Return [S]: the fixpoint of TD(0) on a batch, the exact value of the chain estimated by the counts (certainty equivalence).
 
-    It solves (I − γ·P̂)·V = R̂ over the visited states. A state that was only seen as the last of a cut-off episode has 0.
+    It solves (I − γ·P̂)·V = R̂ over the visited states. A state that occurs only as the last one of a cut-off episode has 0.
     """
     counts, paid, visits = np.zeros((n_states, n_states)), np.zeros(n_states), np.zeros(n_states)
     for episode in episodes:

@@ -1,4 +1,4 @@
-"""Episodes of a fixed policy, in an MDP (sampled fast) or in any environment with Gymnasium's reset and step; and schedules."""
+"""Episodes of a policy in an MDP, or in any environment with Gymnasium's reset and step. Schedules of ε and step sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from psigrad.tabular.termination import can_end
 BLOCK = 4096
 # The function `learn(s, a, r, s', terminated)` is called after each step, before the next action is chosen.
 Learn = Callable[[int, int, float, int, bool], None]
-# The function `bootstrap(states, actions, rewards)` is called after each choice of a next action, the last of `actions`.
+# The function `bootstrap(states, actions, rewards)` is called after each choice of the next action, which is the last in
+# `actions`.
 Bootstrap = Callable[[list[int], list[int], list[float]], None]
 # The schedule of ε over episodes, or of step sizes over visits: a number, or a function of the count.
 Schedule = float | Callable[[int], float]
@@ -41,21 +42,21 @@ class Episode:
     """An episode: states s_0 … s_T, actions a_0 … a_{T−1}, rewards r_0 … r_{T−1}, where r_t is paid for (s_t, a_t)."""
 
     states: IntArray
-    """[T + 1]: the last one is the state where the episode stopped."""
+    """[T + 1]: the last one is the state in which the episode stopped."""
     actions: IntArray
     """[T]"""
     rewards: FloatArray
     """[T]"""
     terminated: bool
-    """True if it reached its end. If False, it was cut off, and the last state still has value."""
+    """True if the episode ended by itself. If False, it was cut off, and the last state still has value."""
 
     def discounted_return(self, gamma: float) -> float:
-        """Return G_0 = Σ_t γ^t·r_t of the seen steps."""
+        """Return G_0 = Σ_t γ^t·r_t over the steps of the episode."""
         return discounted_return(self.rewards, gamma)
 
 
 def uniforms(rng: np.random.Generator) -> Callable[[], float]:
-    """Return a function like rng.random() that draws in blocks, which is several times faster for single numbers."""
+    """Return a function that returns a random number in [0, 1), like rng.random(). It draws in blocks, which is faster."""
     block: list[float] = []
 
     def draw() -> float:
@@ -67,9 +68,9 @@ def uniforms(rng: np.random.Generator) -> Callable[[], float]:
 
 
 class Simulator:
-    """An MDP as an environment with Gymnasium's reset and step. `max_steps` truncates an episode and does not belong to the MDP.
+    """An environment with Gymnasium's reset and step that samples an MDP. Episodes are truncated after `max_steps`.
 
-    An outcome pays R(s, a, s') if the MDP knows it, and R(s, a) otherwise.
+    An outcome pays R(s, a, s') if the MDP has it, and otherwise R(s, a).
     """
 
     def __init__(self, mdp: MDP, *, max_steps: int | None = None, seed: int = 0) -> None:
@@ -83,7 +84,7 @@ class Simulator:
         self._state, self._steps = -1, 0
 
     def reset(self, *, seed: int | None = None) -> tuple[int, dict[str, Any]]:
-        """Draw the first state; a seed restarts the randomness."""
+        """Draw the first state. If a seed is given, restart the random generator from it."""
         if seed is not None:
             self._draw = uniforms(np.random.default_rng(seed))
         self._state = min(bisect_right(self._start, self._draw() * self._start[-1]), len(self._start) - 1)
@@ -93,7 +94,7 @@ class Simulator:
         return self._state, {}
 
     def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
-        """Return (state, reward, terminated, truncated, info). A step that ends through `end` returns the previous state."""
+        """Return (state, reward, terminated, truncated, info). A step that ends the episode through `end` keeps the state."""
         state = self._state
         if state < 0:
             raise ValueError("The episode is over or has not begun; call reset first.")
@@ -109,7 +110,10 @@ class Simulator:
         return (state if target < 0 else target), reward, terminated, truncated, {}
 
     def _row(self, state: int, action: int) -> tuple[list[float], list[int], list[float]]:
-        """Return (cumulative probabilities, targets, rewards) of (s, a); target −1 is the end."""
+        """Return (cumulative probabilities, next states, rewards) of the outcomes of (s, a).
+
+        State −1 is the end through `end`.
+        """
         if not 0 <= action < self.mdp.n_actions:
             raise ValueError(f"action is {action}; expected 0 to {self.mdp.n_actions - 1}.")
         ends, pays, probabilities = outcomes(self.mdp, state, action)
@@ -119,7 +123,7 @@ class Simulator:
 
 
 def outcomes(mdp: MDP, state: int, action: int) -> tuple[list[int], list[float], list[float]]:
-    """Return (targets, rewards, probabilities) of the outcomes of (s, a); target −1 is the end of an episode through `end`."""
+    """Return (next states, rewards, probabilities) of the outcomes of (s, a). State −1 is the end of an episode through `end`."""
     index = action * mdp.n_states + state
     targets, p = _nonzero(mdp.transitions, index)
     rewards = np.full(p.size, mdp.rewards[state, action])
@@ -135,7 +139,7 @@ def outcomes(mdp: MDP, state: int, action: int) -> tuple[list[int], list[float],
 
 
 def _nonzero(matrix: Any, row: int) -> tuple[IntArray, FloatArray]:
-    """Return the columns and values of a row."""
+    """Return (columns, values) of the entries of a row that are not 0, for a dense or CSR matrix."""
     if sparse.issparse(matrix):
         a, b = matrix.indptr[row], matrix.indptr[row + 1]
         return matrix.indices[a:b], matrix.data[a:b]
@@ -144,7 +148,7 @@ def _nonzero(matrix: Any, row: int) -> tuple[IntArray, FloatArray]:
 
 
 def environment(env: MDP | DiscreteEnv, max_steps: int | None) -> DiscreteEnv:
-    """Return the environment itself, or a simulator of an MDP. Raises ValueError for an MDP whose episodes could never end."""
+    """Return an environment unchanged, or the simulator of an MDP. Raises ValueError for an MDP whose episodes can't end."""
     if not isinstance(env, MDP):
         return env
     if max_steps is None and not can_end(env.transitions, env.start_distribution, env.end_probability, env.is_terminal):
@@ -202,7 +206,7 @@ def play(
     learn: Learn | None = None,
     bootstrap: Bootstrap | None = None,
 ) -> Episode:
-    """Play an episode of actions `choose(s)`. Call `learn` after each step and `bootstrap` after each choice of the next one."""
+    """Play an episode with the actions `choose(s)`. Call `learn` after each step, and `bootstrap` after each next action."""
     observation, _ = env.reset(seed=seed)
     states, rewards = [int(observation)], list[float]()
     actions = [choose(states[0])]
@@ -247,7 +251,7 @@ class exponential:
 
 @dataclass(frozen=True)
 class inverse_visits:
-    """The schedule 1/n^power at the n-th visit, n >= 1, with an infinite sum and a finite sum of squares (Robbins, Monro)."""
+    """The schedule 1/n^power at the n-th visit, n >= 1. Its sum is infinite and its sum of squares finite (Robbins, Monro)."""
 
     power: float = 1.0
 
@@ -261,7 +265,7 @@ class inverse_visits:
 
 
 def at(schedule: Schedule, count: int, name: str) -> float:
-    """Return the value of a schedule. Raises ValueError if it is outside [0, 1]."""
+    """Return the value of a schedule at `count`. Raises ValueError if it is outside [0, 1]."""
     value = schedule(count) if callable(schedule) else schedule
     if not 0 <= value <= 1:
         raise ValueError(f"{name} is {value} at {count}; expected in [0, 1].")

@@ -1,13 +1,13 @@
-"""Dynamic programming, one step at a time. Every solver is a generator that yields a `Sweep`, so that a page can show each.
+"""Dynamic programming, one step at a time. Every solver is a generator that yields a `Sweep` after each step.
 
     evaluation         V ← R_π + γ·P_π·V                        policy_evaluation; exact: bellman.evaluate
     value iteration    V ← max_a [R(s, a) + γ·Σ_s' P·V(s')]     value_iteration, prioritised_sweeping
     policy iteration   evaluate π, then improve it, repeat      policy_iteration
     modified           back up, then m sweeps of evaluation     modified_policy_iteration
 
-A generator ends when its error bound is at most `epsilon`; None: 1e-8 of the largest value, and at least 1e-8. Every solver
-starts from `value` if one is given (a warm start).
-Sources: Bellman 1957; Howard 1960; Puterman and Shin 1978; Moore and Atkeson 1993; Puterman 1994, chapters 6 and 7.
+A generator ends when its error bound is at most `epsilon`; None: 1e-8 of the largest value, and at least 1e-8. If `value` is
+given, the solver starts from it (a warm start). Sources: Bellman 1957; Howard 1960; Puterman and Shin 1978; Moore and Atkeson
+1993; Puterman 1994, chapters 6 and 7.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ EXACT_UP_TO = 5_000
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """The values and the policy, with a bound on their error."""
+    """The solution of an MDP: the values and the policy, with a bound on their error."""
 
     value: FloatArray
     """[S]: V*, within error_bound."""
@@ -60,9 +60,9 @@ class Solution:
 def policy_evaluation(
     mdp: MDP, policy: ArrayLike, *, value: ArrayLike | None = None, in_place: bool = False, epsilon: float | None = None
 ) -> Iterator[Sweep]:
-    """Sweep V ← R_π + γ·P_π·V towards V_π: all states from the old values, or (in_place) each from the newest.
+    """Sweep V ← R_π + γ·P_π·V towards V_π, for all states from the old values. `in_place` uses each new value at once.
 
-    At γ = 1 the bound uses the policy's expected number of steps. If that is infinite only the residual decides.
+    At γ = 1, the error bound uses the policy's expected number of steps. If that is infinite, the residual decides instead.
     """
     _check_epsilon(epsilon)
     policy = check_policy(mdp.n_states, mdp.n_actions, policy)
@@ -83,7 +83,7 @@ def _repeat(
     steps: float | None = None,
     policy: Policy | None = None,
 ) -> Iterator[Sweep]:
-    """Repeat V ← backup(V) until the bound is met."""
+    """Repeat V ← backup(V), and yield each sweep, until the error bound is at most `epsilon`."""
     for iteration in itertools.count(1):
         new = backup(old)
         change, slack = new - old, rounding(mdp, new)
@@ -103,9 +103,10 @@ def value_iteration(
     order: ArrayLike | None = None,
     epsilon: float | None = None,
 ) -> Iterator[Sweep]:
-    """Sweep V ← max_a Q(s, a) towards V*: all states from the old values, or (in_place: Gauss–Seidel) one after the other.
+    """Sweep V ← max_a Q(s, a) towards V*, for all states from the old values. `in_place` uses new values at once (Gauss–Seidel).
 
-    `order` [S] is the order of states in place. At γ = 1, from V = 0, sweep k holds the best expected sum of rewards in k steps.
+    `order` [S] is the order of the states with `in_place`. At γ = 1 and from V = 0, the values of sweep k are the best expected
+    sums of rewards in k steps.
     """
     _check_epsilon(epsilon)
     old = check_value(mdp, value)
@@ -121,9 +122,9 @@ def policy_iteration(
 ) -> Iterator[Sweep]:
     """Evaluate the policy, improve it greedily, repeat until no action changes. Each round yields an `evaluate` and an `improve`.
 
-    The first policy is `policy`, or the greedy one of `value` or of zeros. At γ = 1 it is one that ends or stays without reward,
-    from which policy iteration reaches V*. With exact=False evaluation runs sweep by sweep to `epsilon`, and each sweep is
-    yielded.
+    The first policy is `policy`, or the greedy one of `value` or of zeros. At γ = 1, the default is a policy that ends or stays
+    without reward, from which policy iteration reaches V*. With exact=False, a policy is evaluated by sweeps up to `epsilon`, and
+    each sweep is yielded.
     """
     current = _first_policy(mdp, policy, value)
     old, iteration = check_value(mdp, value), 0
@@ -147,7 +148,7 @@ def policy_iteration(
         iteration += 1
         bounds = residual_bounds(mdp, gap, rounding(mdp, new), steps)
         yield Sweep(mdp, iteration, "improve", new, _largest(gap), *bounds, improved, changed)
-        # Values must grow. Once the remaining gain is below the error of the evaluation, ties could be swapped for ever.
+        # Values must grow: if the gain is below the evaluation's error, actions of equal value could be swapped for ever.
         stalled = iteration > 2 and new.sum() <= old.sum() if exact else float(gap.max()) <= 2 * epsilon
         if not changed or stalled:
             return
@@ -157,9 +158,10 @@ def policy_iteration(
 def modified_policy_iteration(
     mdp: MDP, *, value: ArrayLike | None = None, sweeps: int = 20, epsilon: float | None = None
 ) -> Iterator[Sweep]:
-    """Back up V ← max_a Q, then evaluate its greedy policy by `sweeps` sweeps, each at the cost of a sweep of one action.
+    """Back up V ← max_a Q, then evaluate its greedy policy by `sweeps` sweeps, and repeat.
 
-    Each round yields a `back up` (whose bound decides) and an `evaluate`. 0 sweeps are value iteration, many policy iteration.
+    A sweep for one policy costs 1/A of a backup. Each round yields a `back up`, whose error bound decides about the end, and an
+    `evaluate`. With 0 sweeps, this is value iteration, and with many it approaches policy iteration.
     """
     _check_epsilon(epsilon)
     if sweeps < 0:
@@ -192,7 +194,10 @@ def modified_policy_iteration(
 def prioritised_sweeping(
     mdp: MDP, *, value: ArrayLike | None = None, backups: int | None = None, epsilon: float | None = None
 ) -> Iterator[Sweep]:
-    """Back up the state with the largest |TV − V| next, and update its predecessors. Yield after every `backups` (default S)."""
+    """Back up the state with the largest |TV − V|, update its predecessors' |TV − V|, and repeat.
+
+    Yield a sweep after every `backups` (default S) backups of one state.
+    """
     _check_epsilon(epsilon)
     new = check_value(mdp, value)
     best = _best_of(mdp)
@@ -210,7 +215,7 @@ def prioritised_sweeping(
         while heap and left:
             priority, state = heapq.heappop(heap)
             if -priority != gap[state]:
-                continue  # it was backed up or raised since
+                continue  # an outdated entry: the state was backed up, or its priority raised, since
             left -= 1
             new[state] = _back_up(new, rows[state], mdp.gamma)
             gap[state] = 0.0
@@ -239,8 +244,9 @@ SOLVERS: dict[str, Callable[..., Iterator[Sweep]]] = {
 def solve(mdp: MDP, *, method: Method | None = None, value: ArrayLike | None = None, epsilon: float | None = None) -> Solution:
     """Return V*, an optimal policy and a bound on the error, at most `epsilon` for γ < 1; None: 1e-8 of the largest value.
 
-    `method` defaults to policy_iteration up to 5,000 states and value_iteration above; at γ = 1 only policy_iteration is sure to
-    find a policy that ends. The sweeping methods return the middle of V + [low, high], which meets the bound earlier than V.
+    `method` defaults to policy_iteration up to 5,000 states and to value_iteration above. At γ = 1, only policy_iteration is sure
+    to find a policy that ends. The methods that sweep return the middle of the interval V + [low, high], which meets the bound
+    earlier than V.
     """
     small = mdp.n_states <= EXACT_UP_TO or gamma_is_one(mdp.gamma)
     method = method or ("policy_iteration" if small else "value_iteration")
@@ -291,18 +297,21 @@ def _record_evaluation(mdp: MDP, iteration: int, old: FloatArray, new: FloatArra
 
 
 def _finite_steps(mdp: MDP, policy: IntArray) -> float:
-    """Return the largest finite expected number of steps. The states where it is infinite stay without reward and are exact."""
+    """Return the largest finite expected number of steps over the states.
+
+    It may be infinite elsewhere: there the policy stays without reward, and the value 0 is exact.
+    """
     steps = expected_steps(mdp, policy)
     return float(steps[np.isfinite(steps)].max(initial=0.0))
 
 
 def _of_chain(mdp: MDP, model: Matrix, rewards: FloatArray) -> Callable[[FloatArray], FloatArray]:
-    """Return the Bellman expectation operator of all states at once."""
+    """Return the Bellman expectation operator of a Markov chain, V ↦ R_π + γ·P_π·V, for all states at once."""
     return lambda value: np.asarray(rewards + mdp.gamma * (model @ value))
 
 
 def _best_of(mdp: MDP) -> Callable[[FloatArray], FloatArray]:
-    """Return the Bellman optimality operator of all states at once."""
+    """Return the Bellman optimality operator, V ↦ max_a Q(s, a), for all states at once."""
     return lambda value: np.asarray(q_values(mdp, value).T.max(axis=0))
 
 
@@ -319,7 +328,7 @@ StateRows = tuple[FloatArray, IntArray, FloatArray]
 
 
 def _state_rows(stacked: Matrix, rewards: FloatArray) -> list[StateRows]:
-    """Return for each state: P (A, k) over its k successors, the successors [k], and rewards [A]."""
+    """Return for each state (P (A, k) of its k successors, the successors [k], the rewards [A])."""
     n_states, n_actions = rewards.shape
     rows: list[StateRows] = []
     for state in range(n_states):
@@ -336,7 +345,7 @@ def _back_up(value: FloatArray, row: StateRows, gamma: float) -> float:
 
 
 def _in_place(stacked: Matrix, rewards: FloatArray, gamma: float, order: range | list[int]) -> Callable[[FloatArray], FloatArray]:
-    """Return a sweep that uses each new value at once (Gauss–Seidel), state by state."""
+    """Return a function V ↦ V' that sweeps state by state in this order and uses each new value at once (Gauss–Seidel)."""
     rows = _state_rows(stacked, rewards)
 
     def sweep(value: FloatArray) -> FloatArray:

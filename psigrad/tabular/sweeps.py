@@ -1,4 +1,4 @@
-"""The state of a solver after each step, with a bound on its error."""
+"""The state of a solver after each step (`Sweep`), and bounds on its error."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _TIE = 1e-9  # wider than rounding, which grows over the sweeps
 class Sweep:
     """One step of a solver: the values after it, and their error bounds.
 
-    V + low <= target <= V + high in every state that is not terminal. The target of `evaluate` is V_π of the current policy, that
-    of `improve` and `back up` is V*.
+    V + low <= target <= V + high in every state that is not terminal. The target of a step `evaluate` is V_π of the current
+    policy. The target of `improve` and `back up` is V*.
     """
 
     mdp: MDP
     iteration: int
     """The number of the step, from 1."""
     step: Step
-    """The kind of step: values of the current policy, a better policy for the same values, or a Bellman optimality backup."""
+    """evaluate: new values of the current policy. improve: a new policy, same values. back up: a Bellman optimality backup."""
     value: FloatArray
     """[S]: V after this step."""
     residual: float
@@ -37,26 +37,29 @@ class Sweep:
     low: float
     high: float
     chosen: IntArray | FloatArray | None = None
-    """The solver's current policy; None if it stores values only."""
+    """The solver's current policy; None if the solver has only values."""
     changed: int = 0
     """The number of states whose action changed (for `improve`)."""
 
     @property
     def error_bound(self) -> float:
-        """A true bound on max_s |V(s) − target(s)|; infinite if none is known."""
+        """A proven bound on max_s |V(s) − target(s)|; infinite if none is known."""
         return max(-self.low, self.high)
 
     @cached_property
     def policy(self) -> IntArray | FloatArray:
-        """The current policy, or the greedy one of these values.
+        """The solver's current policy, or the greedy policy of these values.
 
-        At γ = 1, among actions of equal value, it takes one that leads towards an end.
+        At γ = 1, of several actions with equal value, the greedy policy takes one that leads towards an end.
         """
         return self._greedy[0] if self.chosen is None else self.chosen
 
     @property
     def leads_nowhere(self) -> BoolArray:
-        """[S] True where γ is 1 and no greedy action leads towards an end. There the return of `policy` may differ from V."""
+        """[S]: True if γ = 1 and no greedy action leads towards an end.
+
+        In such a state, the return of `policy` may differ from V.
+        """
         if self.chosen is not None or not gamma_is_one(self.mdp.gamma):
             return np.zeros(self.mdp.n_states, bool)
         return ~self._greedy[1]
@@ -71,7 +74,10 @@ class Sweep:
 
 
 def rounding(mdp: MDP, value: FloatArray) -> float:
-    """Return the largest error of a computed backup: (n + 3)·u·(max|R| + γ·max|V|), with n the longest row and u = 2⁻⁵³."""
+    """Return a bound on the rounding error of a backup: (n + 3)·u·(max|R| + γ·max|V|).
+
+    n is the largest number of entries in a row of the transitions, and u = 2⁻⁵³.
+    """
     longest = int(np.diff(mdp.transitions.indptr).max()) if mdp.is_sparse else mdp.n_states
     largest_value = max(float(value.max()), -float(value.min()))
     return (longest + 3) * UNIT * (_largest_reward(mdp) + mdp.gamma * largest_value)
@@ -84,10 +90,11 @@ def _largest_reward(mdp: MDP) -> float:
 def change_bounds(
     mdp: MDP, change: FloatArray, slack: float, synchronous: bool, steps: float | None = None
 ) -> tuple[float, float]:
-    """Return (low, high) after a sweep that changed V by d = `change` [S].
+    """Return the error bounds (low, high) of V after a sweep that changed it by d = `change` [S].
 
-    γ < 1: ∓γ/(1 − γ)·max|d|; after a synchronous sweep γ/(1 − γ)·min d and γ/(1 − γ)·max d, which is never wider. `slack` is the
-    rounding error of one backup. γ = 1: ∓(n − 1)·max|d| with n = `steps` the largest expected number of steps to the end.
+    γ < 1: ∓γ/(1 − γ)·max|d|. After a synchronous sweep: γ/(1 − γ)·min d and γ/(1 − γ)·max d, which is never wider. γ = 1:
+    ∓(n − 1)·max|d| with n = `steps`, the largest expected number of steps to the end. `slack`, the rounding error of one backup,
+    widens the bounds.
     Sources: MacQueen 1966; Bertsekas, Dynamic Programming and Optimal Control, volume 2, proposition 1.3.1.
     """
     least, most = float(change.min()), float(change.max())
@@ -99,12 +106,12 @@ def change_bounds(
     if not synchronous:
         least, most = -max(most, -least), max(most, -least)
     elif mdp.is_terminal.any() or mdp.end is not None:
-        least, most = min(least, 0.0), max(most, 0.0)  # ended episodes propagate no change
+        least, most = min(least, 0.0), max(most, 0.0)  # a step that ends the episode propagates a change of 0
     return (mdp.gamma * least - slack) / (1 - mdp.gamma), (mdp.gamma * most + slack) / (1 - mdp.gamma)
 
 
 def residual_bounds(mdp: MDP, residual: FloatArray, slack: float, steps: float | None = None) -> tuple[float, float]:
-    """Return (low, high) of any V from its Bellman residual TV − V [S]: residual/(1 − γ), widened by rounding.
+    """Return the error bounds (low, high) of any V from its Bellman residual TV − V [S]: residual/(1 − γ), widened by `slack`.
 
     At γ = 1: n·residual with n = `steps`.
     """
@@ -115,15 +122,18 @@ def residual_bounds(mdp: MDP, residual: FloatArray, slack: float, steps: float |
 
 
 def wanted_error(epsilon: float | None, value: FloatArray) -> float:
-    """Return `epsilon`, or if it is None 1e-8 of the largest value, and at least 1e-8.
+    """Return the error that a solver must reach: `epsilon`; if that is None, 1e-8 of the largest value, and at least 1e-8.
 
-    The default is relative, since float64 proves no absolute error for large values.
+    The default is relative, since float64 cannot prove a fixed absolute error for large values.
     """
     return epsilon if epsilon is not None else 1e-8 * max(1.0, float(np.abs(value).max(initial=0.0)))
 
 
 def is_finished(sweep: Sweep, epsilon: float | None, slack: float) -> bool:
-    """Return True if the bound is met, or without a bound (γ = 1) the residual. Raises ValueError if float64 cannot meet it."""
+    """Return True if the error bound is at most `wanted_error`. If there is no bound (γ = 1), the residual is compared instead.
+
+    Raises ValueError if float64 cannot reach that error.
+    """
     epsilon = wanted_error(epsilon, sweep.value)
     if not np.isfinite(sweep.error_bound):
         return sweep.residual <= max(epsilon, slack)

@@ -1,12 +1,13 @@
-"""Learners of control from experience: Monte Carlo control, SARSA, expected SARSA, Q-learning, Double Q-learning.
+"""Control learned from experience: Monte Carlo control, SARSA, expected SARSA, Q-learning, Double Q-learning.
 
-Each is a generator that plays an episode, learns from it, and yields a `Learned`. With ε-greedy behaviour and step size α:
+Each learner is a generator. It plays an episode, learns from it, and yields a `Learned`. Behaviour is ε-greedy, α is the step
+size:
 
     SARSA            Q(s,a) ← Q(s,a) + α·(r + γ·Q(s',a') − Q(s,a)), a' the next action taken
     expected SARSA   … r + γ·Σ_a' π(a'|s')·Q(s',a') …
     Q-learning       … r + γ·max_a' Q(s',a') …
 
-After a terminated step nothing follows; after a truncated one Q(s', ·) still counts.
+After a terminated step, the value of s' is 0. After a truncated one, it is Q(s', ·) as usual.
 Sources: Watkins 1989; Rummery and Niranjan 1994; van Hasselt 2010; Sutton and Barto 2018, chapters 5, 6 and 7.
 """
 
@@ -46,7 +47,7 @@ class LearnerOptions(TypedDict, total=False):
     gamma: float | None
     """The discount; by default the MDP's."""
     epsilon: Schedule
-    """The probability of an action drawn uniformly, a schedule over episodes from 0; by default 0.1."""
+    """The probability of a uniformly random action, as a schedule over episodes, counted from 0; by default 0.1."""
     seed: int
     """The seed of the environment and of the choices; by default 0."""
     q: ArrayLike | None
@@ -79,7 +80,7 @@ class Learned:
 
 
 class _Actor:
-    """An ε-greedy policy: choices with ties broken at random, and their probabilities."""
+    """An ε-greedy policy, which breaks ties at random: it chooses actions, and computes expected values."""
 
     def __init__(self, n_actions: int, draw: Callable[[], float]) -> None:
         self.n_actions, self.draw, self.epsilon = n_actions, draw, 0.0
@@ -94,12 +95,12 @@ class _Actor:
         return ties[int(self.draw() * len(ties))]
 
     def mean(self, row: Row) -> float:
-        """Return Σ_a π(a|s)·Q(s, a) = ε·mean + (1 − ε)·max, whatever the ties."""
+        """Return Σ_a π(a|s)·Q(s, a) = ε·mean + (1 − ε)·max of a row Q(s, ·). Ties do not matter."""
         return self.epsilon * sum(row) / self.n_actions + (1 - self.epsilon) * max(row)
 
 
 class _Experience:
-    """Episodes played ε-greedily, with the state that all learners share: initial Q, discount, step sizes."""
+    """The part that all learners share: it plays ε-greedy episodes, and has the initial Q, the discount and the step sizes."""
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class _Experience:
         self.actor = _Actor(shape[1], uniforms(np.random.default_rng((seed, 2))))
 
     def step_size(self) -> Callable[[int, int], float]:
-        """Return α of (s, a) by its visits, which are counted only if the schedule needs them."""
+        """Return a function of (s, a) that returns its step size α. It counts visits only if the schedule needs them."""
         alpha, visits = self.alpha, dict[tuple[int, int], int]()
         if not callable(alpha):
             constant = at(alpha, 0, "alpha")
@@ -144,7 +145,7 @@ class _Experience:
     def play(
         self, behaviour: Table, learn: Learn | None = None, bootstrap: Bootstrap | None = None
     ) -> Iterator[tuple[int, Episode]]:
-        """Yield (index, episode), one after the other, ε-greedy in `behaviour`."""
+        """Yield (index, episode) for each episode, played ε-greedily with the table `behaviour`."""
         actor, limit = self.actor, self.max_steps
         choose = lambda state: actor(behaviour[state])  # noqa: E731
         for index in range(self.episodes):
@@ -153,7 +154,7 @@ class _Experience:
             yield index, play(self.env, choose, seed=seed, max_steps=limit, learn=learn, bootstrap=bootstrap)
 
     def learned(self, behaviour: Table, learn: Learn) -> Iterator[Learned]:
-        """Yield each episode with the `behaviour` after it."""
+        """Play episodes, call `learn` after each step, and yield a `Learned` with `behaviour` as Q after each episode."""
         for index, episode in self.play(behaviour, learn):
             yield Learned(index, episode, self.actor.epsilon, np.array(behaviour))
 
@@ -161,10 +162,10 @@ class _Experience:
 def q_learning(
     env: MDP | DiscreteEnv, episodes: int, *, alpha: Schedule = 0.1, **options: Unpack[LearnerOptions]
 ) -> Iterator[Learned]:
-    """Learn the value of the greedy policy while exploring (off-policy).
+    """Learn by Q-learning: the values of the greedy policy, while an ε-greedy one acts (off-policy).
 
-    `alpha` is a schedule of the visits of (s, a) from 1; `options` are `gamma`, `epsilon`, `seed`, `q` and `max_steps`; see
-    `LearnerOptions`.
+    `alpha` is a schedule over the visits of (s, a), counted from 1. `options` are `gamma`, `epsilon`, `seed`, `q` and
+    `max_steps`; see `LearnerOptions`.
     """
     return _one_step(_Experience(env, episodes, alpha, **options), max)
 
@@ -172,13 +173,16 @@ def q_learning(
 def expected_sarsa(
     env: MDP | DiscreteEnv, episodes: int, *, alpha: Schedule = 0.1, **options: Unpack[LearnerOptions]
 ) -> Iterator[Learned]:
-    """Learn on-policy like SARSA, from the mean over a' instead of a sample, with less variance. Arguments of q_learning."""
+    """Learn by expected SARSA: on-policy, with the expectation over a' instead of SARSA's sample, so with less variance.
+
+    The arguments are those of `q_learning`.
+    """
     experience = _Experience(env, episodes, alpha, **options)
     return _one_step(experience, experience.actor.mean)
 
 
 def _one_step(experience: _Experience, ahead: Callable[[Row], float]) -> Iterator[Learned]:
-    """Learn one step at a time towards r + γ·ahead(Q(s', ·))."""
+    """Learn after each step with the target r + γ·ahead(Q(s', ·))."""
     q, gamma, step = experience.q, experience.gamma, experience.step_size()
 
     def learn(state: int, action: int, reward: float, following: int, terminated: bool) -> None:
@@ -191,10 +195,11 @@ def _one_step(experience: _Experience, ahead: Callable[[Row], float]) -> Iterato
 def double_q_learning(
     env: MDP | DiscreteEnv, episodes: int, *, alpha: Schedule = 0.1, **options: Unpack[LearnerOptions]
 ) -> Iterator[Learned]:
-    """Learn two tables: one picks the action and the other gives its value, so that the max over noise adds no bias.
+    """Learn by Double Q-learning: one table picks the best action, and another gives its value.
 
-    Q_A(s,a) ← Q_A(s,a) + α·(r + γ·Q_B(s', argmax_a' Q_A(s',a')) − Q_A(s,a)), or with A and B swapped, at random. Behaviour is
-    ε-greedy in the mean of both, which is also the yielded `q`. Arguments are those of q_learning.
+    So the maximum over noisy values has no upward bias. The update is
+    Q_A(s,a) ← Q_A(s,a) + α·(r + γ·Q_B(s', argmax_a' Q_A(s',a')) − Q_A(s,a)), with A and B swapped at random. Behaviour is
+    ε-greedy in the mean of both tables, which is also the yielded `q`. The arguments are those of `q_learning`.
     """
     experience = _Experience(env, episodes, alpha, **options)
     first, gamma, draw = experience.q, experience.gamma, experience.actor.draw
@@ -215,10 +220,10 @@ def double_q_learning(
 def sarsa(
     env: MDP | DiscreteEnv, episodes: int, *, n: int = 1, alpha: Schedule = 0.1, **options: Unpack[LearnerOptions]
 ) -> Iterator[Learned]:
-    """Learn the value of the policy that is played, exploration included (on-policy). n > 1 is n-step SARSA.
+    """Learn by SARSA: the values of the policy that acts, exploration included (on-policy). n > 1 is n-step SARSA.
 
-    Q(s_t,a_t) is moved towards r_t + … + γ^{n−1}·r_{t+n−1} + γ^n·Q(s_{t+n}, a_{t+n}), once a_{t+n} is chosen. If an episode is
-    cut off, Σ_a π(a|s')·Q(s',a) replaces the Q of the action that was not taken. Arguments are those of q_learning.
+    When a_{t+n} is chosen, Q(s_t,a_t) is moved towards r_t + … + γ^{n−1}·r_{t+n−1} + γ^n·Q(s_{t+n}, a_{t+n}). If an episode is
+    cut off before, Σ_a π(a|s')·Q(s',a) takes the place of the last Q. The other arguments are those of `q_learning`.
     """
     if n < 1:
         raise ValueError(f"n is {n}; expected at least 1 step; for whole returns use monte_carlo_control.")
@@ -248,7 +253,8 @@ def monte_carlo_control(
 ) -> Iterator[Learned]:
     """Learn by on-policy first-visit Monte Carlo: Q(s,a) moves towards the return after the first (s, a) of an episode.
 
-    alpha = None is the mean of all returns. An episode that was cut off counts with Σ_a π(a|s_T)·Q(s_T,a) for its rest.
+    alpha = None takes the mean of all returns. For an episode that was cut off, the estimate Σ_a π(a|s_T)·Q(s_T,a) replaces the
+    rewards that were not seen.
     """
     experience = _Experience(env, episodes, (lambda n: 1.0 / n) if alpha is None else alpha, **options)
     q, actor, step = experience.q, experience.actor, experience.step_size()

@@ -1,7 +1,7 @@
-"""The ends of episodes, which an undiscounted sum of rewards needs to be finite.
+"""The states from which episodes end, on which it depends if undiscounted sums of rewards are finite.
 
-With γ = 1 the Bellman equation alone has many solutions. The right one depends on the states that can reach an end, and on those
-that can continue for ever without any reward (value exactly 0). These are questions about the graph of the transitions.
+With γ = 1, the Bellman equation has many solutions. The right one depends on the states that can reach an end, and on those that
+can continue for ever without any reward, whose value is exactly 0. Both follow from the graph of the transitions.
 Source: Bertsekas and Tsitsiklis 1991, "An analysis of stochastic shortest path problems"; Puterman 1994, chapter 7.
 """
 
@@ -18,15 +18,15 @@ BoolArray = NDArray[np.bool_]
 
 
 def _edges(transitions: Any) -> Any:
-    """Return the stacked transitions as a CSR pattern of ones, (A·S, S)."""
+    """Return a CSR array (A·S, S) with ones where the stacked transitions have a probability above 0."""
     pattern = sparse.csr_array(transitions)
     return sparse.csr_array(((pattern.data > 0).astype(np.float64), pattern.indices, pattern.indptr), shape=pattern.shape)
 
 
 def _free_for_ever(edges: Any, rewards: NDArray[np.float64], end: NDArray[np.float64], terminal: BoolArray) -> NDArray[np.bool_]:
-    """Return (S, A): actions that can be repeated for ever inside a set of states where no step pays or ends anything.
+    """Return (S, A): True for actions that keep the agent for ever in a set of states without any reward or end.
 
-    This is the greatest such set: start with every free action, and remove those that may leave the remaining states.
+    This is the greatest such set. It starts with every action that pays nothing, and removes those that may leave the set.
     """
     free = (rewards == 0) & (end == 0) & ~terminal[:, None]
     n_states, n_actions = rewards.shape
@@ -42,10 +42,10 @@ def _free_for_ever(edges: Any, rewards: NDArray[np.float64], end: NDArray[np.flo
 def safe_policy(
     transitions: Any, rewards: NDArray[np.float64], end: NDArray[np.float64], terminal: BoolArray
 ) -> tuple[NDArray[np.int64], BoolArray]:
-    """Return a policy [S] whose undiscounted value is finite wherever one exists, and the states [S] where it is finite.
+    """Return (a policy [S] whose undiscounted value is finite wherever that is possible, the states [S] where it is finite).
 
-    It stays for ever without reward where that is possible. Elsewhere each action leads with positive probability one step nearer
-    to such a state or to an end.
+    In states where that is possible, the policy stays for ever without reward. In others, each action leads with positive
+    probability one step nearer to such a state or to an end.
     """
     edges = _edges(transitions)
     n_states, n_actions = rewards.shape
@@ -57,17 +57,19 @@ def safe_policy(
 def ending_policy(
     transitions: Any, end: NDArray[np.float64], terminal: BoolArray, allowed: BoolArray
 ) -> tuple[NDArray[np.int64], BoolArray]:
-    """Return a policy [S] of `allowed` (S, A) actions that leads to an end, and the states [S] where it does.
+    """Return (a policy [S] of `allowed` (S, A) actions that leads to an end, the states [S] from which it does).
 
-    Each of its actions leads with positive probability one step nearer to an end. Elsewhere it takes the first allowed action.
+    In these states, each action leads with positive probability one step nearer to an end. In others, it is the first allowed
+    one.
     """
     policy = allowed.argmax(axis=1).astype(np.int64)
     return policy, _spread(_edges(transitions), end, terminal.copy(), policy, allowed)
 
 
 def _spread(edges: Any, end: NDArray[np.float64], done: BoolArray, policy: NDArray[np.int64], allowed: BoolArray) -> BoolArray:
-    """Give each state [S] an allowed action that may lead to a `done` state, backwards from those. Return all states done
-    then.
+    """Write into `policy` [S] an allowed action that may lead towards a `done` state, for all states that have one.
+
+    Return [S]: the states that are done or have such an action.
     """
     n_states, n_actions = end.shape
     while True:
@@ -90,7 +92,7 @@ def can_end(transitions: Any, start: NDArray[np.float64], end: NDArray[np.float6
     edges = _edges(transitions).tocoo()
     n_states = len(start)
     first = np.flatnonzero(start > 0)
-    before = np.concatenate([edges.row % n_states, np.full(first.size, n_states)])  # an extra node leads to every first state
+    before = np.concatenate([edges.row % n_states, np.full(first.size, n_states)])  # an added node leads to every first state
     after = np.concatenate([edges.col, first])
     graph = sparse.csr_array((np.ones(before.size), (before, after)), shape=(n_states + 1, n_states + 1))
     reached = csgraph.breadth_first_order(graph, n_states, return_predecessors=False)[1:]
@@ -98,7 +100,7 @@ def can_end(transitions: Any, start: NDArray[np.float64], end: NDArray[np.float6
 
 
 def closed_classes(model: Any, end: NDArray[np.float64]) -> list[NDArray[np.intp]]:
-    """Return the sets of states that a chain with matrix `model` (S, S) never leaves and where it never ends (`end` [S] is 0)."""
+    """Return the sets of states that a Markov chain `model` (S, S) never leaves and in which it never ends (`end` [S] is 0)."""
     graph = sparse.csr_array(model)
     n_classes, label = csgraph.connected_components(graph, directed=True, connection="strong")
     rows = np.repeat(np.arange(graph.shape[0]), np.diff(graph.indptr))

@@ -1,7 +1,7 @@
-"""Many episodes in parallel: sampled with one draw per step for all of them, or enumerated with their probabilities.
+"""Many episodes in parallel: sampled step by step for all at once, or enumerated with their probabilities.
 
-`simulation.rollouts` plays one episode after the other in anything with reset and step. Here the model is known, so a step of all
-episodes is one search in a table.
+`simulation.rollouts` plays one episode after the other in any environment with reset and step. Here the MDP is known, so one
+search in a table takes a step of all episodes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from psigrad.tabular.simulation import Episode, outcomes
 
 @dataclass(frozen=True, eq=False)
 class Paths:
-    """N episodes of at most T steps. After the end of an episode its last state is repeated; actions and rewards are 0."""
+    """N episodes, padded to T steps. After the end of an episode, its last state is repeated, and actions and rewards are 0."""
 
     states: IntArray
     """[N, T + 1]"""
@@ -37,7 +37,7 @@ class Paths:
         return np.asarray(np.arange(self.actions.shape[1]) < self.lengths[:, None])
 
     def select(self, rows: IntArray) -> Paths:
-        """Return these episodes in this order, without the steps that none of them has."""
+        """Return the episodes with these indices, in this order, padded to the longest of them."""
         steps = int(self.lengths[rows].max()) if len(rows) else 0
         return Paths(
             self.states[rows, : steps + 1],
@@ -48,7 +48,7 @@ class Paths:
         )
 
     def cut(self, steps: int) -> Paths:
-        """Return the episodes cut off after this number of steps; longer ones are no longer terminated."""
+        """Return the episodes cut off after this number of steps. Those that were longer are then not terminated."""
         if steps < 1:
             raise ValueError(f"steps is {steps}; expected at least 1.")
         return Paths(
@@ -60,14 +60,14 @@ class Paths:
         )
 
     def episode(self, row: int) -> Episode:
-        """Return one of the episodes."""
+        """Return the episode in this row, without padding."""
         n = int(self.lengths[row])
         return Episode(self.states[row, : n + 1], self.actions[row, :n], self.rewards[row, :n], bool(self.terminated[row]))
 
 
 @dataclass(frozen=True, eq=False)
 class _Outcomes:
-    """The outcomes of a policy's steps, concatenated over states: entries first[s] … first[s] + count[s] − 1."""
+    """The outcomes (action, next state) of a policy's steps. Those of state s are entries first[s] … first[s] + count[s] − 1."""
 
     first: IntArray
     count: IntArray
@@ -77,7 +77,7 @@ class _Outcomes:
     ends: BoolArray
     probability: FloatArray
     cumulative: FloatArray
-    """s + Σ of the probabilities so far: sorted over all states, so that one search serves every episode."""
+    """s + the sum of the state's probabilities up to the entry. It is sorted over all states: one search serves all episodes."""
 
 
 def _outcomes(mdp: MDP, policy: ArrayLike) -> _Outcomes:
@@ -109,9 +109,9 @@ def _outcomes(mdp: MDP, policy: ArrayLike) -> _Outcomes:
 
 
 def sample_paths(mdp: MDP, policy: ArrayLike, episodes: int, *, seed: int, max_steps: int | None = None) -> Paths:
-    """Sample episodes of a fixed policy, [S] actions or (S, A) probabilities, all played at once; `max_steps` cuts them off.
+    """Sample episodes of a fixed policy, [S] actions or (S, A) probabilities, all at once. `max_steps` cuts them off.
 
-    Raises ValueError if an episode would start in a terminal state, or for numbers below 1.
+    Raises ValueError if an episode would start in a terminal state, or if `episodes` or `max_steps` is below 1.
     """
     if episodes < 1 or (max_steps is not None and max_steps < 1):
         raise ValueError(f"episodes is {episodes} and max_steps {max_steps}; expected at least 1 of each (or None for no limit).")
@@ -174,7 +174,7 @@ def _starts(mdp: MDP) -> IntArray:
 
 
 def _gather(parts: list[tuple[IntArray, IntArray, FloatArray, FloatArray, bool]]) -> tuple[Paths, FloatArray]:
-    """Return groups of paths, each of one length, padded to the longest."""
+    """Return (the paths of all `parts`, padded to the longest, their probabilities). All paths of a part have one length."""
     parts = [part for part in parts if part[3].size]
     longest = max(part[1].shape[1] for part in parts)
     lengths = np.concatenate([np.full(part[3].size, part[1].shape[1]) for part in parts])

@@ -1,1 +1,1 @@
-"""Workers on a Ray cluster that sample, score and play, and take over the jobs of lost workers."""
+"""Workers on a Ray cluster that sample, score and play episodes. If one is lost, others take over its jobs."""

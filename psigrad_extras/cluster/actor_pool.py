@@ -1,8 +1,8 @@
 """Workers on a Ray cluster that run jobs, and run them again when a worker is lost.
 
-The result of a job depends only on the job, not on the worker or the number of workers. So the jobs of a lost worker go to
-others, and the first answer counts. Several batches of jobs may run at once, each with its own waiting thread. The oldest comes
-first. A job goes to the worker with the fewest jobs, or to the worker that keeps what it needs.
+The result of a job depends only on the job, not on the worker or the number of workers. So the jobs of a lost or late worker go
+to others, and the first answer counts. Several batches of jobs may run at once, each with its own waiting thread. The jobs of the
+oldest batch come first. A job goes to the worker with the fewest jobs, or to the one that has a cache for it (`Affinity`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from psigrad_extras.cluster import ray_connection
 
 # The seconds after which an idle worker takes over another's job: the minimum, and a multiple of the median seconds of a job.
 PATIENCE, TIMES = 60.0, 5.0
-# The seconds until the thread that waits for answers looks for jobs that other threads have issued.
+# The seconds after which the thread that waits for answers checks for jobs that other threads have added.
 SLICE = 0.05
 # The number of workers that may be lost in a row at their start, or at one job; the seconds without workers before a message.
 LOSSES, NOTICE = 6, 20.0
@@ -40,8 +40,9 @@ Job = Callable[[Any], Any]
 
 @dataclass(eq=False)
 class Affinity:
-    """The worker that keeps what a job needs: the last one that answered a job of this affinity.
-    It also gets the next one while it exists and is not late. Otherwise any other worker gets it.
+    """A group of jobs that should run on the same worker, because it caches data for them.
+
+    `worker` is the one that answered the group's last job. It gets the next one, unless it is lost or late; then any other does.
     """
 
     worker: Any = None
@@ -49,7 +50,7 @@ class Affinity:
 
 @dataclass(frozen=True, eq=False)
 class _Owed:
-    """A job that a worker is running."""
+    """A job that a worker is running, and the time at which it started."""
 
     batch: JobBatch
     job: int
@@ -57,7 +58,7 @@ class _Owed:
 
     @property
     def wanted(self) -> bool:
-        """True if its answer is still needed."""
+        """True if the job's answer is still needed."""
         return not self.batch.closed and self.job not in self.batch.done
 
 
@@ -68,15 +69,16 @@ class _Worker:
     actor: Any
     starting: Any
     work: dict[Any, _Owed] = field(default_factory=dict)
-    """The running jobs, by the reference to the answer."""
+    """Ray's reference to the answer -> the running job."""
 
 
 class ActorPool:
-    """The `count` workers on a cluster, more or fewer as machines come and go.
+    """A pool of workers on a Ray cluster, which replaces lost workers.
 
-    `kind` is their class, created with `arguments` on the worker's machine. Its `ready()`, or the call of `greet`, answers once
-    the worker has started. `name` is their name in messages. Each has up to `depth` jobs at once, of batches with equal `needs`.
-    With `count` 0 there are as many as fit in the cluster besides `spare_cpus`, which are for others.
+    `kind` is the class of the workers, created with `arguments` on the worker's machine. Its method `ready()`, or the call
+    `greet`, returns when the worker has started. `name` is the workers' name in messages. A worker runs up to `depth` jobs at
+    once, from batches with equal `needs`. There are `count` workers; 0: as many as fit in the cluster, besides `spare_cpus` CPUs
+    for others.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class ActorPool:
         self._head = ray_connection.HeadWatch(self.ray, self._lose_head)
         self._seconds: deque[float] = deque(maxlen=64)
         self.entries = {"issued": 0, "again": 0, "twice": 0, "lost": 0}
-        """The numbers of issued jobs, of jobs issued again after a loss or a wait, of duplicate answers, and of lost workers."""
+        """Counts: issued jobs, jobs issued again because a worker was lost or late, duplicate answers, and lost workers."""
 
     def close(self) -> None:
         """End the workers."""
@@ -120,16 +122,16 @@ class ActorPool:
         self._workers.clear()
 
     def begin(self, needs: object = None) -> JobBatch:
-        """Start a new batch of jobs. A worker does not run it together with jobs of other `needs`."""
+        """Return a new, empty batch of jobs. A worker does not run its jobs at the same time as jobs of other `needs`."""
         return JobBatch(self, needs)
 
     @property
     def wanted(self) -> int:
-        """The number of workers that there should be now."""
+        """The number of workers that the pool should have now."""
         return max(1, self._count or self._room())
 
     def run(self, jobs: Sequence[Job], affinities: Sequence[Affinity | None] = ()) -> Iterator[tuple[int, Any]]:
-        """Yield (index, answer) of each job when it is done. `affinities` assign jobs to workers."""
+        """Run these jobs as a batch, and yield (index, answer) of each when it is done. `affinities` has one for each job."""
         batch = self.begin()
         try:
             for job, affinity in itertools.zip_longest(jobs, affinities):
@@ -210,14 +212,20 @@ class ActorPool:
             self._log("worker_awaited", f"No {self._name} has started so far: {self._describe_wants()}", seconds=waited)
 
     def _choose(self, in_time: set[_Worker], worker: _Worker) -> tuple[_Worker, JobBatch, int] | None:
-        """Return the next job for this worker: from the oldest batch that has one, if it may run with its current jobs."""
+        """Return (worker, batch, job) of the next job for this worker, or None.
+
+        It is from the oldest batch with a waiting job, if that batch has the same `needs` as the worker's current jobs.
+        """
         for batch in self._batches if len(worker.work) < self._depth else ():
             if (job := self._next(worker, batch, in_time)) is not None:
                 return (worker, batch, job) if all(owed.batch.needs == batch.needs for owed in worker.work.values()) else None
         return None
 
     def _next(self, worker: _Worker, batch: JobBatch, in_time: set[_Worker]) -> int | None:
-        """Return a job that waits for this worker, or else one that waits for no worker that exists and is not late."""
+        """Return a waiting job that has no affinity or whose affinity is this worker.
+
+        Otherwise return one whose worker is lost or late; None if there is none.
+        """
         free = None
         for job in batch.waiting:
             affinity = batch.affinities[job]
@@ -232,9 +240,9 @@ class ActorPool:
         worker.work[batch.jobs[job](worker.actor)] = _Owed(batch, job)
 
     def _take(self, worker: _Worker, ref: Any) -> None:
-        """Take a worker's answer and deliver it to its batch."""
+        """Fetch the answer `ref` of a worker, and deliver it to the job's batch."""
         if worker not in self._workers or (ref is not worker.starting and ref not in worker.work):
-            return  # another thread was first
+            return  # another thread has fetched it
         try:
             answer = self.ray.get(ref)
         except self.ray.exceptions.RayTaskError as error:
@@ -301,7 +309,7 @@ class ActorPool:
                 self.ray.kill(worker.actor)
 
     def _find_late(self) -> _Owed | None:
-        """Return an overdue job that only one worker has, or None."""
+        """Return the oldest overdue job that only one worker is running, or None."""
         working = [o for w in self._workers for o in w.work.values() if o.wanted]
         count = Counter((id(o.batch), o.job) for o in working)
         late = [o for o in working if self._is_late(o) and count[id(o.batch), o.job] == 1]
@@ -314,7 +322,7 @@ class ActorPool:
         return oldest
 
     def _is_late(self, owed: _Owed, times: float = 1.0) -> bool:
-        """Return True if an answer takes longer than `times` the limit for answers."""
+        """Return True if a job has run longer than `times` the limit, a multiple of the median time of a job."""
         limit = times * max(PATIENCE, TIMES * statistics.median(self._seconds) if self._seconds else PATIENCE)
         return time.monotonic() - owed.since > limit
 
@@ -322,7 +330,10 @@ class ActorPool:
         return not any(self._is_late(owed, times) for owed in worker.work.values())
 
     def _tend(self) -> None:
-        """Start missing workers. End those that are far overdue with a job that is not needed, or that no other could run."""
+        """Start missing workers, and end those that are very late.
+
+        These are workers whose jobs are not needed any more, or that have not answered within the time limit of the pool.
+        """
         if self._head.silent:
             return
         for worker in [w for w in self._workers if not self._in_time(w, 3.0)]:
@@ -334,7 +345,7 @@ class ActorPool:
             self._workers.append(_Worker(actor, self._greet(actor)))
 
     def _room(self) -> int:
-        """Return the number of workers that fit in the current cluster, besides the CPUs that it keeps free."""
+        """Return the number of workers that fit in the current cluster, if `spare_cpus` CPUs stay free."""
         resources = self.ray.cluster_resources()
         room = int((resources.get("CPU", 0) - self._spare_cpus) / self._cpus)
         return min(room, int(resources.get("GPU", 0) / self._gpus)) if self._gpus else room
@@ -349,7 +360,7 @@ class ActorPool:
 
 
 class JobBatch:
-    """A batch of jobs that belong together, added one by one."""
+    """A batch of jobs of one caller, which adds them one by one and collects their answers."""
 
     def __init__(self, pool: ActorPool, needs: object) -> None:
         self._pool, self.needs = pool, needs
@@ -357,11 +368,11 @@ class JobBatch:
         self.affinities: list[Affinity | None] = []
         self.waiting, self.done, self.closed = deque[int](), set[int](), False
         self.found: list[tuple[int, Any]] = []
-        """The (index, answer) pairs that have arrived and were not collected yet."""
+        """The pairs (index, answer) that have arrived but were not collected yet."""
         self.losses = Counter[int]()
         """The number of workers that were lost at each job."""
         self.error: UserError | None = None
-        """The error of a worker at one of the jobs."""
+        """The error that a worker raised in one of the jobs."""
 
     def add(self, job: Job, affinity: Affinity | None = None) -> None:
         """Add a job. Its index is the previous number of jobs."""
@@ -373,7 +384,7 @@ class JobBatch:
         return bool(self.found) or len(self.done) < len(self.jobs)
 
     def answers(self, seconds: float) -> list[tuple[int, Any]]:
-        """Return the (index, answer) pairs that have arrived, after waiting for at most `seconds`."""
+        """Return the pairs (index, answer) that have arrived. If there are none, wait for at most `seconds`."""
         found = self._pool._advance(self, seconds) if self.pending else []
         if not self.pending:
             self._pool._leave(self)
@@ -386,7 +397,7 @@ class JobBatch:
 
 
 def _cause_of(error: Exception) -> tuple[str, str]:
-    """Return the cause of a lost worker, and Ray's message. The middle of a long message is cut."""
+    """Return (the reason why a worker was lost, Ray's message without the middle if it is long)."""
     name, said = type(error).__name__, " ".join(str(error).split())
     if "low on memory" in said:
         used = re.search(r"was ([\d.]+) ?GB\D*/ ?([\d.]+) ?GB", said)
@@ -395,7 +406,7 @@ def _cause_of(error: Exception) -> tuple[str, str]:
             f": Ray ended it because its machine ran low on memory{of}; give each of them more CPUs in placement, or request "
             "fewer"
         )
-    elif "references to the actor were removed" in said and "never ran" in said:  # the driver still has its references
+    elif "references to the actor were removed" in said and "never ran" in said:  # the driver still has them
         name += (
             ": the cluster cannot ask this process for anything; either only this process uses Ray's token (then set "
             "RAY_AUTH_MODE=disabled here too), or a firewall blocks the connection"
@@ -404,6 +415,6 @@ def _cause_of(error: Exception) -> tuple[str, str]:
 
 
 def _place(trace: str) -> str:
-    """Return the last line of a traceback that is in neither psigrad nor an installed package, or ""."""
+    """Return the place of the traceback's last line in the user's own code, not in psigrad or a package; "" if there is none."""
     lines = [(file, line) for file, line in re.findall(r'File "(.+?)", line (\d+)', trace) if not _OURS.search(file)]
     return f", {lines[-1][0]}, line {lines[-1][1]}" if lines else ""

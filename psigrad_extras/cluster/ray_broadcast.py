@@ -1,12 +1,12 @@
 """Broadcasts of weights to vLLM's engines on the cluster, from the trainer's process to the processes of one engine at a time.
 
-Each sampler shares a group with the trainer, and gets a version when it is given a task of it. So no sampler waits for another:
-with a lag one may still use the previous weights, and samplers come and go. The trainer keeps versions in host memory while a
-task may need them. Weights are gathered first, in the order common to the trainer's processes, and sent later: a gather that
-waited for an engine would block the other processes' collectives.
+Each sampler shares a group with the trainer, and gets a version of the weights with the first task that needs it. So no sampler
+waits for another: some may still use the previous version, and samplers may be lost or join. The trainer keeps versions in host
+memory while a task may need them. Weights are first gathered, in the same order on all of the trainer's processes, and sent
+later. A gather that waited for an engine would block the other processes' collectives.
 
-A sampler that is unreachable or late gets its weights through Ray's object store. If it was in the middle of an update it is
-restarted. After `FAILURES` consecutive failures all samplers use the object store.
+A sampler that is unreachable or late gets its weights through Ray's object store. If it was in the middle of an update, it is
+restarted. After `FAILURES` consecutive failures, all samplers use the object store.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ Buckets = tuple[tuple[Contents, Tensor], ...]
 
 @dataclass(frozen=True)
 class Version:
-    """Published weights: their number, and their reference in Ray's object store."""
+    """One published version of the weights: its number, and `place`, Ray's reference to the description of its transfer."""
 
     number: int
     place: Any
     buckets: Buckets = ()
     """The weights in the trainer's process, if it broadcasts them."""
     stored: list[Any] = field(default_factory=list)
-    """Their reference in the object store, once a sampler needed them that way."""
+    """Ray's reference to the weights in the object store, once a sampler has needed them from there."""
 
 
 class _Link:
-    """The trainer's end of one sampler's group. A separate thread builds it and sends the buckets in the queue."""
+    """The trainer's end of one sampler's group. A thread forms the group, and sends the buckets of weights in the queue."""
 
     def __init__(self, store: TCPStore) -> None:
         self.store, self.ready = store, None
@@ -67,8 +67,10 @@ class _Link:
 
 
 class Broadcasts:
-    """The trainer's ends of all groups. `address()` is the trainer's machine, `size` the number of processes in a group. An
-    update sends each bucket once for each of `passes`. `turned` are the weights that vLLM stores transposed.
+    """The trainer's side of the broadcasts to all samplers.
+
+    `address()` returns the trainer's host, and `size` is the number of processes in a group. An update sends each bucket once for
+    each of `passes`. `turned` are the weights that vLLM stores transposed.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class Broadcasts:
         """The number of complete transfers of a version to a sampler."""
 
     def meet(self, worker: Any) -> Any:
-        """Start a new worker and let it join a group. Return the reference to its answer."""
+        """Start a new worker and let it join a group with the trainer. Return Ray's reference to its answer."""
         if self._over:
             return worker.ready.remote()
         link = self._links[worker] = _Link(broadcast.listen())
@@ -99,7 +101,7 @@ class Broadcasts:
         return link.ready
 
     def publish(self, ray: Any, number: int, weights: Iterator[tuple[str, Tensor]]) -> Version:
-        """Publish a new version of the weights, under a checkpoint's names."""
+        """Return a new version of the weights, which are named as in a checkpoint, ready to be sent."""
         bucketed = vllm_weights.in_buckets(weights)
         buckets = tuple(broadcast.pack(bucket, vllm_weights.bit_sums(list(bucket.values()))) for bucket in bucketed)
         version = Version(number, [ray.put(self._delivery(number, buckets))], buckets)
@@ -108,8 +110,9 @@ class Broadcasts:
         return version
 
     def bring(self, ray: Any, version: Version, worker: Any) -> Version:
-        """Return the version to send with a worker's task, and queue its broadcast unless it is stored. Of one version a worker
-        always gets the same answer, whichever task it starts with.
+        """Return the version to send with a worker's task. If it comes by broadcast, also queue the broadcast.
+
+        For one version, a worker always gets the same answer, whichever of several tasks it starts first.
         """
         link = self._links.get(worker)
         if link is None:
@@ -122,7 +125,7 @@ class Broadcasts:
         return link.offered
 
     def close(self) -> None:
-        """End all groups."""
+        """End the groups of all samplers."""
         for link in list(self._links.values()):
             link.close()
 
@@ -130,7 +133,7 @@ class Broadcasts:
         return Delivery(number, tuple(contents for contents, _ in buckets), self._passes, self._turned, stored)
 
     def _store(self, ray: Any, version: Version) -> Version:
-        """Store the version in Ray's object store."""
+        """Return the version with its weights in Ray's object store, where they are put on first use."""
         if not version.stored:
             arrays = tuple(buffer.numpy() for _, buffer in version.buckets)
             version.stored.append(ray.put(self._delivery(version.number, version.buckets, arrays)))
@@ -138,7 +141,7 @@ class Broadcasts:
 
     def _joined(self, ray: Any, link: _Link) -> bool:
         if not link.settled.is_set():
-            why = ray.get(link.ready)  # a worker that is given tasks has answered
+            why = ray.get(link.ready)  # a worker with tasks has answered already
             if why:
                 link.closed = True
                 self._note_failure(why)
@@ -147,7 +150,7 @@ class Broadcasts:
         return link.group is not None and not link.closed
 
     def _serve(self, link: _Link, worker: weakref.ref[Any]) -> None:
-        """Build the group, and send each requested version."""
+        """Form a sampler's group, then send each version in its queue. This runs in the link's thread."""
         stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
             try:
@@ -170,7 +173,7 @@ class Broadcasts:
                     self._failures, self.sent = 0, self.sent + 1
 
     def _lose(self, link: _Link, worker: Any, why: str) -> None:
-        """End a sampler that is in the middle of an update, because it has a mix of new and old weights."""
+        """Kill a sampler that was in the middle of an update, because it has a mix of new and old weights."""
         if link.closed:
             return
         link.close()

@@ -1,4 +1,4 @@
-"""The connection to a Ray cluster, and the watch on its head."""
+"""The connection to a Ray cluster, and a thread that checks if its head node answers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from typing import Any
 from psigrad import extras
 from psigrad.errors import UserError, reason_of
 
-# The seconds without an answer after which the head of the cluster counts as lost. Ray ends its driver after 60.
+# The seconds without an answer after which the cluster's head node counts as lost. Ray would end this process after 60.
 HEAD = 30.0
 
 
 def connect(address: str) -> Any:
-    """Return Ray, connected to the cluster at `address`; with "auto", to a running cluster or else one of this machine."""
+    """Return the module ray, connected to the cluster at `address`.
+
+    With "auto", that is a running cluster, or otherwise a new one on this machine.
+    """
     try:
         import ray
     except ImportError as error:
@@ -62,7 +65,10 @@ def knock(address: str) -> None:
 
 
 class HeadWatch(threading.Thread):
-    """A thread that checks if the head of the cluster answers. Ray would end the driver after a minute and only print why."""
+    """A thread that checks if the cluster's head node answers.
+
+    Otherwise Ray would end this process after a minute, without an exception.
+    """
 
     def __init__(self, ray: Any, lost: Callable[[], None]) -> None:
         super().__init__(name="the cluster's head", daemon=True)

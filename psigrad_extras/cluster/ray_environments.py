@@ -1,4 +1,4 @@
-"""Environments on a Ray cluster. Each machine has processes that can be killed, like the trainer's machine."""
+"""Environments on a Ray cluster. On each machine, they run in processes that can be killed, as on the trainer's machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from psigrad.language.episodes.environments import Answer, EpisodeCall, Playing
 from psigrad.processes.parallel.world import World
 from psigrad_extras.cluster.actor_pool import ActorPool, Affinity, JobBatch
 
-# The number of parts of each actor's share of episodes, so that none waits long for the slowest.
+# The number of parts into which each actor's episodes are divided, so that none waits long for the slowest.
 PARTS = 4
 
 
@@ -25,18 +25,18 @@ class EnvironmentWorker:
         return True
 
     def rows(self, count: int, seed: int) -> list[Mapping[str, Any]] | None:
-        """See `Playing`."""
+        """Return the environment's own rows. See `Playing`."""
         return self.playing.rows(count, seed)
 
     def answer(self, calls: Sequence[EpisodeCall]) -> dict[int, Answer]:
-        """See `Playing`."""
+        """Return the answers to these calls, by episode number. See `Playing`."""
         return self.playing.answer(calls)
 
 
 class RayEnvironments(Playing):
-    """Episodes on the actors of a pool. Each stays on the actor where it started, as long as that actor exists.
+    """Episodes on the workers of an `ActorPool`. Each stays on the worker where it started, unless that one is lost.
 
-    Rank 0 has the pool and plays for all ranks. The others only get the rows.
+    Rank 0 has the pool and plays for all ranks. The others only receive the rows.
     """
 
     def __init__(self, pool: ActorPool | None, world: World) -> None:
@@ -46,14 +46,14 @@ class RayEnvironments(Playing):
         self._jobs: JobBatch | None = None
 
     def submit(self, calls: Sequence[EpisodeCall]) -> None:
-        """See `Playing`. The calls are issued at the next `answers`, part by part, since an actor takes one part at a time."""
+        """Store the calls, which the next `answers` sends in parts, since a worker runs one part at a time. See `Playing`."""
         if new := [call.number for call in calls if not call.turns]:
             parts = [Affinity() for _ in range(PARTS * self._actors.wanted)]
             self._affinities |= {number: parts[place * len(parts) // len(new)] for place, number in enumerate(new)}
         self._calls += calls
 
     def answers(self, seconds: float) -> dict[int, Answer]:
-        """See `Playing`."""
+        """Send the stored calls, and return the answers that arrive within `seconds`. See `Playing`."""
         together: dict[Affinity, list[EpisodeCall]] = {}
         for call in self._calls:
             together.setdefault(self._affinities[call.number], []).append(call)
@@ -67,7 +67,7 @@ class RayEnvironments(Playing):
         return answers
 
     def give_up(self) -> None:
-        """See `Playing`."""
+        """Drop all calls without an answer. See `Playing`."""
         if self._jobs is not None:
             self._jobs.give_up()
         self._calls, self._jobs = [], None
@@ -78,7 +78,7 @@ class RayEnvironments(Playing):
         return self._pool
 
     def rows(self, count: int, seed: int) -> list[Mapping[str, Any]] | None:
-        """See `Playing`. Every actor would return the same rows."""
+        """Return the environment's own rows, from any one worker, on all ranks. See `Playing`."""
         rows: list[Mapping[str, Any]] | None = None
         if self._pool is not None:
             ((_, rows),) = self._pool.run([lambda actor: actor.rows.remote(count, seed)])

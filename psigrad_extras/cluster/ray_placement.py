@@ -47,10 +47,9 @@ def open_actors(
     depth: int = 1,
     greet: Callable[[Any], Any] | None = None,
 ) -> Iterator[ActorPool]:
-    """Yield a pool of `count` workers of a kind, each with up to `depth` jobs at once; 0: as many as fit besides the others.
+    """Yield an `ActorPool` of `count` workers of a kind (0: as many as fit), each with up to `depth` jobs at once.
 
-    See `ActorPool`. Their output goes to the terminal and to workers.log of the run folder. Raises `UserError` if no cluster is
-    named.
+    Their output goes to the terminal and to workers.log in the run folder. Raises `UserError` if no cluster is named.
     """
     if not placement.cluster:
         raise UserError(f"placement asks for {name}s on a Ray cluster, but no cluster was named; give --cluster, or remove it.")
@@ -80,7 +79,10 @@ def open_actors(
 def open_sampler(
     config: SFTConfig | OnlineConfig | PreferenceConfig, model: LanguageModel, journal: Journal, longest: int = 0
 ) -> Iterator[Sampler]:
-    """Yield a sampler on the cluster with the weights of `model`. Rank 0 has the workers. `longest` is as in `samplers.make`."""
+    """Yield a sampler on the cluster with the weights of `model`. Rank 0 has the workers.
+
+    `longest` is the argument of `samplers.make`.
+    """
     placement = config.placement
     arguments = (partial(_load_sampler, config, longest), placement.sampler_cpus)
     wants: Any = {"count": placement.samplers, "cpus": placement.sampler_cpus, "gpus": placement.sampler_gpus}
@@ -94,7 +96,7 @@ def open_sampler(
                 wants["greet"] = broadcasts.meet
             actors = open_actors(placement, journal, RolloutWorker, arguments, name="sampler", **wants)
             workers = stack.enter_context(actors)
-            if broadcasts is not None:  # closed before the samplers, so that their end does not count as a failure
+            if broadcasts is not None:  # closed before the samplers, whose end would otherwise count as a failure
                 stack.callback(broadcasts.close)
         yield RaySampler(
             workers,
@@ -108,7 +110,7 @@ def open_sampler(
 
 
 def agreed_transfer(config: SFTConfig | OnlineConfig | PreferenceConfig, model: LanguageModel, world: World) -> Kind | None:
-    """Return the kind of broadcast that sends weights to the samplers, or None for Ray's object store. Rank 0 decides for all.
+    """Return the kind of broadcast that sends weights to the samplers, or None for Ray's object store. Rank 0 decides.
 
     Raises `UserError` if a broadcast is required but impossible.
     """
@@ -143,22 +145,23 @@ def _why_not(kind: Kind, config: SFTConfig | OnlineConfig | PreferenceConfig, mo
 def _broadcasts(
     kind: Kind, config: SFTConfig | OnlineConfig | PreferenceConfig, model: LanguageModel, journal: Journal
 ) -> Broadcasts:
-    """Return the trainer's ends of the broadcasts.
+    """Return the trainer's side of the broadcasts.
 
-    On CPUs, vLLM's weights are also inspected before an update, since some cannot be read completely after it.
+    On CPUs, an update sends the weights also before it starts, to choose what is compared, since vLLM's packed weights cannot be
+    read completely afterwards.
     """
     import ray
 
     first = ("choose",) if kind == "gloo" else ()
     passes = (*first, "load", "compare") if config.sampling.vllm_readback else ("load",)
-    device = torch.empty(0, device=model.device if kind == "nccl" else "cpu").device  # with its number
+    device = torch.empty(0, device=model.device if kind == "nccl" else "cpu").device  # with the index of the GPU
     turned, size = vllm_weights.transposed(model.network), 1 + config.sampling.tensor_parallel_size
     return Broadcasts(kind, ray.util.get_node_ip_address, size, device, passes, turned, journal.log)
 
 
 @contextlib.contextmanager
 def open_environments(placement: Placement, make: Callable[[], Playing], journal: Journal) -> Iterator[Playing]:
-    """Yield environments that are made on the cluster. Rank 0 plays for all."""
+    """Yield environments that run on the cluster. Rank 0 plays for all ranks."""
     with contextlib.ExitStack() as stack:
         pool = None
         if journal.world.rank == 0:
@@ -177,9 +180,10 @@ def open_scorer(placement: Placement, make: Callable[[], RewardPool], journal: J
 
 
 def _tasks_at_once(config: SFTConfig | OnlineConfig | PreferenceConfig) -> int:
-    """Return the number of tasks that fill the batch of a sampler with joining tasks.
+    """Return the number of tasks that a sampler runs at once.
 
-    Other samplers decode one task alone, so that the result is bitwise the same on any worker.
+    For vLLM, that many tasks fill its batch. Other samplers decode one task at a time, so that the result is bitwise the same on
+    any worker.
     """
     if config.sampling.sampler != "vllm" or not isinstance(config, OnlineConfig):
         return 1
@@ -193,7 +197,7 @@ def _weights_of(model: LanguageModel) -> Any:
 
 
 def _load_sampler(config: SFTConfig | OnlineConfig | PreferenceConfig, longest: int) -> tuple[LanguageModel, Sampler]:
-    """Load a model and its sampler on a worker, with the initial weights. vLLM does not share its GPU."""
+    """Return the model, with the initial weights, and its sampler on a worker. vLLM has the worker's GPU for itself."""
     run, sampling = config.run, config.sampling
     if sampling.sampler == "vllm":
         run = replace(run, device="cpu")

@@ -1,8 +1,8 @@
-"""Sampling by many processes on a Ray cluster, in tasks that any of them can take.
+"""Sampling by many processes on a Ray cluster, in tasks that any of them can run.
 
-A task is a fixed number of prompts in order, with the version of the weights to sample from. The result depends on nothing else,
-so a run gives the same completions on any number of workers with one type of processor. vLLM's engine runs several tasks of one
-version at once.
+A task is a fixed number of prompts in order, and the version of the weights. The result depends on nothing else, so a run gives
+the same completions on any number of workers with the same type of processor. vLLM's engine runs several tasks of one version at
+once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from psigrad_extras.vllm import vllm_backend
 from psigrad_extras.vllm.vllm_backend import VLLMSampler
 from psigrad_extras.vllm.vllm_sources import Delivery
 
-# The seconds between two checks for requests that may join.
+# The seconds between two checks for requests that may join the running ones.
 LOOK = 0.1
 Part = tuple[Affinity | None, Sequence[int]]
 """The affinity of a task, and the indices of its requests."""
@@ -48,7 +48,7 @@ class RolloutWorker:
         self._at_work, self._turn = 0, threading.Condition()
 
     def ready(self, meeting: tuple[Any, ...] = ()) -> str:
-        """Return once the model is loaded and vLLM's engine has joined the trainer: the reason of a failure, or ""."""
+        """Return when the model is loaded and vLLM's engine has joined the trainer's group: "", or the reason of a failure."""
         return vllm_backend.join(self.sampler, meeting) if isinstance(self.sampler, VLLMSampler) and meeting else ""
 
     def sample(self, version: Version, requests: list[Request], params: SamplingParams) -> tuple[int, list[list[Completion]]]:
@@ -71,7 +71,7 @@ class RolloutWorker:
                 self._turn.notify_all()
 
     def _take(self, weights: Any) -> Sampler:
-        """Return a sampler with the trainer's weights, which go to the local model or only to its engine."""
+        """Return a sampler with the trainer's weights, which are loaded into the local model, or only into its vLLM engine."""
         if not isinstance(weights, Delivery):
             self._load(weights)
             return self.sampler.snapshot()
@@ -91,16 +91,16 @@ class RolloutWorker:
 
 
 def _end(lost: RankLost) -> NoReturn:
-    """End this worker after the loss of an engine. Only the trainer can resend its weights, so another sampler replaces it."""
+    """End this worker after the loss of its engine. The pool starts another one, to which the trainer sends the weights."""
     redaction.say(str(lost))
     os._exit(RankLost.exit_status)
 
 
 class RaySampler(Sampler):
-    """A sampler on an `ActorPool`. Only rank 0 has the pool. The others take part in gathering sharded weights.
+    """A sampler on the workers of an `ActorPool`. Only rank 0 has the pool. The others take part in gathering sharded weights.
 
-    If engines let requests join (`joins`), an episode continues as soon as it is answered. With `broadcasts`, the weights have
-    the names of a checkpoint and are sent to engines by broadcast.
+    If requests can join a running batch of the engines (`joins`), an episode continues as soon as its environment has answered.
+    With `broadcasts`, weights have the names of a checkpoint and are sent to engines by broadcast.
     """
 
     central = True
@@ -122,12 +122,12 @@ class RaySampler(Sampler):
         self._published: tuple[object, Version] | None = None
 
     def count(self) -> dict[str, Any]:
-        """See `Sampler`. Return the number of tasks on the cluster, and of versions sent to a sampler by a broadcast."""
+        """Return counts for the metrics: tasks on the cluster, and transfers of weights by broadcast. See `Sampler`."""
         sent = {} if self.broadcasts is None else {"broadcasts": self.broadcasts.sent}
         return {} if self.pool is None else {"fleet": {**self.pool.entries, **sent}}
 
     def snapshot(self) -> Sampler:
-        """See `Sampler`. Publish the weights unless they were published last."""
+        """Return a sampler at the current weights, which are published unless the last version has them. See `Sampler`."""
         now = self._versions()
         if self._published is None or self._published[0] != now or now is None:
             number = 0 if self._published is None else self._published[1].number + 1
@@ -135,14 +135,14 @@ class RaySampler(Sampler):
         return _At(self, self._published[1])
 
     def _publish(self, number: int) -> Version:
-        """Publish the weights. All processes take part in gathering; only the one with the pool stores them."""
+        """Return a new version with the current weights. All ranks take part in gathering them; only rank 0 stores them."""
         if self.pool is not None and self.broadcasts is not None:
             return self.broadcasts.publish(self.pool.ray, number, self._weights())
         held = {name: _array(weight) for name, weight in self._weights() if self.pool is not None}
         return Version(number, [self.pool.ray.put(held)] if self.pool is not None else [])
 
     def ask(self, version: Version, requests: list[Request], params: SamplingParams, worker: Any) -> Any:
-        """Give a task to a worker."""
+        """Start a task on a worker, and return Ray's reference to the answer."""
         if self.broadcasts is not None and self.pool is not None:
             version = self.broadcasts.bring(self.pool.ray, version, worker)
         return worker.sample.remote(version, requests, params)
@@ -150,12 +150,12 @@ class RaySampler(Sampler):
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """See `Sampler`. The current weights are used."""
+        """Sample from the current weights. See `Sampler`."""
         return self.snapshot().steps(requests, params)
 
 
 class _At(Sampler):
-    """A `RaySampler` at one version."""
+    """A sampler that samples from one version of the weights of a `RaySampler`."""
 
     central = True
 
@@ -175,7 +175,7 @@ class _At(Sampler):
         )
 
     def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
-        """See `Sampler`."""
+        """Return episodes that stay with their workers. See `Sampler`."""
         return StickyDialogue(self, prompts, params)
 
     def tasks(
@@ -185,8 +185,10 @@ class _At(Sampler):
         parts: Sequence[Part],
         more: Callable[[], Sequence[Part]] = list,
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """See `Sampler.steps`. Each of `parts` is a task, for the worker of its affinity. `more` returns the parts of requests
-        that have joined since.
+        """Sample requests as tasks, and yield (index of the request, completions) as tasks are completed.
+
+        Each of `parts` is a task: an affinity and the indices of its requests. `more` is called repeatedly, and returns the parts
+        of requests that have joined meanwhile.
         """
         assert self.whole.pool is not None, "only rank 0 samples"
         batch, tasks, new = self.whole.pool.begin(self.version.number), list[Sequence[int]](), parts
@@ -206,8 +208,9 @@ class _At(Sampler):
 
 
 class StickyDialogue(RestartedDialogue):
-    """Episodes that started in one task stay together. Their turns go to the sampler of the previous turn, whose cache may still
-    have it.
+    """Episodes whose turns go to the worker of their previous turn, whose prefix cache may still have it.
+
+    The episodes that started in one task stay on the same worker.
     """
 
     def __init__(self, sampler: _At, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> None:
@@ -234,6 +237,6 @@ class StickyDialogue(RestartedDialogue):
 
 
 def _array(weight: Tensor) -> Any:
-    """Return a weight as a numpy array; bfloat16, which numpy lacks, is viewed as int16."""
+    """Return a weight as a numpy array. bfloat16, which numpy lacks, is viewed as int16."""
     own = weight.detach().cpu()
     return (own.view(torch.int16) if own.dtype == torch.bfloat16 else own.clone()).numpy().copy()

@@ -1,4 +1,4 @@
-"""Reward functions on a Ray cluster: on each machine processes that can be killed, as on the trainer's own."""
+"""Reward functions on a Ray cluster. On each machine, they run in processes that can be killed, as on the trainer's machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from psigrad_extras.cluster.actor_pool import ActorPool
 
 
 class RewardWorker:
-    """A worker on a Ray cluster with a pool of processes that can be killed, as on the trainer's machine."""
+    """A worker on a Ray cluster that scores groups with a `RewardPool`."""
 
     def __init__(self, make: Callable[[], RewardPool]) -> None:
         self.pool = make()
@@ -21,20 +21,20 @@ class RewardWorker:
         return True
 
     def score(self, group: Samples) -> list[Result]:
-        """The results of one group."""
+        """Return the results of one group, one for each sample."""
         scoring = self.pool.begin()
         scoring.add(group)
         return scoring.results()
 
 
 class RayScorer:
-    """A `Scorer` on the actors of a pool, a group at a time. Results are the same as with a pool on this machine."""
+    """A `Scorer` on the workers of an `ActorPool`. A job is one group. Results are the same as with a pool on this machine."""
 
     def __init__(self, pool: ActorPool) -> None:
         self.pool = pool
 
     def begin(self) -> Scoring:
-        """See `Scorer`."""
+        """Return a new scoring, whose groups are sent to the workers. See `Scorer`."""
         return RayScoring(self.pool)
 
 
@@ -46,16 +46,16 @@ class RayScoring(Scoring):
         self._results: dict[int, list[Result]] = {}
 
     def add(self, group: Samples) -> None:
-        """See `Scoring`."""
+        """Send a group to a worker. See `Scoring`."""
         self._batch.add(partial(_ask, group))
         self.poll()
 
     def poll(self) -> None:
-        """See `Scoring`."""
+        """Collect the results that have arrived, without waiting. See `Scoring`."""
         self._results.update(self._batch.answers(0.0))
 
     def results(self) -> list[Result]:
-        """See `Scoring`."""
+        """Wait for all results, and return them in the order of the samples. See `Scoring`."""
         while self._batch.pending:
             self._results.update(self._batch.answers(1.0))
         return [result for place in range(len(self._results)) for result in self._results[place]]

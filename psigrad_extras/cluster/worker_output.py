@@ -14,12 +14,12 @@ LOG_BYTES = 64 << 20
 
 @contextlib.contextmanager
 def keep_output(kind: str, file: Path) -> Iterator[None]:
-    """Append the output of actors of the class `kind` to `file`, as time, kind, process and machine, during the block.
+    """During the block, append the output of actors of the class `kind` to `file`, with time, kind, process and machine.
 
-    Ray prints it on the driver's terminal too, but drops frequent lines.
+    Ray also prints that output on the terminal, but drops lines that come too often.
     """
     try:
-        # Ray has no public interface for these lines on the driver.
+        # Ray has no public interface for receiving these lines.
         from ray._private.ray_logging import global_worker_stdstream_dispatcher as streams
     except ImportError:
         yield

@@ -1,4 +1,4 @@
-"""Requests to a server, such as an OpenAI-compatible one: JSON in both directions, and the reason if there is no answer."""
+"""HTTP requests with JSON to a server, such as an OpenAI-compatible one, with readable errors."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _WORDS = 300
 
 
 class NoAnswerError(Exception):
-    """The error for a server without a usable answer. The message gives the reason.
+    """An error for a server that gave no usable answer. The message is the reason.
 
-    `again` is True if the same request may still succeed. `status` is the HTTP status (0: none), and `wait` is the number of
-    seconds to wait that the server asks for.
+    `again` is True if the same request may succeed later. `status` is the HTTP status (0: none), and `wait` is the number of
+    seconds after which the server asks to repeat the request.
     """
 
     def __init__(self, why: str, *, again: bool, status: int = 0, wait: float = 0.0) -> None:
@@ -26,7 +26,7 @@ class NoAnswerError(Exception):
 
 
 def ask(url: str, body: Any = None, *, key: str = "", seconds: float, largest: int = LARGEST) -> Any:
-    """Return the answer of `url` to a POST of `body`, or to a GET without a body. `key` is sent as a bearer token.
+    """Return the JSON answer of `url` to a POST of `body`, or to a GET if that is None. `key` is sent as a bearer token.
 
     Raises `NoAnswerError`.
     """
@@ -36,7 +36,7 @@ def ask(url: str, body: Any = None, *, key: str = "", seconds: float, largest: i
         with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=seconds) as reply:
             return json.loads(reply.read(largest))
     except urllib.error.HTTPError as error:
-        # A wrong request stays wrong. Too many requests and errors of the server may pass.
+        # A wrong request stays wrong. The status "too many requests" and errors of the server may be temporary.
         passes = error.code in (408, 409, 425, 429) or error.code >= 500
         raise NoAnswerError(
             f"HTTP {error.code} {error.reason}{_said(error)}", again=passes, status=error.code, wait=_wait(error)
@@ -48,12 +48,12 @@ def ask(url: str, body: Any = None, *, key: str = "", seconds: float, largest: i
 
 
 def pause(attempt: int, error: NoAnswerError) -> float:
-    """Return the seconds before the next attempt: 0.5, 1, 2, … up to 8, or as the server asked, up to a minute."""
+    """Return the seconds to wait before the next attempt: 0.5, 1, 2, … up to 8, or what the server asked for, up to a minute."""
     return max(min(2.0 ** (attempt - 1), 8.0), min(error.wait, 60.0))
 
 
 def _said(error: urllib.error.HTTPError) -> str:
-    """Return the server's message, in the form of OpenAI's API."""
+    """Return the server's error message, if its body has the format of OpenAI's API."""
     try:
         text = error.read(1 << 16).decode(errors="replace")
     except (OSError, ValueError, HTTPException):

@@ -36,7 +36,7 @@ KINDS = ("gguf", "merged", "adapter")
 # The types that `gguf` can write. llama.cpp's K-quants need llama-quantize on an f16 file.
 QUANTISATIONS = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 _ARCHITECTURES = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
-# The split of a text before byte pairs are merged: regular expression of tokenizer.json -> llama.cpp's name.
+# The pre-tokenizer, which splits a text before byte pairs are merged: regular expression in tokenizer.json -> llama.cpp's name.
 _WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CUTS = {
     "(?i:'s|'t|'re|'ve|'m|'ll|'d)" + _WORDS % "{1,3}": "llama-bpe",
@@ -59,7 +59,10 @@ llama-server -m {file} --jinja
 
 
 class LeftBehind(NamedTuple):
-    """The written path, the error of quantised weights (‖W − Q(W)‖ / ‖W‖), and the coding of a merged adapter's base."""
+    """The result of an export: its path, the error of quantised weights (‖W − Q(W)‖ / ‖W‖), and a merged adapter's base coding.
+
+    The base coding names the quantised format of the model onto which the adapter was trained; "" for none.
+    """
 
     path: Path
     error: float = 0.0
@@ -68,9 +71,9 @@ class LeftBehind(NamedTuple):
 
 @disable_progress_bars()
 def run(source: str, to: str, output: str = "", quantization: str = "f16", *, trust_remote_code: bool = False) -> LeftBehind:
-    """Write the model of a run folder, a model's folder, a hub name or a GGUF file in the form `to`.
+    """Export a model in the format `to`. `source` is a run folder, a model's folder, a hub name or a GGUF file.
 
-    Raises `UserError` if the output exists already, or if the model cannot be written in this form.
+    Raises `UserError` if the output exists already, or if the model cannot be written in this format.
     """
     for name, given, known in (("--to", to, KINDS), ("--quantization", quantization, QUANTISATIONS)):
         if given not in known:
@@ -120,7 +123,7 @@ def run(source: str, to: str, output: str = "", quantization: str = "f16", *, tr
 
 
 def _write_card(model: str, folder: Path, library: str, use: str, end: str = "") -> None:
-    """Write the card of `model`, if it has one, for the export: no longer a peft adapter, and used from `folder`."""
+    """Write the model card of `model`, if it has one, adapted to the export: its library, its folder, and how to use it."""
     card = Path(model) / "README.md"
     if not card.is_file():
         return
@@ -134,7 +137,7 @@ def _write_card(model: str, folder: Path, library: str, use: str, end: str = "")
 def write_gguf(network: Any, tokenizer: Any, file: Path, quantization: str) -> float:
     """Write the GGUF file of a Llama (SmolLM, Llama 3), Qwen2 or Qwen3 with a byte-pair tokenizer. Return `LeftBehind.error`.
 
-    Matrices are stored in the type `quantization`, embeddings and head in 8 bits if that type has fewer, vectors as float32.
+    Matrices have the type `quantization`. Embeddings and head have 8 bits if that type has fewer. Vectors are float32.
     """
     import gguf
 
@@ -185,7 +188,8 @@ def write_gguf(network: Any, tokenizer: Any, file: Path, quantization: str) -> f
 def _weights(network: Any, config: Any, kind: str, names: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights under llama.cpp's names.
 
-    For a Llama, llama.cpp rotates neighbours where transformers rotates halves, so the rows of each head are reordered.
+    For a Llama, rotary embeddings of llama.cpp rotate adjacent pairs of dimensions, and those of transformers rotate pairs from
+    the two halves. So the rows of each head of q and k are reordered.
     """
     heads = {"q_proj": size(config, "heads"), "k_proj": size(config, "key_heads")} if kind == "LLAMA" else {}
     for name, weight in network.state_dict().items():
@@ -200,7 +204,7 @@ def _weights(network: Any, config: Any, kind: str, names: Any) -> Iterator[tuple
 
 
 def _rope_factors(rope: Any, size: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the factors by which Llama 3 slows its rotations, one per pair. Raises `UserError` for other scalings."""
+    """Yield the tensor of Llama 3's RoPE scaling factors, one per frequency. Raises `UserError` for other scalings."""
     kind = rope.get("rope_type", "default")
     if kind == "default":
         return
@@ -213,7 +217,7 @@ def _rope_factors(rope: Any, size: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def _add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
-    """Add tokens, merges, special tokens and the chat template."""
+    """Write tokens, merges, special tokens and the chat template to the GGUF file."""
     import gguf
 
     whole = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -247,7 +251,7 @@ def _adds_bos(tokenizer: Any) -> bool:
 
 
 def _cut(pre_tokenizer: Any) -> str:
-    """Return llama.cpp's name for the split of a text into words. Raises `UserError` for an unknown one."""
+    """Return llama.cpp's name for a pre-tokenizer, which splits a text into words. Raises `UserError` for an unknown one."""
     steps = [pre_tokenizer, *(pre_tokenizer or {}).get("pretokenizers", [])]
     kinds = {step["type"]: step for step in steps if step}
     if "Split" in kinds:

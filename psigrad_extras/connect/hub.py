@@ -57,9 +57,9 @@ def push(folder: str | Path, repository: str, *, private: bool = False, revision
 
 
 def check(hub: Hub, output_dir: str = "") -> None:
-    """Raise `UserError` before a run for what would fail after it: a wrong name, or a missing or refused token.
+    """Check before a run that the upload after it can work. Raises `UserError` for a wrong name or a missing or refused token.
 
-    An unreachable hub is only a warning, since it may be back by then.
+    For an unreachable hub, only print a warning, since it may be reachable when the run ends.
     """
     if repository := hub.hub_model_id or (output_dir and Path(output_dir).resolve().name):
         check_name(repository)
@@ -73,7 +73,7 @@ def check(hub: Hub, output_dir: str = "") -> None:
 
 
 def after_run(hub: Hub, folder: Path) -> None:
-    """Push a finished run according to its settings. If that fails, keep the run and print the command to push it."""
+    """Push a finished run to the repository of its settings. If that fails, print the command that pushes it later."""
     repository = hub.hub_model_id or folder.resolve().name
     try:
         address = push(folder, repository, private=hub.hub_private_repo, revision=hub.hub_revision)
@@ -126,7 +126,7 @@ def _repository(api: HfApi, repository: str, private: bool) -> str:
 
 
 def _card(folder: Path, repository: str) -> str:
-    """Return the card next to the weights if it was edited, else a card with the repository's name."""
+    """Return the text of the model card: the file beside the weights if a user edited it, else a card for this repository."""
     own = folder / "model" / "README.md"
     if own.is_file() and (written := own.read_text(encoding="utf-8")) != card.text(folder):
         return written
@@ -134,7 +134,7 @@ def _card(folder: Path, repository: str) -> str:
 
 
 def _why(error: Exception, repository: str) -> str:
-    """Return the cause of an error and the remedy, as the end of a sentence."""
+    """Return the cause of an error and what to do, as the end of a sentence."""
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set; unset it"
     if isinstance(error, RepositoryNotFoundError):

@@ -1,4 +1,4 @@
-"""The likelihood of given texts under a model, and everyday questions that show what training broke."""
+"""The likelihood of given texts under a model, and a test of everyday knowledge that training may have damaged."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from psigrad.language.rewards.benchmarks import letters_of
 from psigrad.language.rollout.types import Completion
 
 EVERYDAY = Path(data.__file__).parent / "everyday.jsonl"
-"""The file of 110 starts of sentences with two or four endings, of which one is right: 60 facts that every child knows, and 50
-points of English grammar. No item is about sums."""
+"""A file of 110 sentence starts, each with two or four endings, of which one is right: 60 facts that every child knows, and 50
+points of English grammar. No item is about arithmetic."""
 _CHOICES = "give a list of at least one, or the columns A, B, …; or remove --likelihood"
 
 
 class Likelihood(NamedTuple):
-    """The log p(continuation | context) in nats of a continuation; `greedy` is True if greedy decoding writes it."""
+    """The log p(continuation | context) in nats. `greedy` is True if greedy decoding would write the continuation."""
 
     logp: float
     greedy: bool
 
 
 class Chosen(NamedTuple):
-    """The result of an everyday item: True if the most likely ending is the right one, and its log p in nats."""
+    """The result of an item of `EVERYDAY`: True if the most likely ending is the right one, and the right one's log p in nats."""
 
     right: bool
     logp: float
@@ -40,7 +40,7 @@ class Chosen(NamedTuple):
 
 @torch.no_grad()
 def likelihoods(model: LanguageModel, asked: Sequence[tuple[Ids, Ids]], micro_batch_tokens: int = 4096) -> list[Likelihood]:
-    """Return the likelihood of each (context, continuation) of token ids, by the packed forward pass.
+    """Return the likelihood of each (context, continuation), given as token ids, by packed forward passes.
 
     A shared context is computed once. No context may be empty, since the first token must follow something.
     """
@@ -82,8 +82,8 @@ def _fill(
 def likeliest_letters(model: LanguageModel, rows: Sequence[Row]) -> list[tuple[tuple[int, ...], Completion, int, str]]:
     """Return (prompt tokens, the most likely letter as a completion, its version 0, the letter as text) for each question.
 
-    After a plain text, a space precedes the letter, as in lm-eval. An assistant's turn starts without one. Raises `RowError` for
-    a row without choices.
+    After a plain text, the letter has a space before it, as in lm-eval. At the start of an assistant's turn, it has none. Raises
+    `RowError` for a row without choices.
     """
     prompts = [tuple(prompt_ids(model.tokenizer, row)) for row in rows]
     written: list[list[tuple[str, tuple[int, ...]]]] = []
@@ -100,7 +100,7 @@ def likeliest_letters(model: LanguageModel, rows: Sequence[Row]) -> list[tuple[t
         logps = [next(found).logp for _ in own]
         best = max(range(len(own)), key=logps.__getitem__)
         letter, ids = own[best]
-        # The log-prob is that of the letter, which almost always is one token.
+        # The log-prob belongs to the whole letter, which almost always is one token.
         logprobs = (logps[best], *[0.0] * (len(ids) - 1))
         made.append((prompt, Completion(ids, logprobs, logprobs, "stop", 0), 0, letter))
     return made

@@ -1,4 +1,4 @@
-"""lm-eval's tasks on psigrad's models: log-likelihoods by the packed forward pass, answers by the serving engine.
+"""lm-eval's tasks on psigrad's models: log-likelihoods by packed forward passes, answers by the sampling engine.
 
 `lm_eval` knows the model class below as "psigrad" once this module is imported:
 
@@ -54,13 +54,13 @@ EVERYDAY_TASK: dict[str, Any] = {
     "metadata": {"version": 1},
 }
 _ROOM = 256
-"""The maximum tokens of an answer if a task sets none, as in lm-eval's `hf`."""
+"""The most tokens of an answer if the task sets no limit, as in lm-eval's `hf`."""
 _SAMPLED = {"do_sample", "temperature", "top_p", "top_k", "min_p"}
 
 
 @register_model("psigrad")
 class HarnessModel(TemplateLM):  # type: ignore[misc]
-    """A `LanguageModel`, or the model that `pretrained` names, as a model of lm-eval. It computes the same as lm-eval's `hf`."""
+    """A model class for lm-eval, on a `LanguageModel` or a model's name. It computes the same as lm-eval's class `hf`."""
 
     def __init__(
         self,
@@ -96,18 +96,18 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
+        """The id of the token that ends a text."""
         return int(self.tokenizer.eos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that replaces an empty context."""
+        """The id of the token that takes the place of an empty context."""
         bos = self.tokenizer.bos_token_id
         return int(bos) if bos is not None else self.eot_token_id
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer's name in the fingerprint of cached requests."""
+        """The tokenizer's name, which lm-eval uses in the keys of its request cache."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     @property
@@ -116,11 +116,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return self.model.max_length
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the prompt. If the last message is from the assistant, generation continues that message."""
+        """Return a conversation as a prompt. If the last message is from the assistant, generation continues that message."""
         return Conversation(self.tokenizer, Row("a question of lm-eval")).prompt(chat_history)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Return token ids, without the tokenizer's special tokens if the text already starts with its BOS."""
+        """Return the token ids of a text. No special tokens are added if the text already starts with the BOS token."""
         if add_special_tokens is None and has_bos_prefix(string, str(self.tokenizer.decode([self.prefix_token_id]))):
             add_special_tokens = False
         asked = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
@@ -129,7 +129,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **ignored: Any
     ) -> list[tuple[float, bool]]:
-        """Return (log p, True if greedy) of each continuation. A context that is too long loses its start."""
+        """Return (log p, True if greedy) for each (…, context ids, continuation ids).
+
+        A context that is too long loses its start.
+        """
         asked: list[tuple[Ids, Ids]] = []
         for _pair, context, continuation in requests:
             if len(continuation) > self.max_length:
@@ -145,7 +148,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return log p of full texts, in windows of the model's length."""
+        """Return the log p of each full text, which is evaluated in windows of the model's context length."""
         found = []
         for (text,) in (request.args for request in requests):
             windows = utils.get_rolling_token_windows(
@@ -157,7 +160,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return an answer to each request, up to its first stop string. All are decoded together, whatever their settings."""
+        """Return an answer to each request, up to its first stop string.
+
+        All are decoded in one batch, even if settings differ.
+        """
 
         async def answers() -> list[str]:
             with contextlib.closing(SamplingEngine(self.model, self.max_batch, self.sampler)) as engine:
@@ -177,19 +183,19 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             )
         ids, writer = list[int](), Writer(self.tokenizer, [stop for stop in until if stop])
         stream = engine.submit(self.tok_encode(asked[0])[-room:], params, seeds.derive(self.seed, "lm-eval", place))
-        async with contextlib.aclosing(stream.chunks()) as chunks:  # closing it frees the place in the batch
+        async with contextlib.aclosing(stream.chunks()) as chunks:  # closing the stream frees its place in the batch
             async for tokens in chunks:
                 drawn = [token.id for token in tokens]
                 ids += drawn[: writer.take(drawn)]
                 if writer.stopped:
                     break
         written = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        text = _cut(str(written), until)  # as lm-eval decodes
+        text = _cut(str(written), until)  # decoded as lm-eval does it
         self.cache_hook.add_partial("generate_until", asked, text)
         return text
 
     def _params(self, wanted: Mapping[str, Any]) -> SamplingParams:
-        """Return the sampling parameters. Raises `UserError` for unknown ones."""
+        """Return a task's generation settings as sampling parameters. Raises `UserError` for unknown ones."""
         unknown = sorted(set(wanted) - _SAMPLED - {"until", "max_gen_toks"})
         if unknown:
             raise UserError(
@@ -240,7 +246,7 @@ def run(config: LmEvalConfig) -> LmEvalResult:
 
 
 def _manager(config: LmEvalConfig) -> TaskManager:
-    """Return the manager of the tasks. lm-eval's own tasks are ten thousand files, which are read only if one is named."""
+    """Return lm-eval's task manager. Its own tasks are ten thousand files, which are read only if one of them is named."""
     own = TaskManager(include_path=config.include_path or None, include_defaults=False)
     named = [name for name in config.tasks if name != EVERYDAY_TASK["task"] and not _is_file(name)]
     return own if all(own.match_tasks([name]) for name in named) else TaskManager(include_path=config.include_path or None)
@@ -251,7 +257,7 @@ def _is_file(name: str) -> bool:
 
 
 def _task(name: str, manager: TaskManager) -> Any:
-    """Return a task in the form for lm-eval: its name, or its settings."""
+    """Return a task as lm-eval expects it: its name, or the settings in the user's file."""
     if name == EVERYDAY_TASK["task"]:
         return EVERYDAY_TASK
     if _is_file(name):

@@ -1,9 +1,9 @@
 """Environments that are MCP servers: `--environment "mcp:python game.py"`, or mcp:http://… of a running one.
 
-The server's tools are the actions of the policy, offered and called like those of a run. With an answer (in `_meta`, which no
-model reads) the server may return `reward`, a number, and `done`. Its tool `reset`, which is not offered, starts an episode and
-may name it (`episode`). That name is then passed to every tool with a parameter `episode`, which is not offered either. So one
-server without sessions can play any number of episodes at once.
+The server's tools are the policy's actions, offered and called like the tools of a run. The field `_meta` of an answer, which the
+policy does not read, may have `reward`, a number, and `done`. The tool `reset`, which is not offered to the policy, starts an
+episode and may return its name (`episode`). This name is passed to every tool with a parameter `episode`, which the policy does
+not see. So one server without sessions can play any number of episodes at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EPISODE = "episode"
 
 @dataclass(frozen=True)
 class ServerEpisodes(ToolBoxes):
-    """The episodes of a server: its offered tools, and the tool that starts an episode."""
+    """The factory of a server's episodes: the tools that it offers, and the tool that starts an episode."""
 
     opens: MCPTool | None = None
 
@@ -32,17 +32,17 @@ class ServerEpisodes(ToolBoxes):
         return ServerEpisode(self)
 
     def rows(self, count: int, seed: int) -> list[Mapping[str, Any]]:
-        """Return a row for each of `count` seeds, if the server's reset takes one. Raises `UserError` otherwise."""
+        """Return a row for each of `count` seeds. Raises `UserError` if the server's `reset` takes no seed."""
         takes = self.opens is not None and SEED in self.opens.parameters
         named = f"{self.tools[0].server!r}" if self.tools and isinstance(self.tools[0], MCPTool) else ""
         return rows_of(count, seed, "mcp", named, self().opened if takes else lambda **_: "")
 
 
 def episodes_of(server: str, variables: Sequence[str] = (), form: CallForm | None = None) -> ServerEpisodes:
-    """Return the environment of "mcp:…".
+    """Return the environment of a server, which is a command or an address.
 
-    `variables` are extra environment variables for the server, `form` is the form of calls. Raises `UserError` if there is no
-    server.
+    `variables` are names of extra environment variables for the server, and `form` is the syntax of tool calls. Raises
+    `UserError` if there is no server.
     """
     tools = {tool.name: tool for tool in resolve([server], variables) if isinstance(tool, MCPTool)}
     opens = tools.pop(RESET, None)
@@ -50,7 +50,7 @@ def episodes_of(server: str, variables: Sequence[str] = (), form: CallForm | Non
 
 
 def _without_episode(tool: MCPTool) -> MCPTool:
-    """Return the tool as it is offered, without the parameter `episode`, which psigrad sets."""
+    """Return the tool as it is offered to the policy: without the parameter `episode`, which psigrad sets."""
     if EPISODE not in tool.parameters:
         return tool
     schema = copy.deepcopy(dict(tool.schema))
@@ -61,7 +61,7 @@ def _without_episode(tool: MCPTool) -> MCPTool:
 
 
 class ServerEpisode(ToolBox):
-    """An episode: the tools, with the rewards that the server gives to their answers."""
+    """One episode: a `ToolBox` whose rewards come with the server's answers."""
 
     def __init__(self, made: ServerEpisodes) -> None:
         super().__init__(made.tools, made.form)
@@ -69,11 +69,11 @@ class ServerEpisode(ToolBox):
         self._worth, self._over = 0.0, False
 
     def reset(self, row: Mapping[str, Any]) -> Observation | None:  # type: ignore[override]
-        """Start the episode. Return the server's opening if it is not the row's prompt."""
+        """Start the episode. Return the server's first observation, or None if it is the row's prompt."""
         return None if self._opens is None else begin(row, self.opened)
 
     def opened(self, **arguments: Any) -> str:
-        """Start an episode of the server with these arguments and return its opening. Raises `ValueError` if it fails."""
+        """Call the server's `reset` with these arguments and return its first observation. Raises `ValueError` if it fails."""
         assert self._opens is not None
         if unknown := sorted(set(arguments) - set(self._opens.parameters)):
             known = ", ".join(self._opens.parameters) or "nothing"
@@ -85,7 +85,7 @@ class ServerEpisode(ToolBox):
         return text
 
     def step(self, completion: str) -> Step:
-        """Answer every call of the completion until the server reports the end. A completion without a call ends the episode."""
+        """Run the completion's calls until the server reports the end. A completion without a call ends the episode."""
         self._worth = 0.0
         said = super().step(completion)
         return said._replace(reward=self._worth, done=said.done or self._over)

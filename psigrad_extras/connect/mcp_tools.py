@@ -1,7 +1,7 @@
 """The tools of a Model Context Protocol server, which is started as a program or found at an address.
 
-Each worker has its own connection. A server that is a program ends with the worker: at the end of its input, or killed with the
-worker, whose mark it carries.
+Each worker has its own connection. A server that is a program ends with the worker: its input ends, or it is killed together with
+the worker.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class MCPTool(ServerTool):
     """Parameters of the tool that are not offered to the policy."""
 
     def connect(self) -> tuple[Any, Any]:
-        """See `ServerTool`."""
+        """Return this process's connection to the server, and open it if there is none. See `ServerTool`."""
         if self.server not in _connections:
             stack = contextlib.ExitStack()
             _connections[self.server] = stack, *stack.enter_context(_connect(self.server, os.environ))
         return _connections[self.server][1:]
 
     def run(self, arguments: Mapping[str, Any]) -> str:
-        """See `ServerTool`."""
+        """Call the tool and return the server's answer. See `ServerTool`."""
         return self.ask(arguments)[0]
 
     def ask(self, arguments: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-        """Return the server's answer, and its `_meta`, which the model does not read. Raises `ServerLost`."""
+        """Call the tool. Return (the server's answer, its `_meta`, which the model does not read). Raises `ServerLost`."""
         from mcp import MCPError
 
         try:
@@ -70,7 +70,10 @@ _connections: dict[str, tuple[contextlib.ExitStack, Any, Any]] = {}
 
 @contextlib.contextmanager
 def _connect(server: str, variables: Mapping[str, str], seconds: float | None = None) -> Iterator[tuple[Any, Any]]:
-    """Yield an event loop in a thread, and a client in it with this time limit. Raises `UserError` if there is no server."""
+    """Yield (an event loop that runs in a thread, a client of the server in it). Calls have this time limit.
+
+    Raises `UserError` if there is no server.
+    """
     try:
         from anyio.from_thread import start_blocking_portal
         from mcp import Client, StdioServerParameters
@@ -99,7 +102,7 @@ def _connect(server: str, variables: Mapping[str, str], seconds: float | None = 
 
 @functools.cache
 def list_tools(server: str, variables: tuple[tuple[str, str], ...]) -> tuple[MCPTool, ...]:
-    """Return the tools of a server. It is asked once per process, with these environment variables."""
+    """Return the tools of a server with these environment variables. The result is cached in each process."""
     found: list[MCPTool] = []
     with _connect(server, dict(variables), START_LIMIT) as (portal, client):
         cursor = None

@@ -1,7 +1,7 @@
 """Completions from a model behind an OpenAI-compatible server (vLLM, SGLang, llama.cpp or a commercial one).
 
-Requests and replies are text: the server applies its own chat template and tokenizer. So the model can be evaluated, and its
-completions written, but nothing can be trained on its samples.
+Requests and replies are text: the server applies its own chat template and tokenizer. So such a model can be evaluated, and its
+completions written to a file, but no policy can be trained on its samples.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _OPTIONAL = ("logprobs", "seed")
 
 @dataclass(frozen=True)
 class Reply:
-    """A completion as text. Its `completion` has one `UNKNOWN` per token, and log-probs if the server returned them."""
+    """A completion as text.
+
+    The field `completion` has `UNKNOWN` as each token's id, and log-probs if the server returned them.
+    """
 
     text: str
     completion: Completion
@@ -39,10 +42,10 @@ class Reply:
 
 @dataclass
 class ServedModel:
-    """A client of the server at `url` for completions by `model` ("": the only one that it serves), `concurrency` at a time.
+    """A client of the server at `url` for completions by `model` ("": the only one that it serves).
 
-    `key_variable` names the environment variable with its key. A request may take `seconds`, and has `attempts` if the server is
-    busy, down or broken.
+    At most `concurrency` requests run at once. `key_variable` names the environment variable with the API key. A request may take
+    `seconds`, and is tried `attempts` times if the server is busy, unreachable or fails.
     """
 
     url: str
@@ -58,7 +61,7 @@ class ServedModel:
         if not self.url.startswith(("http://", "https://")):
             raise UserError(f"The server {self.url!r} is not an address; it must begin with http:// or https://.")
         self.url = self.url.rstrip("/").removesuffix("/chat/completions").removesuffix("/completions")
-        if not self.url.endswith("/v1") and self.url.count("/") == 2:  # a bare host
+        if not self.url.endswith("/v1") and self.url.count("/") == 2:  # a URL without a path
             self.url += "/v1"
 
     def completions(
@@ -66,7 +69,7 @@ class ServedModel:
     ) -> Iterator[tuple[int, int, Reply]]:
         """Yield (index of the row, index of the seed, reply) for each seed of each row, in order of arrival.
 
-        Raises `UserError` if the server cannot be reached, refuses, or gives no answer in all attempts.
+        Raises `UserError` if the server cannot be reached, rejects a request, or gives no answer in all attempts.
         """
         self.model = self.model or self.only_model()
         places = [(i, k) for i, own in enumerate(seeds) for k in range(len(own))]
@@ -197,7 +200,7 @@ def _logprobs(found: Any) -> tuple[float, ...]:
 
 
 def _named(message: str, sent: dict[str, Any]) -> set[str]:
-    """Return the optional fields that a refusal names."""
+    """Return the optional fields of a request that the server's error message names."""
     if "max_completion_tokens" in message and "max_tokens" in sent:
         return {"max_tokens"}
     return {name for name in _OPTIONAL if name in message and name in sent}

@@ -47,7 +47,7 @@ def adapt_named(url: str) -> type:
 
 
 class OpenEnvEpisode:
-    """An episode. `adapt` makes a class of it."""
+    """One episode on an OpenEnv server. `adapt` returns a subclass with the server's address."""
 
     url: ClassVar[str] = ""
     act: ClassVar[Any] = None
@@ -55,7 +55,7 @@ class OpenEnvEpisode:
     _client: Any = None
 
     def reset(self, row: Mapping[str, Any]) -> Observation | None:
-        """Start with the row's seed and arguments. Return the opening if it is not the row's prompt."""
+        """Start an episode with the row's seed and arguments. Return its first observation, or None if it is the row's prompt."""
         return begin(row, self._opened)
 
     def step(self, completion: str) -> tuple[Observation, float, bool]:
@@ -71,7 +71,7 @@ class OpenEnvEpisode:
 
     @classmethod
     def rows(cls, count: int, seed: int) -> list[Mapping[str, Any]]:
-        """Return a row for each of `count` seeds, with the server's opening as its prompt."""
+        """Return a row for each of `count` seeds, with the server's first observation as its prompt."""
 
         def opened(**arguments: Any) -> str:
             episode = cls()
@@ -116,7 +116,7 @@ def _text(observation: Mapping[str, Any]) -> str:
 
 
 def _action(schema: Mapping[str, Any], turn: str) -> Mapping[str, Any]:
-    """Return the action of a turn. Raises `ValueError` if it is none."""
+    """Return the policy's turn as an action of this schema. Raises `ValueError` if it is not an action."""
     fields = {name: field for name, field in schema.get("properties", {}).items() if name != "metadata"}
     if len(fields) != 1:
         try:

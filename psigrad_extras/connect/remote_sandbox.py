@@ -1,4 +1,4 @@
-"""A custom sandbox service over HTTP.
+"""An executor of programs that calls a user's own sandbox service over HTTP.
 
 `POST URL` with {"programs": [{"source", "stdin", "expressions"}], "limits": {"seconds", "wall_seconds", "memory_mb", "processes",
 "output_kb", "files_mb", "packages"}}; the answer is {"outcomes": [{"status", "code", "stdout", "stderr", "seconds", "answers"}]},
@@ -17,7 +17,7 @@ from typing import Any
 from psigrad.processes.sandbox.executor import Limits, Program, ProgramOutcome, SandboxError, decode_values
 from psigrad_extras.connect.endpoint import NoAnswerError, ask
 
-# Extra seconds beyond those of the programs, since a service has a queue.
+# Extra seconds beyond the programs' own time limits, since requests may wait in the service's queue.
 _PATIENCE = 30.0
 
 
@@ -30,7 +30,7 @@ class RemoteExecutor:
         self.url, self.token = url, token
 
     def run(self, programs: Sequence[Program], limits: Limits) -> list[ProgramOutcome]:
-        """See `Executor`."""
+        """Run the programs on the service. See `Executor`."""
         body = {"programs": [_sent(p) for p in programs], "limits": {**asdict(limits), "wall_seconds": limits.wall}}
         seconds = limits.wall * sum(1 + len(p.expressions) for p in programs) + _PATIENCE
         try:

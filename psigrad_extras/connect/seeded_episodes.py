@@ -1,4 +1,4 @@
-"""Episodes that a server starts: a row is a seed, the server's opening is its prompt, and a seed always has the same opening."""
+"""Rows for environments on a server. A row has a seed, and the server's first observation for that seed as its prompt."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from psigrad.language.episodes.environments import Observation
 SEED, RESET = "seed", "reset"
 """The columns of a row with the seed for the server, and with an object of its other arguments."""
 Open = Callable[..., str]
-"""A function that starts an episode with these arguments and returns the server's opening."""
+"""A function that starts an episode with these arguments and returns the server's first observation."""
 
 
 def begin(row: Mapping[str, Any], opened: Open) -> Observation | None:
-    """Start a row's episode. Return the opening if it is not the row's prompt. Raises `ValueError` if the opening has changed."""
+    """Start a row's episode. Return its first observation, or None if it is the row's prompt.
+
+    Raises `ValueError` if the server's first observation differs from that prompt.
+    """
     more = {SEED: row[SEED]} if row.get(SEED) is not None else {}
     opening = opened(**more, **(row.get(RESET) or {}))
     if row.get("opening") is None:
@@ -31,7 +34,7 @@ def begin(row: Mapping[str, Any], opened: Open) -> Observation | None:
 
 
 def rows_of(count: int, seed: int, kind: str, server: str, opened: Open) -> list[Mapping[str, Any]]:
-    """Return a row for each of `count` seeds of this kind of server. Raises `UserError` if the opening is empty."""
+    """Return a row for each of `count` seeds. Raises `UserError` if the server's first observation is empty."""
     rows: list[Mapping[str, Any]] = []
     for number in range(count):
         drawn = seeds.derive(seed, kind, number) % 2**31

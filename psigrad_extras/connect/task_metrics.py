@@ -1,4 +1,4 @@
-"""Metrics with intervals from the documents that lm-eval logged for a task. It does not need lm-eval."""
+"""Metrics with confidence intervals, computed from the documents that lm-eval logged. This module does not import lm-eval."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class TaskMetric:
 
 
 def metrics_of(own: Mapping[str, Any], other: Mapping[str, Any] | None = None) -> Iterator[TaskMetric]:
-    """Yield each metric that every document has a number for, from lm-eval's results of a model and an optional baseline.
+    """Yield each metric for which every document has a number, from lm-eval's results of a model and an optional baseline.
 
-    lm-eval logs a document once for each filter of its task, such as a strict and a flexible way to extract an answer. If a task
-    has several filters, each has its own metrics, with lm-eval's names: "exact_match,strict-match".
+    lm-eval logs a document once for each filter of its task, such as strict and flexible extraction of the answer. If a task has
+    several filters, each has its own metrics, with lm-eval's names: "exact_match,strict-match".
     """
     for task, samples in own["samples"].items():
         by_filter = _split_filters(samples)

@@ -1,8 +1,8 @@
-"""A teacher behind a server with OpenAI's API, such as vLLM or `psigrad serve`, that returns the log-probs of given tokens.
+"""A teacher for distillation behind a server with OpenAI's API, such as vLLM or `psigrad serve`.
 
-The request to /v1/completions is for one more token, with `echo` and `logprobs`. It returns the log-prob of every token of the
-prompt, and the most probable tokens at its position. `return_tokens_as_token_ids` names them by id, since several may have the
-same text.
+A request to /v1/completions asks for one more token, with `echo` and `logprobs`. The server then returns the log-prob of every
+token of the prompt, and the most probable tokens at each position. `return_tokens_as_token_ids` makes it name tokens by id, since
+several may have the same text.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ _NAMED = "token_id:"
 
 @dataclass(frozen=True)
 class TeacherServer:
-    """A client of `model` at `url`."""
+    """A client for the teacher `model` on the server at `url`."""
 
     url: str
     model: str
     key_variable: str = KEY_VARIABLE
 
     def __call__(self, groups: Groups, temperature: float, top: int) -> Sequence[TeacherOutput]:
-        """Return the log-probs of each completion. Raises `UserError` if there is no answer, or an unexpected one."""
+        """Return the teacher's log-probs of each completion, and of the `top` most probable tokens at each position.
+
+        Raises `UserError` if there is no answer, or an unexpected one.
+        """
         rows = [(tuple(p), tuple(c)) for p, own in zip(groups.prompts, groups.completions, strict=True) for c in own]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             return list(pool.map(lambda row: self._say(row[0], row[1], top), rows))
@@ -85,13 +88,13 @@ def _id(name: str) -> int:
 
 
 def _best(told: dict[str, float], top: int) -> tuple[list[int], list[float]]:
-    """Return the ids and log-probs of the `top` most probable tokens. A server may add the actual token."""
+    """Return (ids, log-probs) of the `top` most probable tokens, without the actual token, which a server may add."""
     best = sorted(told.items(), key=lambda one: -one[1])[:top]
     return [_id(name) for name, _ in best], [value for _, value in best]
 
 
 def connect(config: OnlineConfig, model: LanguageModel) -> Teacher:
-    """Return the teacher of these settings. Raises `UserError` if the server or the tokenizer is unavailable."""
+    """Return the teacher that the settings name. Raises `UserError` if the server or its tokenizer is unavailable."""
     served = ServedModel(config.reference)
     name = config.reference_model or served.only_model()
     tokenizer: Any = model.tokenizer
@@ -107,4 +110,4 @@ def connect(config: OnlineConfig, model: LanguageModel) -> Teacher:
     asker, top = TeacherServer(served.url, name), min(config.reference_top_k, model.vocabulary)
     return Teacher(
         asker, model, tokenizer, spans, max_length=1 << 30, top_k=top, name=served.url
-    )  # the server reports what is too long
+    )  # the server itself reports a text that is too long

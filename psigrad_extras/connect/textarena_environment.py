@@ -1,6 +1,7 @@
 """Games of textarena: `--environment textarena:KuhnPoker-v0`, or `textarena:NAME:PLAYERS` for another number of players.
 
-Each player is a seat. A seat reads the game's messages to it since its own last turn, without a wrapper's summary of the past.
+Each player is a seat. A seat reads the messages that the game has sent to it since its last turn. textarena's wrappers, which
+repeat the past, are not used.
 
 Source: https://github.com/LeonGuertler/TextArena.
 """
@@ -35,13 +36,13 @@ def adapt_named(given: str) -> type:
 
 
 class TextArenaGame:
-    """A game with the row's seed. `adapt_named` makes a class of it."""
+    """One game, with the row's seed. `adapt_named` returns a subclass for a game's name."""
 
     name: ClassVar[str] = ""
     seats: ClassVar[int] = 2
 
     def reset(self, row: Mapping[str, Any]) -> Any:
-        """Start the game. Return the first seat and what it reads; with one player, what it reads."""
+        """Start the game. Return (the seat that acts first, its observation), or with one player the observation alone."""
         self._random = random.Random(int(row["seed"])).getstate()
         with self._own_random():
             self._game = _library().make(self.name)
@@ -50,7 +51,7 @@ class TextArenaGame:
         return (seat, said) if self.seats > 1 else said
 
     def step(self, completion: str) -> Any:
-        """Play the completion. Rewards are those of the game, at its end."""
+        """Play the completion as the acting seat's move. Rewards are 0 until the game ends."""
         with self._own_random():
             done, _ = self._game.step(action=completion)
             seat, said = (0, "") if done else self._observe()
@@ -60,11 +61,11 @@ class TextArenaGame:
 
     @classmethod
     def rows(cls, count: int, seed: int) -> list[dict[str, Any]]:
-        """Return rows with a seed each."""
+        """Return `count` rows, each with a different seed for a game."""
         return [{"prompt": f"You play {cls.name}.\n", "seed": derive(seed, "textarena", n) % 2**31} for n in range(count)]
 
     def _observe(self) -> tuple[int, str]:
-        """Return the seat to act and its messages, without its own turns, which it has in its context."""
+        """Return (the seat that acts, its new messages). Its own turns are omitted, since its context has them already."""
         game = self._game
         while isinstance(game, _library().Wrapper):
             game = game.env
@@ -74,7 +75,7 @@ class TextArenaGame:
 
     @contextmanager
     def _own_random(self) -> Iterator[None]:
-        """Give the game its own state of Python's generator, which textarena seeds and draws from."""
+        """During the block, Python's global random generator has the game's own state, since textarena seeds and uses it."""
         outer = random.getstate()
         random.setstate(self._random)
         try:

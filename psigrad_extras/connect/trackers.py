@@ -1,4 +1,4 @@
-"""Trackers behind one interface. They get the same data as the run folder, and can never stop a run."""
+"""Experiment trackers behind one interface. They get the same data as the run folder, and their failures never stop a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from psigrad.runs.journal import Tracker
 
 # The columns of a table of completions, and its maximum rows per step.
 COLUMNS, ROWS = ("step", "kind", "prompt", "completion", "reward", "advantage"), 32
-# A table of training completions is sent every this many steps, and one of held-out completions for each evaluation.
+# The number of steps between two tables of training completions. Tables of held-out completions are sent for each evaluation.
 EVERY = 10
 
 
@@ -38,12 +38,12 @@ def _cell(value: Any) -> Any:
 
 
 def run_id_of(folder: Path) -> str:
-    """Return the id of a folder's run. It stays the same when the run resumes."""
+    """Return an id for the run in this folder, which stays the same when the run resumes."""
     return hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
 
 
 def command_holds_secrets() -> bool:
-    """Return True if the command line of this process has secrets. Some trackers record it unchanged."""
+    """Return True if the command line of this process has secrets, since some trackers record it unchanged."""
     return bool(redaction.clear(sys.argv) != sys.argv)
 
 
@@ -111,7 +111,7 @@ class _Trackio:
 
 
 class _MLflow:
-    """A run of MLflow's client, at MLFLOW_TRACKING_URI. Its id is stored in the run folder, so that one folder is one run."""
+    """A run in MLflow, at MLFLOW_TRACKING_URI. Its id is stored in the run folder, so that a resumed run continues it."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         import mlflow
@@ -170,14 +170,14 @@ KNOWN: dict[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
 
 
 class Background:
-    """A tracker in its own thread. If it fails or hangs, psigrad warns once and ignores it. Training never waits for it.
+    """A tracker that runs in its own thread, so that training never waits for it. If it fails or hangs, psigrad warns once.
 
-    `make` opens the tracker in that thread. Metrics wait in a queue of `ROOM` steps. If it is full, the oldest are lost.
+    `make` opens the tracker in that thread. Metrics wait in a queue of `ROOM` steps. If it is full, the oldest are dropped.
     """
 
     ROOM = 10_000
     PATIENCE = 20.0
-    """The seconds that `close` waits for the rest of the queue."""
+    """The seconds that `close` waits until the queue is empty."""
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         self.name, self._make = name, make
@@ -199,7 +199,7 @@ class Background:
             self._wake.set()
 
     def close(self) -> None:
-        """Let the tracker finish, for at most `PATIENCE` seconds."""
+        """Wait until the tracker has sent everything, for at most `PATIENCE` seconds, and close it."""
         self._closing = True
         self._wake.set()
         self._thread.join(self.PATIENCE)

@@ -95,7 +95,7 @@ def _of_file(path: str, config: str) -> TrlScript:
 
 
 def _name_config(values: Mapping[str, Any], path: str) -> str:
-    """Return the configuration class whose fields a file names."""
+    """Return the name of TRL's configuration class that has the fields of a file."""
     own = {"GRPOConfig": ("epsilon", "scale_rewards", "importance_sampling_level"), "RLOOConfig": ("normalize_advantages",),
            "SFTConfig": ("packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field"),
            "RewardConfig": ("center_rewards_coefficient",), "KTOConfig": ("desirable_weight", "undesirable_weight"),
@@ -128,7 +128,7 @@ class _Script:
         }
 
     def read(self, config: str) -> TrlScript:
-        """Return the contents of the trainer's call and its configuration."""
+        """Return the arguments of the call of the trainer and of its configuration class `config`."""
         trainers = [call for call in self.calls if _name(call) in _TRAINERS]
         configs = [call for call in self.calls if _name(call) in METHODS]
         if not (trainers or configs):
@@ -169,7 +169,7 @@ class _Script:
         return values
 
     def _value(self, node: ast.expr, depth: int = 0) -> Any:
-        """Return the value of an expression, or its source."""
+        """Return the value of an expression, or its source as `Unevaluated` if that is known only when the script runs."""
         try:
             return ast.literal_eval(node)
         except (ValueError, TypeError, SyntaxError):
@@ -193,7 +193,7 @@ class _Script:
         return Unevaluated(ast.unparse(node))
 
     def _read_argument(self, name: str, node: ast.expr) -> Any:
-        """Return an argument of a trainer: names of models and datasets, functions as module:function."""
+        """Return the value of a trainer's argument. Models and datasets become their names, functions become module:function."""
         if name in ("reward_funcs", "tools", "environment_factory"):
             several = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
             return [self._function(part) for part in several]
@@ -205,7 +205,7 @@ class _Script:
         return f"{self.path}:{name}" if name in self.functions else self.imported.get(name) or self._value(node)
 
     def _read_loading(self, node: ast.expr) -> Any:
-        """Return what from_pretrained("name", …) or load_dataset("name", "config", split="train") loads."""
+        """Return the name in from_pretrained("name", …) or load_dataset("name", "config", split="train"), and other arguments."""
         for _ in range(8):
             if isinstance(node, ast.Name) and node.id in self.assigned:
                 node = self.assigned[node.id]
@@ -214,7 +214,7 @@ class _Script:
                 of_it = "part" if isinstance(inner, dict) and "part" in inner else "split"
                 return {**inner, of_it: which} if isinstance(inner, dict) else Unevaluated(ast.unparse(node))
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "shuffle":
-                node = node.func.value  # rows are shuffled in every epoch
+                node = node.func.value  # a call of .shuffle() is skipped, since rows are shuffled in every epoch
             else:
                 break
         if isinstance(node, ast.Call) and _name(node) == "from_pretrained" and node.args:
@@ -234,9 +234,9 @@ def _name(call: ast.Call) -> str:
 
 
 def _check_fields(script: TrlScript) -> None:
-    """Check the fields. One that TRL 1.16 lacks is kept if psigrad knows its name, else it is added to `look_at`.
+    """Check that TRL 1.16 has the script's fields. Another field is kept if psigrad knows it, and else noted in `look_at`.
 
-    Raises `UserError` if it is similar to an existing field, and so probably a typo.
+    Raises `UserError` if an unknown field is similar to an existing one, and so probably a typo.
     """
     for name in list(script.values):
         if is_known(name) or name in names_of(METHODS[script.config][1]):

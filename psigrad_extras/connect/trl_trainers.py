@@ -1,4 +1,4 @@
-"""Conversion of TRL's trainers into psigrad's methods, from the arguments besides their configuration."""
+"""Conversion of a TRL script into a method and settings: its configuration, and the trainer's other arguments."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from psigrad.compat.conversion import Conversion, translated, without_usual
 
 
 class Unevaluated(str):
-    """The source of an expression whose value is known only when the script runs."""
+    """The source text of an expression whose value is known only when the script runs."""
 
 
 @dataclass
 class TrlScript:
-    """The contents of a TRL script: its configuration class, values, adapter, trainer's arguments, and unread parts."""
+    """The contents of a TRL script: its configuration's class and values, adapter, trainer's arguments, and unread parts."""
 
     config: str
     values: dict[str, Any] = field(default_factory=dict)
@@ -83,7 +83,7 @@ def _take_dataset(value: Any, prefix: str, name: str, made: Conversion) -> None:
         made.look_at.append(f"{name} is a random part of the dataset; psigrad holds out a random part too, of eval_prompts rows.")
         return
     split, plain = value.get("split"), value["dataset"]
-    if plain in ("json", "csv", "parquet"):  # load_dataset's readers of files
+    if plain in ("json", "csv", "parquet"):  # the names of load_dataset's file formats
         plain = value.get("data_files")
         if isinstance(plain, dict):  # {split: file or files}; in psigrad a file has one split
             plain, split = plain.get(split or "train"), None
@@ -103,7 +103,7 @@ def _take_rewards(given: list[Any], made: Conversion) -> None:
 
 
 def _take_adapter(lora: Mapping[str, Any], made: Conversion) -> None:
-    """Convert a peft LoraConfig."""
+    """Add the settings for a peft LoraConfig with these arguments to `made`."""
     ours = {"r": "lora_rank", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
     usual = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0}  # peft's
     for name, value in {**usual, **lora}.items():

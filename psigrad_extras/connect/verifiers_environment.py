@@ -1,7 +1,7 @@
-"""Environments of the library verifiers, in the form of its version 0.4: tasksets, harnesses, traces.
+"""Environments of the library verifiers, with the interface of its version 0.4: tasksets, harnesses, traces.
 
-In verifiers a harness, the program of an agent, requests each turn from a served model. Here the policy is behind that server:
-a request of the harness is an observation, and the policy's completion is the answer.
+In verifiers, a harness (an agent's program) requests each turn from a model on a server. Here this module is that server, with
+the policy behind it: a request of the harness is an observation, and the policy's completion is the server's answer.
 
 Source: https://github.com/PrimeIntellect-ai/verifiers.
 """
@@ -33,7 +33,7 @@ TASK = "task_idx"
 
 
 def adapt(environment: Mapping[str, Any] | Callable[[], Any], call_family: str = "") -> type:
-    """Return the environment of these verifiers settings, or the one that the function makes, as a class for `--environment`.
+    """Return an environment of verifiers as a class for `--environment`. It is given by its settings, or by a function.
 
     ```python
     from psigrad_extras.connect.verifiers_environment import adapt
@@ -44,8 +44,8 @@ def adapt(environment: Mapping[str, Any] | Callable[[], Any], call_family: str =
 
     The harness psigrad-chat is a chat without tools in psigrad's process. Any other harness works if it only appends to its
     conversation and never rewrites it. The rows are those of the taskset. The reward is that of the trace, on the last turn.
-    `max_turns` must not be below the environment's own limit. `call_family` names the form of tool calls, such as Hermes. Without
-    it, all known forms are tried.
+    `max_turns` must not be below the environment's own limit. `call_family` names the syntax of tool calls, such as Hermes.
+    Without it, all known syntaxes are tried.
     """
     known = [family.name for family in FAMILIES]
     if call_family and call_family not in known:
@@ -55,9 +55,9 @@ def adapt(environment: Mapping[str, Any] | Callable[[], Any], call_family: str =
 
 
 def adapt_named(taskset: str) -> type:
-    """Return the environment of `verifiers:TASKSET`: that taskset with the harness psigrad-chat in its seat.
+    """Return the environment of `verifiers:TASKSET`: that taskset with the harness psigrad-chat.
 
-    The seat is `agent`, or SEAT in `verifiers:TASKSET:SEAT`.
+    The harness takes the place of the agent named `agent`, or SEAT for `verifiers:TASKSET:SEAT`.
     """
     name, _, seat = taskset.partition(":")
     if not name:
@@ -68,7 +68,7 @@ def adapt_named(taskset: str) -> type:
 
 
 class VerifiersEpisode:
-    """An episode of an environment. `adapt` makes a class of it, whose environment serves all episodes of a process."""
+    """One episode. `adapt` returns a subclass with an environment of verifiers, which runs all episodes of a process."""
 
     environment: Any = None
     form = CallForm()
@@ -76,13 +76,13 @@ class VerifiersEpisode:
 
     @classmethod
     def house(cls) -> _House:
-        """Return the running environment of this class, started on first use."""
+        """Return the running environment that all episodes of this class share. It is started on first use."""
         if cls._house is None:
             cls._house = _House(cls.environment)
         return cls._house
 
     def reset(self, row: Mapping[str, Any]) -> Observation | None:
-        """Start the row's task. Return the part of the harness's request after the row's prompt."""
+        """Start the row's task. Return the messages of the harness's first request after the row's prompt, or None."""
         if not isinstance(row.get(TASK), int):
             raise ValueError(f"the row has no {TASK}; an environment of verifiers makes its own rows, so remove the dataset")
         self._talk = _Talk(self.house(), row[TASK])
@@ -95,9 +95,9 @@ class VerifiersEpisode:
         return self._said[len(prompt) :] or None
 
     def step(self, completion: str) -> tuple[Observation, float, bool]:
-        """Return the harness's next request, or the reward at the end.
+        """Send the completion to the harness. Return the new messages of its next request, or at the end the reward.
 
-        A call that cannot be parsed is answered here, and the harness does not see it.
+        If a tool call is malformed, return an error as observation instead, without the harness.
         """
         found = self.form.read(completion, self._parameters) if self._parameters else []
         if broken := [call for call in found if isinstance(call, BrokenCall)]:
@@ -108,7 +108,7 @@ class VerifiersEpisode:
             self._said, _ = self._talk.asked()
         except _EndedError as end:
             return "", end.reward(), True
-        # The policy's text counts as it was written, whatever the form in which the harness returns it.
+        # The harness may return the policy's own turns in another format, so they are not compared.
         for said, now in itertools.zip_longest(before, self._said[: len(before)]):
             if now is None or said["role"] != now["role"] or (said != now and said["role"] != "assistant"):
                 raise ValueError("the harness rewrote its conversation; use one that only adds to it, such as psigrad-chat")
@@ -120,7 +120,7 @@ class VerifiersEpisode:
 
     @classmethod
     def rows(cls, count: int, seed: int) -> list[Mapping[str, Any]]:
-        """Return the first tasks of the taskset, with what the harness adds to the first one: a system prompt and tools."""
+        """Return the first tasks of the taskset as rows, with the system prompt and tools that the harness adds to the first."""
         own = cls.house()
         tasks = [own.task(number) for number in range(count) if own.task(number) is not None]
         talk = _Talk(own, 0)
@@ -138,7 +138,7 @@ class VerifiersEpisode:
 
 
 class _House:
-    """An environment that runs in its own thread, with the server that represents the policy."""
+    """A running environment of verifiers, in its own thread, and the server through which its harness queries the policy."""
 
     def __init__(self, environment: Mapping[str, Any] | Callable[[], Any]) -> None:
         try:
@@ -163,7 +163,7 @@ class _House:
         atexit.register(lambda: self.run(serving.__aexit__(None, None, None)).result(30.0))
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Start this coroutine in the thread of the environment."""
+        """Start this coroutine in the environment's thread, and return its future."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def task(self, number: int) -> Any:
@@ -173,7 +173,7 @@ class _House:
 
 
 class _Policy(BaseHTTPRequestHandler):
-    """The server: /EPISODE/v1/chat/completions waits for the policy's turn in the episode."""
+    """The server's request handler: /EPISODE/v1/chat/completions waits for the policy's next turn in that episode."""
 
     def __init__(self, talks: Mapping[str, _Talk], *connection: Any) -> None:
         self.talks = talks
@@ -210,7 +210,7 @@ class _EndedError(Exception):
         return float(sum(trace.reward for trace in self.made.traces if trace.agent.trainable))
 
     def why(self) -> str:
-        """Return the cause of a failure."""
+        """Return the reason why the episode failed."""
         if isinstance(self.made, BaseException):
             return reason_of(self.made)
         errors = [*self.made.errors, *(error for trace in self.made.traces for error in trace.errors)]
@@ -229,13 +229,13 @@ class _Talk:
         self._run = house.run(self._play(house.task(number), own.ModelContext(model="policy", client=client)))
 
     def close(self) -> None:
-        """End the episode now. Its requests get no more answers."""
+        """End the episode now. Later requests of its harness get no answer."""
         self._run.cancel()
         self._house.talks.pop(self._name, None)
         self._answers.put(None)
 
     def asked(self) -> tuple[list[Message], list[Any]]:
-        """Return the conversation of the harness's next request, and its tools. Raises `_EndedError`."""
+        """Wait for the harness's next request. Return (its conversation, its tools). Raises `_EndedError` at the end."""
         found = self._asked.get()
         if not isinstance(found, dict):
             raise _EndedError(found)
@@ -247,11 +247,11 @@ class _Talk:
         return said, found.get("tools") or []
 
     def answer(self, text: str, called: Sequence[ToolCall]) -> None:
-        """Send the policy's turn and its calls to the harness."""
+        """Answer the harness's request with the policy's turn and its tool calls."""
         self._answers.put((text, called))
 
     def ask(self, body: dict[str, Any]) -> tuple[str, Sequence[ToolCall]] | None:
-        """Return the policy's turn for a request and its calls, or None if the episode is over."""
+        """Pass a request of the harness on. Return (the policy's turn, its tool calls), or None if the episode is over."""
         self._asked.put(body)
         return self._answers.get()
 
@@ -266,7 +266,7 @@ _NUMBERS = itertools.count()
 
 
 def _plain(message: Any) -> Message:
-    """Return a message as role and text."""
+    """Return a message of verifiers as a mapping with role and text."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "\n".join(part["text"] for part in content)
@@ -274,14 +274,14 @@ def _plain(message: Any) -> Message:
 
 
 def _prompt(task: Any) -> list[Message]:
-    """Return a task's system prompt and prompt."""
+    """Return the messages of a task: its system prompt and its prompt."""
     system, prompt = task.data.system_prompt, task.data.prompt
     said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [m.model_dump() for m in prompt or ()]
     return [*([{"role": "system", "content": system}] if system else []), *map(_plain, said)]
 
 
 def _reply(text: str, called: Sequence[ToolCall], model: str, streams: bool) -> str:
-    """Return the policy's turn in the form of an OpenAI-compatible server: complete, or as the chunks of a stream."""
+    """Return the policy's turn as the body of an OpenAI-compatible server's answer: complete, or as the chunks of a stream."""
     asked = [
         {
             "index": n,
@@ -301,7 +301,7 @@ def _reply(text: str, called: Sequence[ToolCall], model: str, streams: bool) -> 
 
 
 def _offer_chat(verifiers: Any) -> None:
-    """Register psigrad-chat with verifiers, which finds a harness by the name of a module."""
+    """Register the harness psigrad-chat as a module, since verifiers finds a harness by the name of a module."""
 
     class ChatHarness(verifiers.Harness[verifiers.HarnessConfig]):  # type: ignore[misc]
         """A chat without tools: a turn for each message, in this process. Other harnesses start a program for each episode."""

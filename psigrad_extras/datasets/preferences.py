@@ -1,6 +1,6 @@
-"""Conversion of human feedback (rankings, ratings, thumbs) into training pairs, with counts of the dropped rows.
+"""Conversion of human feedback (rankings, ratings) into preference pairs, with counts of dropped rows.
 
-Columns are those of TRL, plain or conversational. Other columns stay in the rows. Every `UserError` names row and column.
+Columns have TRL's names and are text or conversational. Other columns stay in the rows. Every `UserError` names row and column.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Converted:
     ties: int = 0
     """Pairs of equal rank or rating (within the tie threshold), or of equal texts."""
     alone: int = 0
-    """Prompts with a single answer or with labels of one kind, which allow no comparison."""
+    """Prompts whose answers allow no comparison: there is a single one, or all have the same label."""
 
 
 def from_rankings(rows: Iterable[Raw], source: str = "rows") -> Converted:
-    """Return every ordered pair of rows with `prompt`, `completions` and `ranking`: a rank for each completion, 1 is best.
+    """Return the preference pairs of rows with `prompt`, `completions` and `ranking`: a rank for each completion, 1 is best.
 
-    Equal ranks are a tie. Raises `UserError` naming row and column.
+    Every two completions of different rank are a pair. Equal ranks are a tie. Raises `UserError` naming row and column.
     """
     return _pairs(rows, source, "ranking", lambda a, b: b - a, margin=False, tie=0.0)
 
@@ -43,10 +43,11 @@ def from_rankings(rows: Iterable[Raw], source: str = "rows") -> Converted:
 def from_ratings(
     rows: Iterable[Raw], source: str = "rows", *, scale: int = 10, tie: float = 0.0, margin: bool = True
 ) -> Converted:
-    """Return every pair of rows with `prompt`, `completions` and `ratings` from 1 to `scale`. The higher rating is chosen.
+    """Return the preference pairs of rows with `prompt`, `completions` and `ratings` from 1 to `scale`.
 
-    Ratings that differ by at most `tie` are a tie. With `margin`, the difference is stored in the column of that name, which the
-    reward model's loss reads. Raises `UserError` naming row and column.
+    In each pair, the completion with the higher rating is chosen. Ratings that differ by at most `tie` are a tie. With `margin`,
+    the difference is stored in the column `margin`, which the reward model's loss reads. Raises `UserError` naming row and
+    column.
     """
     if not scale > 1 or not 0 <= tie < math.inf:
         raise UserError(f"The ratings have scale={scale} and tie={tie}; expected a scale above 1 and a tie of 0 or more.")
@@ -74,7 +75,7 @@ def group_by_prompt(rows: Iterable[Raw], column: str, source: str = "rows") -> l
 
 
 def split_pairs(rows: Iterable[Raw], source: str = "rows") -> list[dict[str, Any]]:
-    """Split each pair into two labelled rows, the form of KTO. A prompt that both answers contain becomes a column.
+    """Split each pair into two labelled rows, for KTO. If both answers of a pair start with the prompt, it becomes a column.
 
     Raises `UserError` naming row and column.
     """
@@ -122,7 +123,7 @@ def _check_ratings(rows: Iterable[Raw], source: str, scale: int) -> Iterable[Raw
 
 
 def _check_completions(row: Raw, column: str, place: str) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return the completions and their numbers. Raises `UserError` for a completion that does not fit the prompt."""
+    """Return (the completions, their ranks or ratings). Raises `UserError` for a completion that does not fit the prompt."""
     for name in ("prompt", "completions", column):
         _column(row, name, place, f"as prompt, completions and {column} are")
     completions, values = row["completions"], row[column]
@@ -156,7 +157,7 @@ def _number(value: object, column: str, place: str) -> None:
 
 
 def _key(prompt: Any) -> str:
-    """Return a key that equal prompts share, independent of the order of names in their messages."""
+    """Return a text that is equal for equal prompts, even if the keys of their messages are in another order."""
     return json.dumps(prompt, sort_keys=True, default=repr)
 
 

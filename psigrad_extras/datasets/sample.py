@@ -26,9 +26,9 @@ from psigrad_extras.datasets.preferences import Converted
 
 @dataclass(frozen=True)
 class Written:
-    """The path and number of the written rows, and the counts of prompts with equal rewards and of empty completions.
+    """The result of writing a dataset: path and number of rows, and counts of prompts with equal rewards and empty completions.
 
-    `unscored` is a message on the completions without a reward; empty if all have one, or none should have.
+    `unscored` is a message on the completions without a reward; empty if all have one, or if no reward was given.
     """
 
     path: Path
@@ -41,8 +41,8 @@ class Written:
 def run(config: SampleConfig) -> Written:
     """Sample `num_generations_eval` completions of each prompt, score them, and write rows to `output`.
 
-    keep=all writes every completion with its reward (null if it has none). keep=best writes the one with the highest reward of
-    each prompt (rejection sampling: train on it with `psigrad sft`). keep=pairs writes the best against the worst (for
+    keep=all writes every completion with its reward (null if it has none). keep=best writes, for each prompt, the completion with
+    the highest reward (rejection sampling, for `psigrad sft`). keep=pairs writes the best and the worst completion as a pair (for
     `psigrad dpo` and `psigrad reward`). The latter two drop empty completions, since they cannot be trained on. Raises
     `UserError` on mistakes of the user.
     """
@@ -88,9 +88,9 @@ def _rows(keep: str, sampled: evaluate.Report, size: int, scored: bool) -> tuple
 
 
 def _draw_pairs(sampled: evaluate.Report, size: int, steadiness: float, seed: int) -> list[dict[str, Any]]:
-    """Return neighbours of each group as pairs, whose winner is drawn by Bradley–Terry on the rewards.
+    """Return pairs of adjacent completions of each prompt. The chosen one is drawn by a Bradley–Terry model of the rewards.
 
-    The true preferences of such a task are known.
+    `steadiness` multiplies the difference of rewards. Such pairs simulate noisy human votes whose true preferences are known.
     """
     made = []
     for start in range(0, len(sampled.trajectories), size):
@@ -106,15 +106,15 @@ def _draw_pairs(sampled: evaluate.Report, size: int, steadiness: float, seed: in
 
 
 def _pair(best: dict[str, Any], worst: dict[str, Any]) -> dict[str, Any]:
-    """Return a preference row with the columns of the dataset row."""
+    """Return a preference pair as a row, with the other columns of `best`."""
     own = {key: value for key, value in best.items() if key != "completion"}
     return {**own, "chosen": best["completion"], "rejected": worst["completion"]}
 
 
 def _describe(trajectory: Trajectory, scored: bool) -> dict[str, Any]:
-    """Return the columns that describe a completion: its reward, its end, and its log-prob. Without a reward it has the reason.
+    """Return columns that describe a completion: reward (or the reason why there is none), finish reason, and log-prob.
 
-    `logprob` is the sum over its tokens, if they are known.
+    `logprob` is the sum over its tokens, if their log-probs are known.
     """
     own = trajectory.completion
     known = {"logprob": math.fsum(own.logprobs)} if own.logprobs else {}
@@ -123,7 +123,7 @@ def _describe(trajectory: Trajectory, scored: bool) -> dict[str, Any]:
 
 
 def _has_text(trajectory: Trajectory) -> bool:
-    """Return True if the model wrote anything before the end."""
+    """Return True if the completion has any text before its end."""
     return bool(trajectory.text or trajectory.messages)
 
 
@@ -187,7 +187,7 @@ def read_jsonl(path: str) -> list[dict[str, Any]]:
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]] | Sequence[Mapping[str, Any]]) -> None:
-    """Write one JSON object a line. A value without a JSON form, such as a date of a Parquet file, becomes text."""
+    """Write one JSON object per line. A value that JSON cannot represent, such as a date of a Parquet file, becomes text."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))

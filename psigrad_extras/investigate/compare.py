@@ -1,4 +1,4 @@
-"""The page compare.html: methods side by side, over seeds, from compare.json."""
+"""The page compare.html, which shows several methods side by side, with means over seeds. Its data is compare.json."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read(folder: str | Path) -> Any:
 
 
 def rows(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the head and the lines of a narrow table, as text: mean and 95 % interval over seeds of the main metrics."""
+    """Return (header, lines) of a narrow table as text: the mean and 95 % interval over seeds of the main metrics."""
     several = len(found["table"]) > 1
     names = ("truth", *(["lead"] if several else []), "proxy", "kl", "seconds")
     lines = []
@@ -49,7 +49,7 @@ def rows(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """Return the full page."""
+    """Return the HTML of the page."""
     rows, runs = found["table"], found["runs"]
     names = [row["method"] for row in rows]
     columns = [_COLUMNS[0], ("lead", f"minus {names[0]}"), *_COLUMNS[1:]]
@@ -82,12 +82,12 @@ def _figure(values: Sequence[float]) -> Cell:
 
 
 def _short(value: float) -> str:
-    """Return a value with three digits, since an interval over a few seeds is not more precise."""
+    """Return a value as text with three digits, since an interval over a few seeds is not more precise."""
     return show_number(value if abs(value) >= 1000 else float(f"{value:.3g}"))
 
 
 def _over(runs: Sequence[Mapping[str, Any]], names: Sequence[str], x: str) -> Callable[[Any], None]:
-    """Return a function that draws the metric over samples or KL: a thin line per seed, and a thick one for their mean."""
+    """Return a function that plots the metric over samples or KL, with a thin line per seed and a thick one for the mean."""
 
     def paint(axes: Any) -> None:
         for i, name in enumerate(names):

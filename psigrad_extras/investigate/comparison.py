@@ -1,7 +1,7 @@
-"""The comparison of several methods from one checkpoint, over seeds, with equal samples: reward, truth, KL, length, time, memory.
+"""The comparison of several methods from one checkpoint, over seeds, with equal numbers of samples.
 
-Every run is a separate process, so that its memory can be measured. `compare.json` in the output folder has the measurements.
-The page is drawn from it.
+It measures the training reward, the held-out metric (the "truth"), KL, length, time and memory. Every run is a separate process,
+so that its memory can be measured. The measurements are in `compare.json` in the output folder, from which the page is drawn.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FIGURES = ("truth", "proxy", "kl", "length", "samples", "seconds", "peak_mb")
 
 @dataclass(frozen=True)
 class Comparison:
-    """The settings of a comparison: methods by name, on the model and prompts of `config`. `pairs` are for offline methods."""
+    """The settings of a comparison: methods by name, on the model and prompts of `config`. Offline methods train on `pairs`."""
 
     methods: tuple[str, ...]
     config: OnlineConfig
@@ -55,7 +55,7 @@ class Comparison:
 
 
 def run(comparison: Comparison) -> Path:
-    """Do the runs that are missing, draw `compare.html`, and return the path of the page.
+    """Do all runs without a result yet, draw `compare.html`, and return the path of the page.
 
     A preference method trains on `pairs`, with as many completions per step as the online methods sample. Raises `UserError` on
     mistakes of the user, if the folder has results of other settings, and if a run failed.
@@ -84,7 +84,7 @@ def run(comparison: Comparison) -> Path:
 
 
 def list_jobs(comparison: Comparison) -> list[tuple[str, int]]:
-    """Return each method with each seed once. A run that counts twice would narrow the intervals."""
+    """Return (method, seed) of all runs, without duplicates, which would make the intervals too narrow."""
     return [(method, seed) for method in dict.fromkeys(comparison.methods) for seed in dict.fromkeys(comparison.seeds)]
 
 
@@ -146,7 +146,7 @@ def _is_done(result: Path) -> bool:
 
 
 def _task(comparison: Comparison, folder: Path, method: str, seed: int) -> dict[str, Any]:
-    """Return the task of one job's process."""
+    """Return the settings of one run as JSON, for its process."""
     settings = to_dict(settings_of(comparison, folder, method, seed))
     judged = to_dict(replace(comparison.config, run=replace(comparison.config.run, seed=seed)))
     pairs = "" if declaration(method).online else comparison.pairs
@@ -154,7 +154,7 @@ def _task(comparison: Comparison, folder: Path, method: str, seed: int) -> dict[
 
 
 def _check_same(comparison: Comparison, folder: Path, method: str, seed: int) -> None:
-    """Raise `UserError` for an existing result with other settings. Settings that a run may change freely may differ."""
+    """Raise `UserError` if there is a result of other settings. Settings that a run may change when it resumes may differ."""
     job = folder / "settings" / f"{method}-{seed}.json"
     told = parse_row(job.read_bytes()) if job.exists() else None
     if told is None or not _is_done(_record(folder, method, seed)):
@@ -178,7 +178,7 @@ def own_code(settings: OnlineConfig | PreferenceConfig, judged: OnlineConfig) ->
 
 
 def _check_code(folder: Path, method: str, seed: int, code: Mapping[str, str]) -> None:
-    """Raise `UserError` for an existing result that the user's code gave before it was changed."""
+    """Raise `UserError` if there is a result that was computed before the user's code was changed."""
     result = _record(folder, method, seed)
     before = (parse_row(result.read_bytes()) or {}).get("code") if _is_done(result) else None
     if before is not None and before != code:
@@ -217,7 +217,7 @@ def _finish(comparison: Comparison, folder: Path, method: str, seed: int) -> Non
 
 
 def work(task: Mapping[str, Any], result: Path) -> None:
-    """Do one run and evaluate it on the held-out prompts with the metric (the truth) and the training reward."""
+    """Do one run, evaluate it on the held-out prompts, and write the measurements to the file `result`."""
     finished = dispatch.run(load(declaration(task["method"]).settings, flags=task["settings"]))
     config = load(OnlineConfig, flags=task["judged"])
     code = own_code(load(declaration(task["method"]).settings, flags=task["settings"]), config)
@@ -228,7 +228,7 @@ def work(task: Mapping[str, Any], result: Path) -> None:
     seconds = sum(row["step_time"] for row in timings if "time/update" in row or "time/sample" in row)
     per_step = config.prompts_per_step * config.num_generations
     sampled = sum(row.get("samples", 0) for row in rows) or config.run.max_steps * per_step
-    if not curve or curve[-1]["samples"] < sampled:  # offline methods are measured at their end
+    if not curve or curve[-1]["samples"] < sampled:  # offline methods are evaluated only at their end
         curve.append({"samples": sampled, "truth": last["truth"], "kl": last["kl"]})
     made = {"method": task["method"], "seed": task["seed"], "curve": curve, "seconds": seconds, "samples": sampled, **last}
     made["code"] = code
@@ -236,7 +236,7 @@ def work(task: Mapping[str, Any], result: Path) -> None:
 
 
 def measured(model: Path, config: OnlineConfig) -> dict[str, float]:
-    """Return truth, proxy, length and KL to the starting model, on the held-out prompts."""
+    """Return measurements on the held-out prompts: metric ("truth"), training reward ("proxy"), length, KL to the first model."""
     shared: dict[str, Any] = {
         "model": Model(path=str(model), dtype=config.model.dtype),
         "data": Data(config.data.eval_dataset, config.data.columns, config.data.plain_prompts, config.data.eval_split),

@@ -1,7 +1,8 @@
-"""The replay of a step of an online run from its checkpoint and rows, and what other methods would do with its samples.
+"""The replay of a step of an online run, and the effect of other methods on its samples.
 
-Completions are sampled again with the same weights and seeds, and compared with the rows. Rewards are taken from the rows. On the
-same machine, everything that follows is bitwise the same: metrics, gradient, advantages. Nothing is written to the run's files.
+The replay starts from the run's checkpoint. Completions are sampled again with the same weights and seeds, and compared with the
+run's rollout rows. Rewards are taken from these rows. On the same machine, metrics, gradient and advantages are bitwise the same.
+Nothing is written to the run's files.
 """
 
 from __future__ import annotations
@@ -60,21 +61,21 @@ class Replay:
     run: str
     step: int
     begun: int
-    """The step of the checkpoint that the replay started from; 0: the model that training started from."""
+    """The step of the checkpoint from which the replay started; 0: the initial model."""
     differences: list[str]
     """The differences from the recorded step, the most informative first."""
     notes: list[str]
-    """The differences of this machine or these files from those of the run."""
+    """Sentences on how this machine or these files differ from those of the run."""
     methods: dict[str, dict[str, Any]]
-    """The metrics by method, the run's own method first."""
+    """Method -> its metrics, the run's own method first."""
     groups: list[Row]
-    """The groups that the methods treat most differently, token by token."""
+    """The groups for which the methods' token weights differ most, with figures per token."""
     seconds: dict[str, float]
     """The wall-clock seconds of the run's update, and of each method's update in the replay."""
 
 
 class _Folder(NullRunFolder):
-    """The run's folder for reading. Anything that would be written is kept in memory."""
+    """The run's folder, opened for reading. Output of the replay is kept in memory instead of written."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, finished=False)
@@ -83,7 +84,7 @@ class _Folder(NullRunFolder):
         self.notes: list[str] = []
 
     def take(self, outcome: Outcome[State]) -> State:
-        """Keep a step's metrics and rows in the form that a run writes, and return its state."""
+        """Store a step's metrics and rows, converted as if a run had written and read them, and return its state."""
         self.figures = json.loads(to_line({"step": outcome.state.step, **outcome.metrics}))
         self.completions = [json.loads(to_line(row)) for row in outcome.rows]
         return outcome.state
@@ -95,7 +96,10 @@ class _Folder(NullRunFolder):
 
 @dataclass(frozen=True)
 class RecordedSessions:
-    """A player that replaces the sessions of agents. Tokens are taken from the rows by seed, and log-probs from the weights."""
+    """A `Player` that takes the place of agents.
+
+    It takes the tokens from the run's rows, by seed, and recomputes their log-probs.
+    """
 
     rows: Mapping[int, Row]
 
@@ -110,7 +114,7 @@ class RecordedSessions:
         version: int,
         **_: Any,
     ) -> list[Trajectory]:
-        """See `Player`."""
+        """Return the recorded sessions as trajectories, with log-probs under the sampler's weights. See `Player`."""
         made = [
             self._session(sampler, params, Trajectory(index, k, ids, Completion((), (), (), "stop", seed_of(place, k)), version))
             for place, (index, ids, _row) in enumerate(prompts)
@@ -145,7 +149,7 @@ class RecordedSessions:
 
 @dataclass
 class _Recorded:
-    """The rows of the run by the unique seed of each completion. It serves as the `recorded` function of a rollout."""
+    """The run's rows by the unique seed of each completion. A call replaces sampled completions by them."""
 
     rows: dict[int, Row]
     model: LanguageModel
@@ -155,7 +159,7 @@ class _Recorded:
     found: dict[int, list[Trajectory]] = field(default_factory=lambda: defaultdict(list))
 
     def __call__(self, drawn: list[Trajectory]) -> list[Trajectory]:
-        """Return the completions with the rows' tokens and rewards. One without a row, of a step not taken, gets 0."""
+        """Return the completions with the tokens and rewards of their rows. A completion without a row gets the reward 0."""
         made = [self._of(one) for one in drawn]
         for one in made:
             self.found[self.rows.get(one.completion.seed, {}).get("step", -1)].append(one)
@@ -241,7 +245,7 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
         job = apply_changes(job, state.changes)
         put_back = remember(job) if algorithms else None
         watch = MethodWatch(job.algorithm, WatchedOptimizer(job.optimizer, applies=True), job.single_pass)
-        still = replace(job.config, ref_model_sync_steps=0)  # a sync would move the reference that the other methods read
+        still = replace(job.config, ref_model_sync_steps=0)  # a sync would change the reference that the other methods use
         own.take(step(replace(job, optimizer=watch.optimizer, token_figures=watch.watch_tokens, config=still), state))  # type: ignore[arg-type]
         watch.metrics = own.figures
         differences += _compare(rewards, own, rows, recorded[number], number)
@@ -264,7 +268,7 @@ def replay(folder: str | Path, number: int, methods: Sequence[Any] = (), *, most
 def _try(
     job: OnlineRun, algorithm: Method, config: OnlineConfig, state: State, found: list[Trajectory], journal: Journal
 ) -> MethodWatch:
-    """Apply a method to the step's completions. If a step is one optimiser step, no weight has to move."""
+    """Compute the effect of a method on the step's completions. If it takes one optimiser step, weights stay unchanged."""
     made = correct(algorithm, config, job.sampler, job.model, journal)
     critic = job.critic if made.needs_critic else None
     watch = MethodWatch(made, WatchedOptimizer(job.optimizer, applies=not job.single_pass), job.single_pass)
@@ -279,7 +283,7 @@ def _try(
 
 
 def _settings(path: Path, number: int) -> OnlineConfig:
-    """Return the settings of the step: those of the first checkpoint at or after it, or else those of the end."""
+    """Return the settings at a step: those in the first checkpoint at or after it, or else the run's final ones."""
     found = parse_row((path / "config.json").read_bytes()) if (path / "config.json").is_file() else None
     if found is None or kind_of(found) != "online":
         lacks = "it has no config.json" if path.is_dir() else "the folder does not exist"
@@ -355,7 +359,7 @@ def _brief(value: Any) -> str:
 def _groups(
     watches: Mapping[str, MethodWatch], groups: Iterable[list[Trajectory]], rows: Mapping[int, Row], tokenizer: Any
 ) -> list[Row]:
-    """Return the completions of each group with every method's figures per token. Those whose weights differ most come first."""
+    """Return groups of completions with every method's figures per token, ordered by how much the methods' weights differ."""
     tables: dict[int, dict[str, dict[str, list[float]]]] = defaultdict(dict)
     for name, watch in watches.items():
         columns = watch.columns()
@@ -377,7 +381,7 @@ def _groups(
 
 
 def lines_of(found: Replay) -> Iterator[str]:
-    """Yield the lines for the terminal, except the table."""
+    """Yield the lines of the report for the terminal, except the table of metrics."""
     back = found.step - found.begun
     origin = f"the checkpoint of step {found.begun}" if found.begun else "the beginning"
     yield f"step {found.step} of {found.run}, from {origin}: {back} step{'s' * (back > 1)} recomputed"

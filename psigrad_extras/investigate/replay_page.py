@@ -1,6 +1,6 @@
-"""The page of a replayed step: a column of metrics for each method, and the effect of each on every token.
+"""The page of a replayed step: a column of metrics for each method, and the effect of each method on every token.
 
-The page is in templates/.
+Its template is in templates/.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def check(output: str) -> None:
 
 
 def write(replay: Any, output: str = "") -> Path:
-    """Write the page of a `Replay`, by default to the run's `replays/`, and its content as JSON.
+    """Write the page of a `Replay`, and its data as JSON, by default to the folder `replays/` of the run.
 
     Raises `UserError` if they cannot be written.
     """
@@ -46,7 +46,7 @@ def write(replay: Any, output: str = "") -> Path:
 
 
 def page(replay: Any) -> str:
-    """Return the full page."""
+    """Return the HTML of the page."""
     figures = replay.methods
     names = dict.fromkeys(name for own in figures.values() for name in own)
     rows = [[Cell(name), *(Cell(show_number(own.get(name)), "n") for own in figures.values())] for name in names]
@@ -70,10 +70,10 @@ def _greatest(groups: list[dict[str, Any]], name: str) -> float:
 
 
 def _shown(completion: Mapping[str, Any], most: Mapping[str, float]) -> dict[str, list[tuple[str, str, str]]]:
-    """Return, by method, (text, look, figures) of each token.
+    """Return method -> (text, style, figures) of each token.
 
-    The look is up1 … up4 for a token that becomes more likely and down1 … for less likely, by its weight relative to the method's
-    greatest. It is "out" for a token that is not trained on, and "cut" for a clipped one.
+    The style is up1 … up4 for a token that becomes more likely, and down1 … down4 for one that becomes less likely. The number is
+    its weight relative to the method's greatest. "out" is a token that is not trained on, and "cut" a clipped one.
     """
     shown = {}
     for name, columns in completion["methods"].items():

@@ -1,4 +1,4 @@
-"""A search over settings by Optuna: each trial trains once per seed, and its value is the mean held-out metric.
+"""A search over settings with Optuna. Each trial trains once per seed, and its value is the mean held-out metric.
 
 The study is `sweep.db` in the folder, which Optuna's own tools read (`optuna-dashboard sqlite:///runs/sweep/sweep.db`).
 """
@@ -34,7 +34,7 @@ Train = Callable[[Sequence[str]], str]
 
 
 def space_of(text: str) -> tuple[str, Any]:
-    """Return a setting and its distribution for a text such as `learning_rate:1e-6..1e-4:log`, `lora_rank:8..64` or `x:a,b`.
+    """Return (setting, Optuna's distribution) for a text such as `learning_rate:1e-6..1e-4:log`, `lora_rank:8..64` or `x:a,b`.
 
     Raises `UserError` for other text.
     """

@@ -1,4 +1,7 @@
-"""The effect of a method on a collection: its gradient, and figures for every token. Weights may move, and can be restored."""
+"""The effect of a method on given completions: its gradient, and figures for every token.
+
+If weights must change for that, `remember` restores them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ Gradient = dict[str, Tensor]
 
 
 class WatchedOptimizer:
-    """An optimiser that sums its gradients over a collection's optimiser steps. Unless it `applies`, no weight moves."""
+    """An optimiser that also records the sum of its gradients. Unless `applies` is set, it never changes a weight."""
 
     def __init__(self, inner: Optimizer, applies: bool) -> None:
         self.inner, self.applies, self.nonfinite = inner, applies, inner.nonfinite
@@ -33,7 +36,7 @@ class WatchedOptimizer:
         return getattr(self.inner, name)
 
     def norm(self) -> float:
-        """Return the optimiser's norm, and add the gradient to the sum."""
+        """Return the gradient's norm, and add the gradient to the sum."""
         norm = self.inner.norm()
         for name, own in self.inner.weights.items():
             parts, weight = [] if own.gradient is None else [(slice(None), own.gradient)], own.parameter
@@ -42,7 +45,7 @@ class WatchedOptimizer:
         return norm
 
     def apply(self, norm: float, lr: float) -> None:
-        """Take the step, or discard the gradient."""
+        """Take the optimiser step if `applies` is set, and otherwise discard the gradient."""
         if self.applies:
             self.inner.apply(norm, lr)
         else:
@@ -50,9 +53,9 @@ class WatchedOptimizer:
 
 
 class WatchedTokens(TokenFigures):
-    """Token figures with the weight of each token: the gradient is Σ weight·∇log π(token), over all passes.
+    """Token figures that include the weight of each token in the gradient, summed over all passes.
 
-    A token with a weight above 0 becomes more likely.
+    Formula: Σ weight · ∇log π(token), the direction of the update. A token with a weight above 0 becomes more likely.
     """
 
     def __init__(self, rows: int, prepared: Prepared) -> None:
@@ -60,7 +63,7 @@ class WatchedTokens(TokenFigures):
         self.weight = torch.zeros_like(self.logp)
 
     def store(self, rows: Tensor, evaluation: PolicyOutputs) -> None:
-        """Record figures as `TokenFigures` does. The weights follow in the backward pass."""
+        """Record log-probs and entropies (see `TokenFigures`), and register a hook that adds the weights in the backward pass."""
         super().store(rows, evaluation)
         if evaluation.logp.requires_grad:
             evaluation.logp.register_hook(partial(self._weigh, rows.cpu()))
@@ -71,7 +74,7 @@ class WatchedTokens(TokenFigures):
 
 @dataclass
 class MethodWatch:
-    """The record of a method's effect on a collection, filled as it learns. Losses on pairs have no figures per token."""
+    """The record of a method's effect on completions, filled while it learns. Losses on pairs have no figures per token."""
 
     algorithm: Any
     optimizer: WatchedOptimizer
@@ -80,12 +83,12 @@ class MethodWatch:
     tokens: WatchedTokens | None = None
 
     def watch_tokens(self, rows: int, prepared: Prepared) -> WatchedTokens:
-        """Return the token figures. It serves as a run's `token_figures` function."""
+        """Return the object that records figures per token, which is also stored here. A run calls this as `token_figures`."""
         self.tokens = WatchedTokens(rows, prepared)
         return self.tokens
 
     def columns(self) -> dict[str, Tensor]:
-        """Return [N, T] advantage, ratio, clipped (1 or 0) and weight of each token at its last pass; NaN without a pass."""
+        """Return [N, T] by name, of each token's last pass: advantage, ratio, clipped (1 or 0), weight; NaN without a pass."""
         if self.tokens is None or not isinstance(self.algorithm, PolicyGradient):
             return {}
         batch, advantage = self.tokens.prepared.batch, self.tokens.prepared.advantage.cpu()
@@ -98,11 +101,11 @@ class MethodWatch:
         return {name: x.float().masked_fill(~(mask if name == "advantage" else seen), math.nan) for name, x in made.items()}
 
     def trajectories(self) -> list[Trajectory]:
-        """Return the trajectories of the rows of `columns`."""
+        """Return the trajectories to which the rows of `columns` belong."""
         return [] if self.tokens is None else list(self.tokens.prepared.batch.inputs)
 
     def figures(self, own: MethodWatch) -> dict[str, Any]:
-        """Return the column of the table for this method, compared with the run's `own`."""
+        """Return this method's column in the table of metrics. `own` is the record of the run's own method, for comparison."""
         norm = self.metrics.get("grad_norm", 0.0)
         most = self.optimizer.optim.max_grad_norm
         found: dict[str, Any] = {

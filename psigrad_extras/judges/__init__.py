@@ -1,4 +1,4 @@
-"""Rewards by a language model as a judge, and by a program that verifies instructions, under the names of `builtin.py`."""
+"""Rewards by a language model as a judge, and by a program that verifies instructions. `rewards/builtin.py` has their names."""
 
 from __future__ import annotations
 

@@ -36,11 +36,11 @@ class GroupRanking(Judge):
 
     A language model ranks the group in one request.
 
-    Formula: Σ_c w_c·s_c / Σ_c w_c, s_c the share of the others that criterion c puts it before, equals counting half, and the
-             mean over both orders of the answers; with `slope` b the mean over the others j of σ(b·(s_i − s_j))
+    Formula: Σ_c w_c·s_c / Σ_c w_c with s_c the share of the other completions that rank below this one by criterion c, where ties
+             count half; averaged over both orders of the answers. With `slope` b: the mean over the others j of σ(b·(s_i − s_j))
 
-    The judge sees a column `answer`, if there is one, as a reference. Equal texts are shown once. The reward is None for a group
-    whose texts are all equal. If the judge does not reply in the expected form, the group stays unscored.
+    If there is a column `answer`, the judge reads it as a reference. Equal texts are shown once. The reward is None for a group
+    whose texts are all equal. If the judge does not reply in the expected format, the group stays unscored.
 
     Source: Zheng et al. 2023, arXiv:2306.05685, who show each pair in both orders.
     """
@@ -48,7 +48,7 @@ class GroupRanking(Judge):
     criteria: Mapping[str, float] = field(default_factory=lambda: {"quality": 1.0})
     """The criteria of the ranking, each with its weight: {"correctness": 2, "brevity": 1}."""
     swap: bool = True
-    """Ask a second time with the answers in the opposite order, since judges prefer certain positions."""
+    """True to ask a second time with the answers in the opposite order, since judges prefer certain positions."""
     slope: float = 0.0
     """The slope that `psigrad judge-report` fits to people's votes; 0: use the ranks."""
     reward: ClassVar[str] = "ranking"
@@ -92,7 +92,7 @@ class GroupRanking(Judge):
         return self.weigh(ranks)
 
     def weigh(self, orders: Sequence[Ranks]) -> list[float]:
-        """Return the scores of completions from their ranks in each order of presentation."""
+        """Return one score per completion, given their ranks by each criterion in each order of presentation."""
         total = sum(self.criteria.values()) * len(orders)
         columns = zip(*(own[c] for own in orders for c in self.criteria), strict=True)
         weights = [w for _ in orders for w in self.criteria.values()]
@@ -103,7 +103,7 @@ class GroupRanking(Judge):
         return [(math.fsum(row) - 0.5) / (len(scores) - 1) for row in won]
 
     def rank(self, prompt: str, texts: Sequence[str], reference: Any = None) -> list[Ranks] | Unscored:
-        """Return, for each order of presentation and each criterion, the share of other texts that each text beats."""
+        """Ask the judge. For each order of presentation, return criterion -> the share of other texts that each text beats."""
         if len(texts) > len(LETTERS):
             return Unscored(f"a ranking takes at most {len(LETTERS)} different completions, but got {len(texts)}")
         found: list[Ranks] = []
@@ -126,7 +126,7 @@ class GroupRanking(Judge):
         return INSTRUCTIONS.format(mark=mark, lines=lines, **parts)
 
     def _read(self, reply: str, count: int) -> Ranks:
-        """Read the ranks of each criterion. Raises if the reply lacks one, or ranks something else."""
+        """Return the ranks in a reply, by criterion. Raises an error if a criterion is missing or ranks other letters."""
         found: Ranks = {}
         for name in self.criteria:
             said = re.findall(
@@ -142,6 +142,6 @@ class GroupRanking(Judge):
 
 
 def _again(values: Sequence[float]) -> list[float]:
-    """Return, for each value, the share of the others below it. Equal values count half."""
+    """Return for each value the share of the other values that are below it. Equal ones count half."""
     others = len(values) - 1
     return [(sum(b < a for b in values) + 0.5 * (sum(b == a for b in values) - 1)) / others for a in values]

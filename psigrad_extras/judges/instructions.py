@@ -31,15 +31,15 @@ _SENTENCE_END = re.compile(r"[.!?。！？]+[\"'”’)\]]*(?=\s|$)|[。！？]+
 class IFEval:
     """A reward of 1 if the completion follows every instruction of its row, else 0; None if the row has no instruction.
 
-    The instructions are in the published columns `instruction_id_list` and `kwargs`. An unknown kind or a missing parameter is
-    an error that names the row, before anything runs. Kinds that ask for a language need py3langid.
+    The instructions are in the published columns `instruction_id_list` and `kwargs`. Before the first step, an unknown kind or a
+    missing parameter raises an error that names the row. Instructions about the language need the package py3langid.
     """
 
     loose: bool = False
     """Also accept the completion without its first line, its last line, or both, and all of these without asterisks. An
     introduction such as "Sure, here it is:" or bold text then does no harm."""
     share: bool = False
-    """Return the share of followed instructions instead of 1 for all or 0."""
+    """True to return the share of followed instructions, instead of 1 only if all are followed."""
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """Return 1.0, 0.0, a share, or None for each completion."""
@@ -62,7 +62,7 @@ class IFEval:
 
 
 def loosened(text: str) -> list[str]:
-    """Return a completion, and its forms without the usual text around an answer."""
+    """Return variants of a completion: as it is, without its first or last line or both, and each of these without asterisks."""
     lines = text.split("\n")
     cut = [text, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
     return cut + [form.replace("*", "") for form in cut]
@@ -89,7 +89,7 @@ def _parameters(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(kind: str, name: str, value: Any) -> Any:
-    """Return a parameter in the type that its name implies. Raises `UserError` for another type."""
+    """Return a parameter's value in the type that the parameter has. Raises `UserError` for another type."""
     read: Callable[[Any], Any]
     if name.startswith(("num_", "nth_")) or name.endswith("frequency"):
         ok, expected, read = isinstance(value, int | float) and value == int(value) >= 0, "a whole number", int
@@ -150,7 +150,7 @@ def _in_language(text: str, language: str) -> bool:
 
 
 def _divided(text: str, divider: str) -> list[str] | None:
-    """Return the parts between dividers, or None if there is nothing between two of them."""
+    """Return the parts of a text between dividers, or None if a part between two dividers is empty."""
     parts = re.split(divider, text)
     inner = parts[1:-1]
     return [p for p in parts if p.strip()] if all(p.strip() for p in inner) else None
@@ -194,7 +194,7 @@ def _two_responses(text: str) -> bool:
 
 
 def _capital_words(text: str) -> int:
-    """Return the number of capital words as the published checker counts: DON'T is two, a hyphenated word one."""
+    """Return the number of words in capitals, counted as in the published checker: DON'T is two words, a hyphenated word one."""
     parted = re.sub(r"(n't|'(?:s|m|d|ll|re|ve))\b", r" \1", text, flags=re.IGNORECASE)
     return sum(map(str.isupper, re.findall(r"[^\s,;:?!()\[\]{}<>\"]+", parted)))
 

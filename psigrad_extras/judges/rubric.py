@@ -1,4 +1,4 @@
-"""A reward by a language model that reads a rubric: a local model, or one behind an OpenAI-compatible endpoint."""
+"""A reward by a language model that grades with a rubric: a local model, or one behind an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NUMBER_ALONE = """How well does the answer meet the rubric? Reply with one whole
 and nothing else."""
 _SCORE = re.compile(r"score\W{0,5}(\d+(?:\.\d+)?)", re.IGNORECASE)
 _LARGEST = 1 << 20
-# The minimum share of a local judge's probability on the allowed numbers.
+# The least probability that a local judge must give to all allowed numbers together.
 _LEAST = 0.01
 
 
@@ -58,9 +58,9 @@ class Judge:
     base_url: str = ""
     """An OpenAI-compatible endpoint such as http://localhost:8000/v1; empty: a local judge."""
     api_key_variable: str = "OPENAI_API_KEY"
-    """Environment variable with the endpoint's key, which `worker_env` must name too; it may be unset."""
+    """Environment variable with the endpoint's key, which may be unset. `worker_env` must name it too."""
     attempts: int = 3
-    """Requests for one completion before it stays unscored."""
+    """The most requests for one completion. If all fail, it stays unscored."""
     seconds: float = 60.0
     """Maximum seconds to wait for a reply."""
     concurrency: int = 8
@@ -68,7 +68,7 @@ class Judge:
     max_tokens: int = 512
     """Maximum tokens of a reply."""
     cache: str = ""
-    """Folder that caches replies by judge and question, so that no question is asked twice; empty: no cache."""
+    """Folder for a cache of replies by judge and question, so that no question is asked twice; empty: no cache."""
     reward: ClassVar[str] = "rubric"
     """The name of the reward in the settings."""
 
@@ -84,7 +84,7 @@ class Judge:
             raise UserError(f"{self.reward}: base_url is {self.base_url!r}; it must begin with http:// or https://.")
 
     def ask(self, question: str, read: Callable[[str], T]) -> T | Unscored:
-        """Return the endpoint's reply as parsed by `read`, which raises `NoAnswerError` for an unusable one."""
+        """Ask the endpoint, and return its reply as parsed by `read`, which raises `NoAnswerError` for an unusable one."""
         kept = absolute(self.cache) / _digest(self.base_url, self.model, question, *self._how()) if self.cache else None
         if kept is not None and kept.is_file():
             return read(kept.read_text(encoding="utf-8"))
@@ -107,14 +107,14 @@ class Judge:
         return Unscored(f"the judge gave no score in {attempt + 1} requests: {why}")
 
     def _how(self) -> tuple[str, ...]:
-        """Return the other values that a reply depends on."""
+        """Return the settings on which a reply depends besides the question, for the key of the cache."""
         return (str(self.max_tokens),)
 
     def _reply(self, question: str) -> str:
         return str(self._choice(question, temperature=0, max_tokens=self.max_tokens)["message"]["content"])
 
     def _choice(self, question: str, **more: Any) -> Any:
-        """Return the endpoint's choice. Raises `NoAnswerError`."""
+        """Return the first choice in the endpoint's answer. Raises `NoAnswerError`."""
         body = {"model": self.model, "messages": [{"role": "user", "content": question}], **more}
         key, url = os.environ.get(self.api_key_variable, ""), f"{self.base_url.rstrip('/')}/chat/completions"
         found = ask(url, body, key=key, seconds=self.seconds, largest=_LARGEST)
@@ -126,7 +126,7 @@ class Judge:
 
 
 def fence(texts: Sequence[Any]) -> tuple[str, list[str]]:
-    """Return a mark that occurs in none of the texts, and the texts with a chat template's tokens made plain text."""
+    """Return (a mark that occurs in none of the texts, the texts with a chat template's special tokens made plain text)."""
     said = [_disarm("" if text is None else str(text)) for text in texts]
     return _digest(*said)[:12], said  # no text can contain its own digest, so none can close its mark
 
@@ -139,11 +139,11 @@ def _digest(*texts: str) -> str:
 class Rubric(Judge, Preparable):
     """A reward from 0 to 1 for how well a completion meets a rubric, as a language model judges it.
 
-    Formula: with a local judge Σ_k k·p(k) / scale, p the judge's distribution over the replies 0 … scale, from one forward pass;
-             behind an endpoint the score at the end of its reply, over scale, or with `probabilities` as locally
+    Formula: local judge: Σ_k k·p(k) / scale, with p the judge's distribution over the replies 0 … scale, from one forward pass;
+             endpoint: the score at the end of its reply, over scale, or with `probabilities` the formula of a local judge
 
-    The rubric is the parameter `rubric`, or the dataset's column `rubric`. The judge sees a column `answer`, if there is one, as
-    a reference. If the judge does not reply, or replies without a score, the completion stays unscored.
+    The rubric is the parameter `rubric`, or the dataset's column `rubric`. If there is a column `answer`, the judge reads it as a
+    reference. If the judge does not reply, or replies without a score, the completion stays unscored.
 
     Source: Zheng et al. 2023, Judging LLM-as-a-judge, arXiv:2306.05685; the weighting by probabilities: Liu et al. 2023, G-Eval,
     arXiv:2303.16634.
@@ -174,7 +174,7 @@ class Rubric(Judge, Preparable):
             )
 
     def prepare(self) -> None:
-        """Load the local judge, if there is one. Workers call this before the time limit of the first completion starts."""
+        """Load the local judge, if there is one. Workers call this before the time limit of the first call starts."""
         if not self.base_url:
             _judge(self.model)
 
@@ -214,7 +214,7 @@ class Rubric(Judge, Preparable):
         return ("probabilities",) if self.probabilities else super()._how()
 
     def _reply(self, question: str) -> str:
-        """Return the reply or, with `probabilities`, those of its first token as JSON."""
+        """Return the reply of the endpoint or, with `probabilities`, the probabilities of its first token as JSON."""
         if not self.probabilities:
             return super()._reply(question)
         found = self._choice(question, temperature=1, max_tokens=1, logprobs=True, top_logprobs=20)
@@ -224,7 +224,7 @@ class Rubric(Judge, Preparable):
             raise NoAnswerError("the endpoint tells no probabilities (top_logprobs)", again=False) from error
 
     def _weighed(self, told: str) -> float:
-        """Return Σ_k k·p(k) / (scale · Σ_k p(k)) over the scores among the returned tokens."""
+        """Return Σ_k k·p(k) / (scale · Σ_k p(k)), where the scores k are those among the tokens in the reply."""
         chances: dict[int, float] = {}
         for token, logprob in json.loads(told):
             if (text := token.strip()).isdecimal() and int(text) <= self.scale:
@@ -258,12 +258,12 @@ def score_in(reply: str, scale: int) -> float:
 
 @dataclass(frozen=True)
 class _LocalJudge:
-    """A local language model that grades by the probabilities of its replies."""
+    """A local language model as a judge, which grades by the probabilities of its replies."""
 
     model: Any
 
     def expectation(self, question: str, scale: int) -> tuple[float, float]:
-        """Return the expected score among 0 … scale, and the probability that the reply starts with one of them."""
+        """Return (the expected score among 0 … scale, the probability that the reply starts with one of these numbers)."""
         import torch
 
         from psigrad.language.data.dataset_rows import Row

@@ -1,1 +1,1 @@
-"""Processes that compute together: sharded copies of a model, tensor parallelism, and context parallelism."""
+"""Parallel training by several processes: sharded models, tensor parallelism, and context parallelism."""

@@ -1,6 +1,7 @@
-"""The mesh of processes (replicate, shard, tensor): which process holds which shard, and which processes compute together.
+"""The device mesh of processes, with the dimensions replicate, shard and tensor.
 
-Processes that divide the tokens of a row (`Division.context`) also hold a shard each. They are in the dimension "shard".
+Processes that divide the tokens of a row (context parallelism, `Division.context`) also have a shard each. They are in the
+dimension "shard".
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from psigrad_extras.mesh.ulysses import Ulysses
 
 
 def divide(model: Pretrained, world: World, kind: str) -> Any:
-    """Leave each process with its part of every layer and its rank among those that divide rows.
+    """Divide a model for tensor and context parallelism: each process keeps its part of every layer.
 
-    Return the mesh for the shards. Raises `UserError` if the model or its family cannot be divided this way.
+    Return the mesh for shards. Raises `UserError` if the model or its family cannot be divided this way.
     """
     check(model, world)
     ranks: Any = world
@@ -42,7 +43,7 @@ def divide(model: Pretrained, world: World, kind: str) -> Any:
 
 @functools.lru_cache(1)
 def make(world: Any, kind: str) -> tuple[Any, Any, Ulysses | None]:
-    """Return (the mesh of the shards, the mesh of tensor parallelism or None, the processes that divide rows or None)."""
+    """Return (the mesh for shards, the mesh for tensor parallelism or None, the processes of context parallelism or None)."""
     from torch.distributed.device_mesh import init_device_mesh
 
     replicate, tensor, context = world.division
@@ -88,9 +89,9 @@ def check(model: Pretrained, world: World) -> None:
 
 
 def divide_layers(model: Pretrained, over: Any) -> None:
-    """Leave each process of the mesh with its part of every layer's matrices, by transformers' plan for the family.
+    """Divide every layer's matrices over the processes of the mesh `over`, by transformers' tensor-parallel plan of the family.
 
-    Raises `UserError` if there is no plan, or if the result has other numbers or gradients than the full model.
+    Raises `UserError` if there is no plan, or if outputs or gradients differ from those of the full model.
     """
     network: Any = model.network
     family = type(network).__name__
@@ -113,8 +114,8 @@ def divide_layers(model: Pretrained, over: Any) -> None:
         )
 
 
-# Style of transformers' plans -> (dimension of the division, True if each process has the full input, the same for the output).
-# Vectors between are not divided, and each process sees the gradient of its own heads.
+# Style in transformers' plans -> (dimension of the division, True if each process gets the full input, True if it gets the full
+# output). The last style is for vectors between divided layers: they are not divided, and their gradients are summed.
 _STYLES = {
     "colwise": (0, True, False),
     **dict.fromkeys(("colwise_rep", "colwise_gather_output"), (0, True, True)),
@@ -125,9 +126,10 @@ _STYLES = {
 
 
 def _divide(module: Any, dim: int | None, whole_input: bool, whole_output: bool, over: Any) -> None:
-    """Divide a module.
+    """Divide a module's parameters over the processes, and replace its `forward` by one that exchanges inputs and outputs.
 
-    It computes with plain tensors. DTensor plans the computation again for every row length, which takes longer than a layer.
+    The new `forward` computes with plain tensors, since DTensor plans the computation again for every row length, which takes
+    longer than a layer.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
@@ -158,7 +160,7 @@ def _divide(module: Any, dim: int | None, whole_input: bool, whole_output: bool,
         held = {name: p for name, p in module._parameters.items() if p is not None}
         partial = [Partial()] if dim is None else None
         local = {name: p.to_local(grad_placements=partial) for name, p in held.items()}
-        after = local.pop("bias", None) if dim == 1 else None  # it must be added only once
+        after = local.pop("bias", None) if dim == 1 else None  # the bias must be added only once
         module._parameters.update(dict.fromkeys(held), **local)
         try:
             if dim is not None and whole_input:
@@ -175,7 +177,7 @@ def _divide(module: Any, dim: int | None, whole_input: bool, whole_output: bool,
 
 
 class _Through(torch.autograd.Function):
-    """A function that applies `there` to a tensor and `back` to its gradient."""
+    """An autograd function that applies `there` to a tensor, and `back` to its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
@@ -188,7 +190,10 @@ class _Through(torch.autograd.Function):
 
 
 def _probe(model: Pretrained) -> list[Tensor]:
-    """Return numbers of the model, and their gradient in its vectors: norms and biases, which a plan may miss."""
+    """Return outputs of the model and their gradients in its vectors (norms, biases), to compare before and after a division.
+
+    A plan may omit the gradients of vectors.
+    """
     vectors: list[nn.Parameter] = [p for p in model.network.parameters() if p.ndim == 1 and p.requires_grad]
     with torch.enable_grad():
         found = model._probe(model._texts(), packed=True)

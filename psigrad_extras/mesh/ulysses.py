@@ -21,17 +21,17 @@ from psigrad.language.models.packing import ForwardInputs
 
 @dataclass(frozen=True)
 class Ulysses:
-    """The `rank`-th of `size` processes that divide the tokens of every packed row, and their process group."""
+    """The place of this process in context parallelism: `rank` of `size` processes that divide the tokens of each packed row."""
 
     group: Any
     rank: int
     size: int
 
     def share(self, inputs: ForwardInputs, layout: Layout) -> ForwardInputs:
-        """Return this process's tokens of a row with the attention of `layout`, and the targets that they predict.
+        """Return this process's share of a packed row: its tokens, their layout, and the targets that they predict.
 
-        All processes have the same number of tokens. The last ones may be padding, which nothing attends to. A process without a
-        target gets one that `gather` drops, so that its backward pass still goes through all layers.
+        All processes have the same number of tokens. The last tokens may be padding, to which nothing attends. A process without
+        a target gets one that `gather` drops, so that its backward pass still runs through all layers.
         """
         rows = inputs.input_ids.shape[1]
         length = -(-rows // self.size)
@@ -54,16 +54,17 @@ class Ulysses:
         )
 
     def gather(self, found: Tensor | None, mine: Tensor | None, whole: int) -> Tensor | None:
-        """Return [whole, …] the values of all processes, each for its targets `mine`.
+        """Return [whole, …]: the values `found` of all processes, each at the indices `mine` of its targets.
 
-        Each process gets the gradient of its own values. The loss of the full row is the same on all processes and counts once.
+        In the backward pass, each process gets the gradient of its own values. The loss of the full row is computed on all
+        processes, but counts once.
         """
         return None if found is None else _Gather.apply(found, self, mine, whole)
 
 
 @dataclass(frozen=True)
 class DividedLayout:
-    """A layout of `rows` tokens that several processes divide."""
+    """The layout of a packed row of `rows` tokens, which several processes divide."""
 
     inner: Layout
     rows: int
@@ -73,9 +74,9 @@ class DividedLayout:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, how: Callable[..., Tensor] = SDPA
     ) -> Tensor:
-        """Attend with the inner layout, over this process's heads and all tokens.
+        """Exchange tokens for heads, attend with the inner layout over all tokens of this process's heads, and exchange back.
 
-        Shapes are as in `Layout.attend`, for this process's tokens.
+        The shapes are those of `Layout.attend`, for this process's tokens.
         """
         size, heads = self.context.size, q.shape[1]
         if k.shape[1] % size:
@@ -90,7 +91,7 @@ class DividedLayout:
 
 
 class _Swap(torch.autograd.Function):
-    """The exchange from [1, H, S / n, D] of a process's tokens to [1, H / n, S, D] of its heads, or back."""
+    """An all-to-all exchange from [1, H, S / n, D] (all heads of a process's tokens) to [1, H / n, S, D], or back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, context: Ulysses, to_heads: bool) -> Tensor:

@@ -1,7 +1,7 @@
-"""Checks that a model, its data and its settings will train correctly: values that must be equal are computed in two ways.
+"""Checks that a model, its data and its settings will train correctly: a value is computed in two ways that must agree.
 
-Each check has a number (the difference between two ways to compute the same), a bound, and a control: the number under a planted
-fault. If the control does not exceed the bound, the check proves nothing and reports that.
+Each check has a value (the difference between the two ways), a bound, and a control: the value under a planted fault. If the
+control does not exceed the bound, the check proves nothing and reports that.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def run(config: OnlineConfig, told: Callable[[str], None] = lambda name: None) -
 
 
 def all_pass(findings: Sequence[Finding]) -> bool:
-    """Return True if every check passed and could have failed."""
+    """Return True if every check passed, and would have failed under its planted fault."""
     return all(finding.verdict == "ok" for finding in findings)
 
 
@@ -94,7 +94,7 @@ def report(findings: Sequence[Finding], *, as_json: bool = False, rows: Sequence
 
 
 def _apart(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    """Return the mean absolute difference over all tokens; infinity if one is not finite."""
+    """Return the mean absolute difference of log-probs over all tokens; infinity if a value is not finite."""
     difference = torch.cat([(x.double() - y.double()).abs() for x, y in zip(a, b, strict=True)])
     return float(difference.mean()) if bool(torch.isfinite(difference).all()) else float("inf")
 
@@ -124,7 +124,7 @@ def _problems(model: LanguageModel, row: Row, stops: Sequence[int], vocabulary: 
 
 
 def _acts(model: LanguageModel) -> list[str]:
-    """Return the values of the model's generation_config that would change sampling if a sampler applied them."""
+    """Return the settings in the model's generation_config that would change sampling if a sampler applied them."""
     config = model.network.generation_config
     usual = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "suppress_tokens": None, "forced_eos_token_id": None}
     held = {name: getattr(config, name, None) for name in usual} if config is not None else {}
@@ -177,7 +177,7 @@ def check_packing(subject: Subject) -> Finding:
     whole = subject.logp(subject.groups)
     padded = subject.logp(subject.groups, packed=False)
     alone = [subject.logp(Groups([p], [[c]]), packed=False)[0] for p, c in subject.alone]
-    # The planted fault, attention across the borders: every text after its neighbour.
+    # The planted fault is attention across the borders of packed texts: every text follows its neighbour.
     behind = [
         subject.logp(Groups([[*p0, *c0, *p]], [[c]]))[0]
         for (p0, c0), (p, c) in zip([subject.alone[-1], *subject.alone], subject.alone, strict=False)
@@ -246,7 +246,7 @@ def check_reference(subject: Subject) -> Finding:
 
 
 class _Changed:
-    """A context in which the first trainable matrix is changed."""
+    """A context manager that changes the first trainable matrix of a model during the block."""
 
     def __init__(self, model: LanguageModel) -> None:
         matrices = [p for p in model.trainable().values() if p.dim() == 2]
@@ -301,7 +301,7 @@ def check_adapter(subject: Subject) -> Finding:
 
 
 Gradient = dict[str, Tensor]
-# The numbers of processes whose shares are summed.
+# The numbers of processes that the check simulates.
 RANKS = (2, 3)
 
 
@@ -316,7 +316,7 @@ def _algorithm(config: OnlineConfig) -> PolicyGradient:
 
 
 class _Step:
-    """A step on the subject's completions, whose gradient can be computed in any number of parts."""
+    """A training step on the subject's completions, whose gradient can be computed in any number of micro-batches."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject, self.algorithm = subject, _algorithm(subject.config)
@@ -334,11 +334,11 @@ class _Step:
         return micro_batches(self.batch, self.prepared.needs_gradient.cpu(), budget, ranks)
 
     def totals(self, parts: Sequence[MicroBatch]) -> Totals:
-        """Return the totals that losses divide by if these are all parts."""
+        """Return the totals (numbers of tokens and rows) by which the loss is divided if these are all parts."""
         return self.algorithm.totals(self.prepared, torch.cat([rows_of(part) for part in parts]))
 
     def gradient(self, parts: Sequence[MicroBatch], totals: Callable[[MicroBatch], Totals], scale: float = 1.0) -> Gradient:
-        """Return the gradient summed over the parts, by name."""
+        """Return parameter -> gradient, summed over the parts. `totals` gives the totals with which a part's loss is computed."""
         add_up([self.optimizer], [partial(self._loss, part, totals(part), scale) for part in parts])
         weights = self.optimizer.weights.items()
         found = {name: g.detach().float().clone() for name, w in weights if (g := w.gradient) is not None}
@@ -372,7 +372,8 @@ def check_processes(subject: Subject) -> Finding:
     for ranks in RANKS:
         shares = [step.parts(1, ranks)[rank::ranks] for rank in range(ranks)]
         summed = _sum([step.gradient(share, lambda part: step.whole) for share in shares if share])
-        # The planted fault: the mean over processes, the default of data parallelism, of sums that are already divided by all.
+        # The planted fault: the mean over processes, the default of data parallelism, of sums that are already divided by the
+        # totals.
         mean = {name: part / ranks for name, part in summed.items()}
         value, control = max(value, steepest(summed, one)), max(control, steepest(mean, one))
     return Finding("processes", "gradients of one process and of the sum over many", value, subject.bounds[1], control)
@@ -384,7 +385,10 @@ def _sum(parts: Sequence[Gradient]) -> Gradient:
 
 
 def steepest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """Return the greatest difference of a parameter's gradient relative to its norm, or to 0.1 % of the total norm if larger."""
+    """Return the greatest relative difference of a parameter's gradient in `a` and `b`.
+
+    It is relative to the norm of that gradient, or to 0.1 % of the total norm if this is larger.
+    """
     if a.keys() != b.keys():
         return float("inf")
     least = 1e-3 * float(torch.stack([g.double().norm() for g in b.values()]).norm())

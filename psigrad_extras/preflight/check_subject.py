@@ -27,14 +27,14 @@ from psigrad.language.rollout.types import Prompt, Prompts, Request, Sampler, Sa
 # The number of prompts, of completions per prompt, and the maximum tokens of a completion.
 PROMPTS, COMPLETIONS, TOKENS = 4, 3, 24
 TEXTS = ("The capital of France is", "2 + 2 =", "Once upon a time there was a little", "def add(a, b):")
-# The bounds on the mean difference of log-probs in nats, and of gradients as a share of their norm. Sums in another order differ
-# by about 1e-6 in float32. bfloat16 has 8 bits, and rounding accumulates in a deep network.
+# Dtype -> bounds on the mean difference of log-probs in nats, and of gradients as a share of their norm. Sums in another order
+# differ by about 1e-6 in float32. bfloat16 has 8 bits, and rounding accumulates in a deep network.
 BOUNDS = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (5e-2, 2e-1)}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check."""
+    """The result of one check."""
 
     name: str
     what: str
@@ -71,30 +71,30 @@ class Subject:
 
     @property
     def groups(self) -> Groups:
-        """The completions by their prompts."""
+        """The prompts, each with all its completions."""
         completions = [[t.completion.ids for t in group] for group in self.trajectories]
         return Groups([group[0].prompt_ids for group in self.trajectories], completions)
 
     @property
     def alone(self) -> list[tuple[Sequence[int], Sequence[int]]]:
-        """Every completion with its prompt."""
+        """(prompt, completion) for every completion."""
         return [(t.prompt_ids, t.completion.ids) for group in self.trajectories for t in group]
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The bounds of log-probs and of gradients."""
+        """The bounds for differences of log-probs and of gradients, by the model's dtype."""
         return BOUNDS.get(self.model.network.dtype, BOUNDS[torch.bfloat16])
 
     @torch.no_grad()
     def logp(self, groups: Groups, **how: Any) -> list[Tensor]:
-        """Return the log-probs of each completion."""
+        """Return the log-probs [length] of each completion under the model."""
         found = self.model.evaluate(groups, **how).logp
         lengths = [len(ids) for group in groups.completions for ids in group]
         return [row[:length] for row, length in zip(found, lengths, strict=True)]
 
 
 def _rows(config: OnlineConfig, model: LanguageModel) -> list[Row]:
-    """Return the prompts of the dataset, in any form. If the rows are plain texts to train on, return these texts."""
+    """Return the rows of the dataset as prompts, whatever its type. For a dataset of plain texts, return these texts."""
     if not config.data.dataset:
         return from_rows([{"prompt": text} for text in TEXTS], "prompt-only").rows
     try:
@@ -116,13 +116,13 @@ def load_subject(config: OnlineConfig) -> Subject:
     dataset = list(Prompts(rows, encode_rows(range(len(rows)), encoder, config.data, redaction.log)[0]))
     room = model.max_length - short.max_completion_length
     fitting = sorted((p for p in dataset if 0 < len(p.ids) <= room), key=lambda p: len(p.ids))
-    unlike = list({tuple(p.ids): p for p in fitting}.values())  # an error would not show with equal prompts
+    unlike = list({tuple(p.ids): p for p in fitting}.values())  # with equal prompts, some errors would not be detected
     prompts = (unlike if len(unlike) > 1 else fitting)[:PROMPTS]
     if len(prompts) < 2:
         raise UserError("The dataset has fewer than two prompts that fit into the model; give some more.")
     params = samplers.sampling_params(short, model, [p.row for p in prompts])
     sampler = samplers.make(config.sampling, model)
-    groups = []  # of different lengths, so that errors of padding and packing show
+    groups = []  # different lengths, so that errors of padding and packing are detected
     for place, prompt in enumerate(prompts):
         request = Request(prompt.ids, tuple(range(100 * place, 100 * place + COMPLETIONS)))
         (completions,) = sampler.sample([request], replace(params, max_tokens=max(2, params.max_tokens - 3 * place)))

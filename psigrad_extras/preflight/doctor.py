@@ -1,4 +1,4 @@
-"""`psigrad doctor`: a report of this machine's features for training, and of missing ones."""
+"""`psigrad doctor`: a report of which features for training this machine has, and which are missing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from psigrad.processes.sandbox import tier_of_this_machine
 from psigrad.records.report.terminal import show_size
 from psigrad.runs.machine import cores
 
-# Extra -> the package that shows if it is installed.
+# Extra -> the package by which it is recognised as installed.
 EXTRAS = {
     "cluster": "ray",
     "control": "Box2D",
@@ -87,7 +87,7 @@ def report(*, as_json: bool = False, looked: Callable[[], Iterator[Check]] = che
     if as_json:
         return json.dumps({check.name: {k: v for k, v in check._asdict().items() if k != "name"} for check in found}, indent=1)
     absent = [check for check in found if check.name.startswith("extra ") and check.state == "missing"]
-    if absent:  # in one line, since a new user has no extras and needs none
+    if absent:  # all in one line, since a new user has no extras and needs none
         names = ", ".join(check.name.removeprefix("extra ") for check in absent)
         found = [check for check in found if check not in absent]
         found.append(Check("extras", "missing", names, "optional; a command that needs one names its packages"))
@@ -102,7 +102,7 @@ def report(*, as_json: bool = False, looked: Callable[[], Iterator[Check]] = che
 def _package(name: str, advice: str, label: str = "") -> Check:
     try:
         importlib.import_module(name)
-        # torch.__version__ includes the build, such as +cu130. The version of the package may not.
+        # torch.__version__ includes the build, such as +cu130, which the package's version may lack.
         return Check(label or name, "ok", f"{name} {torch.__version__ if name == 'torch' else version(name)}")
     except PackageNotFoundError:
         return Check(label or name, "ok", name)
@@ -113,7 +113,7 @@ def _package(name: str, advice: str, label: str = "") -> Check:
 
 
 def memory(unused: int, total: int) -> Check:
-    """Check the bytes that a run could use now, of those that the machine or the container has."""
+    """Return the check of memory: `unused` bytes that a run could use now, of the `total` of the machine or container."""
     detail = f"{show_size(unused)} of {show_size(total)} free"
     if unused < 2e9:
         return Check("memory", "broken", detail, "end other programs; `psigrad plan METHOD --model …` says what a run takes")
@@ -132,7 +132,7 @@ def _gpu() -> Check:
 
 
 def defaults(device: str) -> Check:
-    """Return the defaults of a training run on this type of device."""
+    """Return a line of the report with the defaults of a training run on this type of device."""
     own = {name: settings_of(OnlineConfig)[name].default for name in device_defaults(OnlineConfig, "cuda")}
     found = {name: f"{value}" for name, value in (own | device_defaults(OnlineConfig, device)).items()}
     if found["micro_batch_tokens"] == "0":
@@ -157,7 +157,7 @@ def _compiler() -> Check:
 
 
 def _kernels() -> Check:
-    """Check the compiled kernels for a CPU, one of them against PyTorch."""
+    """Return the check of psigrad's compiled kernels for CPUs. One of them is compared with PyTorch."""
     found = kernels()
     if isinstance(found, str):
         return Check("CPU kernels", "missing", found, "without them training on a CPU is slower")

@@ -1,4 +1,4 @@
-"""The first rows of a dataset as a model reads them, and the results of rewards, tools and environments, before training."""
+"""Previews before training: a dataset's first rows as the model reads them, and results of rewards, tools and environments."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ _VALUES: Mapping[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "arr
 
 
 def read_first_rows(config: OnlineConfig, form: str = "") -> list[RenderedRow]:
-    """Return the first rows of the dataset in a form, or in its own, with the tools; [] without a dataset.
+    """Return the first rows of the dataset as the model reads them, with the tools; [] without a dataset.
 
-    The recognised form is printed on stderr. Raises `UserError` if the tokenizer, the dataset or a tool cannot be read.
+    `form` is the dataset type; by default it is recognised from the rows and printed on stderr. Raises `UserError` if the
+    tokenizer, the dataset or a tool cannot be read.
     """
     if not config.data.dataset:
         return []
@@ -50,7 +51,7 @@ def read_first_rows(config: OnlineConfig, form: str = "") -> list[RenderedRow]:
 
 
 def lines(rendered: Iterable[RenderedRow]) -> Iterable[tuple[str, str]]:
-    """Yield (line, colour) for a terminal. Each line starts with its kind, so that nothing is lost without colours."""
+    """Yield (line, colour) for a terminal. Each line starts with the kind of its text, so that colours are not needed."""
     for title, pieces in rendered:
         yield title, "bold"
         for kind, text in pieces:
@@ -59,9 +60,10 @@ def lines(rendered: Iterable[RenderedRow]) -> Iterable[tuple[str, str]]:
 
 
 def try_rewards(config: OnlineConfig) -> list[tuple[str, str]]:
-    """Return a line for each result of the reward functions on the first rows: for the row's answer, if any, and for "?".
+    """Call the reward functions on the first rows, and return (line, colour) for each result.
 
-    Raises `UserError` if they cannot score a row: a wrong signature, a missing column, or an error inside them.
+    The completions are the row's answer, if it has one, and "?". Raises `UserError` if a function cannot score a row: because of
+    its signature, a missing column, or an error inside it.
     """
     if not config.data.dataset or not config.reward:
         return []
@@ -83,7 +85,7 @@ def try_rewards(config: OnlineConfig) -> list[tuple[str, str]]:
 
 
 def _as_given(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row that is read again, with its images under the name and of the type that reward functions get in training."""
+    """Return a raw row with its images under the name, and of the type, with which reward functions get them in training."""
     made = to_json_row(raw)
     name = next((name for name in COLUMNS if raw.get(name)), "")
     own = raw[name] if name and isinstance(raw[name], list) else [raw[name]] if name else []
@@ -94,10 +96,10 @@ def _as_given(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def try_turns(config: OnlineConfig) -> list[tuple[str, str]]:
-    """Return a line for each tool's answer to a call, or for the environment's answer to "?", on the first row.
+    """Call each tool once, or send "?" to the environment, on the first row. Return (line, colour) for each answer.
 
-    An argument is the row's column of that name and type, or the simplest value of its type. Tools of a server are not called,
-    since they may change something elsewhere. Raises `UserError` if the environment or the process of a tool does not answer.
+    An argument of a call is the row's column of that name and type, or the simplest value of its type. Tools of a server are not
+    called, since they may change something elsewhere. Raises `UserError` if the environment or a tool's process does not answer.
     """
     called = ToolBox([tool for tool in list_tools(config) if not isinstance(tool, ServerTool)]).parameters
     if library_of(config.environment) == "mcp" or not (config.environment or called):
@@ -125,7 +127,7 @@ def try_turns(config: OnlineConfig) -> list[tuple[str, str]]:
 
 
 def _call(name: str, parameters: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, str]:
-    """Return a call of a tool, without optional arguments, as a model writes it and in readable form."""
+    """Return (a call of a tool without optional arguments, as a model writes it; the same call in readable form)."""
     asked = {key: _simplest(schema) for key, schema in parameters.items() if "default" not in schema}
     asked |= {key: row[key] for key, value in asked.items() if key in row and type(row[key]) is type(value)}
     written = f"<tool_call>{json.dumps({'name': name, 'arguments': asked})}</tool_call>"
@@ -140,7 +142,7 @@ def _simplest(schema: Mapping[str, Any]) -> Any:
 
 
 def _tried_rows(config: OnlineConfig) -> list[Row]:
-    """Return the first rows without printing messages."""
+    """Return the dataset's first rows, without printing messages."""
     few = replace(config.data, max_rows=config.data.max_rows or TRIED)
     form = form_of(few) or "prompt-only"
     return read_dataset(few, form, few.dataset, few.split, lambda kind, text, **fields: None).rows[:TRIED]

@@ -1,1 +1,1 @@
-"""The referee: two implementations train on the same rows and tokens, and the first tensor where they part is printed."""
+"""The referee: two implementations train on the same rows and tokens, and it prints the first tensor in which they differ."""

@@ -1,4 +1,4 @@
-"""Comparison of two records, tensor by tensor in the order of a step."""
+"""Comparison of the records of two implementations, tensor by tensor in the order of computation in a step."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch import Tensor
 Step = dict[str, Any]
 _NATS = ("sampling log-probs", "log-probs", "reference log-probs", "log-probs of the pass")
 TOKENS = {**dict.fromkeys(_NATS, 1.0), "advantages": 0.0, "loss weights": 0.0, "loss slopes": 0.0}
-"""The tensors that have a value for each token, and the least scale of each (nats)."""
+"""The tensors that have a value for each token -> the least scale by which their differences are divided."""
 COLLECTED = ("batch", "rendered prompt", "prompt ids", "completion ids", "mask", "sampling log-probs", "log-probs",
              "reference log-probs", "rewards", "advantages")  # fmt: skip
 UPDATED = ("rows of the update", "log-probs of the pass", "loss weights", "loss slopes", "loss", "gradient", "learning rate",
            "update")  # fmt: skip
 TOLERANCE, HALF = 1e-4, 5e-2
-"""The share of a tensor's scale by which rounding may move it, in float32, and if both sides compute in half precision."""
+"""The largest difference that rounding explains, as a share of a tensor's scale: in float32, and in half precision."""
 _NOISE = 1e-3
-"""An element of a gradient below this share of its root mean square is rounding, which Adam turns into a full step."""
+"""The share of a gradient's root mean square below which an element is only rounding. Adam turns such noise into a full step."""
 
 
 class TensorResult(NamedTuple):
-    """The result for one tensor: its largest difference as a share of its scale, and sentences if the sides part.
+    """The result for one tensor: its largest difference as a share of its scale, and sentences if the two sides differ.
 
-    `step` and `update` count from 1; `update` is 0 for what is computed once for a collection.
+    `step` and `update` count from 1. `update` is 0 for tensors that are computed once per step, before its updates.
     """
 
     name: str
@@ -38,18 +38,18 @@ class TensorResult(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The step and the update, for the user."""
+        """The step and the update of the tensor, as text."""
         return f"step {self.step}" + (f", update {self.update}" if self.update else "")
 
 
 def compare(ours: Sequence[Step], theirs: Sequence[Step], names: tuple[str, str], tolerance: float) -> Iterator[TensorResult]:
-    """Yield the results in the order of computation."""
+    """Yield the result for each tensor of two records, in the order of computation."""
     sound: dict[str, Tensor] = {}
     for number, (a, b) in enumerate(zip(ours, theirs, strict=False), 1):
         judge = _Judge(names, tolerance, b)
         for name in COLLECTED:
             sides = (name in a) + (name in b)
-            if not sides or (sides == 1 and name == "sampling log-probs"):  # not every sampler reports them
+            if not sides or (sides == 1 and name == "sampling log-probs"):  # some samplers report no log-probs
                 continue
             yield TensorResult(name, number, 0, *judge.judge(name, a.get(name), b.get(name)))
         yield TensorResult("updates", number, 0, *judge.judge("updates", len(a["updates"]), len(b["updates"])))
@@ -59,13 +59,13 @@ def compare(ours: Sequence[Step], theirs: Sequence[Step], names: tuple[str, str]
                 left, right = x[name], y[name]
                 if name == "update":
                     left, right = ({key: t * sound[key] for key, t in side.items() if key in sound} for side in (left, right))
-                # The loss may be a sum of terms that cancel.
+                # The terms of the loss may cancel in the sum, so differences are compared with the terms' size.
                 scale = sum(abs(slope) for row in y["loss slopes"].values() for slope in row) if name == "loss" else 0.0
                 yield TensorResult(name, number, update, *judge.judge(name, left, right, scale))
 
 
 def _keep_sound(sound: dict[str, Tensor], ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
-    """Keep in `sound` the elements whose gradient is no rounding and the same on both sides, in all updates so far."""
+    """Update `sound`: True for elements whose gradient is above rounding and equal on both sides in all updates so far."""
     for name in ours.keys() & theirs.keys():
         a, b = ours[name].cpu().float(), theirs[name].cpu().float()
         if a.shape == b.shape:
@@ -81,7 +81,7 @@ class _Judge:
     """The other side's record of the step."""
 
     def judge(self, name: str, ours: Any, theirs: Any, scale: float = 0.0) -> tuple[float, tuple[str, ...]]:
-        """Return the largest difference of a tensor as a share of its scale, and sentences if the sides part."""
+        """Return (the largest difference of a tensor as a share of its scale, sentences if the two sides differ)."""
         if ours is None or theirs is None:
             return math.inf, (f"Only {self.names[ours is None]} recorded this tensor.",)
         if name in ("gradient", "update"):
@@ -107,7 +107,7 @@ class _Judge:
         return largest, (where, f"{count} of {len(places)} values differ.", *self._factor(*known))
 
     def _table(self, name: str, side: Any) -> dict[tuple[Any, ...], Any]:
-        """Return the values by place: (row, token), (row,) or (name,). A token that is not trained on has no place."""
+        """Return the values of one side by their keys: (row, token), (row,) or (name,). Tokens not trained on are omitted."""
         found: dict[tuple[Any, ...], Any] = {}
         rows = side.items() if isinstance(side, Mapping) else enumerate(side) if isinstance(side, list) else [(name, side)]
         for row, value in rows:
@@ -127,7 +127,7 @@ class _Judge:
         return text + "".join(f", {'function' if name == 'rewards' else 'token'} {n}" for n in column)
 
     def _parameters(self, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[float, tuple[str, ...]]:
-        """Compare by parameter: ‖a − b‖ over the larger norm, but at least over a thousandth of all parameters' norm."""
+        """Compare each parameter: ‖a − b‖ divided by the larger norm, but at least by a thousandth of all parameters' norm."""
         total = math.sqrt(sum(float(t.double().pow(2).sum()) for t in theirs.values()))
         shares: dict[str, float] = {}
         for name in {**theirs, **ours}:
@@ -149,7 +149,7 @@ class _Judge:
         return largest, (sentence, f"{len(parted)} of {len(shares)} parameters differ.", *self._factor(*known))
 
     def _factor(self, *known: Tensor) -> Iterator[str]:
-        """Yield a sentence if one side is the other times one number."""
+        """Yield a sentence if one side equals the other times a constant factor."""
         if known and len(known[0]) > 2 and bool(known[0].any()):
             a, b = known
             factor = float(a @ b / (a @ a))
@@ -158,7 +158,7 @@ class _Judge:
 
 
 def _share(a: Any, b: Any, scale: float) -> float:
-    """Return |a − b| as a share of the scale; infinity if one is missing, or if two texts or whole numbers differ."""
+    """Return |a − b| as a share of the scale; infinity if one value is missing, or if texts or integers differ."""
     if a == b or (a != a and b != b):
         return 0.0
     return abs(a - b) / scale if isinstance(a, float) and isinstance(b, float) and math.isfinite(a - b) else math.inf

@@ -1,6 +1,6 @@
-"""psigrad's half of the referee: steps of an online run through the step's own functions, recorded tensor by tensor.
+"""psigrad's side of the referee: it takes steps of an online run by the run's own functions, and records their tensors.
 
-Another side may hand over the rows and tokens of a step. Its completions end where psigrad would have ended them.
+The other side may give the rows and tokens of a step. Its completions are cut where psigrad would have ended them.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ Step = dict[str, Any]
 
 
 def record(config: OnlineConfig, folder: Path, steps: int, handed: Sequence[Step] = (), rows: int = 0) -> tuple[list[Step], int]:
-    """Train for `steps` steps and return their records, and the number of rows in the dataset.
+    """Train for `steps` steps. Return (their records, the number of rows in the dataset).
 
-    Without `handed` steps of another side, psigrad draws the rows and samples. `folder` is for temporary files; `rows` is the
-    length of the dataset that the handed rows come from. Raises `UserError` on mistakes of the user.
+    `handed` are steps of the other side, whose rows and tokens are used, from a dataset of `rows` rows. Without them, psigrad
+    draws the rows and samples. `folder` is for temporary files. Raises `UserError` on mistakes of the user.
     """
     algorithm = method(config)
     if not isinstance(algorithm, PolicyGradient) or config.plays or config.asks:
@@ -56,7 +56,7 @@ def record(config: OnlineConfig, folder: Path, steps: int, handed: Sequence[Step
     if handed:
         (folder / "rows.jsonl").write_text("".join(json.dumps(row, default=repr) + "\n" for one in handed for row in one["rows"]))
         data = replace(data, dataset=str(folder / "rows.jsonl"), columns="", split="train", max_rows=0)
-    # Leave out what writes, evaluates, or stops a run whose log-probs differ.
+    # Switch off writing, evaluation, and the check that stops a run whose log-probs differ.
     run = replace(run, output_dir=str(folder / "run"), resume="never", report=False, progress=False, callbacks=(), report_to=())
     config = replace(config, data=data, run=run, evaluation=Evaluation(eval_prompts=0), hub=Hub(), placement=Placement(), lag=0)
     config = fit_memory(replace(config, keep_activations_gb=0.0, max_logp_difference=1e9))
@@ -94,7 +94,7 @@ def _steps(job: Job, steps: int, handed: Sequence[Step]) -> Iterator[Step]:
 
 
 def _order(given: Step, shares: Sequence[Tensor]) -> list[int]:
-    """Return the group at each place of the batch, so that the first pass divides groups into updates as the other did."""
+    """Return the order of groups in the batch, so that psigrad's first pass has the same groups in each update as the other."""
     groups = len(given["rows"])
     theirs = [row * groups // len(given["tokens"]) for update in given["updates"] for row in update["rows of the update"]]
     return [
@@ -103,18 +103,18 @@ def _order(given: Step, shares: Sequence[Tensor]) -> list[int]:
 
 
 class _Notes:
-    """The record of one step while it runs. A completion's seed identifies its place in the record."""
+    """The record of one step, filled while the step runs. A completion's seed identifies its index in the record."""
 
     def __init__(self, run: OnlineRun) -> None:
         self.run = run
         self.step: Step = {"updates": []}
         self.now: dict[str, Any] = {}
-        """The update under way."""
+        """The record of the current update."""
         self.place: dict[int, int] = {}
 
     @torch.no_grad()
     def take(self, given: Step, prompts: Sequence[Prompt], order: Sequence[int], version: int) -> list[Trajectory]:
-        """Return the handed completions as psigrad's own trajectories, the groups in this order."""
+        """Return the other side's completions as psigrad's trajectories, with their groups in this order."""
         model, params, made = self.run.model, self.run.params, list[Trajectory]()
         sampling: dict[int, tuple[float, ...]] = {}
         stops = {*params.stop_token_ids, *model.eos_token_ids}
@@ -137,14 +137,14 @@ class _Notes:
         return made
 
     def _sampling(self, prompt: tuple[int, ...], ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Return the log-probs of a completion under the filtered distribution; each token takes a whole vocabulary."""
+        """Return the log-probs of a completion under the filtered distribution, computed from the full vocabulary's logits."""
         top = self.run.model.most_probable(Groups([prompt], [[ids]]), self.run.model.vocabulary)[1]
         logits = torch.empty_like(top.logp[0]).scatter_(1, top.ids[0], top.logp[0]) / self.run.params.temperature
         found = filter_logits(logits, self.run.params).log_softmax(-1)
         return tuple(found.gather(1, torch.tensor(ids, device=found.device)[:, None])[:, 0].tolist())
 
     def collected(self, made: Sequence[Trajectory]) -> None:
-        """Record the scored trajectories."""
+        """Record the rows, tokens and log-probs of the scored trajectories."""
         self.place = self.place or {t.completion.seed: n for n, t in enumerate(made)}
         ordered = sorted(made, key=lambda t: self.place[t.completion.seed])
         prompts = {prompt.index: prompt for prompt in self.run.prompts}
@@ -160,17 +160,17 @@ class _Notes:
         }
 
     def rows_of(self, batch: Batch) -> list[int]:
-        """Return the places of a batch's rows in the record."""
+        """Return the indices of a batch's rows in the record."""
         return [self.place[t.completion.seed] for t in batch.inputs]
 
     def by_row(self, batch: Batch, column: Tensor) -> dict[int, list[float]]:
-        """Return [N, T] as a list of each completion's length by its place in the record."""
+        """Return a tensor [N, T] as index in the record -> values, as many as the completion has tokens."""
         lists = column.detach().float().cpu().tolist()
         return {n: each[: len(self.step["tokens"][n])] for n, each in zip(self.rows_of(batch), lists, strict=True)}
 
 
 class _Algorithm(PolicyGradient):
-    """The run's algorithm, which notes what it computes."""
+    """The run's algorithm, with methods that also record their results."""
 
     notes: _Notes
 
@@ -179,7 +179,7 @@ class _Algorithm(PolicyGradient):
         columns = {"mask": (batch.mask & made.keep[:, None]).float(), "advantages": made.advantage}
         if self.needs_reference and batch.logp_ref is not None:
             columns["reference log-probs"] = batch.logp_ref
-        for name, column in columns.items():  # a row that was dropped has zeros
+        for name, column in columns.items():  # a row that a filter dropped has zeros
             found = notes.by_row(batch, column)
             notes.step[name] = [found.get(n, [0.0] * len(ids)) for n, ids in enumerate(notes.step["tokens"])]
         names, scored = list(notes.run.reward_weights), dict(zip(notes.rows_of(batch), batch.inputs, strict=True))
@@ -211,7 +211,7 @@ class _Algorithm(PolicyGradient):
 
 
 class _Optimizer(WatchedOptimizer):
-    """The run's optimiser, which notes each gradient and update."""
+    """The run's optimiser, which also records each gradient and update."""
 
     notes: _Notes
 
@@ -228,14 +228,17 @@ class _Optimizer(WatchedOptimizer):
 
 @dataclass(frozen=True)
 class _Rollout(ScoredRollout):
-    """A rollout that notes its trajectories. With `handed`, these are scored by the run's rewards, and nothing is sampled."""
+    """A rollout that also records its trajectories.
+
+    With `handed`, the trajectories are the other side's, scored by the run's rewards, and nothing is sampled.
+    """
 
     handed: Callable[[int], list[Trajectory]] | None = None
     notes: Any = None
 
     def __call__(self, *given: Any, **named: Any) -> list[Trajectory]:
         if self.notes.place:
-            return []  # a refill: the other side drew no more
+            return []  # a refill: the other side drew no further completions
         if self.handed is None:
             made = super().__call__(*given, **named)
         else:
@@ -247,7 +250,7 @@ class _Rollout(ScoredRollout):
 
 
 def _end(ids: Sequence[int], stops: set[int], longest: int) -> tuple[tuple[int, ...], str]:
-    """Return the tokens up to the place where psigrad ends a completion, and how it ends: stop, length, or goes on."""
+    """Return (the tokens up to the point where psigrad ends a completion, "stop", "length" or "goes on")."""
     for n, token in enumerate(ids, 1):
         if token in stops or n == longest:
             return tuple(ids[:n]), "stop" if token in stops else "length"

@@ -1,4 +1,4 @@
-"""The referee's command: two sides on the same rows and tokens, and the first tensor where they part."""
+"""The referee's command: it runs two implementations on the same rows and tokens, and finds the first tensor that differs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from psigrad_extras.referee.first_difference import HALF, TOLERANCE, TensorResul
 
 
 def run(paths: Sequence[str], script: str, python: str, steps: int, tolerance: float) -> tuple[bool, list[str]]:
-    """Run both sides for `steps` steps. Return True if they part, up to rounding or a given `tolerance`, and the report's lines.
+    """Run both sides for `steps` steps. Return (True if they differ by more than rounding or `tolerance`, the report's lines).
 
-    With a `script`, TRL runs it in the interpreter `python`, and psigrad has the settings of the only path or those that the
-    script converts to. Without, the two paths are settings of psigrad. Raises `UserError` on mistakes of the user.
+    With a `script`, one side is TRL, which runs it in the interpreter `python`. The other is psigrad, with the settings file in
+    `paths` or the settings to which the script is converted. Without a script, `paths` are two settings files of psigrad. Raises
+    `UserError` on mistakes of the user.
     """
     notes: list[str] = []
     with tempfile.TemporaryDirectory(prefix="psigrad-referee-") as made:
@@ -40,7 +41,7 @@ def run(paths: Sequence[str], script: str, python: str, steps: int, tolerance: f
 
 
 def _report(found: Sequence[TensorResult], names: tuple[str, str]) -> Iterator[str]:
-    """Yield each tensor with its difference, then the first one where the sides part."""
+    """Yield the lines of the report: each tensor with its difference, then the first one in which the sides differ."""
     place, last = "", found[-1]
     for one in found:
         if one.place != place:

@@ -1,4 +1,4 @@
-"""TRL's half of the referee, run in an environment of its own, and the settings of psigrad that equal its configuration."""
+"""TRL's side of the referee, which runs in a separate Python environment, and the conversion of its configuration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WORKER = Path(__file__).with_name("trl_worker.py")
 
 
 def run(command: str, python: str, steps: int, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Run a script of TRL, with its arguments, for `steps` generations. Return what is known of it, and its record.
+    """Run a TRL script, with its arguments, for `steps` generations. Return (facts about its setup, the record of its steps).
 
     Raises `UserError` if the interpreter has no TRL, if the script fails, or if it does not train with GRPOTrainer.
     """
@@ -52,9 +52,9 @@ def run(command: str, python: str, steps: int, folder: Path) -> tuple[dict[str, 
 
 
 def settings(about: dict[str, Any], folder: Path) -> tuple[OnlineConfig, list[str]]:
-    """Return psigrad's settings for the script's configuration and policy, and notes on differences that are known.
+    """Return (psigrad's settings for the script's configuration and policy, notes on known differences).
 
-    Raises `UserError` if psigrad has no equal of a field that the script sets.
+    Raises `UserError` if psigrad has no equivalent of a field that the script sets.
     """
     values = {"bf16": bool(about["settings"]["bf16"]), "use_cpu": about["settings"]["use_cpu"]}
     values |= {n: v for n, v in about["changed"].items() if is_known(n) or n in names_of(OnlineConfig)}
@@ -73,16 +73,16 @@ def settings(about: dict[str, Any], folder: Path) -> tuple[OnlineConfig, list[st
 
 
 def read_settings(path: str) -> OnlineConfig:
-    """Return the settings of a file for an online method. The method is its `algorithm`, or grpo."""
+    """Return the settings for an online method in a file. The method is its setting `algorithm`, by default grpo."""
     first = load(OnlineConfig, path)
     name = first.algorithm.get("preset", "grpo") if isinstance(first.algorithm, dict) else first.algorithm
     return load(OnlineConfig, path, defaults=declaration(name).defaults if isinstance(name, str) and ":" not in name else {})
 
 
 def _place_rewards(rewards: Sequence[str], folder: Path) -> list[str]:
-    """Return the rewards, those of a script moved with all that they need to files of their own.
+    """Return the rewards as settings. Functions of the script are copied, with all that they need, to separate files.
 
-    Importing the script itself would train if it has no guard for `__main__`.
+    Importing the script itself would start training if it has no guard for `__main__`.
     """
     placed = []
     for number, reward in enumerate(rewards):
@@ -98,7 +98,7 @@ def _place_rewards(rewards: Sequence[str], folder: Path) -> list[str]:
 
 
 def _needed_by(name: str, source: str) -> str:
-    """Return the statements of a module that a function needs, in order."""
+    """Return the source of a function and of all statements of its module that it needs, in order."""
     body = ast.parse(source).body
     binds: dict[str, list[ast.stmt]] = {}
     for statement in body:
@@ -114,7 +114,7 @@ def _needed_by(name: str, source: str) -> str:
 
 
 def _bound(statement: ast.stmt) -> list[str]:
-    """Return the names that a statement of a module binds."""
+    """Return the names that a statement binds in its module."""
     if isinstance(statement, ast.Import | ast.ImportFrom):
         return [(alias.asname or alias.name).partition(".")[0] for alias in statement.names]
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

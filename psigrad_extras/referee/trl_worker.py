@@ -1,4 +1,4 @@
-"""TRL's half of the referee: run a script unmodified and record what its GRPOTrainer computes.
+"""TRL's side of the referee: run a script unmodified and record what its GRPOTrainer computes.
 
     PYTHON trl_worker.py FOLDER STEPS SCRIPT [ARGUMENTS...]
 
@@ -22,11 +22,11 @@ TOKENS = {"logps": "log-probs of the pass", "weights": "loss weights", "slopes":
 
 
 class DoneError(BaseException):
-    """Raised when everything is recorded, so that the remainder of the script does not run."""
+    """An exception that ends the script when everything is recorded."""
 
 
 class UpdateWatch:
-    """A callback that reports optimiser steps to a trainer; a mixin of TrainerCallback."""
+    """A callback that reports optimiser steps to a `RecordedTrainer`, as a mixin for TrainerCallback."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -41,7 +41,7 @@ class UpdateWatch:
 
 
 class RecordedTrainer(Base):  # type: ignore[misc]
-    """A mixin of GRPOTrainer that appends its record to `steps` and stops after `wanted` of them."""
+    """A mixin for GRPOTrainer that appends the record of each step to `steps`, and stops after `wanted` steps."""
 
     torch: Any
     base: Any
@@ -50,7 +50,7 @@ class RecordedTrainer(Base):  # type: ignore[misc]
     draw: Any
     """torch.multinomial."""
     fresh: Any
-    """A configuration of defaults."""
+    """A GRPOConfig with default values, to find the fields that the script sets."""
     folder: Path
     wanted: int
     script: str
@@ -121,7 +121,7 @@ class RecordedTrainer(Base):  # type: ignore[misc]
         columns["reference log-probs"] = out.get("ref_per_token_logps")
         advantages = out["advantages"]
         columns["advantages"] = (advantages if advantages.dim() == 2 else advantages[:, None]).expand(columns["mask"].shape)
-        if len(self.draws) >= max(lengths) and self.draws[0].numel() == len(ids):  # no continuous batching, no tools
+        if len(self.draws) >= max(lengths) and self.draws[0].numel() == len(ids):  # only without continuous batching and tools
             columns["sampling log-probs"] = self.torch.cat([one.reshape(-1, 1) for one in self.draws], 1)
         step |= {name: _ragged(column, lengths) for name, column in columns.items() if column is not None}
         return {**out, "referee_rows": self.torch.arange(len(inputs), device=advantages.device)}
@@ -147,7 +147,7 @@ class RecordedTrainer(Base):  # type: ignore[misc]
         finally:
             sys.setprofile(None)
         (weights,) = self.torch.autograd.grad(loss, found["per_token_loss"], retain_graph=True)
-        if weights.shape[1] < found["mask"].shape[1]:  # one loss for the whole completion
+        if weights.shape[1] < found["mask"].shape[1]:  # a loss per completion, not per token
             weights = weights * found["mask"] / found["mask"].sum(1, keepdim=True).clamp(min=1)
         rows = inputs["referee_rows"].tolist()
         self.passes.append({**self.now.pop("pass"), "rows": rows, "loss": float(loss.detach()), "weights": weights.detach()})
@@ -175,7 +175,7 @@ class RecordedTrainer(Base):  # type: ignore[misc]
         for name, says in TOKENS.items():
             each = [row for one in self.passes for row in one[name].float().cpu().tolist()]
             made[says] = {row: values[: len(step["tokens"][row])] for row, values in zip(rows, each, strict=True)}
-        if "log-probs" not in step:  # no update came between sampling and this pass
+        if "log-probs" not in step:  # no update between sampling and this pass
             step["log-probs"] = [made[TOKENS["logps"]].get(row, []) for row in range(len(step["tokens"]))]
         step["updates"].append(made)
         self.now["weights"] = after
@@ -189,7 +189,7 @@ def _weights(model: Any) -> dict[str, Any]:
 
 
 def _learned(model: Any) -> list[tuple[str, Any]]:
-    """Return the trainable parameters by name, without what peft puts before the model's own names."""
+    """Return (name, parameter) of the trainable parameters, without peft's prefix of the model's own names."""
     return [(name.removeprefix("base_model.model."), p) for name, p in model.named_parameters() if p.requires_grad]
 
 
@@ -205,7 +205,7 @@ def _json(value: Any) -> Any:
 
 
 def _place(reward: Any, script: str) -> str:
-    """Return the place of a reward function as file:name or module:name, or the path of a reward model."""
+    """Return a reward function as "file:name" or "module:name", or the path of a reward model."""
     if not hasattr(reward, "__qualname__"):
         return str(getattr(getattr(reward, "config", None), "_name_or_path", "") or type(reward).__qualname__)
     return f"{script if reward.__module__ == '__main__' else reward.__module__}:{reward.__qualname__}"
@@ -222,7 +222,7 @@ def main(folder: Path, wanted: int, arguments: list[str]) -> None:
         from transformers import TrainerCallback
         from trl.trainer import grpo_trainer
 
-        fresh = trl.GRPOConfig("referee", use_cpu=True, bf16=False)  # not later: it resets accelerate's state
+        fresh = trl.GRPOConfig("referee", use_cpu=True, bf16=False)  # made now, since making it resets accelerate's state
         watch = type("Watch", (UpdateWatch, TrainerCallback), {})
         known = {"torch": torch, "base": trl.GRPOTrainer, "watch": watch, "draw": staticmethod(torch.multinomial), "fresh": fresh}
         known |= {"folder": folder, "wanted": wanted, "script": str(Path(script).resolve()), "steps": steps}

@@ -1,11 +1,10 @@
-"""Broadcasts of weights from the trainer's process to the processes of an engine elsewhere.
+"""Broadcasts of weights from the trainer's process to the processes of an engine on another machine or GPU.
 
-Each engine has its own group: NCCL between GPUs, as vLLM builds it, or gloo between CPUs. A group never waits forever. An
-operation that takes longer than `LIMIT` raises `BroadcastLostError` and ends the group. An engine may have died midway, and NCCL
-would wait for it forever. torch's NCCL process group is not used: its watchdog kills the whole process when a peer is gone.
+Each engine has its own group: NCCL between GPUs, through vLLM's communicator, or gloo between CPUs. A group never waits forever.
+An operation that takes longer than `LIMIT` raises `BroadcastLostError` and ends the group, since an engine may have died midway,
+and NCCL would wait for it. torch's NCCL process group is not used: its watchdog kills the whole process when a peer is gone.
 
-A bucket of weights is one buffer of bytes. Each weight starts at a multiple of `STEP`, an alignment that every dtype can be read
-at.
+A bucket of weights is one buffer of bytes. Each weight starts at a multiple of `STEP`, which is an alignment for every dtype.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ LOST = "The broadcast of weights"
 
 
 class BroadcastLostError(Exception):
-    """A group with a lost or late member; it can send nothing more."""
+    """An error for a group with a lost or late member. The group can send nothing more."""
 
 
 class Meeting(NamedTuple):
-    """The address where a group's processes meet. The trainer is rank 0, the engine's processes are ranks 1 to `size` - 1."""
+    """The address at which the processes of a group connect. The trainer is rank 0, the engine's are ranks 1 to `size` - 1."""
 
     kind: Kind
     host: str
@@ -47,7 +46,7 @@ class Meeting(NamedTuple):
 
 
 class Span(NamedTuple):
-    """One weight in a bucket: its bytes `first` to `end`."""
+    """The position of one weight in a bucket: its bytes `first` to `end`."""
 
     name: str
     dtype: torch.dtype
@@ -58,7 +57,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a bucket, in order; `sums` of the bits identify unchanged weights."""
+    """The description of a bucket: its weights in order. `sums` of their bits identify unchanged weights."""
 
     names: list[str]
     dtype_names: list[str]
@@ -76,12 +75,12 @@ class Contents:
 
     @property
     def size(self) -> int:
-        """The bytes of the buffer."""
+        """The size of the buffer in bytes."""
         return max((span.end for span in self.spans()), default=0)
 
 
 def pack(bucket: Mapping[str, Tensor], sums: list[int]) -> tuple[Contents, Tensor]:
-    """Pack a bucket in host memory, pinned for weights on a GPU. torch rounds a pinned block up to a power of two."""
+    """Return (description, buffer) of a bucket, in host memory, which is pinned for weights on a GPU."""
     kinds = [str(weight.dtype).removeprefix("torch.") for weight in bucket.values()]
     contents = Contents(list(bucket), kinds, [list(weight.shape) for weight in bucket.values()], sums)
     pinned = any(weight.is_cuda for weight in bucket.values())
@@ -94,12 +93,12 @@ def pack(bucket: Mapping[str, Tensor], sums: list[int]) -> tuple[Contents, Tenso
 
 
 def unpack(contents: Contents, buffer: Tensor) -> dict[str, Tensor]:
-    """Return the weights as views of the buffer."""
+    """Return the weights of a bucket as views of its buffer."""
     return {s.name: buffer[s.first : s.end].view(s.dtype).view(s.shape) for s in contents.spans()}
 
 
 class BroadcastGroup:
-    """One process's end of a group; `device` is where its buffers are."""
+    """One process's side of a broadcast group. Its buffers are on `device`."""
 
     def __init__(self, store: TCPStore, device: torch.device) -> None:
         self.device, self._store = device, store
@@ -122,7 +121,7 @@ class BroadcastGroup:
 
 
 class GlooGroup(BroadcastGroup):
-    """A group of CPUs."""
+    """A broadcast group between CPUs, by gloo."""
 
     def __init__(self, store: TCPStore, rank: int, size: int, device: torch.device) -> None:
         super().__init__(store, device)
@@ -138,7 +137,7 @@ class GlooGroup(BroadcastGroup):
 
 
 class NCCLGroup(BroadcastGroup):
-    """A group of GPUs, by the communicator of vLLM's weight transfer. It enqueues on the current stream."""
+    """A broadcast group between GPUs, by NCCL through the communicator of vLLM's weight transfer, on the current stream."""
 
     def __init__(self, store: TCPStore, rank: int, size: int, device: torch.device) -> None:
         super().__init__(store, device)
@@ -162,7 +161,7 @@ class NCCLGroup(BroadcastGroup):
             time.sleep(_OFTEN)
 
     def end(self) -> None:
-        """Destroy the communicator, which also ends an operation that is waiting on the GPU."""
+        """Destroy the communicator. This also ends an operation that is waiting on the GPU."""
         self._communicator.destroy()
 
 
@@ -170,12 +169,15 @@ _KINDS: dict[str, Callable[..., BroadcastGroup]] = {"nccl": NCCLGroup, "gloo": G
 
 
 def listen() -> TCPStore:
-    """Open the store where this process's group meets, on a free port (its `port`)."""
+    """Return a new TCP store at which the processes of a group connect, on a free port (its `port`)."""
     return TCPStore("localhost", 0, is_master=True, timeout=timedelta(seconds=LIMIT), wait_for_workers=False)
 
 
 def join(meeting: Meeting, rank: int, device: torch.device) -> BroadcastGroup:
-    """Join as an engine's process, with `rank` 1 or more. Raises `BroadcastLostError` if the others can't be reached in time."""
+    """Join a group as a process of the engine, with `rank` 1 or more.
+
+    Raises `BroadcastLostError` if the others can't be reached in time.
+    """
     try:
         store = TCPStore(meeting.host, meeting.port, timeout=timedelta(seconds=LIMIT), wait_for_workers=False)
         store.set(f"came {rank}", "")
@@ -187,7 +189,10 @@ def join(meeting: Meeting, rank: int, device: torch.device) -> BroadcastGroup:
 
 
 def gather_group(store: TCPStore, kind: Kind, size: int, device: torch.device, given_up: Callable[[], bool]) -> BroadcastGroup:
-    """Join as the trainer, after the others have come. Raises `BroadcastLostError` if they can't join, or if `given_up()`."""
+    """Form a group as the trainer, when all others have connected.
+
+    Raises `BroadcastLostError` if they can't join, or if `given_up()` returns True.
+    """
     while not store.check([f"came {rank}" for rank in range(1, size)]):
         if given_up():
             raise BroadcastLostError("nobody came")
@@ -201,7 +206,7 @@ def gather_group(store: TCPStore, kind: Kind, size: int, device: torch.device, g
 
 
 def _in_time(make: Callable[[], T]) -> T:
-    """Return the result of `make` within `LIMIT`. Building a group needs all its processes and has no timeout."""
+    """Return the result of `make`, which forms a group. Raises `BroadcastLostError` after `LIMIT`, since that has no time-out."""
     found: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 
     def work() -> None:

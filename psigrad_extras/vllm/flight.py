@@ -1,4 +1,4 @@
-"""The requests that one engine is working on, for any number of callers: unsent and running completions, and their owners."""
+"""The bookkeeping of one engine's requests, for any number of callers: which completions are unsent, running or complete."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from psigrad.language.models.fused.caches import ActivationCache
 from psigrad.language.rollout.types import Completion, Dialogue, Request, RestartedDialogue, Sampler, SamplingParams
 
 Part = tuple[SamplingParams, list[tuple[int, list[int], int]]]
-"""The (number, prompt, seed) of completions from one distribution."""
+"""(sampling settings, [(number, prompt, seed)]) of completions to start."""
 
 
 @dataclass(eq=False)
 class Ticket:
-    """The requests of one caller, by index."""
+    """The requests of one caller, identified by their index, and their completions so far."""
 
     params: SamplingParams
     requests: list[Request] = field(default_factory=list)
     written: list[dict[int, Completion]] = field(default_factory=list)
     complete: list[int] = field(default_factory=list)
-    """The indices of requests that are complete but not taken yet."""
+    """The indices of the requests that are complete but that the caller has not taken yet."""
     left: int = 0
-    """The number of requests not taken yet."""
+    """The number of requests that the caller has not taken yet."""
 
     def take(self) -> list[tuple[int, list[Completion]]]:
-        """Take the complete requests as (index, completions)."""
+        """Return (index, completions) of the complete requests, each only once."""
         places, self.complete = self.complete, []
         self.left -= len(places)
         return [(place, [one for _, one in sorted(self.written[place].items())]) for place in places]
 
 
 class Flight:
-    """All completions that one engine is writing. Requests of any caller join at any time. The class is not thread-safe."""
+    """All unfinished completions of one engine. Any caller can add requests at any time. The class is not thread-safe."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -47,11 +47,11 @@ class Flight:
 
     @property
     def busy(self) -> bool:
-        """True if a completion is unfinished or the engine must be sent a cancellation."""
+        """True if a completion is unfinished, or if a cancellation must be sent to the engine."""
         return bool(self._whose or self._dropped)
 
     def add(self, ticket: Ticket, requests: Sequence[Request]) -> None:
-        """Add requests of a caller."""
+        """Add requests to a caller's ticket, and queue their completions."""
         for request in requests:
             place = len(ticket.requests)
             ticket.requests.append(request)
@@ -63,7 +63,7 @@ class Flight:
         ticket.left += len(requests)
 
     def leave(self, ticket: Ticket) -> None:
-        """Drop the caller's remaining requests."""
+        """Drop the unfinished requests of a caller."""
         gone = [number for number, (owner, _, _) in self._whose.items() if owner is ticket]
         for number in gone:
             del self._whose[number]
@@ -72,7 +72,7 @@ class Flight:
         self._unsent = [number for number in self._unsent if number in self._whose]
 
     def news(self) -> tuple[list[Part], list[int]]:
-        """Return the new completions to start, and the numbers of running ones to cancel."""
+        """Return (the new completions to start, the numbers of running ones to cancel), each only once."""
         parts: dict[SamplingParams, list[tuple[int, list[int], int]]] = {}
         for number in self._unsent:
             ticket, place, k = self._whose[number]
@@ -92,7 +92,7 @@ class Flight:
             ticket.complete.append(place)
 
     def begin_again(self) -> None:
-        """Queue all unfinished completions again for a new engine, after the previous one was lost."""
+        """Queue all unfinished completions again, for a new engine after the previous one was lost."""
         self._unsent, self._dropped = list(self._whose), []
 
 
@@ -105,18 +105,19 @@ class Snapshot(Sampler):
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """See `Sampler`."""
+        """Sample with the engine's current weights. See `Sampler`."""
         steps: Iterator[list[tuple[int, list[Completion]]]] = self.whole.write(requests, params)
         return steps
 
     def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
-        """See `Sampler`."""
+        """Return episodes whose turns join the running completions. See `Sampler`."""
         return JoiningDialogue(self, prompts, params)
 
 
 class JoiningDialogue(RestartedDialogue):
-    """Episodes whose next turn joins the running completions as soon as the environment has answered. The engine's prefix cache
-    holds each episode's previous turns.
+    """Episodes whose next turn joins the running completions as soon as the environment has answered.
+
+    The previous turns of an episode are in the engine's prefix cache.
     """
 
     sampler: Snapshot
@@ -133,19 +134,22 @@ class JoiningDialogue(RestartedDialogue):
 
 
 def settings_of(params: SamplingParams, stops: Iterable[int]) -> dict[str, Any]:
-    """Return vLLM's sampling settings; `stops` are the model's stop tokens."""
+    """Return vLLM's sampling settings for psigrad's. `stops` are the model's stop tokens."""
     asked = {name: getattr(params, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p")}
     return {**asked, "stop_token_ids": sorted({*stops, *params.stop_token_ids})}
 
 
 def _completion(ids: str, logprobs: str, why: str, seed: int, params: SamplingParams) -> Completion:
-    """Decode a completion. At temperature 0 the engine reports log-probs at temperature 1, as psigrad's other samplers do."""
+    """Return a completion, decoded from the pipe's text.
+
+    At temperature 0, the engine reports log-probs at temperature 1, as psigrad's other samplers do.
+    """
     tokens, own = tuple(numbers(ids, np.int32)), tuple(numbers(logprobs, np.float32))
     drawn = (0.0,) * len(own) if params.temperature == 0 else own
     return Completion(tokens, own, drawn, "stop" if why == "stop" else "length", seed)
 
 
 def numbers(text: str, kind: Any) -> list[Any]:
-    """Decode numbers that the pipe carries in base64."""
+    """Return numbers decoded from base64, in which the pipe sends them."""
     found: list[Any] = np.frombuffer(base64.b64decode(text), kind).tolist()
     return found

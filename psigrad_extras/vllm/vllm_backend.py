@@ -1,9 +1,9 @@
 """vLLM behind the `Sampler` protocol.
 
 The engine runs in a separate process and gets the trainer's weights, or only its adapter (`vllm_weights.py`), when they have
-changed. After each update the engine's weights are read back and compared bit for bit with those sent (`vllm_readback.py`). Its
-prefix cache must then be empty. At the start its log-probs of a probe must match the trainer's. An engine that dies or stops
-responding is restarted. Its unfinished completions are sampled again and the finished ones kept.
+changed. After each update, the engine's weights are read back and compared bit for bit with those sent (`vllm_readback.py`), and
+its prefix cache must be empty. At the start, its log-probs of test texts (the probe) must match the trainer's. An engine that
+dies or stops responding is restarted. Its unfinished completions are sampled again, and the finished ones are kept.
 """
 
 from __future__ import annotations
@@ -47,27 +47,28 @@ from psigrad_extras.vllm.vllm_setup import (
 from psigrad_extras.vllm.vllm_sources import Delivery, Known, ModelWeights, Source
 
 SERVICE = "psigrad_extras.vllm.vllm_engine:service"
-# Seconds within which an engine must start; seconds without a response after which it is given up.
+# Seconds within which an engine must start; seconds without a response after which it counts as lost.
 START, PATIENCE = 1800.0, 300.0
-# Consecutive losses of engines that are allowed, with no completion or update between them.
+# The number of consecutive losses of engines, with no completion or update between them, at which sampling fails.
 LOSSES = 3
-# Tokens of the probe that must not be cached after an update: more than one block of the cache.
+# Tokens of the probe of the prefix cache, more than one block. After an update, they must not be cached.
 CACHED = 130
 
 Log = Callable[..., None]
 
 
 class VLLMSampler(Sampler):
-    """A sampler with at most `max_batch` concurrent sequences in an engine with the weights of `model`.
+    """A sampler with at most `max_batch` concurrent sequences in a vLLM engine with the weights of `model`.
 
-    `memory` is the share of a GPU's memory for the engine's weights and cache. On a CPU the cache takes VLLM_CPU_KVCACHE_SPACE
+    `memory` is the share of a GPU's memory for the engine's weights and cache. On a CPU, the cache takes VLLM_CPU_KVCACHE_SPACE
     GB, by default 1. The model is divided among `tensor_parallel_size` devices, the first of which is `device`, by default the
-    model's. With `sleep` the engine frees the GPU after sampling. Its weights are dropped if each update sends all of them; the
-    host keeps them if only an adapter is sent, or if they are gathered out of shards. Without `readback` updates are not
-    compared. `log(kind, text, **fields)` reports lost engines.
+    model's. With `sleep`, the engine frees the GPU after sampling. Its weights are then dropped if each update sends all of them;
+    otherwise (an adapter, or sharded weights) they move to host memory. Without `readback`, updates are not compared.
+    `log(kind, text, **fields)` reports lost engines.
 
-    A sharded model sends weights as they are gathered, so all processes must call `snapshot` alike. `whole` then makes a full
-    copy of the loaded model, compared once on the host of rank 0. There a lost engine ends the run.
+    The weights of a sharded model are gathered for an update, so all processes must call `snapshot` together. `whole()` then
+    returns a full copy of the loaded model on the host of rank 0, for the first comparison. For such a model, a lost engine ends
+    the run.
 
     Each completion has its own seed. The same seed gives the same tokens in the same batch on the same machine. They differ from
     the embedded sampler's, and rounding may change them in another batch. `version` counts the updates.
@@ -130,7 +131,7 @@ class VLLMSampler(Sampler):
         self._fail(UserError("This vLLM sampler was closed; make a new one."))
 
     def _fail(self, error: UserError) -> UserError:
-        """Close the sampler with this error, which later calls raise too: callers may run in other threads."""
+        """Close the sampler and return this error, which all later calls raise, since callers may run in other threads."""
         self._closed = self._closed or error
         self._end()
         return error
@@ -138,8 +139,9 @@ class VLLMSampler(Sampler):
     def steps(
         self, requests: list[Request], params: SamplingParams, cache: ActivationCache | None = None
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """See `Sampler`. Each request is yielded once its last completion ends. Raises `UserError` if a prompt leaves no room for
-        `max_tokens`, or after `LOSSES` consecutive losses of the engine.
+        """Update the engine's weights if they have changed, then sample. Yield each request when it is complete. See `Sampler`.
+
+        Raises `UserError` if a prompt leaves no room for `max_tokens`, or after `LOSSES` consecutive losses of the engine.
         """
         if self.model.shard_root is None:
             self._until(self.synchronise)
@@ -148,7 +150,7 @@ class VLLMSampler(Sampler):
     def write(
         self, requests: list[Request], params: SamplingParams, more: Callable[[], list[Request]] = list
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
-        """Sample with the engine's current weights. Requests that `more` returns meanwhile join."""
+        """Sample with the engine's current weights. `more` is called meanwhile, and the requests that it returns join."""
         check_room(self.model, requests, params)
         ticket = Ticket(params)
         with self._watch:
@@ -165,21 +167,19 @@ class VLLMSampler(Sampler):
                 self._flight.leave(ticket)
 
     def dialogue(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Dialogue:
-        """See `Sampler`. The episodes use the current weights."""
+        """Return episodes that are sampled with the current weights. See `Sampler`."""
         at = self.snapshot() if self.model.shard_root is None else Snapshot(self)
         return at.dialogue(prompts, params)
 
     def _wait(self, ticket: Ticket) -> list[tuple[int, list[Completion]]]:
-        """Return the complete requests, after `SLICE` seconds at most."""
+        """Return the complete requests of a caller. If there are none, wait for at most `SLICE` seconds."""
         with self._watch:
             if not ticket.complete:
                 self._watch.look(self._exchange, SLICE)
             return ticket.take()
 
     def _exchange(self) -> None:
-        """Submit new requests, collect finished ones, and let the engine keep decoding meanwhile. One thread at a time does this
-        for all waiting callers.
-        """
+        """Collect finished completions and submit new requests. One thread at a time does this for all waiting callers."""
         try:
             if self._worker is None or self._empty:
                 with self._watch:
@@ -212,23 +212,21 @@ class VLLMSampler(Sampler):
         )
 
     def snapshot(self) -> Sampler:
-        """See `Sampler`. Update the engine's weights. With a sharded model all processes must call this, to gather them."""
+        """Update the engine's weights, and return a sampler with them. Processes with a sharded model must call this together."""
         self._until(self.synchronise)
         return Snapshot(self)
 
     def take(self, delivery: Delivery) -> Sampler:
-        """Sample with the weights of a trainer elsewhere instead of the model's. A lost engine cannot get them again, which
-        raises `RankLost`. Raises `UserError` if the weights belong to another model.
+        """Return a sampler with the weights of a trainer on another machine or GPU, instead of the model's.
+
+        A lost engine cannot get them again, which raises `RankLost`. Raises `UserError` if the weights belong to another model.
         """
         delivery.check(self._known)
         self._source = delivery
         return self.snapshot()
 
     def synchronise(self) -> None:
-        """Send the engine the trainer's weights if they have changed, and verify that it computes with them.
-
-        Raises `UserError` if it does not, and `EngineLostError`.
-        """
+        """Send the trainer's weights to the engine if they have changed. Raises `UserError` if it computes with others."""
         now = self._source.mark()
         if self._worker is not None and not vllm_weights.changed_anywhere(self.model, now != self._sent):
             return
@@ -246,8 +244,9 @@ class VLLMSampler(Sampler):
         self._sent = now
 
     def verify(self, truth: Truth | None = None) -> float:
-        """Return the mean absolute difference between the engine's log-probs of a probe and the trainer's in float32. Raises
-        `UserError` if it exceeds rounding.
+        """Return the mean absolute difference of the engine's log-probs of test texts and the trainer's in float32.
+
+        Raises `UserError` if it exceeds rounding.
         """
         probe, exact, allowed = truth or truth_of(self.model)
         gap, bound = distance(self.engine_log_probs(probe), exact), max(TOLERANCE, SPREAD * allowed)
@@ -259,12 +258,12 @@ class VLLMSampler(Sampler):
         return gap
 
     def engine_log_probs(self, probe: list[list[int]]) -> Tensor:
-        """Return the engine's log-probs, in the form of `log_probs`."""
+        """Return the engine's log-probs of these texts, concatenated as by `vllm_probe.log_probs`."""
         ((_, found),) = self._answers("prompt_logprobs", probe)
         return torch.tensor(numbers(found, np.float32))
 
     def _update(self) -> None:
-        """Send all weights. A weight that did not arrive as sent closes the sampler with an error."""
+        """Send all weights. If one did not arrive as it was sent, close the sampler and raise `UserError`."""
         held, wrong, unknown, stale = self._transfer()
         self._in_a_row, self._empty = 0, False
         if wrong or unknown or stale or held != self.version:
@@ -276,8 +275,10 @@ class VLLMSampler(Sampler):
             raise self._fail(UserError(said))
 
     def _transfer(self) -> tuple[int, list[str], list[str], int]:
-        """Send all weights in place. Return (the version that the engine then has, weights that it does not compute with,
-        parameters that can't be compared, tokens that are still in its cache).
+        """Send all weights to the running engine.
+
+        Return (the version that the engine then has, weights that it does not compute with, parameters that can't be compared,
+        number of tokens that are still in its prefix cache).
         """
         self.version += 1
         self._make_room()
@@ -303,8 +304,9 @@ class VLLMSampler(Sampler):
             torch.cuda.empty_cache()
 
     def _with_policy(self, request: Request, group: list[Completion], params: SamplingParams) -> list[Completion]:
-        """Replace the log-probs under top-k, top-p or min-p with the policy's. The engine reports only the filtered distribution,
-        so the trainer computes the policy's with one more forward pass.
+        """Return the completions with the policy's log-probs.
+
+        With top-k, top-p or min-p, the engine reports only those of the filtered distribution, so the trainer recomputes them.
         """
         if not params.filtered or params.temperature == 0:
             return group
@@ -320,9 +322,7 @@ class VLLMSampler(Sampler):
         ]
 
     def _start(self) -> None:
-        """Start an engine from the model's configuration; an update then sends the weights. If only the adapter is sent, start it
-        from a temporary copy of the base model on disk.
-        """
+        """Start an engine from the model's configuration (weights follow), or from a copy of the base model for an adapter."""
         settings = {**self._settings, **(vllm_weights.adapter_settings(self.model) if self._alone else {"load_format": "dummy"})}
         with tempfile.TemporaryDirectory(prefix="psigrad-vllm-") as folder:
             (vllm_weights.write_base if self._alone else vllm_weights.describe)(self.model, Path(folder))
@@ -346,7 +346,7 @@ class VLLMSampler(Sampler):
             raise self._fail(_unfit(reason))
 
     def _merge(self, reason: str) -> None:
-        """Restart the engine, which from then on gets whole weights with the adapter merged."""
+        """Restart the engine, which from now on gets all weights, with the adapter merged."""
         self._alone = False
         self._end()
         self._log("adapter_merged", f"vLLM cannot load the adapter ({reason}), so it gets the merged weights.", reason=reason)
@@ -361,7 +361,7 @@ class VLLMSampler(Sampler):
         return worker.kill()
 
     def _until(self, work: Callable[[], Any]) -> None:
-        """Run `work`, with a new engine after each loss."""
+        """Run `work` until it succeeds. After each loss of the engine, the next try starts a new one."""
         while True:
             try:
                 if self._worker is None:
@@ -436,7 +436,7 @@ class VLLMSampler(Sampler):
 
 
 def join(sampler: VLLMSampler, meeting: tuple[Any, ...]) -> str:
-    """Connect the engine to a trainer elsewhere for broadcasts. Return the reason of a failure, or ""."""
+    """Connect the engine to a trainer on another machine or GPU, for broadcasts. Return "", or the reason of a failure."""
     try:
         ((_, why),) = sampler._answers("join", meeting)
     except EngineLostError as error:

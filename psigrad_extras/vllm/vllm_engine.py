@@ -1,9 +1,9 @@
 """vLLM's engine in a separate process, and the check that it computes with the weights it was sent.
 
 The process answers the trainer through a worker's pipes. Weights come in buckets through vLLM's interface for weight transfer.
-Its engine `ipc` is used if trainer and engine share a GPU. Otherwise they come in safetensors files in shared memory, or by
-broadcast from a trainer elsewhere (`vllm_transfer.py`). An adapter is sent as vLLM's LoRA. The weights that the engine then
-computes with are read back and compared bit for bit (`vllm_readback.py`).
+Its backend `ipc` is used if trainer and engine share a GPU. Otherwise weights come in safetensors files in shared memory, or by
+broadcast from a trainer on another machine (`vllm_transfer.py`). An adapter is sent as vLLM's LoRA. The weights with which the
+engine then computes are read back and compared bit for bit (`vllm_readback.py`).
 """
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ Part = tuple[dict[str, Any], list[tuple[int, list[int], int]]]
 
 
 def service(payload: dict[str, Any]) -> Callable[[Any], Iterator[Answer]]:
-    """See `psigrad.processes.workers.child.Service`."""
+    """Start an engine, and return the function that answers requests. See `psigrad.processes.workers.child.Service`."""
     return partial(answer, Engine(**payload))
 
 
 def answer(engine: Engine, message: tuple[str, tuple[Any, ...]]) -> Iterator[Answer]:
-    """Yield the answers of `engine.name` for ("name", arguments), or the reason of a failure."""
+    """Call the engine's method that the message ("name", arguments) names, and yield its answers.
+
+    If it raises, yield ["failed", reason].
+    """
     name, arguments = message
     try:
         alone: dict[str, Callable[..., Iterator[Answer]]] = {"join": join, "rest": rest}
@@ -50,7 +53,7 @@ def answer(engine: Engine, message: tuple[str, tuple[Any, ...]]) -> Iterator[Ans
 
 
 def join(engine: Engine, meeting: tuple[Any, ...]) -> Iterator[Answer]:
-    """Connect the engine's processes to the trainer for broadcasts: ["joined", the reason of a failure]."""
+    """Connect the engine's processes to the trainer for broadcasts. Yield ["joined", "" or the reason of a failure]."""
     why = ""
     try:
         engine.llm.collective_rpc("psigrad_join", args=(tuple(meeting),))
@@ -67,13 +70,16 @@ def rest(engine: Engine, level: int) -> Iterator[Answer]:
 
 
 def reason(error: Exception) -> str:
-    """Return the first line of an error."""
+    """Return the first line of an error's message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 @dataclass
 class Engine:
-    """vLLM with the model in `folder`; `settings` go to `vllm.LLM`. With `sleep` it frees the GPU between uses."""
+    """A vLLM engine for the model in `folder`. `settings` are passed to `vllm.LLM`. With `sleep`, it frees the GPU between uses.
+
+    All methods that answer requests yield lists, of which the last is ["done"].
+    """
 
     folder: str
     threads: int
@@ -82,7 +88,7 @@ class Engine:
     devices: str = ""
     """The engine's CUDA_VISIBLE_DEVICES. Each rank's engine runs on that rank's GPU."""
     handles: bool = False
-    """True if weights stay in the GPU's memory during a transfer."""
+    """True if trainer and engine share a GPU, so that weights are passed as handles to GPU memory."""
 
     def __post_init__(self) -> None:
         os.environ.update(_ENVIRONMENT, OMP_NUM_THREADS=str(self.threads))
@@ -100,7 +106,7 @@ class Engine:
                 model=self.folder,
                 enforce_eager=current_platform.is_cpu(),  # compiling takes minutes on a CPU and gains little
                 enable_prefix_caching=True,  # a group's prompt is computed once
-                logprobs_mode="processed_logprobs",  # under the distribution the token was drawn from
+                logprobs_mode="processed_logprobs",  # of the distribution from which the token was drawn
                 skip_tokenizer_init=True,
                 generation_config="vllm",
                 worker_extension_cls="psigrad_extras.vllm.vllm_transfer.WeightUpdates",
@@ -117,14 +123,14 @@ class Engine:
     def begin(self, probe: list[int]) -> Iterator[Answer]:
         """Prepare an update: wake the weights, and fill the cache with a probe that the update must evict."""
         self.slept = self.asleep
-        if self.slept:  # the cache is empty, and is restored after the weights
+        if self.slept:  # the KV cache is empty, and wakes only after the weights
             self.llm.wake_up(tags=["weights"])
         else:
             self._cached(probe)
         yield ["done"]
 
     def choose(self, bucket: dict[str, Any], changed: list[str], transposed: list[str]) -> Iterator[Answer]:
-        """See `vllm_readback.Readback.choose`."""
+        """Choose what is compared after the update, given a bucket of the new weights. See `vllm_readback.Readback.choose`."""
         self.llm.collective_rpc("psigrad_choose", args=(bucket, changed, transposed))
         yield ["done"]
 
@@ -144,12 +150,12 @@ class Engine:
         yield ["done"]
 
     def compare(self, bucket: dict[str, Any], transposed: list[str]) -> Iterator[Answer]:
-        """See `vllm_readback.Readback.compare`."""
+        """Compare the engine's weights with a bucket of those sent. See `vllm_readback.Readback.compare`."""
         self.llm.collective_rpc("psigrad_compare", args=(bucket, transposed))
         yield ["done"]
 
     def adapt(self, folder: str, version: int, readback: bool) -> Iterator[Answer]:
-        """Replace the previous adapter with the one in the folder, which is deleted afterwards."""
+        """Replace the previous adapter with the one in `folder`, which the trainer deletes afterwards."""
         from vllm.lora.request import LoRARequest
 
         if self.lora is not None:
@@ -161,8 +167,9 @@ class Engine:
         yield ["done"]
 
     def settle(self, probe: list[int]) -> Iterator[Answer]:
-        """Finish an update and report what did not arrive: ["updated", version, wrong, unknown, tokens of `probe` still in the
-        cache].
+        """Finish an update and report what did not arrive.
+
+        Yield ["updated", version, wrong weights, parameters that can't be compared, number of `probe`'s tokens still cached].
         """
         found = self.llm.collective_rpc("psigrad_found")
         if self.slept:
@@ -176,8 +183,10 @@ class Engine:
         return int(self.llm.get_weight_version()) if self.lora is None else int(self.lora.lora_int_id)
 
     def sample(self, parts: list[Part], dropped: list[int], version: int) -> Iterator[Answer]:
-        """Add completions and decode for `SLICE` seconds: ["completion", number, ids, log-probs, finish reason] of each that
-        ends. `parts` are (settings, [(number, prompt, seed)]); the `dropped` ones are cancelled.
+        """Add completions, cancel the `dropped` ones, and decode for `SLICE` seconds.
+
+        Yield ["completion", number, ids, log-probs, finish reason] for each that ends. `parts` are (settings, [(number, prompt,
+        seed)]).
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -199,7 +208,7 @@ class Engine:
         yield ["done"]
 
     def prompt_logprobs(self, probe: list[list[int]]) -> Iterator[Answer]:
-        """Yield ["logprobs", those of each text's tokens after its first, at temperature 1, as base64 of float32]."""
+        """Yield ["logprobs", base64 of float32]: the log-probs at temperature 1 of each text's tokens after its first."""
         from vllm import SamplingParams
 
         self._wake()
@@ -214,7 +223,7 @@ class Engine:
         yield ["logprobs", _text(np.asarray(found, np.float32))]
 
     def _cached(self, probe: list[int]) -> int:
-        """Return the number of the probe's tokens that came from the prefix cache. Its full blocks are cached afterwards."""
+        """Evaluate the probe, and return how many of its tokens came from the prefix cache. Afterwards it is cached."""
         from vllm import SamplingParams
 
         asked = SamplingParams(max_tokens=1, detokenize=False)

@@ -14,13 +14,13 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.probe import in_precision
 from psigrad.processes.parallel.world import Ranks
 
-# The bound on the mean absolute difference of log-probs. Another order of summation changes them by about 1e-6 here and 1e-5 in
-# large models. In half precision the engine may be a tenth farther from the trainer's float32 than the trainer is, over all
-# tokens of the probe.
+# The bounds on the mean absolute difference of log-probs. In float32, another order of summation changes them by about 1e-6 here,
+# and by 1e-5 in large models. In half precision, the engine's distance from the trainer's float32 log-probs may be 1.1 times that
+# of the trainer's own half-precision log-probs, over all tokens of the probe.
 TOLERANCE, SPREAD = 1e-4, 1.1
 # The number of texts, and the tokens of each.
 TEXTS, LENGTH = 16, 128
-# The texts, their log-probs in float32, and the mean distance of the trainer's precision from them.
+# (the texts, their log-probs in float32, the mean distance from these of log-probs in the trainer's precision).
 Truth = tuple[list[list[int]], Tensor, float]
 
 
@@ -38,16 +38,16 @@ def _log_probs_of(model: LanguageModel, text: Sequence[int]) -> Tensor:
 
 
 def distance(one: Tensor, other: Tensor) -> float:
-    """Return the mean absolute difference."""
+    """Return the mean absolute difference of two tensors."""
     return float((one - other).abs().mean())
 
 
 def exactly(model: LanguageModel, probe: Sequence[Sequence[int]]) -> tuple[Tensor, float]:
-    """Return the log-probs in float32, and the mean distance from them in the model's precision.
+    """Return (the log-probs in float32, the mean distance from them of log-probs in the model's precision).
 
-    The distance is that of the trainer's attention or of plain attention, whichever is larger; 0 in float32. One correct
-    computation in bfloat16 may be a few percent farther from float32 than another. Over two thousand tokens an error of 1 % in a
-    layer is detectable; over a hundred it is not.
+    The distance is that with the trainer's attention or with plain attention, whichever is larger; 0 in float32. One correct
+    computation in bfloat16 may be a few percent farther from float32 than another. An error of 1 % in a layer is detectable over
+    two thousand tokens, but not over a hundred.
     """
     hf = model.network
     if hf.dtype in (torch.float32, torch.float64):
@@ -66,7 +66,10 @@ def exactly(model: LanguageModel, probe: Sequence[Sequence[int]]) -> tuple[Tenso
 
 @torch.no_grad()
 def written(model: LanguageModel, texts: int, length: int) -> list[list[int]]:
-    """Sample texts from the model. On token ids that no text has, two correct computations in bfloat16 differ widely."""
+    """Return token ids of texts sampled from the model.
+
+    Random ids would not do: for them, two correct computations in bfloat16 differ widely.
+    """
     hf, draw = model.network, torch.Generator().manual_seed(0)
     first = model.tokenizer.bos_token_id if model.tokenizer.bos_token_id is not None else model.eos_token_ids[0]
     ids = torch.full((texts, 1), first, device=model.device)
@@ -81,7 +84,7 @@ def written(model: LanguageModel, texts: int, length: int) -> list[list[int]]:
 
 
 def truth_of(model: LanguageModel) -> Truth:
-    """Return texts that the model writes, their log-probs in float32, and the distance of its precision from them."""
+    """Return the `Truth` of a model: texts that it writes, and their log-probs in float32."""
     probe = written(model, TEXTS, LENGTH)
     return probe, *exactly(model, probe)
 

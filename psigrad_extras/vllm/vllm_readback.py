@@ -1,11 +1,11 @@
-"""The comparison of the weights that an engine computes with, and those it was sent.
+"""The comparison of the weights with which an engine computes, and those that were sent to it.
 
 vLLM arranges weights differently from a checkpoint: q, k and v in one matrix, gate and up in one, shards on several devices. On
-CPUs it uses packed copies in the kernel's layout, which cannot be read directly. Those are read by multiplying: the product with
-a column of the identity is exactly a column of the matrix.
+CPUs, it computes with packed copies in the kernel's layout, which cannot be read directly. They are read by multiplication: the
+product with a column of the identity is exactly a column of the matrix.
 
-A weight that an update did not reach is always detected. Stored weights are compared in full. Of a packed matrix only some
-columns are read. They are chosen before the update, and include one in which the old weight differs from the new.
+A weight that an update did not change is always detected. Stored weights are compared in full. Of a packed matrix, only some
+columns are read. They are chosen before the update, and include one in which the old weight differs from the new one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COLUMNS = 8
 
 
 class Piece(NamedTuple):
-    """The values of one sent weight in a parameter of vLLM on this device: its rows from `first` on."""
+    """The part of a vLLM parameter on this device that one sent weight fills: the values of its rows from `first` on."""
 
     name: str
     first: int
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A module of vLLM with one of its parameters and the pieces it consists of. No pieces: the arrangement is unknown."""
+    """A module of vLLM with one of its parameters, and the pieces of which it consists; none if the arrangement is unknown."""
 
     name: str
     module: Any
@@ -54,8 +54,10 @@ _MULTIPLY = {"LinearBase", "ParallelLMHead"}
 
 @dataclass
 class Readback:
-    """The comparison of `model`, a module of vLLM, with weights that were sent to it in buckets of whole layers. `tied` heads use
-    the embedding. `pack(layer, matrices)` returns a layer's experts as vLLM stores them, if it does not store them as sent.
+    """The comparison of `model`, a module of vLLM, with weights that were sent to it in buckets of complete layers.
+
+    With `tied`, the head is the embedding. `pack(layer, matrices)` returns a layer's experts as vLLM stores them, if it does not
+    store them as they were sent.
     """
 
     model: Any
@@ -67,15 +69,16 @@ class Readback:
     seen: set[str] = field(default_factory=set)
 
     def choose(self, sent: Mapping[str, Tensor], changed: Collection[str], transposed: Collection[str] = ()) -> None:
-        """Choose, before an update, the columns of packed matrices to read after it. Each weight in `changed` differs in at least
-        one of them.
+        """Choose, before an update, the columns of packed matrices to read after it.
+
+        In at least one of them, the old value of each weight in `changed` differs from the new one.
         """
         for layer in self.layers(sent, transposed):
             if layer.packed:
                 self.columns[layer.name] = _telling(layer, [p for p in layer.pieces if p.name in changed])
 
     def compare(self, sent: Mapping[str, Tensor], transposed: Collection[str] = ()) -> None:
-        """Record, after an update, the weights of a bucket that the model does not compute with."""
+        """Compare, after an update, a bucket of sent weights with the model's, and record those that differ."""
         for layer in self.layers(sent, transposed):
             self.seen.add(layer.name)
             if not layer.pieces:
@@ -93,14 +96,12 @@ class Readback:
                         self.bad[piece.name] = None
 
     def found(self) -> tuple[list[str], list[str]]:
-        """Return, after all buckets, (weights that the model does not compute with or that were not sent, parameters whose
-        arrangement is unknown).
-        """
+        """Return, after all buckets, (weights that differ or were not sent, parameters whose arrangement is unknown)."""
         own = (f"{name}.{leaf}" for name, m in self.model.named_modules() for leaf, _ in m.named_parameters(recurse=False))
         return [*self.bad, *(f"{name} (not sent)" for name in own if name not in self.seen)], list(self.strange)
 
     def layers(self, sent: Mapping[str, Tensor], transposed: Collection[str]) -> Iterator[Held]:
-        """Yield every parameter of the model that was sent a weight."""
+        """Yield each parameter of the model for which a weight of this bucket was sent."""
         fused = getattr(self.model, "packed_modules_mapping", {})
         embedding = next((f"{n}.weight" for n, m in self.model.named_modules() if _is_embedding(m)), "")
         for name, module in self.model.named_modules():
@@ -122,7 +123,7 @@ class Readback:
 
 
 def _expert_sources(module: Any, head: str, leaf: str, count: int) -> list[str]:
-    """Return the checkpoint's names of the weights in a layer's experts, in the order of their rows."""
+    """Return the names that a checkpoint has for the weights of a layer's experts, in the order of their rows."""
     names = [module.ckpt_gate_proj_name, module.ckpt_up_proj_name] if leaf == "w13_weight" else [module.ckpt_down_proj_name]
     return [f"{head}.{expert}.{name}.weight" for expert in range(count) for name in names]
 
@@ -130,7 +131,10 @@ def _expert_sources(module: Any, head: str, leaf: str, count: int) -> list[str]:
 def _pieces(
     module: Any, leaf: str, parameter: Tensor, sources: list[str], sent: Mapping[str, Tensor], transposed: Collection[str]
 ) -> list[Piece]:
-    """Return the pieces of a parameter. A source that was not sent has no rows; if the shapes do not fit there are no pieces."""
+    """Return the pieces of a parameter, which consists of the weights `sources`.
+
+    A weight that was not sent gets a piece without rows. If the shapes do not fit, there are no pieces.
+    """
     pieces, first = [], 0
     for place, source in enumerate(sources):
         if source not in sent:
@@ -172,7 +176,7 @@ def _share(module: Any, leaf: str, place: int, count: int, whole: Tensor) -> Ten
 
 
 def _kinds(module: Any) -> set[str]:
-    """Return the class names of a module, which identify it without importing vLLM."""
+    """Return the names of a module's classes, which identify its kind without importing vLLM."""
     return {kind.__name__ for kind in type(module).__mro__}
 
 
@@ -189,13 +193,13 @@ def _width(layer: Held) -> int:
 
 
 def _order(layer: Held) -> list[int]:
-    """Return all columns in a random order."""
+    """Return the indices of all columns of a packed matrix in random order."""
     known = any(len(piece.values) for piece in layer.pieces)
     return torch.randperm(_width(layer)).tolist() if known else []
 
 
 def _read(layer: Held, columns: list[int]) -> Tensor:
-    """Return the given columns [rows, columns] of the matrix that the layer multiplies by."""
+    """Return these columns, [rows, columns], of the matrix by which the layer multiplies."""
     dtype = next(p.values.dtype for p in layer.pieces if len(p.values))
     one = torch.zeros(len(columns), _width(layer), dtype=dtype)
     one[torch.arange(len(columns)), columns] = 1
@@ -204,7 +208,7 @@ def _read(layer: Held, columns: list[int]) -> Tensor:
 
 
 def _telling(layer: Held, wanted: list[Piece]) -> list[int]:
-    """Return random columns, plus for each wanted piece one in which it differs from the layer's current weight."""
+    """Return random columns, and for each of the `wanted` pieces one in which it differs from the layer's current weight."""
     order, missing, chosen, size = _order(layer), list(wanted), list[int](), COLUMNS
     while order and (missing or not chosen):
         block, order, size = order[:size], order[size:], size * 2
@@ -221,13 +225,14 @@ def _telling(layer: Held, wanted: list[Piece]) -> list[int]:
 def wrong_in_adapter(
     layers: Mapping[str, Any], slot: int, sent: Mapping[str, Tensor], scaling: float, fused: Mapping[str, Sequence[str]]
 ) -> list[str]:
-    """Return the adapter matrices that differ from those in the `slot` of vLLM's `layers`, and those that no layer has. B is
-    compared times `scaling`. Layers divided among several devices are not read.
+    """Return the names of adapter matrices that differ from those in vLLM's `layers`, or that no layer has.
+
+    vLLM has the adapter in `slot`, with B multiplied by `scaling`. Layers divided among several devices are not compared.
     """
     left, found = {name.removeprefix("base_model.model."): matrix for name, matrix in sent.items()}, []
     for name, layer in layers.items():
         head, _, last = name.rpartition(".")
-        linear = isinstance(layer.lora_a_stacked, tuple)  # adapters are not on embedding or head
+        linear = isinstance(layer.lora_a_stacked, tuple)  # other layers, embedding and head, have no adapter
         for place, source in enumerate(fused.get(last, [last]) if linear else ()):
             for letter, held, factor in (("A", layer.lora_a_stacked, 1.0), ("B", layer.lora_b_stacked, scaling)):
                 key = f"{head}.{source}.lora_{letter}.weight"
@@ -245,5 +250,5 @@ def wrong_in_adapter(
 
 
 def scaling_of(config: Mapping[str, Any]) -> float:
-    """Return the factor that vLLM multiplies B with, from the adapter's configuration."""
+    """Return the factor by which vLLM multiplies B, from the adapter's configuration."""
     return float(config["lora_alpha"]) / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])

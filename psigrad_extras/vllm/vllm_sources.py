@@ -1,7 +1,7 @@
-"""The sources of an engine's weights, and how they are sent: the model beside the engine, or a trainer elsewhere.
+"""The two sources of an engine's weights, and how they send them: a model on the same machine, or a trainer on another one.
 
-A model beside the engine sends buckets as handles to GPU memory, or as files. A trainer elsewhere broadcasts to the engine's
-processes. Weights that came through Ray's object store are sent as files.
+A model on the same machine sends buckets as handles to GPU memory, or as files. A trainer on another machine broadcasts to the
+engine's processes. Weights that came through Ray's object store are sent as files.
 """
 
 from __future__ import annotations
@@ -21,36 +21,42 @@ from psigrad_extras.vllm import vllm_weights
 from psigrad_extras.vllm.broadcast import Contents, unpack
 
 Known = dict[str, tuple[tuple[int, ...], int]]
-"""The shape and bit sum of each weight that an engine last received."""
+"""Name -> (shape, bit sum) of each weight that an engine received last."""
 Say = Callable[..., None]
 
 
 class Source(ABC):
-    """A source of an engine's weights; `own` is True for those of the model beside it."""
+    """A source of an engine's weights. `own` is True for the model in this process."""
 
     own = True
 
     @abstractmethod
     def mark(self) -> object:
-        """Return a value that changes when the weights do."""
+        """Return a value that changes whenever the weights change."""
 
     @abstractmethod
     def send(self, say: Say, known: Known, readback: bool, version: int) -> Known:
-        """Send all weights in buckets as number `version`, and compare what the engine then computes with."""
+        """Send all weights to the engine in buckets, as the update `version`, and let it compare them if `readback` is set.
+
+        `known` is the return value of the previous update. Return shapes and bit sums of the sent weights.
+        """
 
 
 class ModelWeights(Source):
-    """The weights of a model beside the engine. If the engine is on the GPUs `at` of this machine, they stay in GPU memory."""
+    """The weights of a model in this process. If the engine uses the same GPUs `at`, they are not copied to the host."""
 
     def __init__(self, model: LanguageModel, at: Sequence[torch.device]) -> None:
         self._model, self._at = model, at
 
     def mark(self) -> object:
-        """See `vllm_weights.fingerprint`."""
+        """Return the model's `vllm_weights.fingerprint`, which changes with the weights."""
         return vllm_weights.fingerprint(self._model)
 
     def send(self, say: Say, known: Known, readback: bool, version: int) -> Known:
-        """See `Source`. Weights in GPU memory are gathered again for the comparison."""
+        """Send the weights as handles to GPU memory, or as files. See `Source`.
+
+        Weights in GPU memory are gathered a second time for the comparison.
+        """
         turned = vllm_weights.transposed(self._model.network)
         weights = lambda: vllm_weights.outgoing(self._model)  # noqa: E731
         if not self._at:
@@ -72,7 +78,10 @@ class ModelWeights(Source):
 
 @dataclass(frozen=True)
 class Delivery(Source):
-    """The weights of a trainer elsewhere. Without `stored` buckets they are broadcast, all of them once for each of `passes`."""
+    """One version of the weights of a trainer on another machine or GPU.
+
+    If there are `stored` buckets, the weights came with them. Otherwise all are broadcast, once for each of `passes`.
+    """
 
     number: int
     buckets: tuple[Contents, ...]
@@ -87,7 +96,7 @@ class Delivery(Source):
         return self.number
 
     def send(self, say: Say, known: Known, readback: bool, version: int) -> Known:
-        """See `Source`."""
+        """Let the engine receive the weights by broadcast, or send the stored ones as files. See `Source`."""
         if self.stored:
             size = sum(contents.size for contents in self.buckets)
             return send_files(self._weights, size, list(self.turned), say, known, readback, version)
@@ -103,7 +112,7 @@ class Delivery(Source):
         return found
 
     def check(self, known: Known) -> None:
-        """Raises `UserError` if the weights do not fit the engine's model."""
+        """Raise `UserError` if the weights do not fit the engine's model."""
         sent = self._looked_at()
         for name in [*sent, *known]:
             theirs, own = (one[name][0] if name in one else None for one in (sent, known))
@@ -130,7 +139,7 @@ def send_files(
     readback: bool,
     version: int,
 ) -> Known:
-    """Send weights of `size` bytes in files, written once; with `readback` they are kept until compared."""
+    """Send weights of `size` bytes as files, which are written once. With `readback`, they are kept until they are compared."""
     found: Known = {}
     with vllm_weights.shared_folder(size if readback else 2 * vllm_weights.BUCKET) as folder:
         buckets = _files(weights(), folder, found, known)
@@ -152,7 +161,7 @@ def send_files(
 def _files(
     weights: Iterable[tuple[str, Tensor]], folder: Path, found: Known, known: Known
 ) -> Iterable[tuple[dict[str, Any], list[str]]]:
-    """Yield the engine's description of each bucket, and the names of the weights that changed since the last update."""
+    """Write each bucket to a file. Yield (its description for the engine, names of weights changed since the last update)."""
     for bucket in vllm_weights.in_buckets(weights):
         found |= (own := _looked_at(bucket))
         yield vllm_weights.as_file(bucket, folder), [name for name, value in own.items() if known.get(name, value) != value]

@@ -1,4 +1,4 @@
-"""The code in each of vLLM's workers: a transfer engine for files and broadcasts, and the readback of weights.
+"""The code that runs in each of vLLM's workers: a transfer engine for files and broadcasts, and the readback of weights.
 
 vLLM imports this module by name (`worker_extension_cls`) in each of its processes, before it loads the model.
 """
@@ -27,7 +27,7 @@ from psigrad_extras.vllm.vllm_readback import Readback, scaling_of, wrong_in_ada
 
 
 class WeightUpdates:
-    """The methods added to vLLM's workers, of which each device has one."""
+    """Methods that are added to vLLM's workers. Each device has one worker."""
 
     model_runner: Any
     parallel_config: Any
@@ -36,28 +36,28 @@ class WeightUpdates:
     _importer: Any = None
 
     def psigrad_join(self, meeting: tuple[Any, ...]) -> None:
-        """Join the trainer and the engine's other processes for broadcasts."""
+        """Join the broadcast group of the trainer and the engine's processes."""
         at = broadcast.Meeting(*meeting)
         device = self.weight_transfer_engine.device if at.kind == "nccl" else torch.device("cpu")
         self.weight_transfer_engine.group = broadcast.join(at, 1 + self.parallel_config.rank, device)
 
     def psigrad_choose(self, bucket: dict[str, Any], changed: list[str], transposed: list[str]) -> None:
-        """See `Readback.choose`."""
+        """Choose what is compared after an update, given a bucket of the new weights. See `Readback.choose`."""
         self._readback().choose(self._read(bucket), changed, transposed)
 
     def psigrad_compare(self, bucket: dict[str, Any], transposed: list[str]) -> None:
-        """See `Readback.compare`."""
+        """Compare the model's weights with a bucket of those sent. See `Readback.compare`."""
         self._readback().compare(self._read(bucket), transposed)
 
     def psigrad_compare_adapter(self, folder: str, number: int) -> None:
-        """See `wrong_in_adapter`."""
+        """Compare the loaded adapter with the one in `folder`. See `wrong_in_adapter`."""
         manager, place = self.model_runner.lora_manager._adapter_manager, Path(folder)
         scaling = scaling_of(json.loads((place / "adapter_config.json").read_text()))
         sent, slot = read(str(place / "adapter_model.safetensors")), manager.lora_index_to_id.index(number)
         self._psigrad = wrong_in_adapter(manager.modules, slot, sent, scaling, manager.packed_modules_mapping), []
 
     def psigrad_found(self) -> tuple[list[str], list[str]]:
-        """Return (weights that the model does not compute with, parameters that can't be compared) since the last call."""
+        """Return (weights that differ from those sent, parameters that can't be compared), found since the last call."""
         held, self._psigrad = self._psigrad, None
         found: tuple[list[str], list[str]] = held.found() if isinstance(held, Readback) else held or ([], [])
         return found
@@ -83,7 +83,7 @@ class WeightUpdates:
 
 @dataclass
 class Nothing(WeightTransferInitInfo):  # type: ignore[misc]
-    """An empty init info: the two sides agree on nothing beforehand."""
+    """An empty init info, since the two sides need not agree on anything before a transfer."""
 
 
 @dataclass
@@ -101,27 +101,27 @@ class BucketTransfer(WeightTransferEngine):  # type: ignore[misc]
     group: broadcast.BroadcastGroup | None = None
 
     def init_transfer_engine(self, init_info: Nothing) -> None:
-        """See vLLM."""
+        """Do nothing; vLLM requires the method."""
 
     def start_weight_update(self) -> None:
-        """See vLLM."""
+        """Prepare the model's layers for loading. vLLM calls this at the start of an update."""
         with torch.device(self.device):
             initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """See vLLM. Its own method waits for an accelerator, which a CPU does not have."""
+        """Load the weights of a bucket. vLLM's own method would wait for an accelerator, which a CPU does not have."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: WeightBucket) -> None:
-        """See vLLM."""
+        """Load the weights of a bucket into the model."""
         weights = self.weights_of(update_info)
         with torch.device(self.device):
             self.model.load_weights((name, weight.to(self.device)) for name, weight in weights.items())
 
     def weights_of(self, bucket: WeightBucket) -> dict[str, Tensor]:
-        """Return the weights of a bucket."""
+        """Return the weights of a bucket, read from its file or received by broadcast."""
         if bucket.path:
             return read(bucket.path)
         contents = broadcast.Contents(**(bucket.contents or {}))
@@ -129,7 +129,7 @@ class BucketTransfer(WeightTransferEngine):  # type: ignore[misc]
         return broadcast.unpack(contents, self.group.receive(contents.size))
 
     def finish_weight_update(self) -> None:
-        """See vLLM."""
+        """Finish loading, and on CPUs pack the weights for the kernels. vLLM calls this at the end of an update."""
         with torch.device(self.device):
             finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
@@ -139,7 +139,7 @@ class BucketTransfer(WeightTransferEngine):  # type: ignore[misc]
                     experts.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
-        """See vLLM."""
+        """Leave the broadcast group. vLLM calls this at its end."""
         if self.group is not None:
             self.group.end()
 
@@ -151,21 +151,23 @@ def read(path: str) -> dict[str, Tensor]:
 
 
 def repack_head(model: Any) -> None:
-    """Pack a tied head again. On CPUs vLLM multiplies by packed copies of the matrices, and its reload does not repack a head
-    that is the embedding: log-probs were off by about 1.
+    """Pack a tied head again, after an update on a CPU.
+
+    There, vLLM multiplies by packed copies of the matrices. Its reload does not repack a head that is the embedding, and without
+    this, log-probs were wrong by about 1.
     """
     if hasattr(model, "lm_head"):
         dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)
 
 
 def _experts_of(module: Any) -> Any:
-    """Return the kernel of a layer's experts on a CPU. vLLM packs the experts at the start but not on a reload."""
+    """Return the CPU kernel of a layer's experts, or None. vLLM packs the experts at the start, but not on a reload."""
     kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
     return kernel.fused_experts if kernel is not None and hasattr(module, "w13_weight") else None
 
 
 def pack_experts(module: Any, matrices: Tensor) -> Tensor:
-    """Return matrices [experts, rows, columns] as the layer stores them on a CPU."""
+    """Return matrices [experts, rows, columns] packed as the layer stores them on a CPU."""
     packed: Tensor = cpu_prepack_moe_weight(matrices, _experts_of(module).isa)
     return packed
 

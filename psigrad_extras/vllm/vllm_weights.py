@@ -1,7 +1,7 @@
-"""The weights that the trainer sends: under a checkpoint's names, in buckets of whole layers, through files or GPU memory.
+"""The weights that the trainer sends to vLLM: named as in a checkpoint, in buckets of complete layers, as files or GPU memory.
 
 Buckets are bounded in size, and an adapter can be sent without its base model. Sharded weights are gathered one tensor at a time,
-so no process holds a second full model for the engine.
+so no process has a second full copy of the model for the engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from psigrad.language.models.language_model import LanguageModel
 from psigrad.processes.parallel import shards
 from psigrad.processes.parallel.world import Ranks
 
-# The size in bytes at which a bucket is closed, at the end of a layer.
+# The size in bytes from which a bucket is closed at the end of a layer.
 BUCKET = 1 << 29
 # The adapter ranks that vLLM accepts.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -54,8 +54,9 @@ def _layers(model: LanguageModel) -> set[str]:
 
 
 def adapter_settings(model: LanguageModel) -> dict[str, Any]:
-    """Return the settings of `vllm.LLM` for the adapter. They name the layers, because otherwise the head would have an adapter
-    too, and on CPUs vLLM 0.32 then has no log-probs of prompts.
+    """Return the arguments of `vllm.LLM` for the model's adapter, which name the layers that have one.
+
+    Otherwise the head would get one too, and vLLM 0.32 on CPUs then has no log-probs of prompts.
     """
     wrapped: Any = model.adapter
     rank = next(iter(wrapped.peft_config.values())).r
@@ -64,7 +65,7 @@ def adapter_settings(model: LanguageModel) -> dict[str, Any]:
 
 
 def describe(model: LanguageModel, folder: Path) -> None:
-    """Write the configuration that an engine needs before its weights come."""
+    """Write the model's configuration to a folder, from which an engine can start without weights."""
     config: Any = copy.deepcopy(model.network.config)
     config.dtype = str(model.network.dtype).removeprefix("torch.")
     config.architectures = config.architectures or [type(model.network).__name__.removeprefix("FSDP")]
@@ -72,7 +73,7 @@ def describe(model: LanguageModel, folder: Path) -> None:
 
 
 def write_base(model: LanguageModel, folder: Path) -> None:
-    """Write the base model as a checkpoint, one file per bucket, so that only one gathered bucket is in memory at a time."""
+    """Write the base model as a checkpoint with one file per bucket, so that only one gathered bucket is in memory at a time."""
     describe(model, folder)
     below = ((name.replace(".base_layer.", "."), weight) for name, weight in sharded.gather(model) if ".lora_" not in name)
     for bucket in in_buckets(pair for name, weight in below for pair in _as_saved(model.network, name, weight)):
@@ -80,13 +81,16 @@ def write_base(model: LanguageModel, folder: Path) -> None:
 
 
 def write_adapter(model: LanguageModel, folder: Path) -> None:
-    """Write the adapter in peft's format; if it is sharded, gather one tensor at a time."""
+    """Write the adapter in peft's format. If it is sharded, gather one tensor at a time."""
     sharded.write_adapter(model, dict(sharded.gather(model, set(model.trainable()))), folder)
 
 
 @torch.no_grad()
 def outgoing(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, whole weight) as in a checkpoint, with the adapter merged. All processes of a sharded model must iterate."""
+    """Yield (name, full weight) as in a checkpoint, with the adapter merged.
+
+    All processes of a sharded model must iterate over it together.
+    """
     if model.shard_root is None:
         whole = lora.merge_adapter(model.network, model.adapter)
         named: Iterable[tuple[str, Tensor]] = ((name, p.detach()) for name, p in whole.named_parameters())
@@ -105,7 +109,7 @@ def _merged(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _as_saved(network: Any, name: str, weight: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """Return one weight under a checkpoint's names; transformers stores the experts of a layer in one weight."""
+    """Return (name, weight) as in a checkpoint for one weight of transformers, which has the experts of a layer in one weight."""
     from transformers.core_model_loading import revert_weight_conversion
 
     found: dict[str, Tensor] = revert_weight_conversion(network, {name: weight})
@@ -113,7 +117,7 @@ def _as_saved(network: Any, name: str, weight: Tensor) -> Iterable[tuple[str, Te
 
 
 def in_buckets(weights: Iterable[tuple[str, Tensor]], size: int = BUCKET) -> Iterator[dict[str, Tensor]]:
-    """Group weights by whole layers: the engine fuses several into one matrix, and needs all of them at once for that."""
+    """Yield the weights in buckets of complete layers, since the engine fuses several weights of a layer into one matrix."""
     held: dict[str, Tensor] = {}
     before = None
     for name, weight in weights:
@@ -135,9 +139,9 @@ def as_file(bucket: Mapping[str, Tensor], folder: Path) -> dict[str, Any]:
 
 
 def as_handle(bucket: Mapping[str, Tensor], at: Sequence[torch.device]) -> tuple[dict[str, Any], list[Tensor]]:
-    """Return vLLM's `ipc` description of a bucket, and the memory to keep until the engine has answered.
+    """Return (vLLM's `ipc` description of a bucket, the tensors to keep alive until the engine has answered).
 
-    Each of the engine's processes opens the handle of its GPU, so each GPU of `at` gets a copy.
+    Each of the engine's processes opens the handle of its own GPU, so each GPU in `at` gets a copy.
     """
     from torch.multiprocessing.reductions import reduce_tensor
 
@@ -158,7 +162,7 @@ def as_handle(bucket: Mapping[str, Tensor], at: Sequence[torch.device]) -> tuple
 
 @contextlib.contextmanager
 def shared_folder(size: int) -> Iterator[Path]:
-    """Make a temporary folder: in memory if `size` bytes fit there, else on disk."""
+    """Yield a temporary folder, which is in memory if `size` bytes fit there, and else on disk."""
     memory = Path("/dev/shm")
     roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 1.1 * size + (1 << 20)
     with tempfile.TemporaryDirectory(prefix="psigrad-vllm-", dir=memory if roomy else None) as folder:
@@ -166,12 +170,12 @@ def shared_folder(size: int) -> Iterator[Path]:
 
 
 def size_of(model: LanguageModel) -> int:
-    """Return the bytes of the whole model."""
+    """Return the size of all weights of the model in bytes."""
     return sum(p.numel() * p.element_size() for p in model.network.parameters())
 
 
 def transposed(network: Any) -> list[str]:
-    """Return the weights that transformers stores as [in, out] and vLLM as [out, in]."""
+    """Return the names of weights that transformers stores as [in, out] and vLLM as [out, in]."""
     from transformers.pytorch_utils import Conv1D
 
     found = [f"{name}.weight" for name, module in network.named_modules() if isinstance(module, Conv1D)]
@@ -179,8 +183,9 @@ def transposed(network: Any) -> list[str]:
 
 
 def fingerprint(model: LanguageModel) -> tuple[tuple[int, int], ...]:
-    """Return a value that changes with the weights: each parameter's count of in-place writes, and the bit sum of this process's
-    part of it.
+    """Return a value that changes whenever the weights change.
+
+    For each parameter, it has the count of in-place writes, and the bit sum of this process's part of the parameter.
     """
     parameters = list(model.network.parameters())
     sums = bit_sums([shards.local_of(p.detach()) for p in parameters])
@@ -188,7 +193,7 @@ def fingerprint(model: LanguageModel) -> tuple[tuple[int, int], ...]:
 
 
 def bit_sums(tensors: Sequence[Tensor]) -> list[int]:
-    """Return each tensor's bit sum, as integers of its element's width."""
+    """Return for each tensor the sum of its elements, whose bits are read as integers of the same width."""
     kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
     sums = [t.detach().contiguous().view(kinds[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
     found: list[int] = torch.stack(sums).tolist() if sums else []

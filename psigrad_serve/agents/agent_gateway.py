@@ -1,4 +1,4 @@
-"""The server of psigrad_serve beside a run, only for its agents. The name of a session is the key to it."""
+"""The gateway of a training run, for its agents alone. A client's API key is the name of its session."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Ids = tuple[int, ...]
 
 
 def open_gateway(tunnel: bool = False) -> Gateway:
-    """Open a server, which answers once it has a sampler; with `tunnel` also through a socket in the file system."""
+    """Return a server, which starts when `serve` gives it a sampler. With `tunnel`, it also listens on a Unix socket."""
     return _Served(tunnel)
 
 
 class _Served(Recorder):
-    """See `Gateway`."""
+    """The `Gateway` of a run. It passes each request to its session, and records the completions there."""
 
     def __init__(self, tunnel: bool) -> None:
         self.sessions: dict[str, Session] = {}
@@ -43,7 +43,7 @@ class _Served(Recorder):
         self.tunnel = self._whole.enter_context(opened(self._reach)) if tunnel else ""
 
     def serve(self, sampler: Sampler, model: LanguageModel) -> None:
-        """See `Gateway`."""
+        """Restart the server with this sampler, unless it has it already."""
         if self._sampler is sampler:
             return
         self._stack.close()
@@ -54,7 +54,7 @@ class _Served(Recorder):
         self.address = self._stack.enter_context(running(Served(engine, recorder=self), token="")).url
 
     def close(self) -> None:
-        """See `Gateway`."""
+        """Stop the server and remove the socket."""
         self._stack.close()
         self._whole.close()
 
@@ -63,7 +63,10 @@ class _Served(Recorder):
         return socket.create_connection((host, int(port)))
 
     def prepare(self, session_id: str, call: Call) -> Call:
-        """Return the call as its session continues, under the distribution that is trained."""
+        """Return the call with its session's tokens and seeds, and with the run's sampling settings.
+
+        So the policy reads the session's earlier tokens exactly, and the sampled distribution is the trained one.
+        """
         session = self.sessions.get(session_id)
         if session is None:
             raise ApiError("There is no such session; it may be over.", status=403, code="session_over")
@@ -95,12 +98,12 @@ class _Served(Recorder):
         sampling_logprobs: tuple[float, ...],
         choice: int,
     ) -> None:
-        """Add the completion to its session's tree. One that the client cancelled counts too: the client has seen it."""
+        """Add the completion to its session's tree. A cancelled one counts too, since the client may have seen a part of it."""
         session, asked, left, wished = self._under_way[session_id, request.seed]
         left.discard(choice)
         if not left:
             del self._under_way[session_id, request.seed]
-        # An answer as long as the agent itself asked for is not cut: the run's limit is.
+        # An answer with the length that the agent itself asked for is complete; one at the run's limit is cut.
         whole_length = wished < session.params.max_tokens and len(completion_ids) == wished
         reason: FinishReason = "length" if finish_reason == "length" and not whole_length else "stop"
         made = Completion(completion_ids, logprobs, sampling_logprobs, reason, asked[choice].seed)
@@ -109,7 +112,7 @@ class _Served(Recorder):
 
 
 def _reply(session: Session, call: Call, ids: Ids) -> tuple[Message, bool]:
-    """Return an answer as the message that its client gets, and True if the message has all of it."""
+    """Return (the answer as the message that its client gets, True if the message has all of the sampled text)."""
     writer = Writer(session.tokenizer, call.stop, call.offered)
     writer.take(ids)
     writer.flush()
@@ -123,7 +126,7 @@ def _reply(session: Session, call: Call, ids: Ids) -> tuple[Message, bool]:
 
 
 def open_agents(config: Played) -> Agents:
-    """Return an agent in workers that can be killed, with its server. Each training process has one."""
+    """Return the `Agents` of a run: workers that run its agent and can be killed, and their server, one per training process."""
     agent = imported_callable(config.agent, "agent") if isinstance(config.agent, str) and config.agent else config.agent
     gateway = open_gateway(tunnel=config.environment_sandbox)
     try:

@@ -1,4 +1,4 @@
-"""Sessions of agents: many at once, each in a process that can be killed. All query this process's policy over HTTP."""
+"""Rollouts by agents: many sessions at once, each in a process that can be killed. All query the policy over HTTP."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Gateway(Protocol):
     """The running sessions by name."""
     address: str
     tunnel: str
-    """The server's socket on this machine, for agents without a network; "" if there is none."""
+    """The path of the server's Unix socket, for agents without a network; "" if there is none."""
 
     def serve(self, sampler: Sampler, model: LanguageModel) -> None:
         """Answer with this sampler from now on."""
@@ -38,7 +38,7 @@ class Gateway(Protocol):
 
 
 class AgentPool:
-    """Processes that run agents, one session at a time in each of the `workers` (4), for `timeout` seconds at most (600)."""
+    """A pool of processes that run agents: `workers` (4) at once, each with one session of at most `timeout` (600) seconds."""
 
     def __init__(self, agent: Callable[..., Any], **limits: Unpack[PoolLimits]) -> None:
         check_agent(agent)
@@ -48,7 +48,10 @@ class AgentPool:
         self.workers: WorkerPool[int] = WorkerPool.of(service, agent, decode, kind="agent", **all_limits)
 
     def run(self, places: Sequence[Place], ended: Callable[[int, float | str | None], None]) -> None:
-        """Run a session at each place. As each ends, call `ended(number, reward)`, or pass the reason why it has no reward."""
+        """Run one session for each `Place`. When one ends, call `ended(number, reward)`.
+
+        The reward is a number, None if the agent returned none, or a text with the reason why there is none.
+        """
         waiting, left = deque(range(len(places))), len(places)
         while left:
             for worker in self.workers.idle():
@@ -69,7 +72,7 @@ class AgentPool:
 
 @dataclass(frozen=True)
 class Agents:
-    """The setup of sessions: the pool that runs the agents, their server, and the limit on requests."""
+    """The `Player` whose rollouts are sessions of agents: the pool that runs them, their server, and the limit on requests."""
 
     pool: AgentPool
     gateway: Gateway
@@ -87,11 +90,11 @@ class Agents:
         version: int,
         needs_reward: bool,
     ) -> list[Trajectory]:
-        """Play `num_generations` sessions on each (index, prompt ids, row), in order.
+        """Return the trajectories of `num_generations` sessions for each (index, prompt ids, row), in order.
 
-        A reward from the agent applies to the session's last sampled token. A session that crashes, times out, sends no request,
-        or sends too many has no reward, and records the reason. Log-probs come from a pass that does not depend on the order of
-        requests.
+        The agent's reward is placed on the session's last sampled token. A session has no reward, but a recorded reason, if it
+        crashes, times out, sends no request or too many. Log-probs are recomputed by a forward pass, so that they do not depend
+        on the order of requests.
         """
         sessions = [
             Session(index, k, row, TokenTree(seed_of(place, k), ids), params, model.tokenizer, self.most)

@@ -1,4 +1,4 @@
-"""One session of an agent on one row: its requests as the policy reads them, and the resulting trajectory."""
+"""One session of an agent on one row: the tokens of its requests and of the policy's answers, and the resulting trajectory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from psigrad_serve.agents.token_tree import Asked, Heard, TokenTree
 
 
 class SessionOver(Exception):
-    """A request is not answered, because its session has ended or has reached its limit of requests."""
+    """An error for a request whose session has ended or has reached its limit of requests."""
 
 
 @dataclass
 class Session:
-    """One agent's requests on one row. They come in one thread, and none come once the session is `over`."""
+    """The requests of one agent on one row, and their answers. All come in one thread; requests after the end are refused."""
 
     index: int
     """The index of the row in its dataset."""
@@ -32,7 +32,7 @@ class Session:
     row: Row
     tree: TokenTree
     params: SamplingParams
-    """The run's sampling settings. Of a request only `max_tokens` applies, because the run trains this one distribution."""
+    """The run's sampling settings. A request can set only `max_tokens`, because the run trains this one distribution."""
     tokenizer: Any
     most: int
     """The maximal number of requests that are answered."""
@@ -44,7 +44,7 @@ class Session:
     """True if the length limit cut the last answer."""
 
     def read(self, request: Row, ids: tuple[int, ...]) -> tuple[Row, tuple[int, ...]]:
-        """Return a request and its tokens with the row's arguments of the chat template as defaults."""
+        """Return a request and its tokens, rendered with the row's chat template arguments unless the request has its own."""
         own, name = self.row.columns.get("chat_template_kwargs"), "chat_template_kwargs"
         if not own or name in request.columns or not isinstance(request.prompt, list):
             return request, ids
@@ -52,7 +52,10 @@ class Session:
         return request, tuple(prompt_ids(self.tokenizer, request, strict=False))
 
     def ask(self, request: Row, ids: tuple[int, ...]) -> Asked:
-        """Return a request with its tokens `ids` as the policy reads it, with the seed of its answer. Raises `SessionOver`."""
+        """Add a request with the tokens `ids` to the session. Return the tokens that the policy reads, and the answer's seed.
+
+        Raises `SessionOver`.
+        """
         if self.over:
             raise SessionOver("This session is over.")
         if len(self.tree.asked) >= self.most:
@@ -69,7 +72,7 @@ class Session:
         return images.decode(self.tokenizer, ids, clean_up_tokenization_spaces=False)
 
     def answer(self, asked: Asked, request: Row, completion: Completion, reply: Message, whole: bool) -> None:
-        """Record an answer as its client gets it; `whole` is False if a stop string cut its text."""
+        """Record an answer: its tokens, and the message that its client gets. `whole` is False if that lacks some of its text."""
         if not completion.ids or self.over:
             return
         text = decode(self.tokenizer, completion.ids)
@@ -78,7 +81,7 @@ class Session:
         self.cut = completion.finish_reason == "length"
 
     def _heard(self, asked: Asked, request: Row, completion: Completion, reply: Message, whole: bool) -> Heard:
-        """Return the prefix of a longer request that continues this one: the answer as the chat template writes it."""
+        """Return the text with which a later request must begin to continue this one: the request and its answer, rendered."""
         prompt = self._text(request, asked.prompt_ids)
         if not isinstance(request.prompt, list):
             return Heard(prompt, prompt + self._words(completion.ids))
@@ -94,7 +97,7 @@ class Session:
         return Heard(prompt, said.removesuffix(end), end, completion.ids[-1] in specials_of(self.tokenizer).ids)
 
     def trajectory(self, version: int) -> Trajectory:
-        """Return the session's trajectory. With a fault, or without any answer, it is never scored."""
+        """Return the session's trajectory. It gets a reason not to be scored if there was a fault or no answer."""
         flat = self.tree.flat()
         base = Trajectory(self.index, self.k, self.tree.prompt_ids, Completion((), (), (), "stop", self.tree.seed), version)
         if flat is None:
@@ -121,7 +124,7 @@ class Session:
         )
 
     def _conversation(self) -> Sequence[Message]:
-        """Return the conversation of the last answer, starting at the policy's first turn in it."""
+        """Return the messages of the last request and its answer, from the policy's first turn on."""
         request, reply, _ = self.answers[-1]
         before = request.prompt if isinstance(request.prompt, list) else []
         first = next((i for i, message in enumerate(before) if message["role"] == "assistant"), len(before))

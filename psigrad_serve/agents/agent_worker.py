@@ -1,4 +1,4 @@
-"""The code that runs an agent in a worker process: a session on one row, with a Python function or any program."""
+"""The code that runs an agent (a Python function or any program) in a worker process, for one session on one row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from psigrad_serve.agents.tunnel import through
 
 # The parameter names that an agent's function may have.
 GIVEN = ("row", "client", "base_url", "api_key")
-# The bytes of a program's output that are kept. The reward is in the last line.
+# The bytes at the end of a program's output that are kept, since the reward is in the last line.
 _TAIL = 1 << 16
 # The characters of the output that a reason quotes.
 _SHOWN = 300
@@ -32,19 +32,19 @@ _SHOWN = 300
 
 @dataclass(frozen=True)
 class Place:
-    """The address at which a session queries the policy."""
+    """The data that a session starts with: its row, and the address and key with which it queries the policy."""
 
     row: Mapping[str, Any]
     base_url: str
     """The URL up to /v1, for clients of OpenAI's API; Anthropic's clients add that themselves."""
     key: str
     tunnel: str = ""
-    """A socket of the machine that leads to the server, for agents without a network."""
+    """The path of the server's Unix socket, for agents without a network; empty for none."""
 
 
 @dataclass(frozen=True)
 class AgentCommand:
-    """An agent that is a program. It reads the row as JSON on its standard input, and writes its reward as its last line."""
+    """An agent that is a program. It reads the row as JSON from its standard input, and prints its reward as the last line."""
 
     line: str
 
@@ -54,14 +54,14 @@ class AgentCommand:
 
     @property
     def arguments(self) -> list[str]:
-        """The command line split into words, as a shell splits it."""
+        """The words of the command line, split as in a shell."""
         try:
             return shlex.split(self.line)
         except ValueError as error:
             raise UserError(f"agent_command {self.line!r} cannot be split into words: {error}.") from error
 
     def __call__(self, row: Mapping[str, Any]) -> float | None:
-        """Run the program. Raises `RuntimeError` if it fails, or if its last line is not a reward."""
+        """Run the program and return its reward. Raises `RuntimeError` if it fails, or if its last line is not a reward."""
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         process = subprocess.Popen(self.arguments, **pipes)  # type: ignore[call-overload]
         said, complained = _Tail(process.stdout), _Tail(process.stderr)
@@ -83,7 +83,7 @@ class AgentCommand:
 
 
 class _Tail:
-    """The end of a program's output, of any length."""
+    """A reader of a program's output that keeps only its end, so that memory is bounded."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._kept = b""
@@ -95,13 +95,13 @@ class _Tail:
             self._kept = (self._kept + part)[-_TAIL:]
 
     def lines(self) -> list[str]:
-        """Return the last lines that are not empty. A child of the program may keep its output open."""
+        """Return the last lines that are not empty, even if a child of the program still holds its output open."""
         self._thread.join(1.0)
         return [line.strip() for line in self._kept.decode(errors="replace").splitlines() if line.strip()]
 
 
 def check_agent(agent: Callable[..., Any]) -> None:
-    """Raise an error if a function has a parameter that agents are not given."""
+    """Raise an error if an agent's function has a required parameter that psigrad cannot pass."""
     if isinstance(agent, AgentCommand):
         if which(program := agent.arguments[0]) is None:
             raise UserError(f"agent_command: the program {program!r} was not found; give its path, or add its folder to PATH.")
@@ -116,7 +116,7 @@ def check_agent(agent: Callable[..., Any]) -> None:
 
 
 def service(payload: Packed) -> Callable[[Any], Iterator[Any]]:
-    """Return the worker's service for a packed agent. A request is a `Place`; its answer is {"reward"} or {"fault"}."""
+    """Return the function that answers a worker's requests, for a packed agent. A `Place` gets {"reward"} or {"fault"}."""
     agent = unpack(payload)
 
     def answer(place: Place) -> Iterator[Any]:
@@ -153,7 +153,7 @@ def _play(agent: Callable[..., Any], place: Place) -> Any:
 
 @cache
 def _port_of(path: str) -> int:
-    """Return the port that all sessions of this process share."""
+    """Return the local port that leads through the Unix socket at `path`. All sessions of this process share it."""
     return through(path)
 
 

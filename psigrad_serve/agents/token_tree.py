@@ -1,8 +1,9 @@
 """The requests of an agent's session and the policy's answers, as a tree of tokens.
 
-A request whose text continues an earlier request and its answer keeps their tokens as read and sampled, and appends only the new
-ones. Any other request starts a branch: a sub-agent, a retry, a summary, or a history that was edited or that the chat template
-rewrites. So each sampled token occurs once, after exactly the tokens that the policy read when it was sampled.
+If a request's text starts with an earlier request and its answer, it keeps their tokens exactly as they were read and sampled,
+and only its new text is tokenised. Any other request starts a branch: a sub-agent, a retry, a summary, or a history that was
+edited or that the chat template rewrites. So each sampled token occurs once, after exactly the tokens that the policy read before
+it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from psigrad import seeds
 from psigrad.language.rollout.types import Branch, Completion
 
 Encode = Callable[[str, str], Sequence[int]]
-"""(text before, text) -> the tokens of the text after the one before."""
+"""(text before, text) -> the tokens of `text`, tokenised in the context of the text before it."""
 
 
 class Asked(NamedTuple):
@@ -30,23 +31,23 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class Heard:
-    """The text of a request and its answer, for requests that continue them."""
+    """The text of an answered request, by which a later request is recognised as its continuation."""
 
     prompt: str
     """The request as text."""
     said: str = ""
-    """The request and the answer up to the answer's end; "" if no request can continue it."""
+    """The text of the request and its answer, without the mark that ends the turn; "" if no request can continue it."""
     end: str = ""
-    """The text that ends the answer in a longer text, or ""."""
+    """The mark that ends the answer's turn when the conversation continues, or ""."""
     ended: bool = False
-    """True if the policy sampled that end, so that it is among the answer's tokens."""
+    """True if the policy sampled that mark, so that the answer's tokens include it."""
 
     def begins(self, text: str) -> bool:
-        """Return True if a request continues this one, with all previous text unchanged."""
+        """Return True if a request with this text continues this one: all of this one's text is unchanged at its start."""
         return bool(self.said) and text.startswith(self.prompt) and text.startswith(self.said + self.end)
 
     def rest(self, text: str) -> str:
-        """Return the part of such a request that is not in the tokens yet."""
+        """Return the part of a continuing request's text that the tokens of this request and its answer do not have."""
         return text[len(self.said) + (len(self.end) if self.ended else 0) :]
 
 
@@ -54,9 +55,9 @@ class Heard:
 class TokenTree:
     """The requests of one session, in the order in which they came.
 
-    `seed` is the session's seed and `prompt_ids` its row's prompt. An agent that sends that prompt, and continues it turn by
-    turn, gets the seeds, and so the tokens, of an episode in this process. All other requests are seeded by their content. So
-    neither the tokens nor the order of the branches depend on the order of concurrent requests.
+    `seed` is the session's seed and `prompt_ids` its row's prompt. The seeds of the requests that continue this prompt turn by
+    turn are those of an episode in this process, so the same tokens are sampled. The seed of every other request is a hash of its
+    content. So neither the tokens nor the order of the branches depend on the order in which concurrent requests arrive.
     """
 
     seed: int
@@ -64,10 +65,10 @@ class TokenTree:
     asked: list[Asked] = field(default_factory=list)
     answers: dict[int, tuple[Heard, Completion]] = field(default_factory=dict)
     main: list[int] = field(default_factory=list)
-    """The requests that continue the row's prompt turn by turn."""
+    """The numbers of the requests that continue the row's prompt turn by turn."""
 
     def ask(self, text: str, encode: Encode, fresh: Callable[[], Sequence[int]]) -> Asked:
-        """Add a request with this text, as the policy reads it. `fresh()` returns its tokens if it continues no other request."""
+        """Add a request with this text, and return its tokens and seed. `fresh()` returns the tokens of a new branch."""
         found = [n for n, (heard, _) in self.answers.items() if heard.begins(text)]
         parent = max(found, key=lambda n: (len(self.answers[n][0].said), n), default=None)
         if parent is None:
@@ -92,7 +93,7 @@ class TokenTree:
         self.answers[number] = heard, completion
 
     def _key(self, ids: tuple[int, ...], before: int) -> tuple[str, int, int]:
-        """Return a key that does not depend on arrival order: the request's content, and the number of equal ones before it."""
+        """Return a key that is independent of arrival order: a hash of the tokens, and the number of earlier equal requests."""
         digest = hashlib.sha256(repr(ids).encode()).digest()
         same = sum(other.prompt_ids == ids and other.number not in self.main for other in self.asked[:before])
         return "branch", int.from_bytes(digest[:8], "little"), same
@@ -102,7 +103,10 @@ class TokenTree:
         return (*self.asked[number].prompt_ids, *self.answers[number][1].ids)
 
     def chains(self) -> list[list[int]]:
-        """Return the answered requests in unbroken chains, each request in one chain; the row's own chain is first."""
+        """Return the answered requests in chains, in which each request continues the previous one.
+
+        Each request is in one chain. The first chain starts with the row's prompt, if there is one.
+        """
         depth: dict[int | None, int] = {None: 0}
         for number in sorted(self.answers):
             depth[number] = depth[self.asked[number].parent] + 1
@@ -116,13 +120,13 @@ class TokenTree:
         return sorted(chains, key=lambda chain: key[chain[0]])
 
     def completions(self) -> list[Completion]:
-        """Return all answers. Branches are in an order that does not depend on arrival, and the last answer is last."""
+        """Return all answers, chain by chain, except that the answer that arrived last is last."""
         last = next(reversed(self.answers), None)
         before = [number for chain in self.chains() for number in chain if number != last]
         return [self.answers[number][1] for number in (*before, last) if number is not None]
 
     def flat(self) -> Flat | None:
-        """Return the session as one completion after the first chain's prompt, or None if it has no answers."""
+        """Return the session as one sequence of tokens after the first chain's prompt, or None if it has no answers."""
         chains = self.chains()
         if not chains:
             return None
@@ -140,7 +144,7 @@ class TokenTree:
 
 @dataclass
 class Flat:
-    """A session as the trainer reads it: tokens with the log-probs of their sampling, and a mask of the sampled ones."""
+    """A session as one sequence for the trainer: its tokens, a mask of the sampled ones, and their log-probs."""
 
     prompt_ids: tuple[int, ...]
     ids: list[int] = field(default_factory=list)
@@ -150,14 +154,14 @@ class Flat:
     branches: list[Branch] = field(default_factory=list)
 
     def read(self, ids: Sequence[int]) -> None:
-        """Append tokens that the policy did not choose."""
+        """Append tokens that the policy read and did not sample."""
         self.ids += ids
         self.mask += [False] * len(ids)
         self.logprobs += [0.0] * len(ids)
         self.sampling_logprobs += [0.0] * len(ids)
 
     def write(self, completion: Completion) -> None:
-        """Append tokens that the policy chose."""
+        """Append tokens that the policy sampled."""
         self.ids += completion.ids
         self.mask += [True] * len(completion.ids)
         self.logprobs += completion.logprobs

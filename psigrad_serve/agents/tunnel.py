@@ -1,4 +1,4 @@
-"""A path to the policy's server for agents in a sandbox without a network: one socket in the file system."""
+"""A connection to the policy's server for agents in a sandbox without a network, through a Unix socket in the file system."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from collections.abc import Callable, Iterator
 
 Reach = Callable[[], socket.socket]
 LONGEST = 75
-"""The maximal bytes of the folder's path: a socket's path may have about 104, of which its own part takes 24."""
+"""The maximal bytes of the temporary folder's path.
+
+A socket's path may have about 104 bytes, and 24 are added to the folder's.
+"""
 
 
 def lead(listening: socket.socket, reach: Reach) -> None:
-    """Connect each client of `listening` to the socket of `reach()`, in threads, until `listening` is closed."""
+    """Forward each connection to `listening` to a new socket from `reach()`, in threads, until `listening` is closed."""
     threading.Thread(target=_accept, args=(listening, reach), name="tunnel", daemon=True).start()
 
 
 @contextlib.contextmanager
 def opened(reach: Reach) -> Iterator[str]:
-    """Open a socket in a new folder that leads to `reach()`, and yield its path. Only those with the path find it."""
+    """Open a Unix socket whose connections are forwarded to `reach()`, and yield its path, which is hard to guess."""
     place = None if len(os.fsencode(tempfile.gettempdir())) < LONGEST else "/tmp"
     with tempfile.TemporaryDirectory(prefix="psigrad-", dir=place) as folder, socket.socket(socket.AF_UNIX) as listening:
         path = os.path.join(folder, "policy")
         listening.bind(path)
-        os.chmod(path, 0o666)  # in a sandbox everyone is another user
+        os.chmod(path, 0o666)  # a process in a sandbox has another user id
         os.chmod(folder, 0o711)
         listening.listen(64)
         lead(listening, reach)
@@ -39,7 +42,7 @@ def opened(reach: Reach) -> Iterator[str]:
 
 
 def through(path: str) -> int:
-    """Return a port of this machine or sandbox that leads through the socket at `path`."""
+    """Return a local port of this machine or sandbox whose connections are forwarded to the Unix socket at `path`."""
 
     def reach() -> socket.socket:
         made = socket.socket(socket.AF_UNIX)

@@ -1,1 +1,1 @@
-"""One model for many clients: concurrent requests are decoded together."""
+"""The sampling engine: one model for many clients, whose concurrent requests are decoded in one batch."""

@@ -1,7 +1,8 @@
-"""One model for many clients: requests come and leave at any time, and are decoded together.
+"""The sampling engine: one model for many clients, whose requests join and leave the batch at any time.
 
 A separate thread decodes. A token depends on its seed, its position and the tokens before it, never on the rest of the batch.
-Only the rounding of matrix products of another size may differ. The same seed gives the tokens of `EmbeddedSampler.sample`.
+Only rounding may differ, since matrix products of another batch size round differently. The same seed gives the tokens of
+`EmbeddedSampler.sample`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from psigrad_serve.threads import await_end
 class SamplingEngine:
     """An engine that samples for any number of threads and event loops, at most `max_batch` completions at once; others wait.
 
-    `sampler` decodes instead of the embedded one. The completions that wait when it is free are one call of it, and each comes as
-    a whole. Close the engine after use; its owner closes the sampler. Raises `UserError` if nothing could ever be sampled.
+    By default the embedded sampler decodes. Another `sampler` may be given. It gets all waiting completions in one call when it
+    is free, and returns them complete, not token by token. Close the engine after use. It does not close `sampler`. Raises
+    `UserError` if `max_batch` is below 1.
     """
 
     def __init__(self, model: LanguageModel, max_batch: int = 64, sampler: Sampler | None = None) -> None:
@@ -48,7 +50,7 @@ class SamplingEngine:
 
     @property
     def waiting(self) -> int:
-        """The number of completions that wait."""
+        """The number of completions that wait for a place in the batch."""
         return len(self._waiting)
 
     @property
@@ -58,15 +60,16 @@ class SamplingEngine:
 
     @property
     def steers(self) -> bool:
-        """True if sampling can be steered, which only the embedded sampler supports."""
+        """True if a function can change the logits before each token is drawn. Only the embedded sampler supports this."""
         return isinstance(self._batch, LiveBatch)
 
     def submit(
         self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, top: int = 0, steer: Steer | None = None
     ) -> TokenStream:
-        """Sample one completion, with the `top` most probable tokens at each position. The caller reads it in its event loop or,
-        without one, in any thread. A token is drawn from the logits that `steer` returns; log-probs stay the policy's. Raises
-        `UserError` if the prompt leaves no room for `max_tokens`.
+        """Queue one completion and return its stream, which the caller reads in its event loop or, without one, in any thread.
+
+        Each token comes with the `top` most probable ones at its position. It is drawn from the logits that `steer` returns, but
+        its log-prob is that of the unchanged logits. Raises `UserError` if the prompt leaves no room for `max_tokens`.
         """
         request = Request(tuple(prompt_ids), (seed,))
         check_room(self.model, [request], params, images=self.steers)
@@ -87,15 +90,17 @@ class SamplingEngine:
         return stream
 
     def cancel(self, stream: TokenStream) -> None:
-        """See `TokenStream.cancel`."""
+        """Stop sampling a completion. `TokenStream.cancel` calls this."""
         with self.changed:
             self._cancelled.append(stream)
             self.changed.notify_all()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Pause decoding for the block, so that the weights may change. Running completions then continue from their present keys
-        and values. To avoid completions of two policies, wait for them first.
+        """Pause decoding during the block, so that the weights may change.
+
+        Afterwards, running completions continue from the keys and values that the old weights computed. To avoid completions of
+        two policies, wait until none is running first.
         """
         with self.changed:
             self._holders += 1
@@ -108,7 +113,7 @@ class SamplingEngine:
                 self.changed.notify_all()
 
     def close(self) -> None:
-        """End all completions, and the thread."""
+        """End all completions, and stop the decoding thread."""
         with self.changed:
             self._closed = True
             self.changed.notify_all()
@@ -126,7 +131,7 @@ class SamplingEngine:
             if self._closed:
                 self._fail(RuntimeError("The engine was closed."))
                 self._tell(gone)
-                with self.changed:  # a caller that holds a closed engine waits for no step
+                with self.changed:  # a caller in `held` of a closed engine must not wait for a step
                     self._stepping = False
                     self.changed.notify_all()
                 return
@@ -151,7 +156,7 @@ class SamplingEngine:
         return gone
 
     def _fail(self, error: BaseException) -> None:
-        """End all running completions; if the engine is closing, also those that wait."""
+        """End all running completions with an error. If the engine is closing, also end those that wait."""
         failed = [*self._batch.rows, *(self._waiting if self._closed else ())]
         for stream in failed:
             stream.end(None, error)

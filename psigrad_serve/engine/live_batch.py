@@ -1,4 +1,4 @@
-"""The decoders of an engine: the embedded sampler with completions joining and leaving at every step, or any sampler."""
+"""The decoders of an engine: the embedded sampler with continuous batching, or any other sampler."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from psigrad.language.rollout.samplers.transformers_backend import TransformersS
 from psigrad.language.rollout.types import DrawnToken, Request, Sampler, SamplingParams
 from psigrad_serve.engine.streams import TokenStream
 
-# The tokens of prompts that are read at once, while other completions wait for their next token.
+# The most prompt tokens of one prefill, while other completions wait for their next token.
 _PREFILL = 8192
-# The tokens of a slot beyond which its memory is freed when nothing is running.
+# If a slot of the KV cache has more tokens than this, the cache is freed when nothing is running.
 _KEPT = 1024
 
 
 class Decoding(Protocol):
-    """A decoder of running streams, in steps."""
+    """An interface for decoders, which sample the tokens of running streams in steps."""
 
     rows: list[TokenStream]
 
     def admit(self, waiting: deque[TokenStream]) -> list[TokenStream]:
-        """Admit as many streams from the left as there is room for. Return those that already got a token."""
+        """Move streams from the left of the queue into the batch while there is room. Return those that already got a token."""
         ...
 
     def step(self) -> list[TokenStream]:
@@ -48,7 +48,10 @@ class Decoding(Protocol):
 
 
 class LiveBatch:
-    """A `Decoding` by the model, with one token per stream and step. Equal adjacent prompts in the queue are read once."""
+    """A `Decoding` by the embedded sampler with continuous batching: each step samples one token of each stream.
+
+    If adjacent streams in the queue have the same prompt, its forward pass is computed once.
+    """
 
     def __init__(self, model: LanguageModel, max_batch: int) -> None:
         self.model, self.max_batch = model, max_batch
@@ -57,7 +60,7 @@ class LiveBatch:
 
     @torch.inference_mode()
     def admit(self, waiting: deque[TokenStream]) -> list[TokenStream]:
-        """See `Decoding`."""
+        """Admit waiting streams, prefill their prompts and sample their first tokens. See `Decoding`."""
         new: list[TokenStream] = []
         prompts: list[tuple[int, ...]] = []
         copies: list[int] = []
@@ -80,7 +83,7 @@ class LiveBatch:
 
     @torch.inference_mode()
     def step(self) -> list[TokenStream]:
-        """See `Decoding`. Each stream gets a token."""
+        """Sample the next token of each stream. See `Decoding`."""
         assert self.cache is not None
         self.model.switch(training=False)
         rows, layout = list(self.rows), self.cache.decode()
@@ -90,12 +93,12 @@ class LiveBatch:
         return rows
 
     def clear(self) -> None:
-        """See `Decoding`."""
+        """Remove all streams and free the KV cache. See `Decoding`."""
         self.rows, self.cache = [], None
 
     @torch.inference_mode()
     def leave(self, gone: Iterable[TokenStream]) -> None:
-        """See `Decoding`."""
+        """Remove these streams and their slots of the KV cache. See `Decoding`."""
         left = set(map(id, gone))
         away = [id(stream) in left for stream in self.rows]
         if self.cache is not None and any(away):
@@ -144,7 +147,7 @@ class LiveBatch:
 
 
 def _top(logits: torch.Tensor, params: SamplingParams, most: int) -> tuple[list[list[float]], list[list[int]]]:
-    """Return the log-probs of the most probable tokens, like `DrawnTokens.logprobs`, and their ids."""
+    """Return (log-probs, ids) of the `most` most probable tokens in each row of logits."""
     best = _log_probs(logits, params).topk(min(most, logits.shape[-1]), dim=-1)
     return best.values.tolist(), best.indices.tolist()
 
@@ -154,7 +157,10 @@ def _log_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def _steered(logits: torch.Tensor, rows: Sequence[TokenStream]) -> torch.Tensor:
-    """Return the logits that these streams sample from. A failure of steering ends only its own stream."""
+    """Return the logits from which these streams sample, changed by their `steer` functions.
+
+    If such a function raises, only its own stream ends.
+    """
     made = upcast(logits).clone()
     for i, stream in enumerate(rows):
         assert stream.steer is not None
@@ -166,20 +172,20 @@ def _steered(logits: torch.Tensor, rows: Sequence[TokenStream]) -> torch.Tensor:
 
 
 class SamplerBatch:
-    """A `Decoding` by any sampler; one call of it is a step."""
+    """A `Decoding` by any sampler. A step is one call of the sampler, which returns complete completions."""
 
     def __init__(self, sampler: Sampler, max_batch: int) -> None:
         self.sampler, self.max_batch = sampler, max_batch
         self.rows: list[TokenStream] = []
 
     def admit(self, waiting: deque[TokenStream]) -> list[TokenStream]:
-        """See `Decoding`."""
+        """Admit waiting streams; none gets a token yet. See `Decoding`."""
         while waiting and len(self.rows) < self.max_batch:
             self.rows.append(waiting.popleft())
         return []
 
     def step(self) -> list[TokenStream]:
-        """See `Decoding`. A step takes the streams with the first one's sampling settings. They have no `top`."""
+        """Sample all streams with the same sampling settings as the first one to their end. `top` is ignored."""
         own = [stream for stream in self.rows if stream.params == self.rows[0].params]
         requests = [Request(stream.prompt_ids, (stream.seed,)) for stream in own]
         for stream, (made,) in zip(own, self.sampler.sample(requests, own[0].params), strict=True):
@@ -189,17 +195,20 @@ class SamplerBatch:
         return own
 
     def leave(self, gone: Iterable[TokenStream]) -> None:
-        """See `Decoding`."""
+        """Remove these streams from the batch. See `Decoding`."""
         left = set(map(id, gone))
         self.rows = [stream for stream in self.rows if id(stream) not in left]
 
     def clear(self) -> None:
-        """See `Decoding`."""
+        """Remove all streams. See `Decoding`."""
         self.rows = []
 
 
 class StepwiseBatch:
-    """A `Decoding` by transformers, for models that can't run packed. Completions take steps in turn, without `top`."""
+    """A `Decoding` by transformers, for models that psigrad cannot run in one batch. `top` is ignored.
+
+    Each step samples one token of each completion, one completion after the other.
+    """
 
     def __init__(self, sampler: TransformersSampler, max_batch: int) -> None:
         self.sampler, self.max_batch = sampler, max_batch
@@ -207,7 +216,7 @@ class StepwiseBatch:
         self._drawn: dict[int, Iterator[DrawnToken]] = {}
 
     def admit(self, waiting: deque[TokenStream]) -> list[TokenStream]:
-        """See `Decoding`."""
+        """Admit waiting streams; none gets a token yet. See `Decoding`."""
         while waiting and len(self.rows) < self.max_batch:
             stream = waiting.popleft()
             self.rows.append(stream)
@@ -215,7 +224,7 @@ class StepwiseBatch:
         return []
 
     def step(self) -> list[TokenStream]:
-        """See `Decoding`."""
+        """Sample the next token of each stream. See `Decoding`."""
         rows = list(self.rows)
         for stream in rows:
             token = next(self._drawn[id(stream)])
@@ -224,11 +233,11 @@ class StepwiseBatch:
         return rows
 
     def leave(self, gone: Iterable[TokenStream]) -> None:
-        """See `Decoding`."""
+        """Remove these streams and end their sampling. See `Decoding`."""
         for stream in gone:
             del self._drawn[id(stream)]
         self.rows = [stream for stream in self.rows if id(stream) in self._drawn]
 
     def clear(self) -> None:
-        """See `Decoding`."""
+        """Remove all streams. See `Decoding`."""
         self.rows, self._drawn = [], {}

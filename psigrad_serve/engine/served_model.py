@@ -1,4 +1,4 @@
-"""A model, or the newest of a run, opened for requests."""
+"""Opening the sampling engine of a model, or of the newest model of a run."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ def opened_engine(
     trust_remote_code: bool = False,
     vision: bool = False,
 ) -> Iterator[SamplingEngine]:
-    """Open the engine of a model: a folder, a hub name, an adapter (which is merged), or a run. Of a run it is the trained model,
-    or that of the newest checkpoint. Raises `UserError` if it can't be loaded.
+    """Open the sampling engine of a model, and close it after the block.
+
+    `path` is a folder, a hub name, an adapter (which is merged), or a run: then the trained model is opened, or the one of the
+    newest checkpoint. Raises `UserError` if the model can't be loaded.
     """
     run = from_dict(Run, {"device": device, "threads": threads}, "")
     machine.prepare_torch(run)

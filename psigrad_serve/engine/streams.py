@@ -26,12 +26,12 @@ class TokenStream:
     top: int
     cancel_in: Callable[[TokenStream], None] = field(repr=False)
     changed: threading.Condition = field(repr=False)
-    """The condition notified after each step, for readers in threads."""
+    """A condition that the engine notifies after each step, for readers in threads."""
     loop: asyncio.AbstractEventLoop | None = None
     steer: Steer | None = field(default=None, repr=False)
     tokens: list[DrawnToken] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    """The reason why it ended; None if it is running or was cancelled."""
+    """The reason why the completion ended; None if it is running or was cancelled."""
     error: BaseException | None = None
     ended: bool = False
 
@@ -39,7 +39,7 @@ class TokenStream:
         self.news = asyncio.Event()
 
     async def chunks(self) -> AsyncGenerator[list[DrawnToken]]:
-        """Yield the new tokens, at least one at a time. Leaving the iteration cancels the completion."""
+        """Yield lists of new tokens, each with at least one, as they are sampled. Leaving the loop cancels the completion."""
         seen = 0
         try:
             while True:
@@ -79,13 +79,13 @@ class TokenStream:
         self._raise()
 
     def result(self) -> Completion:
-        """Wait for the completion and return it."""
+        """Wait for the complete completion, in a thread, and return it."""
         for _ in self:
             pass
         return self.completion(len(self.tokens))
 
     async def wait(self) -> Completion:
-        """Wait like `result`, in an event loop."""
+        """Wait for the complete completion, in an event loop, and return it."""
         async for _ in self.chunks():
             pass
         return self.completion(len(self.tokens))

@@ -1,5 +1,5 @@
-"""The labelling page's routes, /api/label: `psigrad_studio.labels` behind the studio's guard.
+"""The routes of the labelling page, /api/label, which call `psigrad_studio.labels`.
 
-Other pages send two completions with `LabelStore.send_pair` (Python; `request.app.state.labels` is the store) or POST
-/api/label/pair (scripts).
+Two completions are sent to a project by `LabelStore.send_pair` from other pages (`request.app.state.labels` is the store), or by
+POST /api/label/pair from scripts.
 """

@@ -1,6 +1,6 @@
-"""The page /join for invited people. A link makes them a user with a name and a password for later logins.
+"""The page /join for invited people. With an invite link, they become users with a name and a password.
 
-The link has its token behind a #, so that browsers do not send it and no log stores it. The page removes it from the address bar.
+The link has its token after a #, so that browsers do not send it and no log stores it. The page removes it from the address bar.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ Text = Annotated[str, Field(max_length=2000)]
 
 
 class LinkForm(RequestForm):
-    """The token of an invite."""
+    """A request body with the token of an invite."""
 
     token: Token
 
 
 class AcceptForm(LinkForm):
-    """A new user who follows an invite."""
+    """The body for a new user who uses an invite."""
 
     name: Text
     password: Text
 
 
 class LoginForm(RequestForm):
-    """A user who logs in."""
+    """The body of a login."""
 
     name: Text
     password: Text
@@ -95,7 +95,7 @@ def _cookie(store: LabelStore) -> str:
 
 
 def _entered(store: LabelStore, request: Request, login: Login) -> Response:
-    """Store a new session in a cookie that scripts cannot read. Under HTTPS, it is only sent over HTTPS."""
+    """Return the response to a login, which sets a cookie that scripts cannot read. Under HTTPS, it is sent only over HTTPS."""
     response = json_response({"name": login.person.name, "csrf": login.csrf, "device": login.device})
     seconds = max(0, login.expires_at // 1000 - int(time.time()))
     safe = request.headers.get("origin", "").startswith("https://")

@@ -1,4 +1,4 @@
-"""All routes under /api/label."""
+"""The router that joins all routes under /api/label."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ Days = Annotated[int, Field(ge=1, le=365)]
 
 
 class InviteForm(RequestForm):
-    """`invites.invite`. Without a project it invites an administrator of the studio."""
+    """The arguments of `invites.invite`. Without a project, it invites an administrator of the studio."""
 
     project: Number | None = None
     role: Role
@@ -27,13 +27,13 @@ class InviteForm(RequestForm):
 
 
 class NumberForm(RequestForm):
-    """An invite, a token or a user, by number."""
+    """The number of an invite, a token or a user."""
 
     id: Number
 
 
 class RoleForm(RequestForm):
-    """`projects.set_role`; null removes the role."""
+    """The arguments of `projects.set_role`. The role null removes the user's role."""
 
     project: Number
     user: Number
@@ -41,7 +41,7 @@ class RoleForm(RequestForm):
 
 
 class TokenForm(RequestForm):
-    """`people.make_token`."""
+    """The arguments of `people.make_token`."""
 
     name: Annotated[str, Field(max_length=200)]
     role: Role = "labeller"
@@ -50,7 +50,7 @@ class TokenForm(RequestForm):
 
 
 class PasswordForm(RequestForm):
-    """`people.change_password`."""
+    """The arguments of `people.change_password`."""
 
     old: Annotated[str, Field(max_length=2000)]
     new: Annotated[str, Field(max_length=2000)]

@@ -29,7 +29,7 @@ Short = Annotated[str, Field(max_length=200)]
 
 
 class QuestionForm(RequestForm):
-    """`questions.Question`."""
+    """The fields of a `questions.Question`."""
 
     name: Short
     kind: Short = "better"
@@ -42,7 +42,7 @@ class QuestionForm(RequestForm):
 
 
 class SettingsForm(RequestForm):
-    """`projects.ProjectSettings`."""
+    """The fields of `projects.ProjectSettings`."""
 
     name: Short
     kind: Short = "pair"
@@ -73,7 +73,7 @@ class ChangeForm(ProjectForm):
 
 
 class TaskOptionsForm(RequestForm):
-    """`intake.TaskOptions`."""
+    """The fields of `intake.TaskOptions`."""
 
     prompts: Count | None = None
     per_prompt: Count | None = None
@@ -106,7 +106,7 @@ class ImportRunForm(ProjectForm):
 
 
 class WithdrawForm(ProjectForm):
-    """`intake.withdraw`."""
+    """The arguments of `intake.withdraw`."""
 
     since: Annotated[int, Field(ge=0, lt=2**63)]
     until: Annotated[int, Field(ge=0, lt=2**63)]
@@ -190,7 +190,10 @@ def _add_pairs(routes: APIRouter, store: LabelStore) -> None:
 
 
 must_administer = reads(people.require_admin)
-"""Raise `Forbidden` unless a person administers the studio. Runs and models belong to its owner, not to project managers."""
+"""A function that raises `Forbidden` unless a person is an administrator of the studio.
+
+Runs and models belong to the studio's owner, so admins of single projects have no access to them.
+"""
 
 
 def rows_of(text: str, name: str) -> Iterator[Any]:
@@ -205,10 +208,7 @@ def rows_of(text: str, name: str) -> Iterator[Any]:
 
 
 def _runs(folder: Path) -> dict[str, Path]:
-    """Return the folders that contain rollouts, by the names of the Runs page, the newest first.
-
-    The search is the same as there.
-    """
+    """Return name -> folder of the runs with rollouts, the newest first. Names and search are those of the Runs page."""
     found = RunFinder(folder, (ROLLOUTS,)).places().values()
     newest = sorted(found, key=lambda run: (-(run.path / ROLLOUTS).stat().st_mtime, run.name))
     return {run.name: run.path for run in newest[:MOST_RUNS]}

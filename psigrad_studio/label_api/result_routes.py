@@ -21,7 +21,7 @@ ProjectQuery = Annotated[int, Query(ge=1, lt=2**63)]
 Aspect = Annotated[str, Query(max_length=60)]
 By = Literal["sampler", "run", "step", "completion"]
 MOST_PLACES = 200
-"""The most lines of a ranking that are sent. A ranking may have one for each completion."""
+"""The most lines of a ranking that are sent, since a ranking may have a line for each completion."""
 
 
 def add_routes(routes: APIRouter, store: LabelStore) -> None:
@@ -80,7 +80,7 @@ def _made(store: LabelStore, person: Person, project: int, form: str, votes: exp
 
 
 def _ranking(store: LabelStore, person: Person, project: int, by: By, aspect: str) -> dict[str, Any]:
-    """Return the ranking, or the reason why there is none."""
+    """Return the ranking for JSON, or a mapping with the reason why there is none."""
     from psigrad_studio.labels import results
 
     try:

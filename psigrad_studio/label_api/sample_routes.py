@@ -30,12 +30,12 @@ MOST_PROMPTS = 5000
 
 
 class SampleForm(ProjectForm):
-    """A model by id, prompts (one per line, or JSONL), and sampling settings."""
+    """The body of a sampling request: a model's id, prompts (one per line, or JSONL), and sampling settings."""
 
     model: Annotated[str, Field(max_length=64)]
     prompts: str
     chat: bool = False
-    """True if a line is a user's message, rather than text to continue."""
+    """True if each line is a user's message. False: it is a text to continue."""
     completions: Annotated[int, Field(ge=1, le=64)] = 4
     temperature: Annotated[float, Field(ge=0, le=5, allow_inf_nan=False, strict=False)] = 1.0
     max_tokens: Annotated[int, Field(ge=1, le=8192)] = 256
@@ -45,7 +45,7 @@ class SampleForm(ProjectForm):
 
 @dataclass
 class SampleJob:
-    """One sampling job. `state` is sampling, done, failed or stopped; `said` is the reason for a failure."""
+    """One sampling job. `state` is sampling, done, failed or stopped. `said` is the reason of a failure."""
 
     project: int
     model: str
@@ -75,7 +75,7 @@ class SampleJobs:
         threading.Thread(target=self._run, args=(job, command, rows, finish), daemon=True).start()
 
     def stop(self) -> None:
-        """Stop the running job; none of its rows are imported."""
+        """Stop the running job. None of its rows are imported."""
         with self._lock:
             if self.job is not None and self.job.state == "sampling":
                 self.job.state = "stopped"

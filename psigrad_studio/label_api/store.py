@@ -1,4 +1,4 @@
-"""The database of labels of a running studio, and the person behind a request."""
+"""Access to the database of labels in a running studio, and to the person who sent a request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAIT_SECONDS = 10.0
 
 
 class LabelStore:
-    """The database of labels. It is opened, and created, on first use."""
+    """The studio's access to the database of labels, which is opened, or created, on first use."""
 
     def __init__(self, settings: StudioSettings) -> None:
         self.settings = settings
@@ -39,7 +39,7 @@ class LabelStore:
             return self._db
 
     def asking(self, request: Request) -> Person:
-        """Return the sender of a request: the person that the guard recognised, or, for the owner's key, the local user."""
+        """Return the person who sent a request: the one that the guard recognised, or the local user for the owner's key."""
         known: Person | None = request.state.person
         if known is not None:
             return known
@@ -50,7 +50,7 @@ class LabelStore:
             return self._local
 
     def recognise(self, token: str) -> Person | None:
-        """Return the person that a session token or an API token belongs to."""
+        """Return the person to whom a session token or an API token belongs; None if it is invalid."""
         try:
             return people.who(self.db, token)
         except Unknown:
@@ -67,9 +67,10 @@ class LabelStore:
 
     @contextmanager
     def slowly(self, *, hashing: bool = False) -> Iterator[None]:
-        """Limit work that takes much time or memory: a few run at once, others wait, and time out with status 429.
+        """Limit the number of blocks that run at once, for work that takes much time or memory.
 
-        Password hashing (`hashing`) has a separate limit, so that slow results do not keep users from logging in.
+        Others wait, and after a time-out they fail with status 429. Password hashing (`hashing`) has a separate limit, so that
+        slow results do not keep users from logging in.
         """
         line = self._hashing if hashing else self._slow
         if not line.acquire(timeout=WAIT_SECONDS):

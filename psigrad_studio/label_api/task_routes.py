@@ -23,7 +23,7 @@ Reason = Annotated[str, Field(max_length=assignments.LONGEST_REASON)]
 
 
 class ProjectForm(RequestForm):
-    """A project, by number."""
+    """A request body with the number of a project."""
 
     project: Number
 
@@ -35,20 +35,20 @@ class NextForm(ProjectForm):
 
 
 class TaskForm(RequestForm):
-    """A task, by the number of its assignment."""
+    """A request body with the number of an assignment, which is a task shown to one person."""
 
     assignment: Number
 
 
 class SkipForm(TaskForm):
-    """`assignments.skip`."""
+    """The arguments of `assignments.skip`."""
 
     key: Key
     reason: Reason | None = None
 
 
 class VoteForm(SkipForm):
-    """`assignments.vote`: a `LabelAnswer`, with sides and order as shown."""
+    """The arguments of `assignments.vote`: a `LabelAnswer`, with sides and order as displayed."""
 
     choice: Annotated[str, Field(max_length=40)] | None = None
     ranks: Annotated[list[Annotated[int, Field(ge=1, le=100)]], Field(max_length=100)] | None = None
@@ -59,7 +59,7 @@ class VoteForm(SkipForm):
 
 
 class UndoForm(ProjectForm):
-    """`assignments.undo`."""
+    """The arguments of `assignments.undo`."""
 
     key: Key
 
@@ -111,7 +111,7 @@ def _administers(person: people.Person) -> bool:
 
 
 def _seen(info: projects.ProjectInfo) -> dict[str, Any]:
-    """Return a project as its members see it.
+    """Return a project as JSON for one of its members.
 
     The seed is removed, because it would reveal how sides are drawn. Labellers also do not see that there are attention checks.
     """
@@ -121,7 +121,7 @@ def _seen(info: projects.ProjectInfo) -> dict[str, Any]:
 
 
 def _task(shown: ShownTask) -> dict[str, Any]:
-    """Return a task with its lease as a duration, since clocks differ."""
+    """Return a task as JSON. The end of its lease is sent as a duration, since clocks differ."""
     about = {name: value for name, value in vars(shown).items() if name != "lease_until"}
     return about | {"lease_ms": _from_now(shown.lease_until)}
 

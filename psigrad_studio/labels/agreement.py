@@ -16,7 +16,7 @@ from scipy import stats
 Level = Literal["nominal", "ordinal", "interval", "ratio"]
 Floats = NDArray[np.float64]
 AT_ONCE = 2**20
-"""The limit on numbers in one table while resamples are drawn."""
+"""The most numbers in one table of the bootstrap."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def fleiss_kappa(ratings: ArrayLike) -> float:
 
 @dataclass(frozen=True)
 class Alpha:
-    """Krippendorff's alpha with its percentile bootstrap interval over units; `units` had two answers or more."""
+    """Krippendorff's alpha with its percentile bootstrap interval over units. `units` counts those with two or more answers."""
 
     value: float
     low: float
@@ -103,10 +103,12 @@ class Alpha:
 def krippendorff_alpha(ratings: ArrayLike, level: Level = "nominal") -> float:
     """Return 1 − observed / expected disagreement, for any number of raters, with answers missing anywhere.
 
-    With o_ck the coincidences of values c and k within units, n_c their sums and n the sum of all, alpha = 1 − (n − 1) · sum o_ck
-    δ²_ck / sum n_c n_k δ²_ck. The distance δ² is c ≠ k (nominal), (c − k)² (interval) or ((c − k) / (c + k))² (ratio). If
-    ordinal, it is the square of the number of answers from c to k, with half of those at the ends. See Krippendorff 2011,
-    "Computing Krippendorff's alpha-reliability".
+    Formula: alpha = 1 − (n − 1) · sum o_ck δ²_ck / sum n_c n_k δ²_ck, with o_ck the coincidences of values c and k within units,
+             n_c their sums and n the sum of all
+
+    The distance δ² is c ≠ k (nominal), (c − k)² (interval) or ((c − k) / (c + k))² (ratio). For ordinal values, it is the square
+    of the number of answers from c to k, with half of those at both ends. See Krippendorff 2011, "Computing Krippendorff's
+    alpha-reliability".
     """
     n, values = _shared(ratings)
     return float(_alphas(np.ones((1, len(n))), n, values, level)[0]) if len(n) else np.nan
@@ -136,11 +138,11 @@ def _shared(ratings: ArrayLike) -> tuple[Floats, Floats]:
 
 
 def _alphas(weights: Floats, n: Floats, values: Floats, level: Level) -> Floats:
-    """Return alpha for resamples of the units of [U, K] counts. A row of [D, U] weights gives the multiplicity of each unit.
+    """Return [D] alpha of D resamples of the units, with counts [U, K]. `weights` [D, U] say how often each unit was drawn.
 
-    The result is NaN if all values are equal. Within a unit of m answers, the sum of δ² over its pairs, / (m − 1), is its part of
-    the observed disagreement. If δ is a difference of places p, the sum over all pairs of N answers is 2 (N sum p² − (sum p)²).
-    No table of all pairs is needed then.
+    The result is NaN if all values are equal. A unit of m answers adds the sum of δ² over its pairs, divided by m − 1, to the
+    observed disagreement. If δ is a difference of positions p, the sum over all pairs of N answers is 2 (N sum p² − (sum p)²), so
+    that no table of all pairs is needed.
     """
     n_c, m = weights @ n, n.sum(1)
     total = n_c.sum(-1)

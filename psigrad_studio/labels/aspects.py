@@ -1,6 +1,6 @@
-"""The labels of a project reduced to a single aspect.
+"""The labels of a project for a single aspect, which is a custom question.
 
-The answers to the aspect replace the main answers, so that counts, comparisons and exports work the same for every aspect.
+The answers to that question replace those to the main question, so that counts, comparisons and exports need not differ.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ def names(labels: ProjectLabels) -> list[str]:
 
 
 def of_aspect(labels: ProjectLabels, aspect: str = "") -> ProjectLabels:
-    """Return the labels of one custom question by name; of the main question for "", of all aspects together for "weighted".
+    """Return the labels of one custom question by name; "" for the main question, "weighted" for all aspects together.
 
-    A scale of a pair becomes a choice with the difference as its strength. The weighted judgement of one person is sum of w_q s_q
-    / sum of w_q over the aspects q that they answered. s_q is the strength of a preference (of 1) or the place on a scale, from 0
-    to 1; for a pair, the difference of the two. Raises `Refusal` if there is no such question, or it compares nothing.
+    Two ratings of a pair become a choice with their difference as its strength. The weighted judgement of one person is
+    Σ w_q s_q / Σ w_q over the aspects q that the person answered. s_q is the strength of a preference, from 0 to 1, or the
+    position on a scale, from 0 to 1; for a pair, the difference of both. Raises `Refusal` if there is no such question, or if it
+    compares nothing.
     """
     if not aspect:
         if labels.overall:
@@ -67,7 +68,7 @@ def _turned(
 
 
 def _or_none(turn: Callable[[CurrentAnswer], CurrentAnswer | None], answer: CurrentAnswer) -> CurrentAnswer | None:
-    """Apply `turn`. Return None if the person left this question open."""
+    """Return `turn(answer)`, or None if the person did not answer this question."""
     try:
         return turn(answer)
     except KeyError:
@@ -104,7 +105,7 @@ def _weighted(answer: CurrentAnswer, weighed: list[Question], grades: int, pair:
     if not given:
         return None
     mean = sum(w * s for w, s in given) / sum(w for w, _ in given)
-    # Round, so that equal judgements from other numbers are equal.
+    # Rounded, so that equal judgements computed from different numbers are equal.
     return _plain(answer, choice=_side(mean), strength=abs(mean)) if pair else _plain(answer, rating=round(1 + 9 * mean, 12))
 
 

@@ -1,8 +1,8 @@
-"""Assignments: lease a task to a person, and store the answer.
+"""Assignments: leasing a task to a person, and storing the answer.
 
-Nobody sees the origin of a completion or the answers of others. Leases expire by the clock alone; no clean-up is needed. Each
-answer, skip and undo carries a key chosen by the client. A repeated call with the same key returns the same receipt and stores
-nothing new.
+A task has a seat for each answer that it needs. Nobody sees the origin of a completion or the answers of others. Leases expire by
+the clock alone; no clean-up is needed. Each answer, skip and undo has a key chosen by the client. A repeated call with the same
+key returns the same receipt and stores nothing new.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LONGEST_REASON = 10_000
 
 @dataclass(frozen=True)
 class ShownTask:
-    """A task in display form: the completions in the order drawn for this person, and nothing that identifies them.
+    """A task as it is displayed: the completions in the order drawn for this person, and nothing that identifies them.
 
     `lease_until` is in milliseconds since 1970 UTC.
     """
@@ -55,11 +55,11 @@ class ShownTask:
 
 @dataclass(frozen=True)
 class LabelAnswer:
-    """An answer in display terms.
+    """An answer as the page sends it, with sides and order as displayed.
 
     `choice` is for a pair, `ranks` (one for each completion, in display order, 1 is best) for a ranking, `rating` for a rating.
-    `answers` are to the custom questions by name, each an object with `value` (left, right or tie; a list of ratings in display
-    order; an option; a text), `strength` and `reason`. `client_ms` is the time that the page measured.
+    `answers` are those to the custom questions by name, each an object with `value` (left, right or tie; a list of ratings in
+    display order; an option; a text), `strength` and `reason`. `client_ms` is the time that the page measured.
     """
 
     choice: str | None = None
@@ -73,7 +73,7 @@ class LabelAnswer:
 
 @dataclass(frozen=True)
 class Receipt:
-    """A receipt of a stored row: its number, and the time. `undone` is the row that an undo took back."""
+    """The receipt of a stored row: its number, and the time. `undone` is the number of the row that an undo took back."""
 
     vote: int
     assignment: int
@@ -84,9 +84,9 @@ class Receipt:
 
 @writes
 def next_task(session: Session, person: Person, project_id: int) -> ShownTask | None:
-    """Return a task that `person` has not answered, leased to them: their current one, or a new one.
+    """Lease a task to a person, and return it: their current task, or a new one that they have not answered.
 
-    Return None if no task is left for them now: all are answered, skipped by them, or leased to others. Raises `Conflict` if the
+    Return None if there is no task for them now: all are answered, skipped by them, or leased to others. Raises `Conflict` if the
     project is closed.
     """
     project = _open_project(session, person, project_id)
@@ -97,7 +97,7 @@ def next_task(session: Session, person: Person, project_id: int) -> ShownTask | 
 
 
 def _open_project(session: Session, person: Person, project_id: int) -> Project:
-    """Return the project, and lock the person: two calls of one person run one after the other."""
+    """Return the project, and lock the person's row, so that two calls of one person run one after the other."""
     project = people.require(session, person, project_id, "label")
     if project.closed_at is not None:
         raise Conflict(f"Project {project.name!r} is closed; ask its admin to open it again.")
@@ -106,16 +106,17 @@ def _open_project(session: Session, person: Person, project_id: int) -> Project:
 
 
 def _held(session: Session, person: Person, project: Project) -> Seat | None:
-    """Return the seat that the person still holds, with its lease renewed; the latest if there are several."""
+    """Return the seat that is leased to the person, with its lease renewed; the latest if there are several; None without."""
     mine = select(Seat.id).where(Seat.user_id == person.id, Seat.project_id == project.id, Seat.done.is_(False))
     mine = mine.order_by(Seat.lease_until.desc(), Seat.id).limit(1).with_for_update(skip_locked=True)
     return _take(session, person, project, mine)
 
 
 def _check(session: Session, person: Person, project: Project) -> Seat | None:
-    """Return a seat at a task with a known answer, if one is due. It is drawn for each person, so that nobody can identify it.
+    """Return a new seat at a task with a known answer (an attention check), if one is due; otherwise None.
 
-    If the project has no other tasks, all of them are given, one after the other.
+    A random draw for each person decides if it is due, so that nobody can predict it. If the project has only such tasks, all of
+    them are given, one after the other.
     """
     if not project.checks:
         return None
@@ -194,7 +195,7 @@ def vote(session: Session, person: Person, assignment_id: int, answer: LabelAnsw
     answered (undo first), and if `key` was used for another call.
     """
     assignment, project = _mine(session, person, assignment_id)
-    # A page that repeats a call may have measured another time.
+    # Without the measured time, since a page that repeats a call may have measured another one.
     digest = _digest("vote", assignment_id, _said(replace(answer, client_ms=None)))
     if (old := _repeated(session, person, key, digest)) is not None:
         return old
@@ -207,7 +208,7 @@ def vote(session: Session, person: Person, assignment_id: int, answer: LabelAnsw
 
 @writes
 def skip(session: Session, person: Person, assignment_id: int, key: str, reason: str | None = None) -> Receipt:
-    """Leave a task to others. It is not shown to this person again unless they undo the skip."""
+    """Skip a task, which is then left to others. It is not shown to this person again unless they undo the skip."""
     assignment, project = _mine(session, person, assignment_id)
     digest = _digest("skip", assignment_id, reason)
     if (old := _repeated(session, person, key, digest)) is not None:
@@ -220,10 +221,10 @@ def skip(session: Session, person: Person, assignment_id: int, key: str, reason:
 
 @writes
 def record(session: Session, person: Person, task_id: int, display: Sequence[int], answer: LabelAnswer, key: str) -> Receipt:
-    """Store an answer to a task that another page showed, with completions in the order `display` of their places.
+    """Store an answer to a task that another page showed. `display` are the places of the completions, in the order shown.
 
-    If the person was shown the task before, its order stays unchanged, and the choice refers to the completion that was seen.
-    Raises `Conflict` if the person has already answered the task, or somebody else holds it.
+    If the task was shown to the person before, the order drawn then stays, and the choice is converted to it. Raises `Conflict`
+    if the person has already answered the task, or if it is leased to somebody else.
     """
     task = session.get(LabelTask, task_id)
     if task is None:
@@ -246,10 +247,10 @@ def record(session: Session, person: Person, task_id: int, display: Sequence[int
 
 @writes
 def undo(session: Session, person: Person, project_id: int, key: str, only: int | None = None) -> Receipt:
-    """Take back the person's last current answer or skip in a project. `next_task` then returns the task to them again.
+    """Take back the person's last current answer or skip in a project. `next_task` then returns that task to them again.
 
-    Another call with a new key takes back the previous one. With `only`, the number of a vote, only that one is taken back.
-    Raises `Conflict` if there is nothing to take back, or if somebody else holds the skipped task now.
+    Another call with a new key takes back the one before. If `only` is the number of a vote, only that vote is taken back. Raises
+    `Conflict` if there is nothing to take back, or if the skipped task is now leased to somebody else.
     """
     project = people.require(session, person, project_id, "label")
     session.execute(select(User.id).where(User.id == person.id).with_for_update(key_share=True))
@@ -309,13 +310,13 @@ def _must_be_open(project: Project) -> None:
 
 
 def _hold(session: Session, person: Person, assignment: Assignment, *, was_done: bool = False, **values: Any) -> bool:
-    """Update the seat that the person has at the task. Return False if they have none."""
+    """Set these columns of the person's seat at the task. Return False if they have none."""
     seat = update(Seat).where(Seat.task_id == assignment.task_id, Seat.user_id == person.id, Seat.done.is_(was_done))
     return bool(session.execute(seat.values(**values).returning(Seat.id)).all())
 
 
 def _finish(session: Session, person: Person, project: Project, assignment: Assignment) -> bool:
-    """Mark the seat of an answer as done: the person's own, or another free one of the task if it went to somebody else."""
+    """Mark the person's seat at the task as done. If it went to somebody else, use a free one; return False if there is none."""
     done: dict[str, Any] = {"done": True, "lease_until": None}
     if _hold(session, person, assignment, **done):
         return True
@@ -365,7 +366,10 @@ def _receipt(row: Vote) -> Receipt:
 
 
 def _said(answer: LabelAnswer) -> dict[str, Any]:
-    """Return an answer for its digest. Empty `answers` are omitted, so that digests stay equal across an upgrade."""
+    """Return an answer as JSON, from which its digest is computed.
+
+    Empty `answers` are omitted, so that digests are the same as in versions without this field.
+    """
     return {name: value for name, value in asdict(answer).items() if name != "answers" or value}
 
 
@@ -382,7 +386,7 @@ def _aside(reason: str | None, client_ms: int | None) -> dict[str, Any]:
 
 
 def _canonical(project: Project, answer: LabelAnswer, display: list[int], *, whole: bool = True) -> dict[str, Any]:
-    """Return the columns of an answer, with sides turned into places.
+    """Return the database columns of an answer, with displayed sides converted to places.
 
     Raises `Refusal` if the answer does not fit the questions.
     """
@@ -429,7 +433,7 @@ def _check_strength(answer: LabelAnswer, grades: int, *, decided: bool) -> None:
 
 
 def _places(project: Project, ranks: tuple[int, ...], display: list[int]) -> list[int]:
-    """Return the ranks by place, which start at 1. Equal ones share a rank; the next rank is 1 + the number of better items."""
+    """Return ranks from 1, indexed by place. Equal items share a rank, and the next rank is 1 + the number of better items."""
     better = [1 + sum(other < rank for other in ranks) for rank in ranks]
     if len(ranks) != len(display) or list(ranks) != better:
         raise Refusal(

@@ -1,4 +1,4 @@
-"""Read and check rows of prompts with completions, and group the completions by prompt."""
+"""Reading and checking of rows with prompts and completions, and grouping of the completions by prompt."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from psigrad.records.rows import parse_step
 
 ROLLOUTS = "rollouts.jsonl"
 """The file of a run folder that contains the sampled completions."""
-# The columns of a rollout that are kept up to the export.
+# The columns of a rollout that are stored with a completion and exported.
 ROLLOUT = ("step", "kind", "row", "k", "reward", "advantage", "version", "seed", "finish_reason", "status")
 LINEAGE = ("run", *ROLLOUT, "sampler", "source")
 _OWN = (
     *("prompt", "completion", "completions", "chosen", "rejected", "rating", "ratings", "ranking", "label", "tools"),
     *("run", "sampler", "samplers", "source", "lineage"),
 )
-# The columns of a rollout that are not columns of its prompt.
+# The columns of a rollout that do not belong to its prompt.
 _MECHANICS = ("completion_ids", "parts", "reason", "turns", "mask", "step_rewards", "margin", "score_chosen", "score_rejected")
 
 
@@ -42,7 +42,7 @@ class SourcedCompletion:
 
 @dataclass
 class PromptGroup:
-    """A prompt with its completions by hash. `columns` are the dataset columns on which its rows agree.
+    """A prompt with its completions by hash. `columns` are the dataset columns with equal values in all of its rows.
 
     `best` is the hash of the better completion, if it is known.
     """
@@ -55,7 +55,7 @@ class PromptGroup:
 
 @dataclass
 class CompletionGroups:
-    """Groups by key, in order of first appearance. `unusable` counts rows that cannot be shown: empty or damaged."""
+    """The groups of a file by key, in order of first appearance. `unusable` counts rows that are empty or damaged."""
 
     groups: dict[str, PromptGroup] = field(default_factory=dict)
     unusable: int = 0
@@ -74,12 +74,12 @@ def gather(
     gold: bool = False,
     skip_unusable: bool = False,
 ) -> CompletionGroups:
-    """Group rows, each with its place ("file:line"), by prompt.
+    """Group rows by prompt. `rows` are pairs (place, row), where the place is "file:line".
 
     A row has `prompt` and either `completion`, `completions` or `chosen` and `rejected`. `sampler` (in the row, or given here)
     names the source of the completion; `samplers` is a list parallel to `completions`. Other columns stay with the prompt. With
-    `gold`, the chosen completion of a pair counts as known to be better. With `skip_unusable`, rows that cannot be shown are
-    counted and skipped. Raises `UserError` naming place and column.
+    `gold`, the chosen completion of a pair counts as known to be better. With `skip_unusable`, empty or damaged rows are counted
+    and skipped; otherwise they raise an error. Raises `UserError` naming place and column.
     """
     found = CompletionGroups()
     for place, row in rows:
@@ -115,7 +115,7 @@ def _join(groups: dict[str, PromptGroup], prompt: Any, own: dict[str, Any]) -> P
 
 
 def _answers(row: Any, place: str) -> list[tuple[Any, str | None]]:
-    """Return the checked completions of a row, each with its sampler's name if the row gives one for each."""
+    """Return (completion, sampler's name or None) for each completion of a row, after checking them."""
     if not isinstance(row, Mapping):
         raise RowError(BadRow(place, "", f"is {show(row)}; a row must be an object with named columns"))
     if column := next((name for name in COLUMNS if row.get(name)), ""):
@@ -153,7 +153,7 @@ def _listed(row: Mapping[str, Any], place: str) -> list[tuple[Any, str | None]]:
 
 
 def lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a JSONL file with their places.
+    """Yield (place, row) for each line of a JSONL file. The place is "file:line".
 
     Raises `UserError` if a line is not JSON. An incomplete last line without a newline is allowed: a killed process leaves one.
     """
@@ -172,10 +172,10 @@ def lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def rollouts(folder: Path, kind: str | None, steps: range | None, damaged: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield rows of a run's rollouts.jsonl, only of one kind ("train" or "eval") and of some steps if these are given.
+    """Yield (place, row) from a run's rollouts.jsonl, if given only of one kind ("train" or "eval") and of some steps.
 
-    Completions of conversations become messages, and the `sampler` of each is its step. Lines that are not rollouts are skipped,
-    and their places added to `damaged`. Raises `UserError` if all lines are of that sort.
+    Completions of conversations become messages, and the `sampler` of each row is its step. Lines that are not rollouts are
+    skipped, and their places are added to `damaged`. Raises `UserError` if no line is a rollout.
     """
     file = folder / ROLLOUTS if folder.is_dir() else folder
     if not file.is_file():
@@ -200,7 +200,7 @@ def rollouts(folder: Path, kind: str | None, steps: range | None, damaged: list[
 
 
 def by_step(rows: Iterable[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
-    """Yield consecutive rows of one step, as lists. A run writes its rows in order of steps."""
+    """Yield a list of (place, row) for each run of consecutive rows of one step. A run writes its rows in order of steps."""
     batch: list[tuple[str, Any]] = []
     for place, row in rows:
         if batch and batch[-1][1]["step"] != row["step"]:

@@ -47,7 +47,7 @@ class Database:
     engine: Engine
     clock: Callable[[], int] = wall_clock
     _turn: AbstractContextManager[Any] = field(default_factory=nullcontext, repr=False)
-    """The queue in which threads that write to SQLite wait. Its file lock is not fair, and some would starve."""
+    """The queue in which threads wait to write to SQLite. With SQLite's file lock alone, which is not fair, some would starve."""
 
     @contextmanager
     def session(self, *, write: bool) -> Iterator[Session]:
@@ -70,15 +70,15 @@ def now(session: Session) -> int:
 
 
 def reads(function: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Database, P], T]:
-    """Turn a function of a session into one of a database, called in a read-only transaction."""
+    """Decorate a function whose first argument is a session. The result takes a database, and runs a read-only transaction."""
     return _in_transactions(function, write=False)
 
 
 def writes(function: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Database, P], T]:
-    """Turn a function of a session into one of a database, called in a transaction that is committed before it returns.
+    """Decorate a function whose first argument is a session. The result takes a database, and commits before it returns.
 
-    Two transactions collide by the same new key, a deadlock or a lock timeout. The loser then runs again from the start, so it
-    sees the winner's changes. Raises `Busy` when the attempts are used up.
+    Two transactions can conflict by the same new key, a deadlock or a lock timeout. The one that fails then runs again from the
+    start, so it sees the other's changes. Raises `Busy` when the attempts are used up.
     """
     return _in_transactions(function, write=True)
 
@@ -131,7 +131,7 @@ def _check(connection: Connection, url: URL) -> None:
 
 
 def connect(where: str | Path, clock: Callable[[], int] = wall_clock) -> Database:
-    """Open the database at a path or a URL (`sqlite:///labels.db`, `postgresql://user@host/name`). A new one gets its tables.
+    """Open the database at a path or a URL (`sqlite:///labels.db`, `postgresql://user@host/name`). Create the tables if needed.
 
     Raises `UserError` if it cannot be opened, is damaged, or was made by another version.
     """
@@ -141,7 +141,7 @@ def connect(where: str | Path, clock: Callable[[], int] = wall_clock) -> Databas
     except ModuleNotFoundError as error:
         raise extras.not_installed("PostgreSQL", error, "postgres") from error
     try:
-        # Usually the tables exist, and there is no need to wait for writers.
+        # Check first in a read transaction: usually the tables exist, so there is no need to wait for writers.
         with engine.begin() as connection:
             _check(connection, url)
             ready = tables.exist(connection)
@@ -149,7 +149,7 @@ def connect(where: str | Path, clock: Callable[[], int] = wall_clock) -> Databas
             # If eight servers start at the same moment, the last one waits for seven.
             with engine.execution_options(psigrad_write=True, psigrad_patience=60_000).begin() as connection:
                 tables.create(connection)
-            engine.dispose()  # the next connections have the default timeout
+            engine.dispose()  # so that the next connections have the default timeout
     except DBAPIError as error:
         engine.dispose()
         if _is_damaged(error):

@@ -19,16 +19,16 @@ from psigrad_studio.labels.refusals import Refusal
 from psigrad_studio.labels.schema import LabelTask, Origin, Project, Seat, TaskItem
 
 EXPLORED = 0.1
-"""The share of pairs at a random place in the order, so that confident errors of a model are found as well."""
+"""The share of pairs that get a random place in the order, so that confident errors of a model are found as well."""
 
 
 @writes
 def order_by_doubt(session: Session, person: Person, project_id: int) -> int:
-    """Sort the pairs that nobody has started by the gap between their rewards, smallest first.
+    """Sort the pairs that nobody has started by the gap between the rewards of their completions, smallest first.
 
-    Return the number of pairs with both rewards. A completion has the reward of its last imported rows. After `psigrad score`
-    with a newer reward model, import the rows again, then sort. Pairs without two rewards come last. Raises `Refusal` if the
-    project does not ask for pairs, or no pair has two rewards.
+    Return the number of pairs with both rewards; those without come last. A completion's reward is the one in the rows imported
+    last. To use a newer reward model, run `psigrad score`, import the rows again, then sort. Raises `Refusal` if the project does
+    not ask for pairs, or if no pair has two rewards.
     """
     project = people.require(session, person, project_id, "manage")
     if project.kind != "pair":
@@ -44,7 +44,7 @@ def order_by_doubt(session: Session, person: Person, project_id: int) -> int:
 
 
 def order(gaps: Mapping[int, float | None], seed: int) -> list[int]:
-    """Return the pairs sorted by gap, a share `EXPLORED` of them at places drawn from `seed`, and those without a gap last."""
+    """Return the pairs sorted by gap, with those without a gap last. A share `EXPLORED` gets random places, drawn from `seed`."""
     chance = random.Random(f"{seed} doubt")
     known = [task for _, task in sorted((gap, task) for task, gap in gaps.items() if gap is not None)]
     anywhere = {task for task in known if chance.random() < EXPLORED}
@@ -55,7 +55,7 @@ def order(gaps: Mapping[int, float | None], seed: int) -> list[int]:
 
 
 def _gaps(session: Session, project: Project) -> dict[int, float | None]:
-    """Return the gap between the two rewards of every pair; None if one is missing."""
+    """Return pair -> gap between its two rewards; None if one is missing."""
     items = select(TaskItem.task_id, TaskItem.completion_id).join(LabelTask, LabelTask.id == TaskItem.task_id)
     items = items.where(LabelTask.project_id == project.id)
     placed = session.execute(items.order_by(TaskItem.task_id)).all()

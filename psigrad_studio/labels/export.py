@@ -1,11 +1,11 @@
-"""Labels as training data: TRL's preference and unpaired-preference rows, and the votes as they were given.
+"""The export of labels as training data: TRL's preference and unpaired-preference rows, and single votes.
 
-Every row names the origins of both of its completions and the votes behind it (column `lineage`). Skipped items are counted by
-reason: `tie`, `both_bad`, `split` (no answer has more than half of the votes), `middle` (neither good nor bad), `alone` (no
-completion of the same prompt to compare with), `check` (an attention check), `skipped` and `unanswered`.
+The column `lineage` of a row has the origins of its completions and the votes from which it was made. Items that yield no row are
+counted by reason: `tie`, `both_bad`, `split` (no answer has more than half of the votes), `middle` (neither good nor bad),
+`alone` (no completion of the same prompt to compare with), `check` (an attention check), `skipped` and `unanswered`.
 
-With `aspect`, the rows are of one custom question, of all of them ("weighted"), or of each in turn ("each"). The column
-`criterion` names it.
+With `aspect`, the rows are those of one custom question, of all of them together ("weighted"), or of each in turn ("each"). The
+column `criterion` names the question.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Votes = Literal["majority", "each"]
 
 @dataclass
 class Exported:
-    """The rows, and the number of skipped tasks (or votes, or pairs of them) by reason."""
+    """The exported rows, and the number of tasks (or votes, or pairs of them) without a row, by reason."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
@@ -48,9 +48,9 @@ def preference(
 ) -> Exported:
     """Return rows with `prompt`, `chosen`, `rejected`, the prompt's own columns and `lineage`.
 
-    With `votes` "majority", there is one row for each task that more than half of its answers agree on (rankings: by mean rank;
-    ratings: by mean rating). With "each", there is one for every answer. With `margin`, the mean strength, or the difference of
-    ratings, is in the column of that name, which reward-model losses read.
+    With `votes` "majority", there is one row for each task on which more than half of its answers agree (rankings: by mean rank;
+    ratings: by mean rating). With "each", there is one row for every answer. With `margin`, the column `margin` has the mean
+    strength, or the difference of ratings, which reward-model losses read.
     """
     labels, texts = _load(session, person, project_id, votes)
     return _all(labels, aspect, lambda own: _preference(own, texts, votes, margin))
@@ -69,7 +69,7 @@ def _preference(labels: ProjectLabels, texts: LabelTexts, votes: Votes, margin: 
 
 
 def _all(labels: ProjectLabels, aspect: str, make: Callable[[ProjectLabels], Exported]) -> Exported:
-    """Apply `make` to one aspect, or to each, and return the rows with the counts of skipped items."""
+    """Call `make` for one aspect, or for each of them, and return all rows with the counts of items without one."""
     total = Exported()
     for name in aspects.names(labels) if aspect == "each" else [aspect]:
         own = aspects.of_aspect(labels, name)
@@ -84,10 +84,10 @@ def _all(labels: ProjectLabels, aspect: str, make: Callable[[ProjectLabels], Exp
 
 @reads
 def unpaired(session: Session, person: Person, project_id: int, votes: Votes = "majority", *, aspect: str = "") -> Exported:
-    """Return rows with `prompt`, `completion`, `label`, the prompt's own columns and `lineage`: the form for KTO.
+    """Return rows with `prompt`, `completion`, `label`, the prompt's own columns and `lineage`, as KTO needs them.
 
-    In a pair, the chosen one is true and the other false, or both are false if both are bad. In a ranking, the best is true and
-    the worst false. A rating is true above the middle of its scale and false below.
+    In a pair, the label of the chosen completion is true and the other's false; if both are bad, both are false. In a ranking,
+    the best is true and the worst false. A rated completion is true above the middle of the scale and false below.
     """
     labels, texts = _load(session, person, project_id, votes)
     return _all(labels, aspect, lambda own: _unpaired(own, texts, votes))
@@ -108,9 +108,9 @@ def _unpaired(labels: ProjectLabels, texts: LabelTexts, votes: Votes) -> Exporte
 
 @reads
 def dump(session: Session, person: Person, project_id: int) -> list[dict[str, Any]]:
-    """Return every vote, skip and undo in the order given: the person, the time, the display order, and whether it is current.
+    """Return every vote, skip and undo in order of time, with the person, the time, the display order, and if it is current.
 
-    Each has its prompt and its completions (by place) with their origins.
+    Each row also has the prompt, and the completions (by place) with their origins.
     """
     project = people.require(session, person, project_id, "results")
     labels = label_data.load(session, project)
@@ -144,7 +144,7 @@ def _load(session: Session, person: Person, project_id: int, votes: Votes) -> tu
 
 
 def _ballots(labels: ProjectLabels, votes: Votes) -> Iterator[tuple[int, list[CurrentAnswer]]]:
-    """Yield the answers behind each row: all answers to a task, or each by itself."""
+    """Yield (task, answers) for each row to make: with all answers to a task, or with each single answer."""
     for task, answers in sorted(labels.by_task().items()):
         yield from [(task, answers)] if votes == "majority" else [(task, [answer]) for answer in answers]
 
@@ -175,7 +175,7 @@ def _majority(answers: list[CurrentAnswer]) -> str:
 
 
 def _converted(found: Exported, labels: ProjectLabels, texts: LabelTexts, votes: Votes, margin: bool) -> None:
-    """Convert rankings and ratings to pairs, by the same functions that convert files of them."""
+    """Add pairs made from rankings and ratings to `found`, by the functions that also convert files of them."""
     ranked = labels.kind == "ranking"
     for asked, completions, values, answers in (_rankings if ranked else _ratings)(labels, votes):
         row = _prompt(texts, asked) | {"completions": [texts.completions[n] for n in completions]}
@@ -214,7 +214,7 @@ def _ratings(labels: ProjectLabels, votes: Votes) -> Iterator[tuple[int, list[in
 
 
 def _thumbs(found: Exported, labels: ProjectLabels, answers: list[CurrentAnswer], items: int) -> list[tuple[int, bool]]:
-    """Return (place, label) of the completions that the answers to one task call good or bad."""
+    """Return (place, label) of the completions that are good or bad according to the answers to one task."""
     kind = labels.kind
     if kind == "pair":
         verdict = _majority(answers)
@@ -275,7 +275,7 @@ def _unanswered(found: Exported, labels: ProjectLabels) -> None:
 
 
 def _uniform(found: Exported) -> Exported:
-    """Give every row the same columns in the same order, since tables have one set of columns."""
+    """Return the rows with the same columns in the same order, which formats such as Parquet require."""
     names = dict.fromkeys(name for row in found.rows for name in row)
     names = dict.fromkeys([*(name for name in names if name != "lineage"), "lineage"])
     found.rows = [{name: row.get(name) for name in names} for row in found.rows]

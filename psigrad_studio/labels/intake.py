@@ -1,4 +1,4 @@
-"""Import completions into a project and create tasks from them. Importing the same rows again adds nothing."""
+"""The import of completions into a project, and the creation of tasks. Importing the same rows again adds nothing."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class TaskOptions:
     """The options for creating tasks from imported completions."""
 
     prompts: int | None = None
-    """The most prompts to import, drawn at random; None imports all. In a run, a prompt counts once for each step."""
+    """The most prompts to import, drawn at random; None: all. In a run's rollouts, a prompt counts once for each step."""
     per_prompt: int | None = None
-    """The most tasks of a prompt, drawn at random; None makes every pair of its completions, or rates each of them."""
+    """The most tasks of a prompt, drawn at random; None: a task for every pair of its completions, or every one to rate."""
     ranked: int = 5
     """The most completions in one ranking."""
     overlap: int | None = None
@@ -73,8 +73,8 @@ class TaskOptions:
 class Added:
     """The counts of an import.
 
-    `repeated` completions existed already. `alone` prompts had too few different completions to compare. `unusable` rows were
-    empty or damaged. `known` tasks existed before. `checks` of the tasks have a known answer.
+    `repeated` counts completions that existed already, `alone` prompts with too few different completions to compare, `unusable`
+    rows that were empty or damaged, `known` tasks that existed already, and `checks` new tasks with a known answer.
     """
 
     prompts: int = 0
@@ -135,9 +135,9 @@ def add_run(
     across_steps: bool = False,
     name: str | None = None,
 ) -> Added:
-    """Import the rollouts of a run. Completions of one prompt are compared within a step, or over all steps with `across_steps`.
+    """Import the rollouts of a run. Completions of one prompt are compared within a step, or with `across_steps` over all steps.
 
-    `kind` is "train", "eval" or None for both. `name` is the run's name in the lineage; None means the name of its folder.
+    `kind` is "train", "eval" or None for both. `name` is the run's name in the exported lineage; None: the name of its folder.
     """
     making, path = making or TaskOptions(), Path(folder)
     name = name or (path if path.is_dir() else path.parent).resolve().name
@@ -155,11 +155,11 @@ def add_run(
 def add_pair(
     database: Database, person: Person, project_id: int, prompt: Any, first: Mapping[str, Any], second: Mapping[str, Any]
 ) -> Added:
-    """Add a task with two completions of one prompt to a project, ahead of all waiting tasks.
+    """Add a task with two completions of one prompt to a project, before all waiting tasks.
 
-    Each is an object with `completion` and its known origin: `run` and `sampler`; `step`, `row`, `k` and the other fields of a
-    rollout's row; `source`. The lineage of the export contains all of it. A conversation's prompt is a list of messages; its
-    completions may then be strings. Raises `Refusal` if the project does not ask for pairs, or the two are equal.
+    `first` and `second` have `completion` and its known origin: `run` and `sampler`; `step`, `row`, `k` and the other fields of a
+    rollout's row; `source`. All of it is in the lineage of the export. A conversation's prompt is a list of messages; its
+    completions may then be strings. Raises `Refusal` if the project does not ask for pairs, or if both completions are equal.
     """
     if _kind(database, person, project_id) != "pair":
         raise Refusal("This project doesn't ask for pairs; send the two completions to a project of pairs.")
@@ -178,9 +178,9 @@ def add_pair(
 
 @writes
 def withdraw(session: Session, person: Person, project_id: int, since: int, until: int) -> dict[str, int]:
-    """Remove the `tasks` that this person's imports made from `since` to `until` (milliseconds since 1970, both included).
+    """Remove the tasks that this person's imports made from `since` to `until` (milliseconds since 1970, both included).
 
-    Tasks that somebody has `begun` stay.
+    Tasks that somebody has begun stay. Return {"tasks": number of removed ones, "begun": number of those that stay}.
     """
     people.require(session, person, project_id, "manage")
     mine = select(Audit.at).where(Audit.project_id == project_id, Audit.user_id == person.id, Audit.action == "imported")
@@ -218,7 +218,7 @@ def _add_placed(
 
 @reads
 def _may_add(session: Session, person: Person, project_id: int) -> None:
-    """Check permission before anything is read, so that a stranger learns nothing about a path."""
+    """Raise an error unless the person may import. It is called before any file is read, so that strangers learn nothing."""
     people.require(session, person, project_id, "manage")
 
 
@@ -272,7 +272,7 @@ def _store(session: Session, person: Person, project_id: int, groups: list[Promp
 def _keyed(
     session: Session, model: Any, parent: str, wanted: Mapping[tuple[int, str], Mapping[str, Any]]
 ) -> tuple[dict[tuple[int, str], int], int]:
-    """Return the numbers of the rows of a table that (parent, hash) names, creating missing rows, and the number created."""
+    """Return ((parent, hash) -> the row's number, the number of created rows) for a table. Missing rows are created."""
     column = getattr(model, parent)
     there: dict[tuple[int, str], int] = {}
     for part in _parts(wanted):

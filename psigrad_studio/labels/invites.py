@@ -1,4 +1,4 @@
-"""Invite links. There is no default account or password; `first` makes the link of the first administrator."""
+"""Invite links. There is no default account or password. `first` creates the link for the first administrator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LASTS = 7 * 24 * HOUR
 
 @dataclass(frozen=True)
 class Invitation:
-    """The offer of a link: the role, the project (None: the whole studio), and the expiry."""
+    """The content of an invite link: the role, the project (None: the whole studio), and the expiry."""
 
     role: str
     project: str | None
@@ -27,7 +27,10 @@ class Invitation:
 
 @writes
 def first(session: Session) -> str:
-    """Return the link of the first administrator, and revoke earlier ones. Raises `Conflict` if somebody can already log in."""
+    """Return the token of a link for the first administrator, and revoke earlier ones.
+
+    Raises `Conflict` if somebody can already log in.
+    """
     if session.scalar(select(User.id).where(User.password_hash.is_not(None)).limit(1)) is not None:
         raise Conflict("There is an administrator already; ask them for an invite.")
     open_ones = update(Invite).where(Invite.created_by.is_(None), Invite.accepted_at.is_(None), Invite.revoked_at.is_(None))
@@ -37,7 +40,7 @@ def first(session: Session) -> str:
 
 @writes
 def invite(session: Session, person: Person, project_id: int | None, role: str, lasts_ms: int = LASTS) -> str:
-    """Return the token of a link that one person may use once. Without a project, it makes an administrator of the studio.
+    """Return the token of a link that one person may use once. Without a project, that person becomes a studio administrator.
 
     Raises `Forbidden` if `person` does not manage the project.
     """
@@ -68,7 +71,7 @@ def _make(session: Session, person: Person | None, project_id: int | None, role:
 
 @reads
 def look(session: Session, token: str) -> Invitation:
-    """Return the offer of a link. Raises `Missing` if it is used, revoked or expired."""
+    """Return the content of an invite link. Raises `Missing` if it is used, revoked or expired."""
     row = _open(session, token)
     project = session.get(Project, row.project_id) if row.project_id is not None else None
     return Invitation(row.role, project.name if project else None, row.expires_at)

@@ -1,4 +1,4 @@
-"""Copies of an SQLite database of labels, made while it is in use, and restored. PostgreSQL has pg_dump and pg_restore."""
+"""Backup and restoration of an SQLite database of labels while it is in use. For PostgreSQL, use pg_dump and pg_restore."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PARTS = ("", "-wal", "-shm")
 
 
 def backup(database: Path, copy: Path) -> int:
-    """Copy a database to a new file, as it is at one moment, even while others write to it. Return the number of bytes.
+    """Copy a database to a new file, consistently even while others write to it. Return the number of bytes.
 
-    The copy is checked, is readable only by its owner (mode 600) and appears whole or not at all. Raises `UserError` if there is
-    no database, it is damaged, or `copy` exists.
+    The copy is checked, is readable only by its owner (mode 600), and is written atomically. Raises `UserError` if there is no
+    database, if it is damaged, or if `copy` exists.
     """
     if not database.is_file():
         raise UserError(f"There are no labels in {database}; name the database with --database.")
@@ -46,7 +46,7 @@ def backup(database: Path, copy: Path) -> int:
 
 
 def restore(copy: Path, database: Path) -> Path | None:
-    """Replace a database with a backup. The old database is kept in a file whose name is returned.
+    """Replace a database with a backup. Return the path of the file to which the old database is moved, or None without one.
 
     Processes that have the database open see the restored one from their next transaction. Raises `UserError` if `copy` is
     damaged or not a database of labels.
@@ -71,7 +71,7 @@ def restore(copy: Path, database: Path) -> Path | None:
 
 
 def _kept(database: Path) -> Path:
-    """Keep the database under another name: a copy, or its own files if it is damaged. Return the path."""
+    """Save the old database under another name, as a copy or, if it is damaged, by renaming its files. Return the path."""
     place = database.with_name(f"{database.name}.before-restore-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         backup(database, place)
@@ -85,14 +85,14 @@ def _kept(database: Path) -> Path:
 
 
 def check(connection: sqlite3.Connection, place: Path) -> None:
-    """Raise `UserError` if SQLite finds the file damaged. The check reads the full file: 0.3 s for 100 MB here."""
+    """Raise `UserError` if SQLite finds the file damaged. The check reads the full file, which takes 0.3 s for 100 MB."""
     found = [row[0] for row in connection.execute("PRAGMA quick_check(3)")]
     if found != ["ok"]:
         raise damaged(place, "; ".join(found))
 
 
 def damaged(place: Path | str, why: str) -> UserError:
-    """Return the error about a damaged database, with the way to recover."""
+    """Return the error for a damaged database, which explains how to recover."""
     return UserError(
         f"The database {place} is damaged ({why[:200]}). Stop the studio and put a backup in its place: `psigrad studio "
         f"--restore FILE --database {place}`; the damaged files are kept next to it."

@@ -32,7 +32,7 @@ _TEXT = ("run", "kind", "finish_reason", "status", "sampler", "source")
 class CurrentAnswer:
     """One answer (`action` vote) or skip that was not taken back. `display[i]` is the place of the item shown i-th.
 
-    `answers` are those to the custom questions. `ratings`, by place, exist if an aspect was rated (see `aspects`).
+    `answers` are those to the custom questions. `ratings`, by place, are set if the labels are those of a rated aspect.
     """
 
     id: int
@@ -61,10 +61,10 @@ class TaskSummary:
 
 @dataclass(frozen=True)
 class ProjectLabels:
-    """The tasks, answers, skips and names of a project, by number.
+    """The tasks, answers, skips and names of a project.
 
-    `checks` are answers to tasks with a known answer, if the project uses them; `answers` does not contain them. `kind` and
-    `grades` (of strength) determine the meaning of the answers.
+    `checks` are the answers to attention checks, if the project uses them; `answers` does not contain them. `kind` and `grades`
+    (of strength) determine the meaning of the answers.
     """
 
     project: Project
@@ -154,7 +154,7 @@ def origins(session: Session, project: Project) -> dict[int, list[dict[str, Any]
 
 
 def _uniform(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one type for each key, or null, since columns of tables have one type."""
+    """Return the fields with one type for each key, or null, since each column of a table has one type."""
     row: dict[str, Any] = {name: str(about[name]) if name in about else None for name in _TEXT}
     for name in _WHOLE:
         value = about.get(name)
@@ -167,7 +167,7 @@ def _uniform(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mean_rating(answers: Iterable[CurrentAnswer]) -> float:
-    """Return the mean rating of one item, rounded so that equal means of other ratings are equal."""
+    """Return the mean rating of one item, rounded, so that equal means computed from different ratings are equal."""
     ratings = [answer.rating or 0 for answer in answers]
     return round(sum(ratings) / len(ratings), 9)
 

@@ -1,4 +1,4 @@
-"""Make, hash and compare passwords and tokens. Nothing that is stored can be used to log in."""
+"""Creation, hashing and comparison of passwords and tokens. Nothing that is stored can be used to log in."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from zxcvbn import zxcvbn
 from psigrad_studio.labels.refusals import Refusal
 
 SHORTEST, LONGEST = 10, 1024
-# The zxcvbn score above which 10^8 guesses are not enough, and the characters that it judges: its time is quadratic in them.
+# The least zxcvbn score (from which 10^8 guesses are not enough), and the most characters that it judges, in quadratic time.
 _SAFE, _JUDGED = 3, 72
 
 
 @dataclass(frozen=True)
 class ScryptCost:
-    """The cost of one scrypt hash: 128 · 2^log_n · r bytes of memory, p times."""
+    """The cost of one scrypt hash: 128 · 2^log_n · r bytes of memory, computed p times."""
 
     log_n: int = 15
     r: int = 8
@@ -77,9 +77,9 @@ def hash_token(value: str) -> str:
 
 
 def session_token(csrf: str) -> str:
-    """Return the token for the cookie of a session, from the secret that its pages send.
+    """Return the token for the cookie of a session, given the secret `csrf` that the session's pages send.
 
-    It is a hash of the secret. Every port of the host can read the cookie, but cannot derive the secret from it.
+    It is a hash of the secret. Servers on other ports of the host can read the cookie, but cannot derive the secret from it.
     """
     return f"psigrad_session_{hashlib.sha256(b'psigrad cookie' + csrf.encode('utf-8', 'surrogatepass')).hexdigest()}"
 

@@ -1,7 +1,7 @@
 """Users, logins, sessions, API tokens and roles: identity and permissions. `invites` adds people.
 
-A viewer sees results. A labeller labels, and sees only their own answers. An admin of a project does both and manages it. An
-administrator of the studio (`admin`) is an admin of every project.
+A viewer may see results. A labeller may label, and sees only their own answers. An admin of a project may do both, and manages
+it. An administrator of the studio (`admin`) is an admin of every project.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ HOUR = 3_600_000
 SESSION_FOR, SESSION_IDLE = 30 * 24 * HOUR, 24 * HOUR
 SEEN_EVERY = 60_000
 FAILURES, FAILURES_WITHIN = 10, HOUR // 4
-# Latin, Cyrillic and Greek letters and digits, mapped to the letter they resemble: the most common of Unicode's confusables.
+# Latin, Cyrillic and Greek letters and digits -> the letter that they resemble: the most common of Unicode's confusables.
 _CAPITALS = str.maketrans("IІΙӀ1|0", "llllllo")
 _ALIKE = str.maketrans("аеорсухіјѕһԁԛԝӏѵкмтвнгпαορνυχικτηωγϲϳıɩɡɑ", "aeopcyxijshdqwlvkmtbhrnaopvuxiktnwycjiiga")
-# The keys that count failures, besides names, which have no such characters.
+# The prefixes of keys under which failures are counted, besides names, which have no such characters.
 _DEVICE, _CHANGE = "\x01device", "\x01change"
 
 
 @dataclass(frozen=True)
 class Person:
-    """The person behind a call.
+    """The person on whose behalf a function is called.
 
-    A program with a token may do no more than `role`, and nothing outside `project_id` if that is set.
+    If it is a program with a token, it may do no more than `role`, and nothing outside `project_id` if that is set.
     """
 
     id: int
@@ -86,7 +86,7 @@ def require_admin(session: Session, person: Person) -> None:
 
 
 def note(session: Session, person: Person | None, project_id: int | None, action: str, **about: object) -> None:
-    """Write a row of the audit."""
+    """Add a row to the audit log: who did which action in which project, with details."""
     at, who = now(session), person.id if person else None
     session.add(Audit(at=at, user_id=who, project_id=project_id, action=action, about=about))
 
@@ -97,13 +97,13 @@ def folded(name: str) -> str:
 
 
 def skeleton(name: str) -> str:
-    """Return a name with similar letters and digits merged, as a reader sees it. Two names with the same skeleton are refused."""
+    """Return a name with letters and digits that look alike merged. Two users may not have names with the same skeleton."""
     plain = unicodedata.normalize("NFKC", name).translate(_CAPITALS)
     return folded(plain).translate(_ALIKE).replace("rn", "m").replace("vv", "w")
 
 
 def new_user(session: Session, name: str, password: str | None, *, admin: bool = False) -> User:
-    """Create a user with this password hash. Raises `Refusal` if the name cannot be shown, `Conflict` if it is taken."""
+    """Create a user with this password hash. Raises `Refusal` if the name has invisible characters, `Conflict` if it is taken."""
     name = " ".join(name.split())
     _must_be_shown(name)
     if password is not None and skeleton(name) == LOCAL:
@@ -139,16 +139,16 @@ def empty(session: Session) -> bool:
 
 
 def log_in(database: Database, name: str, password: str, device: str = "") -> Login:
-    """Return a new session, by name and password.
+    """Log a user in by name and password, and return the new session.
 
-    Raises `Unknown` for a wrong name or password (with the same message) and `TooMany` after ten failures in a quarter of an
-    hour. Failures are counted for each `device` that has logged in before (see `Login.device`), and for all others together under
-    the name. Guesses from elsewhere therefore do not lock users out of the browsers that they use.
+    Raises `Unknown` for a wrong name or password (with the same message), and `TooMany` after ten failures in a quarter of an
+    hour. Failures are counted separately for each `device` that has logged in before (see `Login.device`), and together for all
+    others under the name. So guesses from other devices do not lock users out of the browsers that they use.
     """
     if not name.isprintable():
         raise Unknown("Name or password is wrong.")
     count, stored = _stored_password(database, folded(name), device)
-    # Stay outside a transaction: hashing takes a tenth of a second, too long to hold a lock.
+    # This is outside a transaction, since hashing takes a tenth of a second, too long to hold a lock.
     good = passwords.check_password(password, stored)
     login = _begin_session(database, folded(name), stored if good else None, count)
     if login is None:
@@ -158,7 +158,7 @@ def log_in(database: Database, name: str, password: str, device: str = "") -> Lo
 
 @reads
 def _stored_password(session: Session, key: str, device: str) -> tuple[str, str | None]:
-    """Return (the key that counts failures, the hash of the password). Raises `TooMany` after too many failures."""
+    """Return (the key under which failures are counted, the password hash or None). Raises `TooMany` after too many failures."""
     stored = session.scalar(select(User.password_hash).where(User.folded == key, User.disabled_at.is_(None)))
     count = f"{_DEVICE} {device}" if stored is not None and passwords.device_holds(device, stored) else key
     _refuse_guesses(session, count)
@@ -199,7 +199,10 @@ def open_session(session: Session, user: User) -> Login:
 
 
 def who(database: Database, token: str | None) -> Person:
-    """Return the person behind a session token or an API token. Raises `Unknown` if it is missing, wrong, ended or expired."""
+    """Return the person to whom a session token or an API token belongs.
+
+    Raises `Unknown` if it is missing, wrong, ended or expired.
+    """
     hashed = passwords.hash_token(token or "")
     person, stale = _found(database, hashed)
     if person is None:
@@ -341,7 +344,7 @@ def everyone(session: Session, person: Person) -> list[dict[str, object]]:
 
 @writes
 def disable(session: Session, person: Person, user_id: int) -> None:
-    """Lock a user out at once: sessions and tokens end. Their answers stay."""
+    """Disable a user: all sessions and tokens end immediately. The user's answers stay."""
     require_admin(session, person)
     user = session.get(User, user_id)
     if user is None:

@@ -24,7 +24,7 @@ CHANGEABLE = frozenset({"name", "instructions", "overlap", "lease_s", "ties", "b
 
 @dataclass(frozen=True)
 class ProjectSettings:
-    """The settings of a project's questions."""
+    """The settings of a project: the question that people answer, and how tasks are given out."""
 
     name: str
     kind: str = "pair"
@@ -39,17 +39,17 @@ class ProjectSettings:
     both_bad: bool = True
     """True if "both bad" may be chosen (pairs)."""
     strengths: int = 0
-    """The number of grades of how much better the chosen one is, from 1; 0 does not ask (pairs)."""
+    """The number of grades, from 1, for how much better the chosen completion is (pairs); 0: people are not asked."""
     seed: int | None = None
     """The seed of the display orders; drawn at random unless given."""
     questions: tuple[Question, ...] = ()
     """Custom questions, asked in this order."""
     overall: bool = True
-    """True if the question of the kind is asked. Otherwise only `questions` are."""
+    """True if the main question, which `kind` defines, is asked. False: only `questions` are asked."""
     checks: int = 10
-    """The number of tasks with a known answer (attention checks) in a hundred shown tasks, if any were imported as such.
+    """The number of attention checks per hundred shown tasks, if tasks with a known answer were imported.
 
-    With 0, they are ordinary tasks.
+    With 0, tasks with a known answer are ordinary tasks.
     """
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class ProjectSettings:
 
 @dataclass(frozen=True)
 class ProjectInfo:
-    """A project as one person sees it; `may` is a subset of see, results, label and manage."""
+    """A project, with the permissions of one person: `may` is a subset of see, results, label and manage."""
 
     id: int
     settings: ProjectSettings
@@ -86,7 +86,7 @@ class ProjectInfo:
 class ProjectProgress:
     """The progress of a project.
 
-    `answered` of `wanted` answers exist, `leased` are in progress; `skipped` counts current skips.
+    `answered` of `wanted` answers exist. `leased` counts tasks in progress, and `skipped` current skips.
     """
 
     tasks: int
@@ -132,9 +132,9 @@ def mine(session: Session, person: Person) -> list[ProjectInfo]:
 def change(session: Session, person: Person, project_id: int, changes: Mapping[str, Any]) -> None:
     """Change instructions, lease_s, ties, both_bad, strengths, checks or name, raise the overlap, or add or reword questions.
 
-    Existing answers stay as they are. A higher overlap asks for more answers to every task that has fewer. A lower one is
-    refused, since the answers may exist already. Other strengths are refused once an answer has one. With `checks` 0, tasks with
-    a known answer are answered like the others.
+    Existing answers do not change. A higher overlap adds answers to every task that has fewer. A lower overlap is refused, since
+    the answers may exist already. A change of `strengths` is refused if an answer already has a strength. With `checks` 0, tasks
+    with a known answer become ordinary tasks.
     """
     project = people.require(session, person, project_id, "manage")
     settings = _settings(project)
@@ -167,14 +167,14 @@ def _has_strengths(session: Session, project_id: int) -> bool:
 
 
 def _free_known(session: Session, project_id: int) -> None:
-    """Remove the free seats of tasks with a known answer. A check gets a seat for each person who is shown it."""
+    """Remove the free seats of tasks with a known answer, since an attention check gets a seat when it is shown to a person."""
     known = select(LabelTask.id).where(LabelTask.project_id == project_id, LabelTask.gold.is_not(None))
     free = or_(Seat.lease_until.is_(None), Seat.lease_until <= now(session))
     session.execute(delete(Seat).where(Seat.task_id.in_(known), Seat.done.is_(False), free))
 
 
 def _add_seats(session: Session, project_id: int, settings: ProjectSettings, *, known_alone: bool) -> None:
-    """Add seats up to the overlap, at tasks that are not checks; with `known_alone`, only at tasks with a known answer."""
+    """Add seats up to the overlap to tasks that are not attention checks, or with `known_alone` to tasks with a known answer."""
     tasks = select(LabelTask.id, func.count(Seat.id), func.coalesce(func.max(Seat.turn), 0))
     tasks = tasks.outerjoin(Seat, Seat.task_id == LabelTask.id).where(LabelTask.project_id == project_id)
     if settings.checks or known_alone:
@@ -190,7 +190,7 @@ def _add_seats(session: Session, project_id: int, settings: ProjectSettings, *, 
 
 @writes
 def close(session: Session, person: Person, project_id: int, closed: bool = True) -> None:
-    """Stop taking answers, or (with `closed` false) take them again."""
+    """Close a project, so that it accepts no answers, or open it again if `closed` is False."""
     project = people.require(session, person, project_id, "manage")
     project.closed_at = (project.closed_at or now(session)) if closed else None
     people.note(session, person, project_id, "project closed" if closed else "project opened")

@@ -21,22 +21,22 @@ MOST, LONGEST = 20, 10_000
 
 @dataclass(frozen=True)
 class Question:
-    """One question."""
+    """One custom question."""
 
     name: str
     """The name of the answers in exports (`criterion`); unique in the project."""
     kind: str = "better"
     """better (of two completions), scale (each completion from 1 to `top`), choice (one of `options`) or text."""
     ask: str = ""
-    """The displayed text; the name if it is empty."""
+    """The displayed text; empty: the name."""
     options: tuple[str, ...] = ()
     """The options of a choice."""
     top: int = 5
     """The top of a scale, which starts at 1."""
     required: bool = True
-    """True if it must be answered."""
+    """True if the question must be answered."""
     why: bool = False
-    """True if a field for the reason is below it."""
+    """True if the page has a field for the reason below the question."""
     weight: float = 1.0
     """The weight in the weighted judgement (better, scale)."""
 
@@ -59,9 +59,9 @@ class Question:
 
 
 def check(kind: str, overall: bool, questions: Sequence[Question]) -> None:
-    """Raise `Refusal` if these questions cannot be asked in a project of a kind.
+    """Raise `Refusal` if these questions cannot be asked in a project of this kind.
 
-    `overall`: the kind's own question is asked too.
+    `overall` is True if the kind's own question is asked too.
     """
     names = [question.name for question in questions]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -77,7 +77,10 @@ def check(kind: str, overall: bool, questions: Sequence[Question]) -> None:
 
 
 def changed(old: Sequence[Question], new: Sequence[Question]) -> None:
-    """Raise `Refusal` if a change would give existing answers another meaning. Questions may only be added."""
+    """Raise `Refusal` if a change of the questions would change the meaning of existing answers.
+
+    Questions may be added or reworded.
+    """
     now = {question.name: question for question in new}
     for one in old:
         other = now.get(one.name)
@@ -93,10 +96,10 @@ def changed(old: Sequence[Question], new: Sequence[Question]) -> None:
 def stored(
     questions: Sequence[Question], grades: int, given: Mapping[str, Any], display: Sequence[int], *, whole: bool = True
 ) -> dict[str, Any] | None:
-    """Return the answers by name, with sides turned into places; None if there are none. With `whole`, required answers must
-    exist.
+    """Return name -> answer to the custom questions, with displayed sides converted to places; None if there are none.
 
-    Each is an object with `value` and, if given, `strength` and `reason`. Raises `Refusal` naming the question.
+    Each answer is an object with `value` and, if given, `strength` and `reason`. With `whole`, required questions must be
+    answered. Raises `Refusal` naming the question.
     """
     found: dict[str, Any] = {}
     if unknown := set(given) - {question.name for question in questions}:

@@ -1,4 +1,4 @@
-"""Bradley–Terry ranking with ties: from pairwise comparisons to the strengths of the competitors, with intervals.
+"""Bradley–Terry ranking with ties, which estimates the strengths of competitors, with intervals, from pairwise comparisons.
 
 Davidson's model (1970, "On extending the Bradley-Terry model to accommodate ties"): with strengths θ and d = θ_i − θ_j, the
 outcomes "i is better", "j is better" and "tie" have log-odds d/2, −d/2 and η. Without ties, η is −∞ and this is Bradley–Terry,
@@ -21,15 +21,15 @@ WIN, LOSS, TIE = 1.0, 0.0, 0.5
 
 
 class Undetermined(ValueError):
-    """The comparisons do not determine the strengths: some would be infinite, or parts are not connected."""
+    """An error for comparisons that do not determine the strengths: some would be infinite, or groups are not connected."""
 
 
 @dataclass(frozen=True)
 class Ranking:
     """Strengths θ with sum 0, in natural logarithms; `tie` is η (−∞ if there were no ties).
 
-    `covariance` is of θ; `comparisons` is the number that each took part in. `prior_sd` is that of the prior, None for the
-    maximum of the likelihood itself.
+    `covariance` is that of θ, and `comparisons` the number of comparisons of each competitor. `prior_sd` is the standard
+    deviation of the prior; None if the strengths maximise the likelihood itself.
     """
 
     strength: Floats
@@ -40,18 +40,18 @@ class Ranking:
     prior_sd: float | None = None
 
     def interval(self, confidence: float = 0.95) -> tuple[Floats, Floats]:
-        """Return the lower and upper ends for each strength."""
+        """Return (lower ends, upper ends) of the strengths' confidence intervals."""
         reach = _z(confidence) * np.sqrt(np.diag(self.covariance))
         return self.strength - reach, self.strength + reach
 
     def difference(self, i: int, j: int, confidence: float = 0.95) -> tuple[float, float, float]:
-        """Return θ_i − θ_j with its lower and upper end, which show whether i is better than j."""
+        """Return (θ_i − θ_j, lower end, upper end). If the interval does not contain 0, one of i and j is surely better."""
         d, v = self.strength[i] - self.strength[j], self.covariance
         reach = _z(confidence) * np.sqrt(max(v[i, i] + v[j, j] - 2 * v[i, j], 0.0))
         return float(d), float(d - reach), float(d + reach)
 
     def ranks(self, confidence: float = 0.95) -> list[tuple[int, int]]:
-        """Return the best and worst possible rank of each: 1 + the number surely better; n − the number surely worse."""
+        """Return (best, worst) possible rank of each competitor: 1 + the number surely better, n − the number surely worse."""
         n, v = len(self.strength), self.covariance
         d = self.strength[:, None] - self.strength[None]
         reach = _z(confidence) * np.sqrt(np.maximum(np.diag(v)[:, None] + np.diag(v)[None] - 2 * v, 0))
@@ -70,10 +70,10 @@ def bradley_terry(
     """Return the strengths of `n` competitors that maximise the likelihood of the outcomes of comparisons (i, j).
 
     `outcome` is 1 if `first` was better, 0 if `second` was, 0.5 for a tie. Comparisons of one `cluster` (answers to one task,
-    pairs from one ranking) may depend on one another. If one cluster has several, the covariance is the clustered sandwich
-    estimate times G / (G - 1) for G clusters, in no direction below the inverse of the information. Otherwise it is that inverse.
-    With `prior_sd`, strengths and η have a normal prior around 0, so a solution always exists. Raises `Undetermined` if there is
-    none, and `ValueError` on malformed input.
+    pairs from one ranking) may depend on one another. If some cluster has several comparisons, the covariance is the clustered
+    sandwich estimate times G / (G - 1) for G clusters, and at least the inverse information in every direction. Otherwise it is
+    the inverse information. With `prior_sd`, strengths and η have a normal prior around 0, so a solution always exists. Raises
+    `Undetermined` if there is none, and `ValueError` on malformed input.
     """
     i, j, y = np.asarray(first, np.int64), np.asarray(second, np.int64), np.asarray(outcome, float)
     _check(i, j, y, n, prior_sd)
@@ -116,7 +116,7 @@ def _check(i: Whole, j: Whole, y: Floats, n: int, prior_sd: float | None) -> Non
 
 
 def _chances(x: Floats, i: Whole, j: Whole, n: int, ties: bool) -> tuple[Floats, Floats]:
-    """Return [N, 3] log-odds and probabilities of first, second and tie."""
+    """Return ([N, 3] log-odds, [N, 3] probabilities) of the outcomes "first is better", "second is better" and "tie"."""
     half = (x[i] - x[j]) / 2
     odds = np.stack([half, -half, np.full(len(i), x[n] if ties else -np.inf)], 1)
     odds = odds - odds.max(1, keepdims=True)
@@ -126,7 +126,7 @@ def _chances(x: Floats, i: Whole, j: Whole, n: int, ties: bool) -> tuple[Floats,
 
 
 def _scores(x: Floats, i: Whole, j: Whole, y: Floats, n: int, ties: bool) -> tuple[sparse.csr_matrix, Floats, Floats]:
-    """Return [N, n (+1)] gradients of each comparison's log-likelihood, the probabilities, and the log-likelihoods."""
+    """Return (gradients [N, n (+1)] of each comparison's log-likelihood, the probabilities, the log-likelihoods)."""
     logs, chance = _chances(x, i, j, n, ties)
     lead = (y - 0.5) - (chance[:, 0] - chance[:, 1]) / 2
     rows = np.arange(len(i))
@@ -139,13 +139,16 @@ def _scores(x: Floats, i: Whole, j: Whole, y: Floats, n: int, ties: bool) -> tup
 
 
 def _counted(i: Whole, j: Whole, y: Floats) -> tuple[Whole, Whole, Floats, Floats]:
-    """Return each comparison once, and its number of occurrences."""
+    """Return the different comparisons (i, j, outcome), and the number of occurrences of each."""
     rows, times = np.unique(np.stack([i, j, (2 * y).astype(np.int64)], 1), axis=0, return_counts=True)
     return rows[:, 0], rows[:, 1], rows[:, 2] / 2, times.astype(float)
 
 
 def _newton(i: Whole, j: Whole, y: Floats, times: Floats, n: int, ties: bool, precision: float) -> tuple[Floats, Floats, float]:
-    """Return the maximum, the negative Hessian there, and the log-likelihood. It is concave, so steps are only ever shortened."""
+    """Maximise the log-likelihood by Newton's method. Return (the maximum, the negative Hessian there, the log-likelihood).
+
+    The log-likelihood is concave, so a step may only have to be shortened.
+    """
     x = np.zeros(n + ties)
 
     def likelihood(z: Floats) -> float:
@@ -185,7 +188,7 @@ def _information(chance: Floats, times: Floats, i: Whole, j: Whole, n: int, ties
 
 
 def _inverse(hessian: Floats, n: int, precision: float) -> Floats:
-    """Return the inverse; without a prior, on θ with sum 0 (a common shift of all θ changes nothing)."""
+    """Return the inverse of the Hessian; without a prior, on the space of θ with sum 0, since a common shift has no effect."""
     held = hessian.copy()
     if not precision:
         held[:n, :n] += np.trace(hessian) / n**2
@@ -193,9 +196,9 @@ def _inverse(hessian: Floats, n: int, precision: float) -> Floats:
 
 
 def _at_least(inverse: Floats, spread: Floats) -> Floats:
-    """Return `inverse` @ `spread` @ `inverse`, in no direction below `inverse`.
+    """Return the sandwich covariance `inverse` @ `spread` @ `inverse`, raised to `inverse` in directions where it is smaller.
 
-    If clusters are few, or the strengths fit each of them exactly, their scores have almost no spread.
+    It would be too small if there are few clusters, or if the strengths fit each of them exactly.
     """
     times, axes = linalg.eigh(spread, np.linalg.inv(inverse))
     return np.asarray(axes * np.maximum(times, 1) @ axes.T, float)
@@ -213,10 +216,10 @@ def _must_be_determined(i: Whole, j: Whole, y: Floats, n: int, ties: bool) -> No
 
 
 def _recedes(i: Whole, j: Whole, y: Floats, n: int, ties: bool) -> bool:
-    """Return True if the maximum lies at infinity.
+    """Return True if the likelihood has no finite maximum.
 
-    Some direction of (θ, η) then makes no outcome less likely and one more likely. This is a linear program: among the outcomes
-    of each pair, the observed ones must stay the largest along the direction.
+    Then some direction of (θ, η) makes no observed outcome less likely, and one of them more likely. A linear program finds such
+    a direction: along it, the log-odds of the observed outcomes of each pair must stay the largest.
     """
     seen = np.stack(_counted(i, j, y)[:3], 1) * (1, 1, 2)
     odds = {2: (0.5, -0.5, 0.0), 0: (-0.5, 0.5, 0.0)} | ({1: (0.0, 0.0, 1.0)} if ties else {})

@@ -6,7 +6,7 @@ from psigrad.errors import UserError
 
 
 class Refusal(UserError):
-    """An error for a refused call. `status` is the matching HTTP status."""
+    """The base class of errors for refused calls. `status` is the HTTP status of the response."""
 
     status = 400
 
@@ -24,7 +24,7 @@ class Forbidden(Refusal):
 
 
 class Missing(Refusal):
-    """An error for an object that does not exist, or that the caller may not see."""
+    """An error for an object that does not exist, or that the caller has no permission to see."""
 
     status = 404
 
@@ -48,6 +48,6 @@ class Busy(Refusal):
 
 
 class Damaged(Refusal):
-    """An error for a damaged database. The message names it and the remedy."""
+    """An error for a damaged database. The message names it and says how to recover."""
 
     status = 500

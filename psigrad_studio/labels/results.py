@@ -26,7 +26,7 @@ from psigrad_studio.labels.schema import CHOICES
 
 By = Literal["sampler", "run", "step", "completion"]
 PRIOR_SD = 3.0
-"""The standard deviation of the prior. Strengths within ±6 are within two standard deviations: odds of 400 to 1."""
+"""The standard deviation of the weak prior. Strengths of ±6, which are odds of 400 to 1, are two standard deviations away."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Kappa:
 class Agreement:
     """The agreement of the current answers. Units are tasks, or, in rankings, the pairs of a task.
 
-    `alpha` is by level: nominal; for ratings ordinal and interval too. `fleiss` is None if tasks have different numbers of
-    answers, `cohen` has a line for each two people. `position` and `gold` are by name, "" for all. `position` is empty if the
-    project has no pairs.
+    `alpha` is by level: nominal, and for ratings also ordinal and interval. `fleiss` is None if tasks have different numbers of
+    answers. `cohen` has an entry for every two people. `position` (the share of answers for the left side) and `gold` (the share
+    of right answers to attention checks) are by person's name, "" for all. `position` is empty if the project has no pairs.
     """
 
     units: int
@@ -76,8 +76,8 @@ class RankingLine:
 class RankingTable:
     """A Bradley–Terry ranking, the strongest first.
 
-    `tie` is η of the model. `prior_sd` is None if the strengths are maximum likelihood. Comparisons whose sides have the same
-    name (`same`), and those of a text with several origins (`shared`), are not counted.
+    `tie` is η of the model. `prior_sd` is None if the strengths maximise the likelihood itself. `same` counts comparisons of two
+    sides with the same name, and `shared` those of a text with several origins. Both are excluded from the ranking.
     """
 
     places: list[RankingLine]
@@ -90,13 +90,13 @@ class RankingTable:
 
 @reads
 def agreement(session: Session, person: Person, project_id: int, aspect: str = "") -> Agreement:
-    """Return the agreement between the people of a project, and with known answers if any; on one aspect if it is named."""
+    """Return the agreement of the answers between people, and with known answers if there are any; on `aspect` if it is given."""
     return _agreement(of_aspect(label_data.load(session, people.require(session, person, project_id, "results")), aspect))
 
 
 @reads
 def by_aspect(session: Session, person: Person, project_id: int) -> dict[str, Agreement]:
-    """Return the agreement on every countable question: the main one (""), each custom one, and all weighted."""
+    """Return question -> agreement, for each question with countable answers: the main one (""), custom ones, and "weighted"."""
     labels = label_data.load(session, people.require(session, person, project_id, "results"))
     asked = [question.name for question in labels.questions if question.kind != "text"]
     asked = [""] * labels.overall + asked + [WEIGHTED] * (WEIGHTED in names(labels))
@@ -126,7 +126,10 @@ def _agreement(labels: ProjectLabels) -> Agreement:
 
 
 def _matrix(labels: ProjectLabels, raters: list[int]) -> Any:
-    """Return [R, U] answers as numbers: the index of a choice, the order of a pair (1, 2, 0 for equal), or a rating."""
+    """Return [R, U]: the answers of R raters to U units as numbers.
+
+    A number is the index of a choice, the order of a pair (1, 2, 0 for equal), or a rating.
+    """
     units: dict[tuple[int, ...], int] = {}
     cells = [
         (raters.index(answer.user), units.setdefault(unit, len(units)), v)
@@ -166,7 +169,10 @@ def _right(labels: ProjectLabels, answer: CurrentAnswer) -> bool | None:
 
 
 def _by_name(labels: ProjectLabels, answers: list[CurrentAnswer], question: Any) -> dict[str, Proportion]:
-    """Return the share of answers for which `question` is true, among those for which it is not None, overall and by person."""
+    """Return name -> share of answers for which `question` returns True, for each person and ("") overall.
+
+    Answers for which it returns None are not counted.
+    """
     found: dict[str, list[bool]] = {"": []}
     for answer in answers:
         said = question(answer)
@@ -180,9 +186,9 @@ def _by_name(labels: ProjectLabels, answers: list[CurrentAnswer], question: Any)
 def ranking(session: Session, person: Person, project_id: int, by: By = "sampler", aspect: str = "") -> RankingTable:
     """Return Bradley–Terry strengths of samplers, runs, steps of runs, or completions, from all current answers (of one aspect).
 
-    "Both bad" counts as a tie; a ranking as its pairs; ratings as comparisons of one person's ratings of one prompt. Answers to
-    one task may depend on one another. If the maximum of the likelihood does not exist (somebody never lost), a weak prior is
-    used and named. Raises `Conflict` if there is nothing to compare.
+    "Both bad" counts as a tie, and a ranking as comparisons of all its pairs. Ratings count as comparisons of one person's
+    ratings of one prompt. Answers to one task may depend on one another. If the likelihood has no maximum, because a competitor
+    never lost, a weak prior is used and reported. Raises `Conflict` if there is nothing to compare.
     """
     if by not in ("sampler", "run", "step", "completion"):
         raise Refusal(f"by is {by!r}; expected sampler, run, step or completion{nearest(by, ('sampler', 'run', 'step'))}.")
@@ -227,7 +233,7 @@ def _places(found: Ranking, names: list[str]) -> list[RankingLine]:
 
 
 def _names(session: Session, labels: ProjectLabels, by: By) -> dict[int, str]:
-    """Return the name of each completion. A completion with several names has none. Origins without a name are ignored."""
+    """Return completion -> the name under which it is ranked, such as its sampler's. Those with several names are omitted."""
     if by == "completion":
         return {n: str(n) for task in labels.tasks.values() for n in task.completions}
     found: dict[int, str] = {}

@@ -1,8 +1,8 @@
-"""The tables of the labels.
+"""The tables of the database of labels.
 
-Times are milliseconds since 1970 UTC. Texts by models or people are stored as ASCII JSON (`Document`), so that NUL, lone
-surrogates and everything else are read back unchanged from SQLite and PostgreSQL. `votes` and `audit` are append-only: triggers
-of the database reject changed or deleted rows (see `tables`).
+Times are milliseconds since 1970 UTC. Texts by models or people are stored as ASCII JSON (`Document`), so that all characters,
+also NUL and lone surrogates, are read back unchanged from SQLite and PostgreSQL. `votes` and `audit` are append-only: triggers of
+the database reject changes and deletions of rows (see `tables`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Big = BigInteger().with_variant(Integer(), "sqlite")
 
 
 class Document(TypeDecorator[Any]):
-    """A JSON value as ASCII text."""
+    """A column type for JSON values, which are stored as ASCII text."""
 
     impl = Text
     cache_ok = True
@@ -81,7 +81,7 @@ class User(Base):
 
 
 class LoginSession(Base):
-    """A session of a logged-in person. The token itself is never stored."""
+    """A session of a logged-in person. Only a hash of its token is stored."""
 
     __tablename__ = "sessions"
     id: Mapped[Id]
@@ -94,7 +94,7 @@ class LoginSession(Base):
 
 
 class ApiToken(Base):
-    """A program acting for a person, with at most `role`, and in that project only if `project_id` is set."""
+    """An API token of a program that acts for a person, with at most `role`, and only in `project_id` if that is set."""
 
     __tablename__ = "api_tokens"
     __table_args__ = (_among("role", ROLES),)
@@ -111,7 +111,7 @@ class ApiToken(Base):
 
 
 class Invite(Base):
-    """A link that makes one person a member of a project, or, without a project, an administrator of everything."""
+    """An invite link, which makes one person a member of a project, or, without a project, an administrator of the studio."""
 
     __tablename__ = "invites"
     __table_args__ = (_among("role", ROLES),)
@@ -128,7 +128,7 @@ class Invite(Base):
 
 
 class LoginFailure(Base):
-    """A wrong password, counted against guessing."""
+    """A login with a wrong password. Failures are counted to prevent guessing."""
 
     __tablename__ = "login_failures"
     __table_args__ = (Index(None, "folded", "at"),)
@@ -152,8 +152,8 @@ class Project(Base):
     """A project that asks people one question about many completions.
 
     `overlap` people answer each task. `strengths` is the number of grades of a choice (0: not asked). `seed` determines the
-    display orders. `questions` are the custom ones (null: none). `overall` is false if only they are asked. `checks` of a hundred
-    tasks are attention checks (null: none).
+    display orders. `questions` are the custom questions (null: none). `overall` is false if only the custom questions are asked.
+    `checks` of a hundred shown tasks are attention checks (null: none).
     """
 
     __tablename__ = "projects"
@@ -176,7 +176,7 @@ class Project(Base):
 
 
 class StoredPrompt(Base):
-    """A prompt, once per project. `columns` are the dataset columns that are passed to the export."""
+    """A prompt, stored once per project. `columns` are the dataset columns that are exported with it."""
 
     __tablename__ = "prompts"
     __table_args__ = (UniqueConstraint("project_id", "hash"),)
@@ -188,7 +188,7 @@ class StoredPrompt(Base):
 
 
 class StoredCompletion(Base):
-    """A text that answers a prompt, once per prompt however often it was sampled."""
+    """A completion of a prompt, stored once per prompt even if it was sampled several times."""
 
     __tablename__ = "completions"
     __table_args__ = (UniqueConstraint("prompt_id", "hash"),)
@@ -199,7 +199,7 @@ class StoredCompletion(Base):
 
 
 class Origin(Base):
-    """The origin of a completion: run, step and rollout, or file and line. `about` contains all known fields."""
+    """An origin of a completion: run, step and rollout, or file and line. `about` contains all known fields."""
 
     __tablename__ = "origins"
     __table_args__ = (UniqueConstraint("completion_id", "hash"),)
@@ -213,9 +213,9 @@ class Origin(Base):
 
 
 class LabelTask(Base):
-    """One task to answer: a pair, a list to rank, or one completion to rate. `hash` is of the unordered set of completions.
+    """One task to answer: a pair, a list to rank, or one completion to rate. `hash` is that of the unordered set of completions.
 
-    `gold` is the known answer of a control task: the place of the best item, or the rating.
+    `gold` is the known answer of an attention check: the place of the best item, or the rating.
     """
 
     __tablename__ = "tasks"
@@ -229,7 +229,7 @@ class LabelTask(Base):
 
 
 class TaskItem(Base):
-    """The completion at one place of a task. Places are in order of the completions' hashes, which reveals nothing about them."""
+    """One completion of a task, with its place. Places are in order of the completions' hashes, which reveals nothing."""
 
     __tablename__ = "items"
     __table_args__ = (UniqueConstraint("task_id", "completion_id"),)
@@ -239,10 +239,10 @@ class TaskItem(Base):
 
 
 class Seat(Base):
-    """A slot for one answer to a task. A task has as many as its number of wanted answers.
+    """A slot for one answer to a task. A task has as many seats as it needs answers.
 
     Seats are given out in order of `turn`, then of `id`. A seat is free if it is not `done` and its lease is null or over. All of
-    this is in one row, so that one statement can take the seat and a second request sees it taken.
+    this is in one row, so that a single statement takes a seat, and a second request sees that it is taken.
     """
 
     __tablename__ = "seats"
@@ -262,9 +262,9 @@ class Seat(Base):
 
 
 class Assignment(Base):
-    """A task as one person sees it. `display[i]` is the place of the item shown i-th: drawn once, and never changed.
+    """A task that is or was shown to one person. `display[i]` is the place of the item shown i-th, which never changes.
 
-    `vote_id` is the person's current vote or skip, null if there is none.
+    `vote_id` is the person's current vote or skip; null if there is none.
     """
 
     __tablename__ = "assignments"
@@ -285,9 +285,9 @@ class Assignment(Base):
 class Vote(Base):
     """An action of a person on an assignment. Rows are never changed; an undo is a row that `supersedes` another.
 
-    `choice` names the item by its place (a is 0, b is 1), not by the side it was shown on. `ranks[place]` is the rank of an item,
-    1 the best. `answers` are those to the custom questions, by name. `key` makes a submission safe to repeat. `digest`
-    distinguishes a repetition from another use of the key.
+    `choice` names the item by its place (a is 0, b is 1), not by the side on which it was shown. `ranks[place]` is the rank of an
+    item; 1 is the best. `answers` are those to the custom questions, by name. With `key`, a client can safely repeat a
+    submission. `digest` distinguishes a repetition from another use of the key.
     """
 
     __tablename__ = "votes"
@@ -321,7 +321,7 @@ class Vote(Base):
 
 
 class Audit(Base):
-    """The log of actions besides labelling. Append-only."""
+    """One entry of the log of all actions except labelling. The table is append-only."""
 
     __tablename__ = "audit"
     __table_args__ = ({"sqlite_autoincrement": True},)

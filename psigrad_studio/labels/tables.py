@@ -1,6 +1,6 @@
-"""The creation of the tables in a new database, with the triggers that guard them, and the check of an existing one.
+"""The creation of the tables and their triggers in a new database, and the check of an existing one.
 
-The triggers make `votes` and `audit` append-only and display orders final, whoever writes.
+The triggers make `votes` and `audit` append-only and display orders final, whichever program writes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from psigrad.errors import UserError
 from psigrad_studio.labels.schema import Base
 
 VERSION = 1
-"""The version of `schema`. No other was released; a new version comes with the changes that lead to it."""
+"""The version of `schema`. A new version needs code that migrates databases of the previous one."""
 _LOCK = 7_024_661_309  # an arbitrary number, the same in all versions
 
 
@@ -61,7 +61,7 @@ def _guards_sqlite() -> Iterator[str]:
                 f"CREATE TRIGGER {table}_no_{verb.lower()} BEFORE {verb} ON {table} "
                 f"BEGIN SELECT RAISE(ABORT, '{table} is append-only'); END"
             )
-    # INSERT OR REPLACE deletes without asking the triggers above
+    # INSERT OR REPLACE deletes rows without firing the triggers above
     yield (
         "CREATE TRIGGER votes_no_replace BEFORE INSERT ON votes WHEN EXISTS (SELECT 1 FROM votes WHERE id = NEW.id "
         "OR (user_id = NEW.user_id AND key = NEW.key) OR supersedes = NEW.supersedes) "

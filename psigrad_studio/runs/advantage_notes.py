@@ -14,12 +14,12 @@ Row = Mapping[str, Any]
 
 
 def shown(value: Any) -> str:
-    """Return a number for display, with a minus sign."""
+    """Return a number as text for display, with a typographic minus sign."""
     return _shown(value).replace("-", "−")
 
 
 def explained(row: Row, group: Sequence[Row]) -> str:
-    """Return one or two sentences on a row of rollouts.jsonl. `group` is all rows of its group, including itself."""
+    """Return one or two sentences that explain the advantage of a row of rollouts.jsonl. `group` is all rows of its group."""
     if row.get("kind") == "eval":
         return "Held-out completions are measured and not trained on."
     if row.get("kind") != "train":
@@ -64,7 +64,7 @@ def _not_used(group: Sequence[Row]) -> str:
 
 
 def _zero(row: Row, group: Sequence[Row]) -> str:
-    """Return the reason why an advantage is 0. Several causes are possible."""
+    """Return a sentence that says why an advantage is 0."""
     rewards, own = _rewards(group), number(row.get("reward"))
     mask = _listed(row, "mask")
     if not mask or any(mask):
@@ -83,7 +83,7 @@ def _zero(row: Row, group: Sequence[Row]) -> str:
 
 
 def _neighbours(row: Row, group: Sequence[Row]) -> str:
-    """Return True if the advantages look like those of a pair method: one is 1, one is −1, the others are 0."""
+    """Return "best and worst" if the advantages look like those of a pair method (one 1, one −1, the others 0), otherwise ""."""
     found = sorted(number(member.get("advantage")) for member in group)
     pairs = len(found) > 2 and found[0] == -1 and found[-1] == 1 and all(value == 0 for value in found[1:-1])
     return "best and worst" if pairs else ""
@@ -98,7 +98,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def group_said(group: Sequence[Row]) -> str:
-    """Return one line on the learning signal of a group."""
+    """Return a line about the learning signal of a group, such as its mean reward and spread; "" if it has no rewards."""
     rewards = _rewards(group)
     if not rewards or not group or group[0].get("kind") == "episode":
         return ""

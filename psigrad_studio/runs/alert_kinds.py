@@ -1,4 +1,4 @@
-"""A run's alerts by kind: the first and the last step, the count, and whether an action is needed."""
+"""A run's warnings grouped by rule: first and last step, count, and whether an action is needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from psigrad.records.warnings import BY_NAME, RunWarning, Watch
 
 
 def alert_of(alert: RunWarning) -> dict[str, Any]:
-    """Return an alert with the texts of its rule."""
+    """Return a warning as JSON, with the texts of its rule."""
     rule = BY_NAME[alert.rule]
     return {
         "rule": alert.rule,
@@ -25,10 +25,10 @@ def alert_of(alert: RunWarning) -> dict[str, Any]:
 
 
 def by_kind(alerts: Sequence[RunWarning], watch: Watch) -> list[dict[str, Any]]:
-    """Return one entry for each rule that was ever raised, active ones first.
+    """Return one entry for each rule that ever gave a warning, active ones first.
 
-    Each was raised `count` times, from `step` to `ended` (None: it is active). It is `calm` if it has ended, or if a solved task
-    explains it.
+    An entry has the `count` of warnings, the first `step`, and the step `ended` (None: the rule is still active). It is `calm`,
+    so that no action is needed, if it has ended, or if a solved task explains it.
     """
     found: dict[str, list[RunWarning]] = {}
     for alert in alerts:

@@ -1,4 +1,4 @@
-"""Curves for the page: all points, or only those that the page lacks. Curves with too many points are thinned."""
+"""Curves for the page: all points, or only those that the page does not have yet. Curves with too many points are thinned."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ SECONDS = 1.0
 def curves(
     cache: RunCache, run: str, generation: int, have: Mapping[str, int], names: Sequence[str] | None, axis: str
 ) -> dict[str, Any]:
-    """Return a run's curves. Points that the page has from another generation are ignored."""
+    """Return a run's curves, without the points that the page already has: `have` maps a curve to their number.
+
+    These are ignored if they are from another `generation`, that is, from before the run was restarted.
+    """
     history = cache.history(run)
     history.catch_up(SECONDS)
     with history.lock:
@@ -45,7 +48,7 @@ def curves(
 
 
 def _usual(name: str) -> bool:
-    """Return True if a figure is shown by default: named signals, and the mean of each reward function."""
+    """Return True if a metric is shown by default: the main metrics, and the mean of each reward function."""
     return name in SIGNAL_BY_NAME or (name.startswith("rewards/") and name.endswith("/mean"))
 
 
@@ -70,7 +73,10 @@ def _curve(history: History, series: Series, have: int, axis: str, grids: dict[b
 
 
 def thinned(values: Sequence[float], most: int) -> list[int]:
-    """Return the indices of the minimum and the maximum in each of most / 2 stretches, in order. Thinning keeps all extremes."""
+    """Return the indices of the points that a thinned curve keeps: minimum and maximum in each of `most` / 2 sections, in order.
+
+    So all extremes stay visible.
+    """
     y = np.asarray(values, float)
     edges = np.linspace(0, len(y), most // 2 + 1).astype(int)
     kept = []

@@ -1,4 +1,4 @@
-"""Read files that another process may be writing, from the end of the last read, without disturbing the writer."""
+"""Incremental reading of files that another process may be writing, without disturbing the writer."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def content(path: Path, most: int = 4 << 20) -> bytes:
 
 @dataclass
 class Tail:
-    """The lines of a growing file, each returned once.
+    """A reader of a growing file, which returns each line once.
 
-    A truncated, replaced or rewritten file is read again from the start, and `generation` counts this. A resumed run does so: it
-    truncates its rows to its checkpoint. A last line without a newline is left for the next read.
+    A file that was truncated, replaced or rewritten is read again from the start, and `generation` counts how often. A resumed
+    run, for example, truncates its rows to its checkpoint. A last line without a newline is left for the next read.
     """
 
     path: Path
     longest: int = LONGEST_LINE
-    """The size in bytes above which a line is read in pieces, which are not rows."""
+    """The most bytes of a line. A longer line is read in pieces, which are no valid rows."""
     generation: int = 0
     offset: int = 0
     _identity: tuple[int, int] | None = None

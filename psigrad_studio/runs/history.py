@@ -1,4 +1,4 @@
-"""One run's figures, read while they are written: columns by key, seconds and tokens by step, and the state of the run."""
+"""One run's metrics, read while they are written: points by key, seconds and tokens by step, and the state of the run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from psigrad_studio.runs.tokens import is_deep
 
 BYTES_AT_ONCE = 1 << 20
 MOST_KEYS, MOST_EVENTS = 400, 200
-# The limits on bytes in a line of figures, and in all stored events.
+# The most bytes in a line of metrics, and in all stored events.
 LONGEST_LINE, EVENT_BYTES = 1 << 20, 1 << 20
 SILENT_SECONDS = 120.0
 
 
 @dataclass
 class Series:
-    """The points of one key, in order of steps."""
+    """The points (step, value) of one metric, in order of steps."""
 
     steps: array[float] = field(default_factory=lambda: array("d"))
     values: array[float] = field(default_factory=lambda: array("d"))
@@ -48,7 +48,7 @@ class History:
     def _clear(self) -> None:
         self.series: dict[str, Series] = {}
         self.seconds = Series()
-        """The seconds spent in all steps up to a step."""
+        """The seconds that all steps up to each step took together."""
         self.tokens = Series()
         self.version, self.last_step, self.whole = 0, 0.0, False
         self.written = 0.0
@@ -56,11 +56,14 @@ class History:
         self._names = SignalNames()
         self.events: list[dict[str, Any]] = []
         self.code: Any = None
-        """Hashes of the user's code that the run was last started with."""
+        """Hashes of the user's code with which the run was last started."""
         self._event_bytes = array("q")
 
     def read(self, most: int = BYTES_AT_ONCE) -> bool:
-        """Read new rows. Return False if more remain. A run that went back to a checkpoint is read again from its start."""
+        """Read new rows, up to about `most` bytes. Return False if more remain.
+
+        If the run was resumed from a checkpoint, and its files were truncated, they are read again from the start.
+        """
         with self.lock:
             tails = (self._metrics, self._timings, self._events)
             restarted = [tail.restarted() for tail in tails]
@@ -135,9 +138,9 @@ class History:
                 self._add(self._names.of(key), step, value)
 
     def at(self, axis: str, steps: array[float]) -> list[float]:
-        """Return the second (`axis` "time") or the token count ("tokens") at each of some ascending steps.
+        """Return the seconds (`axis` "time") or the tokens ("tokens") of the run up to each of these ascending steps.
 
-        Return the steps themselves if neither is known.
+        Return the steps themselves if these numbers are not known.
         """
         known = self.seconds if axis == "time" else self.tokens
         if axis == "step" or not known.steps:
@@ -161,7 +164,7 @@ class History:
         return "running" if alive else "failed" if last else "stopped"
 
     def alerts(self, state: str) -> list[RunWarning]:
-        """Return the alerts of all rules, and one more if a running run has been silent for too long."""
+        """Return the warnings of all rules, and one more if a running run has written nothing for too long."""
         found = self.watch.alerts()
         usual = statistics.median(self.series["step_time"].values[-100:]) if "step_time" in self.series else 0.0
         silent = time.time() - self.written
@@ -174,7 +177,7 @@ _KINDS = ("started", "resumed", "saved", "finished", "stopped")
 
 
 def _point(series: Series, step: float, value: float) -> None:
-    """Add a point. A second point of a step replaces the first; a point of an earlier step is dropped."""
+    """Add a point to a series. It replaces a point of the same step, and is ignored if a later step exists."""
     if series.steps and step <= series.steps[-1]:
         if step == series.steps[-1]:
             series.values[-1] = value
@@ -191,9 +194,9 @@ def _modified(path: Path) -> float:
 
 
 def _holder_lives(path: Path) -> bool | None:
-    """Return True if the process that holds a run's lock is alive; None if this machine cannot determine it.
+    """Return True if the process that holds a run's lock is alive; None if that cannot be determined on this machine.
 
-    The lock itself is not tried, because a trainer that starts at that moment would fail with an error.
+    This function does not try to take the lock, because a trainer that starts at that moment would fail with an error.
     """
     words = content(path / ".lock", 4096).decode("utf-8", "replace").split()
     if len(words) < 4 or words[0] != "process" or not words[1].isdecimal() or words[3].rstrip(",") != socket.gethostname():

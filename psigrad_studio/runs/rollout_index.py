@@ -25,7 +25,7 @@ MOST = 2_000_000
 
 @dataclass(frozen=True)
 class RolloutQuery:
-    """A filter on rollouts. None in a field means all."""
+    """A filter on rollouts. A field that is None allows all values."""
 
     step: float | None = None
     kind: str | None = None
@@ -33,14 +33,14 @@ class RolloutQuery:
     low: float | None = None
     high: float | None = None
     zero: bool = False
-    """True to return only rollouts that were trained on with an advantage of 0."""
+    """True to return only rollouts that were trained on and have the advantage 0."""
     text: str = ""
     order: str = "newest"
     """The order: newest, oldest, best or worst."""
 
 
 class RolloutIndex:
-    """The index of one file, which grows with the file."""
+    """The index of one rollouts.jsonl, which grows with the file."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.lock = path / "rollouts.jsonl", threading.Lock()
@@ -152,9 +152,9 @@ class RolloutIndex:
         }
 
     def dead(self, step: float) -> tuple[int, int, int, int]:
-        """Count the groups trained on in a step.
+        """Count the groups of a step that were trained on, and the dead ones, whose rewards are all equal.
 
-        Return (all groups, groups with equal rewards, those at the run's highest reward, those at its lowest).
+        Return (all groups, dead groups, dead groups at the run's highest reward, dead groups at its lowest).
         """
         with self.lock:
             steps, kinds, reward, group = (np.array(x) for x in (self._step, self._kind, self._reward, self._group))
@@ -168,8 +168,9 @@ class RolloutIndex:
         return len(found), len(dead), sum(r == top for r in dead), sum(r == bottom for r in dead)
 
     def worst(self, step: float, by: str, count: int = 3) -> list[int]:
-        """Return the rollouts of a step to look at first: those with the lowest reward, the truncated ones, or those without a
-        score.
+        """Return the numbers of the `count` rollouts of a step to look at first: those with the lowest rewards.
+
+        If `by` is "longest", truncated ones come first, and if it is "unscored", those without a score.
         """
         with self.lock:
             steps, kinds = np.array(self._step), np.array(self._kind)

@@ -1,4 +1,4 @@
-"""Completions for the page: a list, a group side by side, and a pair for the labels."""
+"""Responses with completions: a list, a group side by side, and a pair for the labelling page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def listed(index: RolloutIndex, wanted: RolloutQuery, first: int, count: int, se
 
 
 def briefs(index: RolloutIndex, numbers: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the rows of the list."""
+    """Return the list entries of the rollouts with these numbers."""
     return [
         {
             "n": n,
@@ -54,7 +54,7 @@ def briefs(index: RolloutIndex, numbers: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def dead_said(index: RolloutIndex, step: float) -> str:
-    """Return the reason why the dead groups of a step are dead: all correct, or all wrong."""
+    """Return a sentence with the number of dead groups (equal rewards) of a step, all right or all wrong; "" without any."""
     total, dead, good, bad = index.dead(step)
     if not dead:
         return ""
@@ -77,7 +77,7 @@ def _last_said(prompt: Any) -> str:
 
 
 def group(index: RolloutIndex, n: int, generation: int, run: Path, root: Path, seconds: float) -> dict[str, Any]:
-    """Return a group of rollouts, with its prompt once. Raises `Refused` if the run has gone back to a checkpoint since."""
+    """Return the group of a rollout, with its prompt once. Raises `Refused` if the run's file was truncated since."""
     index.read(seconds)
     rows = _rows(index, index.group_of(n)[:MOST_MEMBERS], generation, seconds)
     if not rows:
@@ -100,7 +100,7 @@ def group(index: RolloutIndex, n: int, generation: int, run: Path, root: Path, s
 
 
 def _cuts(cuts: Any) -> list[str]:
-    """Return sentences on the environment's messages that the policy did not read in full."""
+    """Return sentences on the environment's observations that were cut or dropped before the policy read them."""
     found = [cut for cut in cuts if isinstance(cut, Mapping)] if isinstance(cuts, list) else []
     whose = [f"answer to turn {cut.get('turn')}" if cut.get("turn") else "opening" for cut in found]
     ways = ["was dropped" if cut.get("kind") == "dropped" else "was cut" for cut in found]

@@ -1,4 +1,4 @@
-"""A cache within limits of the data read from all runs: their figures and the indices of their completions."""
+"""A bounded cache of the data of all runs: their metrics and the indices of their completions."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from psigrad_studio.runs.tokens import config_of
 MOST_POINTS, MOST_INDEXES = 20_000_000, 8
 PICTURE, PICTURE_BYTES, GIF = run_folder.VIDEO, 16 << 20, (b"GIF87a", b"GIF89a")
 _LAST = ("reward", "return", "accuracy", "token_accuracy", "loss")
-# The settings that do not change the training result.
+# The settings that do not affect the training result.
 _ASIDE = frozenset({"video", "record_tokens", "reward_timeout", "reward_workers", "micro_batch_tokens"})
 T = TypeVar("T")
 
 
 class RunCache:
-    """The runs below a folder, by identifier."""
+    """The runs in a folder, by identifier, with their cached data."""
 
     def __init__(self, root: Path) -> None:
         self.finder, self.notes = RunFinder(root), RunNotes(root)
@@ -49,11 +49,11 @@ class RunCache:
         return found
 
     def history(self, run: str) -> History:
-        """Return a run's figures."""
+        """Return a run's metrics, with newly written rows."""
         return self._kept(self._histories, run, History, len(self.finder.places()) + 1)
 
     def rollouts(self, run: str) -> RolloutIndex:
-        """Return the index of a run's completions."""
+        """Return the index of a run's completions, from the cache or new."""
         return self._kept(self._rollouts, run, RolloutIndex, MOST_INDEXES)
 
     def _kept(self, cache: OrderedDict[str, T], run: str, make: Callable[[Path], T], most: int) -> T:
@@ -89,7 +89,7 @@ class RunCache:
         return self._entry(place, None) | self.notes.of(place.name)
 
     def _entry(self, place: RunPlace, known: tuple[Any, dict[str, Any]] | None) -> dict[str, Any]:
-        # An ended run with unchanged files needs no second look.
+        # An ended run whose files have not changed is not read again.
         if known is not None and known[1]["whole"] and known[1]["state"] != "running" and known[0] == _signature(place.path):
             return known[1]
         history = self.history(place.id)
@@ -117,7 +117,7 @@ class RunCache:
         }
 
     def _trim(self) -> None:
-        """Drop the least recently used figures if there are too many."""
+        """Drop the least recently used data if the cache is too large."""
         with self._lock:
             points = {run: sum(len(s.steps) for s in h.series.values()) for run, h in self._histories.items()}
             for run in list(self._histories)[:-1]:
@@ -145,7 +145,10 @@ def _begins_as_gif(run: Path) -> bool:
 
 
 def described(config: Mapping[str, Any], code: Any) -> dict[str, Any]:
-    """Return the method, model, seed, and a key of the settings and of the user's code that runs with other seeds share."""
+    """Return a run's method, model and seed, and a key that is equal for runs that differ only in the seed.
+
+    The key is a hash of the settings and of the user's code.
+    """
     kind, given = kind_of(config), flatten(config)
     name: Any = {"sft": "sft", "reward": "reward model", "preference": config.get("loss")}.get(kind, config.get("algorithm"))
     if isinstance(name, Mapping):

@@ -1,4 +1,4 @@
-"""Find the run folders. A run is identified by a hash of its path, so that no text of a request becomes a path."""
+"""The search for run folders. A run is identified by a hash of its path, so that no text of a request becomes a path."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RunPlace:
 
 
 class RunFinder:
-    """The run folders below `root`. A folder that contains one of some known files is a run.
+    """The run folders below `root`. A folder is a run if it contains a known file, such as metrics.
 
     The search runs at most once a second. Links are not followed.
     """

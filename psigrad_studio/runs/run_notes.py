@@ -18,7 +18,7 @@ EMPTY: dict[str, Any] = {"tags": [], "note": ""}
 
 
 class RunNotes:
-    """The notes below a folder of runs."""
+    """The store of the tags and notes of all runs in a folder."""
 
     def __init__(self, root: Path) -> None:
         self.folder, self.path = root.resolve().name, root.resolve().parent / FILE

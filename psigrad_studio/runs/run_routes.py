@@ -34,8 +34,7 @@ from psigrad_studio.studio_settings import StudioSettings
 
 FIRST_ROWS = "first_rows"
 MOST_RUNS, MOST_TABLE, MOST_STREAMS = 40, 10_000, 32
-"""The limits on runs in a request for curves (the page sends as many as it needs) and for a table, and on pages that follow runs.
-"""
+"""The most runs in a request for curves, the most runs in a table, and the most pages that follow runs live."""
 LOOK_SECONDS, STREAM_SECONDS = 0.5, 600.0
 WAIT_SECONDS = 5.0
 OWN_PROJECT = "Sent from runs"
@@ -61,13 +60,13 @@ class CurvesForm(RequestForm):
 
 
 class RunForm(RequestForm):
-    """One run."""
+    """A request body with the identifier of a run."""
 
     run: Id
 
 
 class TableForm(RequestForm):
-    """Runs as rows."""
+    """A request for a table of runs."""
 
     runs: Annotated[list[Id], Field(max_length=MOST_TABLE)]
 
@@ -95,7 +94,7 @@ class RolloutsForm(RunForm):
 
 
 class GroupForm(RunForm):
-    """The group of a rollout. `generation` is that of the list that contained it."""
+    """A request for the group of a rollout. `generation` is that of the list from which the rollout was chosen."""
 
     n: Row
     generation: int = 0
@@ -244,7 +243,7 @@ def _about(cache: RunCache, run: str, seconds: float) -> dict[str, Any]:
 
 
 def _first_rows(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the first rows as the run's model read them, restricted to the shape that a run writes."""
+    """Return the run's first rows as its model read them, from the events. Parts of another shape than runs write are dropped."""
     rows = next((event.get("rows") for event in reversed(events) if event.get("kind") == FIRST_ROWS), None)
     found = [row for row in rows if isinstance(row, list) and len(row) == 2] if isinstance(rows, list) else []
     return [
@@ -271,7 +270,7 @@ def _live(routes: APIRouter, cache: RunCache) -> None:
 async def _events(
     cache: RunCache, ids: list[str], streams: threading.BoundedSemaphore, ending: threading.Event
 ) -> AsyncIterator[str]:
-    """Yield changes as they happen: the entry of each run, with the version of its figures."""
+    """Yield server-sent events with the list entry of each run that has changed, and the version of its metrics."""
     seen: dict[str, Any] = {}
     try:
         looks = int(STREAM_SECONDS / LOOK_SECONDS)
@@ -280,7 +279,7 @@ async def _events(
             for run in ids:
                 if ending.is_set():
                     return
-                # an ended run may be resumed, but is checked less often
+                # an ended run may be resumed, so it is checked too, but less often
                 if run in seen and seen[run]["state"] != "running" and look % 6:
                     continue
                 entry = await run_in_threadpool(_entry, cache, run)

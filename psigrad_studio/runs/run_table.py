@@ -1,4 +1,4 @@
-"""Runs as rows of a table: the last value of each important figure, and the settings that differ among the runs."""
+"""A table with runs as rows: the last value of each main metric, and the settings that differ among the runs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from psigrad.records.signals import SIGNALS
 from psigrad_studio.runs.run_cache import RunCache
 from psigrad_studio.runs.tokens import config_of
 
-# The location of a run says nothing about it.
+# The settings that do not describe the training: the run's folder, and the display of its progress.
 ASIDE = frozenset({"run.output_dir", "run.progress"})
 
 
 def table(cache: RunCache, ids: Sequence[str]) -> dict[str, Any]:
-    """Return `figures` and `settings` as columns, and for each run its values of both."""
+    """Return the table: the columns `figures` (metrics) and `settings`, and the values of both for each run."""
     places = cache.finder.places()
     known = [places[run] for run in ids if run in places]
     settings = [flatten(config_of(place.path)) for place in known]
@@ -35,7 +35,7 @@ def table(cache: RunCache, ids: Sequence[str]) -> dict[str, Any]:
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the settings that differ among the runs, in the order of the first run that has them."""
+    """Return the names of the settings that differ among the runs, in the order of the first run that has them."""
     names = list(dict.fromkeys(name for own in settings for name in own if name not in ASIDE))
     return [name for name in names if len({_said(own.get(name)) for own in settings}) > 1]
 

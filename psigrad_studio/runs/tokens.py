@@ -24,9 +24,9 @@ _COLUMNS = {
 
 
 def token_table(row: Mapping[str, Any], texts: Sequence[str]) -> dict[str, list[Any]]:
-    """Return columns of equal length. Figures that the run did not record have no column.
+    """Return name -> value for each token of a completion. Figures that the run did not record have no column.
 
-    ratio = π_trained / π_sampled, at the last pass over the batch; kl = the k3 estimate of KL(π_sampled ‖ π_ref) of the token.
+    ratio is π_trained / π_sampled in the last pass over the batch. kl is the k3 estimate of KL(π_sampled ‖ π_ref) at the token.
     """
     count = len(texts)
     found: dict[str, list[Any]] = {"text": list(texts)}
@@ -67,13 +67,13 @@ def _exp(x: float) -> float | None:
 
 
 def _k3(log_ratio: float) -> float | None:
-    """Return exp(x) − 1 − x with x = log π_ref − log π."""
+    """Return the k3 estimate of the KL, exp(x) − 1 − x with x = log π_ref − log π; None if it is not finite."""
     e = _exp(log_ratio)
     return None if e is None else e - 1 - log_ratio
 
 
 def texts_of(row: Mapping[str, Any], tokenizer: Any) -> list[str]:
-    """Return the text of each token of a completion, or its number without a tokenizer."""
+    """Return the text of each token of a completion, or without a tokenizer its id."""
     given = row.get("completion_ids")
     known = (range(2**31), range(FIRST, 2 * FIRST))
     ids = [i for i in (given if isinstance(given, list) else ()) if type(i) is int and any(i in x for x in known)][:MOST_TOKENS]
@@ -83,7 +83,7 @@ def texts_of(row: Mapping[str, Any], tokenizer: Any) -> list[str]:
 
 
 def _pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Return texts that join to the full text. A character of several tokens appears at the last of them."""
+    """Return a text for each token. Joined, they are the full text. A character of several tokens belongs to the last of them."""
     found, start, said = [], 0, ""
     for end in range(1, len(ids) + 1):
         if ids[end - 1] >= FIRST:
@@ -95,7 +95,7 @@ def _pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
             found.append("")
             continue
         found.append(now[len(said) :] if now.startswith(said) else now)
-        # Decode after the last token, since some tokenizers treat a first token differently.
+        # Decode each token together with the previous one, since some tokenizers treat a first token differently.
         start = end - 1
         said = tokenizer.decode(list(ids[start:end]), skip_special_tokens=False)
     return found

@@ -1,1 +1,1 @@
-"""Environments that are stepped together, their spaces, and the rollouts collected from them."""
+"""Vector environments, their spaces, and the collection of rollouts from them."""

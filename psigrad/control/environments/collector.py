@@ -1,4 +1,4 @@
-"""Collecting the steps of a policy in several environments as trajectories."""
+"""The collection of rollouts: a policy's steps in several environments, as trajectories."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from psigrad.errors import UserError
 
 
 class Normalizer:
-    """The normalisation of observations by their running mean and deviation, and of rewards by that of the discounted return.
+    """The normalisation of observations and rewards by running statistics.
 
-    The statistics change between rollouts only, so that every step of a rollout is normalised alike.
+    Observations get mean 0 and standard deviation 1. Rewards are divided by the standard deviation of the discounted return. The
+    statistics change only between rollouts, so that every step of a rollout is normalised alike.
     Source: Andrychowicz et al. 2021, arXiv:2006.05990; the `VecNormalize` of Stable-Baselines.
     """
 
@@ -31,7 +32,7 @@ class Normalizer:
         """[E] the discounted return of the current episodes."""
 
     def see(self, observation: Array) -> Array:
-        """Return normalised observations [..., D] for the network."""
+        """Return observations [..., D] normalised for the network, or unchanged if this is off."""
         if not self.observations:
             return observation
         moments = self.observation_moments
@@ -39,7 +40,7 @@ class Normalizer:
         return np.clip(z, -self._CLIP, self._CLIP).astype(np.float32, copy=False)
 
     def scale(self, reward: Array) -> Array:
-        """Return normalised rewards for the algorithm."""
+        """Return rewards normalised for the algorithm, or unchanged if this is off."""
         return (
             np.clip(reward / np.float32(np.sqrt(self.return_moments.var[0] + 1e-8)), -self._CLIP, self._CLIP)
             if self.rewards
@@ -63,11 +64,11 @@ class Normalizer:
         self.return_moments.add(returns.reshape(-1, 1))
 
     def restart(self) -> None:
-        """Reset the returns of the current episodes, since new ones have started in all environments."""
+        """Set the running discounted returns to 0, when new episodes have started in all environments."""
         self.running = np.zeros(len(self.running))
 
     def copy(self) -> Normalizer:
-        """Return a copy that does not change when this normaliser learns."""
+        """Return a copy whose statistics do not change with those of this one."""
         made = copy.copy(self)
         made.observation_moments, made.return_moments = copy.copy(self.observation_moments), copy.copy(self.return_moments)
         return made
@@ -79,7 +80,7 @@ class Normalizer:
         return {**found, "returns": [float(returns.mean[0]), float(returns.var[0]), returns.count]}
 
     def restore(self, state: Mapping[str, list[float]]) -> None:
-        """Load what `state` returned."""
+        """Restore the statistics from the result of `state`."""
         self.observation_moments = RunningMoments(0, np.array(state["mean"]), np.array(state["var"]), state["seen"][0])
         mean, var, count = state["returns"]
         self.return_moments = RunningMoments(1, np.array([mean]), np.array([var]), count)
@@ -104,17 +105,18 @@ class RunningMoments:
 _GIVE_A_LIMIT = (
     "Give the environment a time limit: gymnasium.wrappers.TimeLimit, or for an id env_kwargs={max_episode_steps: 1000}."
 )
-# The maximum steps of an episode when a rollout needs complete episodes and no limit is declared.
+# The most steps of an episode when a rollout needs complete episodes and the environment declares no limit.
 _NO_END = 100_000
-# The number of episodes in a mean, as in Stable-Baselines3's stats_window_size.
+# The number of last episodes over which metrics are averaged, as in Stable-Baselines3's stats_window_size.
 WINDOW = 100
 
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """T steps of E environments as trajectories: N rows of consecutive chosen steps.
+    """The steps of several environments as N rows (trajectories).
 
-    Flat arrays hold the M chosen steps, row after row.
+    A row has consecutive steps of one episode, without steps whose action the environment ignored. Flat arrays have the M steps
+    of all rows, row after row.
     """
 
     observation: Array
@@ -132,7 +134,7 @@ class Rollout:
     truncated: Array
     """[N] bool: the row's episode was cut by its limit."""
     after: Array
-    """[N, D] the observation after each row's last step; its value is 0 for a terminated row."""
+    """[N, D] the observation after each row's last step. If the row is terminated, its value is taken as 0."""
 
     @property
     def lengths(self) -> Array:
@@ -141,7 +143,7 @@ class Rollout:
 
 
 class EpisodeStatistics:
-    """The returns and lengths of the last `window` episodes of E environments, in the environment's unscaled rewards."""
+    """The returns (of rewards that are not normalised) and lengths of the last `window` episodes of E environments."""
 
     def __init__(self, count: int, window: int | None = WINDOW) -> None:
         self.returns: deque[float] = deque(maxlen=window)
@@ -150,11 +152,11 @@ class EpisodeStatistics:
         self._return, self._length = np.zeros(count), np.zeros(count, np.int64)
 
     def restart(self) -> None:
-        """Reset the counts of the current episodes, since new ones start in all environments."""
+        """Set the returns and lengths of the current episodes to 0, when new ones start in all environments."""
         self._return[:], self._length[:] = 0, 0
 
     def add(self, step: VectorStep, counted: Array) -> Array:
-        """Add one step of the `counted` [E] environments. Return [E] True where an episode ended with it."""
+        """Add a step in the environments where `counted` [E] is True. Return [E]: True where an episode ended with it."""
         self._return += step.reward * counted
         self._length += counted
         ended: Array = (step.terminated | step.truncated) & counted
@@ -163,7 +165,7 @@ class EpisodeStatistics:
         return ended
 
     def leave(self, limit: int) -> Array:
-        """Record the unfinished episodes that have `limit` steps. Return [E] True for them."""
+        """Count the unfinished episodes with at least `limit` steps as ended. Return [E]: True for them."""
         lost: Array = self._length >= limit
         if lost.any():
             self._note(lost)
@@ -181,7 +183,7 @@ class EpisodeStatistics:
         return int(self._length.max())
 
     def summary(self) -> dict[str, float]:
-        """Return the means under Stable-Baselines3's names, or {} if no episode has ended."""
+        """Return the mean return and length, under Stable-Baselines3's names; {} if no episode has ended."""
         if not self.returns:
             return {}
         return {
@@ -191,7 +193,7 @@ class EpisodeStatistics:
         }
 
     def numbers(self) -> dict[str, list[float]]:
-        """Return the numbers that a checkpoint stores."""
+        """Return the statistics of ended episodes, for a checkpoint."""
         return {"returns": list(self.returns), "lengths": list(self.lengths), "episodes": [self.episodes]}
 
     def begun(self) -> dict[str, Any]:
@@ -199,21 +201,21 @@ class EpisodeStatistics:
         return {"return": self._return.tolist(), "length": self._length.tolist()}
 
     def go_on(self, begun: Mapping[str, Any]) -> None:
-        """Load what `begun` returned."""
+        """Restore the unfinished episodes from the result of `begun`."""
         self._return[:], self._length[:] = begun["return"], begun["length"]
 
     def restore(self, numbers: Mapping[str, list[float]]) -> None:
-        """Load what `numbers` returned."""
+        """Restore the statistics of ended episodes from the result of `numbers`."""
         self.returns.extend(numbers["returns"])
         self.lengths.extend(int(n) for n in numbers["lengths"])
         self.episodes = int(numbers["episodes"][0])
 
 
 class ActionLog:
-    """The actions since all episodes were restarted from a seed.
+    """The log of all actions since the episodes of all environments were restarted from a seed.
 
-    Replaying them restores the environments' state, since the memory of an environment cannot be saved. A run resumes this way
-    in the middle of an episode.
+    The memory of an environment cannot be saved. Replaying the actions restores it, so that a run can resume in the middle of an
+    episode.
     """
 
     MOST = 1 << 26
@@ -224,7 +226,7 @@ class ActionLog:
         self._bytes, self._shape = bytearray(), (0,)
 
     def __len__(self) -> int:
-        """Return the number of bytes so far."""
+        """Return the size of the log in bytes."""
         return len(self._bytes)
 
     def add(self, actions: Array) -> None:
@@ -233,14 +235,14 @@ class ActionLog:
         self._bytes += actions.astype(self.dtype).tobytes()
 
     def actions(self, size: int) -> Array:
-        """Return a copy of the actions in the first `size` bytes, step after step: [T, E] or [T, E, A]."""
+        """Return a copy of the actions in the first `size` bytes of the log: [T, E] or [T, E, A]."""
         if not size:
             return np.zeros(0, self.dtype)
         return np.frombuffer(self._bytes, self.dtype, size // self.dtype.itemsize).reshape(-1, *self._shape).copy()
 
 
 class Collector:
-    """An object that steps environments with a policy and keeps their current observations."""
+    """The collector of rollouts: it steps the environments with a policy, and remembers their current observations."""
 
     def __init__(self, envs: Environments, normalizer: Normalizer) -> None:
         self.envs, self.normalizer, self.statistics = envs, normalizer, EpisodeStatistics(envs.count)
@@ -248,7 +250,7 @@ class Collector:
         self.resumable = False
         """True if actions are logged, so that a run can resume in the middle of an episode."""
         self.raw = False
-        """True if rollouts hold observations and rewards as the environment gave them, for a replay buffer."""
+        """True if rollouts have observations and rewards that are not normalised, for a replay buffer."""
         self._played: type = np.float32 if isinstance(envs.distribution, Normal) else np.int64
         # One byte is enough for a choice of at most 256 actions.
         self._logged: type = np.uint8 if self._played is np.int64 and envs.distribution.outputs <= 256 else self._played
@@ -262,7 +264,7 @@ class Collector:
         self.normalizer.restart()
 
     def replay(self, seed: int, actions: Array) -> None:
-        """Replay the logged `actions` [T, E, …] of episodes that started from `seed`."""
+        """Restart all episodes from `seed` and take the logged `actions` [T, E, …], to restore the environments' state."""
         self.restart(seed)
         for action in actions:  # converted step by step, since all at once would take eight times the memory of the log
             self.observation = self.envs.step(action.astype(self._played)).observation
@@ -270,13 +272,13 @@ class Collector:
             self.log.add(actions)
 
     def steps(self, act: Callable[[Array], Array], count: int) -> Rollout:
-        """Collect `count` steps of every environment, from the end of the last rollout."""
+        """Return a rollout of `count` steps of every environment, which continues the previous rollout."""
         return self._collect(act, count, whole=0)
 
     def episodes(self, act: Callable[[Array], Array], count: int, seed: int) -> Rollout:
-        """Collect `count` complete new episodes of every environment.
+        """Return a rollout of `count` complete episodes of every environment, which start from `seed`.
 
-        Every environment gives the same number, and the first to finish wait for the last. Stopping as soon as enough episodes
+        The number is equal for all environments, so some wait for the last. A rollout that stopped as soon as enough episodes
         have ended would favour short ones.
         """
         self.restart(seed)
@@ -328,7 +330,7 @@ class Collector:
         ends: tuple[list[Array], list[Array]],
         lasts: dict[tuple[int, int], Array],
     ) -> Rollout:
-        """Return the trajectories, environment by environment."""
+        """Return the recorded steps [T, E] as a rollout, whose rows are ordered by environment and time."""
         for name, values in (("reward", reward), ("observation", raw)):
             if not np.isfinite(values).all():
                 raise UserError(f"The environment gave a {name} that is NaN or infinite; fix its step and reset.")
@@ -338,7 +340,7 @@ class Collector:
         rewards = reward if self.raw else self.normalizer.scale(reward)
         first = chosen.copy()
         first[1:] &= ~chosen[:-1] | ended[:-1]
-        e, t = chosen.T.nonzero()  # environment by environment, in order of time
+        e, t = chosen.T.nonzero()  # ordered by environment, then by time
         starts = first[t, e]
         row = starts.cumsum() - 1
         opened = starts.nonzero()[0]
@@ -367,7 +369,7 @@ class Collector:
 
 
 class Played(NamedTuple):
-    """The result of evaluated episodes."""
+    """The returns and lengths of evaluated episodes."""
 
     returns: list[float]
     lengths: list[int]
@@ -378,9 +380,9 @@ class Played(NamedTuple):
 def play(
     envs: Environments, act: Callable[[Array], Array], episodes: int, seed: int, see: Callable[[Array], Array] | None = None
 ) -> Played:
-    """Play `episodes` complete episodes.
+    """Play `episodes` complete episodes with the policy `act`. `see` normalises the observations that it receives.
 
-    Each environment has a fixed share, since taking the episodes that end first would favour short ones. If an environment
+    Each environment plays a fixed share, since taking the episodes that end first would favour short ones. If an environment
     neither declares a limit nor can be given one, its episode is abandoned after `MOST_STEPS` steps.
     """
     observation, left, cut = envs.reset(seed), (episodes + np.arange(envs.count)) // envs.count, 0

@@ -44,8 +44,9 @@ def actions(space: Space) -> tuple[Distribution, Callable[[Array], Array]]:
 def observations(space: Space) -> tuple[int, Callable[[Any], Array]]:
     """Return D, and a function from the E observations of a vector environment to flat numbers [E, D].
 
-    The order is that of `gymnasium.spaces.flatten`, but the channels of stacked frames lie together. Raises `UserError` for a
-    space that cannot be flattened. The function raises `IndexError` for a choice outside its space.
+    D is the number of values of a flat observation. Their order is that of `gymnasium.spaces.flatten`, but the channels of
+    stacked frames are next to each other. Raises `UserError` for a space that cannot be flattened. The function raises
+    `IndexError` for a discrete value outside its space.
     """
     if isinstance(space, spaces.Discrete):
         eye, start = np.eye(int(space.n), dtype=np.float32), int(space.start)
@@ -73,7 +74,7 @@ def observations(space: Space) -> tuple[int, Callable[[Any], Array]]:
                 "gymnasium.wrappers.FilterObservation, or stack the images as channels of one image."
             )
         flattened = [observations(part) for part in parts]
-        # The bytes of an image are scaled here. Together with other numbers they cannot stay bytes.
+        # The bytes of an image are scaled here, since an array with other numbers cannot be uint8.
         makers = [(key, make) for key, (_, make) in zip(keys, flattened, strict=True)]
         return sum(size for size, _ in flattened), lambda o: np.concatenate([_scale(make(o[key])) for key, make in makers], 1)
     raise UserError(
@@ -84,7 +85,7 @@ def observations(space: Space) -> tuple[int, Callable[[Any], Array]]:
 
 
 def _rows(eye: Array, chosen: Array) -> Array:
-    """Return one-hot rows. Raises `IndexError` for choices outside 0 … n − 1, also below 0, where numpy counts from the end."""
+    """Return one-hot rows, which are rows of `eye`. Raises `IndexError` for indices outside 0 … n − 1, negative ones included."""
     if chosen.size and chosen.min() < 0:
         raise IndexError(f"{chosen.min()} is below 0")
     found: Array = eye[chosen]
@@ -92,9 +93,9 @@ def _rows(eye: Array, chosen: Array) -> Array:
 
 
 def image(space: Space) -> Image | None:
-    """Return the image shape of a Box of three dimensions, or of four for stacked frames, else None.
+    """Return the `Image` of a Box with three dimensions, or with four for stacked frames, otherwise None.
 
-    Two equal dimensions beside each other are height and width. Otherwise the smaller of the outer two is that of the channels.
+    Two equal neighbouring dimensions are height and width. Otherwise the smaller of the first and the last is the channels.
     """
     if not (isinstance(space, spaces.Box) and len(space.shape) in (3, 4)):
         return None
@@ -105,7 +106,7 @@ def image(space: Space) -> Image | None:
 
 
 def picture(space: Space) -> tuple[int, Image | None]:
-    """Return (the start in the flat vector, the image) of the image in an observation or in one of its parts."""
+    """Return (the image's start in the flat observation, the image) for the first image in a space; (0, None) if it has none."""
     if not isinstance(space, spaces.Dict | spaces.Tuple):
         return 0, image(space)
     at = 0
@@ -122,7 +123,7 @@ def _scale(part: Array) -> Array:
 
 
 def stack(space: Space, items: Sequence[Any]) -> Any:
-    """Stack observations as a vector environment does. A Dict becomes a dictionary of arrays."""
+    """Return a batch of observations, as from a vector environment. A Dict becomes a dictionary of arrays."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         room: Any = create_empty_array(space, len(items))
         return concatenate(space, items, room)
@@ -130,7 +131,10 @@ def stack(space: Space, items: Sequence[Any]) -> Any:
 
 
 def batch_of(space: Space, observation: Any) -> tuple[Any, bool]:
-    """Return (a batch of one, True) for one observation, or (the batch, False) for a batch. Raises `UserError` for others."""
+    """Return (a batch of one, True) for one observation, or (observation, False) for a batch.
+
+    Raises `UserError` for any other shape.
+    """
     shapes = list(_shapes(space, observation))
     if all(found == shape for found, shape in shapes):
         return stack(space, [observation]), True
@@ -154,7 +158,7 @@ def _shapes(space: Space, observation: Any) -> Iterator[tuple[tuple[int, ...], t
 
 
 def to_json(space: Space) -> dict[str, Any]:
-    """Return a space as plain values, if a policy of psigrad can have it. `from_json` is the inverse."""
+    """Return a space as values that JSON can represent. `from_json` is the inverse."""
     kind: dict[str, Any] = {"type": type(space).__name__}
     if isinstance(space, spaces.Dict):
         return {"type": "Dict", "spaces": {key: to_json(part) for key, part in space.spaces.items()}}
@@ -191,14 +195,14 @@ def from_json(stored: Mapping[str, Any]) -> Space:
 
 
 def _bounds(values: Array) -> Any:
-    """Return the bounds as JSON values: one number if all are equal. Infinity becomes a text that numpy can read."""
+    """Return a space's bounds as values that JSON can represent: one number if all are equal; infinity as a text for numpy."""
     if values.size and (values == values.flat[0]).all():
         values = values.reshape(-1)[0]
     return values.tolist() if np.isfinite(values).all() else values.astype(str).tolist()
 
 
 def _choices(space: spaces.MultiDiscrete | spaces.MultiBinary) -> tuple[tuple[int, ...], Array]:
-    """Return the number of options of each choice, and the first option of each [K]."""
+    """Return (the number of options of each of the K choices, the first option of each [K])."""
     if isinstance(space, spaces.MultiBinary):
         count = math.prod(space.shape)
         return (2,) * count, np.zeros(count, np.int64)

@@ -1,8 +1,8 @@
-"""Gymnasium environments that are stepped together, with one interface for all modes of restarting an episode.
+"""Vector environments of Gymnasium, with one interface for all modes in which the next episode is started.
 
 When an episode of a vector environment ends, Gymnasium starts the next one in one of three modes: in the following step, which
 ignores its action (`NEXT_STEP`, the default since 1.0), in the same step (`SAME_STEP`), or on request only (`DISABLED`).
-Here all three give the same `VectorStep`: the outcome of the action, the end of the episode, and whether the policy chose.
+Here all three give the same `VectorStep`: the outcome of the action, the end of the episode, and whether the action was used.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from psigrad.importing import imported_callable, imported_module
 from psigrad.processes.workers.child import reason_for
 
 RETURNS = "Gymnasium's reset returns (observation, info), and its step (observation, reward, terminated, truncated, info)."
-# An evaluated episode without any other limit is cut after this many steps. Otherwise one without an end would run for ever.
+# An evaluated episode without any other limit is cut after this many steps, since it might never end.
 # Atari games end after 27,000 steps.
 MOST_STEPS = 30_000
 # From this many copies on, one numpy program for all is faster than a Python loop over them.
@@ -37,9 +37,10 @@ _WORTH_VECTORISING = 8
 
 
 class Serial:
-    """Environments in a plain loop, each restarted in the step that ends its episode (`SAME_STEP`).
+    """A vector environment that steps its environments in a loop, and restarts each in the step that ends its episode.
 
-    It is meant for a few cheap environments. Gymnasium's `SyncVectorEnv` takes twice the time, because of copies and infos.
+    It is for a few cheap environments, and its mode is `SAME_STEP`. Gymnasium's `SyncVectorEnv` takes twice the time, because it
+    copies observations and collects infos.
     """
 
     def __init__(self, envs: Sequence[gym.Env[Any, Any]]) -> None:
@@ -49,19 +50,19 @@ class Serial:
         self.single_action_space = envs[0].action_space
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Array, dict[str, Any]]:
-        """Do the same as `VectorEnv.reset`."""
+        """Start an episode in each environment, and return (observations, infos), as `VectorEnv.reset` does."""
         seeds = [None] * self.num_envs if seed is None else range(seed, seed + self.num_envs)
         return self._stack([_begun(env.reset(seed=s)) for env, s in zip(self.envs, seeds, strict=True)]), {}
 
     def step(self, actions: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:
-        """Do the same as `VectorEnv.step`."""
+        """Act in each environment, and return (observations, rewards, terminated, truncated, infos), as `VectorEnv.step` does."""
         n = self.num_envs
         reward, terminated, truncated = np.empty(n, np.float32), np.empty(n, bool), np.empty(n, bool)
         seen, finals = [], {}
         for i, env in enumerate(self.envs):
             observation, reward[i], terminated[i], truncated[i], _ = env.step(actions[i])
             if terminated[i] or truncated[i]:
-                # Simulators may return one array each time, which their reset overwrites.
+                # Some simulators return the same array each time, which their reset overwrites.
                 finals[i] = copy.deepcopy(observation)
                 observation = _begun(env.reset())
             seen.append(observation)
@@ -81,13 +82,16 @@ class Serial:
 
 
 class Absent(gym.Env[Any, Any]):
-    """The spaces of a policy that was loaded without an environment. The policy can act, but playing fails with an error."""
+    """A stand-in for the environment of a policy that was loaded without one.
+
+    It has the spaces, but `reset` raises `UserError`.
+    """
 
     def __init__(self, observation_space: spaces.Space[Any], action_space: spaces.Space[Any], reason: str) -> None:
         self.observation_space, self.action_space, self.reason = observation_space, action_space, reason
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Raise `UserError`."""
+        """Raise `UserError`: there is no environment to play in."""
         raise UserError(
             f"This policy was loaded without an environment: {self.reason.rstrip('.')}. Call agent.set_env(env), or pass env=… "
             "to load."
@@ -95,7 +99,10 @@ class Absent(gym.Env[Any, Any]):
 
 
 def _begun(returned: Any) -> Any:
-    """Return the observation that `reset` returned. Check the type, since an array of two numbers would unpack as well."""
+    """Return the observation in the result of an environment's `reset`. Raises `UserError` if that is not (observation, info).
+
+    The type is checked, since an array of two numbers would unpack as well.
+    """
     if not (isinstance(returned, tuple) and len(returned) == 2):
         raise UserError(f"The environment's reset returned a value of type {type(returned).__name__}. {RETURNS}")
     return returned[0]
@@ -106,13 +113,13 @@ class VectorStep:
     """The result of one step of E environments."""
 
     observation: Array
-    """[E, D] the next observation of the policy: that of a new episode if one has started."""
+    """[E, D] the observation for the policy's next action: that of a new episode if one has started."""
     reward: Array
     """[E] float32."""
     terminated: Array
-    """[E] bool: the episode ended in a terminal state. The value of its continuation is 0."""
+    """[E] bool: the episode ended in a terminal state, after which the value is 0."""
     truncated: Array
-    """[E] bool: the episode was cut, for example by a time limit. The value of its continuation is V of the last observation."""
+    """[E] bool: the episode was cut, for example by a time limit, so the last observation still has value."""
     chosen: Array
     """[E] bool: False if the step only started a new episode and ignored the action."""
     last: dict[int, Array]
@@ -120,7 +127,7 @@ class VectorStep:
 
 
 class Environments:
-    """E copies of an environment behind one interface: flat observations [E, D] and actions of the policy's distribution.
+    """E copies of an environment behind one interface: flat observations [E, D], and actions as the policy samples them.
 
     Observations are float32, or uint8 for an image of bytes.
     """
@@ -152,7 +159,7 @@ class Environments:
         return self._flat(raw)
 
     def step(self, actions: Array) -> VectorStep:
-        """Act in every environment."""
+        """Take the policy's actions in the environments, and return the outcome."""
         try:
             raw, reward, terminated, truncated, infos = self._env.step(self.to_env(actions))
         except Exception as error:
@@ -174,7 +181,7 @@ class Environments:
         return VectorStep(observation, np.asarray(reward, np.float32), terminated, truncated, chosen, last)
 
     def flat(self, observation: Any) -> tuple[Array, bool]:
-        """Return ([E, D], True) for one observation of the environment, or ([E, D], False) for a batch of them.
+        """Return (the flat observation [1, D], True) for one observation, or (flat observations [E, D], False) for a batch.
 
         Raises `UserError` for anything else.
         """
@@ -231,7 +238,7 @@ class Environments:
 
 
 class _Unchecked(spaces.MultiDiscrete):
-    """A space that does not check the policy's actions. Gymnasium's check took a twentieth of A2C's time."""
+    """An action space that accepts any action, since Gymnasium's check of each action took a twentieth of A2C's time."""
 
     def __init__(self, space: spaces.MultiDiscrete) -> None:
         super().__init__(space.nvec, dtype=space.dtype, start=space.start)
@@ -241,13 +248,13 @@ class _Unchecked(spaces.MultiDiscrete):
         return True
 
 
-# Gymnasium's form "module:Name-v0": it imports the module, which registers the name.
+# Gymnasium's notation "module:Name-v0", for which it imports the module, which registers the name.
 _VERSION = re.compile(r"-v\d+$")
 Made = str | gym.Env[Any, Any] | VectorEnv[Any, Any, Any] | Serial | Callable[[], gym.Env[Any, Any]]
 
 
 def single(env: str, wrappers: Sequence[str] = (), **kwargs: Any) -> gym.Env[Any, Any]:
-    """Make one environment of a registered id in its wrappers, the first one innermost."""
+    """Return one environment of a registered id with these wrappers, of which the first one is innermost."""
     made: gym.Env[Any, Any] = gym.make(register(env), **kwargs)
     for name in wrappers:
         made = imported_callable(name, "wrapper")(made)
@@ -259,7 +266,7 @@ def single(env: str, wrappers: Sequence[str] = (), **kwargs: Any) -> gym.Env[Any
 def make(
     env: Made, count: int = 1, vectorization: str = "auto", wrappers: Sequence[str] = (), limit: int | None = None, **kwargs: Any
 ) -> Environments:
-    """Make `count` copies of an environment.
+    """Return `count` copies of an environment as `Environments`.
 
     `env` is a registered id, "file.py:Class" or "module:Class", a function that makes one, a single environment, or a vector
     environment. `vectorization` is "auto", "serial", or one of Gymnasium's: "sync", "async", "vector_entry_point". `wrappers`
@@ -339,7 +346,7 @@ def _declares(spec: gym.envs.registration.EnvSpec | None) -> bool:
 
 
 def _call(make: Callable[[], Any]) -> gym.Env[Any, Any]:
-    """Make the environment with the user's function or class. Raises `UserError` if it fails or returns anything else."""
+    """Call the user's function or class and return its environment. Raises `UserError` if it fails or returns something else."""
     try:
         made = make()
     except Exception as error:
@@ -374,7 +381,7 @@ def _check_keywords(given: str, spec: gym.envs.registration.EnvSpec, kwargs: Map
 def spec_of(env: str) -> gym.envs.registration.EnvSpec:
     """Return the spec of a registered id. "module:id" first imports the module that registers it, as `gymnasium.make` does."""
     module, _, name = register(env).rpartition(":")
-    if module:  # imported here, so that a module in the current folder is found too
+    if module:  # `gymnasium.make` would not find a module in the current folder
         imported_module(module, "environment's module")
     return gym.spec(name)
 
@@ -392,7 +399,7 @@ def register(env: str) -> str:
 
 
 def source(env: Made) -> Any:
-    """Return the class or function of an environment. A run pins its code."""
+    """Return the user's class or function that makes an environment, so that a run can pin its code."""
     if isinstance(env, str):
         entry = spec_of(env).entry_point
         return gym.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
@@ -400,7 +407,7 @@ def source(env: Made) -> Any:
 
 
 def check_spaces(given: Environments, held: Environments) -> None:
-    """Raise `UserError` if the spaces of the `given` environments are not those that a policy was made for."""
+    """Raise `UserError` if the spaces of the environments `given` differ from those of `held`, on which a policy was trained."""
     if given.spaces != held.spaces:
         found, wanted = (f"observations {o} and actions {a}" for o, a in (given.spaces, held.spaces))
         raise UserError(f"The environment has {found}; expected {wanted}, which this policy was made for.")
@@ -409,7 +416,7 @@ def check_spaces(given: Environments, held: Environments) -> None:
 def _mode(vector: Any) -> AutoresetMode:
     mode = vector.metadata.get("autoreset_mode")
     try:
-        # Some of Gymnasium's wrappers leave a plain string.
+        # Some wrappers of Gymnasium give the mode as a string instead of the enum.
         return AutoresetMode(mode) if isinstance(mode, str) else AutoresetMode(mode.value)
     except (ValueError, AttributeError) as error:
         raise UserError(

@@ -1,1 +1,1 @@
-"""The learning methods of agents: policy gradients, TRPO and DQN, with their optimisers and schedules."""
+"""The learning methods of agents: policy gradients, TRPO and DQN."""

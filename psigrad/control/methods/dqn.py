@@ -1,4 +1,4 @@
-"""Deep Q-learning: act ε-greedily, and learn from replayed transitions against a target network."""
+"""Deep Q-learning: act ε-greedily, and learn from transitions of a replay buffer, with targets from a target network."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REPLAY = "replay.safetensors"
 
 @dataclass(frozen=True, eq=False)
 class Transitions:
-    """M transitions as tensors."""
+    """M transitions from a replay buffer, as tensors."""
 
     observation: Tensor
     """[M, D]"""
@@ -35,9 +35,9 @@ class Transitions:
     reward: Tensor
     """[M]"""
     next_observation: Tensor
-    """[M, D] the observation after the step. At the end of an episode it is the final one, not the first of the next episode."""
+    """[M, D] the observation after the step. For an episode's last step, it is the final one, not that of the next episode."""
     terminated: Tensor
-    """[M] bool: True if nothing follows. An episode cut by its limit is not terminated."""
+    """[M] bool: True if the step ended the episode in a terminal state. False if a limit cut it."""
 
 
 class ReplayBuffer:
@@ -57,7 +57,7 @@ class ReplayBuffer:
         return min(self.added, self.capacity)
 
     def add(self, **fields: Array) -> None:
-        """Add transitions [m, …], oldest first. Of more than `capacity`, keep the last."""
+        """Add transitions [m, …], oldest first. They overwrite the oldest ones beyond `capacity`."""
         count = len(fields["action"])
         place = np.arange(self.added, self.added + count) % self.capacity
         for name, data in self._data.items():
@@ -72,12 +72,12 @@ class ReplayBuffer:
         return Transitions(**{name: torch.from_numpy(data[at]) for name, data in self._data.items()})
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint stores."""
+        """Return the transitions as tensors for a checkpoint."""
         stored = {name: torch.from_numpy(data[: len(self)].copy()) for name, data in self._data.items()}
         return {**stored, "added": torch.tensor(self.added)}
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the transitions with those of another buffer's `tensors`, oldest first. Of more than fit, keep the last.
+        """Replace the transitions by those of another buffer's `tensors`, oldest first. If not all fit, keep the last.
 
         Raises `ValueError` if their observations have another shape.
         """
@@ -90,7 +90,7 @@ class ReplayBuffer:
         self.add(**{name: np.roll(tensors[name].numpy(), -oldest, 0)[-self.capacity :] for name in self._data})
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load what `tensors` returned."""
+        """Restore the buffer from the result of `tensors`."""
         self.added = int(tensors["added"])
         for name, data in self._data.items():
             data[: len(self)] = tensors[name].numpy()
@@ -99,7 +99,8 @@ class ReplayBuffer:
 class DQNTrainer(Trainer):
     """The trainer of DQN (Mnih et al. 2015), with a target network that is copied or averaged, and optional Double DQN.
 
-    The Q-network is an `ActorCritic` without critics. Its outputs are Q(s, ·), and its greedy action is the most likely one.
+    The Q-network is an `ActorCritic` without critics. Its policy outputs are used as Q(s, ·), so that its most likely action is
+    the greedy one.
     """
 
     prints_by_episode = True
@@ -108,22 +109,22 @@ class DQNTrainer(Trainer):
         self.updates = self.since_target = 0
         self.replay = ReplayBuffer(config.dqn.buffer_size, collector.envs.size, collector.observation.dtype)
         self.target = network.flat.detach().clone()
-        collector.raw = True  # statistics change, so transitions are normalised when they are drawn
+        collector.raw = True  # the normaliser's statistics change, so transitions are normalised when they are drawn
         super().__init__(config, network, optimizer, collector)
         _check(config, network)
 
     @property
     def moves(self) -> int:
-        """The number of changes, including added transitions, since they overwrite old ones."""
+        """The number of updates and added transitions: both overwrite state that no `Moment` stores."""
         return super().moves + self.replay.added
 
     def counters(self) -> dict[str, int]:
-        """Return the counters of updates and of the target network's schedule."""
+        """Return the number of updates, and of transitions since the target network's last update, for a checkpoint."""
         return {"updates": self.updates, "since_target": self.since_target}
 
     @property
     def epsilon(self) -> float:
-        """The current share of random actions."""
+        """The current ε, the probability of a random action."""
         d = self.config.dqn
         return q_learning.linear_epsilon(
             self.progress, d.exploration_fraction, d.exploration_initial_eps, d.exploration_final_eps
@@ -135,7 +136,7 @@ class DQNTrainer(Trainer):
         return max(self.config.dqn.train_freq, self.collector.envs.count)
 
     def iterate(self, metrics: bool = True) -> dict[str, float]:
-        """Collect `train_freq` transitions and do their updates. Return their metrics if `metrics` is True."""
+        """Collect `train_freq` transitions, then train on minibatches of the buffer. Return metrics if `metrics` is True."""
         settings, count = self.config.dqn, self.collector.envs.count
         rng = self.rng("act")
         # Epsilon hardly falls within a collection, so one value serves for all of its steps.
@@ -191,16 +192,16 @@ class DQNTrainer(Trainer):
         )
 
     def _follow(self, collected: int) -> None:
-        """Update the target network when it is due."""
+        """Count the `collected` transitions, and update the target network if it is due."""
         self.since_target += collected
         if self.since_target >= self.config.dqn.target_update_interval:
             self.since_target = 0
             q_learning.polyak(self.target, self.network.flat.detach(), self.config.dqn.tau)
 
     def _learn(self, steps: int, rate: float, rng: np.random.Generator, metrics: bool) -> list[Tensor]:
-        """Train on `steps` minibatches. Return their losses if `metrics` is True.
+        """Train on `steps` minibatches at the learning rate `rate`. Return their losses if `metrics` is True.
 
-        The target network does not change meanwhile, so it is evaluated once for all minibatches.
+        The target network does not change meanwhile, so one forward pass of it serves all minibatches.
         """
         if not steps:
             return []
@@ -211,7 +212,7 @@ class DQNTrainer(Trainer):
         worth = torch.split(q_learning.back_up(drawn.reward, drawn.terminated, next_q, config.gamma), size)
         shares = torch.split(q_learning.shares(drawn.action, next_q.shape[1], size), size)
         shown = drawn.observation.view(steps, size, -1)
-        if double:  # the learning network evaluates both states in one pass
+        if double:  # the learning network evaluates s and s' in one forward pass
             shown = torch.cat([shown, drawn.next_observation.view(steps, size, -1)], 1)
         losses = []
         for i in range(steps):
@@ -226,12 +227,12 @@ class DQNTrainer(Trainer):
         return losses
 
     def save(self, folder: Path, **more: Any) -> None:
-        """Save the replay buffer and the target network too."""
+        """Save what `Trainer.save` does, the replay buffer and the target network."""
         super().save(folder, **more)
         checkpoint.save_tensors(folder / REPLAY, {**self.replay.tensors(), "target": self.target})
 
     def restore(self, folder: Path) -> dict[str, Any]:
-        """Restore the target network and the replay buffer too; return the stored numbers."""
+        """Restore what `Trainer.restore` does, the target network and the replay buffer. Return the saved numbers."""
         numbers = super().restore(folder)
         stored = checkpoint.load_tensors(folder / REPLAY)
         self.target.copy_(stored.pop("target"))
@@ -240,7 +241,7 @@ class DQNTrainer(Trainer):
 
 
 def _check(config: ControlConfig, network: ActorCritic) -> None:
-    """Raise `UserError` for settings that cannot work."""
+    """Raise `UserError` for settings that do not fit DQN."""
     if not isinstance(network.distribution, Categorical):
         raise UserError(
             "DQN needs discrete actions, one at a time, and this environment's are continuous or several at once; choose ppo, "

@@ -1,6 +1,6 @@
-"""On-policy control: collect a rollout, compute advantages, and train in passes over it.
+"""On-policy control: collect a rollout, compute advantages, and train in passes over the rollout.
 
-The method is a `PolicyGradient`, as for language models.
+The method is a `PolicyGradient`, the same class as for language models.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RolloutTensors:
     """A rollout as tensors: the inputs of the network, and the positions of its M steps in the batch [N, T]."""
 
     observation: Tensor
-    """[M + R, D] of the chosen steps, then of the states after the last step of the R bootstrapped rows."""
+    """[M + R, D]: the M steps' observations, then those after the last step of the R bootstrapped rows."""
     action: Tensor
     """[M]"""
     row: Tensor
@@ -59,7 +59,7 @@ class RolloutTensors:
         return len(self.row)
 
     def wide(self, x_M: Tensor) -> Tensor:
-        """Return [M] values as [N, T], with gradient and 0 where there is no step."""
+        """Return values [M] of the steps as [N, T], with 0 where there is no step. The gradient passes through."""
         if self.full:
             return x_M.view(self.shape)
         return x_M.new_zeros(math.prod(self.shape)).index_copy(0, self._places, x_M).view(self.shape)
@@ -72,14 +72,14 @@ class RolloutTensors:
 
 @dataclass(frozen=True, eq=False)
 class ActionEvaluation:
-    """The network's evaluation of the actions of m steps, with gradient if it learns from them."""
+    """The network's outputs for the actions of m steps, with gradient if autograd differentiates the loss."""
 
     logp: Tensor
     """[m]"""
     entropy: Tensor | None
     """[m]"""
     learned: Tensor | None
-    """[C, m] V(s_t) or Q(s_t, a_t) of each critic."""
+    """[C, m] the critics' outputs that are trained: V(s_t) or Q(s_t, a_t) of each."""
 
 
 Passed = tuple[ForwardPass, ActionEvaluation]
@@ -91,7 +91,10 @@ def _whiten(part: Prepared) -> Prepared:
 
 @dataclass(frozen=True, eq=False)
 class Minibatch:
-    """The steps to train on, with the network's inputs. `seen` is set if the loss needs complete rows."""
+    """The steps to train on, with the network's inputs.
+
+    `seen` is set if the loss needs complete rows. Otherwise each step is a row of its own.
+    """
 
     prepared: Prepared
     observation: Tensor
@@ -99,7 +102,10 @@ class Minibatch:
     seen: RolloutTensors | None
 
     def shuffle(self, rng: np.random.Generator, count: int, whiten: bool = False) -> list[Minibatch]:
-        """Split all steps at random into `count` nearly equal shares. With `whiten`, whiten the advantages of each share."""
+        """Split the steps at random into `count` minibatches of nearly equal size.
+
+        With `whiten`, whiten each one's advantages.
+        """
         order = torch.from_numpy(rng.permutation(len(self.action)))
         mixed = Minibatch(self.prepared.select(order), self.observation[order], self.action[order], None)
         bounds = np.linspace(0, len(order), count + 1).round().astype(int).tolist()
@@ -111,7 +117,7 @@ class Minibatch:
 
 
 class OnPolicyTrainer(Trainer):
-    """A trainer with a policy gradient on E environments. The loss is that of a `PolicyGradient`, over rollouts as a `Batch`."""
+    """A trainer for policy gradients. It converts each rollout to a `Batch`, on which a `PolicyGradient` computes the loss."""
 
     def __init__(
         self,
@@ -134,7 +140,7 @@ class OnPolicyTrainer(Trainer):
         return self.config.n_steps * self.collector.envs.count or math.inf
 
     def iterate(self, metrics: bool = True) -> dict[str, float]:
-        """Collect a rollout and do its updates. Return their metrics if `metrics` is True."""
+        """Collect a rollout and train on it. Return metrics if `metrics` is True."""
         rollout = self._collect()
         self.timesteps += len(rollout.row)
         figures = self._learn(rollout, metrics)
@@ -152,14 +158,14 @@ class OnPolicyTrainer(Trainer):
         seen, algorithm = as_tensors(rollout, self.algorithm.needs_critic), self._schedule()
         minibatches = max(1, round(seen.steps / self.config.batch_size)) if self.config.batch_size else 1
         once, before = self._once(minibatches), self.moves
-        # Steps from rows of different lengths have slopes only one by one.
+        # In rows of different lengths, the loss has closed-form slopes only if each step's loss stands alone.
         closed = self._differentiable and (seen.full or self._per_step or not once)
         forward, now = self._pass(seen.observation, seen.action, closed, metrics)
         prepared = self._prepare(algorithm, rollout, seen, forward.output, now, metrics)
         totals = algorithm.totals(prepared)
         full = Minibatch(prepared, seen.observation, seen.action, seen)
         whole = full if once and seen.full else self._parts(prepared, seen)
-        if once:  # a single forward pass both measures and learns
+        if once:  # one forward pass serves both the old log-probs and the gradient
             known = slopes(algorithm, whole.prepared, totals) if closed else None
             terms = self._update(algorithm, whole, totals, (forward, now), metrics, known)
         else:
@@ -169,16 +175,19 @@ class OnPolicyTrainer(Trainer):
         return {**prepared.metrics, **terms, "learning_rate": self.learning_rate} if metrics else {}
 
     def _log_probs(self, part: Minibatch) -> Tensor:
-        """Return the log-probs [N, T] of these steps' actions after the update."""
+        """Return the log-probs [N, T] of the actions of these steps under the current weights."""
         _, now = self._pass(part.observation, part.action, self._differentiable, False)
         return now.logp[:, None] if part.seen is None else part.seen.wide(now.logp)
 
     def _once(self, minibatches: int) -> bool:
-        """Return True if the forward pass that measured the rollout can also train on it. A filter may drop some of its steps."""
+        """Return True if the forward pass that computes the old log-probs can also give the gradient.
+
+        It can if there is one update per rollout, and no filter drops steps before it.
+        """
         return self.config.n_epochs * minibatches == 1 and not self.algorithm.keep
 
     def _evaluate(self, output: NetworkOutput, action: Tensor, entropies: bool = True) -> ActionEvaluation:
-        """Evaluate the actions in the first len(action) states."""
+        """Return the log-probs, entropies and critics' values of the actions, for the first len(action) states of `output`."""
         steps, network = len(action), self.network
         policy = output.policy[:steps]
         logp = network.distribution.log_prob(policy, output.rest, action)
@@ -200,7 +209,7 @@ class OnPolicyTrainer(Trainer):
         now: ActionEvaluation,
         metrics: bool,
     ) -> Prepared:
-        """Return the rollout as a batch with its advantages."""
+        """Return the rollout as a `Batch` with advantages, from the network's outputs before the update."""
         n_rows, wide = seen.shape[0], seen.wide
         value = last = action_value = None
         if output.values is not None:
@@ -225,14 +234,17 @@ class OnPolicyTrainer(Trainer):
         prepared = algorithm.prepare(batch, self.state, metrics=metrics)
         self.state = prepared.state
         if action_value is not None and value is not None:
-            # Q(s, a) learns the λ-return, in which the critic's own expectation continues after each step.
+            # The target of Q(s, a) is the λ-return, bootstrapped with V(s) = Σ_a π(a|s)·Q(s, a).
             lam = 1.0 if self.config.gae_lambda is None else self.config.gae_lambda
             ahead = discounted_sum(td_errors(batch, self.config.gamma), batch.mask, self.config.gamma * lam)
             prepared = replace(prepared, returns=ahead + value)
         return prepared
 
     def _parts(self, prepared: Prepared, seen: RolloutTensors) -> Minibatch:
-        """Return the steps to train on, in the form that the loss takes."""
+        """Return the steps to train on: single steps if the loss allows it, otherwise complete rows.
+
+        Steps that a filter drops are removed from single steps.
+        """
         observation, action = seen.observation[: seen.steps], seen.action
         if not self._per_step:
             return Minibatch(prepared, observation, action, seen)
@@ -244,7 +256,7 @@ class OnPolicyTrainer(Trainer):
     def _passes(
         self, algorithm: PolicyGradient, whole: Minibatch, totals: Totals, minibatches: int, metrics: bool
     ) -> dict[str, float]:
-        """Do the passes over the rollout, each in shuffled minibatches. Return the terms of the last update."""
+        """Train in passes over the rollout, each in shuffled minibatches. Return the metrics of the last update."""
         config, terms = self.config, {}
         known: Slopes | None = None
         rng = self.rng("minibatch")
@@ -265,14 +277,14 @@ class OnPolicyTrainer(Trainer):
         return terms
 
     def _too_far(self, terms: Mapping[str, float | Tensor]) -> bool:
-        """Return True if the policy has left the trust region of `target_kl`, so that the current step is skipped."""
+        """Return True if the KL of this minibatch is above 1.5 · `target_kl`, so that its update is skipped."""
         limit = self.config.target_kl
         return limit is not None and float(terms.get("policy/approxkl_avg", 0.0)) > 1.5 * limit
 
     def _pass(self, observation: Tensor, action: Tensor, closed: bool, metrics: bool) -> Passed:
-        """Do a forward pass for a gradient by autograd or, if `closed`, in closed form.
+        """Do a forward pass whose gradient will be computed by autograd or, if `closed`, in closed form.
 
-        The closed form needs entropies only for `metrics`.
+        In closed form, entropies are computed only for `metrics`.
         """
         forward = self.network.record_closed(observation) if closed else self.network.record(observation)
         return forward, self._evaluate(forward.output, action, entropies=metrics or not closed)
@@ -280,7 +292,10 @@ class OnPolicyTrainer(Trainer):
     def _update(
         self, algorithm: PolicyGradient, part: Minibatch, totals: Totals, passed: Passed, metrics: bool, known: Slopes | None
     ) -> dict[str, float]:
-        """Take an optimiser step on these steps, which `totals` counts. If the loss's slopes are `known`, use the closed form."""
+        """Update the network on one minibatch, and return metrics. `totals` counts its steps for the aggregation.
+
+        The gradient is computed in closed form if `known` has the slopes of the loss, otherwise by autograd.
+        """
         forward, now = passed
         critics = now.learned
         mean = None if critics is None else critics.squeeze(0) if len(critics) == 1 else critics.mean(0)
@@ -315,7 +330,7 @@ class OnPolicyTrainer(Trainer):
 
 
 def as_tensors(rollout: Rollout, bootstrap: bool) -> RolloutTensors:
-    """Return a rollout as tensors. Without `bootstrap`, omit the states after the last step of each row."""
+    """Return a rollout as tensors. With `bootstrap`, add the observations after the last steps of rows not terminated."""
     alive = np.flatnonzero(~rollout.terminated) if bootstrap else np.zeros(0, np.int64)
     observation = np.concatenate([rollout.observation, rollout.after[alive]]) if len(alive) else rollout.observation
     return RolloutTensors(
@@ -329,7 +344,7 @@ def as_tensors(rollout: Rollout, bootstrap: bool) -> RolloutTensors:
 
 
 def _check(config: ControlConfig, algorithm: PolicyGradient) -> None:
-    """Raise `UserError` for settings that cannot work."""
+    """Raise `UserError` for settings that do not fit the algorithm or each other."""
     name, reads = algorithm.name or "the algorithm", needs_of(algorithm.psi)
     minibatches = bool(config.batch_size) and config.n_steps * config.n_envs != config.batch_size
     for asks, what in (
@@ -364,7 +379,7 @@ def _check(config: ControlConfig, algorithm: PolicyGradient) -> None:
 
 
 def _per_step(algorithm: PolicyGradient) -> bool:
-    """Return True if the loss of a step is the same alone as within its episode."""
+    """Return True if the loss of a step does not depend on the other steps of its row."""
     aggregate = algorithm.aggregate
     fits = aggregate in (token_mean, sequence_sum) or isinstance(aggregate, fixed_length)
     return fits and algorithm.ratio in (ratio.none, ratio.token) and "mask" not in needs_of(algorithm.surrogate)
@@ -375,6 +390,6 @@ def _column(x: Tensor) -> Tensor:
 
 
 def _closed_gradient(known: Slopes, forward: ForwardPass, evaluation: PolicyOutputs, action: Tensor) -> Tensor:
-    """Return the gradient of the loss in closed form."""
+    """Return the gradient of the loss, in closed form from its slopes `known`, with respect to the flat parameter vector."""
     values = None if evaluation.value is None or known.critic is None else known.value(evaluation.value).reshape(1, -1)
     return forward.backward_closed(action, known.logp(evaluation.logp).flatten(), known.entropy, values)

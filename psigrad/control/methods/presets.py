@@ -1,6 +1,6 @@
-"""The policy-gradient methods of control, each one declaration of parts of the algebra that also trains language models.
+"""The presets of control: policy-gradient methods, declared with the same parts as those for language models.
 
-Control has no frozen reference policy, hence no KL to it. A critic reads the state.
+Control has no frozen reference policy, so its methods have no KL to one. A critic reads the state.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from psigrad.objective.parts.critic import bonus, value_loss
 from psigrad.objective.parts.surrogate import clip, kl_penalty, score
 from psigrad.objective.policy_gradient import PolicyGradient
 
-# Stable-Baselines3 weighs a critic's squared error with vf_coef = 0.5. value_loss has a factor of 1/2 itself.
+# Stable-Baselines3 weighs a critic's squared error by vf_coef = 0.5. value_loss already has a factor of 1/2.
 _CRITIC = value_loss(1.0)
 
-# Forms of REINFORCE: the return of the full episode, the return after each step, and the latter minus a learned baseline V(s).
+# Variants of REINFORCE: the return of the full episode, the return after each step, and the latter minus a learned baseline V(s).
 REINFORCE_TOTAL_RETURN = PolicyGradient(total_return(0.99), ratio.none, score, token_mean, name="reinforce_total_return")
 REINFORCE_REWARD_TO_GO = replace(REINFORCE_TOTAL_RETURN, psi=reward_to_go(0.99), name="reinforce_reward_to_go")
 REINFORCE = replace(REINFORCE_TOTAL_RETURN, psi=whitened(gae(0.99, 1.0)), critic=_CRITIC, name="reinforce")
@@ -51,14 +51,14 @@ PPO_PENALTY = replace(PPO, surrogate=kl_penalty(1.0, 0.01), name="ppo_penalty")
 
 
 def names() -> list[str]:
-    """Return the names of control's presets. Every preset of a language model without a critic works too."""
+    """Return the names of control's presets. The presets for language models without a critic work in control too."""
     return [value.name for value in globals().values() if isinstance(value, PolicyGradient)]
 
 
 def resolve(spec: str | Mapping[str, Any] | PolicyGradient) -> PolicyGradient:
-    """Return the method of a specification. A preset of control beats a language model's of the same name.
+    """Return the method of a specification. If two presets have the same name, that of control is returned.
 
-    The preset of a language model loses its KL to a reference policy, since control has none.
+    In a preset for language models, the KL to a reference policy is removed, since control has no reference.
     """
     presets = {value.name: value for value in globals().values() if isinstance(value, PolicyGradient)}
     if isinstance(spec, PolicyGradient):
@@ -71,9 +71,9 @@ def resolve(spec: str | Mapping[str, Any] | PolicyGradient) -> PolicyGradient:
 
 
 def adjust(algorithm: PolicyGradient, config: ControlConfig) -> PolicyGradient:
-    """Return the method with the settings' numbers (named as in Stable-Baselines3) in the parts that have them.
+    """Return the method with the numbers of the settings, such as gamma and clip_range, in those parts that have them.
 
-    None keeps a part's number. Raises `UserError` for a number that no part reads.
+    A setting of None leaves a part's number unchanged. Raises `UserError` for a number that no part reads.
     """
     normalize, clip_range = config.normalize_advantage, config.clip_range
     ent_coef, vf_coef = config.ent_coef, config.vf_coef
@@ -102,7 +102,7 @@ def adjust(algorithm: PolicyGradient, config: ControlConfig) -> PolicyGradient:
 
 
 def _with(part: Any, **values: float | None) -> Any:
-    """Return a part with those given values that it has a field for."""
+    """Return a part with these values, except None, in those of its fields that have these names."""
     if not is_dataclass(part) or isinstance(part, type):
         return part
     own = {f.name for f in fields(part)}

@@ -1,4 +1,4 @@
-"""The base class of on-policy methods, TRPO and DQN: their state, its schedules, and how it is saved."""
+"""The base class of the trainers of on-policy methods, TRPO and DQN: state, schedules, and saving."""
 
 from __future__ import annotations
 
@@ -45,10 +45,13 @@ _NAMES = {
 
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """The state that changes between iterations besides weights, moments and transitions. It is kept to be saved later."""
+    """A snapshot of a trainer's state at the start of an iteration, for a checkpoint.
+
+    It lacks weights, the optimiser's moments and transitions, which `save` reads from the trainer.
+    """
 
     moves: int
-    """`Trainer.moves` at this moment. The moment can be saved only while this number has not changed."""
+    """`Trainer.moves` at this moment. The snapshot can be saved only as long as this number has not changed."""
     timesteps: int
     numbers: dict[str, Any]
     normalizer: Normalizer
@@ -58,7 +61,7 @@ class Moment:
 
 
 class Trainer(ABC):
-    """A policy that learns on its environments, with all the state that changes during training."""
+    """A trainer: it has a policy, its environments and the optimiser, and all state that changes during training."""
 
     prints_by_episode = False
     """True if Stable-Baselines3 counts episodes instead of rollouts between two printed lines."""
@@ -71,7 +74,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def iterate(self, metrics: bool = True) -> dict[str, float]:
-        """Collect a rollout and do its updates. Return their metrics if `metrics` is True."""
+        """Collect a rollout and train on it. Return metrics if `metrics` is True."""
 
     @property
     @abstractmethod
@@ -80,17 +83,17 @@ class Trainer(ABC):
 
     @property
     def moves(self) -> int:
-        """The number of changes that no `Moment` stores: updates of weights, and others that cannot be undone."""
+        """The number of changes to state that no `Moment` stores, such as updates of weights."""
         return self.optimizer.updates
 
     @property
     def progress(self) -> float:
-        """The share of the steps after `start` that is done. The schedules begin at `start`."""
+        """The share of the run that is done, from 0 to 1, counted from the step `start` at which schedules begin."""
         return min(1.0, (self.timesteps - self.start) / (self.config.total_timesteps - self.start))
 
     @property
     def learning_rate(self) -> float:
-        """The current rate of the schedule."""
+        """The current learning rate, by its schedule."""
         return decayed(self.config.learning_rate, self.config.lr_scheduler_type, self.progress)
 
     def apply_gradient(self, gradient: Tensor, rate: float) -> float:
@@ -105,7 +108,10 @@ class Trainer(ABC):
         return norm
 
     def rng(self, purpose: str) -> np.random.Generator:
-        """Return the random generator of this iteration for a purpose."""
+        """Return the random generator for a purpose, such as "act", in this iteration.
+
+        It depends only on the seed, the purpose and the iteration.
+        """
         return generator(seeds.derive(self.config.run.seed, purpose, self.iterations))
 
     def restart(self) -> None:
@@ -130,11 +136,11 @@ class Trainer(ABC):
         return Moment(self.moves, self.timesteps, numbers, normalizer, collector.observation, log, len(log))
 
     def counters(self) -> dict[str, int]:
-        """Return extra numbers for a checkpoint. They are attributes of the trainer."""
+        """Return further attributes of the trainer for a checkpoint, by name. The default has none."""
         return {}
 
     def set_environments(self, envs: Environments, named: Any) -> None:
-        """Continue in other environments. The normaliser keeps its statistics of observations and rewards."""
+        """Replace the environments by others. `named` is their name in the settings. The normaliser's statistics stay."""
         old = self.collector.normalizer
         self.config = replace(self.config, env=named, n_envs=envs.count)
         normalizer = Normalizer(envs.size, envs.count, self.config.gamma, old.observations, old.rewards)
@@ -142,10 +148,13 @@ class Trainer(ABC):
         self.collector = Collector(envs, normalizer)
 
     def train_interval(self) -> dict[str, float]:
-        """Run `log_interval` iterations. Return the metrics of the last one and of the most recent episodes."""
+        """Run `log_interval` iterations, or fewer at the end of the run. Return the metrics of one line of the log.
+
+        They are those of the last iteration and of the most recent episodes.
+        """
         figures: dict[str, float] = {}
         while True:
-            # A rollout that may be the last of the run is measured too.
+            # Metrics are also computed for a rollout that may be the last of the run.
             last = self.timesteps + self.most_steps >= self.config.total_timesteps
             figures = self.iterate(last or self._in_line == self.config.log_interval - 1)
             self._in_line += 1
@@ -160,7 +169,7 @@ class Trainer(ABC):
         return {**self.collector.statistics.summary(), **named}
 
     def save(self, folder: Path, **more: Any) -> None:
-        """Save weights, optimiser and the numbers at the start of the last iteration as files of a folder, with `more` numbers.
+        """Save the weights, the optimiser and the last snapshot of the state as files of a folder, with `more` numbers.
 
         Raises `NonFiniteError` for weights that are not finite.
         """
@@ -176,7 +185,10 @@ class Trainer(ABC):
         checkpoint.save_tensors(folder / EPISODES, stood)
 
     def restore(self, folder: Path) -> dict[str, Any]:
-        """Load what `save` wrote under the same settings, except for the environments (see `go_on`). Return the saved numbers."""
+        """Restore the state that `save` wrote under the same settings, and return the saved numbers.
+
+        The environments are not restored; `go_on` does that.
+        """
         numbers: dict[str, Any] = json.loads((folder / NUMBERS).read_text())
         self.network.load(folder)
         self.optimizer.load_state_dict(checkpoint.load_tensors(folder / STATE_FILE))
@@ -191,10 +203,10 @@ class Trainer(ABC):
         return numbers
 
     def go_on(self, folder: Path, numbers: Mapping[str, Any]) -> int | None:
-        """Restore the environments' state at the time `folder` was saved, by replaying the actions since their last restart.
+        """Restore the environments' state of the checkpoint `folder`, by replaying the actions since their last restart.
 
-        Return the number of steps. If the replay does not lead to the saved state, start new episodes and return None. That
-        happens if the environments do not follow their seed.
+        Return the number of replayed steps. If the replay does not lead to the saved observation, because the environments do not
+        depend on their seed alone, start new episodes and return None.
         """
         stood = checkpoint.load_tensors(folder / EPISODES)
         if not self._replay(numbers["seed"], stood["actions"].numpy(), stood["observation"].numpy()):
@@ -206,16 +218,16 @@ class Trainer(ABC):
         return len(stood["actions"]) * self.collector.envs.count
 
     def _replay(self, seed: int, actions: Array, observation: Array) -> bool:
-        """Replay the actions. Return True if they lead to this observation."""
+        """Replay the actions from the seed. Return True if they lead to this observation."""
         try:
             self.collector.replay(seed, actions)
-        except UserError:  # an environment that does not follow its seed may reject an action in its new state
+        except UserError:  # an environment that does not depend on its seed alone may reject an action in its new state
             return False
         return np.array_equal(self.collector.observation, observation)
 
 
 class Actor(Trainer):
-    """A policy whose method is unknown. It can act, but training fails with an error."""
+    """A trainer of a policy whose method is unknown. The policy can act, but training raises an error."""
 
     most_steps = math.inf
 
@@ -224,7 +236,7 @@ class Actor(Trainer):
         self.reason = reason
 
     def iterate(self, metrics: bool = True) -> dict[str, float]:
-        """Raise `UserError`."""
+        """Raise `UserError`, since the method is unknown."""
         raise UserError(
             f"This policy can act but not train, since its folder does not contain its method: {self.reason.rstrip('.')}. Pass "
             "the method to load as algorithm=…."
@@ -232,5 +244,5 @@ class Actor(Trainer):
 
 
 def generator(seed: int) -> np.random.Generator:
-    """Return the random generator of a seed."""
+    """Return numpy's random generator for a seed."""
     return np.random.Generator(np.random.SFC64(seed))

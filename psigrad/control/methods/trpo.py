@@ -1,4 +1,4 @@
-"""TRPO: the rollouts and advantages of on-policy control, with a constrained step instead of descent on a surrogate."""
+"""TRPO: on-policy control in which a step within a trust region replaces gradient steps on the surrogate."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from psigrad.objective import PolicyGradient, Totals, trust_region
 
 
 class TRPOTrainer(OnPolicyTrainer):
-    """A trainer that maximises E[ρ·A] within a mean KL(old‖new), then fits the critic.
+    """The trainer of TRPO. It maximises E[ρ·A] under a limit on the mean KL(old‖new), then trains the critic.
 
-    The `PolicyGradient` gives only psi and the critic's loss.
+    Of the `PolicyGradient`, only psi and the critic's loss are used.
     Source: Schulman et al. 2015, arXiv:1502.05477; the critic's schedule is that of sb3-contrib.
     """
 
@@ -29,7 +29,7 @@ class TRPOTrainer(OnPolicyTrainer):
 
     @property
     def moves(self) -> int:
-        """The number of changes, including the policy's steps, which no optimiser takes."""
+        """The number of changes to the weights: updates by the optimiser, and steps of the policy."""
         return super().moves + self._taken
 
     def _once(self, minibatches: int) -> bool:
@@ -81,7 +81,7 @@ class TRPOTrainer(OnPolicyTrainer):
         return taken
 
     def _fit_critic(self, algorithm: PolicyGradient, whole: Minibatch, minibatches: int) -> float:
-        """Train on the critic's loss only, in passes over the rollout. Return the mean error of the last pass."""
+        """Train the critic alone, in passes over the rollout. Return its mean loss in the last pass."""
         assert algorithm.critic is not None and whole.prepared.batch.value is not None and whole.prepared.returns is not None
         value_old, returns = whole.prepared.batch.value[:, 0], whole.prepared.returns[:, 0]
         rng = self.rng("minibatch")
@@ -91,11 +91,11 @@ class TRPOTrainer(OnPolicyTrainer):
             for part in order.tensor_split(minibatches):
                 recorded = self.network.record(whole.observation[part])
                 assert recorded.output.values is not None
-                # Each critic of an ensemble fits the same returns.
+                # All critics of an ensemble have the same returns as targets.
                 losses = [algorithm.critic(v, value_old[part], returns[part]).mean() for v in recorded.output.values]
                 loss = algorithm.critic.coefficient * torch.stack(losses).mean()
                 gradient = recorded.backward(loss)
-                gradient[self.network.towers.front_slice] = 0.0  # the policy shares the convolutions
+                gradient[self.network.towers.front_slice] = 0.0  # the policy shares the convolutions, which stay as they are
                 self.apply_gradient(gradient, self.learning_rate)
                 error += float(loss.detach()) / minibatches
         return error

@@ -1,4 +1,4 @@
-"""A policy with its critics for control: separate towers, a shared trunk, or an ensemble; critics of states or of actions."""
+"""The network of control: a policy and its critics, with separate or shared hidden layers; critics of states or of actions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NetworkOutput:
     """The network's outputs for M states."""
 
     policy: Tensor
-    """[M, P] the distribution's parameters."""
+    """[M, P] the parameters of the action distribution, such as logits."""
     rest: Tensor
     """The parameters of the distribution that are the same in every state."""
     values: Tensor | None
@@ -34,11 +34,12 @@ class NetworkOutput:
 
 
 class ActorCritic:
-    """A policy π(a|s) and C critics on small towers.
+    """A policy π(a|s) and C critics, as small multilayer perceptrons.
 
-    With `critic` "separate" each critic has its own hidden layers. With "shared" the values and the policy's outputs are on one
-    trunk. With `of_actions` the critics are Q(s, a) of a discrete policy's actions, and V(s) is Σ_a π(a|s)·Q(s, a). An `image`,
-    which starts at number `at` of an observation, first passes the convolutions that `cnn` names. Policy and critics share them.
+    If `critic` is "separate", each critic has its own hidden layers. If it is "shared", the policy and the critics are heads on
+    the same hidden layers. With `of_actions`, the critics are Q(s, a) of a discrete policy's actions, and V(s) is Σ_a π(a|s)·Q(s,
+    a). If the flat observation has an `image`, which starts at its number `at`, the image first passes the convolutions that
+    `cnn` names. Policy and critics share them.
     """
 
     def __init__(
@@ -69,7 +70,10 @@ class ActorCritic:
 
     @torch.no_grad()
     def initialise(self, seed: int, log_std: float = 0.0) -> None:
-        """Set initial orthogonal weights: gain 0.01 for a policy that is nearly the same in all states, gain 1 for the values."""
+        """Initialise the weights as orthogonal matrices, with gain 1 for values and 0.01 for the policy's outputs.
+
+        So the initial policy is nearly the same in all states.
+        """
         self.towers.initialise(seed, [1.0] if self.shared else [0.01, *[1.0] * self.n_critics])
         if self.shared:
             weight, _ = self.towers.layers(self.towers.flat)[-1]
@@ -78,7 +82,7 @@ class ActorCritic:
 
     @property
     def flat(self) -> torch.nn.Parameter:
-        """Every parameter, as one vector."""
+        """All parameters, as one vector."""
         return self.towers.flat
 
     @property
@@ -91,7 +95,7 @@ class ActorCritic:
         return self._split(self.towers(observations), self.rest.detach())
 
     def record(self, observations: Tensor) -> ForwardPass:
-        """Do a forward pass with leaves of a graph as outputs. `ForwardPass.backward` can differentiate it once."""
+        """Do a forward pass for `ForwardPass.backward`, once. Autograd can differentiate a loss down to its outputs."""
         recording = self.towers.record(observations)
         found = self._split(recording.output, self.rest)
         values = None if found.values is None else found.values.detach().requires_grad_()
@@ -99,17 +103,17 @@ class ActorCritic:
         return ForwardPass(self, recording, leaves)
 
     def record_closed(self, observations: Tensor) -> ForwardPass:
-        """Do a forward pass without a graph. `ForwardPass.backward_closed` can differentiate it once."""
+        """Do a forward pass for `ForwardPass.backward_closed`, once. Its outputs have no autograd graph."""
         recording = self.towers.record(observations)
         return ForwardPass(self, recording, self._split(recording.output, self.rest.detach()))
 
     def plain(self, observations: Tensor, flat: Tensor | None = None) -> NetworkOutput:
-        """Return the outputs by PyTorch's operations from a flat vector, differentiable any number of times."""
+        """Return the outputs for the parameters `flat`, by PyTorch's operations. Autograd can differentiate them repeatedly."""
         flat = self.flat if flat is None else flat
         return self._split(self.towers.plain(observations, flat), self.towers.rest(flat))
 
     def _split(self, out_KMO: Tensor, rest: Tensor) -> NetworkOutput:
-        """Split the towers' outputs by their meaning."""
+        """Return the raw outputs [K, M, O] of the network as a `NetworkOutput`: the policy's and the critics' parts."""
         own = self.distribution.outputs
         policy = out_KMO[0].narrow(1, 0, own)
         if not self.n_critics:
@@ -141,7 +145,7 @@ class ActorCritic:
         return self.distribution.mode(out) if noise is None else self.distribution.sample(out, rest, noise)
 
     def _features(self, observations: Array) -> Array:
-        """Return the input of the layers."""
+        """Return the input of the hidden layers: the observations, or the features of the convolutions."""
         if not self.towers.front:
             return observations
         with torch.no_grad():
@@ -149,7 +153,7 @@ class ActorCritic:
             return found
 
     def actor(self, rng: np.random.Generator | None, count: int) -> Callable[[Array], Array]:
-        """Return a function that acts in `count` states per step, with noise from `rng`. Without `rng`, return `act`."""
+        """Return a function from `count` observations to actions, sampled with `rng`; without it, the most likely ones."""
         if rng is None:
             return self.act
         noise = Noise(self.distribution, rng, count)
@@ -168,7 +172,7 @@ class ActorCritic:
         save_file({name: x.contiguous() for name, x in self.towers.named().items()}, folder / WEIGHTS)
 
     def load(self, folder: Path) -> None:
-        """Load in place what `save` wrote. Raises `UserError` if the weights belong to a different network."""
+        """Load the weights that `save` wrote. Raises `UserError` if they belong to a different network."""
         found, own = load_file(folder / WEIGHTS), self.towers.named()
         # Shapes must match too, since a copy would broadcast silently.
         if {name: x.shape for name, x in found.items()} != {name: x.shape for name, x in own.items()}:
@@ -183,10 +187,10 @@ class ActorCritic:
 
 @dataclass(frozen=True, eq=False)
 class ForwardPass:
-    """A forward pass with a gradient in closed form through the network's layers.
+    """A recorded forward pass, whose gradient through the network's layers is computed in closed form, without autograd.
 
-    The gradient is that of a loss, which autograd differentiates down to `output`. Or it follows from the gradients of
-    log-probabilities, entropies and values.
+    The gradient with respect to `output` comes from autograd (`backward`), or from given gradients of log-probabilities,
+    entropies and values (`backward_closed`).
     """
 
     network: ActorCritic
@@ -211,9 +215,10 @@ class ForwardPass:
         return out
 
     def backward_closed(self, actions: Tensor, d_logp: Tensor, d_entropy: float, d_values: Tensor | None) -> Tensor:
-        """Return the gradient with respect to the flat vector, for the first m states of this pass.
+        """Return the gradient of a loss on the first m states of this pass, with respect to the flat vector.
 
-        It follows from the gradients of the actions' log-probabilities [m], of each entropy, and of the values [C, m].
+        The arguments are the loss's gradients with respect to the actions' log-probs [m], to each entropy, and to the values [C,
+        m].
         """
         network, output, steps = self.network, self.output, len(actions)
         back = torch.zeros_like(self.recording.output)

@@ -1,6 +1,6 @@
-"""Convolutions before the towers, for observations that are images.
+"""Convolutions before the multilayer perceptrons (towers) of the policy and the critics, for observations that are images.
 
-All towers share them, like the features extractor of Stable-Baselines3. Their parameters are in the same flat vector.
+All towers share them, as the features extractor of Stable-Baselines3. Their parameters are in the same flat vector.
 
 Axes: `_M` states, `_C` channels, `_H`, `_W` rows and columns of an image, `_F` features.
 """
@@ -24,7 +24,7 @@ Kind = Literal["auto", "nature", "small", "none"]
 
 @dataclass(frozen=True)
 class Image:
-    """The shape and layout of an image from the environment."""
+    """The shape and layout of an image in an observation."""
 
     channels: int
     height: int
@@ -32,11 +32,11 @@ class Image:
     channels_last: bool
     """True if an observation is [H, W, C]."""
     bytes: bool
-    """True if the numbers are 0 to 255 in uint8."""
+    """True if the pixels are uint8, from 0 to 255."""
 
 
 class Convolution(NamedTuple):
-    """A convolution layer, which a ReLU follows."""
+    """The shape of a convolution layer, which is followed by a ReLU."""
 
     channels: int
     kernel: int
@@ -52,7 +52,7 @@ LAYERS: dict[str, tuple[Convolution, ...]] = {
 
 
 def layers_for(kind: Kind, image: Image | None) -> tuple[Convolution, ...]:
-    """Return the layers of a setting for an observation; none without an image. Raises `UserError` if they do not fit."""
+    """Return the convolutions of the setting `cnn` for an image; none without an image. Raises `UserError` if they do not fit."""
     if image is None:
         if kind in ("nature", "small"):
             raise UserError(
@@ -80,7 +80,8 @@ def _sizes(image: Image, layers: Sequence[Convolution]) -> list[tuple[int, int]]
 class ConvolvedMLP(StackedMLP):
     """A `StackedMLP` on the features of convolutions, which read the image in a flat observation [M, D].
 
-    The image starts at number `at`. The `beside` other numbers join the features, as in Stable-Baselines3's CombinedExtractor.
+    The image starts at index `at`. The other `beside` numbers of the observation are appended to the features, as in
+    Stable-Baselines3's CombinedExtractor.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class ConvolvedMLP(StackedMLP):
         return torch.cat([h.flatten(1), x_MD[:, : self.at], x_MD[:, end:]], 1) if self.beside else h.flatten(1)
 
     def record(self, x_MD: Tensor) -> Recording:
-        """Do a forward pass that can be differentiated once."""
+        """Do a forward pass whose gradient can be computed once."""
         leaf = self.flat.detach().requires_grad_()
         with torch.enable_grad():
             features = self.seen(x_MD, leaf)
@@ -133,7 +134,7 @@ class ConvolvedMLP(StackedMLP):
 
     @torch.no_grad()
     def initialise(self, seed: int, gains: Sequence[float] | None = None) -> None:
-        """Set initial weights. Those of the convolutions are as in hidden layers."""
+        """Initialise the weights. Those of the convolutions are initialised like hidden layers."""
         super().initialise(seed, gains)
         generator = torch.Generator().manual_seed(seed + 1)
         for weight, bias in self.kernels(self.flat):
@@ -154,7 +155,10 @@ class ConvolvedMLP(StackedMLP):
 
 
 class _ConvolvedRecording(Recording):
-    """A recording whose gradient continues through the convolutions. There autograd costs little compared to the products."""
+    """A recorded forward pass whose gradient includes the convolutions.
+
+    Autograd computes their part, since its cost is small compared to that of the convolutions.
+    """
 
     def __init__(self, towers: ConvolvedMLP, parts: list[list[Tensor]], features: Tensor, leaf: Tensor) -> None:
         super().__init__(towers, parts)

@@ -1,6 +1,6 @@
 """Distributions over actions, as functions of a network's outputs: discrete (softmax) and continuous (diagonal normal).
 
-Training uses tensors of parameters and actions. Acting on a few states at a time samples with numpy.
+Training uses torch. Acting in a few states at a time samples with numpy, which is faster there.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Distribution(Protocol):
         """Return [M] entropies in nats."""
 
     def slope(self, out: Tensor, rest: Tensor, actions: Tensor, d_logp: Tensor, d_entropy: float) -> tuple[Tensor, Tensor]:
-        """Return the gradients of `out` and `rest`, given those of each log-probability [M] and of each entropy."""
+        """Return a loss's gradients with respect to (`out`, `rest`), given those of the log-probs [M] and of each entropy."""
 
     def kl(self, out: Tensor, rest: Tensor, other: Tensor, other_rest: Tensor) -> Tensor:
         """Return [M] KL(this ‖ other) in nats."""
 
     def noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-        """Return the random numbers of `sample` for the states of `shape`: [*shape, P]."""
+        """Return random numbers [*shape, P], which `sample` needs for as many states as `shape` has."""
 
     def sample(self, out: Array, rest: Array, noise: Array) -> Array:
         """Return one action for each row of outputs [E, P], given `noise` [E, P]."""
@@ -51,7 +51,7 @@ class Distribution(Protocol):
 
 
 class Noise:
-    """The noise of successive actions in E states. It is drawn for many steps at once, since drawing takes longer than adding."""
+    """The noise for sampling successive actions in E states. It is drawn for many steps at once, which is faster."""
 
     _STEPS = 32
 
@@ -71,7 +71,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Categorical:
-    """A choice among `outputs` actions. The outputs are logits. Actions are int64 [M]."""
+    """A categorical distribution over `outputs` actions, whose parameters are logits. Actions are int64 [M]."""
 
     outputs: int
     extra: ClassVar[int] = 0
@@ -86,7 +86,7 @@ class Categorical:
         return -(logp.exp() * logp).sum(-1)
 
     def slope(self, out: Tensor, rest: Tensor, actions: Tensor, d_logp: Tensor, d_entropy: float) -> tuple[Tensor, Tensor]:
-        """Return the gradient of the logits [M, P], in closed form, and `rest`, which is empty."""
+        """Return (the gradient with respect to the logits [M, P] in closed form, an empty one for `rest`)."""
         # d log π(a) / d logits = e_a − π,  dH / d logits = −π·(log π + H)
         logp = _log_softmax(out)
         pi = logp.exp()
@@ -121,9 +121,9 @@ class Categorical:
 
 @dataclass(frozen=True)
 class MultiCategorical:
-    """Several independent choices at once, where choice k has `sizes[k]` options.
+    """K independent categorical distributions, of which the k-th has `sizes[k]` options.
 
-    The outputs are the concatenated logits of all choices. Actions are int64 [M, K].
+    The parameters are the concatenated logits of all of them. Actions are int64 [M, K].
     """
 
     sizes: tuple[int, ...]
@@ -144,7 +144,7 @@ class MultiCategorical:
         return torch.stack([choice.entropy(o, rest) for choice, o in self._choices(out)]).sum(0)
 
     def slope(self, out: Tensor, rest: Tensor, actions: Tensor, d_logp: Tensor, d_entropy: float) -> tuple[Tensor, Tensor]:
-        """Return the gradient of the logits [M, P], in closed form, and `rest`, which is empty."""
+        """Return (the gradient with respect to all logits [M, P] in closed form, an empty one for `rest`)."""
         own = zip(self._choices(out), actions.unbind(1), strict=True)
         return torch.cat([choice.slope(o, rest, a, d_logp, d_entropy)[0] for (choice, o), a in own], 1), rest
 
@@ -167,15 +167,15 @@ class MultiCategorical:
         return np.stack([part.argmax(1) for part in parts], 1)
 
     def _choices(self, out: Tensor) -> list[tuple[Categorical, Tensor]]:
-        """Return each choice with its logits."""
+        """Return each of the K distributions with its logits."""
         return [(Categorical(n), o) for n, o in zip(self.sizes, out.split(self.sizes, 1), strict=True)]
 
 
 @dataclass(frozen=True)
 class Normal:
-    """Independent normal distributions. The outputs are the means; `rest` are the log standard deviations for all states.
+    """Independent normal distributions. The outputs are the means; `rest` has the log standard deviations, equal in all states.
 
-    Actions are float32 [M, P]. `Environments` clips them to the bounds.
+    Actions are float32 [M, P]. `Environments` clips them to the bounds of the action space.
     """
 
     outputs: int
@@ -195,7 +195,7 @@ class Normal:
         return (rest + 0.5 + _HALF_LOG_2PI).sum().expand(len(out))
 
     def slope(self, out: Tensor, rest: Tensor, actions: Tensor, d_logp: Tensor, d_entropy: float) -> tuple[Tensor, Tensor]:
-        """Return the gradients of the means [M, P] and of the log standard deviations [P], in closed form."""
+        """Return the gradients with respect to (the means [M, P], the log standard deviations [P]), in closed form."""
         # d log p / dμ = z / σ,  d log p / d log σ = z² − 1,  dH / d log σ = 1
         inverse = torch.exp(-rest)
         z = (actions - out) * inverse
@@ -224,6 +224,7 @@ class Normal:
 def _log_softmax(out: Tensor) -> Tensor:
     """Return the log-softmax of [M, P] over its last axis.
 
-    With few actions, it takes a third of the time along the first axis of the transpose, where the states are contiguous.
+    It works along the first axis of the transpose, where the states are contiguous. With few actions, that takes a third of the
+    time.
     """
     return torch.log_softmax(out.T.contiguous(), 0).T if out.shape[1] <= 8 else torch.log_softmax(out, -1)

@@ -1,8 +1,8 @@
-"""Small networks for control: K equal towers of a multilayer perceptron, evaluated as one batched product.
+"""Small networks for control: K multilayer perceptrons of equal shape (towers), evaluated by batched matrix products.
 
-A policy and its critics have the same hidden layers, so they are towers of one network. That halves the number of operations,
-which dominates the time of a small network. All parameters are in one flat vector, so that an optimiser step, a gradient norm, a
-copy and a step along a direction are one operation each.
+A policy and its critics have hidden layers of the same sizes, so they are towers of one network. That halves the number of
+PyTorch operations, which dominates the time of a small network. All parameters are in one flat vector, so that an optimiser step,
+a gradient norm, a copy and a step along a direction are one operation each.
 
 Axes: `_K` towers, `_M` states, `_D` numbers of an observation.
 """
@@ -22,16 +22,16 @@ from psigrad.compiled import FlatKernels, kernels
 
 Activation = Literal["tanh", "relu"]
 Layers = list[tuple[Tensor, Tensor]]
-# The number of states that pass through the layers together. A layer's output is then still in the core's cache when it is read.
+# The number of states per product. A layer's output is then still in the core's cache when the next layer reads it.
 _GROUPS = 2048
 
 
 class StackedMLP(nn.Module):
-    """K multilayer perceptrons with the same hidden layers on the same input, each with its own number of outputs.
+    """K multilayer perceptrons (towers) with hidden layers of the same sizes on the same input. They may have different outputs.
 
-    `flat` is the only parameter. It has the weights [K, in, out] and the biases [K, 1, out] of all towers for each layer, then
-    `front` numbers of the part before the layers, then `extra` numbers for the owner of the network. Towers with fewer outputs
-    than the widest have unused columns.
+    `flat` is the only parameter. For each layer, it has the weights [K, in, out] and the biases [K, 1, out] of all towers. Then
+    follow `front` numbers for layers before the towers, such as convolutions, and `extra` numbers for the network's owner. Towers
+    with fewer outputs than the widest one have unused columns.
     """
 
     def __init__(
@@ -77,19 +77,19 @@ class StackedMLP(nn.Module):
             return self._activations(self.seen(x_MD, self.flat))[-1]
 
     def with_flat(self, flat: Tensor, x_MD: Tensor) -> Tensor:
-        """Return the outputs with other parameters."""
+        """Return the outputs [K, M, widest] with the parameters `flat` instead of this network's."""
         with torch.no_grad():
             return self._activations(self.seen(x_MD, flat), self.layers(flat))[-1]
 
     def record(self, x_MD: Tensor) -> Recording:
-        """Do a forward pass that can be differentiated once."""
+        """Do a forward pass whose gradient can be computed once."""
         native = self._native(x_MD) if len(x_MD) <= _GROUPS else None
         return Recording(self, self._record(x_MD)) if native is None else _NativeRecording(self, native, x_MD)
 
     def _native(self, x_MD: Tensor) -> FlatKernels | None:
-        """Return the kernels for float32 layers with ReLUs on a CPU, else None.
+        """Return psigrad's compiled kernels if they apply: to float32 layers with ReLUs on a CPU. Otherwise return None.
 
-        With small layers they take half the time of PyTorch's operations.
+        For small layers, they take half the time of PyTorch's operations.
         """
         found = kernels() if self.activation == "relu" and x_MD.device.type == "cpu" else "PyTorch's"
         if isinstance(found, str) or not (x_MD.dtype == self.flat.dtype == torch.float32 and x_MD.is_contiguous()):
@@ -97,7 +97,7 @@ class StackedMLP(nn.Module):
         return found.towers
 
     def _split_layers(self, given: Tensor, states: int) -> list[Tensor]:
-        """Return views [K, M, out] of the kernels' output for all layers."""
+        """Return the output of each layer, [K, M, out], as views of the kernels' output."""
         widths = [self.towers * states * width for width in self.sizes[1:]]
         return [h.view(self.towers, states, -1) for h in given.split(widths)]
 
@@ -108,7 +108,7 @@ class StackedMLP(nn.Module):
         return [self._activations(x, layers) for x in parts]
 
     def plain(self, x_MD: Tensor, flat: Tensor | None = None) -> Tensor:
-        """Return the outputs by PyTorch's operations, which can be differentiated any number of times."""
+        """Return the outputs by PyTorch's operations, so that autograd can differentiate them any number of times."""
         act = torch.tanh if self.activation == "tanh" else torch.relu
         flat = self.flat if flat is None else flat
         layers, x = self.layers(flat), self.seen(x_MD, flat)
@@ -119,7 +119,7 @@ class StackedMLP(nn.Module):
         return h
 
     def _activations(self, x_MD: Tensor, layers: Layers | None = None) -> list[Tensor]:
-        """Return the input and the output of every layer."""
+        """Return a list of the network's input and of the output of every layer."""
         act = torch.tanh_ if self.activation == "tanh" else torch.relu_
         hs, layers = [x_MD.expand(self.towers, *x_MD.shape)], layers or self._views()
         for i, (weight, bias) in enumerate(layers):
@@ -134,7 +134,7 @@ class StackedMLP(nn.Module):
         return self._viewed[1]
 
     def _room(self) -> tuple[Tensor, Layers]:
-        """Return a vector for the gradient and its views. It is reused, so a new gradient overwrites the last one."""
+        """Return (a vector for the gradient, its views by layer). It is reused, so a new gradient overwrites the last one."""
         if self._gradient is None or self._gradient[0].device != self.flat.device:
             out = torch.zeros_like(self.flat, requires_grad=False)
             self._gradient = (out, self.layers(out))
@@ -144,9 +144,9 @@ class StackedMLP(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int, gains: Sequence[float] | None = None) -> None:
-        """Set initial weights: orthogonal with gain √2 in hidden layers and `gains` [K] in the last, and biases of 0.
+        """Initialise the weights as orthogonal matrices, with gain √2 in hidden layers and `gains` [K] in the last; biases as 0.
 
-        Without `gains`, they are uniform within ±1/√in, as in `nn.Linear`. Source: Andrychowicz et al. 2021, arXiv:2006.05990.
+        Without `gains`, all are uniform within ±1/√in, as in `nn.Linear`. Source: Andrychowicz et al. 2021, arXiv:2006.05990.
         """
         generator = torch.Generator().manual_seed(seed)
         for i, (weight, bias) in enumerate(self.layers(self.flat)):
@@ -173,18 +173,18 @@ class StackedMLP(nn.Module):
         return found
 
     def as_numpy(self, tower: int = 0) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-        """Return the weights [in, out] and biases [out] of one tower, which share the parameters' memory.
+        """Return (weights [in, out], biases [out]) of each layer of one tower, as numpy arrays that share the parameters' memory.
 
-        They serve for acting on a few states, where numpy takes a third of PyTorch's time. On a device other than the CPU they
-        are copies.
+        They are for acting in a few states, where numpy takes a third of PyTorch's time. On a device other than the CPU, they are
+        copies.
         """
         return [(w[tower].numpy(), b[tower, 0].numpy()) for w, b in self.layers(self.flat.detach().cpu())]
 
 
 class Recording:
-    """A forward pass with its gradient in closed form. `StackedMLP.plain` is its oracle.
+    """A recorded forward pass, whose gradient is computed in closed form. Tests compare it with autograd on `StackedMLP.plain`.
 
-    A node of the autograd graph for each operation would cost more than the operation.
+    Autograd is not used, since a node of its graph would cost more time than the operation itself.
     """
 
     def __init__(self, towers: StackedMLP, parts: list[list[Tensor]]) -> None:
@@ -193,15 +193,15 @@ class Recording:
         """[K, M, widest] the outputs, without gradient."""
 
     def backward(self, grad_KMO: Tensor) -> Tensor:
-        """Return the gradient with respect to `flat`, given that of the output for all states or for the first ones.
+        """Return the gradient with respect to `flat`, given that with respect to the output of all states or of the first ones.
 
-        It is 0 for the `extra` numbers, and valid until the next call.
+        It is 0 for the `extra` numbers. The next call overwrites it.
         """
         return self._backward(grad_KMO)
 
     @torch.no_grad()
     def _backward(self, grad_KMO: Tensor, inputs: list[Tensor] | None = None) -> Tensor:
-        """Return the gradient as `backward` does. Append that of the layers' input, part by part, to `inputs`."""
+        """Return the gradient with respect to `flat`. Append that with respect to the input, part by part, to `inputs`."""
         towers = self.towers
         out, grads = towers._room()
         back = _tanh_backward_ if towers.activation == "tanh" else _relu_backward
@@ -226,7 +226,10 @@ class Recording:
 
 
 class _NativeRecording(Recording):
-    """A recording by the kernels, with one call forwards and one backwards. Only the order of sums differs from `Recording`."""
+    """A recorded forward pass by psigrad's compiled kernels: one call forwards and one backwards.
+
+    Only the order of summation, and so rounding, differs from `Recording`.
+    """
 
     def __init__(self, towers: StackedMLP, native: FlatKernels, x_MD: Tensor) -> None:
         self._native, self._given = native, x_MD
@@ -234,7 +237,7 @@ class _NativeRecording(Recording):
         super().__init__(towers, [towers._split_layers(self._hs, len(x_MD))])
 
     def backward(self, grad_KMO: Tensor) -> Tensor:
-        """Return the gradient as `Recording.backward` does."""
+        """Return the gradient with respect to `flat`, given that with respect to the output. See `Recording.backward`."""
         out, _ = self.towers._room()
         flat, given = self.towers.flat.detach(), grad_KMO.contiguous()
         self._native.backward(out, flat, self._given, self._hs, given, self.towers.sizes)

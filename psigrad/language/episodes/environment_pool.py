@@ -17,9 +17,9 @@ from psigrad.processes.workers.worker_pool import START_LIMIT, Lost, PoolLimits,
 class EnvironmentPool(Playing):
     """Episodes spread over `workers` processes (default 1). Each call of an environment may take `timeout` seconds (default 10).
 
-    An environment that hangs, exits or crashes faults its own episode. The other episodes of its process are replayed in a new
-    process from their rows and turns. The result is the same, since an environment depends on these alone. With `sandboxed`, a
-    list of files, the processes are in a sandbox that can read these files.
+    If an environment hangs, exits or crashes, its own episode ends with a `Fault`. The other episodes of its process are replayed
+    in a new process from their rows and turns. They give the same result, since an environment depends on these alone.
+    `sandboxed` is a list of files, if given: the processes then run in a sandbox that can read these files.
     """
 
     def __init__(self, factory: Factory, *, sandboxed: Sequence[str] | None = None, **limits: Unpack[PoolLimits]) -> None:
@@ -35,13 +35,13 @@ class EnvironmentPool(Playing):
         self.workers.close()
 
     def submit(self, calls: Sequence[EpisodeCall]) -> None:
-        """See `Playing`. An episode always stays with the same worker."""
+        """Send the calls to the workers. An episode always stays with the same worker. See `Playing`."""
         for call in calls:
             self._waiting[call.number % len(self._waiting)].append(call)
         self._hand_out()
 
     def answers(self, seconds: float) -> dict[int, Answer]:
-        """See `Playing`."""
+        """Return the workers' answers since the previous call. See `Playing`."""
         self._hand_out()
         answers: dict[int, Answer] = {}
         for worker, call, answer in self.workers.answers(wait=seconds > 0, seconds=seconds):
@@ -55,7 +55,7 @@ class EnvironmentPool(Playing):
         return answers
 
     def give_up(self) -> None:
-        """See `Playing`."""
+        """Drop the unanswered calls, and replace the workers that are at one. See `Playing`."""
         self._waiting = [[] for _ in range(len(self.workers))]
         self.workers.give_up()
 
@@ -66,7 +66,7 @@ class EnvironmentPool(Playing):
                 self.workers.ask(worker, waiting, waiting)
 
     def rows(self, count: int, seed: int) -> list[Mapping[str, Any]] | None:
-        """See `Playing`."""
+        """Ask a worker for the environment's own rows. See `Playing`."""
         while 0 not in self.workers.idle():
             list(self.workers.answers(wait=True))
         self.workers.ask(0, (count, seed), [None], timeout=START_LIMIT)
@@ -85,9 +85,10 @@ class EnvironmentPool(Playing):
 
 
 def service(payload: Packed) -> Callable[[Any], Iterator[Any]]:
-    """Return the worker's service for an environment's packed factory.
+    """Return the function that answers a worker's requests, for the packed factory of an environment.
 
-    A request is (count, seed) of rows, or a list of `EpisodeCall`. Each call is answered separately, after one null per turn.
+    A request is (count, seed) for rows, or a list of `EpisodeCall`. Each call is answered separately. A null per replayed turn
+    precedes the answer, as a sign of life.
     """
     factory = unpack(payload)
     if callable(prepare := getattr(factory, "prepare", None)):
@@ -112,7 +113,7 @@ def service(payload: Packed) -> Callable[[Any], Iterator[Any]]:
 
 
 def encode(answer: Answer) -> Any:
-    """Encode an answer as JSON."""
+    """Return an answer in a form that JSON can represent."""
     if isinstance(answer, Fault):
         return {"fault": answer.reason}
     found = answer._asdict() if isinstance(answer, Step | Opening) else {"observation": answer}

@@ -26,7 +26,7 @@ Observation = str | list[Message]
 
 
 class Step(NamedTuple):
-    """The result of a completion."""
+    """An environment's answer to a completion."""
 
     observation: Observation
     """The policy's next input; ignored if `done`."""
@@ -63,9 +63,9 @@ class Environment(Protocol):
 
 
 class SeatedEnvironment(Protocol):
-    """One game of several seats. Otherwise as `Environment`.
+    """One game of several seats, that is, players. A new object is created for each game, as for an `Environment`.
 
-    Rewards may sum to 0 (opponents), be equal (a team), or neither. Most games give them with the last turn, and zeros before.
+    Rewards may sum to 0 (opponents), be equal (a team), or neither. Most games give 0 until the last turn.
     """
 
     seats: ClassVar[int]
@@ -98,7 +98,8 @@ class Fault:
 class EpisodeCall:
     """A request to an episode: answer the last of its `turns` so far, or return the opening if there are none.
 
-    An environment depends on these fields alone. A process that has not played it so far replays it and answers the same.
+    An environment depends on these fields alone. A process that has not played the earlier turns replays them, and gives the same
+    answer.
     """
 
     batch: int
@@ -112,7 +113,7 @@ Answer = Observation | Opening | Step | Fault | None
 
 
 class Playing(ABC):
-    """Many episodes under way at once, by number. Use as a context manager, or call `close()`."""
+    """A runner of many episodes at once, identified by number. Use it as a context manager, or call `close()`."""
 
     paced = True
     """True if answers arrive as they are ready, and so in an unpredictable order."""
@@ -140,7 +141,7 @@ class Playing(ABC):
         return {number: answers[number] for number in turns}
 
     def answer(self, calls: Sequence[EpisodeCall]) -> dict[int, Answer]:
-        """Return the environments' answers to these calls, by episode number. Calls still under way are given up."""
+        """Return the environments' answers to these calls, by episode number. Earlier calls without an answer are dropped."""
         self.give_up()
         self.submit(calls)
         return self.wait(len(calls))
@@ -156,21 +157,21 @@ class Playing(ABC):
 
     @abstractmethod
     def submit(self, calls: Sequence[EpisodeCall]) -> None:
-        """Have the environments answer these calls. Episodes of another batch end."""
+        """Start answering these calls. Episodes of an earlier batch end."""
 
     @abstractmethod
     def answers(self, seconds: float) -> dict[int, Answer]:
         """Return the answers since the previous call, by episode number. If there are none, wait for at most `seconds`."""
 
     def give_up(self) -> None:  # noqa: B027
-        """Drop calls that have no answer yet. The default has none."""
+        """Drop the calls that have no answer yet. The default does nothing."""
 
     @abstractmethod
     def rows(self, count: int, seed: int) -> list[Mapping[str, Any]] | None:
-        """Return the environment's own rows, or None if it has none."""
+        """Return `count` rows that the environment makes itself with this seed, or None if it makes none."""
 
     def close(self) -> None:  # noqa: B027
-        """End the episodes under way. The default has nothing to end."""
+        """End all episodes. The default does nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -180,7 +181,10 @@ class Playing(ABC):
 
 
 class InProcess(Playing):
-    """Episodes in this process, for psigrad's own environments, which neither hang nor exit. All others run it in workers."""
+    """Episodes in this process, for psigrad's own environments, which neither hang nor exit.
+
+    An `EnvironmentPool` runs all other environments. Its workers use this class.
+    """
 
     paced = False
 
@@ -191,20 +195,20 @@ class InProcess(Playing):
         self._played_batch = 0
 
     def submit(self, calls: Sequence[EpisodeCall]) -> None:
-        """See `Playing`."""
+        """Answer the calls at once, and store the answers for `answers`. See `Playing`."""
         self._said |= {call.number: deque(self.play(call), 1)[0] for call in calls}
 
     def answers(self, seconds: float) -> dict[int, Answer]:
-        """See `Playing`. All answers are ready at once."""
+        """Return the stored answers without waiting. See `Playing`."""
         said, self._said = self._said, {}
         return said
 
     def give_up(self) -> None:
-        """See `Playing`."""
+        """Drop the stored answers. See `Playing`."""
         self._said = {}
 
     def play(self, call: EpisodeCall) -> Iterator[Answer]:
-        """Yield the answers of the turns that are replayed, and last the answer to the call."""
+        """Yield an answer for each turn that must be replayed, and last the answer to the call itself."""
         if call.batch != self._played_batch:
             self._played_batch, self._played = call.batch, {}
         turns, environment = self._played.pop(call.number, ((), None))
@@ -228,13 +232,13 @@ class InProcess(Playing):
         self._played[call.number] = (call.turns, environment)
 
     def rows(self, count: int, seed: int) -> list[Mapping[str, Any]] | None:
-        """See `Playing`."""
+        """Return the rows that the factory makes, if it has a method `rows`. See `Playing`."""
         make = getattr(self._factory, "rows", None)
         return list(make(count, seed)) if callable(make) else None
 
 
 def reset(environment: Any, row: Mapping[str, Any]) -> Observation | Opening | Fault | None:
-    """Return the result of `reset`, or a `Fault` that says why there is none."""
+    """Call an environment's `reset` and return its result. Return a `Fault` if it raises or the result is invalid."""
     seats = seats_of(environment)
     try:
         opening = environment.reset(open_columns(row))
@@ -252,7 +256,7 @@ def reset(environment: Any, row: Mapping[str, Any]) -> Observation | Opening | F
 
 
 def step(environment: Any, text: str) -> Step | Fault:
-    """Return the result of `step`, or a `Fault` that says why there is none."""
+    """Call an environment's `step` and return its result. Return a `Fault` if it raises or the result is invalid."""
     seats, seat, reward = seats_of(environment), 0, 0.0
     rewards: Sequence[Any] = ()
     try:
@@ -295,7 +299,7 @@ def _is_observation(value: object) -> bool:
 
 
 def _without_objects(said: Any) -> Any:
-    """Return an observation with its images as text, which any process can read, or a fault."""
+    """Return an observation whose image objects are replaced by text that any process can read, or a `Fault`."""
     try:
         return observation_json(said)
     except ValueError as error:

@@ -22,31 +22,31 @@ def as_messages(said: Observation) -> list[Message]:
 
 @dataclass
 class EpisodeHistory:
-    """The conversation of a row, as the policy has read and written it.
+    """The conversation of one episode, as the policy has read and written it.
 
-    The policy's next input is the chat template's rendering of the messages. Sampled tokens are kept while that rendering
-    continues them. If the template rewrites the past (Qwen3 drops the thinking), the whole rendering is read again. So a turn is
-    sampled in the context in which it would be trained as a demonstration. If no template can render the messages (an unreadable
-    call, a text prompt), the sampled tokens are kept and the observation is appended.
+    The policy's next input is the chat template's rendering of the messages. As long as the rendering starts with the tokens so
+    far, the sampled tokens stay, and only the rest is appended. If the template rewrites the past (Qwen3 drops the thinking), the
+    whole rendering replaces the context. So a turn is sampled in the context in which it would be trained as a demonstration. If
+    no template can render the messages (an unreadable call, a text prompt), the observation is appended to the tokens so far.
     """
 
     tokenizer: Any
     row: Row
     form: CallForm
-    """The form of the policy's tool calls, which the template receives as parsed calls."""
+    """The syntax of the policy's tool calls. They are parsed by it before the template receives them."""
     messages: list[Message]
     known: str
-    """Everything read and written, as text; empty if no template can render it."""
+    """The text that the policy has read and written so far; empty if no template can render it."""
 
     @classmethod
     def of(cls, tokenizer: Any, row: Row, form: CallForm) -> EpisodeHistory:
-        """Return the history of a row whose prompt has been read."""
+        """Return the history of an episode that has only the row's prompt yet."""
         if not isinstance(row.prompt, list):
             return cls(tokenizer, row, form, [], "")
         return cls(tokenizer, row, form, list(row.prompt), Conversation(tokenizer, row).prompt(row.prompt))
 
     def copy(self) -> EpisodeHistory:
-        """Return a copy that changes independently."""
+        """Return an independent copy."""
         return replace(self, messages=list(self.messages))
 
     def say(self, before: int, ids: Sequence[int], text: str) -> None:
@@ -58,7 +58,10 @@ class EpisodeHistory:
         self.messages.append({"role": "assistant", "content": begun + text})
 
     def read(self, said: Observation) -> Reading:
-        """Return what the policy reads for this observation. The text is empty if no template can render it."""
+        """Return the tokens and text of this observation, which the policy reads before its next turn.
+
+        The text is empty if no template can render the conversation. Nothing is added to the history.
+        """
         if self.known and (turn := self._turn(said)) is not None:
             try:
                 return next_reading(self.tokenizer, self.row, [*self.messages[:-1], turn, *as_messages(said)], self.known)
@@ -67,15 +70,15 @@ class EpisodeHistory:
         return Reading("", observation_ids(self.tokenizer, self.row, said), False)
 
     def hear(self, said: Observation, reading: Reading) -> None:
-        """Add an observation; `reading` is the result of `read` for it."""
+        """Add an observation to the history. `reading` is what `read` returned for it."""
         self.known = reading.text
         if self.known and (turn := self._turn(said)) is not None:
             self.messages = [*self.messages[:-1], turn, *as_messages(said)]
 
     def _turn(self, said: Observation) -> Message | None:
-        """Return the policy's turn as the template receives it before this observation.
+        """Return the policy's last turn as the message that the template receives, with its tool calls parsed if tools answer.
 
-        None if a tool answers a turn without a call.
+        Return None if tools answer, but the turn has no call that can be read.
         """
         text, before = self.messages[-1]["content"], self.messages[-2]["role"] if len(self.messages) > 1 else "user"
         form = turn_form(Conversation(self.tokenizer, self.row), before)

@@ -1,6 +1,6 @@
-"""Episodes of several turns: the policy's sampled tokens, the environment's tokens between them, and a mask of the policy's.
+"""Episodes of several turns: the policy's sampled tokens, the environment's tokens, and a mask of the policy's tokens.
 
-An observation is cut to the available tokens before all of it is tokenised.
+A long observation is cut to a bounded number of characters before it is tokenised.
 """
 
 from __future__ import annotations
@@ -40,24 +40,22 @@ from psigrad.language.rollout.types import (
 LINGER = (0.1, 0.02)
 # The largest difference of log-probs, in nats, that a different order of summation explains.
 ROUNDING = 1e-3
-# The rule for assigning a session's reward to its tokens. Its group is the sessions of its row.
 
 
 @dataclass(frozen=True)
 class Episodes:
-    """The rules by which episodes are played: the environments and the limits."""
+    """The settings of episodes: the environments, the limits of turns and tokens, and the syntax of tool calls."""
 
     playing: Playing
     max_turns: int = 8
     max_turn_length: int = 0
-    """The most tokens of a turn; then all turns together share the sampling's `max_tokens`. 0: each turn may have `max_tokens`.
-    """
+    """The most tokens of a turn. All turns together then have at most the sampling's `max_tokens`. 0: each may have that many."""
     max_observation_length: int = 0
-    """The most tokens of an answer; 0: as many as fit."""
+    """The most tokens of an environment's answer; 0: as many as fit."""
     together: bool = False
-    """True if every turn waits for the answers of all episodes."""
+    """True if each round of turns starts only when all episodes have their answers."""
     form: CallForm = field(default_factory=CallForm)
-    """The form of the policy's tool calls."""
+    """The syntax of the policy's tool calls."""
 
     def limits(self, params: SamplingParams, max_length: int) -> tuple[EpisodeLimits, SamplingParams]:
         """Return the limits of episodes with at most `max_length` tokens each, and the sampling parameters of one turn."""
@@ -75,13 +73,13 @@ class Episodes:
         needs_reward: bool = True,
         **how: Any,
     ) -> list[Trajectory]:
-        """See `Player`."""
+        """Play the episodes of a step with `play`, within the model's context length. See `Player`."""
         return play(self, sampler, prompts, params, tokenizer=model.tokenizer, max_length=model.max_length, **how)
 
 
 @dataclass
 class LiveEpisode:
-    """One episode under way. `ids` are all tokens after the prompt, and `mask` is True for those that the policy chose."""
+    """The state of one episode. `ids` are all tokens after the prompt, and `mask` is True for those that the policy sampled."""
 
     index: int
     k: int
@@ -103,7 +101,7 @@ class LiveEpisode:
     branches: list[Branch] = field(default_factory=list)
     seat: int | None = None
     heard: tuple[int, ...] = ()
-    """The tokens that the policy reads before its next turn. They extend its context, or replace it if the next field is True."""
+    """The tokens to read before the policy's next turn. They extend its context, or replace it if `anew` is True."""
     anew: bool = False
 
     @property
@@ -114,7 +112,7 @@ class LiveEpisode:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """The tokens that the policy reads before its next turn."""
+        """All tokens of the policy's context so far, prompt included."""
         start, prompt = self.branches[-1] if self.branches else (0, self.prompt)
         return (*prompt, *self.ids[start:])
 
@@ -136,7 +134,7 @@ class LiveEpisode:
         self.messages.append({"role": "assistant", "content": text})
 
     def hear(self, answer: Step | Fault, limits: EpisodeLimits) -> None:
-        """Add the environment's answer to the turn. A turn that was cut, or that leaves no room, is the last."""
+        """Add the environment's answer. It ends the episode if it says so, if the turn was cut, or if no other turn fits."""
         was_cut, self.finish_reason = self.finish_reason == "length", "length"
         if isinstance(answer, Step):
             answer = mark_images(self.history.tokenizer, answer.observation, answer)
@@ -150,7 +148,7 @@ class LiveEpisode:
         self.observe(answer.observation, limits)
 
     def observe(self, observation: Observation, limits: EpisodeLimits) -> None:
-        """Read an observation before the next turn. Without room for both, the episode is over."""
+        """Add an observation, cut if it is too long. End the episode if it and the next turn do not both fit."""
         bare = self.history.read(cut(observation, 0))
         used, past = (0, len(bare.ids)) if bare.restart else (self.used, 0)
         turn = len(self.policy_turns)
@@ -183,7 +181,7 @@ class LiveEpisode:
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """The limits: tokens of a turn, of an answer (0: any), of all turns together (0: any), of the context; and turns."""
+    """The most tokens of a turn, of an observation and of all turns (0: no limit), and of the context; and the most turns."""
 
     turn: int
     observation: int
@@ -200,8 +198,10 @@ class EpisodeLimits:
         cuts: list[Cut],
         past: int = 0,
     ) -> tuple[Sequence[int], Observation] | None:
-        """Fit an observation after `used` tokens so that another turn fits, and append any cut to `cuts`. `past` tokens of a
-        rendering are not the observation's.
+        """Return (tokens, observation), cut so that a turn still fits after the `used` tokens of the context and these.
+
+        `render` returns the tokens of an observation, and the first `past` of them are not the observation's. Append to `cuts`
+        what was cut. Return None if nothing fits.
         """
         room = self.context - used - self.turn
         limit, why = (
@@ -229,12 +229,12 @@ def play(
     version: int,
     max_length: int,
 ) -> list[Trajectory]:
-    """Play `num_generations` episodes for each (index, prompt ids, row), in order, each of at most `max_length` tokens with its
-    prompt.
+    """Return `num_generations` trajectories for each (index, prompt ids, row), in order.
 
-    An episode continues when its own answer is ready. Ready episodes take their turns together, or join those being sampled if
-    the engine supports it, while other environments work. A turn cut by the length limit, `max_turns` and `max_length` end an
-    episode as truncated. An answer is cut if it leaves no room for another turn. Each turn's reward is placed on its last token.
+    Prompt and episode have at most `max_length` tokens together. An episode continues as soon as its environment has answered.
+    The turns of ready episodes are sampled together while other environments work. If the engine supports it, they join a batch
+    that is being sampled. An episode ends as truncated if a turn is cut by its length limit, or at `max_turns` or `max_length`.
+    An environment's answer is cut if it leaves no room for another turn. Each turn's reward is placed on its last token.
     """
     playing = rules.playing
     limits, params = rules.limits(params, max_length)
@@ -264,10 +264,11 @@ def play(
 
 
 def settle(sampler: Sampler, trajectories: list[Trajectory], params: SamplingParams) -> list[Trajectory]:
-    """Replace log-probs by exact ones that do not depend on how turns were batched, since rounding differs between batches.
+    """Return the trajectories with log-probs recomputed by `sampler.log_probs`, which do not depend on how turns were batched.
 
-    If the difference exceeds rounding, the sampled log-probs are kept, so training sees the disagreement. Log-probs of a filtered
-    distribution, and of a sampler without exact ones, are kept too.
+    Rounding differs between batches, so the same seed would otherwise not give the same bits. A trajectory keeps the log-probs of
+    sampling if the new ones differ by more than rounding, so that training sees the disagreement. All keep them if the sampler
+    cannot recompute them (`log_probs` returns None), and `sampling_logprobs` of a filtered distribution are kept too.
     """
     logps = [[0.0] * len(t.completion.ids) for t in trajectories]
     for _, group in itertools.groupby(enumerate(trajectories), lambda one: (one[1].row, one[1].prompt_ids)):
@@ -302,7 +303,7 @@ def _begin(
     tokenizer: Any,
     limits: EpisodeLimits,
 ) -> list[LiveEpisode]:
-    """Start `count` episodes of each prompt. The observation of `reset` follows the prompt and is the same within a group."""
+    """Start `count` episodes of each prompt. Each prompt is followed by what `reset` returned, which must be equal in a group."""
     shown = [{"prompt": images.remove_marks(row.dataset_prompt), **row.columns} for _, _, row in prompts for _ in range(count)]
     openings_of_all = [mark_images(tokenizer, opening) for opening in rules.playing.begin(shown)]
     episodes: list[LiveEpisode] = []
@@ -335,7 +336,7 @@ def _begin(
 
 
 def mark_images(tokenizer: Any, said: Any, step: Step | None = None) -> Any:
-    """Return an observation with marks in place of its images, or the step that it belongs to; a fault if it cannot be read."""
+    """Return an observation, or `step` with it, with text marks in place of images; a `Fault` if an image cannot be read."""
     image_format = images.image_format_of(tokenizer)
     try:
         read: Any = said if said is None or isinstance(said, Fault) else observation_text(said)
@@ -347,12 +348,12 @@ def mark_images(tokenizer: Any, said: Any, step: Step | None = None) -> Any:
 
 
 def render_opening(tokenizer: Any, row: Row, opening: Observation) -> list[int]:
-    """Return the tokens of a row's prompt with the environment's opening."""
+    """Return the tokens of a row's prompt, followed by the environment's first observation."""
     return prompt_ids(tokenizer, opened_row(row, opening))
 
 
 def opened_row(row: Row, opening: Observation) -> Row:
-    """Return the row with the environment's opening, which is joined to a prompt that is text in the dataset."""
+    """Return the row with the environment's first observation as a message, or appended to a prompt that was text."""
     prompt: Any = row.prompt
     if isinstance(prompt, str):
         return replace(row, prompt=prompt + str(opening))
@@ -362,7 +363,7 @@ def opened_row(row: Row, opening: Observation) -> Row:
 
 
 def episode_trajectory(episode: LiveEpisode, version: int, tokenizer: Any) -> Trajectory:
-    """Return what a finished episode yields."""
+    """Return the trajectory of a finished episode, for training."""
     completion = Completion(
         ids=tuple(episode.ids),
         logprobs=tuple(episode.logprobs),
@@ -398,9 +399,7 @@ MARK = "…"
 def fit(
     render: Callable[[Observation], Sequence[int]], said: Observation, limit: int
 ) -> tuple[Sequence[int], Observation] | None:
-    """Return (tokens, observation), cut to at most `limit` tokens, or None if nothing fits. `render` returns the tokens of an
-    observation, with what the chat template writes around it.
-    """
+    """Return (tokens, observation), cut to at most `limit` tokens, or None if nothing fits. `render` makes the tokens."""
     size = length(said)
     kept = min(size, CHARACTERS * limit)
     while limit > 0 and (kept > 0 or kept == size):
@@ -418,7 +417,7 @@ def length(said: Observation) -> int:
 
 
 def cut(said: Observation, kept: int) -> Observation:
-    """Keep the first `kept` characters. Messages after the cut become empty but stay, since each tool call needs an answer."""
+    """Return the first `kept` characters, then `MARK`. Messages after the cut become empty, since each call needs an answer."""
     if isinstance(said, str):
         return _clip(said, kept) + MARK
     shown: list[Message] = []
@@ -431,7 +430,7 @@ def cut(said: Observation, kept: int) -> Observation:
 
 
 def _clip(text: str, kept: int) -> str:
-    """Return the first `kept` characters, without a part of an image."""
+    """Return the first `kept` characters. If the cut would be inside an image's mark, it is made before the mark."""
     torn = next((mark for mark in images.MARK.finditer(text) if mark.start() < kept < mark.end()), None)
     return text[: kept if torn is None else torn.start()]
 

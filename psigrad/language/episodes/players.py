@@ -1,4 +1,4 @@
-"""The counterpart of the policy in several turns, and the collector of its trajectories."""
+"""The interface `Player`, which plays rollouts of several turns with the policy, and the collector of their trajectories."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from psigrad.language.rollout.types import Prompt, Sampler, SamplingParams, Traj
 
 
 class Player(Protocol):
-    """A counterpart of the policy: local environments and tools, or agents that query it over HTTP (psigrad_serve/agents/)."""
+    """A producer of rollouts of several turns: local environments and tools, or agents over HTTP (psigrad_serve/agents/)."""
 
     def play(
         self,
@@ -29,22 +29,23 @@ class Player(Protocol):
         version: int,
         needs_reward: bool,
     ) -> list[Trajectory]:
-        """Return `num_generations` trajectories for each (index, prompt ids, row), in order. `seed_of(i, k)` seeds the k-th of
-        the i-th. A game of several seats has that many trajectories of each seat, seat by seat. With `needs_reward`, the player's
-        own reward is the only one.
+        """Return `num_generations` trajectories for each (index, prompt ids, row), in order.
+
+        `seed_of(i, k)` is the seed of the k-th trajectory of the i-th prompt. A game of several seats returns that many
+        trajectories for each seat, seat by seat. `needs_reward` is True if there is no reward but the player's own.
         """
         ...
 
 
 @dataclass(frozen=True)
 class PlayerCollector:
-    """The collector of a player's trajectories: episodes, or sessions of agents. All groups of a step complete at once."""
+    """A collector of a player's trajectories (episodes, or sessions of agents). It returns all groups of a step at once."""
 
     player: Player
     sampler: Sampler
     model: LanguageModel
     needs_reward: bool
-    """True if the player's own rewards are the only ones."""
+    """True if there are no rewards but the player's own."""
     plays: bool = True
 
     def collect(
@@ -56,7 +57,7 @@ class PlayerCollector:
         version: int,
         cache: Any = None,
     ) -> Iterator[list[tuple[int, list[Trajectory]]]]:
-        """See `TrajectoryCollector`."""
+        """Yield once, with the trajectories of all prompts: (prompt's position, its trajectories). See `TrajectoryCollector`."""
         made = self.player.play(
             self.sampler,
             [(p.index, p.ids, p.row) for p in prompts],
@@ -71,7 +72,7 @@ class PlayerCollector:
         yield [(i, made[i * count : (i + 1) * count]) for i in range(len(prompts))]
 
     def snapshot(self) -> PlayerCollector:
-        """See `TrajectoryCollector`."""
+        """Return a copy whose sampler has the present weights. See `TrajectoryCollector`."""
         return replace(self, sampler=self.sampler.snapshot())
 
 

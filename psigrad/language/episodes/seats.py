@@ -1,7 +1,7 @@
-"""Games of several seats: each seat is an episode of its own, and only the policy's seats yield trajectories.
+"""Games of several seats (players). Each seat is an episode, and only the seats of the policy yield trajectories.
 
-All seats of a game share one environment. A seat reads what the environment shows to it, never another seat's observations. The
-group of an advantage is a seat's trajectories in the games of one row.
+All seats of a game share one environment. A seat reads its own observations alone, never another seat's. An advantage compares
+the trajectories of one seat in the games of one row: these are a group.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from psigrad.language.rollout.types import Cut, NextTurn, Sampler, SamplingParam
 
 
 class Opponents(Protocol):
-    """Past selves of the policy."""
+    """The source of opponents for self-play: earlier versions of the policy."""
 
     def pick(self, seed: int, version: int) -> Sampler | None:
-        """Return the opponent of a prompt in step `version` + 1; None if the policy plays against itself."""
+        """Return the sampler of an opponent for one prompt in step `version` + 1; None if the policy plays against itself."""
         ...
 
 
 @dataclass(frozen=True)
 class Games:
-    """The player of games: the rules of their episodes, the number of seats, and the opponents, if any."""
+    """The `Player` of games with several seats. `rules` are the settings of their episodes."""
 
     rules: Episodes
     seats: int
@@ -51,7 +51,7 @@ class Games:
 
     @property
     def playing(self) -> Playing:
-        """The environments."""
+        """The runner of the environments."""
         return self.rules.playing
 
     def play(
@@ -66,8 +66,10 @@ class Games:
         version: int,
         needs_reward: bool = True,
     ) -> list[Trajectory]:
-        """See `Player`. Against itself, the policy plays `num_generations` games of a prompt and all seats learn. Against a past
-        self it plays that many games for each seat, in which only this seat learns.
+        """Play the games of a step and return the trajectories of the policy's seats. See `Player`.
+
+        Against itself, the policy plays `num_generations` games per prompt, and all seats yield trajectories. Against an earlier
+        version, it plays `num_generations` games in each seat, and only this seat yields trajectories.
         """
         limits, params = self.rules.limits(params, model.max_length)
         games: list[SeatedGame] = []
@@ -98,7 +100,7 @@ class Games:
         return LiveEpisode(index, k, row, ids, seeds.derive(seed, "seat", seat), history, seat=seat)
 
     def _begin(self, games: Sequence[SeatedGame], entries: Entries) -> None:
-        """Start all games, which begin alike within a group."""
+        """Start all games. The games of one row must start with the same observation. Raise `UserError` otherwise."""
         rows = [game.seats[0].row for game in games]
         openings = self.playing.begin([{"prompt": images.remove_marks(row.dataset_prompt), **row.columns} for row in rows])
         first: dict[int, Opening] = {}
@@ -114,7 +116,7 @@ class Games:
                 game.turn_to(opening.seat, opening.observation, entries)
 
     def _play(self, games: Sequence[SeatedGame], params: SamplingParams, entries: Entries) -> None:
-        """Play all games to their end. Ready seats of one sampler take their turns together."""
+        """Play all games to their end. The turns of seats with the same sampler are sampled together when they are ready."""
         owned: dict[int, tuple[Sampler, list[tuple[int, int]]]] = {}
         for number, game in enumerate(games):
             for seat, one in enumerate(game.samplers):
@@ -145,14 +147,14 @@ class Games:
 
 
 class Entries:
-    """The first observations of seats as prompts. Seats that read the same share one rendering."""
+    """A cache of seats' prompts with their first observations, so that equal ones are rendered once."""
 
     def __init__(self, tokenizer: Any, limits: EpisodeLimits) -> None:
         self.tokenizer, self.limits = tokenizer, limits
         self._known: dict[tuple[int, str], LiveEpisode] = {}
 
     def enter(self, seat: LiveEpisode, said: Observation) -> None:
-        """Give a seat its first observation. Without room for it, the seat is over."""
+        """Set a seat's prompt to its row's prompt with its first observation. The seat is over if this does not fit."""
         key = (id(seat.row), repr(said))
         if key not in self._known:
             cuts: list[Cut] = []
@@ -171,7 +173,7 @@ class Entries:
 
 @dataclass
 class SeatedGame:
-    """A game under way. `learner` is the only seat that yields a trajectory; None: all do."""
+    """The state of one game. `learner` is the only seat that yields a trajectory; None: all seats do."""
 
     seats: list[LiveEpisode]
     samplers: list[Sampler]
@@ -184,7 +186,10 @@ class SeatedGame:
         return self.seats[0].over
 
     def hear(self, answer: Step | Fault, entries: Entries) -> None:
-        """Give every seat its reward, and the next one its observation. The environment judges a turn that was cut."""
+        """Give every seat its reward, and the next seat its observation.
+
+        A turn that its length limit cut does not end the game: the environment has judged it.
+        """
         if isinstance(answer, Fault):
             self.end(reason=answer.reason)
             return
@@ -198,7 +203,10 @@ class SeatedGame:
             self.turn_to(answer.seat, answer.observation, entries)
 
     def turn_to(self, number: int, said: Observation, entries: Entries) -> None:
-        """Let a seat read and act. Without room for its turn, or after its last one, the game ends as truncated."""
+        """Make this seat the acting one, and give it its observation.
+
+        The game ends as truncated if there is no room for the seat's turn, or if the seat has had its last one.
+        """
         self.acting, seat = number, self.seats[number]
         read = mark_images(entries.tokenizer, said)
         if isinstance(read, Fault):

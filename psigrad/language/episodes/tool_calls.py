@@ -1,6 +1,6 @@
-"""The tool-call form of each model family, and readers for it that tolerate broken calls.
+"""The tool-call syntax of each model family, with parsers that report malformed calls instead of failing.
 
-Reading is linear in the text: the text is read once from each call mark, and at most `MOST_CALLS` calls are read per turn.
+Parsing takes linear time: it starts once at each opening mark, and reads at most `MOST_CALLS` calls per turn.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST_CALLS = 64
-"""The most calls of one turn that are run. The calls after them share one answer that says so."""
+"""The most calls of one turn that are run. All further calls get one common answer, that they were not run."""
 DEEPEST = 64
-"""The deepest nesting of the arguments."""
+"""The deepest nesting of arguments that is read."""
 SHOWN = 40
-"""Characters of the policy's text that an error shows."""
+"""The most characters of the policy's text that an error quotes."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that could be read. The tool may not exist or may not accept these arguments."""
+    """A well-formed call. The tool may not exist or may not accept these arguments."""
 
     name: str
     arguments: dict[str, Any]
@@ -30,7 +30,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class BrokenCall:
-    """The error of a call that could not be read, as reported to the policy."""
+    """A malformed call: the error that is reported to the policy."""
 
     reason: str
 
@@ -42,34 +42,34 @@ Value = Callable[[str, int], tuple[Any, int]]
 
 
 class CallError(ValueError):
-    """The error of a call that cannot be read."""
+    """An error for a malformed call."""
 
 
 @dataclass(frozen=True)
 class CallFamily:
-    """One form of tool calls: the marks before and after a call, and the reader of the text between them."""
+    """One syntax of tool calls: the marks before and after a call, and the parser of the text between them."""
 
     name: str
     models: str
-    """Some models that write it."""
+    """Some models that write calls in this syntax."""
     opens: str
     shown: str
-    """A call between the marks, for errors and documentation."""
+    """An example of a call, without the marks, for errors and documentation."""
     closes: str
     read: Reader
-    """Return the calls from a position of the text on, and the position of their end. Raises `CallError`."""
+    """The parser: returns the calls that start at a position of the text, and the position of their end. Raises `CallError`."""
     bare: bool = False
     """True if a turn that is only a JSON object, without marks, is a call."""
     behind_words: bool = False
-    """True if such an object is also a call after other words, provided it has arguments and names an offered tool."""
+    """True if a JSON object without marks is a call even after other words. It must have arguments and name an offered tool."""
     thought: str = "</think>"
     """The end mark of the thinking. Calls before it are ignored."""
     lead: str = ""
-    """The text before the mark in an example; it is not required."""
+    """The text that an example has before its mark. Calls need not have it."""
 
     @property
     def example(self) -> str:
-        """A call with its marks."""
+        """An example of a call, with its marks."""
         return f"{self.lead}{self.opens}{self.shown}{self.closes}"
 
     def calls(self, text: str, parameters: Parameters) -> list[ToolCall | BrokenCall]:
@@ -165,7 +165,7 @@ def to_calls(value: Any) -> Iterator[ToolCall]:
 
 
 def _list_of(value: Value = _json) -> Reader:
-    """Return a reader of {"name": …, "arguments": {…}}, or of a list of such objects."""
+    """Return a parser of {"name": …, "arguments": {…}}, or of a list of such objects."""
 
     def read(text: str, at: int, parameters: Parameters) -> tuple[list[ToolCall], int]:
         found, end = value(text, at)
@@ -183,7 +183,7 @@ def _objects_or(other: Reader) -> Reader:
 
 
 def _read_bare(text: str, parameters: Parameters, example: str) -> Iterator[ToolCall | BrokenCall]:
-    """Yield the calls of objects without marks, separated by `;`."""
+    """Yield the calls of a turn that is only JSON objects without marks, separated by `;`."""
     at = 0 if '"name"' in text else len(text)
     while text.startswith(("{", "["), at):
         try:
@@ -197,9 +197,9 @@ def _read_bare(text: str, parameters: Parameters, example: str) -> Iterator[Tool
 
 
 def _read_behind_words(text: str, parameters: Parameters) -> Iterator[ToolCall | BrokenCall]:
-    """Yield the first call of an offered tool that follows other words, and the calls directly after it.
+    """Yield the calls without marks that follow other words: the first one of an offered tool, and those directly after it.
 
-    An object inside other JSON, or after a tag (an unknown call form), is not a call.
+    An object inside other JSON, or after a tag (which may be an unknown syntax), is not a call.
     """
     at = 0 if text.lstrip()[:1] not in ("{", "[") else len(text)
     for _ in range(MOST_CALLS):  # without this bound, a text of braces alone would take quadratic time
@@ -216,7 +216,7 @@ def _read_behind_words(text: str, parameters: Parameters) -> Iterator[ToolCall |
 
 
 def _is_answer(item: Any, parameters: Parameters) -> bool:
-    """Return True if an object is a JSON answer of the policy: it names no tool and has no arguments."""
+    """Return True if a JSON value is the policy's answer, not a call: it has no arguments and names no offered tool."""
     if not isinstance(item, dict) or {"arguments", "parameters"} & set(item):
         return not isinstance(item, dict)
     named = item.get("name") if {"name", "tool_name", "function"} & set(item) else ""
@@ -224,7 +224,10 @@ def _is_answer(item: Any, parameters: Parameters) -> bool:
 
 
 def _name_then(header: str, value: Value = _json, footer: str = "") -> Reader:
-    """Return a reader of a name, the first group of `header`, followed by an object of arguments."""
+    """Return a parser of calls that have the tool's name before an object of arguments.
+
+    `header` is a pattern whose first group is the name. `value` parses the arguments, and `footer` may follow them.
+    """
     head, foot = re.compile(r"\s*" + header), re.compile(rf"(?:{footer})?")
 
     def read(text: str, at: int, parameters: Parameters) -> tuple[list[ToolCall], int]:
@@ -239,7 +242,11 @@ def _name_then(header: str, value: Value = _json, footer: str = "") -> Reader:
 
 
 def _tags_of(header: str, parameter: str, ends: str, closes: str = "") -> Reader:
-    """Return a reader of names and arguments in tags. `ends` closes an argument, `closes` a call; there may be several calls."""
+    """Return a parser of calls that write names and arguments in tags, one call or several.
+
+    The patterns `header` and `parameter` match the tags with the tool's and an argument's name. `ends` closes an argument, and
+    `closes` closes a call.
+    """
     head, key = re.compile(r"\s*" + header), re.compile(r"\s*" + parameter)
 
     def read(text: str, at: int, parameters: Parameters) -> tuple[list[ToolCall], int]:
@@ -299,8 +306,9 @@ def _as_json(found: re.Match[str]) -> str:
 
 
 def _until(closes: str) -> Value:
-    """Return a reader of Python's or Gemma's syntax up to a mark: quotes, `<|"|>` or no quotes around keys, True,
-    [name(key=value)].
+    """Return a parser of values in Python's or Gemma's syntax, up to the text `closes`.
+
+    Keys may have quotes, `<|"|>` or nothing around them. Constants such as True, and calls such as [name(key=value)], are read.
     """
 
     def read(text: str, at: int) -> tuple[Any, int]:
@@ -352,16 +360,19 @@ FAMILIES = (
     CallFamily("Command", "Command R7B, A", "<|START_ACTION|>", _ACTION, "<|END_ACTION|>", _objects, thought="<|END_THINKING|>"),
     CallFamily("Llama", "Llama 3.1 to 3.3", "<|python_tag|>", _PARAMETERS, "", _LLAMA, bare=True, behind_words=True),
 )
-"""All call forms. The chat template determines a model's form (`tools.call_form_of`)."""
+"""All syntaxes of calls. The chat template determines which one a model has (`tools.call_form_of`)."""
 
 
 def find_families(text: str) -> list[CallFamily]:
-    """Return the families whose opening mark is in a text, and last the one that needs no mark."""
+    """Return the families whose opening mark occurs in a text, and last the family that needs no mark."""
     return [family for family in FAMILIES if family.opens in text or family is FAMILIES[-1]]
 
 
 def read_calls(text: str, parameters: Parameters, families: Sequence[CallFamily] = ()) -> list[ToolCall | BrokenCall]:
-    """Return the calls of a turn, by the first of these families that reads all of them. Default: families whose marks occur."""
+    """Return the calls of a turn, parsed by the first of these families that finds no malformed call.
+
+    By default, these are the families whose marks occur in the text.
+    """
     read = [family.calls(text, parameters) for family in families or find_families(text)]
     whole = [calls for calls in read if calls and not any(isinstance(call, BrokenCall) for call in calls)]
     return next(iter([*whole, *filter(None, read)]), [])

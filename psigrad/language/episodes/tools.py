@@ -42,7 +42,7 @@ PREFIX = "mcp:"
 
 
 class ServerLost(Exception):
-    """The server gave no answer, through no fault of the policy."""
+    """An error for a server that gives no answer, for which the policy is not at fault."""
 
 
 class ServerTool(ABC):
@@ -50,21 +50,21 @@ class ServerTool(ABC):
 
     name: str
     schema: Mapping[str, Any]
-    """The schema that the chat template shows."""
+    """The JSON schema that the chat template writes into the prompt."""
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """The JSON schemas of the parameters."""
+        """Parameter -> its JSON schema."""
         properties: Mapping[str, Any] = self.schema["function"]["parameters"].get("properties", {})
         return properties
 
     @abstractmethod
     def connect(self) -> Any:
-        """Return this process's connection, and open it if there is none. Raises `UserError`."""
+        """Return this process's connection to the server, and open it if there is none. Raises `UserError` if that fails."""
 
     @abstractmethod
     def run(self, arguments: Mapping[str, Any]) -> str:
-        """Return the server's answer. Raises `ServerLost`."""
+        """Call the tool and return the server's answer. Raises `ServerLost` if there is none."""
 
 
 Tool = Callable[..., Any] | ServerTool
@@ -75,9 +75,10 @@ _PROBE_SCHEMA = {"name": PROBE.name, "description": "The price.", "parameters": 
 
 
 def resolve(tools: Sequence[str | Callable[..., Any]], variables: Sequence[str] = ()) -> list[Tool]:
-    """Return the tools for functions, "module:function", and all tools of "mcp:COMMAND" or "mcp:http://…".
+    """Return the tools that a setting names.
 
-    `variables` are environment variables that a server receives in addition to the defaults. Raises `UserError`.
+    An item is a function, "module:function", or "mcp:COMMAND" or "mcp:http://…" for all tools of a server. `variables` are names
+    of environment variables that a server receives in addition to the defaults. Raises `UserError` for anything else.
     """
     found: list[Tool] = []
     for tool in tools:
@@ -116,18 +117,18 @@ def schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class CallForm:
-    """The form in which the model writes calls. Without a family and a response template, each known form is tried."""
+    """The syntax in which the model writes calls. Without a family and a response template, each known syntax is tried."""
 
     family: str = ""
     response_template: Mapping[str, Any] | None = None
     """The tokenizer's response template, for transformers' `parse_response`."""
     prefix: str = ""
-    """The text that the chat template has written when the policy starts."""
+    """The end of the prompt, which `parse_response` reads before the policy's text."""
     seen: str = ""
-    """The call from which the form was determined, as rewards and tools see it; empty if the template writes none."""
+    """The rendered call from which the syntax was determined, as rewards and tools read it; empty if the template writes none."""
 
     def probe(self, text: str) -> list[ToolCall | BrokenCall]:
-        """Return the calls read from a turn that calls the tool of `PROBE`."""
+        """Return the calls in a text that should call the tool `PROBE`, to test whether this syntax reads it."""
         return self.read(text, {PROBE.name: _KINDS})
 
     def read(self, text: str, parameters: Mapping[str, Mapping[str, Any]]) -> list[ToolCall | BrokenCall]:
@@ -148,7 +149,10 @@ class CallForm:
             return [BrokenCall(f"the call cannot be read ({str(error).splitlines()[0][:200]}); write one as {self.seen}")]
 
     def begin(self, text: str) -> int:
-        """Return where a turn's calls start: at the first mark after the thinking, or without a mark at the thinking's end."""
+        """Return the position at which a turn's calls start: the first mark after the thinking.
+
+        Without a mark, it is the end of the thinking.
+        """
         families = [family for family in FAMILIES if self.family in ("", family.name)]
         ends = (at + len(family.thought) for family in families if (at := text.rfind(family.thought)) >= 0)
         start = max(ends, default=0)
@@ -156,17 +160,17 @@ class CallForm:
         if not places:
             return start
         at, family = min(places, key=lambda place: place[0])
-        # DeepSeek writes a mark around all calls.
+        # DeepSeek writes one more mark around the list of all calls.
         leads = (self.seen.partition(family.opens)[0].rpartition(family.thought)[2], family.lead)
         return at - next((len(lead) for lead in leads if lead and text[:at].endswith(lead)), 0)
 
     def end(self, text: str) -> int:
-        """Return where the last call ends: after its mark, or at the end of the text if there is no mark."""
+        """Return the position at which the last call ends: after its mark, or the end of the text if there is no mark."""
         ends = {family.closes for family in FAMILIES if self.family in ("", family.name)} - {""}
         return max((at + len(mark) for mark in ends if (at := text.rfind(mark)) >= 0), default=len(text))
 
     def turn(self, text: str, parameters: Mapping[str, Mapping[str, Any]], form: TurnForm) -> Message | None:
-        """Return a turn with calls as a message; None if there is no call or one cannot be read."""
+        """Return a turn with calls as a message with `tool_calls`; None if there is no call or one is malformed."""
         calls = self.read(text, parameters)
         if not calls or any(isinstance(call, BrokenCall) for call in calls):
             return None
@@ -180,10 +184,11 @@ class CallForm:
 
 
 def call_form_of(tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> CallForm:
-    """Return the form of a row's calls under the tokenizer's chat template: the one that reads a call back exactly.
+    """Return the syntax of calls under the tokenizer's chat template: the one that parses a rendered call back exactly.
 
-    If a template offers no tools or writes no calls, psigrad uses Hermes' form. A model whose vocabulary has the marks of another
-    form may write that; then each form is read by its marks. `arguments` are those of the template.
+    If a template offers no tools or writes no calls, psigrad writes them in Hermes' syntax. If the vocabulary has the marks of
+    some syntax, the model may still write calls in it. Then each call is parsed by the marks that it has. `arguments` are those
+    of the template.
     """
     before, seen, shows_hermes = _play(tokenizer, arguments)
     own = getattr(tokenizer, "response_template", None)
@@ -196,9 +201,9 @@ def call_form_of(tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> CallFo
 
 
 def _play(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> tuple[str, str, bool]:
-    """Return the prompt of a question, the turn after it that calls a tool (as `decode` returns it), and a flag.
+    """Render a test conversation: return (a question as prompt, the turn after it that calls a tool as text, flag).
 
-    The flag is True if psigrad offered the tool or wrote the call because the template does not.
+    The flag is True if psigrad itself offers tools or writes calls, because the template does not.
     """
     question: Message = {"role": "user", "content": "What is the price?"}
     call = {"type": "function", "id": "call00001", "function": {"name": PROBE.name, "arguments": PROBE.arguments}}
@@ -210,7 +215,7 @@ def _play(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> t
     except UserError:  # no template, or one that rejects calls
         return "", "", False
     shared = common_prefix(before, after)
-    # <think> and <tool_call> share their first letters.
+    # <think> and <tool_call> start with the same letters, so the common prefix may end inside a tag.
     mark = re.search(r"[<\[][^<>\[\]\s]*$", before[:shared])
     seen = decode(tokenizer, tokenizer(after[mark.start() if mark else shared :], add_special_tokens=False)["input_ids"])
     shows_hermes = conversation.dialect.calls == "hermes" or not conversation.dialect.tools
@@ -219,19 +224,19 @@ def _play(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> t
 
 @dataclass(frozen=True)
 class ToolBoxes:
-    """The factory of a run's environments with tools."""
+    """The factory of a run's `ToolBox` environments."""
 
     tools: Sequence[Tool]
     form: CallForm = field(default_factory=CallForm)
 
     def prepare(self) -> None:
-        """Start this process's servers in advance, since that may take longer than a call."""
+        """Connect to the servers of all tools in advance, since that may take longer than a call may."""
         for tool in self.tools:
             if isinstance(tool, ServerTool):
                 tool.connect()
 
     def __call__(self) -> ToolBox:
-        """Return the environment of one episode."""
+        """Return a new environment, for one episode."""
         return ToolBox(self.tools, self.form)
 
 
@@ -250,7 +255,7 @@ class ToolBox:
         """Do nothing: there is nothing to prepare."""
 
     def step(self, completion: str) -> Step:
-        """Answer every call of the completion."""
+        """Run every call of the completion and return the answers. Without a call, the episode is done."""
         found = self.form.read(completion, self.parameters)
         return Step([self._answer(call) for call in found], 0.0, False) if found else Step("", 0.0, True)
 

@@ -1,4 +1,7 @@
-"""Rewards: TRL's signature, typed results, and the processes that run them. Import no torch, so that workers start fast."""
+"""Reward functions with TRL's signature, their typed results, and the worker processes that run them.
+
+No module here imports torch, so that workers start fast.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-r"""Multiple-choice answers, and well-known benchmarks: prompts in the form of their harness, with worked examples and answers.
+r"""The reward for multiple-choice answers, and three benchmarks as prompts with few-shot examples, as in lm-eval's harness.
 
+The benchmarks and their columns:
 gsm8k: `question`, `answer` ("… #### 72"). math: `problem`, `solution` (with a \boxed{…}), perhaps `answer`. mmlu: `question`,
 `choices` (or the columns A, B, C, D), `answer` (the number of a choice from 0, or its letter), perhaps `subject`.
 """
@@ -46,7 +47,7 @@ class Choice:
 
 
 def letter_of(answer: Any) -> str:
-    """Return a choice as its letter: 2 is C, "c" and "(C)" too. Raise `UserError` for anything else."""
+    """Return the letter of a choice: C for 2, for "c" and for "(C)". Raise `UserError` for anything else."""
     if letter := _letter(answer):
         return letter
     raise UserError(f"the answer {str(answer)[:60]!r} is neither a letter nor the number of a choice, counted from 0")
@@ -71,7 +72,10 @@ def read_choice(text: str) -> str:
 
 @dataclass(frozen=True)
 class BenchmarkReward:
-    """A benchmark's reward: `compare` of the completion up to `stop`, after which a base model writes the next question."""
+    """A benchmark's reward: the reward `compare` of the completion up to the first `stop`.
+
+    A base model continues after its answer with the next question, which `stop` cuts off.
+    """
 
     name: str
     compare: Math | Choice
@@ -105,10 +109,10 @@ class Benchmark:
     stop: str
     """The text that a base model writes after its answer, which ends the answer; empty for none."""
     head: str = ""
-    """The text before everything else, if the row has its columns."""
+    """A text before the question, with the row's columns filled in; left out if the row lacks one of them."""
 
     def text(self, columns: Mapping[str, Any]) -> str:
-        """Return the question in the form of the prompt."""
+        """Return the text of the question as it is written in the prompt, without the answer."""
         return self.template.format(**{name: str(value) for name, value in columns.items()})
 
     def example(self, columns: Mapping[str, Any]) -> str:
@@ -126,7 +130,7 @@ BENCHMARKS = {
 
 
 def as_prompts(name: str, rows: Sequence[Row], shots: Sequence[Row]) -> list[Row]:
-    """Return the rows as prompts after the examples `shots`, with the expected answer in the column `answer`.
+    """Return the rows as prompts that start with the few-shot examples `shots`. The column `answer` gets the expected answer.
 
     Raise `RowError` for a row that lacks a column.
     """

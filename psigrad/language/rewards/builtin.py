@@ -1,4 +1,4 @@
-"""The built-in rewards, and wrappers of other libraries' rewards. Each has TRL's signature and names its columns."""
+"""The built-in rewards, and wrappers of other libraries' rewards. Each has TRL's signature and takes its columns by name."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from psigrad.language.rollout.scoring import Failure, text_of, transcript_of
 class Exact:
     """A reward of 1 if the completion equals an accepted answer in the column `answer`, one or a list; otherwise 0.
 
-    Ignore white space at both ends, and Unicode variants of a letter or a space (NFC, no-break spaces). A number may have an
-    exponent or plain decimals. The reward is None if there is no answer.
+    White space at both ends, and Unicode variants of a letter or a space (NFC, no-break spaces), make no difference. A number
+    may be written with an exponent or in plain decimals. The reward is None if there is no answer.
     """
 
     __name__ = "exact"
@@ -80,7 +80,8 @@ def reasoning_gym(
     """Return the scores of the reasoning-gym task named in the column `task`, for rows of `psigrad.language.data.tasks`.
 
     The score is None if a row has no task. Some of its scorers (prime_factorization's, boxnet's, game_of_life's) raise on text
-    that they cannot parse. If such a scorer accepts its own answer, the completion is at fault: a `Failure`.
+    that they cannot parse. If such a scorer can still parse the row's own answer, the completion is at fault, and its score is a
+    `Failure`. Otherwise the error is raised.
     """
     entries = [{"question": "", "answer": a, "metadata": m} for a, m in zip(answer or [None] * len(task), metadata, strict=True)]
     return [
@@ -110,7 +111,10 @@ def _as_tuples(value: Any) -> Any:
 
 @cache
 def _scorer(task: str) -> Callable[..., float]:
-    """Return the scorer of a task, cached: reasoning-gym builds a whole dataset for it, which takes a tenth of a second."""
+    """Return the scorer of a task.
+
+    It is cached, because reasoning-gym builds a whole dataset to get the scorer, which takes a tenth of a second.
+    """
     if task == tasks.TASK:
         return tasks.score_spelling
     scorer: Callable[..., float] = tasks.import_reasoning_gym().get_score_answer_fn(task)
@@ -142,8 +146,9 @@ def _alike(a: str, b: str) -> float:
 def _edits(a: str, b: str) -> int:
     """Return Levenshtein's distance.
 
-    A column of his table is encoded in two integers: bit i is set if cell i is one more, or one less, than the cell above. Two
-    texts of a policy's greatest length thus take a fraction of a second. Source: Myers 1999, Hyyrö 2003.
+    A column of the distance table is encoded in two integers. Bit i of the first is set if cell i is one more than the cell above
+    and bit i of the second if it is one less. Thus even two of the longest completions take a fraction of a second to compare.
+    Source: Myers 1999, Hyyrö 2003.
     """
     places: dict[str, int] = {}
     for i, letter in enumerate(b):
@@ -203,14 +208,14 @@ class SoftOverlong:
 
 @dataclass(frozen=True)
 class Verl:
-    """A verl reward: `compute_score(data_source, solution_str, ground_truth, extra_info)` -> number or {"score": number, …}.
+    """A wrapper of a verl reward: `compute_score(data_source, solution_str, ground_truth, extra_info)` -> number or {"score": …}.
 
     It reads verl's columns: `data_source`, `reward_model` ({"ground_truth": …}; or a column `ground_truth`) and `extra_info`.
     """
 
     function: str = ""
     whole_conversation: bool = False
-    """True if `solution_str` is the whole transcript, tools and environment included, instead of the policy's last turn."""
+    """True if `solution_str` is the whole transcript, with the turns of tools and environment. False: the policy's last turn."""
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """Return one score per completion, from verl's columns."""
@@ -228,9 +233,10 @@ class Verl:
 
 @dataclass(frozen=True)
 class Verifiers:
-    """A verifiers rubric function: any of `prompt, completion, answer, info, state` by argument name -> number; may be async.
+    """A wrapper of a verifiers rubric function, which may be async.
 
-    `answer` and `info` are the columns of that name.
+    It takes any of `prompt, completion, answer, info, state` by argument name, and returns a number. `answer` and `info` are the
+    columns with these names.
     """
 
     function: str = ""

@@ -1,4 +1,4 @@
-"""Programs judged by tests, in a sandbox that never receives the expected values."""
+"""The reward `code`, which judges programs by tests. They run in a sandbox that never receives the expected values."""
 
 from __future__ import annotations
 
@@ -32,30 +32,31 @@ _WRONG = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, R
 
 @dataclass(frozen=True)
 class Code(SelfLimited):
-    """A reward of 1 if the completion's Python program passes every test of its row, otherwise 0: a `FailedTest` with a `reason`.
+    """A reward of 1 if the completion's Python program passes every test of its row, otherwise 0.
 
-    The program is the last fenced block (a Python block if there is one), or the whole completion without a block. One of
-    `code_rows.COLUMNS` holds the tests; that module lists their forms. The first failed test ends the run. With `partial`, the
-    reward is the share of tests that pass. If the sandbox itself fails, the completion has no score.
+    The 0 is a `FailedTest`, a number with a `reason`. The program is the completion's last fenced block (the last Python block,
+    if there is one), or the whole completion if it has no block. One of the columns `code_rows.COLUMNS` holds the tests; that
+    module lists their formats. The first failed test ends the run. With `partial`, the reward is the share of tests that pass.
+    If the sandbox itself fails, the completion has no score.
     """
 
     partial: bool = False
     seconds: float = 2.0
     """CPU time of each test, rounded up to whole seconds. The wall-clock limit is five times as much."""
     memory_mb: int = 512
-    """Memory of one run."""
+    """The memory limit of one run."""
     output_kb: int = 1024
     """The output limit of one run; higher if its test expects more."""
     tolerance: float = 1e-6
-    """The difference at which two printed decimal numbers are equal, relative to the larger one or to 1."""
+    """The largest difference of two equal decimal numbers in the output, relative to the larger one or to 1."""
     packages: bool = False
     """True if programs may import the packages of your own environment, such as numpy."""
     service: str = ""
     """URL of a sandbox service to use instead of this machine; see `psigrad_extras.connect.remote_sandbox`."""
     service_token_variable: str = ""
-    """Environment variable with the service's token, which `worker_env` must name too."""
+    """Environment variable with the service's token. List its name in `worker_env` too, so that reward workers receive it."""
     allow_unsafe_code: bool = False
-    """Run programs without a sandbox if the machine has none: they then have all your permissions."""
+    """True to run programs without a sandbox if the machine has none. They then have all your permissions."""
 
     def __post_init__(self) -> None:
         if not self.seconds > 0 or not self.memory_mb > 0 or not self.output_kb > 0:
@@ -64,7 +65,7 @@ class Code(SelfLimited):
             )
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
-        """Return one reward per completion; for a wrong program a `FailedTest`."""
+        """Return one reward per completion: a number, which is a `FailedTest` if the program fails."""
         token = os.environ[self.service_token_variable] if self.service_token_variable else ""
         executor = _executor(self.service, token, self.allow_unsafe_code)
         judged = []
@@ -82,7 +83,7 @@ class Code(SelfLimited):
         return [one.reward for one in judged]
 
     def check_machine(self) -> None:
-        """Raise `SandboxError` if programs would run here and there is no sandbox."""
+        """Raise `SandboxError` if programs would run on this machine and it has no sandbox."""
         if not self.service:
             executor_for(allow_unsafe_code=self.allow_unsafe_code)
 
@@ -110,7 +111,11 @@ def program_of(text: str) -> str:
 
 
 def whole_program(text: str, prompt: Any, entry: str) -> str:
-    """Return the program in a completion, which may continue the prompt's function `entry`, as in HumanEval."""
+    """Return the complete program of a completion.
+
+    As in HumanEval, a completion may be only the body of the function `entry` that the prompt begins. It is then joined to the
+    prompt.
+    """
     program = program_of(text)
     if not entry or not isinstance(prompt, str) or f"def {entry}" not in prompt:
         return program
@@ -131,7 +136,7 @@ def _is_python(text: str) -> bool:
 
 @dataclass(frozen=True)
 class _Run:
-    """One start of a program, and the tests of that run."""
+    """One execution of a program, and the tests that it decides: one test of printed output, or all tests of calls."""
 
     program: Program
     printed: Printed | None = None
@@ -139,12 +144,12 @@ class _Run:
 
     @property
     def expected(self) -> int:
-        """The number of characters that it must print."""
+        """The number of characters that the program must print in this run."""
         return len(self.printed.expected) if self.printed else 0
 
 
 class _Judged:
-    """A program and the state of its tests."""
+    """A program with its remaining runs, and the result of each test so far."""
 
     def __init__(self, source: str, tests: RowTests, settings: Code) -> None:
         self._settings, self._count = settings, len(tests.checks)
@@ -158,7 +163,7 @@ class _Judged:
             self.runs.append(_Run(Program(f"{source}\n{tests.setup}\n", "", expressions, until), None, evaluated))
 
     def hear(self, outcome: ProgramOutcome) -> None:
-        """Record the outcome of the first of its remaining runs."""
+        """Record the outcome of the first of the program's remaining runs."""
         run = self.runs.pop(0)
         if run.printed:
             wrong = same_output(outcome.stdout, run.printed.expected, self._settings.tolerance)
@@ -206,7 +211,7 @@ def _value_fault(check: Evaluated, values: Sequence[Any], outcome: ProgramOutcom
 
 
 def _trouble(outcome: ProgramOutcome) -> str:
-    """Return the reason why a program ended badly; empty if it ended well."""
+    """Return the reason why a program failed to run to its end; empty if it ran to its end."""
     if outcome.status not in ("exited", "stopped"):
         return {"timeout": "it ran out of time", "memory": "it ran out of memory", "output": "it printed too much"}[
             outcome.status
@@ -220,8 +225,8 @@ def _trouble(outcome: ProgramOutcome) -> str:
 def same_output(found: str, expected: str, tolerance: float = 1e-6) -> bool:
     """Return True if the outputs are equal.
 
-    White space at the ends of lines and of the text is ignored. Decimal numbers may differ by the tolerance. In a line of numbers
-    alone, spacing is free; in a line with words or a drawing, spaces count.
+    White space at the ends of lines and of the text is ignored. Decimal numbers may differ by the tolerance. Spaces between words
+    must be equal, except in a line that has only numbers.
     """
     ours, theirs = ([line.rstrip() for line in text.strip().splitlines()] for text in (found, expected))
     return len(ours) == len(theirs) and all(_same_line(*pair, tolerance) for pair in zip(ours, theirs, strict=True))

@@ -1,8 +1,8 @@
-"""Tests written as Python, split in two: calls of the program run in the sandbox, everything else is judged outside.
+"""Tests written in Python, split in two: calls of the program run in the sandbox, and all else is evaluated outside.
 
-For `assert abs(f(3) - 0.5) < 1e-6`, only `f(3)` runs inside, and returns a plain value. A name that is neither Python's nor the
-test's own is the program's. The test itself executes only expressions whose every part is in the lists below. A test that cannot
-be split without passing an expected value inside is rejected.
+For `assert abs(f(3) - 0.5) < 1e-6`, only `f(3)` runs inside, and returns a plain value. A name belongs to the program if neither
+Python nor the test defines it. Outside the sandbox, only expressions are evaluated whose syntax and names are in the lists
+below. A test is rejected if it cannot be split without sending an expected value into the sandbox.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PARTS = """Constant Name Load Store Tuple List Set Dict BoolOp And Or UnaryOp N
 
 
 def _names() -> dict[str, Any]:
-    """Return the names that a test may use outside the sandbox; random numbers are the same in every run."""
+    """Return the names that a test may use outside the sandbox, with their values. Random numbers are the same in every run."""
     dice = random.Random(0)
     drawn = {"randint": dice.randint, "choice": dice.choice, "random": dice.random, "uniform": dice.uniform}
     arrays = {"allclose": values.allclose, "isclose": values.allclose, "inf": math.inf, "nan": math.nan, "array": list}
@@ -64,17 +64,17 @@ def _names() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Expressions over the program's definitions, and the function that judges their values outside the sandbox."""
+    """A check: expressions that call the program, and the function that judges their values outside the sandbox."""
 
     expressions: tuple[str, ...]
     judge: Callable[..., Any]
-    """A function of the values that returns True if they are right. It raises `TypeError` and its like for other types."""
+    """A function of the values that returns True if they are right. It may raise, such as `TypeError` for a wrong type."""
 
 
 def take_apart(source: str, entry: str = "") -> tuple[list[Evaluated], str]:
-    """Return the checks of a test, and the imports that its calls need inside.
+    """Return the checks of a test, and the lines of imports that its calls need in the sandbox.
 
-    `entry` is the function that HumanEval's `check` tests. Raise `ValueError` for a test that cannot be split, with its line.
+    `entry` is the function that HumanEval's `check` tests. Raise `ValueError`, with the line, for a test that cannot be split.
     """
     tree = ast.parse(source)
     reader = _Reader({entry, *_own_names(tree)})
@@ -97,7 +97,10 @@ def _bound_by(statement: ast.Import | ast.ImportFrom) -> set[str]:
 
 
 def _own_names(tree: ast.Module) -> set[str]:
-    """Return the program's functions with the name of a Python function: those of a test that calls nothing else."""
+    """Return the names of Python functions that the program defines itself, such as its own `sum`.
+
+    If a test calls only names of Python, the functions that its asserts call are the program's.
+    """
     called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
     if called - _names().keys():
         return set()
@@ -162,7 +165,7 @@ class _Reader:
                 )
 
     def call_check(self, candidate: ast.expr) -> None:
-        """Read the body of `check` for this function of the program."""
+        """Read the body of `check`, with `candidate` in place of its parameter."""
         self.checked, function = True, self.functions["check"]
         self.known[function.args.args[0].arg] = candidate
         self.read(function.body)
@@ -192,7 +195,7 @@ class _Reader:
         return result
 
     def _calls(self, node: ast.AST) -> bool:
-        """Return True if the node calls the program or uses a name of the program."""
+        """Return True if the node uses a name of the program."""
         theirs = _names_in(node) - self.names.keys()
         return bool(theirs and theirs - _bound_in(node))
 
@@ -218,14 +221,17 @@ class _Reader:
 
 
 class _Apart:
-    """An expression split in two: `inside` collects the parts for the sandbox, and the outer part has a name for each."""
+    """A splitter of expressions: `inside` collects the parts for the sandbox. Outside, a name replaces each of them."""
 
     def __init__(self, reader: _Reader) -> None:
         self._reader, self.inside = reader, list[str]()
         self._yes_or_no = False
 
     def truth(self, node: ast.expr) -> ast.expr:
-        """Split an expression of which only the truth value matters: the program's own object may not be a plain value."""
+        """Return the outer part of an expression of which only the truth value matters.
+
+        The sandbox then returns `bool(value)`, since an object of the program may not be a plain value.
+        """
         match node:
             case ast.BoolOp(op, parts):
                 return ast.BoolOp(op, [self.truth(part) for part in parts])
@@ -239,7 +245,7 @@ class _Apart:
         return self.visit(node)
 
     def visit(self, node: ast.expr) -> ast.expr:
-        """Return the outer part of an expression."""
+        """Return the outer part of an expression, in which names replace the parts for the sandbox."""
         calls = self._reader._calls
         if not calls(node):
             if not isinstance(node, ast.Starred):
@@ -306,9 +312,9 @@ class _Apart:
         return isinstance(node, ast.Name) and node.id not in self._reader.names and node.id not in self._reader.foreign
 
     def _send(self, node: ast.expr) -> ast.expr:
-        """Add an expression to `inside`. Raise `ValueError` if a call combines a result with anything else.
+        """Add an expression to `inside`, and return the name that replaces it.
 
-        The other argument could be the expected value.
+        Raise `ValueError` if a call combines the program's result with any other value, which could be the expected one.
         """
         for part, every_call in itertools.product(ast.walk(node), {False, self._yes_or_no}):
             children = [c for c in ast.iter_child_nodes(part) if isinstance(c, ast.expr | ast.keyword)]
@@ -326,9 +332,10 @@ class _Apart:
         return _name(f"_{len(self.inside) - 1}")
 
     def _result(self, node: ast.AST, every_call: bool = False) -> bool:
-        """Return True if the node is a call whose value is a result and not just a new object: classes have capitals.
+        """Return True if the node is a call of the program that returns a result, not just a new object.
 
-        `every_call` is set if only yes or no counts. Then every call is a result.
+        A name with a capital is taken for a class, whose call makes an object. With `every_call`, for tests of a truth value,
+        every call is a result.
         """
         if not (isinstance(node, ast.Call) and self._is_the_programs(node)):
             return False
@@ -339,7 +346,10 @@ class _Apart:
 
 
 class _Outside(ast.NodeTransformer):
-    """Expressions evaluated outside the sandbox: known parts alone, bounded arithmetic, and equality with a tolerance."""
+    """A compiler of the expressions outside the sandbox.
+
+    It accepts only listed syntax. Arithmetic gets bounds, and equality gets a tolerance.
+    """
 
     def __init__(self, names: Mapping[str, Any]) -> None:
         self._names = names
@@ -356,13 +366,13 @@ class _Outside(ast.NodeTransformer):
         return made
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
-        """Visit a part that is in the list. Raise `ValueError` for others."""
+        """Visit a node whose type is in `_PARTS`. Raise `ValueError` for others."""
         if type(node).__name__ not in _PARTS.split():
             raise ValueError(f"this expression cannot be evaluated outside the sandbox: {ast.unparse(node)[:200]}")
         return super().generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        """Allow only the names of the modules above, and the joining of texts."""
+        """Allow only names of the listed modules, and `"…".join`. Raise `ValueError` for others."""
         match node:
             case ast.Attribute(ast.Constant(str()), "join"):
                 return node
@@ -372,12 +382,12 @@ class _Outside(ast.NodeTransformer):
         raise ValueError(f"this expression cannot be evaluated outside the sandbox: {ast.unparse(node)[:200]}")
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        """Replace arithmetic by its bounded form."""
+        """Replace an operator by a call of `values.arithmetic`, which is bounded."""
         sign = ast.Constant(_SIGNS[type(node.op).__name__])
         return ast.Call(_name("_arithmetic"), [sign, self.visit(node.left), self.visit(node.right)], [])
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        """Replace each pair of a chain by `values.compare`."""
+        """Replace each pair of a chain such as `a < b < c` by a call of `values.compare`."""
         sides = [self.visit(side) for side in (node.left, *node.comparators)]
         signs = [ast.Constant(_SIGNS[type(kind).__name__]) for kind in node.ops]
         pairs = zip(signs, sides, sides[1:], strict=False)
@@ -395,7 +405,7 @@ def _names_in(node: ast.AST) -> set[str]:
 
 
 def _bound_in(node: ast.AST) -> set[str]:
-    """Return the names that the node binds itself, as a loop or a lambda does."""
+    """Return the names that the node binds itself, such as the parameters of a lambda or the variable of a comprehension."""
     stored = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     return stored | {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
 

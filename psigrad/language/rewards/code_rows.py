@@ -1,6 +1,6 @@
-"""Tests of programs in the forms of common datasets, as checks whose expected side never enters the sandbox.
+"""Readers of programming tests in the formats of common datasets. Each test becomes a check (`Printed` or `Evaluated`).
 
-| form | where |
+| format | used by |
 |---|---|
 | [{"input": TEXT, "output": TEXT}, …] | stdin and stdout; column `tests`, `test_cases` or `official_tests` (open-r1) |
 | ["assert f(2) == 4", …] or one text of such lines | MBPP's `test_list` with `test_setup_code`; column `tests` |
@@ -9,7 +9,7 @@
 | [{"input", "output", "testtype": "stdin" or "functional"}, …] | LiveCodeBench's `public_test_cases` and `private_test_cases` |
 | {"test_cases": [{"type": "stdin_stdout" or "function_call", "input", "output", …}]} | open-r1's `verification_info`, TRL |
 
-Each may also be JSON text. `code_asserts` defines the supported Python tests.
+Each may also be JSON text. `code_asserts` defines the supported Python tests. Expected values never enter the sandbox.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BESIDE = ("entry_point", "test_setup_code", "test_imports", "metadata", "challen
 
 @dataclass(frozen=True)
 class Printed:
-    """The output that the program must print when it reads `stdin`."""
+    """A check of a program's output: it reads `stdin` and must print `expected`."""
 
     stdin: str
     expected: str
@@ -58,7 +58,7 @@ class RowTests:
 def read_tests(row: Mapping[str, Any]) -> RowTests:
     """Return the tests of a dataset row, from the first of `COLUMNS` with tests that can be judged outside the sandbox.
 
-    Raise `UserError` for an unknown form, and for tests whose expected values would have to enter the sandbox.
+    Raise `UserError` for an unknown format, and for tests whose expected values would have to enter the sandbox.
     """
     first: UserError | None = None
     for column in COLUMNS:
@@ -78,7 +78,7 @@ def read_tests(row: Mapping[str, Any]) -> RowTests:
 
 
 def _together(row: Mapping[str, Any], column: str) -> Any:
-    """Return the tests of a column; LiveCodeBench's tests are in two columns."""
+    """Return the tests of a column. LiveCodeBench's public tests are joined with those of its column of private tests."""
     if column == "public_test_cases" and row.get("private_test_cases"):
         return [*_unpack(row[column]), *_unpack(row["private_test_cases"])]
     return _unpack(row[column])
@@ -97,7 +97,7 @@ def _unpack(value: Any) -> Any:
 
 
 class _Texts(pickle.Unpickler):
-    """An unpickler that allows only texts: nothing is imported or called."""
+    """An unpickler that accepts only strings and containers of them: it imports and calls nothing."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Reject every class."""
@@ -146,7 +146,7 @@ class _Reader:
         raise TypeError(f"the tests are {kind_of(tests)}; expected a list, a mapping or text")
 
     def _one(self, test: Mapping[str, Any]) -> Check:
-        """Return one test case given as a mapping."""
+        """Return the check of one test case, which is given as a mapping."""
         name = test.get("fn_name") or (self._name if test.get("testtype") == "functional" else None)
         if test.get("testtype") == "functional" and not name:
             raise ValueError("a functional test needs the name of its function as func_name in the column metadata")
@@ -167,7 +167,7 @@ def _value(text: Any) -> Any:
 
 
 def _read_printed(given: Any, expected: Any) -> Printed:
-    """Return the check of a program's output. Lists are lines, as in LiveCodeBench and TACO."""
+    """Return the check of a program's output. A list of strings is a text of that many lines, as in LiveCodeBench and TACO."""
     if expected is None:
         raise ValueError("the expected output is null, which no program prints")
     given = "" if given is None else given
@@ -187,9 +187,9 @@ def _read_call(name: str, arguments: Any, expected: Any) -> Evaluated:
 
 
 def _called_equal(expected: Any, value: Any) -> bool:
-    """Return True if the values are equal as JSON, which has no tuples and no numeric keys.
+    """Return True if the values are equal as JSON, in which tuples are lists and keys are strings.
 
-    APPS wraps some outputs in a list of one.
+    The expected value may also be wrapped in a list of one item, as some outputs of APPS are.
     """
     value, expected = _as_json(value), _as_json(expected)
     return same(value, expected) or (isinstance(expected, list) and len(expected) == 1 and same(value, expected[0]))

@@ -1,4 +1,4 @@
-"""The comparison of values from a sandbox: plain values of the standard library, with bounds and tolerance."""
+"""Comparison of, and arithmetic on, values from a sandbox: with a tolerance for rounding, and with bounds on time and memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ _SEQUENCES = (list, tuple, deque)
 
 
 def same(a: Any, b: Any, tolerance: float = ROUNDING) -> bool:
-    """Return True if the values are equal in Python, or two floats differ by `tolerance`: of the larger one, or of 1."""
+    """Return True if the values are equal in Python.
+
+    Two floats may differ by `tolerance`, relative to the larger one or to 1.
+    """
     if isinstance(a, float) and isinstance(b, float):
         return a == b or (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
     if isinstance(a, _SEQUENCES) and type(a) is type(b):
@@ -105,7 +108,7 @@ def allclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: 
 
 
 def agree(found: Any, expected: Any, tolerance: float) -> bool:
-    """Return MBPP+'s assertion: equal, or close if a tolerance is given or the expected value has floats."""
+    """Return True if MBPP+'s assertion would hold: equal values, or floats within `tolerance` (1e-6 if it is 0)."""
     return same(found, expected, max(ROUNDING, float(tolerance) or 1e-6))
 
 

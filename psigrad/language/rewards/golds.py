@@ -22,15 +22,15 @@ def normalise(text: str) -> str:
 
 
 def accepted(answer: Any) -> list[str]:
-    """Return the answers that a row accepts: one, those of a list, or none if the row has no answer.
+    """Return the answers that a row accepts, as text: one, those of a list, or none if the row has no answer.
 
-    A number is in plain decimals (5.0 is 5), true and false as in JSON. Raise `UserError` for anything else.
+    A number is written in plain decimals (5.0 as "5"), and a boolean as in JSON. Raise `UserError` for other types.
     """
     return [ways[0] for ways in _spellings(answer)]
 
 
 def spellings(answer: Any) -> list[str]:
-    """Return every text that counts as an accepted answer: 5.0 is 5 and 5.0, 1e-07 is also 1e-7 and 0.0000001."""
+    """Return every text that counts as an accepted answer: "5" and "5.0" for 5.0; "1e-07", "1e-7" and "0.0000001" for 1e-07."""
     return [way for ways in _spellings(answer) for way in ways]
 
 

@@ -1,4 +1,4 @@
-"""The reward `math`: compares a completion's last statement with an answer that is parsed completely."""
+"""The reward `math`, which compares a completion's last statement with the row's answer, mathematically."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _UNIT = re.compile(
 _PROSE = re.compile(
     rf"(?:(?<=\s)|^)(?!(?:{_KNOWN}|{_SHORT_UNITS})(?![A-Za-z]))[A-Za-z]{{2,}}(?:'\w+)?[.,:;!?]?(?=\s|$)", re.IGNORECASE
 )
-# Two adjacent numbers are not a number, and a parser multiplies or adds them.
+# Two adjacent numbers are not a number, but a parser would multiply or add them.
 _TWO_NUMBERS = re.compile(r"(?<![\^_\d.])\d[\d.]*(?:\s+|_\{?)[\d.]")
 # Expressions that take the parser itself hours; `_is_small` checks the rest.
 _HUGE = re.compile(r"\\[dt]?binom[^a-z]*\d{4}|\d{4}\s?!|!\s?!")
@@ -48,7 +48,7 @@ _LONGEST = 500
 
 @dataclass(frozen=True)
 class MathAnswer:
-    """The content of an answer: a number, words, or LaTeX for math-verify, and the unit after it."""
+    """A parsed answer: a number, words, or LaTeX for math-verify; and the unit after it."""
 
     latex: str
     number: Number | None = None
@@ -63,8 +63,8 @@ class Math:
     The column `answer` holds one answer or a list. Numbers are compared as in `numeric`, words as words, and all else by
     math-verify, which decides if two expressions are equal. The completion's answer is its last \boxed{…}, or the text after its
     last ####, in its last <answer>, or after "the answer is". Otherwise it is its last fenced LaTeX, or its last line. Units must
-    agree if both name one. The reward is None if the answer is null. An answer that cannot be parsed completely is rejected, and
-    also gives None.
+    agree if both name one. The reward is None if the row's answer is null or cannot be parsed completely. `check_row` rejects the
+    latter.
     """
 
     def __call__(self, completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
@@ -84,14 +84,17 @@ class Math:
 
 @lru_cache(1 << 16)
 def gold_answer(text: str) -> MathAnswer | None:
-    r"""Return a completely parsed answer: the part in \boxed{…} or after ####, or all of it. Return None if that fails."""
+    r"""Return a row's answer, parsed from its \boxed{…}, the text after its ####, or all of it.
+
+    Return None if that text cannot be parsed completely.
+    """
     own = find_marked(text)
     gold = _read(text if own is None else own)
     return None if gold is None or not (gold.number or gold.words or _parse(gold.latex) is not None) else gold
 
 
 def _read(text: str) -> MathAnswer | None:
-    """Return a text as an answer, by its form alone, without parsing LaTeX. Return None for text that is not an answer."""
+    """Return a text as an answer, judged by its characters without parsing the LaTeX. Return None if it is not an answer."""
     inner = unwrap(text)
     if number := read_number(inner):
         return MathAnswer(inner, number)
@@ -118,7 +121,7 @@ def _read(text: str) -> MathAnswer | None:
 
 
 def _clean(text: str) -> str:
-    """Return LaTeX without spacing, and with Unicode's signs as LaTeX."""
+    """Return LaTeX without spacing commands, and with Unicode signs such as √ as LaTeX commands."""
     text = re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi", text.translate(_UNICODE))
     return _ROOT.sub(r"\\sqrt{\1}", _SPACES.sub(" ", text)).strip().removesuffix(".").strip()
 
@@ -137,7 +140,7 @@ def _unit(text: str) -> str:
 
 
 def _same_unit(a: str, b: str) -> bool:
-    """Return True if two units may be equal: km matches kilometre, not cm."""
+    """Return True if two units may be the same: km matches kilometre, but not cm."""
     (a, power), (b, power_) = (unit.replace("/", "").partition("^")[::2] for unit in (a, b))
     short, long = sorted((a, b), key=len)
     if power != power_:
@@ -203,8 +206,8 @@ def _matches(gold: MathAnswer, text: str) -> bool:
         return False
     from math_verify import verify
 
-    # Its time-outs need SIGALRM in the main thread. The pool kills hanging calls itself, so suppress the warning that they are
-    # off.
+    # math-verify's time-outs need SIGALRM in the main thread. The pool kills hanging calls itself, so suppress the warning that
+    # they are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     wanted, read = _parse(_latex(gold)), _parse(_latex(found))
     return read is not None and bool(verify([wanted], [read], timeout_seconds=None))
@@ -256,9 +259,9 @@ def _parse(latex: str) -> Any:
 
 
 def _is_small(expression: Any) -> bool:
-    """Return True if the expression can be evaluated.
+    """Return True if the expression is small enough to be evaluated fast.
 
-    Powers of numbers may have exponents up to 999, powers of sums up to 30, and factorials have the same limits. Sums and
+    Exponents may be up to 999 for powers of numbers and up to 30 for powers of sums. Factorials have the same limits. Sums and
     products may have up to 1000 terms, or infinitely many.
     """
     from sympy import Add, Basic, Integer, Pow, Product, Sum, factorial, preorder_traversal

@@ -43,12 +43,12 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s?\{")
 _EMPHASIS = re.compile(r"(?<![\w\\)\]}])((?<!\*)\*\*+|_+)(?![\s{*_])([^*_\n]+)(?<!\s)\1(?![\w{(])")
 _BETWEEN = re.compile(r"[\s$,;.]*(?:and|or)?[\s$,;.]*")
 _LARGEST = 400
-"""The most digits, and the largest exponent: exact comparison needs small numbers."""
+"""The most digits and the largest exponent of a number that is compared; exact arithmetic on larger ones is slow."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number: its value, and True if a percent sign follows it; or the parts of a time or ratio such as 12:30."""
+    """A number: its value and whether a percent sign follows it, or the parts of a time or ratio such as 12:30."""
 
     value: Fraction
     percent: bool = False
@@ -103,7 +103,11 @@ def _as_digits(found: re.Match[str]) -> str:
 
 
 def _as_fraction(found: re.Match[str]) -> str:
-    r"""Return 0.1\overline{6} as 15/90: all digits minus those that do not recur, over nines and zeros."""
+    r"""Return a recurring decimal as a fraction: 0.1\overline{6} as 15/90.
+
+    The numerator is all digits minus those that do not recur, here 16 − 1. The denominator has a nine for each recurring digit
+    and a zero for each other decimal.
+    """
     whole, once, again = found.groups()
     return f"{int(whole + once + again) - int(whole + once)}/{'9' * len(again)}{'0' * len(once)}"
 
@@ -121,9 +125,10 @@ def unwrap(text: str) -> str:
 
 
 def find_marked(text: str) -> str | None:
-    r"""Return the marked answer of a text: the last \boxed{…}, several joined by commas, or the text after the last ####.
+    r"""Return the marked answer of a text: the content of its last \boxed{…}, or the text after the last ####.
 
-    If the text has an <answer>…</answer>, search only the last one, and return all of it if it has no mark.
+    If the last statement has several \boxed{…}, they are joined by commas. If the text has an <answer>…</answer>, only the last
+    one is searched, and its whole content is returned if nothing in it is marked. Return None if there is no mark.
     """
     _, tag, block = text.rpartition("<answer>")
     if tag and "</answer>" in block:
@@ -188,9 +193,9 @@ def _digits(text: str) -> str:
 class Numeric:
     r"""A reward of 1 if the completion's number equals the column `answer`, or one of a list in it; otherwise 0.
 
-    The completion's number is the last in its last \boxed{…}, in its last <answer>, after its last ####, or in all of it. Whole
-    answers must match exactly, others within `tolerance` times their size. The reward is None if the answer is null. An answer
-    that is more than a number is rejected, and also gives None.
+    The completion's number is the last one in its last \boxed{…}, in its last <answer>, after its last ####, or in the whole
+    text. An integer must match exactly, and other numbers within `tolerance` times their size. The reward is None if the row's
+    answer is null or is not just a number. `check_row` rejects the latter.
     """
 
     tolerance: float = 1e-6
@@ -224,7 +229,10 @@ def gold_number(text: str) -> Number | None:
 
 
 def _in_mark(text: str) -> Number | None:
-    """Return the number of a marked answer: after its last equals sign, with words around it, but in no expression."""
+    """Return the number in a marked answer, after its last equals sign. Words may surround it.
+
+    Return None if it is part of an expression, such as 2√3.
+    """
     text = text.rpartition("=")[2]
     beside = _NUMBER.sub("", re.sub(r"\\(?:text|mathrm)\s?\{[^{}]*\}|\^\{?\\circ\}?", "", _plain(text)))
     return read_number(text) or (None if re.search(r"[\d\\*^_√π+/]", beside) else last_number(text))

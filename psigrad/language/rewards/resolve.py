@@ -23,11 +23,11 @@ class RewardSpec:
 
 
 def resolve(reward: str | Mapping[str, Any] | Callable[..., Any] | RewardSpec) -> RewardSpec:
-    """Return the reward function for a user's notation.
+    """Return the reward function that a setting names.
 
-    "exact" is a built-in, "module:function" the user's own (the current folder is importable; TRL writes "module.function"),
-    {"reward": "soft_overlong", "max_completion_length": 256} a built-in with parameters. Raise `UserError` for an unknown name,
-    with the nearest known one.
+    "exact" names a built-in reward. "module:function" names the user's own; the current folder is importable, and TRL's
+    "module.function" works too. {"reward": "soft_overlong", "max_completion_length": 256} is a built-in with parameters. Raise
+    `UserError` for an unknown name, with the nearest known one.
     """
     if isinstance(reward, RewardSpec):
         return reward

@@ -1,4 +1,4 @@
-"""Scoring in processes that can be killed."""
+"""Scoring of completions by reward functions that run in worker processes, which can be killed."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from psigrad.processes.workers.worker_pool import Lost, SharedWait, WorkerPool
 SLICE = 0.05
 _LARGEST = 1e150
 """The largest reward whose square, which a standard deviation takes, is finite."""
-# The number of groups that a worker has at once if a function is `async`.
+# The number of groups that a worker scores at once if a function is `async`.
 TOGETHER = 8
 
 
 @dataclass(frozen=True)
 class RewardCall:
-    """One function on samples that it receives together.
+    """One call of one reward function (an index) on several samples (indices).
 
-    Each function has its own calls. The fault of one is thus known to be its own and does not change the input of another.
+    Functions never share a call. An error thus identifies its function, and does not change the input of another one.
     """
 
     function: int
@@ -49,12 +49,12 @@ class RewardCall:
 
 
 class RewardPool:
-    """Scoring with `workers` processes. A function has `timeout` seconds for a group, and for each sample on its second try.
+    """A pool of `workers` processes that call the reward functions. A call may take `timeout` seconds.
 
-    If a function raises, hangs, crashes or returns an invalid result on a group, it is called again sample by sample. One bad
-    sample thus does not affect its group. The other functions still receive the whole group. Results do not depend on the number
-    of workers. `weights` default to 1. Several threads may each have a scoring in progress. Use the pool as a context manager, or
-    call `close()`.
+    A function is first called on a whole group. If it raises, hangs, crashes or returns an invalid result, it is called again
+    sample by sample. One bad sample thus does not affect its group. The other functions still receive the whole group. Results do
+    not depend on the number of workers. `weights` default to 1. Several threads may each have a scoring in progress. Use the pool
+    as a context manager, or call `close()`.
     """
 
     def __init__(
@@ -120,7 +120,10 @@ class RewardPool:
         return new
 
     def advance(self, wait: bool) -> None:
-        """Assign jobs and record answers of all scorings. The caller must hold the watch."""
+        """Give waiting jobs to idle workers, and record the answers that have arrived, for all scorings.
+
+        The caller must hold the lock `self.watch`. With `wait`, wait up to `SLICE` seconds for an answer.
+        """
         self._hand_out()
         if wait:
             self.watch.look(self.workers.stirring(SLICE), SLICE)
@@ -128,7 +131,7 @@ class RewardPool:
             if isinstance(answer, Lost):
                 why = f"its process died ({answer.status})" if answer.status else f"time-out after {self.workers.timeout:g} s"
                 calls = [call, *(one for _, one in answer.rest)]
-                others = calls[-1].samples != call.samples  # were in progress too, and any of them may be at fault
+                others = calls[-1].samples != call.samples  # calls in progress on other samples, any of which may be at fault
                 rest = itertools.groupby(calls if others else calls[1:], lambda one: one.samples)
                 self.jobs.extendleft([(scoring, list(own)) for _, own in rest][::-1])
                 if others:
@@ -148,7 +151,7 @@ class RewardPool:
             if jobs:
                 message = [([call.function for call in calls], own.shown(calls[0].samples)) for own, calls in jobs]
                 owed = [(own, call) for own, calls in jobs for call in calls]
-                self.workers.ask(worker, message, owed, len(jobs) * self.workers.timeout)  # any of them may end first
+                self.workers.ask(worker, message, owed, len(jobs) * self.workers.timeout)  # any of the jobs may end first
 
 
 class PoolScoring(Scoring):
@@ -161,7 +164,7 @@ class PoolScoring(Scoring):
         self._count = 0
 
     def add(self, group: Samples) -> None:
-        """Add a group; see `Scoring`."""
+        """Add a group, and queue a call of each function on it. See `Scoring`."""
         for name, values in group.arguments.items():
             self._shown.setdefault(name, []).extend(values)
         samples = tuple(range(self._count, self._count + len(group)))
@@ -171,19 +174,22 @@ class PoolScoring(Scoring):
         self.poll()
 
     def poll(self) -> None:
-        """Advance without waiting; see `Scoring`."""
+        """Record the answers that have arrived, and give waiting jobs to idle workers, without waiting. See `Scoring`."""
         with self._pool.watch:
             if self._pending():
                 self._pool.advance(wait=False)
 
     def results(self) -> list[Result]:
-        """Return the results; see `Scoring`."""
+        """Wait for all answers, and return the result of each sample. See `Scoring`."""
         self._wait()
         pool, names = self._pool, [spec.name for spec in self._pool.specs]
         return [combine(names, pool.weights, [part[i] for part in self._parts], pool.failure_value) for i in range(self._count)]
 
     def faults(self) -> list[str]:
-        """Return for each sample the reason why a function gave no number, with its name; empty if each gave one, or None."""
+        """Return for each sample the reason why a function gave no number, after its name.
+
+        It is empty if each function gave a number or None.
+        """
         self._wait()
         named = list(zip(self._pool.specs, self._parts, strict=True))
         said = [[(spec.name, part[i]) for spec, part in named] for i in range(self._count)]
@@ -193,7 +199,7 @@ class PoolScoring(Scoring):
         ]
 
     def shown(self, samples: Sequence[int]) -> dict[str, list[Any]]:
-        """Return the fields of these samples that functions receive."""
+        """Return the arguments of reward functions for these samples: field -> one value per sample."""
         return select(self._shown, samples)
 
     def enter(self, call: RewardCall, answer: list[Part] | Unscored) -> None:
@@ -210,9 +216,10 @@ class PoolScoring(Scoring):
 
 
 def enter(call: RewardCall, answer: list[Part] | Unscored, parts: Sequence[dict[int, Part]]) -> list[list[RewardCall]]:
-    """Record a function's answer in `parts` (by function, then by sample).
+    """Record a function's answer in `parts` (by function, then by sample), and return the jobs that it makes necessary.
 
-    If the answer is only one reason for several samples, return the jobs that call the function sample by sample.
+    If the answer is a single error for several samples, these jobs call the function again sample by sample. Otherwise there are
+    none.
     """
     if isinstance(answer, Unscored) and len(call.samples) > 1:
         return [[RewardCall(call.function, (sample,))] for sample in call.samples]
@@ -245,7 +252,7 @@ def combine(names: Sequence[str], weights: Sequence[float], given: Sequence[Part
 
 
 def name_apart(specs: Sequence[RewardSpec]) -> list[RewardSpec]:
-    """Return the specs with distinct names, as in `names_apart`."""
+    """Return the specs with distinct names: the second `exact` becomes `exact_2`. Raise `UserError` if there are none."""
     if not specs:
         raise UserError("No reward function was given; name a built-in or module:function.")
     return [replace(spec, name=name) for spec, name in zip(specs, names_apart([spec.name for spec in specs]), strict=True)]

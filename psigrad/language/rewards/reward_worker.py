@@ -1,4 +1,4 @@
-"""The reward service of a worker process: calls the functions and encodes each return as JSON."""
+"""The service of a reward worker: it calls the reward functions and encodes their results as JSON."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ Part = float | None | Failure | Unscored
 
 
 def service(payload: Sequence[tuple[str, Packed]]) -> Callable[[Any], Iterator[Any]]:
-    """Return the worker's service for reward functions, given as (name, packed function).
+    """Return the function that answers a worker's requests, for reward functions given as (name, packed function).
 
-    A request is a list of (function indices, samples), and the answers come one by one in its order. `async` functions process
-    the whole request concurrently, since they wait for a server.
+    A request is a list of (function indices, samples). The answers are yielded one by one in the same order. All calls of `async`
+    functions in a request run concurrently, since such functions wait for a server.
     """
     functions = [(name, unpack(packed)) for name, packed in payload]
     for _, function in functions:
@@ -60,9 +60,9 @@ def is_async(function: Any) -> bool:
 
 @contextlib.contextmanager
 def _together(jobs: Sequence[tuple[str, Any, dict[str, Any]]]) -> Iterator[list[tuple[str, Any, dict[str, Any]]]]:
-    """Yield the jobs, with those of `async` functions started.
+    """Yield the jobs (name, function, samples), with all calls of `async` functions already started on an event loop.
 
-    Calling such a job waits for its result alone, while the others continue.
+    The function of a started job waits for its result. Meanwhile the other calls continue.
     """
     if not any(is_async(function) for _, function, _ in jobs):
         yield list(jobs)
@@ -95,9 +95,9 @@ def _together(jobs: Sequence[tuple[str, Any, dict[str, Any]]]) -> Iterator[list[
 
 
 def _while_alive(*arguments: Any) -> Iterator[Any]:
-    """Yield None as a sign of life until a function returns, then yield its answer.
+    """Call a function in a thread. Yield None as a sign of life until it returns, then yield its answer.
 
-    The function has its own limits, and its time depends on its tests.
+    This is for functions with their own time limits, such as `code`, whose time depends on the number of tests.
     """
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask, *arguments)
@@ -107,7 +107,7 @@ def _while_alive(*arguments: Any) -> Iterator[Any]:
 
 
 def encode(answer: list[Part] | Unscored) -> Any:
-    """Return an answer as JSON: a reason, or for each sample a number, null, or [kind, text]."""
+    """Return an answer in a form that JSON can represent: a reason, or for each sample a number, null, or [kind, text]."""
     if isinstance(answer, Unscored):
         return answer.reason
     return [
@@ -175,9 +175,10 @@ def finish(returned: Any) -> Any:
 def name_texts(function: Callable[..., Any], samples: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (the arguments of every function, the extra arguments that a function may request by name).
 
-    The extra ones are three texts of each completion, the policy's own tokens, and the tag of a thought that the prompt has
-    opened. For psigrad's own functions, the completion is the policy's last turn, and its tokens are the policy's own. Functions
-    with `whole_conversation` get everything: words of an environment or a tool are no merit of the policy.
+    The extra arguments are three texts of each completion (its last turn, the policy's turns, the transcript), the policy's own
+    tokens, and the opening tag of reasoning if the prompt ends with it. psigrad's own functions receive the policy's last turn as
+    the completion, with the policy's own tokens, since the text of an environment or a tool must earn no reward. Functions with
+    `whole_conversation` receive the whole conversation.
     """
     given = dict(samples)
     completions, ids = given["completions"], given["completion_ids"]
@@ -235,7 +236,7 @@ GIVEN = frozenset((*_ALWAYS, *_TRAINERS, *_TEXTS))
 
 
 def needed_columns(function: Callable[..., Any]) -> list[str]:
-    """Return the columns that a reward function requires: its parameters without a default. A row may have no images."""
+    """Return the columns that a reward function requires: its parameters without a default, except the images."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

@@ -1,6 +1,6 @@
-"""Checks for rows that reward functions cannot judge: without a gold, or with an unreadable one.
+"""Checks for rows that reward functions cannot judge, because the gold (the row's answer) is missing or unreadable.
 
-The checks run before the first step.
+The checks run before the first training step.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from psigrad.language.rollout.scoring import Failure, Samples
 
 @dataclass(frozen=True)
 class RowCheck:
-    """A function's `check_row` in the form of a reward: None for a row that it can judge, a `Failure` for another."""
+    """A reward function's `check_row`, wrapped as a reward function so that it runs in a `RewardPool`.
+
+    It returns None for a row that can be judged, and otherwise a `Failure`.
+    """
 
     function: Any
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[Failure | None]:
-        """Return the fault of each row."""
+        """Return for each row None, or a `Failure` with the reason why it cannot be judged."""
         return [self._one({name: values[i] for name, values in columns.items()}) for i in range(len(completions))]
 
     def _one(self, row: dict[str, Any]) -> Failure | None:
@@ -36,11 +39,11 @@ class RowCheck:
 
 
 def row_faults(specs: Sequence[RewardSpec], rows: Sequence[Samples], **settings: Any) -> list[str]:
-    """Return for each row of the samples the reason why it cannot be judged; empty if it can.
+    """Return for each row the reason why a reward function cannot judge it; empty if all can.
 
     The checks are the functions' methods `check_row(row)`, which receive the columns and raise `UserError`. They run in the
-    processes of a `RewardPool` with these settings, so that no row can hang the caller. Checks with `quick_check` cannot hang,
-    and run in this process if there are no others.
+    processes of a `RewardPool` with these settings, so that no row can hang the caller. If all functions have `quick_check`,
+    their checks cannot hang and run in this process.
     """
     checks = [RewardSpec(spec.name, RowCheck(spec.function)) for spec in specs if hasattr(spec.function, "check_row")]
     if rows and not all(getattr(spec.function, "quick_check", False) for spec in specs if hasattr(spec.function, "check_row")):
@@ -59,9 +62,10 @@ def row_faults(specs: Sequence[RewardSpec], rows: Sequence[Samples], **settings:
 def missing_golds(
     specs: Sequence[RewardSpec], weights: Sequence[float], rows: Iterable[Mapping[str, Any]], there: Container[str]
 ) -> list[str]:
-    """Return for each row its missing gold: a needed column that is empty. Return "" if a weighted function has all of its own.
+    """Return for each row the name of a needed but empty column, or "" if the row can be judged.
 
-    A needed column that is not `there` in any row is a mistake in the settings, which the function's first call reports.
+    A row can be judged if one function with a weight other than 0 has all the columns that it needs. Only columns in `there`, the
+    dataset's columns, count. A needed column that the dataset lacks is a mistake in the settings, reported by the first call.
     """
     needs = [
         [name for name in needed_columns(spec.function) if name in there]

@@ -1,4 +1,4 @@
-"""A sandbox for untrusted code: one enclosure, an executor of programs, and the guarantees of a machine."""
+"""A sandbox for untrusted code: its command line, the executors of programs, and the guarantees that a machine can give."""
 
 from __future__ import annotations
 

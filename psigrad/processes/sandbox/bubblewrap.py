@@ -1,6 +1,6 @@
-"""Programs in bubblewrap: no network, no capabilities, no files but Python's, and a separate user if root allows it.
+"""The executor of programs in bubblewrap: no network, no capabilities, no files but Python's, a separate user if root starts it.
 
-Each program gets its own sandbox, which is killed as a whole: all processes that it started are in its process namespace.
+Each program gets its own sandbox. All processes that it started are in its process namespace, and are killed with it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ _ENVIRONMENT |= dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_N
 
 
 def interpreter() -> str:
-    """Return the executable of the base Python: a virtual environment's may be in a folder that only its owner can read."""
+    """Return the executable of the base Python.
+
+    The executable of a virtual environment may be in a folder that only its owner can read.
+    """
     return os.path.realpath(sys.executable)
 
 
@@ -42,13 +45,16 @@ def packages() -> list[str]:
 
 
 def task_of(program: Program, limits: Limits) -> bytes:
-    """Return the driver's input."""
+    """Return the input of the driver (`driver.py`): the program, its expressions and their time limit, as JSON."""
     told = {"source": program.source, "expressions": program.expressions, "seconds": math.ceil(limits.seconds)}
     return json.dumps(told).encode()
 
 
 def rlimits(program: Program, limits: Limits) -> list[str]:
-    """Return the prlimit part of the command. It follows the change of user: processes are counted by user."""
+    """Return the part of the command line that sets limits by prlimit.
+
+    It comes after the change of user, because the kernel counts processes by user.
+    """
     seconds = math.ceil(limits.seconds)
     return [
         "prlimit",
@@ -63,7 +69,7 @@ def rlimits(program: Program, limits: Limits) -> list[str]:
 
 
 class Bubblewrap:
-    """An `Executor` on this machine. `workers` programs run at once."""
+    """An `Executor` that runs programs in bubblewrap on this machine, `workers` of them at once."""
 
     def __init__(self, tier: Tier, workers: int | None = None) -> None:
         if tier.name == "none":
@@ -75,7 +81,7 @@ class Bubblewrap:
         self._pool = ThreadPoolExecutor(min(USERS, workers or len(os.sched_getaffinity(0))))
 
     def run(self, programs: Sequence[Program], limits: Limits) -> list[ProgramOutcome]:
-        """Run the programs; see `Executor`."""
+        """Run each program in its own sandbox, and return their outcomes in order. See `Executor`."""
         return list(self._pool.map(self._one, programs, itertools.repeat(limits)))
 
     def _one(self, program: Program, limits: Limits) -> ProgramOutcome:
@@ -88,7 +94,7 @@ class Bubblewrap:
                 self._slots.append(slot)
 
     def _in_a_sandbox(self, program: Program, limits: Limits, user: int) -> ProgramOutcome:
-        # bwrap, its init and setpriv's successor are processes of the tree too
+        # the processes of bwrap, its init, and the program that setpriv starts count towards the limit too
         with cgroup.limit_group(limits.processes + 4, (limits.memory_mb + limits.files_mb) << 20) as group:
             task = memory_file(task_of(program, limits))
             driver, rules = memory_file(DRIVER.encode()), None if self._filter is None else memory_file(self._filter)
@@ -121,7 +127,7 @@ class Bubblewrap:
 
 
 def _wait_until_gone(born: BinaryIO) -> None:
-    """Wait until the first process in the sandbox has ended, and with it all others: killing bwrap only starts this."""
+    """Wait until the sandbox's first process has ended, and all others with it. After bwrap is killed, this takes a moment."""
     text = born.read()
     if not text:
         return  # no process was started

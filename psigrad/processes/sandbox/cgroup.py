@@ -1,7 +1,7 @@
-"""Control groups, if this process may make them: the only limit on processes and memory that applies to a whole tree.
+"""Control groups (cgroups), the only limits on processes and memory that apply to a whole process tree.
 
-Version 2 is used if its controllers can be delegated, otherwise version 1. Rules of both: Documentation/admin-guide of Linux. A
-group's name contains its owner's process id and start time, since process ids are reused.
+They are used if this process may make them: version 2 if its controllers can be delegated, otherwise version 1. Source:
+Documentation/admin-guide of Linux. A group's name contains its owner's process id and start time, since process ids are reused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NUMBERS = itertools.count()
 
 @cache
 def homes() -> dict[str, Path]:
-    """Return for "pids" and "memory" the folder under which groups can be made, without those that cannot."""
+    """Return controller ("pids", "memory") -> the folder in which its groups can be made. Controllers without one are absent."""
     found = {}
     if (ROOT / "cgroup.controllers").is_file():
         return _homes_v2()
@@ -48,14 +48,14 @@ def _homes_v2() -> dict[str, Path]:
 
 
 class Group:
-    """One program's control groups. If none can be made, `files` is empty and no limit applies."""
+    """The control groups of one program. If none can be made, `files` is empty and they limit nothing."""
 
     def __init__(self, folders: list[Path]) -> None:
         self._folders = folders
 
     @property
     def files(self) -> list[Path]:
-        """The files to which a process writes its id to join."""
+        """The files to which a process must write its id to join the groups."""
         return [folder / "cgroup.procs" for folder in self._folders]
 
     def out_of_memory(self) -> bool:
@@ -69,7 +69,7 @@ class Group:
         return False
 
     def processes(self) -> list[int]:
-        """Return the ids of the current processes."""
+        """Return the ids of the processes that are now in the groups."""
         found: set[int] = set()
         for file in self.files:
             with contextlib.suppress(OSError):
@@ -79,9 +79,9 @@ class Group:
 
 @contextlib.contextmanager
 def limit_group(processes: int, memory_bytes: int) -> Iterator[Group]:
-    """Yield a group of at most so many processes and bytes, and kill all remaining processes after the block.
+    """Yield a group of at most `processes` processes and `memory_bytes` bytes. After the block, kill all that is left in it.
 
-    Raise `SandboxError` if the machine has such groups and this one cannot be made or limited.
+    Raise `SandboxError` if the machine has control groups, but this one cannot be made or limited.
     """
     sweep()
     name, made = f"{os.getpid()}-{began(os.getpid())}-{next(_NUMBERS)}", list[Path]()
@@ -109,7 +109,7 @@ def limit_group(processes: int, memory_bytes: int) -> Iterator[Group]:
 
 
 def sweep() -> None:
-    """Remove the groups of killed owners, and kill the processes in them."""
+    """Remove the groups that psigrad processes left when they were killed, and kill the processes in those groups."""
     for place in {ROOT / "psigrad", *(ROOT / controller / "psigrad" for controller in ("pids", "memory"))}:
         for folder in place.glob("*-*-*") if os.access(place, os.W_OK) else ():
             owner, since, _ = folder.name.split("-")

@@ -1,4 +1,4 @@
-"""The choice of sandbox: the machine's tier, a run's executor, and the enclosure of a user's own process."""
+"""The choice of a sandbox: the tier of this machine, the executor of a run, and the enclosure of a worker process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Unsafe:
     """
 
     def run(self, programs: Sequence[Program], limits: Limits) -> list[ProgramOutcome]:
-        """Run the programs; see `Executor`."""
+        """Run each program without a sandbox, and return their outcomes in order. See `Executor`."""
         return [self._one(program, limits) for program in programs]
 
     def _one(self, program: Program, limits: Limits) -> ProgramOutcome:
@@ -52,9 +52,9 @@ INSTALL = "install bubblewrap (Debian and Ubuntu: apt-get install bubblewrap uti
 
 @cache
 def tier_of_this_machine() -> Tier:
-    """Return the tier of this machine, determined by running a program in it.
+    """Return the best tier of sandbox in which a test program runs on this machine.
 
-    Root without spare user ids counts as a user, as in a rootless container.
+    If root has no spare user ids, as in a rootless container, the tier is at most `user`.
     """
     root = os.geteuid() == 0 and users_here()[1] > 0
     missing = [name for name in ("bwrap", "prlimit", *(("setpriv",) if root else ())) if shutil.which(name) is None]
@@ -77,9 +77,9 @@ def tier_of_this_machine() -> Tier:
 
 
 def executor_for(url: str = "", *, token: str = "", allow_unsafe_code: bool = False) -> Executor:
-    """Return the service at `url`, otherwise this machine's sandbox, otherwise, only if allowed, no sandbox.
+    """Return the executor of programs: the service at `url` if given, otherwise this machine's sandbox.
 
-    Raise `SandboxError` if there is no sandbox and `allow_unsafe_code` is off.
+    If the machine has none, return `Unsafe`, or raise `SandboxError` unless `allow_unsafe_code` is set.
     """
     if url:
         remote: Executor = extras.load("sandbox").RemoteExecutor(url, token)
@@ -96,11 +96,11 @@ def executor_for(url: str = "", *, token: str = "", allow_unsafe_code: bool = Fa
 
 
 def enclosure_of_workers(files: Sequence[str] = (), *, sockets: bool = False) -> Enclosure:
-    """Return the enclosure of a user's own process.
+    """Return the enclosure in which worker processes run a user's code.
 
     The process can read Python, its import folders, its working folder and `files`, and can write to its own temporary folder.
-    With `sockets` it can connect to itself, and to the peers of sockets among `files`. Raise `SandboxError` if this machine has
-    no working bubblewrap.
+    With `sockets`, it can connect to its own sockets, and to the servers of Unix sockets among `files`. Raise `SandboxError` if
+    this machine has no working bubblewrap.
     """
     tier = tier_of_this_machine()
     if tier.name == "none":

@@ -1,6 +1,6 @@
-"""The driver inside the sandbox: runs the program, then writes the values of expressions to a pipe. It has no secrets.
+"""The driver inside the sandbox: it runs the program, then writes the values of expressions to a pipe. It holds no secrets.
 
-The file is read as text and given to the sandbox's own Python, which does not have psigrad.
+This file is read as text and passed to the Python in the sandbox, which cannot import psigrad.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import types
 from typing import Any
 
-# The parts of standard types: a text, or a list of values. A subclass is sent as the plain type that it extends.
+# Type -> a function that returns the content of a value: a text, or a list of values. A subclass is sent as its plain base type.
 AS_TEXT: dict[str, Any] = {"bytes": lambda v: v.hex(), "bytearray": lambda v: v.hex(), "complex": str, "Decimal": str}
 AS_VALUES: dict[str, Any] = {
     "list": list.__iter__,
@@ -33,7 +33,7 @@ MODULES = ("builtins", "collections", "fractions", "decimal", "datetime")
 
 
 def plain(value: object, depth: int = 0) -> object:
-    """Return the value as tagged JSON. Raise TypeError for a value that is not plain."""
+    """Return the value in a form that JSON can represent, with tags for types. Raise TypeError for any non-standard type."""
     if depth > 50:
         raise TypeError("nested too deeply")
     if value is None or value is True or value is False:

@@ -1,8 +1,7 @@
-"""The single enclosure for all untrusted code: a model's programs, and a user's environments and tools.
+"""The bubblewrap command line for all untrusted code: a model's programs, and a user's environments and tools.
 
-bubblewrap runs the process with no network, no capabilities, no uid 0, and a seccomp filter. The process sees Python and the
-system's libraries alone, in a process namespace that ends with it. The process can reach only the listed sockets, FIFOs and files
-of the machine.
+bubblewrap runs the process with no network, no capabilities, no uid 0, and a seccomp filter. The process can read only Python,
+the system's libraries and the listed files, and reach only the listed sockets and FIFOs. Its process namespace ends with it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 from psigrad.processes.sandbox import seccomp
 from psigrad.processes.sandbox.executor import TierName
 
-# The environment of bwrap itself if the process must see none of psigrad's: the process can read it.
+# The environment of bwrap itself, without psigrad's variables: the process in the sandbox can read it.
 BARE = {"PATH": os.environ.get("PATH", "/usr/bin:/bin")}
 # User ids without an account: above those that login managers assign, or the highest of a container's. Each psigrad process has
 # 64.
@@ -28,7 +27,7 @@ _PLACES = {"HOME": "/tmp", "TMPDIR": "/tmp", "USER": "sandbox", "LOGNAME": "sand
 _NUMBERS = itertools.count()
 # Seconds for which a folder's listing is cached. Running workers see later files anyway.
 _FRESH = 60.0
-# The machine's settings that programs read.
+# The system's configuration files that programs read.
 _SETTINGS = (
     "/etc/alternatives",
     "/etc/ld.so.cache",
@@ -40,7 +39,7 @@ _SETTINGS = (
 
 
 def users_here() -> tuple[int, int]:
-    """Return (first, count) of the user ids for sandboxes, one for each; (0, 0) if this user namespace has none to spare."""
+    """Return (first, count): the range of user ids for sandboxes; (0, 0) if this user namespace has none to spare."""
     ends = [_end_of(Path("/proc/self", name)) for name in ("uid_map", "gid_map")]
     end = min(ends)
     if end >= _FIRST_USER + USERS * _PROCESSES:
@@ -49,7 +48,7 @@ def users_here() -> tuple[int, int]:
 
 
 def _end_of(table: Path) -> int:
-    """Return one more than the highest id of a table of ids, which has lines of (first inside, first outside, count)."""
+    """Return one more than the highest id in a uid_map or gid_map, whose lines are (first inside, first outside, count)."""
     try:
         return max(sum(map(int, line.split()[::2])) for line in table.read_text().splitlines())
     except (OSError, ValueError):
@@ -57,7 +56,10 @@ def _end_of(table: Path) -> int:
 
 
 def user_of(process: int, slot: int) -> int:
-    """Return the user id of a process's sandbox, one for each concurrent program: processes are counted by user."""
+    """Return the user id for the program in slot `slot` of a psigrad process.
+
+    Each concurrent program has its own, because the kernel counts processes by user.
+    """
     first, count = users_here()
     return first + (process % _PROCESSES * USERS + slot % USERS) % max(1, count)
 
@@ -77,8 +79,8 @@ def command(
     """Return the bwrap part of the command line, followed in the tier root by the change to `user`.
 
     `shown` are files and folders that are visible at their own paths, read-only, and `folder` is the working folder. `variables`
-    replace the environment. Each of `files` is (file descriptor to read it from, its path inside). `rules` is the file descriptor
-    of the seccomp filter. The process id of the first process inside is written to `info`.
+    replace the environment. Each of `files` is (file descriptor of its content, its path inside). `rules` is the file descriptor
+    of the seccomp filter. The id of the sandbox's first process is written to the file descriptor `info`.
     """
     space = ["--size", str(files_mb << 20), "--perms", "1777", "--tmpfs"]
     own = ["--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000"] if tier == "user" else []
@@ -88,7 +90,7 @@ def command(
         *("bwrap", *own, "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--ro-bind", "/usr", "/usr"),
         *(part for name in ("lib", "lib64", "bin", "sbin") for part in _like_the_root(name)),
         *(part for path in _SETTINGS for part in ("--ro-bind-try", path, path)),
-        # the kernel's settings are the machine's: in the root's namespace nothing else protects them
+        # writing here would change the whole machine's kernel: in the root's namespace nothing else protects it
         *("--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev"),
         *(*space, "/tmp", *space, "/dev/shm", *space, "/run", "--remount-ro", "/dev"),
         *(part for path in seen if not path.startswith("/usr/") for part in _in_its_place(path)),
@@ -111,7 +113,7 @@ def command(
 
 
 def _like_the_root(name: str) -> list[str]:
-    """Return options for /lib and its kin: links into /usr if the system has merged them, otherwise the folders themselves."""
+    """Return bwrap's options for /bin, /lib and so on: links into /usr if the system has merged them, otherwise the folders."""
     path = Path("/", name)
     if path.is_symlink():
         return ["--symlink", os.readlink(path), str(path)]
@@ -119,14 +121,17 @@ def _like_the_root(name: str) -> list[str]:
 
 
 def _in_its_place(path: str) -> Iterator[str]:
-    """Yield options for a file or folder of the machine, even if only its owner may enter the folders above it."""
+    """Yield bwrap's options that show a file or folder at its own path, even if only its owner may enter the parent folders."""
     for above in reversed(Path(path).parents[:-1]):
         yield from ("--perms", "0755", "--dir", str(above))
     yield from ("--ro-bind", path, path)
 
 
 def special_files(folders: Sequence[str]) -> Iterator[str]:
-    """Yield sockets, FIFOs and devices in these folders, but not in Python's: a read-only mount still allows writing to them."""
+    """Yield the sockets, FIFOs and devices in these folders, since a read-only mount still allows writing to them.
+
+    Python's own folders are skipped.
+    """
     own = (f"{sys.prefix}/", f"{sys.base_prefix}/")
     left = [folder for folder in folders if os.path.isdir(folder) and not f"{folder}/".startswith(own)]
     while left:
@@ -142,7 +147,7 @@ def special_files(folders: Sequence[str]) -> Iterator[str]:
 
 
 def _special_files(folders: Sequence[str]) -> Iterator[str]:
-    """Yield `special_files`, cached for a minute: a working folder may have a million files, and workers start often."""
+    """Yield `special_files`, cached for a minute, since a working folder may have a million files and workers start often."""
     yield from filter(os.path.lexists, _find_in(tuple(folders), int(time.monotonic() / _FRESH)))
 
 
@@ -152,7 +157,7 @@ def _find_in(folders: tuple[str, ...], minute: int) -> tuple[str, ...]:
 
 
 def memory_file(content: bytes) -> int:
-    """Return the descriptor of a file in memory with that content, positioned at its start."""
+    """Return the file descriptor of an anonymous file in memory with this content, positioned at its start."""
     descriptor = os.memfd_create("psigrad")
     os.write(descriptor, content)
     os.lseek(descriptor, 0, os.SEEK_SET)
@@ -161,25 +166,28 @@ def memory_file(content: bytes) -> int:
 
 @dataclass(frozen=True)
 class Enclosure:
-    """The enclosure of a worker: a psigrad process with a user's code, which sees Python, `shown`, and nothing else."""
+    """The settings of a worker's sandbox. The worker, a psigrad process with a user's code, sees only Python and `shown`."""
 
     tier: TierName
     shown: tuple[str, ...] = ()
-    """Files and folders of the machine that it can read, besides Python's."""
+    """Files and folders of the machine that the worker can read, besides Python's."""
     files_mb: int = 1024
     processes: int = 1024
     sockets: bool = False
-    """True if it may open sockets. Even then it can reach only the peers in `shown`."""
+    """True if the worker may open sockets. Even then it can reach only itself and the servers of Unix sockets in `shown`."""
 
     @classmethod
     def of_worker(cls, tier: TierName, files: Sequence[str] = (), *, sockets: bool = False) -> Enclosure:
-        """Return an enclosure that shows a worker's import folders, its working folder, and `files`."""
+        """Return an enclosure in which a worker can read its import folders, its working folder, and `files`."""
         own = [os.getcwd(), sys.prefix, sys.base_prefix, *(os.path.abspath(path) for path in (*sys.path, *files))]
         shown = tuple(dict.fromkeys(path for path in own if path != "/" and os.path.exists(path)))
         return cls(tier, shown, sockets=sockets)
 
     def line(self) -> tuple[list[str], list[int]]:
-        """Return a prefix for the worker's command line, and the file descriptors that it reads, to be closed once it runs."""
+        """Return (the prefix of the worker's command line, the file descriptors that it inherits).
+
+        The caller closes these file descriptors once the worker runs.
+        """
         found = seccomp.program(self.sockets)
         given = [] if found is None else [memory_file(found)]
         user = user_of(os.getpid(), next(_NUMBERS))

@@ -1,4 +1,4 @@
-"""The protocol of an executor: programs in, outcomes out. Expected values are never part of a program.
+"""The interface `Executor`, which runs programs and returns their outcomes. Expected values are never part of a program.
 
 Values from a sandbox are decoded as plain Python values: decoding them executes no code.
 """
@@ -22,15 +22,18 @@ TierName = Literal["root", "user", "none"]
 
 
 class SandboxError(UserError):
-    """An error of the sandbox itself, or its absence: the program was not judged."""
+    """An error for a failure of the sandbox itself, or for a missing sandbox. The program was not judged."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of one program. Beyond a limit it is killed with all processes that it started."""
+    """The limits of one program. A program that exceeds one is killed, with all processes that it started."""
 
     seconds: float = 5.0
-    """CPU time of each process, rounded up to whole seconds, restarted for each expression; a busy machine fails no program."""
+    """CPU time of each process for each expression, rounded up to whole seconds.
+
+    CPU time does not depend on the machine's load.
+    """
     wall_seconds: float = 0.0
     """Wall-clock time of each expression, or of the run; 0: five times `seconds`."""
     memory_mb: int = 512
@@ -38,27 +41,30 @@ class Limits:
     processes: int = 32
     """Processes and threads at once."""
     output_kb: int = 1024
-    """The most that it may print, on standard output and standard error each."""
+    """The most that the program may print, on standard output and standard error each."""
     files_mb: int = 16
-    """The size of its /tmp, the only place that it can write to."""
+    """The size of the program's /tmp, the only folder to which it can write."""
     packages: bool = False
-    """True if it may import the packages of psigrad's own environment, such as numpy."""
+    """True if the program may import the packages of psigrad's own environment, such as numpy."""
 
     @property
     def wall(self) -> float:
-        """Seconds of wall-clock time."""
+        """The limit of wall-clock time in seconds."""
         return self.wall_seconds or 5 * self.seconds
 
 
 @dataclass(frozen=True)
 class Program:
-    """A Python program to run once, with `stdin`; any `expressions` are each evaluated after it."""
+    """A Python program to run once, with the input `stdin`. Afterwards each of the `expressions` is evaluated."""
 
     source: str
     stdin: str = ""
     expressions: tuple[str, ...] = ()
     until: Callable[[int, Any], bool] | None = field(default=None, compare=False)
-    """A callback for each expression's value in turn; the program is killed if it returns True. It runs outside the sandbox."""
+    """A function (number, value) that is called for each expression's value, outside the sandbox.
+
+    If it returns True, the program is killed.
+    """
 
 
 @dataclass(frozen=True)
@@ -66,19 +72,22 @@ class ProgramOutcome:
     """The outcome of a program."""
 
     status: Status
-    """exited: it ended by itself, well or badly; timeout, memory, output: it was killed at that limit; stopped: by `until`."""
+    """exited: it ended by itself, with any exit status.
+
+    timeout, memory, output: it was killed at that limit. stopped: by `until`.
+    """
     code: int = 0
     """Exit status; -n for signal n."""
     stdout: str = ""
     stderr: str = ""
     values: tuple[Any, ...] = field(default=())
-    """The value of each expression, made of plain types of the standard library; or a `MissingValue`."""
+    """The value of each expression, made of types of the standard library; or a `MissingValue`."""
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class MissingValue:
-    """The reason why an expression has no value: it raised, never ran, or is not a plain value."""
+    """The reason why an expression has no value: it raised, never ran, or has a value of a non-standard type."""
 
     reason: str
 
@@ -107,10 +116,10 @@ class Tier:
     """Controllers that limit a program's whole tree: pids, memory."""
     seccomp: bool = False
     why_not: str = ""
-    """The missing part and its remedy, if the tier is none."""
+    """The missing program or permission and how to get it, if the tier is none."""
 
     def sentence(self) -> str:
-        """Return a one-line description."""
+        """Return a one-line description of the tier."""
         if self.name == "none":
             return "none, so code rewards are refused"
         parts = ["own user id per program" if self.name == "root" else "user namespace", "no network", "own processes and files"]
@@ -119,13 +128,13 @@ class Tier:
         return f"{self.name}: {'; '.join(parts)}"
 
 
-# The most hexadecimal digits of a number, and the most different values with one hash in one container.
+# The most hexadecimal digits of a number, and the most different values with the same hash in one container.
 _DIGITS, _ALIKE = 1 << 18, 1000
 
 
 @dataclass(frozen=True)
 class Items:
-    """The items of an iterator. As in Python, they equal no list until they are converted."""
+    """The items of an iterator that an expression returned. As in Python, they equal no list until they are converted to one."""
 
     items: tuple[Any, ...]
 
@@ -156,7 +165,7 @@ def _int(digits: str) -> int:
     return int(digits, 16)
 
 
-# The content of a tagged value: a text, or a list of values.
+# Type -> a function that builds a value from the content of its tag: a text, or a list of values.
 _OF_TEXT: dict[str, Callable[[str], Any]] = {
     "int": _int,
     "float": float,
@@ -188,7 +197,7 @@ def decode_values(lines: Sequence[bytes], count: int) -> tuple[Any, ...]:
 
 
 def decode_value(line: bytes) -> Any:
-    """Return the value in one line of the driver, or the reason why there is none."""
+    """Return the value in one line of the driver's output, or a `MissingValue` with the reason why there is none."""
     try:
         answer = json.loads(line)
         return _plain(answer["value"], 0) if "value" in answer else MissingValue(str(answer["error"])[:400])
@@ -197,7 +206,7 @@ def decode_value(line: bytes) -> Any:
 
 
 def _plain(value: Any, depth: int) -> Any:
-    """Invert the driver's `plain`: {tag: parts} becomes a value made of its parts."""
+    """Return the value that the driver's `plain` encoded: {tag: content} becomes a value of that type."""
     if depth > 60:
         raise ValueError("nested too deeply")
     if value is None or isinstance(value, bool | str | float):
@@ -212,10 +221,10 @@ def _plain(value: Any, depth: int) -> Any:
 
 
 def _unlike(parts: list[Any], depth: int) -> list[Any]:
-    """Return the values of these parts.
+    """Return the decoded items of a set or a dictionary's keys.
 
-    Raise `ValueError` if a thousand different ones have the same hash. A set of n such values takes n² steps, and a program can
-    choose such numbers.
+    Raise `ValueError` if about a thousand different ones have the same hash. Building a set of n such values takes n² steps, and
+    a program can choose its values so.
     """
     values = [_plain(part, depth + 1) for part in parts]
     if len(values) > _ALIKE:

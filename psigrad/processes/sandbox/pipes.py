@@ -1,4 +1,4 @@
-"""Bounded communication with a process: output limits, a deadline, and no blocking on any single pipe."""
+"""Communication with a sandboxed process over pipes, with limits on output and time. No single pipe can block it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from psigrad.processes.sandbox.executor import Limits, Program, ProgramOutcome, SandboxError, Status, decode_value, decode_values
 
 _PIECE = 1 << 16
-# Answers are tagged JSON of values that other programs print, so they are a little longer.
+# The limit of answers: tagged JSON of a value is a little longer than its printed text.
 _ANSWERS = 4
 
 
@@ -27,7 +27,7 @@ class Output:
     stdout: bytes
     stderr: bytes
     answers: bytes
-    """The driver's lines: one when the program starts, and one for each expression."""
+    """The lines that the driver wrote: one when the program starts, and one for each expression."""
 
     def outcome(self, program: Program, code: int, seconds: float) -> ProgramOutcome:
         """Return the outcome of a program with this exit status."""
@@ -38,7 +38,7 @@ class Output:
 
 
 def start(line: Sequence[str], given: Sequence[int], answers: int, **where: Any) -> subprocess.Popen[bytes]:
-    """Start a process with pipes in its own session, which inherits the descriptors `given`; they are closed here.
+    """Start a process in its own session, with pipes. It inherits the file descriptors `given`, which are closed in this process.
 
     If it does not start, close `answers` and raise `SandboxError`.
     """
@@ -54,7 +54,10 @@ def start(line: Sequence[str], given: Sequence[int], answers: int, **where: Any)
 
 
 def exchange(process: subprocess.Popen[bytes], answers: int, program: Program, limits: Limits) -> Output:
-    """Write stdin to the process and read its output within the limits. Close `answers`; the process has ended on return."""
+    """Write `stdin` to the process and read its output until it ends or exceeds a limit, when it is killed.
+
+    On return, the process has ended and `answers` is closed.
+    """
     assert process.stdin and process.stdout and process.stderr
     output = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray(), answers: bytearray()}
     most = dict.fromkeys(output, limits.output_kb << 10) | {answers: _ANSWERS * limits.output_kb << 10}
@@ -100,7 +103,10 @@ def exchange(process: subprocess.Popen[bytes], answers: int, program: Program, l
 
 
 def _unwanted(program: Program, answered: bytearray, numbers: range) -> bool:
-    """Return True if one of these answers ends the program. The line before the first answer marks the program's start."""
+    """Return True if `program.until` returns True for one of the answers with these numbers.
+
+    The first line of `answered` is not an answer: it marks the program's start.
+    """
     if program.until is None:
         return False
     lines = bytes(answered).split(b"\n")[1:]
@@ -108,7 +114,10 @@ def _unwanted(program: Program, answered: bytearray, numbers: range) -> bool:
 
 
 def _write(process: subprocess.Popen[bytes], selector: selectors.BaseSelector, rest: memoryview) -> memoryview:
-    """Write as much of the program's stdin as fits now, and return the rest. Close it at its end or if no process reads it."""
+    """Write as much of `rest` to the program's stdin as the pipe takes now, and return what remains.
+
+    Close stdin when nothing remains, or if no process reads it.
+    """
     assert process.stdin
     fd = process.stdin.fileno()
     try:
@@ -134,7 +143,7 @@ def _read(fd: int) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes], deadline: float, status: Status) -> Status:
-    """Wait for a process that has closed its pipes, and kill it if it is late or over a limit. Its namespace ends with it."""
+    """Wait for a process that has closed its pipes, kill it if it is late or over a limit, and return its final status."""
     if status == "exited":
         try:
             process.wait(max(0.0, deadline - time.monotonic()))

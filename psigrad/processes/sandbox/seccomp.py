@@ -1,8 +1,8 @@
 """A seccomp filter in the kernel's format: system calls of ordinary Python programs pass, all others fail with EPERM.
 
-It complements namespaces and dropped capabilities: past escapes used the kernel's less common interfaces. The only sockets that a
-program can make are connected pairs of streams: a datagram socket of a pair could still send to any path. Format: struct
-sock_filter of linux/filter.h, 8 bytes an instruction (man 2 seccomp).
+The filter complements namespaces and dropped capabilities, since past escapes used the kernel's less common interfaces. The only
+sockets that a program can make are connected pairs of streams. Datagram pairs are forbidden, since such a socket could still send
+to any path. Format: struct sock_filter of linux/filter.h, 8 bytes an instruction (man 2 seccomp).
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ def program(sockets: bool = False) -> bytes | None:
         lines += [_line(_RETURN, _EPERM), _line(_RETURN, _ALLOW)]
     for first, last in _runs(numbers):
         lines += [_line(_GREATER, last, 2, 0), _line(_AT_LEAST, first, 0, 1), _line(_RETURN, _ALLOW)]
-    # newer calls than this list fail with ENOSYS, so that the C library uses its fallback
+    # system calls newer than this list fail with ENOSYS, so that the C library uses its fallback
     return b"".join([*lines, _line(_GREATER, max(numbers), 0, 1), _line(_RETURN, _ENOSYS), _line(_RETURN, _EPERM)])
 
 
 def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first, last) of each unbroken run of numbers."""
+    """Yield (first, last) of each run of consecutive numbers."""
     first = last = -2
     for number in sorted(numbers):
         if number != last + 1:

@@ -1,1 +1,4 @@
-"""Processes that run a user's code and can be killed: rewards, environments and tools. The trainer runs none of that code."""
+"""Worker processes that run a user's code (rewards, environments, tools) and can be killed.
+
+The trainer runs none of that code.
+"""

@@ -1,8 +1,8 @@
-"""The worker's side: loads the user's code, then answers requests until the parent exits.
+"""The worker's side of the pipe: it loads the user's code, then answers requests until the parent exits.
 
-Requests are pickles, made by the trainer alone. Answers are JSON: no output of a worker is unpickled. Each message has a mark, a
-number, a length, and its content. An answer has the number of its request. Mark and number together reveal a stray or misplaced
-answer.
+Requests are pickles, made by the trainer alone. Answers are JSON, so the trainer unpickles no output of a worker. Each message
+has a magic number, a request number, a length, and its content. The first two reveal bytes in the pipe that are no answer to the
+request.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ HEADER = struct.Struct("<8sQQ")
 MARK = b"psigrad\x01"
 # The most bytes of one answer; a larger one means that the worker is faulty.
 MOST_BYTES = 64 << 20
-# A function that answers a request: it yields any number of values that JSON can represent. Its factory gets the payload that the
-# parent sends at the start.
+# A function that answers a request: it yields any number of values that JSON can represent. The factory that makes it gets the
+# payload that the parent sends at the start.
 Service = Callable[[Any], Iterator[Any]]
 # The most characters of an exception's message in a reason: reasons are logged once per sample.
 _REASON = 500
@@ -60,7 +60,7 @@ _withheld: frozenset[str] = frozenset()
 
 
 def main() -> None:
-    """Serve on the two file descriptors named on the command line, for the parent named there.
+    """Run a worker. The command line gives its two file descriptors and its parent's process id.
 
     The worker ends with its parent, and a Ctrl-C at the terminal does not reach it.
     """
@@ -76,7 +76,10 @@ def main() -> None:
 
 
 def serve(requests: BinaryIO, responses: BinaryIO) -> None:
-    """Answer until the parent exits: write ["ready", null] or ["broken", why], then ["answer", …] for each answer."""
+    """Load the user's code, then answer requests until the parent exits.
+
+    Write ["ready", null] or, if the code does not load, ["broken", why]. Then write ["answer", …] for each answer.
+    """
     global _withheld
     own = os.getpid()
 
@@ -113,7 +116,7 @@ def pack_answer(number: int, message: Any) -> bytes:
 
 
 def read_request(stream: BinaryIO) -> tuple[int, Any]:
-    """Return the next request and its number. Raise `EOFError` if the other side is closed."""
+    """Return (number, content) of the next request. Raise `EOFError` if the parent has closed the pipe."""
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         raise EOFError
@@ -125,7 +128,7 @@ def read_request(stream: BinaryIO) -> tuple[int, Any]:
 
 
 def reason_for(name: str, error: BaseException) -> str:
-    """Return the reason why a user's function failed: its exception, and the last traceback line in the user's code."""
+    """Return a text on why the user's function `name` failed: the exception, and the last traceback line in the user's code."""
     foreign = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_OURS, "<frozen"))]
     own = [f for f in foreign if not f.filename.startswith(_PYTHON) and "-packages" + os.sep not in f.filename] or foreign
     where = f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""

@@ -1,8 +1,8 @@
-"""The keeper, the parent process of a worker: once the worker has ended, it ends all that the user's code started.
+"""The keeper, the parent process of a worker. When the worker has ended, it kills all processes that the user's code started.
 
-A child may leave its session and empty its environment. It cannot leave the tree: an orphan becomes the keeper's child
-(PR_SET_CHILD_SUBREAPER of Linux). The keeper reaps it when it ends; otherwise its process id would stay in use while the worker
-runs.
+Such a process may leave its session and clear its environment, but not the process tree: when its parent ends, it becomes a child
+of the keeper (PR_SET_CHILD_SUBREAPER of Linux). The keeper reaps it when it ends; otherwise its process id would stay in use
+while the worker runs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _PATIENCE = 5.0
 
 
 def keep(parent: int) -> None:
-    """Fork a worker and return in it, while this process stays as its keeper and ends with it.
+    """Fork this process: return in the child, which is the worker. This process stays as its keeper and ends with it.
 
-    SIGTERM ends the worker, and so does the parent's death. Without Linux there is no keeper.
+    SIGTERM to the keeper, or the death of its parent, ends the worker. On other systems than Linux there is no keeper.
     """
     if not Path("/proc/self/stat").exists():
         return
@@ -61,16 +61,16 @@ def keep(parent: int) -> None:
 
 
 def _reap_until(worker: int) -> None:
-    """Wait for the worker, and reap every orphan that ends before it.
+    """Wait until the worker has ended, and reap every orphan that ends before it.
 
-    The worker itself is not reaped, so that no other process can get its id, to which the signal handlers send SIGKILL.
+    The worker itself is not reaped here. So no other process can get its id, to which the signal handlers send SIGKILL.
     """
     while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) and ended.si_pid != worker:
         os.waitpid(ended.si_pid, 0)
 
 
 def _end_all() -> None:
-    """End all descendants of this process. Stop all of them before the first is killed; otherwise one could start another."""
+    """Kill all descendants of this process. All are stopped first, since a running one could start new processes meanwhile."""
     end, stopped = time.monotonic() + _PATIENCE, set[int]()
     while time.monotonic() < end:
         fresh = _below(os.getpid()) - stopped
@@ -95,7 +95,7 @@ def _send(processes: set[int], number: int) -> None:
 
 
 def _below(root: int) -> set[int]:
-    """Return the descendants of this process."""
+    """Return the ids of all descendants of the process `root`."""
     stats = {process: stat_of(process) for process in (int(folder.name) for folder in Path("/proc").glob("[0-9]*"))}
     found, fresh = set[int](), {root}
     while fresh:

@@ -1,4 +1,7 @@
-"""The content of a worker's start: a user's function, by name if the worker can find it, otherwise by value; and variables."""
+"""The data that a worker gets at its start: the user's function and environment variables.
+
+A function is sent by name if the worker can import it, otherwise by value.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ Packed = tuple[str, Any]
 # Variables that programs need to find their files, without secrets.
 _USUAL = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|TZ|LANG|LANGUAGE|PWD|TMPDIR|TMP|TEMP|(LD|DYLD)_LIBRARY_PATH|VIRTUAL_ENV|CC|CXX"
-    # a worker is not one of torchrun's ranks
+    # torchrun's variables would make the worker look like one of its ranks
     r"|(LC|PYTHON|CONDA|XDG|OMP|MKL|OPENBLAS|CUDA|NVIDIA|HF|TRANSFORMERS|TORCH(?!ELASTIC)|TOKENIZERS|PSIGRAD)_?\w*"
     r"|(SSL_CERT|REQUESTS)_?\w*"
     r"|(https?|no|all)_proxy",
@@ -34,9 +37,11 @@ class ShippingError(UserError):
 
 
 def pack(function: Callable[..., Any], kind: str) -> Packed:
-    """Pack a function for `unpack`: lambdas, closures, bound arguments, objects and a script's definitions go by value.
+    """Pack a function for another process, which calls `unpack`.
 
-    Raise `ShippingError` for a function that cannot be pickled. Its message calls the function by `kind`.
+    A function of an importable module is packed by name. Lambdas, closures, bound arguments, objects and a script's own
+    definitions are packed by value. Raise `ShippingError` for a function that cannot be pickled; `kind` names its role in that
+    message.
     """
     module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if module and qualname and module != "__main__" and module in sys.modules:
@@ -71,9 +76,9 @@ def unpack(packed: Packed) -> Any:
 
 
 def homes(functions: Sequence[Callable[..., Any]], packed: Sequence[Packed]) -> dict[str, str]:
-    """Return the files of modules that a fresh process may not find by name.
+    """Return module name -> file, for modules that a new process may not find by name.
 
-    These are the modules of the functions, and modules loaded as file.py:function to which a function sent by value refers.
+    These are the modules of the functions, and modules loaded as file.py:function that a function sent by value uses.
     """
     sent = [what for kind, what in packed if kind == "value"]
     loaded = {n for n in list(sys.modules) if n.startswith(FILE_MODULE) and any(n.encode() in what for what in sent)}
@@ -83,7 +88,7 @@ def homes(functions: Sequence[Callable[..., Any]], packed: Sequence[Packed]) -> 
 
 
 def load_homes(files: Mapping[str, str]) -> None:
-    """Load those modules that are not importable by name."""
+    """Load from these files the modules that cannot be imported by name. `files` is the result of `homes`."""
     for name, file in files.items():
         try:
             known = importlib.util.find_spec(name) is not None
@@ -94,7 +99,7 @@ def load_homes(files: Mapping[str, str]) -> None:
 
 
 def pick_variables(extra: Iterable[str] = ()) -> dict[str, str]:
-    """Return the variables of this process that a worker gets: the usual ones, and those named in `extra`."""
+    """Return the environment variables of this process that a worker gets: a fixed list, and those named in `extra`."""
     names = set(extra)
     kept = {k: v for k, v in os.environ.items() if k in names or (_USUAL.fullmatch(k) and not redaction.SECRET_NAME.search(k))}
     path = os.pathsep.join(p or os.getcwd() for p in sys.path)
@@ -102,5 +107,5 @@ def pick_variables(extra: Iterable[str] = ()) -> dict[str, str]:
 
 
 def list_withheld(extra: Iterable[str] = ()) -> list[str]:
-    """Return the names of the variables that a worker does not get."""
+    """Return the names of this process's environment variables that a worker does not get."""
     return sorted(os.environ.keys() - pick_variables(extra).keys())

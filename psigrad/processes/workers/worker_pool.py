@@ -1,4 +1,4 @@
-"""Workers that are started, watched, killed and replaced. Their caller defines the requests and handles losses."""
+"""A pool of worker processes, which it starts, watches, kills and replaces. The caller defines requests and handles losses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from psigrad.processes.workers.shipping import homes, list_withheld, pack, pick_
 START_LIMIT = 120.0
 # Seconds in which a keeper must have ended the worker's processes.
 KEEPER_LIMIT = 10.0
-# Bytes of one worker's output that are printed.
+# The most bytes of one worker's output that are printed.
 SHOWN = 1 << 18
 _START = "from psigrad.processes.workers.child import main; main()"
 
@@ -41,18 +41,18 @@ def pack_request(number: int, message: Any) -> bytes:
 
 
 class WorkerGone(Exception):
-    """An error for a worker that died, or an invalid answer in its pipe."""
+    """An error for a worker that died or that wrote an invalid answer to its pipe."""
 
 
 class Worker:
-    """One process in its own session, which answers requests through psigrad's `service`, "module:function".
+    """A worker process in its own session, which answers requests.
 
-    `service(payload)` is called in the worker and returns the answering function. `homes` are files of modules that a fresh
-    process does not find by name. `memory` limits its data in bytes (0: no limit), and `variables` are environment variables
-    besides the usual ones. It starts in `folder` and runs in the `enclosure`, if given. It must be ready within `start_limit`
-    seconds.
+    `service` names a function of psigrad, as "module:function". The worker calls it with `payload`, and it returns the function
+    that answers requests. `homes` are files of modules that a new process does not find by name. `memory` limits the worker's
+    data in bytes (0: no limit), and `variables` are environment variables besides the usual ones. The worker starts in `folder`
+    and runs in the sandbox `enclosure`, if given. It must be ready within `start_limit` seconds.
 
-    Pipes never block: a worker stopped in the middle of reading or writing is treated as late.
+    Pipes never block: a worker that stops in the middle of reading or writing is treated as late.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Worker:
             self._outbox.clear()  # the worker died; `poll` raises the error
 
     def poll(self) -> tuple[str, Any] | None:
-        """Return the next answer to the last request as (kind, content), or None if there is none yet. Raise `WorkerGone`."""
+        """Return the next answer to the last request as (kind, content), or None if none has arrived yet. Raise `WorkerGone`."""
         self._push()
         with contextlib.suppress(BlockingIOError):
             while not self._whole() and (data := os.read(self._responses, 1 << 16)):
@@ -139,7 +139,7 @@ class Worker:
         return kind, content
 
     def _whole(self) -> bool:
-        """Return True if an answer is complete. Raise `WorkerGone` for an invalid header: a stray writer is on the pipe."""
+        """Return True if a complete answer has arrived. Raise `WorkerGone` for an invalid header: another process wrote it."""
         if len(self._inbox) < child.HEADER.size:
             return False
         mark, number, length = child.HEADER.unpack_from(self._inbox)
@@ -148,17 +148,20 @@ class Worker:
         return bool(len(self._inbox) >= child.HEADER.size + length)
 
     def watch(self, selector: selectors.BaseSelector) -> None:
-        """Register the pipes, so that `selector` wakes up when `poll` may have work."""
+        """Register the worker's pipes with `selector`, so that it wakes up when `poll` can make progress."""
         selector.register(self._responses, selectors.EVENT_READ)
         if self._outbox:
             selector.register(self._requests, selectors.EVENT_WRITE)
 
     def alive(self) -> bool:
-        """Return True if the process is running. It is not reaped here, so that its id is not reused before `kill`."""
+        """Return True if the process is running.
+
+        A dead process is not reaped here, so that its id is not reused before `kill`.
+        """
         return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     def kill(self) -> str:
-        """End the process and all that it started, and return a description of its end."""
+        """Kill the process and all that it started, and return a description of its end, such as "exit status 1"."""
         if self._kept:
             self.process.terminate()
             self.process.send_signal(signal.SIGCONT)  # the user's code may have stopped it
@@ -178,7 +181,7 @@ def _close(*descriptors: int) -> None:
 
 
 def _forward(descriptor: int, name: str) -> None:
-    """Print a worker's output on stderr, up to a limit; then read and drop it, so that a full pipe blocks no process.
+    """Print a worker's output on stderr, up to a limit. Then read it without printing, so that a full pipe blocks no process.
 
     Control characters are escaped, since a reward function may print a completion.
     """
@@ -199,12 +202,15 @@ def _forward(descriptor: int, name: str) -> None:
 
 C = TypeVar("C")
 T = TypeVar("T")
-# After so many seconds without a check of the workers, their time is paused: the parent was busy elsewhere.
+# If the parent did not check the workers for so many seconds, it was busy elsewhere, and that time does not count against them.
 ABSENCE = 1.0
 
 
 class SharedWait:
-    """A lock, as a context manager. One waiting thread polls for all, without the lock; the others sleep until it returns."""
+    """A lock for threads that wait for the same events, as a context manager.
+
+    One of them polls for all and releases the lock meanwhile. The others sleep until it returns.
+    """
 
     def __init__(self) -> None:
         self._stirred = threading.Condition(threading.Lock())
@@ -218,9 +224,10 @@ class SharedWait:
         self._stirred.release()
 
     def look(self, look: Callable[[], T], seconds: float) -> T | None:
-        """Return the result of `look`, called without the lock, or None after a wait if another thread is polling.
+        """Release the lock, call `look`, acquire the lock again, and return the result of `look`.
 
-        The caller has the lock before and after. `look` waits for `seconds` at most. With 0 seconds any thread may poll.
+        If another thread is polling, wait for it and return None instead. `look` waits for `seconds` at most. With 0 seconds it
+        only polls, and any number of threads may call it at once.
         """
         if self._looking and seconds:
             self._stirred.wait(seconds)
@@ -249,10 +256,10 @@ class PoolLimits(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Lost(Generic[C]):
-    """The result of a call whose worker was lost and replaced; `rest` are the later calls that it has not answered."""
+    """The result of a call whose worker was lost and replaced. `rest` are the later calls of that worker without an answer."""
 
     status: str
-    """The process's end; empty if it was late."""
+    """A description of the process's end; empty if it was killed because it was late."""
     rest: list[C]
 
 
@@ -265,11 +272,12 @@ class _Place:
 
 
 class WorkerPool(Generic[C]):
-    """A pool of `workers` processes that answer through `service`, see `Worker`; each call has `timeout` seconds.
+    """A pool of `workers` worker processes. Each call may take `timeout` seconds. `service` is that of `Worker`.
 
     One message asks a worker for several calls, and it answers them one by one. A null answer is a sign of life and restarts the
-    call's time. A worker that is late, dies, or sends an answer for which `decode(call, content)` raises `ValueError` is killed
-    with all its processes, and replaced. Messages call the user's code `what`. Raise `error` if that code does not load.
+    call's time. A worker is killed with all its processes, and replaced, if it is late, dies, or sends an answer for which
+    `decode(call, content)` raises `ValueError`. Error messages call the user's code `what`. Raise `error` if that code does not
+    load.
     """
 
     def __init__(
@@ -310,7 +318,7 @@ class WorkerPool(Generic[C]):
         kind: str,
         **limits: Unpack[PoolLimits],
     ) -> Self:
-        """Return workers of one function of the user's, packed for the service. Messages call it `kind`."""
+        """Return a pool whose workers call one function of the user. Error messages call it `kind`."""
         packed = pack(function, kind)
         return cls(service, packed, homes([function], [packed]), decode, what=f"{kind}s", **limits)
 
@@ -333,13 +341,13 @@ class WorkerPool(Generic[C]):
             self._places.pop().worker.kill()
 
     def give_up(self, unwanted: Callable[[C], bool] = lambda call: True) -> None:
-        """Replace the workers that are at such calls, whose answers are no longer needed."""
+        """Kill and replace each worker with a call for which `unwanted` returns True: its answers are no longer needed."""
         for place in self._places:
             if place.calls and unwanted(place.calls[0]):
                 self._replace(place)
 
     def idle(self) -> list[int]:
-        """Return the workers that have loaded and are idle. Replace one that died meanwhile: no call is at fault."""
+        """Return the numbers of the idle workers that have loaded their code. A worker that died while idle is replaced."""
         free = [(number, place) for number, place in enumerate(self._places) if place.worker.ready and not place.calls]
         for _, place in free:
             if not place.worker.alive():
@@ -354,9 +362,9 @@ class WorkerPool(Generic[C]):
         place.worker.ask(message, self.timeout if timeout is None else timeout)
 
     def answers(self, wait: bool, seconds: float = 60.0) -> Iterator[tuple[int, C, Any]]:
-        """Yield (worker, call, decoded answer or `Lost`) as they arrive.
+        """Yield (worker's number, call, decoded answer or `Lost`) for all answers that have arrived.
 
-        With `wait`, first wait until a worker has data or is late, or for so many seconds.
+        With `wait`, first wait until a worker has data or is late, for at most `seconds`.
         """
         self._return()
         if wait:
@@ -366,7 +374,10 @@ class WorkerPool(Generic[C]):
         self._looked = time.monotonic()
 
     def stirring(self, seconds: float) -> Callable[[], None]:
-        """Return a function that waits for data or a late worker, or so many seconds. The pool may be used meanwhile."""
+        """Return a function that waits until a worker has data or is late, for at most `seconds`.
+
+        Other threads may use the pool while it waits.
+        """
         selector, busy = selectors.DefaultSelector(), self._busy()
         for _, place in busy:
             place.worker.watch(selector)
@@ -406,7 +417,7 @@ class WorkerPool(Generic[C]):
                 yield place.calls.popleft(), answer
 
     def _lose(self, place: _Place, *, late: bool) -> Iterator[tuple[C, Any]]:
-        """Replace a worker that died or hangs, and yield the loss for its current call."""
+        """Replace a worker that died or hangs, and yield (its current call, `Lost`). Raise the pool's error if it was loading."""
         loading, calls = not place.worker.ready, list(place.calls)
         status = self._replace(place)
         if loading:
@@ -421,7 +432,7 @@ class WorkerPool(Generic[C]):
         return status
 
     def _return(self) -> None:
-        """Extend the deadlines by the time in which this process did not listen."""
+        """Extend all deadlines by the time in which this process did not check the workers, if that is long."""
         away = time.monotonic() - self._looked
         if away > ABSENCE:
             for place in self._places:

@@ -1,7 +1,7 @@
-"""What a run will take before it starts: peak memory item by item, the arithmetic of its batches, its speed.
+"""The plan of a run before it starts: its peak memory item by item, the arithmetic of its batches, its speed.
 
-Only the model's configuration is read. `predict` makes the plan; `plan` is the command and prints it. `plan.warning` is the line
-that a run begins with where it may not fit.
+Only the model's configuration is read. `predict` computes the plan, and `plan` is the command that prints it. `plan.warning` is
+printed at the start of a run that may not fit in memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The bytes that a forward pass keeps for its backward pass, counted on a narrow twin of the model with the trainer's code."""
+"""The bytes of activations that a forward pass keeps for its backward pass.
+
+They are counted by running the trainer's code on a twin: a model of the same architecture with smaller sizes.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,18 @@ from psigrad.language.models.packing import Groups
 from psigrad.language.models.sizes import size
 from psigrad_extras.preflight.plan.shape import Shape, count_shape, model_of, resize
 
-# The widest hidden size of a twin. A wider model has all widths divided alike, and the count is multiplied back.
+# The widest hidden size of a twin. For a wider model, all widths are divided by one factor, and the counts multiplied by it.
 _WIDE = 512
 _NARROW = 256
 
 
 @dataclass(frozen=True)
 class Terms:
-    """The bytes kept for the backward pass.
+    """The coefficients of the bytes that are kept for the backward pass.
 
-    `token` counts per packed token and layer. `prefix` counts per layer for each token of a prompt that a completion carries with
-    it (0 if the attention shares it). `once` counts per packed token outside the layers, and `input` per token for the input of a
-    layer. `fused` is the bytes per number in the fused decoder, 0 if there is none.
+    `token` is per packed token and layer. `prefix` is per layer and prompt token, once for each completion of the prompt (0 if
+    the attention does not repeat prompts). `once` is per packed token outside the layers. `input` is per packed token for the
+    input of a layer. `fused` is the bytes per number in the fused decoder, 0 without it.
     """
 
     token: float
@@ -41,7 +44,7 @@ class Terms:
 
     @classmethod
     def estimate(cls, shape: Shape, width: int) -> Terms:
-        """Estimate the terms of models like Llama in plain PyTorch, with weights of `width` bytes."""
+        """Return estimated terms for a model like Llama in plain PyTorch, with weights of `width` bytes."""
         kept = 6 * shape.hidden + 4 * shape.query + 3 * shape.key + 4 * shape.inner
         return cls(width * kept, 2 * width * shape.query, 4 * width * shape.hidden, width * shape.hidden)
 
@@ -50,21 +53,21 @@ class Terms:
         return Terms(self.token * factor, self.prefix * factor, self.once * factor, self.input * factor, self.fused)
 
     def bytes_for(self, layers: int, tokens: int, carried: int, *, recompute: bool = False) -> float:
-        """Return the bytes for `tokens` packed tokens; `carried` is the sum of the completions' prompt lengths.
+        """Return the bytes for `tokens` packed tokens. `carried` is the sum of the prompt lengths over all completions.
 
-        With gradient checkpointing (`recompute`) each layer keeps only its input, and one layer at a time keeps everything.
+        With gradient checkpointing (`recompute`), each layer keeps only its input, and one layer at a time keeps everything.
         """
         layer = self.token * tokens + self.prefix * carried
         return self.once * tokens + (layers * self.input * tokens + layer if recompute else layers * layer)
 
 
 def terms(config: PreTrainedConfig, dtype: str, lora: bool = False, device: str = "cpu") -> Terms:
-    """Count the terms of an architecture; estimate them as for Llama if it can't be narrowed.
+    """Return the terms of an architecture, counted on a twin, or estimated as for Llama if no twin can be made.
 
-    A GPU runs transformers' modules, which a CPU runs only in float64. For a GPU the twin is counted in float64 and scaled.
+    A GPU runs transformers' modules, which a CPU runs only in float64. So for a GPU the twin is counted in float64, and scaled.
     """
     kind: Any = type(config)
-    settings = json.dumps(config.to_dict(), sort_keys=True)  # to_json_string writes an infinity that from_dict rejects
+    settings = json.dumps(config.to_dict(), sort_keys=True)  # to_json_string writes infinity in a form that from_dict rejects
     if device == "cpu":
         return _terms(kind, settings, dtype, lora)
     return _terms(kind, settings, "float64", lora).scale(DTYPES[dtype].itemsize / 8)
@@ -91,7 +94,7 @@ def _terms(kind: type[Any], settings: str, dtype: str, lora: bool) -> Terms:
 
 
 def _twin(config: PreTrainedConfig, shape: Shape, layers: int) -> PreTrainedConfig:
-    """Return the configuration with few layers, a tiny vocabulary, and all widths in their original proportions."""
+    """Return the configuration of a twin: few layers, a tiny vocabulary, and smaller widths in the original proportions."""
     factor = 1.0 if shape.hidden <= _WIDE else _NARROW / shape.hidden
     heads = shape.heads if factor == 1 else max(4, round(shape.heads * factor))
     keys = max(1, round(heads * shape.key_heads / shape.heads))
@@ -102,7 +105,7 @@ def _twin(config: PreTrainedConfig, shape: Shape, layers: int) -> PreTrainedConf
 
 
 def _prepare(config: PreTrainedConfig, dtype: str, lora: bool) -> LanguageModel:
-    """Prepare the twin as the trainer prepares its model."""
+    """Return the twin as a model with random weights, prepared for training as the trainer does it."""
     with torch.random.fork_rng(devices=[]):
         hf = model_of(config, dtype=DTYPES[dtype])
         tokenizer: Any = SimpleNamespace(bos_token_id=None, eos_token_id=0)

@@ -1,4 +1,4 @@
-"""The arithmetic of a run: the work of a step, its division, its FLOPs, and its time."""
+"""The arithmetic of a run: the work of a step, its division among processes, its FLOPs, and its time."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from psigrad_extras.preflight.plan.hardware import Machine
 from psigrad_extras.preflight.plan.shape import Shape
 
 Config = OnlineConfig | SFTConfig | PreferenceConfig | RewardConfig
-# The shares of the matrix-product peak that training and decoding reach, and of the bandwidth that decoding reaches. Those of a
-# CPU were measured from W0 (0.44 to 0.6 of decoding's) to SmolLM2-135M (0.8). Those of a GPU are usual for products alone.
-# tests/extras/preflight/test_published.py compares them with published runs.
+# The shares of the peak of matrix products that training and decoding reach, and of the bandwidth that decoding reaches. Those of
+# a CPU were measured on the workloads W0 (0.44 to 0.6 in decoding) to SmolLM2-135M (0.8). Those of a GPU are typical for
+# products. tests/extras/preflight/test_published.py compares them with published runs.
 REACHED = {"cpu": (0.7, 0.55, 1.0), "cuda": (0.5, 0.3, 0.6)}
-# The share of training's that a mixture of experts reaches, since its products are small and uneven. Fitted on one published run.
+# The factor on the share of training for a mixture of experts, whose products are small and uneven. Fitted on one published run.
 EXPERTS = 0.25
-# The work of a GPU besides products, where transformers' modules compute: the kernels that a layer launches for a micro-batch,
-# forward and backward, and their bytes, as multiples of what `Terms.estimate` keeps. They were counted on Qwen3's layer by a
-# TorchDispatchMode. An adapter adds half as many kernels.
+# The work of a GPU besides matrix products, in transformers' modules: the number of kernels that a layer launches per
+# micro-batch, forward and backward, and the bytes that they move, as multiples of the bytes of `Terms.estimate`. They were
+# counted on Qwen3's layer by a TorchDispatchMode. An adapter adds half as many kernels.
 KERNELS, MOVED, ADAPTED = (56, 123), (5, 11), 1.5
-# The seconds of a launch by Python and of one in a recorded graph, and the share of the bandwidth that elementwise kernels reach.
+# The seconds of a kernel launch by Python and in a CUDA graph, and the share of the bandwidth that elementwise kernels reach.
 LAUNCH, RECORDED, MOVING = 8e-6, 4e-6, 0.7
 # The bytes that AdamW reads and writes for a parameter, and those that log-probs move for a logit, forward and backward.
 STEPPED, LOGIT = 28, 38
-# The seconds of a decoding step of vLLM that do not depend on the model: the scheduler, the sampler, the launches.
+# The seconds of a decoding step of vLLM that do not depend on the model: scheduler, sampler and kernel launches.
 STEP = 0.004
 # The time to decode one quantised number on a CPU, in FLOPs at the peak for bfloat16: of 4 bits, of a GGUF file, and of 8 bits.
 UNPACKED = {"nf4": 35, "gguf": 35, "int8": 18}
-# The tokens of a prompt or an answer if neither the settings nor a dataset give them.
+# The guessed tokens of a prompt or an answer if neither the settings nor a dataset give them.
 GUESSED = 256
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """The tokens of prompts and completions: the means, and the longest that must fit in memory."""
+    """The numbers of tokens of prompts and completions: the means, and the longest ones, which must fit in memory."""
 
     prompt: int
     completion: int
@@ -50,8 +50,8 @@ class Lengths:
 class Work:
     """The work of a step: `rows` prompts (or offline rows) with `members` completions each, of which `trained` get a gradient.
 
-    There are `passes` over the batch of `minibatches` optimiser steps each, and `steps` in the run (0: unknown). `roles` are the
-    models besides the policy.
+    There are `passes` over the batch of `minibatches` optimiser steps each, and `steps` in the run (0: unknown). `budget` is the
+    setting micro_batch_tokens, and `slots` the number of sequences that are decoded at once.
     """
 
     rows: int
@@ -71,7 +71,7 @@ class Work:
     shared_critic: bool = False
     entropy: bool = False
     closed_head: bool = True
-    """True if the head gives only log-probs and metrics of them (`models/logprobs.py`)."""
+    """True if the loss needs only log-probs, so that the head's gradient has a closed form (`models/logprobs.py`)."""
     keeps: float = 0.0
     """The maximum bytes of activations that training reuses from sampling; 0: none are kept."""
     engine: float = 0.0
@@ -81,7 +81,7 @@ class Work:
 
     @property
     def fresh(self) -> float:
-        """The number of forward passes over the batch. The first optimiser step starts from the kept activations."""
+        """The number of forward passes over the batch. If activations are kept, the first optimiser step needs none."""
         return self.passes - (1 / self.minibatches if self.keeps else 0)
 
     @property
@@ -91,7 +91,7 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in a pass."""
+        """The number of tokens in one pass over the batch."""
         return self.rows * self.group
 
     @property
@@ -106,7 +106,7 @@ class Work:
 
     @property
     def updates(self) -> int:
-        """The number of optimiser steps per step."""
+        """The number of optimiser steps per training step."""
         return self.passes * self.minibatches
 
     @property
@@ -116,7 +116,7 @@ class Work:
 
     @property
     def micro_tokens(self) -> int:
-        """The tokens of the largest forward pass: the budget, the longest sample if that is longer, or all tokens if fewer."""
+        """The tokens of the largest forward pass: the budget, or the longest sample if longer; at most those of a minibatch."""
         longest = self.lengths.longest_prompt + self.lengths.longest_completion
         return min(max(self.budget, longest), max(math.ceil(self.rows / self.minibatches) * self.group, longest))
 
@@ -132,7 +132,7 @@ class Work:
 
 
 def share_of(config: Config, work: Work) -> Work:
-    """Return the share of one of the run's processes in the work of a step."""
+    """Return the part of a step's work that one of the run's processes does."""
     placement = config.placement
     ranks = placement.processes
     elsewhere = isinstance(config, OnlineConfig) and bool(placement.cluster)
@@ -162,7 +162,7 @@ def work_of(config: Config, lengths: Lengths, dataset: int = 0) -> Work:
         slots=0,
         steps=config.run.steps(dataset, config.batch_size),
         dataset=dataset,
-        old_pass=kto,  # the answers that rows are mismatched with
+        old_pass=kto,  # a pass over answers of other rows, with which KTO estimates the KL
         entropy=isinstance(config, SFTConfig),
         closed_head=not (isinstance(config, SFTConfig) and config.label_smoothing_factor),
     )
@@ -207,7 +207,7 @@ def _online(config: OnlineConfig, lengths: Lengths, dataset: int) -> Work:
 
 @dataclass(frozen=True)
 class StepCost:
-    """The FLOPs of a step, and the bytes that decoding reads."""
+    """The cost of a step: FLOPs of `sampling`, `passes` without gradient and `training`, and the bytes that decoding reads."""
 
     sampling: float
     passes: float
@@ -217,11 +217,11 @@ class StepCost:
     """The seconds of decoding that do not depend on the device."""
     experts: bool = False
     unpacking: float = 0.0
-    """The time to decode quantised matrices, in FLOPs."""
+    """The time to dequantise matrices, expressed in FLOPs."""
     launching: tuple[float, float] = (0.0, 0.0)
-    """The seconds in which a GPU launches the kernels of sampling, and those of the passes and of training."""
+    """The seconds that a GPU spends on kernel launches: in sampling, and in passes and training."""
     moved: float = 0.0
-    """The bytes that a GPU moves in training besides products."""
+    """The bytes that a GPU moves in training outside matrix products."""
     stepped: float = 0.0
     """The bytes that a GPU moves in optimiser steps."""
 
@@ -231,22 +231,22 @@ class StepCost:
         return self.sampling + self.passes + self.training
 
     def with_head_again(self, work: Work, policy: Shape) -> StepCost:
-        """Return the cost with the head's gradient computed twice from recomputed logits: for its norm and for the step."""
+        """Return the cost if the head's gradient is computed twice from recomputed logits: for its norm, and for the update."""
         more = work.passes * 4 * 2 * policy.head * work.rows * work.trained * work.lengths.completion
         return replace(self, training=self.training + more)
 
     def with_codes(self, work: Work, flops: float) -> StepCost:
-        """Return the cost with quantised matrices. Unpacking all of them takes the time of `flops`.
+        """Return the cost with quantised matrices. To dequantise all of them takes the time of `flops` FLOPs.
 
-        They are unpacked in each decoding round, and in the forward and backward pass of each micro-batch.
+        They are dequantised in each decoding step, and in the forward and backward pass of each micro-batch.
         """
         decoding = work.rounds if self.sampling else 0
         return replace(self, unpacking=flops * (decoding + 2 * work.micro_batches * work.updates))
 
     def phases(self, machine: Machine) -> dict[str, float]:
-        """Return the seconds of each phase at the measured shares of the peak.
+        """Return phase -> seconds, with the measured shares of the machine's peak.
 
-        Decoding is not faster than reading the weights. Small kernels take the time of their launches.
+        Decoding takes at least the time to read the weights. Small kernels take the time of their launches.
         """
         training, decoding, reading = REACHED[machine.kind]
         training *= EXPERTS if self.experts else 1
@@ -261,7 +261,7 @@ class StepCost:
         return sum(self.phases(machine).values())
 
     def on_gpu(self, work: Work, policy: Shape, *, frozen: bool, recompute: bool, learns: int) -> StepCost:
-        """Return the cost with the launches and the bytes beside products, where transformers' modules compute."""
+        """Return the cost with kernel launches and bytes moved outside products, for transformers' modules on a GPU."""
         forward = work.fresh + work.passes * recompute + work.reference + work.old_pass + work.critic * (1 + work.passes)
         backward = work.passes * (1 + work.critic)
         kernels = policy.layers * (KERNELS[0] * forward + KERNELS[1] * backward) * (ADAPTED if frozen else 1)
@@ -281,7 +281,7 @@ def cost_of(work: Work, policy: Shape, *, frozen: bool, recompute: bool, weight_
     scores = 4 * policy.layers * policy.query * seen
     body, head, experts = 2 * policy.active * work.tokens + scores, 2 * policy.head * trained, policy.active < policy.matrices
     backward = (1 if frozen else 2) + (1 if recompute else 0)
-    # Logits are recomputed for the backward pass. They are also computed before it if the sampler kept no log-probs.
+    # Logits are recomputed for the backward pass. They are also computed beforehand if the sampler stored no log-probs.
     training = work.passes * (body * backward + head * (1 + (1 if frozen else 2)))
     training += work.fresh * body + (work.fresh if work.closed_head else work.passes) * head
     training += work.passes * work.critic * 3 * body
@@ -295,12 +295,12 @@ def cost_of(work: Work, policy: Shape, *, frozen: bool, recompute: bool, weight_
     decoded += 2 * policy.active * work.rows * length.prompt
     if not work.engine:
         return StepCost(decoded, passes, training, work.rounds * (weight_bytes + cache_bytes / 2), experts=experts)
-    # A free slot is filled at once. A step reads the pages of each token, not a cache as long as the longest.
+    # vLLM fills a free slot immediately, and a step reads only the pages in use, not a cache as long as the longest sequence.
     rounds = max(length.longest_completion, math.ceil(sampled / work.slots))
     read = rounds * weight_bytes / work.tensor + sampled * context * token_bytes(policy, weight_bytes / policy.parameters)
     return StepCost(decoded, passes, training, read, rounds * STEP, experts)
 
 
 def token_bytes(policy: Shape, width: float) -> float:
-    """Return the bytes of the keys and values of one token, in numbers of `width` bytes."""
+    """Return the bytes of one token's keys and values, at `width` bytes per number."""
     return policy.cached * width

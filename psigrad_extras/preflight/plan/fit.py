@@ -24,15 +24,15 @@ from psigrad_extras.preflight.plan.memory import KEPT
 from psigrad_extras.preflight.plan.predict import MOST, Plan, filling, lengths_of, predict
 
 C = TypeVar("C", bound=Config)
-# The share of the plan to leave free below the limit. The largest measured peak was 1.24 times its plan.
+# The share of the predicted peak that must be free below the limit. The largest measured peak was 1.24 times its prediction.
 FREE = 0.25
 
 
 def fit(config: C) -> C:
-    """Return the fastest settings that stay below `run.max_memory`. They train the same.
+    """Return the fastest settings whose predicted memory stays below `run.max_memory`. The training result is the same.
 
-    They are tried in this order: with all activations kept from sampling, then without, each with the largest micro-batches that
-    fit. Then activations are recomputed, and fewer sequences are decoded at once.
+    They are tried in this order: first with all activations kept from sampling, then without, each with the largest micro-batches
+    that fit. Then activations are recomputed, and fewer sequences are decoded at once.
 
     If `micro_batch_tokens` is 0 and no limit is set, the limit is the device's free memory, and only micro-batches get smaller.
 
@@ -72,11 +72,11 @@ def fit(config: C) -> C:
 def free_memory(where: str) -> int:
     """Return the bytes that a run could use on a device now.
 
-    Ranks of one machine use the total memory, since their free memory would differ by what each has allocated already.
+    For ranks on one machine, it is the total memory, since free memory depends on how much each has allocated already.
     """
     if where == "cpu":
         return available_memory()
-    if launch.is_rank():  # the query for free memory would itself allocate some on GPU 0, for each rank
+    if launch.is_rank():  # to query free memory, each rank would itself allocate some on GPU 0
         return int(torch.cuda.get_device_properties(where).total_memory)
     return int(torch.cuda.mem_get_info(where)[0])
 
@@ -86,7 +86,7 @@ def _value(config: Config, name: str) -> Any:
 
 
 def _smaller(config: C, longest: int, kept: float) -> Iterator[C]:
-    """Yield the settings, from fast to slow. Sampling keeps `kept` bytes that training can start from."""
+    """Yield variants of the settings, from fast to slow. `kept` is the size in bytes of the activations kept from sampling."""
     budgets = [config.micro_batch_tokens]
     while budgets[-1] > longest:
         budgets.append(max(longest, budgets[-1] // 2))
@@ -99,7 +99,7 @@ def _smaller(config: C, longest: int, kept: float) -> Iterator[C]:
         if kept and one.keep_activations_gb != 0 and not one.model.gradient_checkpointing:
             enough = max(one.keep_activations_gb or 0.0, math.ceil(kept / 1e8) / 10)
             yield from (replace(one, keep_activations_gb=enough, micro_batch_tokens=budget) for budget in budgets)
-            one = replace(one, keep_activations_gb=0.0)  # keeping only a part is useless
+            one = replace(one, keep_activations_gb=0.0)  # keeping only some activations is useless
         for anew in {config.model.gradient_checkpointing: 0, True: 1}:
             model = replace(config.model, gradient_checkpointing=anew)
             yield from (replace(one, model=model, micro_batch_tokens=budget) for budget in budgets)

@@ -20,8 +20,8 @@ from psigrad.runs.machine import default_threads
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-# GB of memory; TFLOP/s of dense products in bfloat16; TB/s of memory bandwidth, from the makers' data sheets. These are peaks,
-# also for the AMD and the PCIe cards. `arithmetic.REACHED` has the share that is reached.
+# GPU -> GB of memory; TFLOP/s of dense products in bfloat16; TB/s of memory bandwidth, from the makers' data sheets. All are
+# peaks, including those of AMD and PCIe cards. `arithmetic.REACHED` has the shares that are reached in practice.
 GPUS = {
     "l4": (24, 121, 0.3),
     "a10g": (24, 70, 0.6),
@@ -50,7 +50,7 @@ class Machine:
 
     @property
     def kind(self) -> Literal["cpu", "cuda"]:
-        """The key of its constants."""
+        """The type of device, cpu or cuda: the key of the constants in this package."""
         return "cpu" if self.device == "cpu" else "cuda"
 
 
@@ -67,7 +67,7 @@ def parse_bytes(text: str) -> int:
 
 
 def named_gpu(name: str, dtype: str) -> Machine:
-    """Return a GPU of the table. Products of float32, computed in TF32, take twice as long."""
+    """Return a GPU of the table as a machine. Products of float32 are computed in TF32, which takes twice as long."""
     if name.lower() not in GPUS:
         raise UserError(f"gpu is {name!r}; expected one of {', '.join(GPUS)}. For another GPU give --memory and --tflops.")
     memory, tflops, bandwidth = GPUS[name.lower()]
@@ -75,7 +75,7 @@ def named_gpu(name: str, dtype: str) -> Machine:
 
 
 def nominal(name: str, dtype: str) -> tuple[float, float]:
-    """Return (FLOP/s, bytes/s) of a GPU by the name that its driver gives; of an H100 for one that is not in the table."""
+    """Return the peaks (FLOP/s, bytes/s) of a GPU by the name that its driver reports; those of an H100 for an unknown one."""
     plain = re.sub(r"[^a-z0-9]", "", name.lower())
     known = named_gpu(max((gpu for gpu in GPUS if gpu.replace("-", "") in plain), key=len, default="h100"), dtype)
     return known.peak, known.bandwidth
@@ -93,8 +93,8 @@ def machine(
 ) -> Machine:
     """Return this machine, or one with the given `memory` and `tflops`.
 
-    Measuring `roughly` takes a fifth of the time and little memory. For a GPU that this machine lacks, `memory` is required, and
-    its speed is unknown without `tflops`.
+    Without `tflops`, the speed is measured, or with `roughly` in a fifth of the time and with little memory. For a GPU that this
+    machine lacks, `memory` is required, and the speed is unknown without `tflops`.
     """
     here = device == "cpu" or torch.cuda.is_available()
     if not here and not memory:
@@ -128,16 +128,16 @@ def busy(device: str) -> str:
 
 
 def last_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Return the bytes of the processor's largest cache; 0 if the system does not say."""
+    """Return the bytes of the processor's last-level cache; 0 if the system does not report it."""
     sizes = [path.read_text().strip() for path in folder.glob("index*/size")]
     return max((parse_bytes(f"{size}iB") for size in sizes if size[-1:] in ("K", "M")), default=0)
 
 
 def _speed(device: str, dtype: str, threads: int, roughly: bool) -> tuple[float, float]:
-    """Return (FLOP/s of a matrix product, bytes/s of a copy), each the best within a quarter of a second.
+    """Measure and return (FLOP/s of a matrix product, bytes/s of a copy), each the best within a quarter of a second.
 
-    On a CPU, source and copy together are twice the last cache, which would otherwise be measured instead of memory. With
-    `roughly` they are 64 MiB.
+    On a CPU, source and copy together are twice as large as the last-level cache, so that memory is measured and not the cache.
+    With `roughly` they are 64 MiB.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads or default_threads())
@@ -154,7 +154,7 @@ def _speed(device: str, dtype: str, threads: int, roughly: bool) -> tuple[float,
 
 
 def _best(work: Callable[[], object], device: str, least: float) -> float:
-    """Return the shortest time of a call in seconds, over at least five calls and `least` seconds."""
+    """Return the shortest time of a call of `work` in seconds, over at least five calls and `least` seconds."""
     best, count, end = float("inf"), 0, time.perf_counter() + least
     while count < 5 or time.perf_counter() < end:
         start = time.perf_counter()

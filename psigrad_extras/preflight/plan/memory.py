@@ -1,6 +1,6 @@
 """The peak memory of a run, item by item.
 
-The tensors that a forward pass keeps for its backward pass are counted on a narrow twin of the model, with the trainer's code.
+The size of the activations comes from `activations.py`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from psigrad_extras.preflight.plan.activations import Terms
 from psigrad_extras.preflight.plan.arithmetic import Work, token_bytes
 from psigrad_extras.preflight.plan.shape import Shape
 
-# The bytes of a process without models and tensors: Python, torch and transformers (on a GPU also the CUDA context).
+# The bytes of a process that has no model or tensor: Python, torch and transformers (on a GPU also the CUDA context).
 BASELINE = {"cpu": 430 << 20, "cuda": 600 << 20}
-# The extra bytes of one of several processes: gloo's buffers, and for shards torch's compiler, which DTensor imports. Measured on
-# W1 and SFT with 2 and 4 processes.
+# The additional bytes of each of several processes: gloo's buffers, and for shards torch's compiler, which DTensor imports.
+# Measured on the workloads W1 and SFT with 2 and 4 processes.
 AMONG_OTHERS = {"ddp": 50 << 20, "fsdp": 190 << 20}
 # The allocator's memory beyond the tensors that are alive at the peak, measured on the workloads W0 to W4. SLACK is a share of
-# the bytes allocated and freed within a step. BLOCKS counts blocks of the size of a trained head, under autograd and with the
-# gradient in closed form. With the settings of `keep_freed_memory` glibc returns nothing to the kernel, and a new large block
-# rarely fits between old ones. With gradient checkpointing freed blocks are returned.
+# the bytes that are allocated and freed within a step. BLOCKS counts blocks of the size of a trained head, under autograd and
+# with the gradient in closed form. With the settings of `keep_freed_memory`, glibc returns no freed memory to the kernel, and a
+# new large block rarely fits between old ones. With gradient checkpointing, freed blocks are returned.
 SLACK = {"cpu": 0.2, "returned": 0.0, "cuda": 0.1}
 BLOCKS = {"cpu": (7.5, 0.25), "cuda": (0.0, 0.0)}
-# Float32 copies of a chunk of logits that the backward pass of its log-probs needs at once; entropy needs two more.
+# The float32 copies of a chunk of logits that the backward pass of its log-probs needs at once. Entropy needs two more.
 CHUNKS = 5
 KEPT, COPY = "kept from sampling", "sampling copy"
 # The share of the freed activations of sampling that a critic's larger blocks fit into. Fitted on PPO in four shapes.
@@ -41,7 +41,10 @@ Phase = Literal["weights", "held", "sample", "train", "load"]
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """The bytes of one item, and the phase that needs them: weights, from the first step on, sampling, training, or loading."""
+    """One item of memory: its bytes, and the phase that needs it.
+
+    The phases are weights (always), held (from the first step on), sample, train, and load.
+    """
 
     name: str
     bytes: float
@@ -51,9 +54,9 @@ class MemoryItem:
 
 @dataclass(frozen=True)
 class ModelRole:
-    """A model of the run.
+    """The memory of one model of the run: policy, reference, critic, or reward model.
 
-    `learns` counts the trained parameters, and `width` the bytes per weight. `coarse` counts the weights whose moments in the
+    `learns` counts the trained parameters, and `width` is the bytes per weight. `coarse` counts the weights whose moments in the
     optimiser have 8 bits. `recomputed` counts the gradients that are recomputed instead of stored.
     """
 
@@ -65,16 +68,16 @@ class ModelRole:
     coarse: int = 0
     recomputed: int = 0
     copied: bool = True
-    """True if gradients of half-precision weights are copied to float32 for the optimiser; AdamW reads them uncopied."""
+    """True if gradients of half-precision weights are copied to float32 for the optimiser. AdamW needs no such copy."""
     several: bool = False
-    """True if several passes accumulate a gradient, which is then in float32 for half-precision weights."""
+    """True if gradients are summed over several passes. The sum is float32, also for half-precision weights."""
     masters: int = 4
-    """The bytes that a half-precision weight's float32 master takes beside it: 2 for its lower half, 0 if there is none."""
+    """The bytes of a half-precision weight's float32 master: 4; 2 if only its lower half is stored; 0 without one."""
     saved: float = 0.0
-    """The bytes saved by quantized weights."""
+    """The bytes that quantisation of the weights saves."""
 
     def items(self) -> list[MemoryItem]:
-        """Return the weights and, if trained, gradients, float32 masters (of half-precision weights) and AdamW's two moments."""
+        """Return the items of the weights and, if the model is trained, of gradients, float32 masters and AdamW's moments."""
         size = self.width * self.parameters + 4 * self.adapter - self.saved
         note = f"{count(self.parameters)} × {self.width} bytes" + (", the layers in codes" if self.saved else "")
         found = [MemoryItem(self.name, size, "weights", note)]
@@ -94,7 +97,7 @@ class ModelRole:
 
 
 def count(parameters: float) -> str:
-    """Format a count: 5.1 M, 8.19 B."""
+    """Return a count as text, such as 5.1 M or 8.19 B."""
     for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if parameters >= scale:
             return f"{parameters / scale:.3g} {unit}"
@@ -102,7 +105,7 @@ def count(parameters: float) -> str:
 
 
 def cache_bytes(work: Work, policy: Shape, kept: Terms, width: int) -> float:
-    """Return the bytes of all slots' keys and values at full length; the fused decoder stores a prompt once for its group."""
+    """Return the bytes of the KV cache at full length, over all slots. The fused decoder stores a prompt once for its group."""
     length = work.lengths
     prompts = math.ceil(work.slots / work.members) if kept.fused else work.slots
     own, shared = work.slots * length.longest_completion, prompts * length.longest_prompt
@@ -113,7 +116,7 @@ def cache_bytes(work: Work, policy: Shape, kept: Terms, width: int) -> float:
 
 
 def engine_item(work: Work, policy: Shape, width: int, taken: float, sleeps: bool = False) -> tuple[MemoryItem, float]:
-    """Return vLLM's `taken` bytes for weights and a paged cache, and the bytes missing for the weights and one longest text."""
+    """Return (vLLM's item of `taken` bytes, the bytes that it lacks for the weights and the cache of one longest sequence)."""
     weights, own = width * policy.parameters / work.tensor, token_bytes(policy, width) / work.tensor
     least = weights + own * (work.lengths.longest_prompt + work.lengths.longest_completion)
     note = f"weights, and pages for {count(max(0.0, taken - weights) / own)} tokens"
@@ -122,16 +125,16 @@ def engine_item(work: Work, policy: Shape, width: int, taken: float, sleeps: boo
 
 
 def forward_and_back(work: Work, shape: Shape, kept: Terms, recompute: bool) -> tuple[float, float]:
-    """Return the bytes that a model's largest forward pass keeps for its backward pass, and those of the backward pass."""
+    """Return (bytes that a model's largest forward pass keeps for its backward pass, bytes that the backward pass needs)."""
     carried = work.micro_completions * work.lengths.prompt
     return kept.bytes_for(shape.layers, work.micro_tokens, carried, recompute=recompute), _backward(shape, work.micro_tokens)
 
 
 def recomputed_gradients(work: Work, shape: Shape, fused: bool, *, head: bool) -> tuple[int, int]:
-    """Return the float32 parameters (of the head, of the embeddings) whose gradients are recomputed instead of stored.
+    """Return how many parameters (of the head, of the embeddings) have gradients that are recomputed instead of stored.
 
-    This is done with gradient checkpointing (`optim/gradients.py`), if an optimiser step's tokens fit, for the `head`
-    and, with the fused decoder, for the embeddings. Tied embeddings count as the head. Equal tokens are counted separately.
+    With gradient checkpointing (`optim/gradients.py`), this is done for the `head` and, with the fused decoder, for the
+    embeddings, if all tokens of an optimiser step fit. Tied embeddings count as the head. Equal tokens are counted separately.
     """
     room, rows = HELD * shape.vocabulary, math.ceil(work.rows / work.minibatches)
     looked_up, predicted = rows * work.group, rows * work.trained * work.lengths.completion
@@ -152,7 +155,7 @@ def passing(
     learns_head: bool,
     critic: tuple[Shape, Terms] | None = None,
 ) -> list[MemoryItem]:
-    """Return the items that are allocated and freed within a step; `critic` is a separate critic."""
+    """Return the items that are allocated and freed within a step. `critic` is a separate critic, if there is one."""
     note = f"{work.micro_tokens} tokens" + (", recomputed layer by layer" if recompute else "")
     activations, backward = forward_and_back(work, policy, kept, recompute)
     held = None
@@ -193,19 +196,19 @@ def passing(
 
 
 def kept_size(work: Work, policy: Shape, kept: Terms) -> float:
-    """Return the bytes of a step's activations that sampling computes and training can reuse."""
+    """Return the bytes of all activations of a step that sampling computes and training can reuse."""
     return kept.token * policy.layers * work.rows * (work.lengths.prompt + work.members * work.lengths.completion)
 
 
 def _kept_item(size: float, limit: float) -> MemoryItem:
-    """Return the activations kept from sampling until the update; beyond the limit they are dropped."""
+    """Return the item of the activations that are kept from sampling until the update. Those beyond the limit are dropped."""
     if size <= limit:
         return MemoryItem(KEPT, size, "held", "so that training needs no forward pass")
     return MemoryItem(KEPT, limit, "sample", f"freed beyond {limit / 1e9:g}e9 bytes")
 
 
 def _backward(policy: Shape, tokens: int) -> float:
-    """Return the bytes of gradients in one layer's backward pass: those of its feed-forward part and the residual stream."""
+    """Return the bytes of gradients in one layer's backward pass: those of its feed-forward block and the residual stream."""
     return 4.0 * tokens * (3 * policy.inner + 3 * policy.hidden)
 
 
@@ -220,21 +223,21 @@ def _is_closed(work: Work, policy: Shape) -> bool:
 
 
 def head_slack(work: Work, policy: Shape, width: int, device: str) -> float:
-    """Return the bytes that the allocator holds beside a trained head."""
+    """Return the bytes of free but unusable blocks that the allocator holds because of a trained head."""
     return BLOCKS[device][_is_closed(work, policy)] * width * policy.head
 
 
 def _head(work: Work, policy: Shape, width: int, learns_head: bool, device: str) -> MemoryItem:
-    """Return a chunk of logits with the memory of its backward pass, and the head's gradient before accumulation."""
+    """Return the item of the head: a chunk of logits with its backward pass, and the head's gradient before accumulation."""
     whole, closed = _logits(work, policy), _is_closed(work, policy)
-    both = 4.0 if width == 4 else 4.0 + width  # half-precision numbers, and their float32 copies
+    both = 4.0 if width == 4 else 4.0 + width  # bytes of half-precision numbers and their float32 copies
     limit = TILE_ELEMENTS if closed else CHUNK_ELEMENTS
     if device == "cuda":
         limit *= TILE_ON_GPU if closed else CHUNK_ON_GPU
     elements = min(whole, limit)
     size = elements * (both if closed else 4.0 * (CHUNKS + 2 * work.entropy))
     if learns_head and not (closed and width == 4):
-        # The gradient before accumulation, and the sum if there is one already.
+        # The gradient before accumulation, and the sum so far, if there is one.
         size += (both if closed else 4.0) * policy.head * (1 + (work.micro_batches > 1 and (whole > limit or policy.tied)))
     return MemoryItem(
         "head",
@@ -245,14 +248,15 @@ def _head(work: Work, policy: Shape, width: int, learns_head: bool, device: str)
 
 
 def load_items(parts: list[ModelRole]) -> list[MemoryItem]:
-    """Return the mapped file that weights are read from, which counts as long as it is mapped."""
+    """Return the item of the memory-mapped file from which weights are read. Its pages count as long as it is mapped."""
     return [MemoryItem("weights file", max(p.parameters * p.width for p in parts), "load", "mapped while it is read")]
 
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The items and their peak: the permanent items, plus the largest phase. `process` is a key of `BASELINE`, `allocator` one of
-    `SLACK`, and `beside_head` the bytes of `head_slack`.
+    """The memory items of a process and their peak, which is the permanent items plus the largest phase.
+
+    `process` is a key of `BASELINE`, `allocator` a key of `SLACK`, and `beside_head` the bytes of `head_slack`.
     """
 
     items: tuple[MemoryItem, ...]
@@ -266,7 +270,7 @@ class PeakMemory:
 
     @property
     def slack(self) -> float:
-        """The bytes that the allocator holds beyond the tensors that are alive."""
+        """The bytes that the allocator holds beyond the living tensors."""
         comes_and_goes = (i for i in self.items if i.phase in ("train", "sample") or i.name == KEPT)
         rest = sum(i.bytes for i in comes_and_goes if i.name != "head")
         return self.beside_head + SLACK[self.allocator] * rest
@@ -278,7 +282,7 @@ class PeakMemory:
 
     @property
     def phase(self) -> Phase:
-        """The phase of the peak."""
+        """The phase in which the peak occurs."""
         phases: tuple[Phase, ...] = ("train", "sample", "load")
         return max(phases, key=self._beside_weights)
 
@@ -294,7 +298,10 @@ class PeakMemory:
 def roles_of(
     policy: ModelRole, reference: Shape | None, critic: tuple[Shape, int] | None, rewards: list[tuple[str, Shape]]
 ) -> list[ModelRole]:
-    """Return all models of the run: the policy, and the reference, critic (with its `recomputed`) and reward models if any."""
+    """Return all models of the run: the policy and, if given, the reference, the critic and the reward models.
+
+    `critic` is (shape, number of recomputed gradients).
+    """
     found = [policy]
     if reference is not None:
         found.append(ModelRole("reference", reference.parameters, 0, policy.width))
@@ -315,8 +322,10 @@ def roles_of(
 
 
 def sharded_items(parts: list[ModelRole], policy: Shape, ranks: int, samples: bool, once: bool) -> Iterator[MemoryItem]:
-    """Yield the items of one of `ranks` processes with sharded models: its shards, the layers gathered while it computes, and the
-    full copy for sampling. Gradients that are reduced `once` in a step are whole until then.
+    """Yield the items of one of `ranks` processes with sharded models.
+
+    They are its shards, the layers that are gathered for computing, and, if it `samples`, a full copy of the model. If gradients
+    are reduced only `once` in a step, they are stored in full until then.
     """
     for part in parts:
         for item in part.items():
@@ -334,8 +343,10 @@ def sharded_items(parts: list[ModelRole], policy: Shape, ranks: int, samples: bo
 
 
 def by_weights(parameters: float, *, critic: bool, width: int = 2) -> dict[str, float]:
-    """Return the common estimate by weights alone, without gradients and activations. Policy and critic count three times
-    (weights and AdamW's moments, all of `width` bytes), reference and reward model once.
+    """Return model -> bytes by the common rule of thumb, which ignores gradients and activations.
+
+    Policy and critic count three times (weights and AdamW's two moments, all of `width` bytes per number). Reference and reward
+    model count once.
     """
     one = parameters * width
     return {"policy": 3 * one, "reference": one, **({"critic": 3 * one} if critic else {}), "reward model": one}

@@ -1,6 +1,6 @@
 """The division of devices between training and sampling: the memory of each device, and the time of a step.
 
-The model is coarse on purpose. `ASSUMED` states its assumptions: all devices are equal and busy for their share of the step,
+The estimate is coarse on purpose. Its assumptions are in `ASSUMED`: all devices are equal and busy for their share of the step,
 completions have the mean length of the settings, and messages have the speed of the network.
 """
 
@@ -24,7 +24,7 @@ ASSUMED = (
     "all samplers in the measured time of one copy through the host's memory, or at the network's speed if that is slower; vLLM "
     "on its own devices uses 0.8 of their memory, unless sampling.vllm_memory is set"
 )
-# The share of a sharded backward pass's messages that computation hides. FSDP2 gathers the next layer while one computes.
+# The share of the messages of sharded training that computation hides, since FSDP2 gathers the next layer while one computes.
 HIDDEN = 0.5
 # The bytes per second at which weights reach samplers: from the device to the host's memory, into an object store or a file, and
 # out of it. Measured with Ray on one machine (0.6 for small models and 1 GB/s, docs/scale.md).
@@ -33,7 +33,7 @@ PUBLISHED = 0.8e9
 
 @dataclass(frozen=True)
 class Split:
-    """A division: `trainers` devices train with `strategy`, and `samplers` others sample. Without samplers, trainers sample."""
+    """A division of devices: `trainers` devices train with `strategy`, and `samplers` others sample (0: the trainers do)."""
 
     trainers: int
     samplers: int
@@ -44,7 +44,7 @@ class Split:
     sampling: float
     """The seconds of sampling a step's completions."""
     training: float
-    """The seconds of training on them, including messages."""
+    """The seconds of training on a step's completions, including messages."""
     publishing: float
     """The seconds until the samplers have new weights."""
     starved: float = 0.0
@@ -52,17 +52,17 @@ class Split:
 
     @property
     def lack(self) -> float:
-        """The bytes that a trainer or a sampler lacks on a device, including the prediction's error."""
+        """The bytes that a device lacks for its trainer or sampler, with a margin for the prediction's error."""
         peaks = [self.plan.memory.peak, *([self.sampler.peak] if self.sampler is not None else [])]
         return max(self.starved, self.plan.starved, max(peaks) * (1 + MARGIN) - self.plan.machine.memory, 0.0)
 
     @property
     def fits(self) -> bool:
-        """True if both stay below the memory of a device, including the prediction's error."""
+        """True if trainers and samplers fit in the memory of a device, with a margin for the prediction's error."""
         return not self.lack
 
     def seconds(self, lag: int) -> float:
-        """Return the seconds of a step. With a lag, samplers and trainers work at the same time."""
+        """Return the seconds of a step. With a `lag` above 0, sampling and training run at the same time."""
         if lag and self.samplers:
             return max(self.training, self.sampling + self.publishing)
         return self.training + self.sampling + self.publishing
@@ -73,7 +73,7 @@ class Split:
 
 
 def splits(config: Config, lengths: Lengths, machine: Machine, devices: int, network: float, dataset: int = 0) -> list[Split]:
-    """Return the ways to place a run on `devices` devices of the kind `machine`, joined at `network` bytes/s.
+    """Return the ways to divide `devices` devices like `machine`, connected at `network` bytes/s, between training and sampling.
 
     The fastest that fits is first. Without `machine.peak`, all times are 0 and the order is by memory only.
     """
@@ -86,7 +86,7 @@ def splits(config: Config, lengths: Lengths, machine: Machine, devices: int, net
 
 
 def _divisions(devices: int, online: bool) -> Iterator[tuple[int, int]]:
-    """Yield (trainers, samplers): all devices do both, or trainers are a share of eighths, with at least one of each."""
+    """Yield (trainers, samplers): first (all devices, 0), then trainers in steps of an eighth, with at least one of each."""
     yield devices, 0
     if online:
         for trainers in sorted({max(1, devices * eighth // 8) for eighth in range(1, 8)}):
@@ -107,7 +107,7 @@ def _split(
     training = phases["training"] + phases["optimizer"] + _messages(plan, trainers, network)
     if not samplers:
         sampling = phases["sampling"]
-        copies = weights / network if strategy == "fsdp" else 0.0  # the full copy that each samples with
+        copies = weights / network if strategy == "fsdp" else 0.0  # gathering the full copy with which each device samples
         if plan.work.engine:
             copies += weights / PUBLISHED
         return Split(trainers, 0, strategy, plan, None, sampling, training, copies)
@@ -122,7 +122,7 @@ def _split(
 
 
 def _sampler_memory(plan: Plan, weights: float) -> tuple[PeakMemory, float]:
-    """Return the memory of a process that only samples (the policy without gradients, and sampling), and the bytes vLLM lacks."""
+    """Return (the memory of a process that only samples, the bytes that vLLM lacks in it)."""
     if plan.work.engine:
         width = round(weights / plan.policy.parameters)
         config: Any = plan.config
@@ -156,7 +156,7 @@ def _messages(plan: Plan, ranks: int, network: float) -> float:
 
 
 def smallest(config: Config, lengths: Lengths, machine: Machine, most: int = 1024) -> int:
-    """Return the smallest number of devices, a power of two, on which the sharded run fits; 0 if `most` are too few."""
+    """Return the smallest number of devices, a power of two, on which the sharded run fits; 0 if even `most` are too few."""
     for devices in (1 << n for n in range(int(math.log2(most)) + 1)):
         placement = Placement(processes=devices, strategy="fsdp", cluster="auto" if isinstance(config, OnlineConfig) else "")
         if predict(replace(config, placement=placement), lengths, machine, quick=True).fits:

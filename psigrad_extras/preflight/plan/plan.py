@@ -29,7 +29,7 @@ from psigrad_extras.preflight.settings import PlanConfig
 SMALL, HOUR = 50_000_000, 3600
 SAMPLERS: tuple[Literal["embedded", "vllm"], ...] = ("embedded", "vllm")
 DEFAULT_PROMPTS = 64
-"""The number of held-out prompts if the settings do not give it and the dataset has ten times as many."""
+"""The default number of held-out prompts, if the dataset has at least ten times as many rows."""
 
 
 def run(config: Config, asked: PlanConfig) -> str:
@@ -53,16 +53,16 @@ def run(config: Config, asked: PlanConfig) -> str:
 
 
 def warning(config: Config) -> str:
-    """Return one line for a run that may not fit this machine, or "" if it fits or if that is unknown.
+    """Return a line of warning if a run may not fit in this machine's memory, or "" if it fits or if that is unknown.
 
-    Lengths are the bounds of the settings and guesses. No row is read, and the network is not used.
+    Lengths are the limits in the settings, or guesses. No row is read, and the network is not used.
     """
     try:
         device = device_of(config.run)
         here = machine(device, config.model.dtype, measure=False)
         lengths, _, _ = lengths_of(config, read=False)
         made = predict(config, lengths, here, quick=True)
-        if made.fits:  # an upper bound: plain PyTorch keeps more than the kernels
+        if made.fits:  # this estimate is an upper bound, since plain PyTorch keeps more than the kernels
             return ""
         made = predict(config, lengths, here)
     except ValueError:
@@ -72,7 +72,7 @@ def warning(config: Config) -> str:
 
 
 def refuse_copies(plan: Plan) -> None:
-    """Raise `UserError` if each process samples with a whole copy of the model that does not fit beside its shard."""
+    """Raise `UserError` if each process samples with a full copy of the model, and that does not fit together with its shard."""
     copy = sum(item.bytes for item in plan.memory.items if item.name == COPY)
     least = sum(item.bytes for item in plan.memory.items if item.phase == "weights")
     if copy and least > plan.machine.memory:
@@ -83,19 +83,19 @@ def refuse_copies(plan: Plan) -> None:
 
 
 def warn(config: Config) -> None:
-    """Print the warning on stderr, if there is one. Raise `UserError` for sampling copies that cannot fit."""
+    """Print the warning about memory on stderr, if there is one. Raise `UserError` if full copies for sampling cannot fit."""
     if line := warning(config):
         redaction.say(line)
 
 
 def foretell(config: Config, ask: Callable[[str], str] | None = None) -> None:
-    """Print a line on stderr with the length of the run: its steps, tokens and time. Rows are read if they are a small file.
+    """Print a line on stderr with the predicted length of the run: steps, tokens and time. A small dataset is read for that.
 
-    With `ask`, which asks the user on a terminal, and no length in the settings, a run of more than an hour needs a yes. Raises
-    `UserError` without it, and first of all for a reward that does not exist.
+    If `ask` is given (it asks the user on a terminal) and the settings give no length, the user must confirm a run of more than
+    an hour. Raises `UserError` if the user does not, or if the reward does not exist.
     """
     for reward in getattr(config, "reward", ()):
-        if isinstance(reward, str) and reward.isidentifier() and reward not in OF_TRL:  # no user code is imported
+        if isinstance(reward, str) and reward.isidentifier() and reward not in OF_TRL:  # a user's module is not imported
             resolve(reward)
     try:
         data: Any = config.data.dataset
@@ -109,7 +109,7 @@ def foretell(config: Config, ask: Callable[[str], str] | None = None) -> None:
         return
     tokens = work.steps * work.rows * (lengths.prompt + work.members * lengths.completion)
     there = max(made.seconds * work.steps, 1.0)
-    # The number of turns of an episode, and the time of its answers, are unknown.
+    # The number of an episode's turns, and the time that its environment takes, are unknown.
     plays = getattr(config, "plays", False)
     apart = ", without evaluations" * (config.evaluation.eval_prompts != 0)
     spent = " per turn" if plays else f", about {seconds(there)} here{_instructions(config)}{apart}" if made.seconds else ""
@@ -124,7 +124,7 @@ def foretell(config: Config, ask: Callable[[str], str] | None = None) -> None:
 
 
 def _instructions(config: Config) -> str:
-    """Return the instructions for products on this processor, in brackets; "" on a GPU and without kernels."""
+    """Return the processor's instruction set for matrix products, in brackets; "" on a GPU or without psigrad's kernels."""
     found = kernels() if device_of(config.run) == "cpu" else ""
     return "" if isinstance(found, str) else f" ({found.products.instructions(compute_dtype(DTYPES[config.model.dtype]))})"
 
@@ -141,7 +141,7 @@ _PHASES = {"weights": "", "held": "", "sample": "while sampling", "train": "whil
 
 
 def seconds(value: float) -> str:
-    """Return a readable duration: 0.8 s, 12 min, 5.5 h."""
+    """Return a duration in seconds as text: 0.8 s, 12 min, 5.5 h."""
     for unit, scale in (("days", 86400), ("h", 3600), ("min", 60)):
         if value >= 2 * scale:
             return f"{value / scale:.3g} {unit}"
@@ -149,12 +149,12 @@ def seconds(value: float) -> str:
 
 
 def tera(value: float) -> str:
-    """Return a number in units of 10¹²."""
+    """Return a number in units of 10¹², as text."""
     return f"{value / 1e12:,.0f}" if value >= 1e15 else f"{value / 1e12:.3g}"
 
 
 def band(value: float) -> str:
-    """Return the class of a speed: its half order of magnitude, such as "1,000 to 3,000"."""
+    """Return the range in which a speed is, of half an order of magnitude, such as "1,000 to 3,000"."""
     low = 10 ** (math.floor(2 * math.log10(value)) / 2)
 
     def rounded(x: float) -> str:
@@ -188,7 +188,7 @@ def table(plan: Plan, source: str = "") -> str:
 
 
 def verdict(plan: Plan) -> str:
-    """Return the verdict on the memory in words."""
+    """Return a sentence that says whether the run fits in memory."""
     if plan.fits:
         return "it fits"
     if plan.starved:
@@ -246,7 +246,7 @@ def _speed(plan: Plan) -> list[str]:
 
 
 def samplers(plan: Plan) -> dict[str, float]:
-    """Return the seconds of sampling by psigrad's sampler and by vLLM on a GPU; nothing for other samplers and devices."""
+    """Return sampler -> seconds of sampling, for psigrad's sampler and vLLM on a GPU; empty for other samplers and devices."""
     config = plan.config
     if plan.machine.kind == "cpu" or not isinstance(config, OnlineConfig) or config.sampling.sampler not in SAMPLERS:
         return {}
@@ -266,7 +266,7 @@ def _ways(plan: Plan) -> list[str]:
 
 
 def divisions(found: Sequence[Split], source: str, fewest: int) -> str:
-    """Return the ways to place a run as readable text, the best first."""
+    """Return the ways to divide the devices as text, the best first."""
     best, whole = found[0], found[0].plan
     devices, timed = best.trainers + best.samplers, bool(whole.machine.peak)
     heads = ["train", "sample", "by", "trainer", "sampler", "train s", "sample s", "publish s", "step s", "with lag", ""]
@@ -301,7 +301,7 @@ def divisions(found: Sequence[Split], source: str, fewest: int) -> str:
 
 
 def _advice(found: Sequence[Split], fewest: int) -> str:
-    """Return the settings to use or, if nothing fits, the obstacle of the division that comes closest."""
+    """Return advice as text: the settings to use or, if nothing fits, what the division that comes closest lacks."""
     training = f"Sharded, it fits on {fewest} training device{'s' * (fewest > 1)}."
     training = training if fewest else "No number of devices up to 1,024 is enough."
     best = found[0]
@@ -324,7 +324,7 @@ def _advice(found: Sequence[Split], fewest: int) -> str:
 
 
 def placements(found: Sequence[Split]) -> list[dict[str, Any]]:
-    """Return the ways to place a run as plain values, in bytes and seconds."""
+    """Return the ways to divide the devices as values for JSON, in bytes and seconds."""
     return [
         {
             "trainers": s.trainers,
@@ -344,7 +344,7 @@ def placements(found: Sequence[Split]) -> list[dict[str, Any]]:
 
 
 def figures(plan: Plan) -> dict[str, Any]:
-    """The plan as plain values, in bytes, seconds and FLOPs."""
+    """Return the plan as values for JSON, in bytes, seconds and FLOPs."""
     work = plan.work
     return {
         "model": {

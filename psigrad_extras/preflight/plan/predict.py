@@ -1,4 +1,4 @@
-"""The plan of a run from its settings: peak memory, arithmetic, speed, and changes that would make it fit."""
+"""The prediction of a run's plan from its settings: peak memory, arithmetic, speed, and changes that would make it fit."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ from psigrad_extras.preflight.plan.memory import (
 )
 from psigrad_extras.preflight.plan.shape import Shape, config_of, shape_of
 
-# Predictions are within this share of the measured peak. A run that fits by less does not count as fitting.
+# The error of predictions, as a share of the measured peak. A run with a smaller margin does not count as fitting.
 MARGIN = 0.15
 # The number of rows of a dataset that are read for their lengths.
 _ROWS = 256
-# How many times what the fused decoder keeps the quick estimate has, which is of plain PyTorch.
+# The ratio of the quick estimate, which is for plain PyTorch, to the bytes that the fused decoder keeps.
 PLAIN = 2
 
 
@@ -70,8 +70,8 @@ PLAIN = 2
 class Plan:
     """The predicted memory and time of a run.
 
-    `work` is a step, and `share` the part of one process. `memory` is the peak of a process, `cost` its FLOPs per step, and
-    `memory_per_token` the bytes of an extra token in the policy's largest forward pass.
+    `work` is the work of a step, and `share` the part that one process does. `memory` is the peak of a process, `cost` its FLOPs
+    per step, and `memory_per_token` the bytes of one more token in the policy's largest forward pass.
     """
 
     config: Config
@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """True if the predicted peak stays below the memory, including the prediction's error, and vLLM has enough."""
+        """True if the predicted peak fits in memory, with a margin for the prediction's error, and vLLM has enough memory."""
         return self.memory.peak * (1 + MARGIN) <= self.machine.memory and not self.starved
 
     @property
@@ -98,7 +98,7 @@ class Plan:
 
     @property
     def phases(self) -> dict[str, float]:
-        """The seconds of each phase of a step; nothing if the machine's speed is unknown."""
+        """Phase of a step -> seconds; empty if the machine's speed is unknown."""
         return self.cost.phases(self.machine) if self.machine.peak else {}
 
     @property
@@ -120,8 +120,8 @@ class Plan:
 def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int = 0, quick: bool = False) -> Plan:
     """Return the plan of a run.
 
-    The memory of the backward pass is counted on a narrow twin of the model (about a second). With `quick`, a formula is used,
-    and only configurations on this machine are read.
+    The memory of activations is counted on a small twin of the model, which takes about a second. With `quick`, a formula is
+    used, and only configurations on this machine are read.
     """
     config = replace(config, model=resolve_for_plan(config.model, local=quick))
     shaped = partial(shape_of, local=quick)
@@ -158,7 +158,7 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
     items += passing(work, policy, kept, machine.kind, width=width, recompute=recompute, learns_head=head, critic=learning)
     engine, starved = _engine(config, work, policy, machine)
     cpu = machine.kind == "cpu"
-    items += [*(load_items(parts) if cpu else ()), *engine]  # a GPU has no pages of the file
+    items += [*(load_items(parts) if cpu else ()), *engine]  # on a GPU, the mapped file is not in the device's memory
     items = _with_codes(items, policy, width, coded) if coded else items
     done = _as_kept(config, work, items, kept_size(work, policy, kept) / PLAIN if quick and cpu else 0.0)
     cost = _cost(config, done, policy, cache_bytes(work, policy, kept, width), coded if cpu else 0)
@@ -180,16 +180,16 @@ def predict(config: Config, lengths: Lengths, machine: Machine, *, dataset: int 
 
 
 def _keeping(config: Config, machine: Machine) -> Config:
-    """Return the settings with a quarter of the machine's memory for kept activations, unless they say how much."""
+    """Return the settings with `keep_activations_gb`; by default, it is a quarter of the machine's memory."""
     if not isinstance(config, OnlineConfig) or config.keep_activations_gb is not None:
         return config
     return replace(config, keep_activations_gb=machine.memory / 4e9)
 
 
 def _as_kept(config: Config, work: Work, items: list[MemoryItem], estimated: float) -> Work:
-    """Return the work. It keeps the activations of sampling only if all of them are kept.
+    """Return the work, with reuse of activations from sampling only if all of them are kept.
 
-    That follows from the items, or from an `estimated` size if the fused decoder is not evaluated.
+    Their size is in the items, or is `estimated` if the fused decoder was not evaluated.
     """
     kept = any(item.name == KEPT and item.phase == "held" for item in items)
     if estimated and families.suits(config_of(config.model.path, local=True), DTYPES[config.model.dtype]):
@@ -198,7 +198,7 @@ def _as_kept(config: Config, work: Work, items: list[MemoryItem], estimated: flo
 
 
 def _engine(config: Config, work: Work, policy: Shape, machine: Machine) -> tuple[list[MemoryItem], float]:
-    """Return (the memory of vLLM on the trainer's device, the bytes that it lacks)."""
+    """Return (the items of vLLM on the trainer's device, the bytes that it lacks)."""
     if not (isinstance(config, OnlineConfig) and work.samples and work.engine):
         return [], 0.0
     width, taken = DTYPES[config.model.dtype].itemsize, work.engine * machine.memory
@@ -207,7 +207,7 @@ def _engine(config: Config, work: Work, policy: Shape, machine: Machine) -> tupl
 
 
 def _models(config: Config, parts: list[ModelRole], policy: Shape, work: Work) -> list[MemoryItem]:
-    """Return the memory of the models in one process, and of exchanges with the other processes."""
+    """Return the items of the models in one process, and of exchanges with other processes."""
     placement = config.placement
     if placement.processes == 1:
         return [item for part in parts for item in part.items()]
@@ -232,7 +232,7 @@ def _summing(config: Config, machine: Machine, work: Work) -> tuple[bool, bool]:
 
 
 def _cost(config: Config, done: Work, policy: Shape, caching: float, coded: int) -> StepCost:
-    """Return the cost of a step that reads `caching` bytes of keys and values, with `coded` weights that a CPU unpacks."""
+    """Return the cost of a step that reads `caching` bytes of keys and values. A CPU dequantises `coded` weights."""
     model = config.model
     weights, frozen = DTYPES[model.dtype].itemsize * policy.parameters, bool(model.lora_rank)
     recompute = model.gradient_checkpointing
@@ -245,7 +245,10 @@ CODED = {"nf4": 0.5625, "int8": 1.125, "gguf": 1.0}
 
 
 def _with_codes(items: list[MemoryItem], policy: Shape, width: int, coded: int) -> list[MemoryItem]:
-    """Return the items for quantised layers, with `coded` weights in all. They are read one by one, and decoded as they are."""
+    """Return the items if the layers are quantised, with `coded` weights in all.
+
+    Then there is no mapped file, but a float32 embedding while loading, and one dequantised layer at a time in training.
+    """
     whole = 4 * policy.vocabulary * policy.hidden * (1 if policy.tied else 2)
     head = width * policy.head * any(item.name == "packed weights" for item in items)
     return [
@@ -257,8 +260,8 @@ def _with_codes(items: list[MemoryItem], policy: Shape, width: int, coded: int) 
 
 
 def _frugal(config: Config, policy: Shape, machine: Machine, learns: int, coded: int) -> dict[str, Any]:
-    """Return the memory savings of a `ModelRole`: 8-bit moments except for embeddings, masters in two parts
-    or none, `coded` quantised weights.
+    """Return the fields of a `ModelRole` for memory savings: 8-bit moments (not for embeddings), float32 masters stored in two
+    parts or not at all, and `coded` quantised weights.
     """
     model, optim = config.model, config.optim
     coarse = learns - (0 if model.lora_rank else policy.vocabulary * policy.hidden) if optim.optimizer == "adamw_8bit" else 0
@@ -268,7 +271,10 @@ def _frugal(config: Config, policy: Shape, machine: Machine, learns: int, coded:
 
 
 def _reference(config: Config, work: Work, shaped: Callable[[str], Shape]) -> Shape | None:
-    """Return the reference model that stays in memory. Under LoRA it is the policy without its adapter, which costs nothing."""
+    """Return the shape of the reference model that is in memory, or None.
+
+    With LoRA, the reference is the policy without its adapter, which takes no memory.
+    """
     named = config.reference if isinstance(config, PreferenceConfig) else ""
     if named:
         return shaped(named)
@@ -277,7 +283,10 @@ def _reference(config: Config, work: Work, shaped: Callable[[str], Shape]) -> Sh
 
 
 def lengths_of(config: Config, prompt: int = 0, completion: int = 0, *, read: bool = True) -> tuple[Lengths, int, str]:
-    """Return (lengths, training rows or 0, their source): given numbers, else the dataset's first rows, else a guess."""
+    """Return (lengths, number of training rows or 0, a text on their source).
+
+    Lengths are the given numbers, else those of the dataset's first rows, else guesses.
+    """
     limit = _limit(config)
     sizes, rows = _measure_rows(config) if config.data.dataset and read else ([], 0)
     prompts = [p for p, _ in sizes]
@@ -311,7 +320,7 @@ def _measure_rows(config: Config) -> tuple[list[tuple[int, list[int]]], int]:
 
 
 def _reader(config: Config) -> tuple[str, Callable[[Any, Row], tuple[int, list[int]]]]:
-    """Return the form of the rows, and a function row -> (tokens of the prompt, of the answers)."""
+    """Return (the dataset type, a function row -> (tokens of the prompt, tokens of each answer))."""
     if isinstance(config, OnlineConfig):
         return "prompt-only", lambda tokenizer, row: (len(prompt_ids(tokenizer, row)), [])
     if isinstance(config, SFTConfig):
@@ -346,7 +355,7 @@ def _tokenizer(path: str) -> Any:
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Config]]:
-    """Yield (the change, the settings with it), the least intrusive first, then all changes at once."""
+    """Yield (name of a change, the settings with it), the least intrusive first, and last all changes at once."""
     config, everything, names = plan.config, plan.config, []
     for name, change in _steps(plan):
         yield name, change(config)
@@ -357,7 +366,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Config]]:
 
 
 def _steps(plan: Plan) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-    """Yield the changes one by one."""
+    """Yield (name of a change, function that applies it to settings), one by one."""
     config, work = plan.config, plan.work
     budget = max(work.lengths.longest_prompt + work.lengths.longest_completion, config.micro_batch_tokens // 4)
     if budget < work.micro_tokens:
@@ -389,18 +398,18 @@ def _steps(plan: Plan) -> Iterator[tuple[str, Callable[[Any], Any]]]:
 
 
 def _with_sampling(config: Any, **settings: Any) -> Any:
-    """Return the settings with changes for the sampler."""
+    """Return the settings with these changes in their section `sampling`."""
     return replace(config, sampling=replace(config.sampling, **settings))
 
 
 def _with(config: Config, **settings: Any) -> Config:
-    """Return the settings with changes for the model."""
+    """Return the settings with these changes in their section `model`."""
     model: Model = replace(config.model, **settings)
     return replace(config, model=model)
 
 
 ALL = "all of these"  # changes, at once
-# The tokens of the largest and the smallest micro-batches to try if the settings leave the size to the device.
+# The largest and the smallest micro-batches to try, in tokens, if the settings do not give the size.
 MOST, LEAST = 1 << 16, 1 << 10
 SIZES = (MOST // LEAST).bit_length()
 

@@ -1,4 +1,4 @@
-"""The counts of a model from its configuration only. No weights are read or created."""
+"""The sizes of a model, from its configuration only. No weights are read or created."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _DROPPED = frozenset(("per_layer_config", "dtype", "torch_dtype", "architectures
 class Shape:
     """The sizes of a causal language model.
 
-    `parameters` counts tied weights once. `matrices` are the weights of the layers' matrix products. A token uses `active` of
-    them (only those of its experts). `head` are those of the output layer, which only predicted positions use. `embeddings` are
-    only looked up. `linears` are the (name, inputs, outputs) of the linear layers but the head. `cached` counts the numbers of
-    one token in the cache of keys and values, over all layers. If layers differ, sizes are the largest. `beside` counts the
-    parameters of towers outside the text half, which neither learn nor see tokens.
+    `parameters` counts tied weights once. `matrices` counts the weights of the layers' matrix products, of which a token uses
+    `active` (with experts, only those of its experts). `head` counts the weights of the output layer, which only predicted
+    positions use, and `embeddings` those that are only looked up. `linears` are (name, inputs, outputs) of all linear layers
+    except the head. `cached` counts the numbers of one token in the KV cache, over all layers. If layers differ, sizes are the
+    largest. `beside` counts the parameters of vision or audio towers, which are not trained and get no text tokens.
     """
 
     parameters: int
@@ -68,11 +68,14 @@ class Shape:
 
     @property
     def layer_matrices(self) -> int:
-        """The weights of the linear layers inside layers, which a quantised base has quantised."""
+        """The number of weights of the linear layers inside layers, which are the ones that quantisation of the base affects."""
         return sum(i * o for name, i, o in self.linears if any(part.isdigit() for part in name.split(".")))
 
     def lora_parameters(self, rank: int, targets: tuple[str, ...]) -> int:
-        """Return the parameters of an adapter B A of this rank on the layers of `targets`: rank · (inputs + outputs) each."""
+        """Return the number of parameters of a LoRA adapter of this rank on the layers `targets`.
+
+        A layer has rank · (inputs + outputs).
+        """
         return sum(rank * (i + o) for name, i, o in self.linears if is_adapted(name, targets))
 
 
@@ -80,19 +83,19 @@ class Shape:
 def shape_of(path: str, *, local: bool = False) -> Shape:
     """Return the shape of the model at `path`: a folder, a config.json, or a hub name. Raises `UserError` if there is none.
 
-    With `local`, a hub name is only looked up among previous downloads.
+    With `local`, a hub name is only looked for among previous downloads.
     """
     try:
         return count_shape(config_of(path, local=local))
     except UserError:
         raise
-    except LOADING_ERRORS as error:  # for sizes that no tensor can have
+    except LOADING_ERRORS as error:  # such as sizes that no tensor can have
         raise UserError(f"The configuration of {path!r} does not describe a model ({reason_of(error)}).") from error
 
 
 @cache
 def config_of(path: str, *, local: bool = False) -> PreTrainedConfig:
-    """Return the configuration at `path`."""
+    """Return transformers' configuration at `path`. Raises `UserError` if there is none."""
     if not path:
         raise UserError("No model was given; name a folder, a config.json or a hub model with --model (model.path).")
     path = resolve_path(path)
@@ -142,7 +145,7 @@ def count_shape(config: PreTrainedConfig) -> Shape:
 
 
 def _idle(model: Any, config: PreTrainedConfig) -> int:
-    """Count the parameters of the experts that a token is not sent to."""
+    """Return the number of parameters of those experts to which a token is not sent."""
     every, chosen = size(config, "experts"), size(config, "chosen")
     held = [p for name, p in model.named_parameters() if ".experts." in name and p.dim() > 1]
     return round(sum(p.numel() for p in held) * (1 - chosen / every)) if every and chosen else 0
@@ -163,13 +166,16 @@ def model_of(config: PreTrainedConfig, **options: Any) -> Any:
 
 
 def resize(config: PreTrainedConfig, **sizes: int) -> PreTrainedConfig:
-    """Return the text half with other sizes, by the keys of `models.sizes.NAMES` or their own names, with its first layers."""
+    """Return the configuration of the text model with other sizes, and only its first layers.
+
+    Sizes are given by the keys of `models.sizes.NAMES`, or by the configuration's own names.
+    """
     text = config.get_text_config()
     given, layers = text.to_dict(), size(config, "layers")
     by_layer = {name: value for name, value in given.items() if isinstance(value, list) and len(value) == layers}
     kept = {name: value for name, value in given.items() if name not in _DROPPED}
     kept |= {name: [value[i % layers] for i in range(sizes.get("layers", layers))] for name, value in by_layer.items()}
-    if "kv_lora_rank" in given:  # in latent attention, head_dim follows from other sizes
+    if "kv_lora_rank" in given:  # in multi-head latent attention, head_dim follows from other sizes
         sizes.pop("head_dim", None)
     for what, value in {**sizes, "num_kv_shared_layers": 0}.items():
         names = [name for name in NAMES.get(what, (what,)) if name in given]
