@@ -144,7 +144,7 @@ def finish(
     write_it = partial(write_model, model) if model.shard_root is None else partial(sharded.save_merged, model, world)
 
     def write_folder(folder: Path) -> None:
-        write_it(folder, kept=kept)
+        write_it(folder, saved_form=kept)
         write_end_tokens(folder, model.tokenizer)
 
     journal.folder.save_model(write_folder)

@@ -117,11 +117,11 @@ def test_some_completions_run_forward_again_now_and_then_others_each_time(job, t
     monkeypatch.setattr(old_log_probs, "COMPARE_EVERY", 2)
     seen, log_probs = [], old_log_probs.compute_log_probs
 
-    def watched(model, batch, *rest, cache=None, wanted=None, world=ALONE):
-        again = log_probs(model, batch, *rest, cache=cache, wanted=wanted, world=world)
-        if wanted is not None:
+    def watched(model, batch, *rest, cache=None, row_mask=None, world=ALONE):
+        again = log_probs(model, batch, *rest, cache=cache, row_mask=row_mask, world=world)
+        if row_mask is not None:
             assert cache is None, "else they would be the sampler's own"
-            seen.extend(wanted.nonzero()[:, 0].tolist())
+            seen.extend(row_mask.nonzero()[:, 0].tolist())
         return again
 
     monkeypatch.setattr(old_log_probs, "compute_log_probs", watched)
