@@ -87,7 +87,9 @@ def test_a_changed_reward_is_named(planted):
     folder, row = planted("single pass", "rollouts.jsonl", lambda row: row.update(reward=row["reward"] + 0.25), trained(6))
     said = replay(folder, 6).differences
     whose = f"step 6, row {row['row']}, completion {row['k']}"
-    assert said[0].startswith(f"{whose}: its reward is {row['reward']:g} in its row, but its parts sum to {row['reward'] - 0.25:g}")
+    assert said[0].startswith(
+        f"{whose}: its reward is {row['reward']:g} in its row, but its parts sum to {row['reward'] - 0.25:g}"
+    )
     assert any(line.startswith(f"{whose}: advantage is") for line in said)
     assert any(line.startswith("step 6: grad_norm is") for line in said)
 
