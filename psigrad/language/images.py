@@ -330,7 +330,7 @@ def insert_marks(
         moves += [(found, 66 - len(word))] if "sha256" in part else []
         at = found + len(piece)
     if (count := text.count(word)) != len(moves):
-        raise ValueError(f"the chat template writes {word!r} {count} times, but the row has {len(moves)} images")
+        raise ValueError(f"the chat template writes {word!r} {count} times; expected {len(moves)}, one per image")
     return made + text[at:], moves
 
 

@@ -103,7 +103,7 @@ def check_data(subject: Subject) -> Finding:
     """data."""
     room = (positions := subject.model.max_length) - (most := subject.config.sampling.max_completion_length)
     bad = [prompt for prompt in subject.dataset if not 0 < len(prompt.ids) <= room]
-    leaves = f"{max(0, room)} fit (the model's {positions} positions minus max_completion_length {most})"
+    leaves = f"only {max(0, room)} fit (the model's {positions} positions minus max_completion_length {most})"
     note = f"the first at {bad[0].row.source} has {len(bad[0].ids)} tokens; {leaves}" if bad else ""
     what = f"prompts of {len(subject.dataset)} that are empty or too long"
     return Finding("data", what, len(bad), 0.0, len(subject.dataset), note=note)

@@ -79,7 +79,7 @@ class AgentCommand:
         try:
             return float(last)
         except ValueError:
-            raise RuntimeError(f"the program's last line is {last[:_SHOWN]!r}; expected a reward, or no output") from None
+            raise RuntimeError(f"the program's last line is {last[:_SHOWN]!r}; expected a number as reward, or nothing") from None
 
 
 class _Tail:

@@ -96,7 +96,7 @@ def test_what_is_so_anyway_needs_nothing_and_its_opposite_is_answered(capsys):
     assert load(SFTConfig, flags=resolve_names(SFTConfig, {"resume_from_checkpoint": True})) == load(SFTConfig)
     for given in (["--assistant_only_loss", "false"], ["--resume_from_checkpoint", "out/checkpoint-2"]):
         assert cli.main(["sft", *given]) == 2
-        assert re.search(f"{given[0]} is .*, and only True( or False)? is taken: ", capsys.readouterr().err)
+        assert re.search(f"{given[0]} is .*; psigrad takes only True( or False)?: ", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("name", ["eval_strategy", "save_strategy"])
@@ -109,14 +109,14 @@ def test_no_is_no_also_where_yaml_reads_it_as_false(name, tmp_path, capsys):
         assert parsed(f"--{name}", said) == parsed(f"--{name}={said}") == (parsed() if said == "steps" else parsed(*off))
     assert from_file(f"{name}: no", tmp_path) == from_file(f"{steps}: 0\n{off[0][2:].replace('-', '_')}: 0", tmp_path)
     assert cli.main(["sft", f"--{name}", "best"]) == 2
-    assert f"--{name} is 'best', and only 'steps', 'no' or 'epoch' is taken: " in capsys.readouterr().err
+    assert f"--{name} is 'best'; psigrad takes only 'steps', 'no' or 'epoch': " in capsys.readouterr().err
 
 
 def test_a_value_without_a_setting_of_its_own_is_answered_too(capsys):
-    with pytest.raises(UserError, match=r"^disable_tqdm is 3, and only True or False is taken\.$"):
+    with pytest.raises(UserError, match=r"^disable_tqdm is 3; psigrad takes only True or False\.$"):
         load(SFTConfig, flags={"disable_tqdm": 3})
     assert load(SFTConfig, flags={"resume_from_checkpoint": False}).run.resume == "never"
-    with pytest.raises(UserError, match=r"^packing is True, and only False is taken: .*give the rows of a step as batch_size"):
+    with pytest.raises(UserError, match=r"^packing is True; psigrad takes only False: .*give the rows of a step as batch_size"):
         load(SFTConfig, flags={"packing": True})
 
 
@@ -283,7 +283,7 @@ def test_another_name_is_answered_with_what_to_write(name, capsys):
 def test_flags_are_answered_all_at_once(capsys):
     assert cli.main(["sft", "--packing", "--model", "m", "--run_name", "x"]) == 2
     said = capsys.readouterr().err
-    assert "--packing is True, and only False is taken: " in said and "no flag --run_name: " in said
+    assert "--packing is True; psigrad takes only False: " in said and "no flag --run_name: " in said
 
 
 def test_a_file_is_answered_all_at_once(tmp_path):

@@ -416,7 +416,7 @@ def test_attributes_of_an_agent_that_are_elsewhere_say_where():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--policy", "MlpPolic"), "--policy is .*, and only .MlpPolicy., .* is taken: the network of control is net_arch"),
+        (("--policy", "MlpPolic"), "--policy is .*; psigrad takes only .MlpPolicy., .*: the network of control is net_arch"),
         (("--env-kwargs", "{gravit: 3}"), "env_kwargs has 'gravit'.*takes sutton_barto_reward, render_mode"),
         (("--env-kwargs", "{gravity:3}"), "write them as {name: value}"),
         (("--env-kwargs", "gravity:3"), "env_kwargs"),

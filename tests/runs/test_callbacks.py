@@ -257,7 +257,7 @@ REFUSED = [
     ({"learning_rate": -1.0}, "learning_rate is changed to -1.0; expected at least 0"),
     ({"algorithm.kl.coefficient": "x"}, "is changed to 'x'; expected a number"),
     ({"algorithm.kl.coeficient": 0.1}, "there is no 'coeficient'; did you mean 'coefficient'"),
-    ({"algorithm.kl.estimator": 1.0}, "it is 'k3.*' and not a number"),
+    ({"algorithm.kl.estimator": 1.0}, "it is 'k3.*', not a number"),
 ]
 
 

@@ -97,7 +97,7 @@ def test_a_token_of_ones_own_may_have_a_point(served):
 
 def test_what_is_not_there_is_said_in_json(served):
     status, answer = posted(served, b"{}", "/v1/embeddings")
-    assert (status, answer["error"]["message"]) == (404, "There is no POST /v1/embeddings here.")
+    assert (status, answer["error"]["message"]) == (404, "This server has no POST /v1/embeddings.")
     status, answer = posted(served, b"{}", "/v1/models")
     assert status == 405 and answer["error"]["param"] is None
 

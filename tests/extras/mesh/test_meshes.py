@@ -91,7 +91,7 @@ def test_what_cannot_be_divided_is_refused_by_name(monkeypatch):
     with pytest.raises(UserError, match="need a model that runs packed, and this one does not: its layers are recurrent"):
         mesh.check(model, meshes.alone(context=2))
     model.why_padded, model.network.model.layers[0].has_state = "", True
-    with pytest.raises(UserError, match="need attention in every layer, but LlamaForCausalLM has recurrent layers"):
+    with pytest.raises(UserError, match="need attention in all layers, but LlamaForCausalLM has recurrent layers"):
         mesh.check(model, meshes.alone(context=2))
     monkeypatch.setenv("WORLD_SIZE", "4")
     for division, lockstep in ((Division(tensor=3), True), (Division(context=2), False)):

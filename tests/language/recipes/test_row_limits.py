@@ -91,7 +91,7 @@ def test_supervised_rows_are_cut_at_the_models_positions_and_that_is_told(job, t
     assert events(done.folder, "rows_cut") == [
         {"time": events(done.folder, "rows_cut")[0]["time"], "kind": "rows_cut", "at": 24, "count": 8}
     ]
-    assert f"8 of {len(rows)} rows are cut at 24 tokens." in capsys.readouterr().err
+    assert f"8 of {len(rows)} texts are cut at 24 tokens." in capsys.readouterr().err
 
 
 def test_comparisons_beyond_the_models_positions_are_left_out(job, tmp_path, narrow):

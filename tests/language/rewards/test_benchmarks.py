@@ -130,7 +130,7 @@ def test_the_settings_stand_beside_the_score(model, tmp_path, capsys):
     assert found["figures"]["eval/prompts"] == 1 and found["settings"]["rows"] == 1
     assert found["completions"][0]["source"] == "gsm.jsonl:2" and "2 + 3 = <<2+3=5>>5" in found["completions"][0]["prompt"]
     assert main([*asked[:-6], "--num-fewshot", "2"]) == 2
-    assert "num_fewshot is 2, but there are only 2 rows" in capsys.readouterr().err
+    assert "num_fewshot is 2, but there are 2 rows" in capsys.readouterr().err
 
 
 def test_mmlu_by_likelihood_takes_the_letter_that_the_model_finds_likeliest(tmp_path, capsys):

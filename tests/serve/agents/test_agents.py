@@ -184,7 +184,7 @@ def test_a_program_is_asked_as_a_function_is(tokenizer, agents):
         ("print()", None),
         ("print('None')", None),
         ("print('x' * 2**20); print(2)", 2.0),
-        ("print('good')", "last line is 'good'; expected its reward as a number, or none"),
+        ("print('good')", "last line is 'good'; expected a number as reward, or nothing"),
         ("import sys; sys.exit('no idea')", "the program ended with 1: no idea"),
     ],
 )
