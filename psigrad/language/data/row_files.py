@@ -160,7 +160,7 @@ def _describe_error(error: Exception) -> str:
 def _json(path: Path, name: str) -> Records:
     expansion = _Expansion(path)
     with _open(path) as file:
-        data = file.read(min(expansion.most, 1 << 62) + 1)
+        data = file.read(-1 if expansion.most == sys.maxsize else expansion.most + 1)
     expansion.add(len(data))
     _refuse_utf16(data, path)
     if not data.removeprefix(_BOM).lstrip().startswith(b"["):
