@@ -172,10 +172,10 @@ def test_noise_of_the_gradients_norm_is_rarely_reported(noise, most):
         drawn = np.random.default_rng(seed)
         watch = Watch()
         for step, value in enumerate(0.4 * (drawn.normal(size=300) if noise == "normal" else drawn.standard_t(3, size=300))):
-            watch.see(step, {"grad_norm": math.exp(value)})
-        told += len(watch.alerts()) >= BY_NAME["grad_norm"].told_from
+            watch.update(step, {"grad_norm": math.exp(value)})
+        told += len(watch.alerts()) >= BY_NAME["grad_norm"].min_count
     assert told <= 100 * most
     leaps = Watch()
     for step in range(300):
-        leaps.see(step, {"grad_norm": 30.0 if step in (60, 130, 200, 270) else 1.0})
+        leaps.update(step, {"grad_norm": 30.0 if step in (60, 130, 200, 270) else 1.0})
     assert len(leaps.alerts()) == 4, "negative control: four leaps are reported"

@@ -208,15 +208,15 @@ def test_an_image_is_kept_from_its_mark_on(behind, monkeypatch):
     _, held = served.pictures.marked(one, {})
     served.conversation(two, None)
     (digest,) = held.digests
-    assert images.is_known(digest)
+    assert images.is_registered(digest)
     row, _ = served.conversation(one, None)
     del held
     served.conversation(two, None)
-    assert images.is_known(digest), "the row keeps it"
+    assert images.is_registered(digest), "the row keeps it"
     del row
     gc.collect()
     served.conversation(two, None)
-    assert not images.is_known(digest)
+    assert not images.is_registered(digest)
 
 
 @of_one

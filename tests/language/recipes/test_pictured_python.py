@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 import psigrad
 from psigrad.language.data.image_rows import to_agent_row
 from psigrad.language.data.sources import from_rows
-from psigrad.language.models.backbone import read_tokenizer
+from psigrad.language.models.tokenizer_files import read_tokenizer
 
 pytestmark = pytest.mark.usefixtures("rewards_here")
 
