@@ -218,13 +218,14 @@ def check(run: timed_run.TimedRun) -> dict[str, float]:
         )
     given, model = fixed_batch(run.work), run.model
     assert isinstance(model, LanguageModel)
+    prompts = given["prompts"] if not run.work.image else [list(p.ids) for p in run.prompts[: len(given["prompts"])]]
     device = model.device
     mask = pad_sequence([torch.tensor(chosen) for chosen in given["chosen"]], batch_first=True).bool().to(device)
     nothing = torch.zeros(len(mask), device=device)
     algorithm = timed_run.method(run.work.kind, 0.0)
 
     def loss() -> Loss:
-        evaluation = model.evaluate(Groups(given["prompts"], given["completions"]))
+        evaluation = model.evaluate(Groups(prompts, given["completions"]))
         batch = Batch(mask, terminal(nothing, mask), evaluation.logp.detach() - 0.05, nothing)
         prepared = algorithm.prepare(batch, {})
         advantage = torch.tensor(given["advantages"], device=device)[:, None].expand(mask.shape)

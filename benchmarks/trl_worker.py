@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, Image
 from timed.workload import Parent, Phases, Workload, answer, read, reward, serve
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    AutoProcessor,
     AutoTokenizer,
     BitsAndBytesConfig,
     TrainerCallback,
@@ -123,7 +125,11 @@ def _trainer(work: Workload, folder: Path, rows: list[dict[str, Any]], bf16: boo
     else:
         kind = torch.bfloat16 if work.half_weights else torch.float32
         coded = {"quantization_config": _codes(work), "device_map": device} if work.quantize_base else {}
-        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=kind, **coded)
+        loader = AutoModelForImageTextToText if work.image else AutoModelForCausalLM
+        model = loader.from_pretrained(folder / "model", dtype=kind, **coded)
+        if work.image:  # psigrad trains no tower unless it is asked to
+            for part in (model.model.vision_model, model.model.connector):
+                part.requires_grad_(False)
     if work.lora_rank:
         import peft
 
@@ -133,11 +139,19 @@ def _trainer(work: Workload, folder: Path, rows: list[dict[str, Any]], bf16: boo
     trainer = getattr(trl, f"{name}Trainer")(
         model,
         args=getattr(trl, f"{name}Config")(**settings),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        train_dataset=_dataset(work, rows),
+        processing_class=(AutoProcessor if work.image else AutoTokenizer).from_pretrained(folder / "model"),
         **given,
     )
     return trainer, counts
+
+
+def _dataset(work: Workload, rows: list[dict[str, Any]]) -> Dataset:
+    """The rows; with pictures as TRL wants them, which counts the parts itself."""
+    if not work.image:
+        return Dataset.from_list(rows)
+    plain = [{**row, "prompt": [{"role": "user", "content": row["prompt"][0]["content"][1]["text"]}]} for row in rows]
+    return Dataset.from_list(plain).cast_column("images", [Image()])
 
 
 def _codes(work: Workload) -> BitsAndBytesConfig:
@@ -188,7 +202,9 @@ def _inputs(work: Workload, trainer: Any) -> dict[str, torch.Tensor]:
 
     given = fixed_batch(work)
     completions = [c for group in given["completions"] for c in group]
-    prompts = [given["prompts"][i] for i, group in enumerate(given["completions"]) for _ in group]
+    prompts, pictures = [given["prompts"][i] for i, group in enumerate(given["completions"]) for _ in group], dict[str, Any]()
+    if work.image:
+        prompts, pictures = _pictured(trainer, [len(group) for group in given["completions"]])
     wide, long = max(map(len, prompts)), max(map(len, completions))
     inputs = {
         "prompt_ids": torch.tensor([[1] * (wide - len(p)) + p for p in prompts]),
@@ -204,12 +220,25 @@ def _inputs(work: Workload, trainer: Any) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-        logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, long)[0]
+        logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, long, **pictures)[0]
     inputs["old_per_token_logps"] = logps - 0.05
     inputs["old_logps"] = (inputs["old_per_token_logps"] * inputs["completion_mask"]).sum(1)  # of whole completions, in RLOO
     if work.beta:
         inputs["ref_per_token_logps"] = logps.clone()  # KL is 0: the check is of the policy term
-    return inputs
+    return inputs | pictures
+
+
+def _pictured(trainer: Any, counts: list[int]) -> tuple[list[list[int]], dict[str, Any]]:
+    """The tokens of the first prompts, each so many times, and what the model reads beside them."""
+    from trl.data_utils import prepare_multimodal_messages
+
+    rows = [trainer.train_dataset[i] for i, count in enumerate(counts) for _ in range(count)]
+    messages = [prepare_multimodal_messages(row["prompt"], images=row["images"]) for row in rows]
+    processor = trainer.processing_class
+    texts = [processor.apply_chat_template(talk, tokenize=False, add_generation_prompt=True) for talk in messages]
+    made = processor(images=[row["images"] for row in rows], text=texts, padding=True, return_tensors="pt")
+    ids = [own[mask.bool()].tolist() for own, mask in zip(made.pop("input_ids"), made.pop("attention_mask"), strict=True)]
+    return ids, {**made, "num_images": [1] * len(rows)}
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def build(work: Workload, folder: Path) -> None:
     )
     made = tokenizer(work.vocabulary)
     _make(config, made, folder)
-    _write(work, made, folder)
+    write(work, made, folder)
 
 
 def prepare(work: Workload, model: str, folder: Path) -> None:
@@ -78,7 +78,7 @@ def prepare(work: Workload, model: str, folder: Path) -> None:
     else:
         AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False).save_pretrained(folder / "model")
         made.save_pretrained(folder / "model")
-    _write(work, made, folder)
+    write(work, made, folder)
 
 
 def _make(config: PreTrainedConfig, made: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -100,9 +100,23 @@ def _tokenizer_of(model: str, config: PreTrainedConfig) -> PreTrainedTokenizerBa
     return found
 
 
-def _write(work: Workload, made: PreTrainedTokenizerBase, folder: Path) -> None:
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(work, made)))
+def write(work: Workload, made: PreTrainedTokenizerBase, folder: Path) -> None:
+    made_rows = rows(work, made)
+    if work.image:
+        made_rows = [_with_picture(row, work.image, folder / "pictures" / f"{i}.png") for i, row in enumerate(made_rows[:64])]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made_rows))
     (folder / "work.json").write_text(json.dumps(asdict(work)))  # last: it says that all is there
+
+
+def _with_picture(row: dict[str, Any], side: int, file: Path) -> dict[str, Any]:
+    """The row as messages with a picture of random colours, which is saved."""
+    from PIL import Image
+
+    file.parent.mkdir(exist_ok=True)
+    Image.frombytes("RGB", (side, side), random.Random(file.stem).randbytes(3 * side * side)).save(file)
+    parts = [{"type": "image"}, {"type": "text", "text": row["prompt"]}]
+    answer = {"completion": [{"role": "assistant", "content": row["completion"]}]} if "completion" in row else {}
+    return {"prompt": [{"role": "user", "content": parts}], "images": [str(file)], **answer}
 
 
 def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:

@@ -16,8 +16,9 @@ from psigrad.config import Evaluation, Model, OnlineConfig, Optim, PreferenceCon
 from psigrad.config.algorithms import resolve
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_rows import Row, validate
+from psigrad.language.data.image_rows import with_marks
 from psigrad.language.data.reward_view import reward_view
-from psigrad.language.data.templates import example
+from psigrad.language.data.templates import example, prompt_ids
 from psigrad.language.episodes.environments import InProcess
 from psigrad.language.episodes.episodes import Episodes
 from psigrad.language.episodes.players import collector_of
@@ -94,6 +95,8 @@ class TimedRun:
     step: Step
     task: Task | None = None
     """Offline: what is learnt from recorded rows."""
+    prompts: Sequence[Prompt] = ()
+    """Online: the prompts in their order."""
 
 
 def build(folder: Path, dtype: str, device: str) -> TimedRun:
@@ -123,9 +126,7 @@ def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, d
     if algorithm.needs_critic:
         values = scalar_model.load(path, dtype=dtype, device=device, gradient_checkpointing=again, fresh_head="zero")
         critic = ValueModel(values, Optimizer(values.trainable(), RATE, recompute=again), RATE.learning_rate)
-    texts = [row["prompt"] for row in rows]
-    ids = model.tokenizer(texts).input_ids
-    prompts = [Prompt(i, tuple(own), Row("x", prompt=text)) for i, (own, text) in enumerate(zip(ids, texts, strict=True))]
+    prompts = prompts_of(model, rows)
     reference = (model if work.lora_rank else model.frozen_copy()) if work.beta else None
     player = Episodes(InProcess(partial(Answering, work.turns)), work.turns) if work.turns > 1 else None
     collector = collector_of(EmbeddedSampler(model, cuda_graphs=work.cuda_graphs), model, player)
@@ -141,7 +142,21 @@ def _online(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, d
         total_steps=100000,
         critic=critic,
     )
-    return TimedRun(work, model, run.optimizer, _stepping(run, State(algorithm=algorithm.initial_state())))
+    state = State(algorithm=algorithm.initial_state())
+    return TimedRun(work, model, run.optimizer, _stepping(run, state), prompts=prompts)
+
+
+def prompts_of(model: LanguageModel, rows: list[dict[str, Any]]) -> list[Prompt]:
+    """The prompts of the rows: text without a template, or messages with pictures."""
+    if isinstance(rows[0]["prompt"], str):
+        ids = model.tokenizer([row["prompt"] for row in rows]).input_ids
+        return [Prompt(i, tuple(own), Row("x", prompt=row["prompt"])) for i, (own, row) in enumerate(zip(ids, rows, strict=True))]
+    read = [_read(row, "prompt-only") for row in rows]
+    return [Prompt(i, tuple(prompt_ids(model.tokenizer, row)), row) for i, row in enumerate(read)]
+
+
+def _read(row: dict[str, Any], form: str) -> Row:
+    return validate(with_marks(row, "x", Path())[0], form, "x")
 
 
 def _policy(work: Workload, path: str, dtype: str, device: str) -> LanguageModel:
@@ -201,7 +216,7 @@ def _offline(work: Workload, path: str, rows: list[dict[str, Any]], dtype: str, 
             known = reference_logps(policy, [p.prompt for p in made], [[p.chosen, p.rejected] for p in made], 4096)
             task, config = PreferenceTask(policy, DPO, made, known), PreferenceConfig(**common)
         else:
-            texts = [example(model.tokenizer, validate(row, "prompt-completion", "x")) for row in rows]
+            texts = [example(model.tokenizer, _read(row, "prompt-completion")) for row in rows]
             task, config = SFTTask(policy, [[text] for text in texts]), SFTConfig(**common)
     optimizer = Optimizer(model.trainable(), RATE, recompute=again)
     run = offline.OfflineRun(config, task, None, optimizer, 100000)

@@ -28,7 +28,7 @@ class Workload:
     one that is made (`inputs.build`); one that is given (`inputs.prepare`) has its own. TRL takes `micro_batch` rows at once
     (0: all), with bfloat16 weights (`half_weights`) or by autocast. The logarithms of lengths of prompts (of rows, in sft) have
     the deviation `spread`, around the lengths given. With several `turns` each completion is answered by `answer`, but the last,
-    and one that was cut.
+    and one that was cut. Each prompt has a picture with sides of `image` pixels (0: none).
     """
 
     name: str
@@ -47,6 +47,7 @@ class Workload:
     quantize_base: str = ""
     spread: float = 0.0
     turns: int = 1
+    image: int = 0
     micro_batch: int = 0
     half_weights: bool = False
     gradient_checkpointing: bool = False
@@ -66,9 +67,10 @@ def read(folder: Path) -> tuple[Workload, list[dict[str, Any]]]:
     return Workload(**json.loads((folder / "work.json").read_text())), [json.loads(line) for line in lines]
 
 
-def reward(completions: list[str], **columns: Any) -> list[float]:
+def reward(completions: list[Any], **columns: Any) -> list[float]:
     """A number in [0, 1) out of the text alone: every group has signal, and scoring costs nothing."""
-    return [int(hashlib.md5(text.encode()).hexdigest()[:6], 16) / 16**6 for text in completions]
+    texts = [given if isinstance(given, str) else given[-1]["content"] for given in completions]
+    return [int(hashlib.md5(text.encode()).hexdigest()[:6], 16) / 16**6 for text in texts]
 
 
 def answer(prompt: str, turn: int) -> str:

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import beside_trl as compare
 import pytest
+import torch
 from timed import timed_run
 from timed.inputs import build
 from timed.workload import Workload, answer, read
@@ -62,6 +63,27 @@ def test_ratios_are_per_token_and_passes_are_added():
 
     twice = compare.whole_batch(replace(SMALL, iterations=2), "trl", Passing())
     assert twice["seconds"] == 2.0 and twice["phases"] == {"sample": 1.0} and twice["tokens"] == 20
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("timed_functions")
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def test_trls_side_computes_our_loss_of_prompts_with_pictures(kind, tmp_path):
+    import trl_worker
+    import vision_language
+
+    shape = {"side": 16, "scale": 2, "text": {**vision_language.SMALL["text"], "num_hidden_layers": 1}}
+    shape["tower"] = {**vision_language.SMALL["tower"], "num_hidden_layers": 1}
+    work = replace(SMALL, kind=kind, prompts=3, image=16)
+    vision_language.make(shape, 8, work, tmp_path)
+    ours = compare.check(timed_run.build(tmp_path, "float32", "cpu"))
+    trainer, _ = trl_worker._trainer(work, tmp_path, read(tmp_path)[1], False, "cpu")
+    compare.agree(work, "float32", {"ours": ours, "trl": trl_worker._check(work, trainer)})
+    with torch.no_grad():  # another tower is another loss
+        for weight in trainer.model.model.vision_model.parameters():
+            weight.mul_(3)
+    with pytest.raises(UserError, match="differs"):
+        compare.agree(work, "float32", {"ours": ours, "trl": trl_worker._check(work, trainer)})
 
 
 @pytest.mark.slow

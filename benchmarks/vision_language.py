@@ -1,0 +1,148 @@
+"""How many times as fast as TRL psigrad trains a vision-language model: `python benchmarks/vision_language.py [V1 V2 …]`.
+
+The model is an Idefics 3 with random weights; both sides freeze its tower. Equal loss and gradient first, then steps of both in
+turn. Each pair is a line of --json, and a workload that has `--pairs` of them is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from beside_trl import beside
+from real import interval
+from timed import inputs
+from timed.workload import Workload
+from transformers import AutoModelForImageTextToText, Idefics3Config, Idefics3Processor
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+from psigrad.errors import UserError
+from psigrad.language.models import tiny
+from psigrad.runs.machine import provenance
+
+MEASURED = Path(__file__).parent / "results" / "vision_language.jsonl"
+SMALL = {
+    "side": 64,
+    "scale": 2,
+    "text": {"hidden_size": 96, "intermediate_size": 288, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512},
+    "tower": {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4, "patch_size": 4},
+}
+LARGE = {
+    "side": 512,
+    "scale": 4,
+    "text": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49280,
+    },
+    "tower": {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "patch_size": 16,
+    },
+}
+"""SmolVLM-256M's shape: 64 tokens for a picture."""
+_WORK = Workload("", "", prompts=4, prompt_tokens=32, completion_tokens=32, spread=0.4)
+_SFT = replace(_WORK, kind="sft", prompts=16)
+_ROWS = 64
+WORKS = {
+    "V1": (SMALL, _ROWS, replace(_WORK, says="GRPO, 0.8M parameters, 4 pictures × 8 completions")),
+    "V2": (SMALL, _ROWS, replace(_SFT, says="SFT, 0.8M parameters, 16 pictures a step, each read for the first time")),
+    "V3": (SMALL, 16, replace(_SFT, says="SFT, 0.8M parameters, 16 pictures a step, in a later pass over them")),
+    "V4": (LARGE, _ROWS, replace(_WORK, says="GRPO, SmolVLM-256M's shape, 2 pictures × 8 completions", prompts=2)),
+    "V5": (
+        LARGE,
+        _ROWS,
+        replace(_SFT, says="SFT, SmolVLM-256M's shape, 8 pictures a step, each read for the first time", prompts=8),
+    ),
+    "V6": (LARGE, 8, replace(_SFT, says="SFT, SmolVLM-256M's shape, 8 pictures a step, in a later pass over them", prompts=8)),
+}
+"""Shape, rows (those of a later pass are read in the first step, which is not timed) and workload."""
+
+
+def make(shape: dict[str, Any], rows: int, work: Workload, folder: Path) -> None:
+    """The files of a workload: the model with random weights, its tokenizer and processor, the rows and their pictures."""
+    words = tiny.tokenizer([inputs.LETTERS], 256)
+    marks = [tiny.EDGE, tiny.WHOLE, tiny.IMAGE, "<end_of_utterance>"]
+    words.add_special_tokens({"additional_special_tokens": marks})
+    # TRL trains on what a template writes behind the end of a turn, and psigrad does not; so nothing is written there
+    words.chat_template = tiny.PARTS_CHATML.replace("<|im_end|>\n", "<|im_end|>")
+    words.eos_token, words.padding_side = "<|im_end|>", "left"
+    ends = {"pad_token_id": 1, "bos_token_id": None, "eos_token_id": words.eos_token_id}
+    common = {"model_type": "llama", "max_position_embeddings": 2048, "tie_word_embeddings": True, **ends}
+    config = Idefics3Config(
+        text_config={**common, **shape["text"]},
+        vision_config={**shape["tower"], "image_size": shape["side"]},
+        image_token_id=words.convert_tokens_to_ids(tiny.IMAGE),
+        scale_factor=shape["scale"],
+        pad_token_id=1,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    network: Any = AutoModelForImageTextToText.from_config(config)
+    network.generation_config.eos_token_id = words.eos_token_id
+    edge = {"longest_edge": shape["side"]}
+    seen = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
+    each = (shape["side"] // shape["tower"]["patch_size"] // shape["scale"]) ** 2
+    both = Idefics3Processor(seen, words, image_seq_len=each, chat_template=words.chat_template)
+    for part in (network, words, seen, both):
+        part.save_pretrained(folder / "model")
+    inputs.write(work, words, folder)
+    lines = (folder / "rows.jsonl").read_text().splitlines(keepends=True)
+    (folder / "rows.jsonl").write_text("".join(lines[:rows]))
+
+
+def shown(name: str, pairs: list[dict[str, Any]]) -> str:
+    """A workload's line for people."""
+    middle, low, high = interval([pair["trl"] / pair["ours"] for pair in pairs])
+    share = max(pair["ours_mb"] for pair in pairs) / max(pair["trl_mb"] for pair in pairs)
+    return f"{name} ({WORKS[name][2].says}): {middle:.2f} times as fast [{low:.2f}, {high:.2f}], {share:.2f} of its memory"
+
+
+def main() -> None:
+    """Measure the workloads that lack pairs, and print all that were named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("works", nargs="*", metavar="WORK", help=f"of {', '.join(WORKS)}; all of them if none is named")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--json", type=Path, default=MEASURED)
+    given = parser.parse_args()
+    where = {"dtype": given.dtype, "threads": given.threads, "processor": provenance("cpu")["processor"]}
+    for name in given.works or WORKS:
+        lines = given.json.read_text().splitlines() if given.json.exists() else []
+        taken = [line for line in map(json.loads, lines) if {**where, "work": name}.items() <= line.items()]
+        shape, rows, work = WORKS[name]
+        if missing := given.pairs - len(taken):
+
+            def keep(pair: dict[str, Any], name: str = name, taken: list[dict[str, Any]] = taken) -> None:
+                taken.append({"work": name, **where, **pair})
+                with given.json.open("a") as stream:
+                    stream.write(json.dumps(taken[-1]) + "\n")
+
+            beside(
+                replace(work, name=name, image=shape["side"], steps=missing),
+                given.dtype,
+                given.threads,
+                make=partial(make, shape, rows),
+                keep=keep,
+            )
+        print(shown(name, taken), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(str(error))
