@@ -63,7 +63,7 @@ def tell_translations(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], t
     for row in rows[:100]:
         with contextlib.suppress(RowError):  # such a row was dropped and reported already
             if notes := said_otherwise(tokenizer, row):
-                text = f"The chat template does not support some content of {row.source}, which is rewritten: {'; '.join(notes)}."
+                text = f"The chat template does not support everything in {row.source}: {'; '.join(notes)}."
                 tell("said_otherwise", text, what=notes)
                 return
 
