@@ -63,7 +63,7 @@ def log_rewrites(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], log: L
     for row in rows[:100]:
         with contextlib.suppress(RowError):  # such a row was dropped and reported already
             if notes := describe_rewrites(tokenizer, row):
-                text = f"The chat template does not support some content of {row.source}, which is rewritten: {'; '.join(notes)}."
+                text = f"The chat template does not support everything in {row.source}: {'; '.join(notes)}."
                 log("said_otherwise", text, what=notes)
                 return
 

@@ -49,7 +49,7 @@ def test_the_headline_is_the_first_and_the_last_evaluation(run, page):
 
 def test_the_verdict_stands_on_top_with_intervals_divergence_and_warnings(run, page):
     text = report.write([run("one")]).read_text()
-    said = "held-out exact 0.25 [0.15, 0.35] → 0.75 [0.65, 0.85]; KL to the start 3 nats per completion; 1 warning that passed"
+    said = "held-out exact 0.25 [0.15, 0.35] → 0.75 [0.65, 0.85]; KL to the start 3 nats per completion; 1 earlier warning"
     assert str(verdict(load(run("two")))) == f"Learned: {said}"
     assert text.index(said) < text.index("<table")
 
