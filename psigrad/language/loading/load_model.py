@@ -73,7 +73,6 @@ def load_model(
                 adapter=(whole or (before.folder if before is not None else None)) if lora is not None else None,
                 tokenizer=given.tokenizer if given is not None else before.tokenizer if before is not None else "",
                 eos_token=settings.eos_token,
-                vision=settings.vision,
                 **_options(settings, run, world),
             )
         model.continued = before is not None
@@ -145,6 +144,7 @@ def _options(settings: Model, run: Run, world: World) -> dict[str, Any]:
         "gradient_checkpointing": settings.gradient_checkpointing,
         "trust_remote_code": settings.trust_remote_code,
         "for_shards": world.lockstep,
+        "vision": settings.vision,
         "towers": settings.trained_towers,
     }
 
@@ -215,6 +215,7 @@ def load_trained_scalar_model(settings: Model, run: Run) -> ScalarModel:
         device=machine.device(run),
         fresh_head="refuse",
         trust_remote_code=settings.trust_remote_code,
+        vision=True,  # a trained checkpoint with a tower reads images
     )
 
 

@@ -337,11 +337,12 @@ FAMILIES: dict[str, type[Vision]] = {
 """The families that psigrad trains with images, by `model_type`."""
 
 
-def needs_vision(path: str) -> bool:
-    """Return True if transformers loads the model at `path` with its tower or not at all."""
+def needs_vision(path: str, asked: bool = False) -> bool:
+    """Return True if the model at `path` is loaded with its tower: always, or if that is `asked` for."""
     from transformers import PreTrainedConfig
 
-    return always_sees(PreTrainedConfig.get_config_dict(path)[0].get("model_type"))
+    kind = PreTrainedConfig.get_config_dict(path)[0].get("model_type")
+    return always_sees(kind) or (asked and kind in FAMILIES)
 
 
 def always_sees(kind: Any) -> bool:
