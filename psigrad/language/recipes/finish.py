@@ -29,6 +29,7 @@ from psigrad.language.recipes.learners import Learner, begin
 from psigrad.language.recipes.loops import Generated, train_offline
 from psigrad.language.recipes.memory_check import check_offline
 from psigrad.language.recipes.pinned import collect_pins
+from psigrad.language.recipes.row_limits import check_images
 from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
 from psigrad.language.rollout.types import ReplicaSampler, Sampler, State
 from psigrad.language.training.offline import offline
@@ -67,6 +68,7 @@ def train_on_rows(
 
     `judges` are the reward and the held-out metric.
     """
+    check_images(config, model, prepared.rows)
     learner = Learner(model, optimizer_of(model, config, journal.world))
     note_rows(config, model, prepared.rows, journal, checkpoint)
     pins, counted = collect_pins(config, model.tokenizer, prepared, judges), (len(prepared.rows), len(prepared.held_out))

@@ -231,6 +231,7 @@ def _prepare_rows(
     def make(tell: Tell) -> PreparedRows[Any]:
         given, held = rows_for(config, episodes, model.tokenizer, tell)
         rows, held_out = rewards.judgeable(given, tell), (metric or rewards).judgeable(held, tell)
+        row_limits.check_images(config, model, rows)
         prompts = row_limits.encode_prompts(rows, model, config.data, completion_room(config), tell)
         return PreparedRows(rows, held_out, prompts.made, [])
 

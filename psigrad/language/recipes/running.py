@@ -13,6 +13,7 @@ from psigrad.language import images
 from psigrad.language.loading import given_model
 from psigrad.language.loading.given_model import GivenModel
 from psigrad.language.loading.model_source import check_there
+from psigrad.language.recipes.row_limits import check_images
 from psigrad.optim import check_schedule
 from psigrad.processes.parallel import launch
 from psigrad.runs import machine
@@ -39,6 +40,7 @@ def run(config: TrainingConfig, given: GivenModel | None = None) -> Result:
     """
     config = fit_memory(config)
     check_schedule(config.optim)
+    check_images(config)
     speaks = config.hub.push_to_hub and launch.first()
     if speaks:
         hub = extras.load("hub")

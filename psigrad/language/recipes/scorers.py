@@ -26,7 +26,7 @@ from psigrad.language.loading.teacher import Teacher
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes.evaluator import Evaluator
 from psigrad.language.recipes.model_scorer import Mixture, ModelScorer
-from psigrad.language.recipes.row_limits import encode_prompts
+from psigrad.language.recipes.row_limits import check_images, encode_prompts
 from psigrad.language.rewards import RewardPool, RewardSpec, Scorer, resolve
 from psigrad.language.rewards.code import Code
 from psigrad.language.rewards.reward_pool import check_weights, names_apart
@@ -258,6 +258,7 @@ def evaluator_for(
     world: World = ALONE,
 ) -> Evaluator:
     """Return the held-out evaluation by these rewards, computed by `scorer`."""
+    check_images(config, model, rows)
     prompts = encode_prompts(rewards.judgeable(rows), model, config.data, completion_room(config))
     return Evaluator(
         prompts=prompts,
