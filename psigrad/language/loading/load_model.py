@@ -78,9 +78,7 @@ def load_model(
         model.continued = before is not None
     settle_chat(model.tokenizer, settings, checkpoint, model.network)
     if (names := names_beside(model.network)) and model.vision is None:
-        _say_once(f"The text half of {settings.path} is used alone: {', '.join(names)} never learn, and are saved as they are.")
-    elif frozen := [name for name in names if name.rpartition(".")[2] not in settings.trained_towers]:
-        _say_once(f"{', '.join(frozen)} of {settings.path} stay frozen; name those to train in --trained-towers.")
+        say_once(f"The text half of {settings.path} is used alone: {', '.join(names)} never learn, and are saved as they are.")
     if value_head:
         model.add_value_head(whole)
     take_shard(model, world, machine.device(run), saved.shards)
@@ -90,7 +88,8 @@ def load_model(
 
 
 @cache
-def _say_once(text: str) -> None:
+def say_once(text: str) -> None:
+    """Print a message unless this process has printed it before."""
     redaction.say(text)
 
 

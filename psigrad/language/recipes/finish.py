@@ -19,12 +19,12 @@ from psigrad.language.data.kept_rows import PreparedRows
 from psigrad.language.data.rendered_rows import first_rows
 from psigrad.language.loading import samplers
 from psigrad.language.loading.given_model import GivenModel
-from psigrad.language.loading.load_model import load_model, load_scalar_model
+from psigrad.language.loading.load_model import load_model, load_scalar_model, say_once
 from psigrad.language.loading.model_source import tell_ends
 from psigrad.language.models import sharded
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
-from psigrad.language.models.towers import write
+from psigrad.language.models.towers import names_beside, write
 from psigrad.language.recipes.learners import Learner, begin
 from psigrad.language.recipes.loops import Generated, train_offline
 from psigrad.language.recipes.memory_check import check_offline
@@ -46,6 +46,9 @@ Config = SFTConfig | OnlineConfig | RewardConfig | PreferenceConfig
 
 def optimizer_of(model: LanguageModel | ScalarModel, config: Config, world: World = ALONE) -> Optimizer:
     """Return the optimiser of the model's trainable weights."""
+    beside = names_beside(model.network) if model.vision is not None else ()
+    if frozen := [name for name in beside if name.rpartition(".")[2] not in config.model.trained_towers]:
+        say_once(f"{', '.join(frozen)} of {config.model.path} stay frozen; name those to train in --trained-towers.")
     recompute = config.model.gradient_checkpointing
     root: Any = model.root
     reduces = root.set_requires_gradient_sync if config.placement.reduce_once and root is not None else None
