@@ -416,7 +416,8 @@ A language model of 1.3 million parameters learns to spell words backwards: firs
 make the same mistake (SFT), then from rewards that notice it (GRPO). Both are tried on words that are in no training
 data. It takes two to five minutes on two cores, and nothing is downloaded. The same command goes on where it was
 stopped. OUTPUT_DIR/grpo/report.html shows what came of it; `psigrad chat OUTPUT_DIR/grpo` asks the model.
-With --vision, a vision-language model learns a game about pictures instead."""
+With --vision, a vision-language model learns a game about pictures instead: 600 and 200 steps in runs/demo-vision, in
+about seven minutes."""
 
 
 _DEMO_STARTS = """\

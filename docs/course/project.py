@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 9 · The closing project: a task of your own
+# # 10 · The closing project: a task of your own
 #
 # You have met every part. Now use them all on a task that *you* choose, from rows to a model that does better than what it was shown,
 # and say how sure you are. The project has six milestones. Each ends with checks that run: they print ✓, or what is missing.
