@@ -416,7 +416,7 @@ A language model of 1.3 million parameters learns to spell words backwards: firs
 make the same mistake (SFT), then from rewards that notice it (GRPO). Both are tried on words that are in no training
 data. It takes two to five minutes on two cores, and nothing is downloaded. The same command goes on where it was
 stopped. OUTPUT_DIR/grpo/report.html shows what came of it; `psigrad chat OUTPUT_DIR/grpo` asks the model.
-With --vision, a vision-language model learns a game about pictures instead: 600 and 200 steps in runs/demo-vision, in
+With --vision, a vision-language model learns a game about pictures instead: 600 and 300 steps in runs/demo-vision, in
 about seven minutes."""
 
 
@@ -435,7 +435,7 @@ that by reinforcement learning. Ctrl-C saves and stops; the same command resumes
 def demo(arguments: list[str]) -> int:
     """Run the demo."""
     vision = "--vision" in arguments
-    steps = {"sft_steps": 600, "rl_steps": 200} if vision else {"sft_steps": 800, "rl_steps": 500}
+    steps = {"sft_steps": 600, "rl_steps": 300} if vision else {"sft_steps": 800, "rl_steps": 500}
     known = {"output_dir": "runs/demo-vision" if vision else "runs/demo", "seed": 0, **steps, "progress": True, "vision": False}
     settings = flags.plain("demo", arguments, known, _DEMO)
     del settings["vision"]
