@@ -35,7 +35,7 @@ COLUMNS = ("images", "image")
 MOST_PIXELS = 89_478_485
 """The most pixels of an image: the number from which Pillow warns of a decompression bomb."""
 # Pillow's other readers start programs (EPS) or are rarely tested.
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
 
 @dataclass(frozen=True)
@@ -412,6 +412,8 @@ def media_type(data: bytes) -> str:
 
 
 def _size_of(image: Image) -> tuple[int, int]:
+    if image.format == "TIFF":
+        image.load()  # which turns it; some versions of Pillow have its upright size before, too
     turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
     return (image.height, image.width) if turned else (image.width, image.height)
 
@@ -419,4 +421,4 @@ def _size_of(image: Image) -> tuple[int, int]:
 def _open(data: bytes) -> Image:
     from PIL import Image
 
-    return Image.open(io.BytesIO(data), formats=_FORMATS)
+    return Image.open(io.BytesIO(data), formats=FORMATS)

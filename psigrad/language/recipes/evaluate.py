@@ -26,6 +26,7 @@ from psigrad.language.loading.model_source import resolve_path
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes.conversation import environment_rows, episodes_for, offer_tools
 from psigrad.language.recipes.evaluator import Evaluator, figures_of
+from psigrad.language.recipes.row_limits import check_images
 from psigrad.language.recipes.scorers import RewardSetup, evaluator_for
 from psigrad.language.rewards import Scorer
 from psigrad.language.rewards.benchmarks import BENCHMARKS, BenchmarkReward, Choice, as_prompts
@@ -142,6 +143,7 @@ def sample_and_score(config: EvalConfig | SampleConfig, scored: bool) -> Report:
         redaction.say(text)
     machine.prepare_torch(config.run)
     samplers.check_sampling(config.sampling)
+    check_images(config)
     best_of = config.best_of if isinstance(config, EvalConfig) else 1
     metric = config.evaluation.metric if isinstance(config, EvalConfig) else ""
     functions = (metric,) if metric and best_of == 1 else None if scored else ()

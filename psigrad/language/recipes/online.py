@@ -240,6 +240,7 @@ def _prepare_rows(
     def make(log: Log) -> PreparedRows[Any]:
         given, held = read_episode_rows(config, episodes, model.tokenizer, log)
         rows, held_out = rewards.judgeable(given, log), (metric or rewards).judgeable(held, log)
+        row_limits.check_images(config, model, rows)
         prompts = row_limits.encode_prompts(rows, model, config.data, reserved_tokens(config), log)
         return PreparedRows(rows, held_out, prompts.encoded, [])
 

@@ -1,24 +1,25 @@
-"""The length limits of rows: prompts must leave room for a completion, and rows have at most `max_length` tokens."""
+"""The length limits of rows: prompts must leave room for a completion, rows have at most `max_length` tokens, and images."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from psigrad.config import Data, OnlineConfig, PreferenceConfig, RewardConfig, SFTConfig
+from psigrad.config import Data, OnlineConfig, Placement, PreferenceConfig, RewardConfig, Sampling, SFTConfig
 from psigrad.errors import UserError
 from psigrad.language.data import pairs
 from psigrad.language.data.dataset_layouts import Log, to_model_rows, to_turns
 from psigrad.language.data.dataset_rows import Row, RowError
+from psigrad.language.data.image_rows import digests_of
 from psigrad.language.data.row_cache import PreparedRows
 from psigrad.language.data.sources import read_rows
 from psigrad.language.data.templates import describe_rewrites, prompt_ids
-from psigrad.language.loading.teacher import Teacher
+from psigrad.language.loading.teacher import Teacher, is_address
 from psigrad.language.models.backbone import Pretrained
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.models.scalar_model import ScalarModel
@@ -107,6 +108,27 @@ def _teacher_row(row: Row, column: str, tokenizer: PreTrainedTokenizerBase) -> R
         )
     read = replace(row, prompt=own, plain_prompt=None)
     return read if isinstance(row.prompt, str) else to_turns(tokenizer, read)
+
+
+def check_images(config: Any, model: Pretrained | None = None, rows: Iterable[Row] = ()) -> None:
+    """Raise `UserError` if one of `rows` has an image, and the settings name a sampler or placement that reads text alone.
+
+    Without a model, settings that load or train a vision tower mean images, so that nothing is loaded before the error.
+    """
+    if model is None:
+        towers = {"vision loads": config.model.vision, "trained_towers names": bool(config.model.trained_towers)}
+        given = next((f"model.{name} a vision tower" for name, is_set in towers.items() if is_set), "")
+    else:
+        given = next((f"{row.source} has an image" for row in rows if digests_of(row)), "") if model.vision is not None else ""
+    placement, sampler = getattr(config, "placement", Placement()), getattr(config, "sampling", Sampling()).sampler
+    reasons = {
+        f"sampling.sampler={sampler} reads text alone; set sampler to embedded": sampler in ("transformers", "vllm"),
+        f"placement.cp_size={placement.cp_size} divides rows of text alone; set cp_size to 1": placement.cp_size > 1,
+        "placement.cluster samples where images are not sent; sample on this machine": bool(placement.cluster),
+        "a reference server reads text alone; give a folder as reference": is_address(getattr(config, "reference", "")),
+    }
+    if given and (why := next((why for why, holds in reasons.items() if holds), "")):
+        raise UserError(f"{given}, but {why}, or train without images.")
 
 
 def token_limit(config: SFTConfig | RewardConfig | PreferenceConfig, model: LanguageModel | ScalarModel) -> int:

@@ -26,7 +26,7 @@ from psigrad.language.loading.teacher import Teacher
 from psigrad.language.models.language_model import LanguageModel
 from psigrad.language.recipes.evaluator import Evaluator
 from psigrad.language.recipes.model_scorer import Mixture, ModelScorer
-from psigrad.language.recipes.row_limits import encode_prompts
+from psigrad.language.recipes.row_limits import check_images, encode_prompts
 from psigrad.language.rewards import RewardPool, RewardSpec, Scorer, resolve
 from psigrad.language.rewards.code import Code
 from psigrad.language.rewards.reward_pool import check_weights, names_apart
@@ -263,6 +263,7 @@ def evaluator_for(
     world: World = ALONE,
 ) -> Evaluator:
     """Return the held-out evaluation on `rows`, which `scorer` scores. `rewards` name the metric and filter the rows."""
+    check_images(config, model, rows)
     prompts = encode_prompts(rewards.judgeable(rows), model, config.data, reserved_tokens(config))
     return Evaluator(
         prompts=prompts,
