@@ -65,7 +65,8 @@ class Row:
     columns: dict[str, Any] = field(default_factory=dict)
     plain_prompt: str | None = None
     raw_paths: dict[str, list[Any]] = field(default_factory=dict, compare=False)
-    """For columns that the file names differently: its column, the offset of turn numbers, its name of a turn's content."""
+    """This row's column -> [the file's column, the offset of turn numbers, the file's key of a turn's content], if these differ.
+    """
 
     @property
     def dataset_prompt(self) -> Any:
@@ -87,7 +88,7 @@ class Row:
 class BadRow:
     """The reason for which a row was rejected.
 
-    `column` is "" if the whole row is at fault. `source` then ends with the number of the character, if known.
+    `column` is "" if the whole row is at fault. In that case `source` ends with the position of the bad character, if known.
     """
 
     source: str
@@ -266,7 +267,9 @@ def _steps(check: _Check, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Form:
-    """A form of rows: the `columns` that it reads and those it `needs`. `fields` checks and returns the fields of a `Row`."""
+    """A form of rows: the names of the `columns` that it reads and of those that it `needs`. `fields` checks and returns a row's
+    fields.
+    """
 
     columns: tuple[str, ...]
     fields: Callable[[_Check, Mapping[str, Any]], dict[str, Any]]

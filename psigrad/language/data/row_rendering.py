@@ -52,7 +52,7 @@ def render(tokenizer: PreTrainedTokenizerBase, row: Row, separator: str = "\n") 
 
 
 def first_rows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], separator: str = "\n") -> list[RenderedRow]:
-    """Return the first three rows as their model reads them, or the reason for which one is skipped."""
+    """Return the first three rows as their model reads them. A row that cannot be rendered is replaced by the reason."""
     found: list[RenderedRow] = []
     for row in rows[:SHOWN]:
         try:

@@ -31,9 +31,9 @@ _WEIGHT = re.compile(r"^(.+):(\d+(?:\.\d*)?|\.\d+)$")
 
 @dataclass(frozen=True)
 class LoadedRows:
-    """The valid rows in the order of the source, the skipped rows, and the recognised layouts.
+    """The valid rows in the order of the source, the rows skipped with `bad_rows="skip"`, and the recognised layouts.
 
-    Rows are skipped with `bad_rows="skip"`. `recognised` maps each layout (`dataset_layouts`) to the number of its rows.
+    `recognised` maps the note on each layout (`dataset_layouts.translate`) to the number of its rows.
     """
 
     rows: list[Row]
@@ -185,7 +185,7 @@ def _prompt_key(row: Row) -> bytes:
 
 
 def _collect(records: Records, form: str, name: str, bad_rows: str, columns: Mapping[str, str], base: Path) -> LoadedRows:
-    """Return the checked rows. Paths of images are relative to the file of their row, which is in the folder `base`."""
+    """Check the records and return the `LoadedRows`. Paths of images are relative to their row's file, which is in `base`."""
     if form not in (known := ["sft", *FORMS]):
         raise UserError(f"The form {form!r} is unknown; it must be one of {', '.join(known)}{nearest(form, known)}")
     if bad_rows not in ("stop", "skip"):
@@ -344,7 +344,7 @@ def form_of(data: Data) -> str:
 def _read_each(
     data: Data, form: str, shares: Sequence[MixturePart], split: str, log: Log | None, single: Sequence[str] = SINGLE
 ) -> list[LoadedRows]:
-    """Return the rows of each dataset. `log` receives the recognised layouts and the number of skipped rows."""
+    """Return the `LoadedRows` of each dataset. `log` receives the recognised layouts and the number of skipped rows."""
     parts = [_read_one(data, form, share.dataset, split, single) for share in shares]
     if log is None:
         return parts

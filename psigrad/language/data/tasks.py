@@ -36,7 +36,9 @@ def can_spell(name: str, settings: dict[str, Any]) -> bool:
 
 
 def spell_rows(size: int, seed: int, *, min_word_len: int = SHORTEST, max_word_len: int) -> list[dict[str, Any]]:
-    """Return `size` rows that ask to spell a word of such a length backward; row i depends on `seed` + i only."""
+    """Return `size` rows that ask to spell a word of `min_word_len` to `max_word_len` letters backward. Row i depends on `seed` +
+    i only.
+    """
     known, found = [word for word in load_words() if min_word_len <= len(word) <= max_word_len], []
     lengths = {"difficulty": {"word_len": (min_word_len, max_word_len)}}
     for i in range(size):

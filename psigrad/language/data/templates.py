@@ -397,7 +397,7 @@ def _is_blank(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
 
 
 def _trim(tokenizer: PreTrainedTokenizerBase, ids: list[int], first: int, last: int) -> int:
-    """Return `last` without the white-space tokens at the end of ids[first:last]."""
+    """Return the index `last`, moved back over the white-space tokens at the end of ids[first:last]."""
     while last > first and _is_blank(tokenizer, ids[last - 1]):
         last -= 1
     return last
@@ -406,10 +406,10 @@ def _trim(tokenizer: PreTrainedTokenizerBase, ids: list[int], first: int, last: 
 def _end_of_turn(
     tokenizer: PreTrainedTokenizerBase, row: Row, ids: list[int], first: int, last: int, turn: int, stops: tuple[int, ...]
 ) -> int:
-    """Return the index after the special token that ends a turn, which is in ids[first:last] or just after it.
+    """Return the index after the special token that ends a turn.
 
-    It is after them if a template puts it outside its generation block (trl#5988). Another special token behind it at the very
-    end (Phi-3: the EOS) does not belong to the turn, since it is never sampled.
+    The token is in ids[first:last], or just after these if a template writes it outside its generation block (trl#5988). Another
+    special token behind it at the very end (Phi-3: the EOS) does not belong to the turn, since it is never sampled.
     """
     special = dialect.specials_of(tokenizer).ids
     inner = outer = _trim(tokenizer, ids, first, last)

@@ -61,7 +61,8 @@ def is_trained(message: Message) -> bool:
 def weigh_turns(messages: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
     """Return the messages of a fine-tuning row, each with its weight if a column named in `WEIGHTS` lists the weights.
 
-    `messages` is None if the row has a completion. Reject a mask of tokens, and a weight of the whole row other than 1.
+    The parameter `messages` is None if the row has a completion. Reject a mask of tokens, and a weight of the whole row other
+    than 1.
     """
     weighed = messages
     for name, given in columns.items():
@@ -87,7 +88,8 @@ def weigh_turns(messages: Any, columns: Mapping[str, Any], fail: Fail) -> Any:
 
 
 def check_answers(messages: list[Message], column: str, fail: Fail) -> None:
-    """Reject a tool's answer that names a call other than one just made, or whose position differs from its call's.
+    """Reject a tool's answer that names a call other than those just made. Reject also an answer at another position than its
+    call.
 
     Templates match calls and answers by order.
     """
