@@ -120,7 +120,10 @@ class SavedWeights:
 
 
 def part_of(checkpoint: Path | None, part: str) -> Path | None:
-    """Return the folder of a part of a checkpoint, None for a new run. Raises `UserError` if the checkpoint has no such part."""
+    """Return the folder of a part of a checkpoint, such as critic; None if `checkpoint` is None, as in a new run.
+
+    Raises `UserError` if the checkpoint has no such part.
+    """
     if checkpoint is not None and not (checkpoint / part).is_dir():
         raise UserError(
             f"{checkpoint} has no {part}: the run needed none when it was saved. Restore its settings to resume it, or choose "

@@ -345,7 +345,7 @@ def _base_identity(adapter: Path) -> str:
 
 
 def _convert_once(name: str, source: Path, make: Callable[[Path, Path], None]) -> str:
-    """Return the cached folder `name`, which `make(source, folder)` writes if it is missing. It is never seen incomplete."""
+    """Return the cached folder `name`. `make(source, folder)` writes it if it is missing. No process sees it incomplete."""
     conversions = cache_folder("models")
     place = conversions / name
     if place.is_dir():

@@ -45,7 +45,7 @@ Ask = Callable[[Groups, float, int], Sequence[TeacherOutput]]
 
 @dataclass(frozen=True)
 class Teacher:
-    """A teacher that serves as the reference. With `spans`, it has another tokenizer, and is compared on pieces of text.
+    """A teacher that serves as the reference. With `spans`, it has another tokenizer, and the KL compares pieces of text.
 
     A piece of text ends where both tokenizers end a token.
     """
@@ -83,7 +83,7 @@ class Teacher:
             )
 
     def log_probs(self, groups: Groups, temperature: float) -> Tensor:
-        """Return the log-probs [n, T] of the completions' tokens, padded with zeros."""
+        """Return the teacher's log-prob [n, T] of each token of the completions, padded with zeros."""
         said = self._evaluate(groups, temperature, 0)
         return torch.nn.utils.rnn.pad_sequence([one.logp for one in said], batch_first=True)
 
@@ -94,9 +94,10 @@ class Teacher:
         return Top(*(torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (ids, logp)))
 
     def store_pieces(self, ends: Tensor, theirs: Tensor, logp: Tensor) -> None:
-        """Store the ends of a batch's text pieces, their log-probs, and the baseline. All arguments have the shape [N, T].
+        """Store the ends of a batch's text pieces, the teacher's log-probs of the pieces, and a baseline for each completion.
 
-        `theirs` are the teacher's log-probs of the pieces, and `logp` the policy's of the tokens.
+        All arguments have the shape [N, T]. `ends` is True at the last token of a piece, and `theirs` has the teacher's log-prob
+        of the piece there. `logp` has the policy's log-prob of each token.
         """
         d = torch.where(ends, span_kl(logp, ends, theirs), 0.0).sum(1)
         count = ends.sum(1)
@@ -104,8 +105,9 @@ class Teacher:
         self._pieces[:] = [ends, theirs, (d.sum() - d) / others]
 
     def add_kl(self, evaluation: PolicyOutputs, rows: Tensor) -> PolicyOutputs:
-        """Return `evaluation` of these rows of the batch, with the KL by pieces of text added if `store_pieces` stored the
-        pieces.
+        """Return `evaluation`, the policy's outputs for these rows of the batch, with the KL of the text pieces added.
+
+        Return it unchanged if `store_pieces` has stored no pieces.
         """
         if not self._pieces:
             return evaluation
@@ -135,9 +137,9 @@ class Teacher:
         return ends, theirs
 
     def _translate(self, prompt: tuple[int, ...], ids: tuple[int, ...]) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-        """Return a completion in the teacher's tokens, and where its pieces of text end in both tokenizations.
+        """Return (a completion in the teacher's tokens, the ends of its text pieces in both tokenizations).
 
-        Each end is (number of the policy's tokens, number of the teacher's tokens) up to there.
+        An end is (the number of the policy's tokens, the number of the teacher's tokens) before it.
         """
         eos, finished = self.tokenizer.eos_token_id, bool(ids) and ids[-1] in self.policy.eos_token_ids
         body = ids[:-1] if finished else ids
@@ -154,7 +156,7 @@ class Teacher:
 
 @dataclass(frozen=True)
 class TeacherReference(Annotator):
-    """The annotator of a teacher: its log-probs, its most probable tokens, or the KL by pieces of text."""
+    """The `Annotator` of a teacher. It adds the teacher's log-probs, its most probable tokens, or the KL by pieces of text."""
 
     teacher: Teacher
     gives_reference = True
@@ -226,9 +228,9 @@ def text_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[s
 
 
 def align(own: Sequence[int], others: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (tokens of `own`, tokens of `others`) up to each position of the text at which both have the end of a token.
+    """Return, for each position of the text at which both tokenizers end a token, the numbers of tokens before it.
 
-    `own` and `others` are the ends that `text_ends` returns for two tokenizers.
+    The numbers are (tokens of `own`, tokens of `others`). Both arguments are the ends that `text_ends` returns for a tokenizer.
     """
     mine, theirs = ({end: i + 1 for i, end in enumerate(ends) if end > 0} for ends in (own, others))
     return [(mine[end], theirs[end]) for end in sorted(mine.keys() & theirs.keys())]

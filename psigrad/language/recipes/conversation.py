@@ -33,7 +33,7 @@ OWN_ROWS = 2000
 
 @contextlib.contextmanager
 def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Journal | None = None) -> Iterator[Player | None]:
-    """Yield the player of episodes or of agent sessions; None if a row is a single completion.
+    """Yield the `Player` that plays episodes or sessions of an agent; None if a completion is a single turn without answers.
 
     psigrad's own games run in this process. A user's environments and tools run in workers that can be killed. All of them run on
     a cluster if `placement.environment_actors` is above 0. The tokenizer determines how tool calls are parsed.

@@ -136,7 +136,7 @@ def score_settings(config: EvalConfig, report: Report) -> dict[str, Any]:
 
 
 def sample_and_score(config: EvalConfig | SampleConfig, scored: bool) -> Report:
-    """Sample completions, and score them if `scored`."""
+    """Sample completions of the rows' prompts, score them if `scored` is True, and return the `Report`."""
     check_output(config.output)
     for text in idle(config).values():
         redaction.say(text)
@@ -163,7 +163,10 @@ def _by_model(
     model: LanguageModel,
     episodes: Player | None,
 ) -> tuple[dict[str, Any], list[Trajectory], Sequence[Row]]:
-    """Sample and score `size` completions of each prompt with a local model."""
+    """Sample `size` completions of each prompt with a local model and score them.
+
+    Return (figures, the completions, their dataset rows).
+    """
     rows = rewards.judgeable(_rows(config, episodes, model.tokenizer), redaction.log)
     if isinstance(config, EvalConfig) and config.likelihood:
         letters = extras.load("likelihood").likeliest_letters(model, rows)
@@ -178,7 +181,10 @@ def _by_model(
 def _by_server(
     config: EvalConfig | SampleConfig, rewards: RewardSetup, scorer: Scorer | None, size: int
 ) -> tuple[dict[str, Any], list[Trajectory], Sequence[Row]]:
-    """Sample `size` completions of each prompt from a server and score them, with the seeds that a local model would use."""
+    """Sample `size` completions of each prompt from a server and score them, with the seeds that a local model would use.
+
+    Return (figures, the completions, their dataset rows).
+    """
     if config.plays:
         raise UserError("Episodes and agents need a local model; remove --server, or environment, tools and agent.")
     if config.evaluation.eval_kl:
@@ -206,7 +212,10 @@ def _choose(
     trajectories: list[Trajectory],
     rows: Sequence[Row],
 ) -> Report:
-    """Return a report on all completions, or with `best_of` on the best of each prompt, which the metric scores if it is set."""
+    """Return the report on all completions. With `best_of`, return the report on the best completion of each prompt instead.
+
+    If a metric is set, it scores the best completions.
+    """
     if not isinstance(config, EvalConfig) or config.best_of == 1:
         return Report(figures, trajectories, rows)
     best = _best(trajectories, config.best_of)
@@ -242,7 +251,7 @@ def _best(trajectories: list[Trajectory], size: int) -> list[Trajectory]:
 
 
 def _rows(config: EvalConfig | SampleConfig, episodes: Player | None, tokenizer: Any) -> list[Row]:
-    """Return the rows of the dataset or of the environment, in the form that the model reads."""
+    """Return the rows of the dataset or of the environment, with the prompts that the model reads (`to_turns`)."""
     own, data = environment_rows(config, episodes), config.data
     benchmark = config.benchmark if isinstance(config, EvalConfig) else ""
     if own is None and isinstance(config, EvalConfig) and benchmark:

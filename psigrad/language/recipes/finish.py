@@ -111,7 +111,7 @@ def generated_of(
     reference: Callable[[], LanguageModel | None],
     journal: Journal,
 ) -> Iterator[SampledEvaluation | None]:
-    """Yield the evaluation that samples completions of held-out prompts; None if no reward can measure them."""
+    """Yield the `SampledEvaluation` of completions of held-out prompts; None if no reward can score them."""
     if not (measure.weights and rows):
         yield None
         return

@@ -79,9 +79,10 @@ class ModelScorer:
         return [self._result(value) for value in score_all(self.model, pairs, self.micro_batch_tokens)]
 
     def _row(self, samples: Samples, i: int) -> Row:
-        """Return a completion as a dataset row. If the prompt is text and the completion messages, make the prompt a user turn.
+        """Return a completion as a dataset row. If the prompt is text but the completion is messages, make the prompt a user
+        turn.
 
-        For a model without a chat template, make the completion a text instead.
+        For a model without a chat template, make the completion text instead.
         """
         prompt, completion = samples.prompts[i], samples.completions[i]
         if isinstance(prompt, str) and not isinstance(completion, str):
@@ -167,7 +168,7 @@ def answer_end(tokenizer: Any, plain: bool) -> list[int] | None:
 
 
 def step_ends(tokenizer: Any, ids: Ids, separator: str) -> list[int]:
-    """Return the position of each step's last token: those with the separator, and the last before EOS if its step has none."""
+    """Return the index of each step's last token: each token with the separator. A last step without one ends before the EOS."""
     ends = [i for i, token in enumerate(ids) if separator in tokenizer.decode([token])]
     last = len(ids) - 1
     while last >= 0 and ids[last] == tokenizer.eos_token_id:

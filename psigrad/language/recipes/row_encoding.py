@@ -43,7 +43,7 @@ from psigrad.runs.journal import Journal
 R = TypeVar("R")
 T = TypeVar("T")
 RowFilter = Callable[[Any], tuple[Any, Mapping[str, int]]]
-"""A function that filters an encoded row: it returns the part to keep (None to drop the row), and counts by name."""
+"""A function (encoded row) -> (the part of the row to train on, counts by name). None in place of the part drops the row."""
 
 Encoded = tuple[tuple[int, bytes], list[BadRow], Counter[str]]
 _AT_ONCE = 1024
