@@ -33,10 +33,10 @@ def _score(p: float, n: float, z: float) -> tuple[float, float]:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of a mean.
+    """Return (low, high), the 95 % interval of a mean.
 
-    For values in [0, 1] it is Wilson's, with n·m·(1 − m)/s² in place of n where they vary less than zeros and ones. For other
-    values it is `unbounded_interval`. Raises ValueError without values.
+    For values in [0, 1] it is Wilson's interval, with n·m·(1 − m)/s² in place of n if the values vary less than zeros and ones.
+    For other values it is `unbounded_interval`. Raises ValueError without values.
     """
     n, mean, error = _moments(values)
     if not all(0 <= value <= 1 for value in values):
@@ -54,7 +54,7 @@ def unbounded_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _moments(values: Sequence[float]) -> tuple[int, float, float]:
-    """Return the number of values, their mean, and its standard error s/√n."""
+    """Return (the number of values, their mean, the mean's standard error s/√n)."""
     n = len(values)
     if not n:
         raise ValueError("An interval needs at least one value.")

@@ -98,7 +98,7 @@ def values() -> list[bytes]:
 
 
 def without(lines: bytes, secret: list[bytes]) -> bytes:
-    """Return lines of JSON in which these secret values are replaced."""
+    """Return lines of JSON in which each value in `secret` is replaced by a placeholder."""
     for value in secret:
         lines = lines.replace(value, HIDDEN.encode())
     return lines

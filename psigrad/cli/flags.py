@@ -164,7 +164,7 @@ def _number_of(kind: Callable[[str], T], text: str) -> T:
 
 
 def parse_names_and_output(command: str, arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """Parse the arguments of a command that takes only names and `--output FILE`, and return both."""
+    """Parse a command's arguments, which are names and `--output FILE`. Return (the names, FILE or None)."""
     parser = _Parser(prog=f"psigrad {command}")
     parser.add_argument("names", nargs="*")
     parser.add_argument("--output", metavar="FILE")
@@ -215,7 +215,10 @@ def _read(value: Any, hint: Any, name: str) -> Any:
 
 
 def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bool, told: bool) -> _Parser:
-    """Return the parser of a command. Its help lists `every` setting, or only those that are marked `MAIN`."""
+    """Return the parser of a command. Its help lists `every` setting, or only those that are marked `MAIN`.
+
+    Flags have help texts only if `told` is True, since reading the texts takes time.
+    """
     parser = _Parser(
         prog=f"psigrad {command}",
         description=inspect.getdoc(cls),
@@ -264,7 +267,7 @@ def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any, every: bool) ->
 def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[str, Any], every: bool, told: bool) -> None:
     """Add a flag for every setting, section by section. `defaults` are a method's defaults by name.
 
-    Help texts are read from the source code only with `told`, since reading takes time.
+    Help texts are read from the source code only if `told` is True, since reading takes time.
     """
     groups: dict[str, Any] = {}
     ordered = sorted(settings_of(cls).items(), key=lambda one: not one[0].startswith(("model.", "data.")))

@@ -198,7 +198,7 @@ def first_id(digest: str) -> int:
 
 
 def split_id(token: int) -> tuple[Picture, int]:
-    """Return the image that an image token belongs to, and the token's index in that image."""
+    """Return (the image that an image token belongs to, the token's index in that image)."""
     place = token & (1 << _PLACES) - 1
     first = token - place
     if first not in _by_first:
@@ -310,7 +310,7 @@ def _open_all(value: Any) -> Any:
 def insert_marks(
     text: str, messages: Iterable[Mapping[str, Any]], image_format: ImageFormat | None
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Replace the placeholders of images in a rendered text by marks. Return the text, and a shift for each image.
+    """Replace the placeholders of images in a rendered text by marks. Return (the text, a shift for each image).
 
     A shift is (the index of the placeholder, the number of characters by which the mark is longer). Raises `ValueError` if the
     template leaves an image out or writes it elsewhere, and if a text contains the placeholder.

@@ -35,7 +35,7 @@ def parts_of(folder: Path) -> list[RolloutPart]:
 
 
 def rollout_files(folder: Path) -> list[Path]:
-    """Return the files of a run's completions, in the order of their rows: the renamed parts, then rollouts.jsonl."""
+    """Return the files of a run's completions, in the order of their rows: first the renamed parts, then rollouts.jsonl."""
     return [part.path for part in parts_of(folder)] + [folder / "rollouts.jsonl"]
 
 
@@ -53,8 +53,8 @@ def rename_part(folder: Path, last: int, rows: int, keep: int) -> None:
 def restore_parts(folder: Path, step: int, written: int | None) -> None:
     """Undo `rename_part` for parts with rows after `step`, when a run returns to the checkpoint of `step`.
 
-    The part that contains the step becomes rollouts.jsonl again. A part that ends at the step does so if it still was
-    rollouts.jsonl when the checkpoint was saved: its number of rows is then `written`, the number in the checkpoint's manifest.
+    The part that contains the step becomes rollouts.jsonl again. A part whose last row has this step becomes it only if it was
+    not yet renamed when the checkpoint was saved. The part then has `written` rows, the number in the checkpoint's manifest.
     """
     for part in reversed(parts_of(folder)):
         if part.last > step or (part.last == step and part.rows == written):
@@ -205,7 +205,7 @@ def replace_file(file: Path, content: Iterable[bytes], writer: str = "") -> None
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Return the device and inode of a file or folder; None if it does not exist."""
+    """Return (device, inode) of a file or folder; None if it does not exist."""
     try:
         found = path.stat()
     except OSError:

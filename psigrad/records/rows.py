@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 FORMAT = 1
 
 PARTS = "eval/rewards/"
-"""The prefix of held-out figures of a single reward function. The figures of their sum do not have it."""
+"""The prefix of held-out figures of a single reward function. Figures of the sum of all functions lack this prefix."""
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _LARGEST = 1e100  # beyond it the arithmetic of axes overflows, and no figure of a run is so large
 _NUMBERS = re.compile(rb"\[[-+.0-9eE, ]+\]")
@@ -126,7 +126,7 @@ class RolloutRow(TypedDict):
     step_rewards: NotRequired[list[list[float]]]
     """(position in `completion_ids`, reward) of rewards that were given before the end of the completion."""
     logprobs: NotRequired[list[float]]
-    """Per token: log-prob under the sampling policy. This key and those below exist in the first `record_tokens` groups only."""
+    """Per token: log-prob under the sampling policy. Only the first `record_tokens` groups have this key and those below."""
     sampling_logprobs: NotRequired[list[float]]
     """Per token: log-prob under the distribution that the token was drawn from, if top_p, top_k or min_p cut the policy's."""
     trained_logprobs: NotRequired[list[float]]

@@ -231,7 +231,7 @@ class Callbacks:
         return replace(state, callbacks=held)
 
     def _name_each(self) -> list[tuple[str, Any]]:
-        """Return each callback with a unique name."""
+        """Return (a unique name, the callback) for each callback."""
         names = [type(callback).__name__ for callback in self.callbacks]
         return [
             (name if names.count(name) == 1 else f"{name} {names[: i + 1].count(name)}", callback)

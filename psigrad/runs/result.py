@@ -37,7 +37,7 @@ class MetricsHistory(list[dict[str, Any]]):
         return pandas.DataFrame(rows).set_index("step").sort_index() if rows else pandas.DataFrame()
 
     def series(self, name: str) -> tuple[list[int], list[Any]]:
-        """Return the steps and the values of one figure."""
+        """Return (steps, values) of one figure."""
         rows = [row for row in self if name in row]
         return [row["step"] for row in rows], [row[name] for row in rows]
 

@@ -438,7 +438,7 @@ def _depth(value: object) -> int:
 
 
 def _numbers(name: str, value: object) -> Iterator[tuple[str, Any]]:
-    """Yield path and value of every float in a column. Use a stack, not recursion: rows may be nested as deep as JSON allows."""
+    """Yield (path, value) of every float in a column. Use a stack, not recursion: rows may be nested as deep as JSON allows."""
     stack: list[tuple[str, object]] = [(name, value)]
     while stack:
         path, item = stack.pop()

@@ -1,7 +1,8 @@
 """A cache of rows and their tokens in Arrow files, which are memory-mapped; a row is decoded on access.
 
-A token takes four bytes; eight if there are images. A file is in Arrow's own format, followed by its SHA-256. It is written under
-a temporary name and renamed, so that other processes find it complete or not at all. Damaged or truncated files are ignored.
+A token id takes four bytes, or eight if rows have images. A file is in Arrow's own format, followed by its SHA-256. It is written
+under a temporary name and renamed, so that other processes find it complete or not at all. Damaged or truncated files are
+ignored.
 """
 
 from __future__ import annotations
@@ -215,7 +216,7 @@ def write(path: Path, prepared: PreparedRows[Any], messages: Any, max_bytes: int
 
 
 def read(path: Path) -> tuple[PreparedRows[Any], Any] | None:
-    """Return the rows that `write` cached, memory-mapped, and their messages; None if the file is missing or damaged."""
+    """Return (the rows that `write` cached, memory-mapped; their messages), or None if the file is missing or damaged."""
     if not path.is_file():
         return None
     import pyarrow as pa

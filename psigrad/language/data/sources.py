@@ -155,7 +155,8 @@ def _log_seen(train: Iterable[Row], held_out: Sequence[Row], log: Log) -> None:
 
 
 def _draw(counts: Sequence[int], seed: int, keys: Sequence[Sequence[Any]]) -> tuple[set[Any], list[int]]:
-    """Draw keys in random order, so that about `counts[i]` rows of part i have one of them; `keys` has the key of each row.
+    """Draw keys in random order until about `counts[i]` rows of part i have one of them. `keys[i]` has the key of each of its
+    rows.
 
     Return (the drawn keys, the number of rows of each part that have one).
     """
@@ -291,7 +292,7 @@ HELD_OUT, _HELD_OUT_PAIRS, ONE_OF = 64, 256, 10
 
 
 def read_rows(data: Data, form: str, eval_prompts: int | None, seed: int, log: Log | None = None) -> tuple[list[Row], list[Row]]:
-    """Return training rows and held-out rows.
+    """Return (training rows, held-out rows).
 
     Without an eval dataset, `eval_prompts` rows are held out, drawn with `seed`. If that is None, a tenth of the rows is held out
     (of each of several datasets as well), and at most 64 (comparisons: 256). Each of several datasets contributes its share to

@@ -130,7 +130,7 @@ def encode_batch(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, emp
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, row: Row, empty_thinking: bool) -> tuple[Conversation, list[list[Piece]]]:
-    """Return a row's conversation and, for each of its contexts, the pieces to encode. `encode_batch` may have prepared them."""
+    """Return (a row's conversation, the pieces to encode of each of its contexts). `encode_batch` may have prepared both."""
     made: tuple[Conversation, list[list[Piece]]] | None = dialect.specials_of(tokenizer).conversations.pop(id(row), None)
     if made is None or made[0].row is not row:
         conversation = Conversation(tokenizer, row)
@@ -148,7 +148,7 @@ def example(tokenizer: PreTrainedTokenizerBase, row: Row, max_length: int = 0) -
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, row: Row | None = None) -> tuple[int, ...]:
-    """Return the tokens that end an assistant's turn in the chat template.
+    """Return the ids of the tokens that end an assistant's turn in the chat template.
 
     A sampler must stop at them, and they are not always the EOS. A turn that calls a tool may end with its own token, which is
     included if the row offers tools. Return the EOS if the template has no end of turn.

@@ -101,7 +101,7 @@ def find_adapter(settings: Model, *, local: bool = False) -> TrainedAdapter | No
 
 
 def lora_of(settings: Model) -> Lora | None:
-    """Return the adapter to train: a new one that the settings request, or the one whose training continues."""
+    """Return the adapter to train: a new one from the settings, or the one whose training continues. None: train all weights."""
     if settings.lora_rank:
         return Lora(
             settings.lora_rank,

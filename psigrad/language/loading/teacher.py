@@ -64,7 +64,7 @@ class Teacher:
 
     @property
     def is_own_reference(self) -> bool:
-        """False: a teacher is never the policy."""
+        """Always False, since a teacher is never the policy."""
         return False
 
     def clear(self) -> None:
@@ -123,7 +123,10 @@ class Teacher:
         return [self._cache[row] for row in rows]
 
     def pieces(self, groups: Groups, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return a mask [n, T] that is True where a piece of text ends, and the teacher's log-prob [n, T] of each piece there."""
+        """Return (a mask [n, T], log-probs [n, T]). The mask is True where a piece of text ends.
+
+        There the log-probs have the teacher's log-prob of the piece; elsewhere they are 0.
+        """
         rows = [(tuple(p), tuple(c)) for p, own in zip(groups.prompts, groups.completions, strict=True) for c in own]
         read = [self._translate(prompt, ids) for prompt, ids in rows]
         said = self._evaluate(Groups([p for p, _ in rows], [[ids] for ids, _ in read]), temperature, 0)
@@ -199,7 +202,7 @@ class TeacherReference(Annotator):
     def add_terms(
         self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, first: bool
     ) -> tuple[Prepared, PolicyOutputs]:
-        """Add the KL by pieces of text to the outputs of a forward pass."""
+        """Return (`part`, `outputs` with the KL by pieces of text). `outputs` are the results of a forward pass."""
         return part, self.teacher.add_kl(outputs, rows)
 
 

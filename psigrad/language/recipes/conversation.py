@@ -103,7 +103,7 @@ def start_environments(config: Played, form: CallForm) -> Playing:
 
 
 def read_episode_rows(config: OnlineConfig, episodes: Player | None, tokenizer: Any, log: Log) -> tuple[list[Row], list[Row]]:
-    """Return training and held-out rows in the form that the model reads, from the dataset or from the environment.
+    """Return (training rows, held-out rows) as the model reads them, from the dataset or from the environment.
 
     Of an environment's rows the first are held out, as many as of a dataset. Each row has the tools' schemas. Raises `UserError`
     if no rows are left to train on.

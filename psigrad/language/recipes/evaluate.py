@@ -165,7 +165,7 @@ def _by_model(
 ) -> tuple[dict[str, Any], list[Trajectory], Sequence[Row]]:
     """Sample `size` completions of each prompt with a local model and score them.
 
-    Return (figures, the completions, their dataset rows).
+    Return (the figures, the completions, the dataset rows).
     """
     rows = rewards.judgeable(_rows(config, episodes, model.tokenizer), redaction.log)
     if isinstance(config, EvalConfig) and config.likelihood:
@@ -183,7 +183,7 @@ def _by_server(
 ) -> tuple[dict[str, Any], list[Trajectory], Sequence[Row]]:
     """Sample `size` completions of each prompt from a server and score them, with the seeds that a local model would use.
 
-    Return (figures, the completions, their dataset rows).
+    Return (the figures, the completions, the dataset rows).
     """
     if config.plays:
         raise UserError("Episodes and agents need a local model; remove --server, or environment, tools and agent.")

@@ -62,7 +62,10 @@ Learners = Sequence[Learner | Follower]
 
 
 def commit(root: Path, step: int, write: Write, world: World, meta: Mapping[str, Any]) -> Path | None:
-    """Write a checkpoint with `write` and return its folder on rank 0. With sharded models, all ranks must call this."""
+    """Write a checkpoint with `write`. Return its folder on rank 0, and None on other ranks.
+
+    With sharded models, all ranks must call this.
+    """
     if world.rank:
         if world.lockstep:
             write(world.broadcast(root), world)

@@ -93,7 +93,7 @@ class ModelScorer:
         return to_turns(self.model.tokenizer, Row("a completion", prompt, completion, columns=columns), self.model.plain_prompts)
 
     def _tokens(self, row: Row, own: tuple[Ids, Ids] | None) -> tuple[Ids, Ids]:
-        """Return the tokens of a prompt and of its completion.
+        """Return (the tokens of a prompt, the tokens of its completion).
 
         Use the policy's tokens, and replace their end by the tokens that ended answers in the reward model's training. A template
         may write more than the token at which sampling stops, and a cut completion has no end. Use the rendered row instead if

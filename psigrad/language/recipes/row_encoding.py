@@ -82,9 +82,10 @@ class Encoder(Generic[R]):
 
 
 def encode_rows(rows: Sequence[R], encoder: Encoder[R], data: Data, log: Log | None = None) -> tuple[Sequence[Any], Counter[str]]:
-    """Return the encoded rows, as Arrow batches if there are many, and the encoder's counts.
+    """Return (the encoded rows, as Arrow batches if there are many; the encoder's counts by name).
 
-    A row that the encoder rejects stops the run with its place in the file. With `bad_rows: skip` it is dropped and counted.
+    A row that the encoder rejects stops the run, and the error names its place in the file. With `bad_rows: skip` it is dropped
+    and counted.
     """
     if len(rows) < FEW and data.num_proc <= 1:
         made: Sequence[Any]

@@ -131,7 +131,10 @@ def _held_out_figures(run: RunData) -> Iterator[tuple[str, str]]:
 
 
 def _held_out_table(run: RunData) -> list[list[str]]:
-    """Return a Markdown table of held-out figures before and after training, with 95 % intervals. Two lines are the head."""
+    """Return the lines of a Markdown table of held-out figures before and after training, with 95 % intervals.
+
+    The first two lines are the table's head.
+    """
     rows = run.evaluations
     if not rows:
         return []
@@ -158,7 +161,7 @@ def _trained(run: RunData, base: ModelOrigin) -> str:
 
 
 def _facts(run: RunData, base: ModelOrigin, pins: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the facts of the training: base model, data, rewards, times and machine."""
+    """Return (name, text) of each fact of the training: base model, data, rewards, times and machine."""
     start = _start(run)
     data = ", ".join(f"[{name}](https://huggingface.co/datasets/{hub})" if hub else f"`{name}`" for name, hub in _datasets(run))
     rows = number(start.get("rows"))

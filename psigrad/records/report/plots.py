@@ -123,7 +123,10 @@ def _lines(axes: Any, plot: Plot, runs: Sequence[RunData]) -> None:
 
 
 def _thin(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Return at most 2·`_POINTS` points of a curve: the least and the greatest of each interval, so that its outline stays."""
+    """Return (steps, values) of at most 2·`_POINTS` points of a curve.
+
+    They are the least and the greatest value of each interval, so that the outline stays.
+    """
     stride = -(-len(steps) // _POINTS)
     if stride <= 2:
         return list(steps), list(values)

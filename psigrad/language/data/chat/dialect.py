@@ -142,8 +142,8 @@ def _backend_of(tokenizer: PreTrainedTokenizerBase, added: list[Any]) -> tuple[r
     """Return (`Specials.cuts`, `Specials.backend`) for a tokenizer with the added tokens `added`.
 
     `tokenizers` splits a text at its added tokens, at the longest of those that begin first, and then processes each piece alone.
-    A split must not depend on the text before the token. It does if the token is matched in normalised text, must be a separate
-    word, or may be part of another token.
+    `cuts` needs a split that does not depend on the text before the token. It does depend on it if the token is matched in
+    normalised text, must be a separate word, or may be part of another token.
     """
     from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
@@ -235,7 +235,7 @@ def _closing(special: re.Pattern[str], last: str, followed: str) -> tuple[str, s
 
 
 def rewrite(messages: Sequence[Message], tools: Any, dialect: Dialect) -> tuple[list[Message], Any]:
-    """Return the messages and tools, rewritten where necessary so that the template renders all of them."""
+    """Return (messages, tools), rewritten where necessary so that the template renders all of them."""
     spoken: list[Message] = []
     if tools and not dialect.tools:
         offer = _OFFER.format("\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
