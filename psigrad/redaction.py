@@ -66,7 +66,9 @@ def hide(value: Any) -> Any:
 
 
 def clear(value: Any) -> Any:
-    """Return a JSON value without secrets: those that `hide` recognises, and the `values` of secret environment variables."""
+    """Return a JSON value without secrets: without those that `hide` recognises and without the values of secret environment
+    variables.
+    """
     return json.loads(without(json.dumps(hide(value)).encode(), values()))
 
 

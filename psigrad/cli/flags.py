@@ -122,7 +122,7 @@ def join_columns(arguments: Sequence[str], settings: Container[str] = ()) -> lis
 
 
 def parse_known(cls: type[T], command: str, arguments: Sequence[str]) -> tuple[T, list[str]]:
-    """Return (settings of class `cls`, all other arguments), for a command that passes the other arguments to another command."""
+    """Return (settings of class `cls`, all other arguments). A command uses it to pass those arguments to another command."""
     parser = _Parser(prog=f"psigrad {command}", add_help=False, usage=argparse.SUPPRESS)
     _add_flags(parser, cls, command, {}, every=True, told=asks_for_help(arguments))
     known, rest = parser.parse_known_args(list(arguments))
@@ -240,7 +240,7 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
 
 
 def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any, every: bool) -> None:
-    """Add a flag for every shortcut to a part of the algorithm, also for parts that this method lacks.
+    """Add a flag for every shortcut to a part of the algorithm, including parts that this method lacks.
 
     Giving the flag of a missing part raises an error later, which explains the reason.
     """

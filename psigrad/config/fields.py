@@ -119,7 +119,8 @@ def settings_of(cls: Any) -> dict[str, Setting]:
 def unread_settings(cls: Any) -> dict[str, str]:
     """Return {setting in a section of `cls` that the command does not read: the setting that replaces it, or ""}.
 
-    Help omits these settings. Giving one that has no replacement raises an error, unless the value is False or the default.
+    Help omits the settings that are not read. Giving one without a replacement raises an error, unless the value is False or the
+    default.
     """
     sections = types_of(cls, notes=True)
     found = {name: mark for name, annotated in sections.items() for mark in _extras(annotated) if isinstance(mark, Unread)}

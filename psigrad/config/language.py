@@ -103,8 +103,8 @@ class RewardSettings:
     worker_memory_gb: Annotated[PositiveOrZero, RECORDED, _WORKERS] = 16.0
     """Memory limit of each process that runs your rewards, environments or tools, in 1e9 bytes; 0: no limit."""
     skip_special_tokens: Annotated[bool, Needs(*_SCORED.settings, "reward_model")] = True
-    """Hide the tokenizer's special tokens from rewards, as TRL does. Otherwise rewards read those that a policy writes inside a
-    turn, such as <think> in some vocabularies."""
+    """Hide the tokenizer's special tokens from rewards, as TRL does. Otherwise rewards read the special tokens that a policy
+    writes inside a turn, such as <think> in some vocabularies."""
     worker_env: Annotated[tuple[str, ...], RECORDED, _WORKERS] = ()
     """Names of extra environment variables for the processes that run your rewards, environments or tools, such as an API key's.
     By default these processes get no secrets."""
@@ -221,7 +221,7 @@ class SFTConfig(_SectionsForRows, PackingSettings, RewardSettings):
     """Share of the target probability that is spread evenly over all tokens of the vocabulary. The held-out loss ignores it."""
     train_empty_thinking: bool = False
     """Also train on the empty thought that some chat templates write before an answer that has no thought (Qwen3:
-    <think></think>). Otherwise it is context, as it is when sampling with thinking disabled."""
+    <think></think>). Otherwise the empty thought is context, as in sampling with thinking disabled."""
 
 
 @dataclass(frozen=True)
@@ -292,8 +292,8 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     the embedded sampler and single completions."""
     keep_activations_gb: Annotated[PositiveOrZero | None, RECORDED] = None
     """Memory, in 1e9 bytes, for activations that training reuses from sampling (fused decoder only, not with gradient
-    checkpointing). With 0, or if they need more, training runs its own forward pass. By default a quarter of the memory that is
-    free beside the model, chosen once at the start of the run."""
+    checkpointing). With 0, or if the activations need more, training runs its own forward pass. By default a quarter of the
+    memory that the model leaves free, chosen once at the start of the run."""
     max_logp_difference: PositiveOrZero = 0.0
     """Stop if the log-probs of sampler and trainer differ by more than this on average; 0: 1e-3 in float32, 0.1 in bfloat16."""
     record_tokens: Annotated[CountOrZero, RECORDED, LIVE] = 4

@@ -51,7 +51,10 @@ class PlainNames:
     def of_file(
         self, cls: Any, in_file: Mapping[str, Any], flags: Mapping[str, Any], source: str
     ) -> tuple[dict[str, Any], list[GivenSetting]]:
-        """Return (the file's settings nested in sections, those given by name alone). `model: PATH` becomes `model.path`."""
+        """Return (the file's settings that are nested in sections, its settings that are given by name without a section).
+
+        `model: PATH` becomes `model.path`.
+        """
         nested: dict[str, Any] = {}
         flat: list[GivenSetting] = []
         hints = types_of(cls)

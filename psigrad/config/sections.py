@@ -224,8 +224,8 @@ class Sampling:
     """With sampler=vllm: the engine's first GPU, such as cuda:1; empty: the GPU that trains. With a lag, a run of one process
     then samples while it trains."""
     vllm_readback: Annotated[bool, RECORDED, Needs("sampling.sampler=vllm")] = True
-    """With sampler=vllm: after each update, compare the engine's weights bit for bit with those that were sent. Off: compare only
-    log-probs at the start."""
+    """With sampler=vllm: after each update, compare the engine's weights bit for bit with the weights that were sent. Off:
+    compare only log-probs at the start."""
     tensor_parallel_size: Annotated[Count, RECORDED] = 1
     """With sampler=vllm: number of devices over which each engine splits the model."""
     max_decode_batch: Annotated[Count, RECORDED] = 256
@@ -260,8 +260,8 @@ class Evaluation:
     metric: Reward = ""
     """`module:function` or built-in that scores held-out completions; empty: the reward."""
     load_best_model_at_end: Annotated[bool, Needs("evaluation.eval_steps")] = False
-    """Save the weights of the best evaluation at the end, not the last ones. Their checkpoint is written at that evaluation, and
-    kept in addition to those of save_total_limit."""
+    """Save the weights of the best evaluation at the end, not the last ones. Their checkpoint is written at that evaluation. It
+    is kept in addition to the checkpoints of save_total_limit."""
     metric_for_best_model: Annotated[str, _BEST] = ""
     """Held-out metric that decides which evaluation is best, such as loss or exact; empty: the first metric of the report."""
     greater_is_better: Annotated[bool | None, _BEST] = None

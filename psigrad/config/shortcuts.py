@@ -93,7 +93,7 @@ Places = list[tuple[str, Any]]
 
 
 class Shortcut(NamedTuple):
-    """The meaning of a short name. `what` is the part of the algorithm that the name belongs to, in words."""
+    """The meaning of a short name. `what` says in messages which part of the algorithm the name belongs to."""
 
     what: str
     help: str

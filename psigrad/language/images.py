@@ -84,7 +84,7 @@ class ImageFormat(Protocol):
 
     @property
     def version(self) -> str:
-        """A hash of all settings on which an image's pixel values depend, such as those of the image processor."""
+        """A hash of all settings that affect an image's pixel values, such as the image processor's."""
 
     def save(self, folder: Path) -> None:
         """Write the image processor's files into a model's folder."""

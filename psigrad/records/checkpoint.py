@@ -142,7 +142,7 @@ def _write_manifest(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a manifest's content without its own key "sha256", which stores this hash."""
+    """Return the SHA-256 of a manifest's content without the key "sha256", under which the manifest stores this hash."""
     content = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

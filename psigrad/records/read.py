@@ -149,7 +149,7 @@ def clip(value: Any, limit: int = TEXT_LIMIT) -> str:
 
 
 def load_all(folders: Sequence[str | Path]) -> list[RunData]:
-    """Return the runs in `folders`. Their names are the ends of their paths, as short as they can be while all differ."""
+    """Return the runs in `folders`. A run's name is the end of its path, as short as possible while all names differ."""
     runs = [load(folder) for folder in folders]
     parts = [run.path.resolve().parts for run in runs]
     for depth in range(1, max(map(len, parts), default=0) + 1):
@@ -195,7 +195,7 @@ def _rollouts(
 ) -> tuple[dict[int, list[float]], Counter[tuple[str, str]], dict[int, dict[str, Sample]], dict[int, dict[int, float]]]:
     """Return (`rewards`, `troubles`, `samples`, `held_out`) of `RunData` in one pass, since files can be far larger than memory.
 
-    Of held-out completions only the positions in the files are stored; those of three evaluations are then read again.
+    Of held-out completions only the positions in the files are stored. The completions of three evaluations are then read again.
     """
     rewards: dict[int, list[float]] = {}
     troubles: Counter[tuple[str, str]] = Counter()

@@ -107,11 +107,12 @@ def end_last_line(file: Path, *, cut: bool = True) -> None:
 
 
 def truncate_to_step(file: Path, step: int, written: int | None) -> Truncation:
-    """Truncate a file to its rows of step `step` and before. `written` is the number of these rows that were written, if known.
+    """Truncate a file to its rows of step `step` and before. `written` is the number of these rows when they were written, if
+    known.
 
     Rows are in the order of their steps. If they are not, the fewest rows whose removal restores the order count as damaged. If
     rows are missing, the lines after the last remaining row are moved to FILE.damaged too, since a missing row may be among them.
-    Otherwise these lines are deleted.
+    If no row is missing, these lines are deleted.
     """
     end_last_line(file, cut=False)
     ends, steps, end = array("q", [0]), array("q"), 0

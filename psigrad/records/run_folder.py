@@ -245,7 +245,7 @@ class RunFolder:
         redaction.say(f"{self.path}: {text}")
 
     def _check_unmoved(self) -> None:
-        """Check that the folder and its files of rows are still those that this process has open.
+        """Check that the folder and its files of rows are the ones that this process has open.
 
         A file that was deleted or replaced is written again. If a file was shortened, log a message. Raise `RunFolderError` if
         the folder was moved or deleted.

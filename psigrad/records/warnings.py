@@ -102,7 +102,8 @@ class Rule:
     until: float
     patience: int = 1
     worst: str = "reward"
-    """The completions of the step to display: those of the lowest "reward", or the "longest"."""
+    """The completions of the step that are displayed with the warning: the lowest by "reward", the "longest", or the "unscored".
+    """
     signal: str = ""
     grave: bool = False
     min_count: int = 1

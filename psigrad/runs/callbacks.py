@@ -162,7 +162,7 @@ class Callbacks:
         self.model, self.tokenizer = model, tokenizer
 
     def add_row(self, row: Mapping[str, Any]) -> None:
-        """Store a row of metrics, which the callbacks receive at the next event."""
+        """Store a row of metrics. The callbacks receive it at the next event."""
         if self.callbacks:
             self._rows.append(dict(row))
 

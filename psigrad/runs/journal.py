@@ -226,7 +226,7 @@ class Journal:
     def interruptible(self) -> Iterator[None]:
         """Raise `Interrupted` in the block when a stop is requested, and remove the rows that the block has written.
 
-        With several processes nothing is interrupted, since the others would wait for this one forever.
+        With several processes nothing is interrupted, since other processes would wait for this one forever.
         """
         if self.signal is None or self.world.size > 1:
             yield

@@ -116,8 +116,8 @@ def new_folder(recipe: str) -> Path:
 def load_finished(config: Any, journal: Journal, run_pins: Mapping[str, str]) -> Result | None:
     """Return the result of a run that finished earlier, and print that nothing was done; None if the run is unfinished.
 
-    `run_pins` are the pins of the run, by the names of `pins.PINS`. Raise `UserError` if they differ from those of the finished
-    run and `run.allow` does not name them.
+    `run_pins` are the pins of this start, by the names of `pins.PINS`. Raise `UserError` if they differ from the finished run's
+    pins and `run.allow` does not name the difference.
     """
     folder = journal.folder.path
     if not journal.folder.finished:

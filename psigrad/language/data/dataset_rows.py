@@ -170,7 +170,7 @@ def role_of(message: Mapping[str, Any]) -> str:
 
 
 def column_names(rows: Iterable[Row]) -> list[str]:
-    """Return the columns of these rows that are not part of their form, sorted alphabetically."""
+    """Return the names of the rows' columns that are not part of their form, sorted alphabetically."""
     return sorted({name for row in rows for name in row.columns})
 
 

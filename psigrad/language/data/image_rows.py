@@ -211,7 +211,7 @@ def observation_text(content: Any) -> Any:
 
 
 def observation_json(content: Any) -> Any:
-    """Return an observation whose images are data URLs, so that it is JSON. Raises `ValueError` for one that cannot be read."""
+    """Return an observation whose images are data URLs, so that it is JSON. Raises `ValueError` if an image cannot be read."""
 
     def part(one: Any) -> Any:
         if not is_image(one):

@@ -190,7 +190,7 @@ def _refuse_one_object(data: bytes, path: Path) -> None:
 
 
 def _json_list(text: str, name: str) -> Records:
-    """Yield the objects of a JSON list one by one. Each has its line number, and a bad one does not hide the others."""
+    """Yield the objects of a JSON list one by one, each with its line number. A malformed object does not hide the others."""
     at, line, counted = _skip(text, _skip(text, 0) + 1), 1, 0
     more = text[at : at + 1] != "]"
     while more:

@@ -19,7 +19,9 @@ SHOWN, _LONGEST = 3, 2000
 
 
 class Segment(NamedTuple):
-    """Tokens of one kind in a row: prompt, trained, masked (read after the trained ones, without loss), or sampled."""
+    """Tokens of one `kind` in a row, as text. The kind is prompt, trained, masked (after the trained tokens, without loss), or
+    sampled.
+    """
 
     kind: str
     text: str

@@ -137,7 +137,7 @@ def check_held_out(count: int, total: int) -> None:
 
 
 def log_held_out(count: int, total: int, selection: str, log: Log | None) -> None:
-    """Log how many rows are held out, of how many, and which."""
+    """Log the number of held-out rows, the total number of rows, and how the held-out rows were selected."""
     if log is not None and count:
         are = "is" if count == 1 else "are"
         text = f"{count} of {total} rows, {selection}, {are} held out; --eval-prompts sets their number."
@@ -327,7 +327,7 @@ def read_rows(data: Data, form: str, eval_prompts: int | None, seed: int, log: L
 
 
 def read_dataset(data: Data, form: str, dataset: Any, split: str, log: Log | None = None) -> LoadedRows:
-    """Return the rows of one dataset, or of several one after the other. Raise `UserError` if no name was given."""
+    """Return the `LoadedRows` of one dataset, or of several in sequence. Raise `UserError` if no name was given."""
     parts = _read_each(data, form, parse_mixture(dataset), split, log)
     return LoadedRows([row for part in parts for row in part.rows], [bad for part in parts for bad in part.skipped])
 

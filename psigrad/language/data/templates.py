@@ -228,7 +228,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
 
 
 def special_token_remover(tokenizer: PreTrainedTokenizerBase) -> Callable[..., str]:
-    """Return a function (text, ids) -> the text of these ids without special tokens, as transformers decodes them.
+    """Return a function (text, ids) -> the text of the tokens `ids` without special tokens, as transformers decodes them.
 
     `text` is the result of `decode`. Without ids, the special tokens are found by their text.
     """
@@ -271,7 +271,8 @@ def opened_thought(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]
 def _dropped_ids(tokenizer: PreTrainedTokenizerBase, template: str, *named: str) -> frozenset[int]:
     """Return the ids that `decode` drops.
 
-    `template` and `named` belong to the cache key, so that a change of them takes effect.
+    `named` are the tokenizer's named tokens. The result is cached by the arguments, so another `template` or other `named` tokens
+    take effect.
     """
     ids = {tokenizer.convert_tokens_to_ids(token) for token in named}
     with contextlib.suppress(UserError):  # no template, or one that does not end turns
@@ -338,7 +339,7 @@ def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> 
 def _last_cut(tokenizer: PreTrainedTokenizerBase, before: str) -> str:
     """Return the last part of a text, on which the tokens of a following text depend.
 
-    Tokenizers split a text at its added tokens first, so the text before the last of these has no effect.
+    Tokenizers split a text at its added tokens first, so the text before the last added token has no effect.
     """
     cuts = dialect.specials_of(tokenizer).cuts
     return before[max((match.start() for match in cuts.finditer(before)), default=0) :] if cuts is not None else before

@@ -196,7 +196,7 @@ def write_model(model: LanguageModel | ScalarModel, folder: Path, saved_form: st
 
 
 def write_card(folder: Path) -> None:
-    """Write README.md beside the weights, where users expect it. A failure to write it does not end the run."""
+    """Write README.md into the folder of the weights, where users expect it. A failure to write it does not end the run."""
     from psigrad.records.report import card
 
     model = folder / "model"

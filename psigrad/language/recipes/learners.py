@@ -208,8 +208,8 @@ class CheckpointWriter:
             job.result(self._await_all_ranks(job) if seconds is None and self._journal.world.lockstep else seconds)
 
     def _await_all_ranks(self, job: Future[None]) -> float | None:
-        """Wait until all ranks have written, or one has failed. Return None, or after a failure the seconds to wait for the
-        others.
+        """Wait until all ranks have written, or one has failed. Return None, or after a failure the seconds to wait for other
+        ranks.
 
         A stalled rank is detected here as well; otherwise the write would block for hours.
         """

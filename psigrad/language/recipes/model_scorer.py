@@ -70,7 +70,9 @@ class ModelScorer:
         return self._where_it_fits(pairs, self._by_texts)
 
     def _where_it_fits(self, pairs: Sequence[tuple[Ids, Ids]], score: Callable[..., list[Result]]) -> list[Result]:
-        """Apply `score` to the texts that fit the model's positions, and return `Unscored` for the others."""
+        """Apply `score` to the texts that fit the model's positions. Return the results, with `Unscored` for texts that do not
+        fit.
+        """
         long = [describe_overflow(self.model, pair) for pair in pairs]
         found = iter(score([pair for pair, why in zip(pairs, long, strict=True) if not why]))
         return [Unscored(f"the reward model {self.name} cannot read {why}") if why else next(found) for why in long]
@@ -201,13 +203,13 @@ def score_all(model: ScalarModel, pairs: Sequence[tuple[Ids, Ids]], budget: int)
 
 @dataclass(frozen=True)
 class Mixture:
-    """A weighted sum of several scorers. A completion that one of them cannot score stays unscored."""
+    """A weighted sum of several scorers. A completion stays unscored if one of the scorers cannot score it."""
 
     scorers: Sequence[Scorer]
     weights: Sequence[float]
 
     def begin(self) -> Scoring:
-        """Return a `Scoring` that passes each group to all scorers at once, so that each starts as early as it can."""
+        """Return a `Scoring` that passes each group to all scorers at once, so that each scorer starts as early as it can."""
         return MixedScoring([scorer.begin() for scorer in self.scorers], self.weights)
 
 

@@ -53,8 +53,8 @@ class RewardSetup:
     def of(cls, config: Scored, functions: Sequence[Reward] | None = None) -> RewardSetup:
         """Return the rewards of `config.reward` and `config.reward_model` with `config.reward_weights`.
 
-        `functions`, if given, replace all of these. Raises `UserError` for a function that does not exist, and for a wrong number
-        of weights.
+        `functions`, if given, replace all of these rewards. Raises `UserError` for a function that does not exist, and for a
+        wrong number of weights.
         """
         given: Sequence[Reward] = config.reward if functions is None else functions
         paths, weights = (config.reward_model, config.reward_weights) if functions is None else ((), ())
@@ -76,7 +76,7 @@ class RewardSetup:
 
     @property
     def metric(self) -> str:
-        """The name of the value in reports: that of the only reward, or "reward" for several and in episodes."""
+        """The name of the value in reports: the name of the only reward, or "reward" for several rewards and for episodes."""
         plays = isinstance(self.config, EpisodeSettings) and bool(self.config.environment or self.config.asks)
         return next(iter(self.weights)) if len(self.weights) == 1 and not plays else "reward"
 

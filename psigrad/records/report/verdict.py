@@ -212,7 +212,7 @@ def apply_rules(run: RunData) -> Watch:
 
 
 def _warnings(watch: Watch) -> list[str]:
-    """Return texts on the current warnings, the number of withdrawn ones, and those that a solved task explains."""
+    """Return texts on the current warnings, on the number of withdrawn warnings, and on warnings that a solved task explains."""
     found = watch.alerts()
     standing = dict.fromkeys(alert.rule for alert in found if alert.ended is None)
     calm, loud = ([BY_NAME[r].title for r in standing if watch.explains(r) is solved] for solved in (True, False))

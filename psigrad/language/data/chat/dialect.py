@@ -101,7 +101,7 @@ class Specials:
     """The named special tokens (EOS, BOS, …) as text. Templates refer to them by name, so a change makes cached dialects invalid.
     """
     prefix_ids: dict[str, list[int]] | None = field(default=None, compare=False)
-    """Inside `cache_specials`, a cache for `templates.encode_after`: preceding text -> its token ids. Outside of it, None."""
+    """Inside `cache_specials`, a cache for `templates.encode_after`: preceding text -> its token ids. None outside that block."""
     encoded: dict[str, list[int]] = field(default_factory=dict, compare=False)
     """Text -> its token ids, from `templates.encode_batch`. `conversations`: Python's `id` of a row -> the row's rendered
     conversation."""
@@ -141,9 +141,9 @@ def cache_specials(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 def _backend_of(tokenizer: PreTrainedTokenizerBase, added: list[Any]) -> tuple[re.Pattern[str] | None, Any]:
     """Return (`Specials.cuts`, `Specials.backend`) for a tokenizer with the added tokens `added`.
 
-    `tokenizers` splits a text at its added tokens, at the longest of those that begin first, and then processes each piece alone.
-    `cuts` needs a split that does not depend on the text before the token. It does depend on it if the token is matched in
-    normalised text, must be a separate word, or may be part of another token.
+    `tokenizers` splits a text at its added tokens, and then processes each piece alone. If several added tokens begin at the same
+    position, the longest counts. `cuts` needs a split that does not depend on the text before the token. It does depend on it if
+    the token is matched in normalised text, must be a separate word, or may be part of another token.
     """
     from transformers import PreTrainedTokenizerBase, TokenizersBackend
 

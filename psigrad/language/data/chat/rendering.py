@@ -107,8 +107,8 @@ def render(
 def generation_blocks(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], messages: Sequence[Message]) -> Any:
     """Return (the text of the messages, the spans of characters that the `{% generation %}` blocks of the template wrote).
 
-    `apply_chat_template(return_assistant_tokens_mask=True)` is not used. It lets tokens merge across the start of a turn. If a
-    tokenizer trims offsets, it also loses every turn after one that starts with a space.
+    `apply_chat_template(return_assistant_tokens_mask=True)` is not used, since it lets tokens merge across the start of a turn.
+    With a tokenizer that trims offsets, it also loses every turn after a turn that starts with a space.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
