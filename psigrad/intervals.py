@@ -15,9 +15,9 @@ LARGE = 50
 
 
 def wilson(successes: float, n: int, outside: float = 0.05) -> tuple[float, float]:
-    """Return the interval of a proportion (Wilson 1927): 95 %, or 1 − `outside`.
+    """Return (low, high), the interval of a proportion (Wilson 1927) with the confidence 1 − `outside`.
 
-    It stays inside [0, 1] and is not empty at 0 or n successes. Raises ValueError unless 0 ≤ successes ≤ n and n > 0.
+    The interval stays inside [0, 1] and is not empty at 0 or n successes. Raises ValueError unless 0 ≤ successes ≤ n and n > 0.
     """
     if not 0 <= successes <= n or n < 1:
         raise ValueError(f"wilson got {successes} successes of {n}; expected 0 <= successes <= n and n > 0.")
@@ -47,7 +47,10 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def unbounded_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval mean ± t·s/√n (Student's t); (NaN, NaN) if all values are equal. Raises ValueError if empty."""
+    """Return (low, high), the 95 % interval mean ± t·s/√n (Student's t). It is (NaN, NaN) if all values are equal.
+
+    Raises ValueError without values.
+    """
     n, mean, error = _moments(values)
     reach = _student(n - 1) * error if error else math.nan
     return mean - reach, mean + reach

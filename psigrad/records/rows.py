@@ -117,7 +117,7 @@ class RolloutRow(TypedDict):
     seat: NotRequired[int]
     """In a game with several players: the number of the seat (player) whose turns the completion contains."""
     cuts: NotRequired[list[dict[str, Any]]]
-    """Answers of the environment that were cut, or dropped, which ended the episode: {"turn", "kind", "reason"}."""
+    """Answers of the environment that were cut, or that were dropped and so ended the episode: {"turn", "kind", "reason"}."""
     contexts: NotRequired[list[tuple[int, list[int]]]]
     """(position, prompt): from this position of `completion_ids` on, the policy read this prompt instead of the previous tokens.
 
@@ -172,7 +172,7 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 def parse_step(line: bytes) -> dict[str, Any] | None:
-    """Return a line as a row with a valid "step" (an integer from 0), as in metrics, timings and rollouts; otherwise None."""
+    """Return the row in a line of metrics, timings or rollouts; None if it has no valid "step" (an integer from 0)."""
     row = parse_row(line)
     step = None if row is None else row.get("step")
     return row if type(step) is int and 0 <= step < 2**53 else None

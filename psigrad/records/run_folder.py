@@ -342,7 +342,7 @@ class RunFolder:
         return self.path / "model", self.path / ".model.new", self.path / ".model.old"
 
     def _settle_model(self) -> None:
-        """Undo or complete a `save_model` during which the process was killed."""
+        """Undo or complete a `save_model` that a kill interrupted."""
         final, beside, aside = self._models()
         if aside.exists() and not final.exists():
             os.rename(aside, final)

@@ -81,7 +81,7 @@ Larger numbers are worse.
 
 @cache
 def texts() -> dict[str, dict[str, Any]]:
-    """Return the texts of each rule, for `psigrad explain NAME` and docs/debugging.md.
+    """Return {name of a rule: its texts}, for `psigrad explain NAME` and docs/debugging.md.
 
     The texts are the title, the problem, its cause, the remedy, an example, and the files that the example needs.
     """

@@ -26,7 +26,7 @@ _SHOWN = 10
 class MetricsHistory(list[dict[str, Any]]):
     """The rows of metrics.jsonl, each a training step or an evaluation, in order of their "step".
 
-    `pandas.DataFrame(history)` is a table of these rows. `to_pandas()` returns one with a single row for each step.
+    `pandas.DataFrame(history)` is a table of these rows. `to_pandas()` returns a table with a single row for each step.
     """
 
     def to_pandas(self) -> pandas.DataFrame:

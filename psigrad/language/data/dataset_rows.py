@@ -275,7 +275,7 @@ class Form:
     fields: Callable[[_Check, Mapping[str, Any]], dict[str, Any]]
     needs: tuple[str, ...] = ()
     for_rewards: bool = False
-    """True if all other columns are passed to reward functions; then none may have the name of one of their arguments."""
+    """True if reward functions get all other columns. Then no column may have the name of an argument of reward functions."""
 
 
 # A row that fits several forms gets the first of them. As in TRL, reward functions get no `completion` from the dataset: that

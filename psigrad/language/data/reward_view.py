@@ -72,7 +72,7 @@ def _keep(text: str, ids: Sequence[int] = ()) -> str:
 
 
 def _hidden(message: Message, hide: Callable[..., str]) -> Message:
-    """Return a message; if it is the policy's, without special tokens."""
+    """Return a message. If it is the policy's, `hide` removes its special tokens."""
     said = message.get("content")
     return {**message, "content": hide(said)} if message.get("role") == "assistant" and isinstance(said, str) else message
 

@@ -112,7 +112,7 @@ class SavedWeights:
 
     @classmethod
     def of(cls, checkpoint: Path | None, part: str = "") -> SavedWeights:
-        """Return the policy's weights in a checkpoint, or those of another `part` of it: reference or critic."""
+        """Return the weights of the policy in a checkpoint, or of the model in its folder `part`: reference or critic."""
         place = part_of(checkpoint, part)
         if place is None:
             return cls()

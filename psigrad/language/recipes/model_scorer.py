@@ -117,7 +117,7 @@ class ModelScorer:
 
     @torch.no_grad()
     def _by_steps(self, pairs: Sequence[tuple[Ids, Ids]]) -> list[Result]:
-        """Return each completion's mean of σ(z) over its steps, from few forward passes over all completions.
+        """Return each completion's mean of σ(score) over its steps, from few forward passes over all completions.
 
         Each step's share of the reward is assigned to the step's last token, so that any psi can use it.
         """

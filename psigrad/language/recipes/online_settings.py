@@ -217,7 +217,10 @@ def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePre
 
 
 def check_teacher(reference: object, config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
-    """Raise `UserError` if a `Teacher` does not support these settings, or if `span` is set for a reference with equal tokens."""
+    """Raise `UserError` if a `Teacher` does not support these settings.
+
+    Raise it also if the KL estimator is `span` although the reference has the policy's tokenizer.
+    """
     spans = isinstance(algorithm, PolicyGradient) and algorithm.kl is not None and algorithm.kl.estimator == "span"
     if not isinstance(reference, Teacher):
         if spans and reference is not None:

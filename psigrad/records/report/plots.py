@@ -49,7 +49,7 @@ _SPREAD = Plot("Rewards", "Share of completions by reward.", ())
 
 
 def smooth(values: Sequence[float], weight: float = 0.0) -> list[float]:
-    """Return the exponential moving average with bias correction: Σ w^i·x / Σ w^i, i steps back.
+    """Return the exponential moving average with bias correction: Σ w^i·x_i / Σ w^i, with x_i the value i steps back.
 
     The default weight w is 0.9, and larger for series of more than 800 values.
     """
@@ -144,7 +144,9 @@ def _band(axes: Any, run: RunData, name: str, colour: str) -> None:
 
 
 def _spread(axes: Any, run: RunData) -> None:
-    """Draw the shares of the completions by reward as stacked areas over training: by value, or in five ranges."""
+    """Draw, as stacked areas over training, the share of the completions with each reward, or with rewards in each of five
+    ranges.
+    """
     steps = sorted(run.rewards)
     every = [reward for step in steps for reward in run.rewards[step]]
     low, high, values = min(every), max(every), sorted(set(every))

@@ -46,10 +46,10 @@ def verdict(run: RunData) -> Verdict:
     Its figures are the held-out metric (for pairs: the accuracy) before and after training with 95 % intervals, the KL to the
     initial model, and the warnings. If the run failed or was stopped, the verdict says so.
 
-    The run learned if the 95 % interval of the metric's change is above 0, and got worse if it is below. The interval is that of
-    `paired_difference` over the prompts (pairs) that both evaluations scored. If these are not recorded, it is that of two
-    independent samples, which is wider. There is no judgement with fewer than `LEAST_ROWS` rows, or if neither evaluation has an
-    interval.
+    The run learned if the 95 % interval of the metric's change is above 0, and got worse if it is below. The interval is computed
+    by `paired_difference` over the prompts (pairs) that both evaluations scored. If the metric of each prompt is not recorded,
+    the evaluations count as independent samples, and the interval is wider. There is no judgement with fewer than `LEAST_ROWS`
+    rows, or if neither evaluation has an interval.
     """
     word, mood, figures_said = _judge(run)
     end: Mapping[str, Any] = next((event for event in reversed(run.events) if event.get("kind") in _ENDS), {})

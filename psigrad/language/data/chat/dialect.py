@@ -56,7 +56,7 @@ class Dialect:
     """The features of conversations that a template can render, found by probes. It is cached for each template."""
 
     parts: bool = False
-    """True if contents must be lists of parts: plain strings are dropped."""
+    """True if the template drops contents that are plain strings, so that contents must be lists of parts."""
     system: bool = True
     developer: bool = True
     reasoning: str = "field"

@@ -130,11 +130,11 @@ def _has_blocks(template: str) -> bool:
 
 
 def contexts(conversation: Conversation, *, empty_thinking: bool = False) -> list[Context]:
-    """Return the assistant's turns of a row in contexts: each turn after the text that the template renders to sample it.
+    """Return the row's `Context`s. In them, each assistant's turn follows the text that the template renders to sample that turn.
 
     A template that leaves earlier turns unchanged gives one context for all turns. A template that rewrites them (Qwen3 drops
-    thoughts) gives one context for each rewritten turn. An empty thought that the template adds is context, unless
-    `empty_thinking`.
+    thoughts) gives one context for each rewritten turn. An empty thought that the template adds is not trained, unless
+    `empty_thinking` is True.
 
     Raise `RowError` for a turn without such a context, and for content that the template leaves out.
     """
@@ -390,9 +390,9 @@ def _probe_turn_form(conversation: Conversation, before: Sequence[Message]) -> T
 
 
 def render_between(conversation: Conversation, observation: Sequence[Message]) -> tuple[str, str]:
-    """Return (the special token that ends the policy's turn, the template's text from there to the next turn).
+    """Return (the special token that ends the policy's turn, the text from the end of that token to the policy's next turn).
 
-    That text has the observation. It is rendered after a turn of one word, since a template may rewrite real turns.
+    The text contains the `observation`. It is rendered after a turn of one word, since a template may rewrite real turns.
     """
     name = next((str(m["name"]) for m in observation if m["role"] == "tool" and m.get("name")), "")
     calls = [call_of(name or "call")] if observation[0]["role"] == "tool" else []
