@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class AdamWWeight:
     """One weight in an AdamW step by kernels, with its gradient and moments.
 
-    The weight is a float32 `master`, a bfloat16 `stored` tensor, or both. If it is both, the step writes both.
+    The weight is a float32 tensor `master`, a bfloat16 tensor `stored`, or both. If there are both, the step writes both.
     """
 
     master: Tensor | None

@@ -52,8 +52,8 @@ def save(root: Path, step: int, write: Callable[[Path], Mapping[str, Any] | None
     """Write a checkpoint `root/step-…` from the files that `write(folder)` puts into a folder. `meta` goes into the manifest.
 
     `write` may return the `seal_file` results of some of the files, which are then not hashed again. An older checkpoint of the
-    same step is replaced; at every moment one of the two can be found. Raise `CheckpointError` if the disk is full or read-only;
-    earlier checkpoints are then unchanged.
+    same step is replaced, and at every moment one of the two checkpoints exists. Raise `CheckpointError` if the disk is full or
+    read-only; earlier checkpoints are then unchanged.
     """
     final, beside = root / f"step-{step:08d}", _temporary(root, step)
     try:

@@ -270,7 +270,10 @@ def _text_of(message: Mapping[str, Any]) -> str:
 
 
 def _label(part: Mapping[str, Any]) -> str:
-    """Return a label for a content part that is no text: its type, for an image also its size and the start of its SHA-256."""
+    """Return a label for a content part that is not text: its type.
+
+    The label of an image also has its size and the start of its SHA-256.
+    """
     said = f" {part.get('width')}×{part.get('height')} {str(part['sha256'])[:6]}" if "sha256" in part else ""
     return f"{part.get('type', 'part')}{said}"
 

@@ -91,7 +91,7 @@ def last_event(events: Path, *kinds: str) -> dict[str, Any]:
 def end_last_line(file: Path, *, cut: bool = True) -> None:
     """Make a file end with a line break, so that the next row begins a new line.
 
-    A complete last row without a line break gets one. An incomplete last row, as a kill leaves it, is removed with `cut`.
+    A complete last row without a line break gets one. An incomplete last row, as a kill leaves it, is removed if `cut` is True.
     """
     begin = end = 0
     line = b"\n"
@@ -217,7 +217,7 @@ def identity(path: Path) -> tuple[int, int] | None:
 def restore_file(file: Path, stream: BinaryIO) -> None:
     """Restore a file that was deleted or replaced by another while it was open, from the open `stream`. Close the stream.
 
-    A file that now has the name is renamed to FILE.replaced.
+    If another file now has the name, it is renamed to FILE.replaced.
     """
 
     def pieces() -> Iterator[bytes]:

@@ -163,7 +163,7 @@ class RolloutFigures:
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """Return a line as a JSON object; None if it is not one."""
+    """Return the JSON object in a line; None if the line is not a JSON object."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

@@ -375,7 +375,7 @@ class Watch:
             standing.pending = None
 
     def alerts(self) -> list[RunWarning]:
-        """Return the current warnings, then the withdrawn ones, each with the newest first."""
+        """Return the current warnings, then the withdrawn ones. In both groups the newest are first."""
         standing = [s.alert for s in self._standing.values() if s.alert is not None]
         return [*sorted(standing, key=lambda a: -a.step), *reversed(self._past)]
 

@@ -56,7 +56,11 @@ class Callback:
         """Handle the start of each step."""
 
     def on_step_end(self, args: Any, state: Any, control: Control, **kwargs: Any) -> None:
-        """Handle the end of each step. `should_evaluate` and `should_save` are True if due; they may be set either way."""
+        """Handle the end of each step.
+
+        `control.should_evaluate` and `control.should_save` are True if an evaluation or a checkpoint is due. Set or clear them to
+        change this.
+        """
 
     def on_log(self, args: Any, state: Any, control: Control, logs: Mapping[str, Any], **kwargs: Any) -> None:
         """Handle each row of metrics, passed as `logs`."""

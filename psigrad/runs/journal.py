@@ -58,7 +58,7 @@ class CompletionPrinter:
         """Print no figures: the progress bar has them."""
 
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Print a line for each: its reward, the end of its prompt, and its text."""
+        """Print a line for each of `count` completions: its reward, the end of its prompt, and its text."""
         trained = [row for row in rows if row["kind"] == "train"]
         if step < self._next or not trained:
             return

@@ -71,7 +71,10 @@ def insert_marks(raw: Mapping[str, Any], source: str, base: Path) -> tuple[Mappi
 
 
 def _anchored(given: Any, base: Path) -> Any:
-    """Return an image as given, or its path made absolute: reward functions run in another folder."""
+    """Return an image that is given as a path with an absolute path, since reward functions run in another folder.
+
+    Return any other image unchanged.
+    """
     path = (given.get("bytes") or given.get("path")) if isinstance(given, Mapping) else given
     return str(_path(path, base)) if isinstance(path, str | os.PathLike) and not str(path).startswith("data:") else given
 

@@ -17,8 +17,8 @@ from psigrad.language.rollout.types import Trajectory
 def reward_view(
     tokenizer: Any = None, plays: bool = False, skip_special_tokens: bool = True
 ) -> Callable[[Mapping[int, Row]], ToSamples]:
-    """Return the `to_samples` function of a `ScoredRollout`. With `plays`, samples also have the turns and tokens of the policy
-    alone.
+    """Return the `to_samples` function of a `ScoredRollout`. With `plays`, samples of episodes also have the policy's own turns
+    and tokens.
 
     Reward functions get the columns of all rows of the rollout. The value is None if a completion's own row lacks the column.
     With `skip_special_tokens`, they get the policy's text without special tokens; `completion_ids` are complete.

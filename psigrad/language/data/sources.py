@@ -54,10 +54,10 @@ def load(
     """Load the rows of a JSONL, JSON, Parquet, CSV or TSV file, a folder of them or of `Dataset.save_to_disk`, or a hub dataset.
 
     `split` may be a slice, as in `datasets`: train[:90%], train[100:]. If file names in a folder contain split words (train,
-    validation, test and their usual variants), only the files of the split are read. A source without splits, such as a file,
-    provides the split in its name, and those of `single`. A hub configuration is named after a colon: "openai/gsm8k:main".
-    "task:NAME" makes rows of a reasoning-gym task. With `max_rows` only the first rows are read, and a hub dataset is streamed.
-    `columns` renames some columns (`dataset_layouts.map_columns`).
+    validation, test and their usual variants), only the files of the split are read. In a source without splits, such as a file,
+    the split in its name and each name in `single` stand for all rows. A hub configuration is named after a colon:
+    "openai/gsm8k:main". "task:NAME" makes rows of a reasoning-gym task. With `max_rows` only the first rows are read, and a hub
+    dataset is streamed. `columns` renames some columns (`dataset_layouts.map_columns`).
 
     Raise UserError naming file, line, column and reason. With `bad_rows="skip"`, malformed rows are skipped and returned as
     `skipped`; only an unreadable file raises an error.

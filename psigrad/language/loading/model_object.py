@@ -167,8 +167,8 @@ def load_weights(network: PreTrainedModel, folder: Path) -> None:
 def wrap_objects(model: Any, tokenizer: Any) -> ModelObject | None:
     """Return the `ModelObject` of a model and a tokenizer of which at least one is an object; None if both are names.
 
-    Without a tokenizer, use the one of the folder or hub name that the model was loaded from. Raises `UserError` for an object
-    that is not a causal transformers model.
+    Without a tokenizer, use the tokenizer of the folder or hub name that the model was loaded from. Raises `UserError` for an
+    object that is not a causal transformers model.
     """
     named = isinstance(model, str | os.PathLike)
     if named and tokenizer is None:

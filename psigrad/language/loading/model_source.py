@@ -304,7 +304,7 @@ def convert_to_folder(path: str) -> str:
 
 
 def _folder_of(settings: Model) -> str:
-    """Return a folder that transformers can load for `settings.path`. With quantize_base=gguf it has no converted weights."""
+    """Return a folder that transformers can load for `settings.path`. With quantize_base=gguf its weights are not converted."""
     return str(_without_weights(settings.path)) if settings.quantize_base == "gguf" else convert_to_folder(settings.path)
 
 

@@ -165,7 +165,10 @@ class TeacherReference(Annotator):
     gives_reference = True
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: Any) -> Batch:
-        """Add `logp_ref` if the KL term compares sampled tokens. If it compares pieces of text, store the teacher's log-probs."""
+        """Add the column `logp_ref` to the batch if the KL term compares sampled tokens.
+
+        If it compares pieces of text, store the teacher's log-probs of the pieces instead.
+        """
         algorithm, budget, temperature = run.algorithm, run.config.micro_batch_tokens, run.params.temperature
         self.teacher.clear()
         if not isinstance(algorithm, PolicyGradient):
@@ -212,7 +215,7 @@ def is_address(reference: str) -> bool:
 
 
 def text_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[str, list[int]]:
-    """Return (text, ends): the tokens' text up to the last complete character, and its length after each token.
+    """Return (the tokens' text up to the last complete character, the length of that text after each token).
 
     The length is -1 where a token ends inside a character.
     """

@@ -64,7 +64,7 @@ class Report:
 
     @property
     def unscored(self) -> str:
-        """A message with the number of completions without reward and the most common reason; empty if all have one."""
+        """A message with the number of completions without a reward, and the most common reason; empty if all have a reward."""
         reasons = [t.reason or "no reason was given" if t.reward is None else None for t in self.trajectories]
         return explain_unscored(reasons, [self.rows[t.row].source for t in self.trajectories]) if any(reasons) else ""
 
@@ -75,9 +75,10 @@ class Report:
 
 
 def run(config: EvalConfig) -> Report:
-    """Sample `num_generations_eval` completions of each prompt and score them. With `best_of` n, keep the one of highest reward.
+    """Sample `num_generations_eval` completions of each prompt and score them.
 
-    Raises `UserError` on mistakes of the user, including rewards that score no completion at all.
+    With `best_of` n, sample n completions of each prompt and keep the one with the highest reward. Raises `UserError` on mistakes
+    of the user, including rewards that score no completion at all.
     """
     if config.benchmark and not (config.reward or config.reward_model or config.evaluation.metric):
         shape = BENCHMARKS[config.benchmark]

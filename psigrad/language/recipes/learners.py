@@ -287,7 +287,7 @@ def _best(state: State) -> int:
 def _sums_of(learners: Learners) -> dict[str, str]:
     """Return {"weights": the sums of all trainable weights that are not sharded}.
 
-    They show if all processes start with equal weights.
+    Processes compare them to check that they start with equal weights.
     """
     optimizers = [learner.optimizer for learner in learners if isinstance(learner, Learner)]
     whole = (w.local for optimizer in optimizers for w in optimizer.weights.values() if w.local is w.parameter)

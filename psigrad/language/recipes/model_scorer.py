@@ -170,7 +170,10 @@ def answer_end(tokenizer: Any, plain: bool) -> list[int] | None:
 
 
 def step_ends(tokenizer: Any, ids: Ids, separator: str) -> list[int]:
-    """Return the index of each step's last token: each token with the separator. A last step without one ends before the EOS."""
+    """Return the index of each step's last token: each token with the separator.
+
+    If the last token before EOS has no separator, its index is included, since it ends the last step.
+    """
     ends = [i for i, token in enumerate(ids) if separator in tokenizer.decode([token])]
     last = len(ids) - 1
     while last >= 0 and ids[last] == tokenizer.eos_token_id:

@@ -29,7 +29,10 @@ from psigrad.runs.journal import Journal
 
 
 def method(config: OnlineConfig) -> PolicyGradient | OnlinePreference:
-    """Return the algorithm of the settings. If a preset divides by a constant length, it is max_completion_length, as in TRL."""
+    """Return the algorithm of the settings.
+
+    A preset that divides by a constant length divides by max_completion_length, as in TRL.
+    """
     algorithm, spec = resolve_online(config.algorithm), config.algorithm
     if isinstance(algorithm, OnlinePreference):
         return algorithm

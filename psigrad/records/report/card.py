@@ -234,7 +234,7 @@ def _metadata(card: Path) -> dict[str, Any]:
 
 
 def _datasets(run: RunData, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (name, hub name) of each dataset; the hub name is "" for other datasets."""
+    """Yield (name, hub name) of each dataset. The hub name is "" if the dataset is not from the hub."""
     given = run.settings.get(f"data.{prefix}dataset") or []
     for one in given if isinstance(given, list) else [given]:
         name = str(one).partition(":")[0]
